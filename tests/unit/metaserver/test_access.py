@@ -28,14 +28,14 @@ def knowing(*tokens):
     return found
 
 
-def test_a_token_says_who_it_is_and_what_it_may():
+def test_token_yields_caller_and_rights():
     row, text = make(subjects=["order.*"], groups=["g1"])
     caller = knowing(row).check(text, now_ms=NOW, peer="1.2.3.4")
     assert (caller.name, caller.role, caller.peer) == ("shop", TokenRole.CLIENT, "1.2.3.4")
     assert (caller.scope.subjects, caller.scope.groups) == (("order.*",), ("g1",))
 
 
-def test_what_is_stored_does_not_tell_the_token():
+def test_stored_hash_does_not_reveal_token():
     """Weakness 28: tokens stood readable in a file."""
     row, text = make()
     secret = text.rpartition("_")[2]
@@ -70,7 +70,7 @@ def test_other_tokens_are_refused(wrong):
 
 
 @pytest.mark.parametrize("change", range(12))
-def test_a_token_with_one_character_changed_is_refused(change):
+def test_altered_token_is_refused(change):
     row, text = make()
     at = random.Random(change).randrange(len(text))
     changed = text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :]
@@ -78,12 +78,12 @@ def test_a_token_with_one_character_changed_is_refused(change):
         knowing(row).check(changed, now_ms=NOW)
 
 
-def test_an_empty_cluster_token_opens_nothing():
+def test_empty_cluster_token_is_refused():
     with pytest.raises(AccessError, match="missing"):
         Access(["", ""]).check("", now_ms=NOW)
 
 
-def test_the_cluster_token_and_the_one_before_may_everything():
+def test_both_cluster_tokens_have_all_rights():
     both = Access([CLUSTER, "the one before"])
     for text in (CLUSTER, CLUSTER.encode(), "the one before"):
         caller = both.check(text, now_ms=NOW)
@@ -110,7 +110,7 @@ def test_secrets_are_compared_in_constant_time(monkeypatch):
         assert len(compared) == 2 and compared[1] == 128
 
 
-def test_a_token_expires_and_can_be_revoked():
+def test_token_expires_and_can_be_revoked():
     """Weakness 28: no expiry."""
     row, text = make(lifetime_ms=1000)
     assert knowing(row).check(text, now_ms=NOW + 999).name == "shop"
@@ -120,7 +120,7 @@ def test_a_token_expires_and_can_be_revoked():
         knowing(replace(row, revoked_ms=NOW)).check(text, now_ms=NOW + 1)
 
 
-def test_two_tokens_of_one_name_are_valid_at_once_and_a_third_is_refused():
+def test_third_valid_token_of_a_name_is_refused():
     older, old_text = make(lifetime_ms=1000)
     newer, new_text = make(known=[older], seed=1)
     both = knowing(older, newer)
@@ -142,7 +142,7 @@ def test_two_tokens_of_one_name_are_valid_at_once_and_a_third_is_refused():
         pytest.param({"lifetime_ms": -1}, "cannot have expired", id="expired before it begins"),
     ],
 )
-def test_what_is_no_token_is_refused(options, problem):
+def test_malformed_token_is_refused(options, problem):
     if problem is None:
         make(**options)
         return
@@ -150,7 +150,7 @@ def test_what_is_no_token_is_refused(options, problem):
         make(**options)
 
 
-def test_the_first_admin_token_is_made_once():
+def test_first_admin_token_is_made_once():
     found = first_admin([make()[0]], random_bytes=random.Random(0).randbytes, now_ms=NOW)
     assert found is not None and found[0].id == "first"
     assert knowing(found[0]).check(found[1], now_ms=NOW).role == TokenRole.ADMIN
@@ -158,7 +158,7 @@ def test_the_first_admin_token_is_made_once():
         assert first_admin([known], random_bytes=random.Random(0).randbytes, now_ms=NOW) is None
 
 
-def test_every_method_of_the_service_names_the_role_it_needs():
+def test_every_service_method_has_its_role():
     """Weakness 27: the port took anybody's word."""
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["Metaserver"].methods}
     assert methods == set(RPC_ROLES) and all(RPC_ROLES.values())

@@ -32,7 +32,7 @@ async def looked(metrics):
     return found
 
 
-def test_what_the_ledger_says_of_each_group_comes_to_prometheus(tmp_path):
+def test_ledger_readings_become_metrics(tmp_path):
     ledger = Ledger(tmp_path)
     for entry in (NIGHT, replace(NIGHT, group="g2", verdict=FINDINGS, at_ms=2_000_000)):
         ledger.append(entry)
@@ -43,7 +43,7 @@ def test_what_the_ledger_says_of_each_group_comes_to_prometheus(tmp_path):
     assert {group for name, group, verdict in found if verdict == FINDINGS and found[name, group, verdict]} == {"g2"}
 
 
-def test_a_ledger_that_is_away_or_damaged_is_said_to_be_so_once(tmp_path, caplog):
+def test_unreadable_ledger_is_logged_once(tmp_path, caplog):
     metrics = AuditMetrics(partial(Nights(tmp_path / "ledger").status, now_ms=3_000_000))
     assert asyncio.run(looked(metrics)) == {(UP, "", ""): 0}
     assert "is no directory" in caplog.text

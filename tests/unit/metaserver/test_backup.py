@@ -58,7 +58,7 @@ def through_json(dump):
     return json.loads(json.dumps(dump))
 
 
-def test_dump_makes_an_empty_database_the_same(filled, tmp_path):
+def test_dump_restores_an_empty_database(filled, tmp_path):
     engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")  # from any kind to any other
     other, dump = Repository(engine), through_json(filled.dump())
     other.change([RestoreAll(dump)])
@@ -75,7 +75,7 @@ def test_dump_makes_an_empty_database_the_same(filled, tmp_path):
     engine.dispose()
 
 
-def test_restore_takes_back_what_came_since_but_never_terms_nor_revocations(filled):
+def test_restore_keeps_terms_and_revocations(filled):
     dump = through_json(filled.dump())
     add_group(filled, "g2")
     group = filled.load().groups["g1"]
@@ -107,7 +107,7 @@ def test_restore_takes_back_what_came_since_but_never_terms_nor_revocations(fill
     assert filled.load().groups["g2"].term == 4, "no term of g2 is given out again"
 
 
-def test_restore_never_makes_another_broker_the_master(filled):
+def test_restore_keeps_the_master(filled):
     """The slave of then may have missed all that was acknowledged since; its term would be the newest all the same."""
     master, slave = filled.load().groups["g1"].brokers
     filled.store_registration(replace(master, incarnation="first"))
@@ -123,7 +123,7 @@ def test_restore_never_makes_another_broker_the_master(filled):
     assert filled.load() == before
 
 
-def test_restore_never_forgets_whose_disk_a_master_has(filled):
+def test_restore_keeps_the_incarnation_of_a_master(filled):
     """With a backup from before its first start, a master whose disk was emptied would be let in again."""
     dump = through_json(filled.dump())
     master = filled.load().groups["g1"].master
@@ -132,14 +132,14 @@ def test_restore_never_forgets_whose_disk_a_master_has(filled):
     assert filled.load().groups["g1"].master.incarnation == "first"
 
 
-def test_a_restore_ends_no_loss_that_nobody_acknowledged(filled):
+def test_restore_keeps_open_losses(filled):
     dump = through_json(filled.dump())
     filled.change([AcceptLoss("g1", 2)])
     filled.change([RestoreAll(dump)])
     assert filled.load().groups["g1"].lost_term == 2
 
 
-def test_restored_route_goes_on_from_the_larger_version(filled):
+def test_restored_route_exceeds_both_versions(filled):
     dump = through_json(filled.dump())
     filled.change([SetRoute("s0", ("g1",), 1)])
     filled.change([RestoreAll(dump)])
@@ -182,7 +182,7 @@ def test_broken_dump_changes_nothing(tmp_path, break_it):
     engine.dispose()
 
 
-def test_a_restore_keeps_the_rows_of_both_audit_trails(filled, tmp_path):
+def test_restore_merges_audit_trails(filled, tmp_path):
     """43 rows became 3 when a backup was restored into a metaserver that had written some itself."""
     for number in range(5):
         filled.change([], AuditRow("Ann", "", f"Old{number}"))
@@ -197,7 +197,7 @@ def test_a_restore_keeps_the_rows_of_both_audit_trails(filled, tmp_path):
     engine.dispose()
 
 
-def test_a_backup_is_tried_by_restoring_it(filled, tmp_path, capsys, monkeypatch):
+def test_try_backup_restores_the_file(filled, tmp_path, capsys, monkeypatch):
     whole, cut, foreign = (tmp_path / f"{name}.json" for name in ("whole", "cut", "foreign"))
     whole.write_text(json.dumps(filled.dump()))
     cut.write_text(whole.read_text()[:-100])
@@ -213,7 +213,7 @@ def test_a_backup_is_tried_by_restoring_it(filled, tmp_path, capsys, monkeypatch
         assert f"{path}: cannot be restored" in capsys.readouterr().err
 
 
-def test_rows_that_did_not_come_back_are_named(filled, tmp_path, monkeypatch):
+def test_try_backup_names_missing_rows(filled, tmp_path, monkeypatch):
     path = tmp_path / "backup.json"
     path.write_text(json.dumps(filled.dump()))
     monkeypatch.setattr(try_backup.Repository, "change", lambda *_: None)

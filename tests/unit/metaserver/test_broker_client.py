@@ -41,13 +41,13 @@ def reset_at_a_broker_that(fails):
 
 
 @pytest.mark.parametrize("fails", [grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL, ValueError("a bug")])
-def test_a_reset_at_a_broker_that_failed_may_have_happened(fails):
+def test_failed_reset_has_unknown_outcome(fails):
     """Told as refused, it would be repeated, or not looked for."""
     with pytest.raises(NotServed):
         reset_at_a_broker_that(fails)
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED])
-def test_a_reset_that_a_broker_refused_changed_nothing(status):
+def test_refused_reset_changed_nothing(status):
     with pytest.raises(OperatorError, match="h1:1 .MASTER of g1. refused: so it is"):
         reset_at_a_broker_that(status)

@@ -54,7 +54,7 @@ async def begin(groups, at, *asked):
 
 
 @in_world
-async def test_a_new_group_begins_where_members_noted_the_end_and_elsewhere_with_the_first_message(world):
+async def test_new_group_begins_at_marks_or_first_message(world):
     groups, masters = await made(world)
     first = await begin(groups, "g1")
     assert {name for name, _ in masters.asked} == {"g1", "g2"}, "the one that asks notes its end before the row, too"
@@ -76,7 +76,7 @@ async def test_start_is_resolved_once(world):
 
 
 @in_world
-async def test_a_group_of_which_a_broker_group_has_a_position_is_no_new_one(world):
+async def test_group_with_a_position_is_not_new(world):
     """Groups from before rows were kept, and those whose row an emptied or older database lacks."""
     groups, masters = await made(world)
     masters.known["g1"] = {BILLING.key}
@@ -85,7 +85,7 @@ async def test_a_group_of_which_a_broker_group_has_a_position_is_no_new_one(worl
 
 
 @in_world
-async def test_a_broker_group_that_does_not_answer_begins_by_time(world):
+async def test_silent_broker_group_begins_by_time(world):
     groups, masters = await made(world)
     masters.silent = {"g2"}
     world.stop("g2-a")
@@ -95,7 +95,7 @@ async def test_a_broker_group_that_does_not_answer_begins_by_time(world):
 
 
 @in_world
-async def test_of_two_metaservers_one_row_counts(world):
+async def test_first_stored_row_counts(world):
     """Both read that there is none, and ask; the first one that stores decides."""
     groups, masters = await made(world)
     rival, theirs = ConsumerGroups(world.registry, world.database, Masters()), {}
@@ -108,7 +108,7 @@ async def test_of_two_metaservers_one_row_counts(world):
 
 
 @in_world
-async def test_many_groups_of_one_question(world):
+async def test_many_groups_in_one_request(world):
     groups, masters = await made(world)
     asked = [BILLING._replace(group=f"g{number}") for number in range(1_500)]
     await begin(groups, "g1", *asked[:700])
@@ -118,7 +118,7 @@ async def test_many_groups_of_one_question(world):
 
 
 @in_world
-async def test_a_broadcast_consumer_that_every_broker_group_forgot_begins_anew(world):
+async def test_forgotten_broadcast_consumer_begins_again(world):
     groups, masters = await made(world)
     cache = BILLING._replace(group="cache-7", broadcast=True)
     first = await begin(groups, "g1", cache)
@@ -135,7 +135,7 @@ async def test_a_broadcast_consumer_that_every_broker_group_forgot_begins_anew(w
 
 
 @in_world
-async def test_rows_go_with_their_subject_and_nothing_else(world):
+async def test_forget_removes_rows_of_one_subject(world):
     groups, masters = await made(world)
     retries = "%RETRY%s1%billing"
     for subject in ("s1", retries, "s2"):
@@ -146,7 +146,7 @@ async def test_rows_go_with_their_subject_and_nothing_else(world):
 
 
 @in_world
-async def test_a_dump_adds_consumer_groups_and_removes_none(world):
+async def test_restore_keeps_consumer_groups(world):
     groups, _ = await made(world)
     await begin(groups, "g1")
     dump = await world.database.read(lambda repository: repository.dump())
@@ -157,7 +157,7 @@ async def test_a_dump_adds_consumer_groups_and_removes_none(world):
 
 
 @in_world
-async def test_without_the_database_no_new_group_begins(world):
+async def test_no_group_begins_without_database(world):
     groups, masters = await made(world)
     world.database._is_away("stopped by the test")
     with pytest.raises(DatabaseAway, match="does not answer"):

@@ -10,7 +10,7 @@ import pytest
 from qmq.metaserver.storage.database import Database, DatabaseAway
 
 
-def test_an_outage_leaves_no_errors_behind(tmp_path):
+def test_outage_leaves_no_unretrieved_errors(tmp_path):
     """Each attempt's error held the attempt before, for as long as the database was away: 5 MB a second."""
 
     async def run():

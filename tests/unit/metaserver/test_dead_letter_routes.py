@@ -14,12 +14,12 @@ def to(subject: str, group: str, other: str) -> OperatorLimits:
     return OperatorLimits(subject, group, dead_letters_to=other)
 
 
-def test_a_route_gets_all_groups_that_dead_letters_come_from_at_once():
+def test_route_gets_all_source_groups_at_once():
     limits = [to("a", "x", "t"), to("b", "x", "t"), to("a", "y", "t"), OperatorLimits("a", "z", per_second=3)]
     assert wider_routes(limits, ROUTES) == [SetRoute("t", ("g1", "g2", "g3"), 3)]
 
 
-def test_a_route_that_has_them_or_is_not_there_is_left_alone():
+def test_sufficient_or_missing_route_is_unchanged():
     wide = ROUTES | {"t": Route("t", ("g1", "g2", "g4"), 3), "removed": Route("removed", (), 5)}
     limits = [to("a", "x", "t"), to("gone", "x", "t"), to("a", "x", "nowhere"), to("a", "y", "removed")]
     assert wider_routes(limits, wide) == []

@@ -18,7 +18,7 @@ def group(name, term=3, port=1):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_bytes_are_those_of_protobuf(seed):
+def test_bytes_equal_protobuf(seed):
     rng = Random(seed)
     groups = [group(f"g{number}" * rng.randint(1, 40), rng.randint(0, 1 << 40)) for number in range(rng.randint(0, 60))]
     flags = [rng.random() < 0.5 for _ in groups]
@@ -45,7 +45,7 @@ def test_bytes_are_those_of_protobuf(seed):
     assert update == pb.RouteUpdate(version=1 << 41, routes=[message, message]).SerializeToString(deterministic=True)
 
 
-def test_a_version_names_the_content_and_nothing_else():
+def test_version_depends_on_content_only():
     fields = [group_bytes(group("g1")).writable]
     version = route_bytes("s", fields).version
     assert version == route_bytes("s", [group_bytes(group("g1")).writable]).version != 0

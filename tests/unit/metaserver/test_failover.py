@@ -53,7 +53,7 @@ async def fail_over(world, failovers, monkeypatch):
     await failovers.fail_over("g1")
 
 
-async def test_the_slave_becomes_the_master_and_the_trail_has_the_report(tmp_path, monkeypatch):
+async def test_failover_promotes_slave_and_writes_audit_row(tmp_path, monkeypatch):
     world, failovers = await a_master_is_gone(tmp_path)
     await fail_over(world, failovers, monkeypatch)
     assert row(world) == (3, "g1-b", "g1-a") and world.brokers.held == ["g1-b"]
@@ -73,7 +73,7 @@ async def test_the_slave_becomes_the_master_and_the_trail_has_the_report(tmp_pat
         (False, "on", "g1-b"),
     ],
 )
-async def test_a_group_decides_or_leaves_it_to_the_setting(tmp_path, monkeypatch, setting, of_the_group, new_master):
+async def test_group_failover_overrides_setting(tmp_path, monkeypatch, setting, of_the_group, new_master):
     world, failovers = await a_master_is_gone(tmp_path)
     failovers._settings = replace(world.settings, failover=setting)
     await world.done("SetFailover", brokerGroup="g1", failover=of_the_group)
@@ -89,7 +89,7 @@ async def test_a_group_decides_or_leaves_it_to_the_setting(tmp_path, monkeypatch
     assert row(world)[1] == new_master
 
 
-async def test_what_is_switched_on_while_a_master_is_gone_is_done_at_once(tmp_path, monkeypatch):
+async def test_enabled_failover_acts_at_once(tmp_path, monkeypatch):
     world, failovers = await a_master_is_gone(tmp_path)
     failovers._settings = world.settings
     monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
@@ -102,7 +102,7 @@ async def test_what_is_switched_on_while_a_master_is_gone_is_done_at_once(tmp_pa
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_group_that_is_removed_while_its_master_is_gone_is_not_looked_for_any_more(tmp_path):
+async def test_removed_group_is_reset(tmp_path):
     world, failovers = await a_master_is_gone(tmp_path)
     await world.running_copies("g2")
     world.stop("g1-b")
@@ -115,7 +115,7 @@ async def test_a_group_that_is_removed_while_its_master_is_gone_is_not_looked_fo
     assert not world.registry.no_failover and not failovers._again_at and not failovers._tries
 
 
-async def test_nobody_is_chosen_while_what_is_acknowledged_cannot_be_read(tmp_path, monkeypatch):
+async def test_no_promotion_without_readable_points(tmp_path, monkeypatch):
     """The database may be back, for the change of roles, before the slaves have answered."""
 
     world, failovers = await a_master_is_gone(tmp_path)
@@ -136,7 +136,7 @@ async def test_nobody_is_chosen_while_what_is_acknowledged_cannot_be_read(tmp_pa
     assert world.registry.no_failover["g1"][0] == Refusal.BEHIND
 
 
-async def test_a_slave_that_hears_its_master_stays_the_slave(tmp_path, monkeypatch):
+async def test_connected_slave_is_not_promoted(tmp_path, monkeypatch):
     world, failovers = await a_master_is_gone(tmp_path)
     world.brokers.hears_its_master = True
     await fail_over(world, failovers, monkeypatch)
@@ -144,7 +144,7 @@ async def test_a_slave_that_hears_its_master_stays_the_slave(tmp_path, monkeypat
     assert world.registry.no_failover["g1"][0] == Refusal.HEARS_ITS_MASTER
 
 
-async def test_a_refused_failover_is_tried_again_soon_and_then_less_often(tmp_path, monkeypatch):
+async def test_refused_failover_backs_off(tmp_path, monkeypatch):
     _, failovers = await a_master_is_gone(tmp_path)
     now_s, tried_s = 0.0, []
 
@@ -161,7 +161,7 @@ async def test_a_refused_failover_is_tried_again_soon_and_then_less_often(tmp_pa
     assert tried_s == [0, 0.125, 0.375, 0.875, 1.875, 2.875]
 
 
-async def test_a_slave_that_restarted_meanwhile_stays_the_slave_and_doctor_says_why(tmp_path, monkeypatch):
+async def test_doctor_shows_why_restarted_slave_stays(tmp_path, monkeypatch):
     world, failovers = await a_master_is_gone(tmp_path)
     world.beat("g1-b", incarnation="disk of g1-b", in_sync=False, flushed_end=4096)
     await fail_over(world, failovers, monkeypatch)
@@ -171,7 +171,7 @@ async def test_a_slave_that_restarted_meanwhile_stays_the_slave_and_doctor_says_
     assert "not been in sync since its process began" in found
 
 
-async def test_of_two_metaservers_one_does_it_and_the_paused_one_finds_that_it_is_done(tmp_path, monkeypatch):
+async def test_paused_metaserver_finds_the_failover_done(tmp_path, monkeypatch):
     world, failovers = await a_master_is_gone(tmp_path)
     other = World(tmp_path / "database")
     await other.open()
@@ -195,7 +195,7 @@ async def test_of_two_metaservers_one_does_it_and_the_paused_one_finds_that_it_i
 
 
 @pytest.mark.parametrize("stored", [True, False])
-async def test_a_commit_without_an_answer_is_looked_up(tmp_path, monkeypatch, stored):
+async def test_unanswered_failover_commit_is_looked_up(tmp_path, monkeypatch, stored):
     world, failovers = await a_master_is_gone(tmp_path)
     change = world.registry.change
 
@@ -213,7 +213,7 @@ async def test_a_commit_without_an_answer_is_looked_up(tmp_path, monkeypatch, st
     assert row(world)[0] == (3 if stored else 2)
 
 
-async def test_a_silent_machine_is_noticed_without_a_closed_connection(tmp_path):
+async def test_silent_master_is_detected_by_timeout(tmp_path):
     world = World(tmp_path / "database")
     await world.open()
     await world.running_copies()
@@ -263,7 +263,7 @@ def row_of_three(world):
     return group.term, group.master.hostname, {slave.hostname for slave in group.slaves}
 
 
-async def test_of_two_slaves_that_promised_the_one_with_more_is_the_master(tmp_path, monkeypatch):
+async def test_longer_of_two_slaves_is_promoted(tmp_path, monkeypatch):
     world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
     before, _, _ = row_of_three(world)
     await fail_over(world, failovers, monkeypatch)
@@ -275,7 +275,7 @@ async def test_of_two_slaves_that_promised_the_one_with_more_is_the_master(tmp_p
     assert (await world.audit())[0].parameters["promised"] == ["g1-b:20881", "g1-c:20881"]
 
 
-async def test_nobody_promises_when_too_few_can(tmp_path, monkeypatch):
+async def test_no_promise_with_too_few_slaves(tmp_path, monkeypatch):
     world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
     world.stop("g1-b")
     before = row_of_three(world)
@@ -284,7 +284,7 @@ async def test_nobody_promises_when_too_few_can(tmp_path, monkeypatch):
     assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
 
 
-async def test_a_promise_that_led_to_no_choice_ends_in_a_term_of_the_same_master(tmp_path, monkeypatch):
+async def test_promise_without_promotion_renews_the_term(tmp_path, monkeypatch):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     await world.start("g1-a")
     before, master, slaves = row_of_three(world)
@@ -303,7 +303,7 @@ async def test_a_promise_that_led_to_no_choice_ends_in_a_term_of_the_same_master
     assert row_of_three(world)[0] == before + 3
 
 
-async def test_a_promise_waits_for_a_master_that_is_gone(tmp_path, monkeypatch):
+async def test_promise_waits_for_missing_master(tmp_path, monkeypatch):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     before = row_of_three(world)
     world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
@@ -314,7 +314,7 @@ async def test_a_promise_waits_for_a_master_that_is_gone(tmp_path, monkeypatch):
     assert row_of_three(world) == before
 
 
-async def test_a_promise_waits_for_a_master_that_is_there_by_an_old_word_only(tmp_path, monkeypatch):
+async def test_promise_queries_the_master(tmp_path, monkeypatch):
     """The metaserver that it beat at is paused: nobody has said yet that the master died."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
@@ -329,7 +329,7 @@ async def test_a_promise_waits_for_a_master_that_is_there_by_an_old_word_only(tm
     assert row_of_three(world) == before
 
 
-async def test_a_master_that_starts_gets_a_new_term_if_it_has_several_slaves(tmp_path):
+async def test_starting_master_of_several_gets_new_term(tmp_path):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     directory = world.registry.directory
     before, *rest = row_of_three(world)
@@ -342,7 +342,7 @@ async def test_a_master_that_starts_gets_a_new_term_if_it_has_several_slaves(tmp
     assert [row.action for row in await world.audit()][:2] == ["NewTerm", "NewTerm"]
 
 
-async def test_a_master_of_an_old_row_does_not_begin(tmp_path):
+async def test_master_of_old_row_does_not_begin(tmp_path):
     """A term above it would have the old row's master, while another one is at work in the newest."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
@@ -353,7 +353,7 @@ async def test_a_master_of_an_old_row_does_not_begin(tmp_path):
     assert row_of_three(world) == before
 
 
-async def test_whoever_was_a_slave_a_moment_ago_is_looked_up(tmp_path, monkeypatch):
+async def test_recent_slave_reads_the_row_again(tmp_path, monkeypatch):
     """Another metaserver made it the master, it acted, and was started again before this one read the row."""
 
     world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
@@ -366,7 +366,7 @@ async def test_whoever_was_a_slave_a_moment_ago_is_looked_up(tmp_path, monkeypat
     assert row_of_three(other)[:2] == (term + 1, "g1-c")
 
 
-async def test_without_the_database_no_broker_of_several_slaves_begins(tmp_path, monkeypatch):
+async def test_master_of_several_needs_database_to_begin(tmp_path, monkeypatch):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     await world.running_copies("g2")
     brokers = [world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b", "g2-a")]
@@ -382,9 +382,7 @@ async def test_without_the_database_no_broker_of_several_slaves_begins(tmp_path,
 
 
 @pytest.mark.parametrize("name, begins, is_told", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
-async def test_a_master_of_several_slaves_begins_with_what_is_acknowledged_or_not_at_all(
-    tmp_path, monkeypatch, name, begins, is_told
-):
+async def test_master_of_several_needs_points_to_begin(tmp_path, monkeypatch, name, begins, is_told):
     """The database may go away behind the change of the row."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
@@ -406,7 +404,7 @@ async def test_a_master_of_several_slaves_begins_with_what_is_acknowledged_or_no
     assert context.code == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_nobody_waits_for_a_database_that_is_known_to_hang(tmp_path, monkeypatch):
+async def test_registration_skips_hanging_database(tmp_path, monkeypatch):
     """A broker of two copies begins from memory; one of three is told at once."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
@@ -433,7 +431,7 @@ async def test_nobody_waits_for_a_database_that_is_known_to_hang(tmp_path, monke
         await poll
 
 
-async def test_an_answer_of_an_older_version_is_no_promise(tmp_path, monkeypatch):
+async def test_older_version_does_not_promise(tmp_path, monkeypatch):
     world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
     world.brokers.promise_nothing = {"g1-b"}
     before = row_of_three(world)
@@ -442,7 +440,7 @@ async def test_an_answer_of_an_older_version_is_no_promise(tmp_path, monkeypatch
     assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
 
 
-async def test_the_same_term_is_promised_until_it_is_chosen(tmp_path, monkeypatch):
+async def test_retries_promise_the_same_term(tmp_path, monkeypatch):
     world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
     before, change = row_of_three(world)[0], world.registry.change
 
@@ -463,7 +461,7 @@ async def test_the_same_term_is_promised_until_it_is_chosen(tmp_path, monkeypatc
     assert row_of_three(world)[0] == before + 1
 
 
-async def test_a_promise_of_a_group_that_has_two_copies_by_now_ends_too(tmp_path, monkeypatch):
+async def test_promise_ends_after_shrink_to_two_copies(tmp_path, monkeypatch):
     world = World(tmp_path / "database")
     await world.open()
     await world.running_copies()
@@ -476,7 +474,7 @@ async def test_a_promise_of_a_group_that_has_two_copies_by_now_ends_too(tmp_path
     assert row(world) == (before[0] + 3, *before[1:])
 
 
-async def test_a_broker_of_another_group_is_refused_before_the_row_changes(tmp_path, monkeypatch):
+async def test_broker_of_other_group_changes_no_row(tmp_path, monkeypatch):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     before = row_of_three(world)
     service, said = service_of(world, monkeypatch, "g1-a")
@@ -491,7 +489,7 @@ async def test_a_broker_of_another_group_is_refused_before_the_row_changes(tmp_p
 # By an operator's word.
 
 
-async def test_an_operator_makes_the_failover_that_is_switched_off(tmp_path, monkeypatch):
+async def test_operator_fails_over_a_disabled_group(tmp_path, monkeypatch):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
     before = row_of_three(world)
@@ -506,9 +504,7 @@ async def test_an_operator_makes_the_failover_that_is_switched_off(tmp_path, mon
     assert "g1-c:20881 is there, the master of g1; SwapRoles" in await world.refused("Failover", brokerGroup="g1")
 
 
-async def test_slaves_that_restarted_are_chosen_only_if_an_operator_says_that_the_master_never_returns(
-    tmp_path, monkeypatch
-):
+async def test_master_gone_allows_restarted_slaves(tmp_path, monkeypatch):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
     term = row_of_three(world)[0]
@@ -521,7 +517,7 @@ async def test_slaves_that_restarted_are_chosen_only_if_an_operator_says_that_th
     assert row_of_three(world) == (term + 1, "g1-c", {"g1-a", "g1-b"})
 
 
-async def test_why_a_copy_does_not_promise_is_told_in_its_own_words(tmp_path, monkeypatch):
+async def test_refusal_quotes_the_copy(tmp_path, monkeypatch):
     """By an operator's word it is asked although it restarted: its log's end may be cut, which only it knows."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
@@ -535,7 +531,7 @@ async def test_why_a_copy_does_not_promise_is_told_in_its_own_words(tmp_path, mo
     assert words in refused and "If a copy is not whole: qmq RecoverGroup" in refused
 
 
-async def test_a_failover_is_refused_where_there_is_nothing_to_choose(tmp_path):
+async def test_order_without_eligible_slave_is_refused(tmp_path):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     assert "there is no broker group g9" in await world.refused("Failover", brokerGroup="g9")
     world.stop("g1-b")
@@ -544,7 +540,7 @@ async def test_a_failover_is_refused_where_there_is_nothing_to_choose(tmp_path):
     assert not world.brokers.held
 
 
-async def test_what_brokers_say_of_themselves_meanwhile_refuses_no_operators_failover(tmp_path, monkeypatch):
+async def test_registration_does_not_refuse_an_order(tmp_path, monkeypatch):
     """The row is compared as a whole, and the metaserver stores in it what heartbeats say."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)

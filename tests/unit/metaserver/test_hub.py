@@ -156,7 +156,7 @@ def with_hub(
 
 
 @with_hub()
-async def test_a_new_subject_is_stored_and_answered(registry, hub):
+async def test_new_subject_is_stored_and_answered(registry, hub):
     client = Client(hub)
     assert await client.ask("a", "b") == ["a", "b"]
     assert client.writable("a") == {"g1": True, "g2": True}
@@ -164,7 +164,7 @@ async def test_a_new_subject_is_stored_and_answered(registry, hub):
 
 
 @with_hub()
-async def test_who_only_looks_brings_no_subject_into_being(registry, hub):
+async def test_looking_creates_no_subject(registry, hub):
     await Client(hub).ask("known")
     looker = Client(hub, looks_only=True)
     assert await looker.ask("known", "typo") == ["known", "typo"]
@@ -179,7 +179,7 @@ async def test_who_only_looks_brings_no_subject_into_being(registry, hub):
 
 
 @with_hub()
-async def test_new_subjects_of_many_clients_are_stored_in_few_batches(registry, hub):
+async def test_new_subjects_are_stored_in_batches(registry, hub):
     registry.held_up = asyncio.Event()
     clients = [Client(hub) for _ in range(50)]
     asking = [asyncio.create_task(client.ask(f"s{number}")) for number, client in enumerate(clients)]
@@ -191,7 +191,7 @@ async def test_new_subjects_of_many_clients_are_stored_in_few_batches(registry, 
 
 
 @with_hub()
-async def test_a_client_that_resumes_gets_only_what_differs(registry, hub):
+async def test_resumed_client_gets_differences(registry, hub):
     """Weakness 25: every poll of QMQ's clients carries the whole answer."""
     before = Client(hub)
     await before.ask("a", "b")
@@ -204,7 +204,7 @@ async def test_a_client_that_resumes_gets_only_what_differs(registry, hub):
 
 
 @with_hub()
-async def test_a_mark_is_pushed_to_its_subject_alone_as_the_same_bytes(registry, hub):
+async def test_mark_updates_its_subject_only(registry, hub):
     """Weaknesses 20 and 25: nobody polls, nobody waits for a minute."""
     clients = [Client(hub) for _ in range(3)]
     for client in clients:
@@ -220,7 +220,7 @@ async def test_a_mark_is_pushed_to_its_subject_alone_as_the_same_bytes(registry,
 
 
 @with_hub()
-async def test_state_of_a_group_reaches_all_its_subjects(registry, hub):
+async def test_group_state_reaches_all_subjects(registry, hub):
     client = Client(hub)
     await client.ask("a", "b")
     registry.set_down("g2")
@@ -231,7 +231,7 @@ async def test_state_of_a_group_reaches_all_its_subjects(registry, hub):
 
 
 @with_hub()
-async def test_an_all_readonly_route_is_sent_and_says_so(registry, hub):
+async def test_all_readonly_route_is_sent(registry, hub):
     """Weakness 19: QMQ answers "no groups" then, which its producers take for an error and ignore."""
     client = Client(hub)
     await client.ask("a")
@@ -241,7 +241,7 @@ async def test_an_all_readonly_route_is_sent_and_says_so(registry, hub):
 
 
 @with_hub()
-async def test_retry_and_dead_letter_subjects_have_the_route_of_the_real_one_under_their_own_name(registry, hub):
+async def test_derived_subjects_have_the_real_route(registry, hub):
     client = Client(hub, produces=False)
     names = ["a", "%RETRY%a%g", "%DEAD_RETRY%a%g"]
     assert set(await client.ask(*names)) == set(names)
@@ -252,7 +252,7 @@ async def test_retry_and_dead_letter_subjects_have_the_route_of_the_real_one_und
 
 
 @with_hub("g1")
-async def test_a_short_route_is_served_at_once_and_extended_when_it_can_be(registry, hub):
+async def test_short_route_is_served_then_extended(registry, hub):
     """Weakness 17: a subject with fewer groups than min.group.num must not depend on the database."""
     registry.routes["a"] = Route("a", ("g1",), 1)
     registry.error = OSError("away")
@@ -268,7 +268,7 @@ async def test_a_short_route_is_served_at_once_and_extended_when_it_can_be(regis
 
 
 @with_hub()
-async def test_while_the_database_is_away_known_routes_go_on_and_new_ones_follow(registry, hub):
+async def test_known_routes_survive_database_outage(registry, hub):
     """Weaknesses 15 and 18: an error concerns the new subject alone, and says what it is."""
     client = Client(hub)
     await client.ask("known")
@@ -283,7 +283,7 @@ async def test_while_the_database_is_away_known_routes_go_on_and_new_ones_follow
 
 
 @with_hub()
-async def test_an_unforeseen_error_of_the_database_is_not_quoted_to_clients(registry, hub):
+async def test_clients_do_not_see_database_errors(registry, hub):
     registry.error = OSError("SELECT secret")
     client = Client(hub)
     await client.ask("new")
@@ -291,7 +291,7 @@ async def test_an_unforeseen_error_of_the_database_is_not_quoted_to_clients(regi
 
 
 @with_hub()
-async def test_a_database_that_hangs_holds_up_nobody_who_asks_for_known_routes(registry, hub):
+async def test_hanging_database_does_not_delay_known_routes(registry, hub):
     """Weakness 15."""
     client, other = Client(hub), Client(hub)
     await client.ask("known")
@@ -306,7 +306,7 @@ async def test_a_database_that_hangs_holds_up_nobody_who_asks_for_known_routes(r
 
 
 @with_hub()
-async def test_there_is_a_route_as_soon_as_there_is_a_group(registry, hub):
+async def test_route_appears_with_first_group(registry, hub):
     registry.change(groups={})
     client = Client(hub)
     await client.ask("a")
@@ -316,7 +316,7 @@ async def test_there_is_a_route_as_soon_as_there_is_a_group(registry, hub):
 
 
 @with_hub()
-async def test_a_group_that_goes_for_good_leaves_the_route(registry, hub):
+async def test_removed_group_leaves_the_route(registry, hub):
     client = Client(hub)
     await client.ask("a")
     registry.change(groups={"g1": _group("g1")})
@@ -326,7 +326,7 @@ async def test_a_group_that_goes_for_good_leaves_the_route(registry, hub):
 
 
 @with_hub(subjects_max=3)
-async def test_one_subject_too_many_is_refused_alone_and_what_is_watched_goes_on(registry, hub):
+async def test_subject_over_the_bound_is_refused_alone(registry, hub):
     client = Client(hub)
     await client.ask("a", "b", "c")
     assert await client.ask("a", "d") == ["d"]
@@ -341,7 +341,7 @@ async def test_one_subject_too_many_is_refused_alone_and_what_is_watched_goes_on
 
 
 @with_hub(token_subjects_max=3)
-async def test_the_clients_of_one_token_have_a_bound_together_and_those_of_others_their_own(registry, hub):
+async def test_subjects_are_bounded_per_token(registry, hub):
     first, second = Client(hub), Client(hub)
     await first.ask("a", "b")
     await second.ask("b", "c")
@@ -358,7 +358,7 @@ async def test_the_clients_of_one_token_have_a_bound_together_and_those_of_other
 
 
 @with_hub(token_watches_max=2)
-async def test_watches_of_one_token_are_bounded_and_those_there_are_go_on(registry, hub):
+async def test_watches_are_bounded_per_token(registry, hub):
     first = Client(hub)
     await first.ask("a")
     await hub.poll(["a"], {}, ANYBODY, app="shop", client_id="p", produces=True)
@@ -375,7 +375,7 @@ async def test_watches_of_one_token_are_bounded_and_those_there_are_go_on(regist
 
 
 @with_hub(subjects_max=3)
-async def test_what_a_poll_asks_for_no_more_makes_room(registry, hub):
+async def test_poll_releases_unused_subjects(registry, hub):
     for subject in "abcdef":
         [route] = await hub.poll([subject], {}, ANYBODY, app="shop", client_id="p", produces=True)
         assert not route.message.refused
@@ -383,7 +383,7 @@ async def test_what_a_poll_asks_for_no_more_makes_room(registry, hub):
 
 
 @with_hub()
-async def test_many_routes_that_change_at_once_come_in_updates_of_bounded_size(registry, hub):
+async def test_updates_have_a_bounded_size(registry, hub):
     client, names = Client(hub), [f"s{number}" for number in range(30)]
     with patch.object(watch_module, "UPDATE_ROUTES_MAX", 7):
         await hub.ask(client.watch, names, {})
@@ -395,7 +395,7 @@ async def test_many_routes_that_change_at_once_come_in_updates_of_bounded_size(r
 
 
 @with_hub()
-async def test_a_route_that_is_forgotten_is_sent_no_more_and_as_new_when_asked_for_again(registry, hub):
+async def test_forgotten_route_is_new_when_requested_again(registry, hub):
     client = Client(hub)
     await client.ask("a", "b")
     hub.forget(client.watch, ["a"])
@@ -408,7 +408,7 @@ async def test_a_route_that_is_forgotten_is_sent_no_more_and_as_new_when_asked_f
 
 
 @with_hub()
-async def test_subjects_outside_the_tokens_scope_and_illegal_ones_are_refused_one_by_one(registry, hub):
+async def test_invalid_subjects_are_refused_one_by_one(registry, hub):
     client = Client(hub, caller=Caller("shop", TokenRole.CLIENT, Scope(("a", "consume:b"))))
     await client.ask("a", "b", "c/d", "%RETRY%a%g")
     assert client.writable("a") and "limited" in client.routes["b"].refused and client.routes["c/d"].refused
@@ -420,7 +420,7 @@ async def test_subjects_outside_the_tokens_scope_and_illegal_ones_are_refused_on
 
 
 @with_hub(allow=lambda caller, wanted: (min(wanted, 2), "" if wanted <= 2 else "too many"))
-async def test_too_many_new_subjects_of_one_token_wait_for_their_turn(registry, hub):
+async def test_new_subjects_over_the_allowance_wait(registry, hub):
     client = Client(hub)
     await client.ask("a", "b", "c", "d")
     assert [bool(client.routes[name].refused) for name in "abcd"] == [False, False, True, True]
@@ -428,7 +428,7 @@ async def test_too_many_new_subjects_of_one_token_wait_for_their_turn(registry, 
 
 
 @with_hub()
-async def test_a_client_that_does_not_read_holds_up_nobody_and_gets_the_newest_route_alone(registry, hub):
+async def test_slow_client_gets_newest_route_only(registry, hub):
     slow, fast = Client(hub), Client(hub)
     await slow.ask("a")
     await fast.ask("a")
@@ -442,7 +442,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody_and_gets_the_newest_r
 
 
 @with_hub()
-async def test_of_many_watchers_few_are_being_told_at_once_those_of_one_connection_together(registry, hub):
+async def test_sends_in_progress_are_bounded(registry, hub):
     most_allowed = watch_module.TOLD_AT_ONCE * watch_module.TURNS_UNDER_WAY
     count, told = 2 * most_allowed, []
     under_way = most = 0
@@ -471,7 +471,7 @@ async def test_of_many_watchers_few_are_being_told_at_once_those_of_one_connecti
 
 
 @with_hub()
-async def test_who_does_not_read_holds_up_many_others_once_and_not_for_long(registry, hub):
+async def test_slow_client_delays_others_once(registry, hub):
     slow, *others = [Client(hub) for _ in range(6 * watch_module.TOLD_AT_ONCE)]
     for client in (slow, *others):
         await client.ask("a")
@@ -491,7 +491,7 @@ async def _until(condition):
 
 
 @with_hub()
-async def test_old_routes_are_counted_until_the_client_confirms_the_new_one(registry, hub):
+async def test_old_route_counts_until_confirmed(registry, hub):
     """Weakness 20: QMQ cannot say how many producers still use the old route."""
     producer, consumer, other = Client(hub), Client(hub, produces=False), Client(hub)
     for client, subject in ((producer, "a"), (consumer, "a"), (other, "b")):
@@ -510,7 +510,7 @@ async def test_old_routes_are_counted_until_the_client_confirms_the_new_one(regi
 
 
 @with_hub()
-async def test_a_resumed_client_with_an_old_route_counts_until_it_confirms(registry, hub):
+async def test_resumed_old_route_counts_until_confirmed(registry, hub):
     first = Client(hub)
     await first.ask("a")
     held = {"a": first.version("a")}
@@ -525,7 +525,7 @@ async def test_a_resumed_client_with_an_old_route_counts_until_it_confirms(regis
 
 
 @with_hub()
-async def test_a_client_that_polls_gets_differences_and_counts_for_a_while(registry, hub):
+async def test_polling_client_gets_differences(registry, hub):
     async def poll(held):
         routes = await hub.poll(["a"], held, ANYBODY, app="shop", client_id="p", produces=True)
         return [route.message for route in routes]
@@ -549,7 +549,7 @@ async def test_a_client_that_polls_gets_differences_and_counts_for_a_while(regis
 
 
 @with_hub()
-async def test_nothing_is_kept_of_clients_that_left(registry, hub):
+async def test_clients_that_left_use_no_memory(registry, hub):
     clients = [Client(hub) for _ in range(3)]
     for client in clients:
         await client.ask("a", "%RETRY%a%g", "x/y")
@@ -562,7 +562,7 @@ async def test_nothing_is_kept_of_clients_that_left(registry, hub):
 
 
 @with_hub()
-async def test_a_route_of_groups_that_do_not_serve_yet_is_told_as_soon_as_they_do(registry, hub):
+async def test_route_is_sent_once_groups_serve(registry, hub):
     """Nothing of it is seen before: the route looks the same with and without such a group."""
     client = Client(hub)
     await client.ask("a")
@@ -575,7 +575,7 @@ async def test_a_route_of_groups_that_do_not_serve_yet_is_told_as_soon_as_they_d
 
 
 @with_hub()
-async def test_a_route_that_changed_back_before_the_client_heard_of_it_is_sent_again(registry, hub):
+async def test_reverted_route_is_sent_again(registry, hub):
     """What a client says it holds may have been written before what is under way to it arrives."""
     client = Client(hub)
     await client.ask("a")
@@ -593,7 +593,7 @@ async def test_a_route_that_changed_back_before_the_client_heard_of_it_is_sent_a
 
 
 @with_hub()
-async def test_a_client_that_uses_what_it_was_not_sent_gets_what_is_valid(registry, hub):
+async def test_unknown_version_gets_the_valid_route(registry, hub):
     """It may have heard of it from another metaserver, over HTTP."""
     client = Client(hub)
     await client.ask("a")

@@ -58,7 +58,7 @@ def peer(id="m2", beat=1):
 
 
 @pytest.mark.parametrize("later, asked", [(0, False), (TIMEOUT, False), (TIMEOUT + 1, True)])
-def test_broker_is_asked_past_the_timeout(later, asked):
+def test_silent_broker_is_asked_after_timeout(later, asked):
     signs, _ = beating()
     signs.tick(now_ms=START + later)
     assert bool(signs.to_ask(now_ms=START + later)) is asked
@@ -66,7 +66,7 @@ def test_broker_is_asked_past_the_timeout(later, asked):
 
 
 @pytest.mark.parametrize("answer", [None, ACTING_MASTER])
-def test_broker_that_its_slave_lost_is_asked_though_the_metaserver_that_hears_it_lives(answer):
+def test_master_lost_by_slave_is_asked(answer):
     signs = liveness()
     signs.peers.read([peer()], now_ms=START)
     signs.take_rows([row()], now_ms=START)
@@ -81,7 +81,7 @@ def test_broker_that_its_slave_lost_is_asked_though_the_metaserver_that_hears_it
     assert signs.to_ask(now_ms=START + 500) == [], "asked once"
 
 
-def test_broker_that_is_heard_here_is_not_suspected():
+def test_broker_with_stream_here_is_not_suspected():
     signs, _ = beating()
     assert not signs.suspect(KEY, now_ms=START)
     signs.tick(now_ms=START)
@@ -97,7 +97,7 @@ def silenced(at=START + TIMEOUT + 1):
     return signs, session
 
 
-def test_silence_without_an_answer_is_stored_once_and_a_beat_ends_it():
+def test_silence_is_stored_once_until_a_heartbeat():
     signs, session = silenced()
     assert not signs.is_up(KEY, now_ms=START + 1100) and signs.state(KEY, now_ms=START + 1100) is None
     assert [(each.up, each.begins) for each in flush(signs)] == [(False, False)]
@@ -107,7 +107,7 @@ def test_silence_without_an_answer_is_stored_once_and_a_beat_ends_it():
     assert signs.is_up(KEY, now_ms=START + 3000) and [each.up for each in flush(signs)] == [True]
 
 
-def test_place_of_a_live_broker_is_refused_to_another_disk():
+def test_other_disk_cannot_take_a_live_place():
     signs, _ = beating()
     for refused in (signs.claim, signs.join):
         with pytest.raises(PlaceTaken):
@@ -115,7 +115,7 @@ def test_place_of_a_live_broker_is_refused_to_another_disk():
     silenced()[0].claim(KEY, "y", now_ms=START + TIMEOUT + 1)
 
 
-def test_registration_alone_holds_the_place():
+def test_registration_holds_the_place():
     signs = liveness()
     signs.claim(KEY, "x", now_ms=START)
     with pytest.raises(PlaceTaken):
@@ -123,7 +123,7 @@ def test_registration_alone_holds_the_place():
     assert signs.is_up(KEY, now_ms=START + 500) and not signs.is_up(KEY, now_ms=START + TIMEOUT + 1)
 
 
-def test_weakness_13_another_process_cannot_take_a_place_that_is_held_at_another_metaserver():
+def test_weakness_13_place_is_held_across_metaservers():
     """Weakness 13: any process can claim any group, and two masters overwrite each other without alarm."""
     signs = liveness()
     signs.take_rows([row()], now_ms=START)
@@ -133,7 +133,7 @@ def test_weakness_13_another_process_cannot_take_a_place_that_is_held_at_another
     signs.claim(KEY, "y", now_ms=START)
 
 
-def test_end_of_a_stream_is_a_question_not_a_verdict():
+def test_end_of_stream_causes_a_query():
     signs, session = beating()
     signs.leave(KEY, session, now_ms=START)
     assert signs.is_up(KEY, now_ms=START) and signs.is_writable(group(), now_ms=START)
@@ -145,7 +145,7 @@ def test_end_of_a_stream_is_a_question_not_a_verdict():
     assert not signs.is_up(KEY, now_ms=START + 5000) and not signs.is_writable(group(), now_ms=START + 5000)
 
 
-def test_answer_that_comes_after_the_broker_is_back_changes_nothing():
+def test_late_answer_changes_nothing():
     signs, session = beating()
     signs.leave(KEY, session, now_ms=START)
     (question,) = signs.to_ask(now_ms=START)
@@ -173,7 +173,7 @@ def test_end_of_a_replaced_stream_changes_nothing():
         pytest.param(ReplicaState(role=0, term=7, writable=False), id="readonly"),
     ],
 )
-def test_only_the_acting_master_makes_a_group_writable(state):
+def test_only_the_current_master_makes_a_group_writable(state):
     signs, _ = beating(state)
     assert not signs.is_writable(group(), now_ms=START)
 
@@ -181,7 +181,7 @@ def test_only_the_acting_master_makes_a_group_writable(state):
 # -- what is stored -----------------------------------------------------------------------------------------------
 
 
-def test_beats_that_say_nothing_new_store_nothing():
+def test_repeated_heartbeats_store_nothing():
     signs, session = beating()
     assert [(each.session, each.begins, each.up) for each in flush(signs)] == [(session, True, True)]
     version = signs.version
@@ -192,7 +192,7 @@ def test_beats_that_say_nothing_new_store_nothing():
     assert [(each.begins, each.state.writable) for each in flush(signs)] == [(False, False)]
 
 
-def test_what_could_not_be_stored_is_due_again_in_its_newest_form():
+def test_unstored_rows_are_stored_in_newest_form():
     signs, session = beating()
     failed = signs.news()
     signs.beat(KEY, session, READONLY, now_ms=START)
@@ -200,7 +200,7 @@ def test_what_could_not_be_stored_is_due_again_in_its_newest_form():
     assert [(each.begins, each.state) for each in flush(signs)] == [(True, READONLY)]
 
 
-def test_session_that_ended_before_it_was_stored_never_replaces_a_row():
+def test_unstored_ended_session_replaces_no_row():
     signs = liveness()
     signs.take_rows([row("m2.1", up=False)], now_ms=START)
     session = signs.join(KEY, "x", now_ms=START)
@@ -213,7 +213,7 @@ def test_session_that_ended_before_it_was_stored_never_replaces_a_row():
 # -- several metaservers ------------------------------------------------------------------------------------------
 
 
-def test_weakness_11_a_broker_that_moves_is_up_everywhere_all_the_time():
+def test_weakness_11_moving_broker_stays_up():
     """Weakness 11: heartbeat timers of each metaserver call a broker down that only talks to another one."""
     first, second = liveness("m1"), liveness("m2")
     old = first.join(KEY, "x", now_ms=START)
@@ -232,7 +232,7 @@ def test_weakness_11_a_broker_that_moves_is_up_everywhere_all_the_time():
     assert not first.has_news
 
 
-def test_stream_that_has_not_noticed_that_its_broker_moved_is_ended():
+def test_stale_stream_of_moved_broker_is_ended():
     signs, session = beating()
     flush(signs)
     signs.take_rows([row("m2.1")], now_ms=START)
@@ -241,7 +241,7 @@ def test_stream_that_has_not_noticed_that_its_broker_moved_is_ended():
     assert signs.where(KEY) == "m2" and signs.to_ask(now_ms=START) == []
 
 
-def test_row_of_the_session_before_ours_is_no_newer_one():
+def test_row_of_earlier_session_is_older():
     signs = liveness()
     session = signs.join(KEY, "x", now_ms=START)
     signs.take_rows([row("m2.1")], now_ms=START)
@@ -249,7 +249,7 @@ def test_row_of_the_session_before_ours_is_no_newer_one():
     assert [each.session for each in flush(signs)] == [session]
 
 
-def test_broker_that_we_hear_and_others_took_for_dead_begins_a_session_anew():
+def test_wrong_down_begins_a_new_session():
     signs, session = beating()
     stored = flush(signs)
     signs.take_rows([replace(stored[0], up=False)], now_ms=START)
@@ -259,7 +259,7 @@ def test_broker_that_we_hear_and_others_took_for_dead_begins_a_session_anew():
     assert signs.beat(KEY, session, ACTING_MASTER, now_ms=START)
 
 
-def test_weakness_11_a_restart_never_forgets_that_a_group_is_down():
+def test_weakness_11_restart_keeps_a_group_down():
     """Weakness 11: a metaserver that restarts takes every group for up, however long it has been down."""
     signs = liveness()
     signs.take_rows([row(up=False)], now_ms=START)
@@ -268,7 +268,7 @@ def test_weakness_11_a_restart_never_forgets_that_a_group_is_down():
     assert not signs.is_up(KEY, now_ms=START) and not signs.may_be_up(group().master, now_ms=START)
 
 
-def test_stored_up_is_presumed_for_a_timeout_then_asked():
+def test_stored_up_holds_for_one_timeout():
     signs = started(group().master)
     signs.take_rows([row()], now_ms=START)
     for now in range(START, START + TIMEOUT, 100):
@@ -284,7 +284,7 @@ def test_stored_up_is_presumed_for_a_timeout_then_asked():
     assert [(each.session, each.up, each.begins) for each in flush(signs)] == [("m2.1", False, False)]
 
 
-def test_what_a_database_that_was_put_back_has_forgotten_is_stored_again():
+def test_rows_lost_by_a_restore_are_stored_again():
     """Others read it: they took a broker for what it was then, until it said something new."""
     signs, _ = beating()
     (stored,) = flush(signs)
@@ -300,7 +300,7 @@ def test_what_a_database_that_was_put_back_has_forgotten_is_stored_again():
     assert (again.session, again.begins) == (stored.session, True)
 
 
-def test_metaserver_that_comes_back_is_believed_again():
+def test_rows_of_a_returning_metaserver_count_again():
     signs = liveness()
     signs.take_rows([row()], now_ms=START)
     for later in range(0, 2 * TIMEOUT, 500):
@@ -312,7 +312,7 @@ def test_metaserver_that_comes_back_is_believed_again():
     assert signs.to_ask(now_ms=START + 9000) == []
 
 
-def test_broker_that_comes_back_while_the_database_is_away_is_found_by_asking():
+def test_query_finds_broker_during_database_outage():
     signs = liveness()
     signs.take_rows([row(up=False)], now_ms=START)
     signs.peers.read([peer()], now_ms=START)
@@ -327,7 +327,7 @@ def test_broker_that_comes_back_while_the_database_is_away_is_found_by_asking():
     assert signs.is_writable(group(), now_ms=START + 4000) and not signs.has_news
 
 
-def test_after_our_start_a_known_master_without_any_row_is_presumed_until_it_had_time_to_come_back():
+def test_known_master_is_presumed_up_after_start():
     signs = started(group().master)
     assert signs.is_writable(group(), now_ms=START + 999)
     assert signs.may_be_up(group().master, now_ms=START + 999)
@@ -335,7 +335,7 @@ def test_after_our_start_a_known_master_without_any_row_is_presumed_until_it_had
     assert not signs.may_be_up(group().master, now_ms=START + 1000)
 
 
-def test_the_end_of_what_was_presumed_is_news_once():
+def test_end_of_presumption_is_published_once():
     signs = started(group().master)
     known = signs.version
     signs.tick(now_ms=START + 999)
@@ -345,14 +345,14 @@ def test_the_end_of_what_was_presumed_is_news_once():
         assert not signs.is_writable(group(), now_ms=now) and signs.version == known + 1
 
 
-def test_what_never_registered_is_not_presumed():
+def test_unregistered_broker_is_not_presumed_up():
     signs = started(group(incarnation="").master)
     assert not signs.is_writable(group(incarnation=""), now_ms=START)
     assert not signs.may_be_up(group(incarnation="").master, now_ms=START)
 
 
 @pytest.mark.parametrize("before", [(), ("",), ("older disk",)], ids=["new row", "never registered", "new disk"])
-def test_who_registers_for_the_first_time_after_our_start_is_writable_only_once_it_says_so(before):
+def test_new_broker_is_not_presumed_writable(before):
     signs = started(*(group(incarnation).master for incarnation in before))
     signs.claim(KEY, "x", now_ms=START)
     assert not signs.is_writable(group("x"), now_ms=START)
@@ -482,7 +482,7 @@ class Installation:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_dies_and_moves_all_metaservers_judge_the_same_and_none_calls_a_live_broker_down(seed):
+def test_all_metaservers_agree_under_faults(seed):
     world = Installation(seed)
     for _ in range(6):
         world.settle()
@@ -496,7 +496,7 @@ def test_whatever_dies_and_moves_all_metaservers_judge_the_same_and_none_calls_a
                     assert signs.is_up(key, now_ms=world.now), f"seed {seed}: {own} called {key} down, which lives"
 
 
-def test_nobody_falls_silent_before_the_timeout_of_who_spoke_longest_ago():
+def test_quiet_time_ends_with_the_oldest_heartbeat():
     signs, session = beating()
     assert signs.quiet_ms(now_ms=START + 100) == TIMEOUT - 100
     assert signs.quiet_ms(now_ms=START + 100, silence_ms=300) == 200
@@ -507,7 +507,7 @@ def test_nobody_falls_silent_before_the_timeout_of_who_spoke_longest_ago():
     assert signs.quiet_ms(now_ms=START + 500) == TIMEOUT
 
 
-def test_silence_is_looked_for_often_while_a_broker_is_doubted_or_another_metaserver_hears_it():
+def test_quiet_time_is_zero_while_a_broker_is_doubted():
     signs, session = beating()
     signs.leave(KEY, session, now_ms=START)
     assert signs.quiet_ms(now_ms=START) == 0

@@ -55,7 +55,7 @@ async def set_aside(world):
         await world.registry.mirror.catch_up()
 
 
-def test_an_emptied_database_takes_nothing_from_brokers_and_clients_that_run(migrated_url):
+def test_emptied_database_changes_nothing_in_memory(migrated_url):
     """Live brokers refused running clients for minutes although the metaserver had everything in memory."""
 
     async def test(world):
@@ -77,7 +77,7 @@ def test_an_emptied_database_takes_nothing_from_brokers_and_clients_that_run(mig
     on(migrated_url, test)
 
 
-def test_the_database_is_filled_from_memory(migrated_url):
+def test_database_is_filled_from_memory(migrated_url):
     async def test(world):
         before = world.registry.directory
         empty(migrated_url)
@@ -102,7 +102,7 @@ def test_the_database_is_filled_from_memory(migrated_url):
     on(migrated_url, test)
 
 
-def test_an_operator_may_decide_for_the_database(migrated_url):
+def test_operator_may_keep_the_database(migrated_url):
     async def test(world):
         world.beat("g1-a", term=6)
         empty(migrated_url)
@@ -115,7 +115,7 @@ def test_an_operator_may_decide_for_the_database(migrated_url):
     on(migrated_url, test)
 
 
-def test_a_backup_is_restored_into_the_emptied_database(migrated_url):
+def test_backup_is_restored_into_emptied_database(migrated_url):
     async def test(world):
         backup = await world.done("Backup")
         empty(migrated_url)
@@ -127,7 +127,7 @@ def test_a_backup_is_restored_into_the_emptied_database(migrated_url):
     on(migrated_url, test)
 
 
-def test_a_backup_from_before_a_copy_was_added_does_not_get_the_term_of_its_brokers(migrated_url):
+def test_older_backup_gets_a_newer_term(migrated_url):
     """The master went on counting the third copy, while a failover took the group for one of two."""
 
     async def test(world):
@@ -146,7 +146,7 @@ def test_a_backup_from_before_a_copy_was_added_does_not_get_the_term_of_its_brok
     on(migrated_url, test)
 
 
-def test_a_metaserver_that_starts_holds_the_database_against_its_snapshot(tmp_path, migrated_url):
+def test_start_compares_database_with_snapshot(tmp_path, migrated_url):
     async def test(world):
         snapshots = Snapshots(tmp_path / "snapshot", migrated_url)
         await snapshots.save(world.registry)
@@ -167,7 +167,7 @@ def test_a_metaserver_that_starts_holds_the_database_against_its_snapshot(tmp_pa
     on(migrated_url, test)
 
 
-async def test_brokers_that_register_count_against_a_database_without_any_group(migrated_url):
+async def test_registering_brokers_reveal_an_empty_database(migrated_url):
     world = World(migrated_url)
     await world.open()
     said = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
@@ -186,7 +186,7 @@ async def test_brokers_that_register_count_against_a_database_without_any_group(
     world.database.close()
 
 
-def test_a_group_that_an_operator_removed_is_not_lost(migrated_url):
+def test_removed_group_is_not_lost(migrated_url):
     async def test(world):
         for hostname in ("g1-b", "g1-a"):
             world.stop(hostname)
@@ -206,5 +206,5 @@ def test_a_group_that_an_operator_removed_is_not_lost(migrated_url):
         pytest.param(set(), {}, set(), [], id="new"),
     ],
 )
-def test_what_counts_as_lost(known, reported, rows, lost):
+def test_lost_groups_are_found(known, reported, rows, lost):
     assert old_database.find_lost(known, reported, rows) == lost

@@ -38,13 +38,13 @@ def read(peers, beats, every_ms=1000, start_ms=0):
         pytest.param([9, 9, 9, 9, 9, 9, 2], False, id="another number, whichever"),
     ],
 )
-def test_metaserver_is_silent_when_its_counter_stands_still_for_the_timeout(beats, silent):
+def test_metaserver_with_still_counter_is_silent(beats, silent):
     peers = Peers(timeout_ms=5000)
     now = read(peers, beats)
     assert peers.is_silent("m2", now_ms=now) is silent
 
 
-def test_database_that_was_away_silences_nobody_who_counts_afterwards():
+def test_database_outage_silences_no_metaserver():
     peers = Peers(timeout_ms=5000)
     read(peers, [1, 2])
     now = read(peers, [2, 2, 3], start_ms=60_000)
@@ -52,7 +52,7 @@ def test_database_that_was_away_silences_nobody_who_counts_afterwards():
     assert peers.is_silent("m2", now_ms=now + 5001), "nothing was heard since: reason enough to ask"
 
 
-def test_row_that_stands_still_for_very_long_may_be_removed():
+def test_row_with_still_counter_is_removed():
     peers = Peers(timeout_ms=1000)
     read(peers, [1] * 13)
     assert peers.forgotten() == []
@@ -60,7 +60,7 @@ def test_row_that_stands_still_for_very_long_may_be_removed():
     assert peers.forgotten() == ["m2"]
 
 
-def test_clock_stands_still_while_the_process_does():
+def test_clock_stops_with_the_process():
     clock = AwakeClock()
     began = clock.at(1000)
     assert clock.at(1100) - began == 100
@@ -77,7 +77,7 @@ def flap(damping, times, term=7, lost=LOST):
     return now + 200
 
 
-def test_broker_that_flaps_is_ready_again_only_after_a_while_and_says_why():
+def test_flapping_broker_is_held_back():
     damping = Damping()
     now = flap(damping, LOSSES_FREE + 1)
     held = damping.damped(KEY, READY, now_ms=now)
@@ -86,7 +86,7 @@ def test_broker_that_flaps_is_ready_again_only_after_a_while_and_says_why():
     assert damping.damped(KEY, READY, now_ms=now + HOLD_MS).writable
 
 
-def test_bad_news_are_never_held_back():
+def test_readonly_is_published_at_once():
     damping = Damping()
     now = flap(damping, 10)
     assert damping.damped(KEY, LOST, now_ms=now) == LOST
@@ -100,13 +100,13 @@ def test_bad_news_are_never_held_back():
         pytest.param(lambda damping: (flap(damping, 10, term=6), 2000)[1], id="an older term"),
     ],
 )
-def test_what_operators_order_and_what_happens_rarely_is_passed_on_at_once(orders):
+def test_orders_and_rare_losses_cause_no_delay(orders):
     damping = Damping()
     now = orders(damping)
     assert damping.damped(KEY, READY, now_ms=now).writable
 
 
-def test_nothing_is_kept_of_brokers_that_were_removed():
+def test_removed_brokers_use_no_memory():
     damping = Damping()
     damping.damped(KEY, READY, now_ms=0)
     damping.forget([KEY])

@@ -44,7 +44,7 @@ def said(**states):
         pytest.param({"a": (MASTER, 4), "b": (SLAVE, 4)}, 6, None, id="a third broker reports a newer term"),
     ],
 )
-def test_a_row_is_raised_above_its_brokers_with_the_roles_that_all_of_them_agree_on(states, reported, agreed):
+def test_old_row_is_raised_to_reported_roles(states, reported, agreed):
     old = old_database.judge(ROW, reported, said(**states))
     if agreed is None:
         assert old.change is None and "AdoptRoles --brokerGroup=g1 --hostname=" in old.remedy
@@ -69,14 +69,14 @@ def test_a_row_is_raised_above_its_brokers_with_the_roles_that_all_of_them_agree
         ),
     ],
 )
-def test_of_three_copies_without_a_part_the_one_that_has_most_is_named(up, command):
+def test_remedy_names_longest_of_three_copies(up, command):
     """A power cut, and a database from before: who is no master yet waits for a row that is as new as it is."""
     row = Group("g1", 2, A, (B, Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")), 0)
     states = {name: ReplicaState(SLAVE, 0, flushed_end=end, last_term=4) for name, end in up.items()}
     assert command in old_database.judge(row, 4, lambda broker: states.get(broker.hostname)).remedy
 
 
-def test_of_two_copies_that_are_no_masters_the_one_that_has_most_is_named():
+def test_remedy_names_longest_of_two_copies():
     """Both wait for a row that is as new as they are. That was AdoptRoles without --force, which is refused."""
     states = {"a": ReplicaState(SLAVE, 4, flushed_end=200, last_term=4), "b": ReplicaState(SLAVE, 4, flushed_end=300)}
     remedy = old_database.judge(ROW, 4, lambda broker: states[broker.hostname]).remedy
@@ -84,11 +84,11 @@ def test_of_two_copies_that_are_no_masters_the_one_that_has_most_is_named():
     assert old_database.adopt(ROW, A.key, 4, said(a=(SLAVE, 4), b=(SLAVE, 4)), given=9).new_term == 10
 
 
-def test_a_row_as_new_as_its_brokers_is_left_alone():
+def test_current_row_is_unchanged():
     assert old_database.judge(ROW, 2, said(a=(MASTER, 2), b=(SLAVE, 2))) is None
 
 
-def test_a_row_with_fewer_copies_than_its_brokers_have_does_not_get_their_term():
+def test_row_with_fewer_copies_gets_a_newer_term():
     """a counted c still, in that term, and b alone was chosen by the rule of two."""
     states = said(a=(MASTER, 4), b=(SLAVE, 4))
     assert old_database.judge(ROW, 4, states).change.new_term == 5
@@ -114,7 +114,7 @@ def on(database_url, test):
     asyncio.run(body())
 
 
-def test_the_row_of_a_group_that_was_swapped_since_is_repaired_from_its_brokers(migrated_url):
+def test_row_from_before_a_swap_is_repaired(migrated_url):
     async def test(world):
         world.beat("g1-a", term=5, role=SLAVE, writable=False)
         world.beat("g1-b", term=5, role=MASTER, writable=True)
@@ -135,7 +135,7 @@ def test_the_row_of_a_group_that_was_swapped_since_is_repaired_from_its_brokers(
     on(migrated_url, test)
 
 
-def test_where_brokers_disagree_nothing_is_changed_and_the_named_command_decides(migrated_url, caplog):
+def test_disagreeing_brokers_need_the_named_command(migrated_url, caplog):
     async def test(world):
         world.beat("g1-a", term=4)
         world.stop("g1-b")
@@ -156,7 +156,7 @@ def test_where_brokers_disagree_nothing_is_changed_and_the_named_command_decides
     on(migrated_url, test)
 
 
-def test_the_master_of_an_older_term_is_adopted_with_force_only(migrated_url):
+def test_older_master_is_adopted_with_force_only(migrated_url):
     async def test(world):
         world.beat("g1-a", term=4)
         world.beat("g1-b", term=3, role=MASTER)
@@ -173,7 +173,7 @@ def test_the_master_of_an_older_term_is_adopted_with_force_only(migrated_url):
     on(migrated_url, test)
 
 
-def test_each_new_term_is_above_all_that_was_reported(migrated_url):
+def test_new_terms_exceed_all_reported_ones(migrated_url):
     """ReplaceBroker raised a row that was two swaps old to a term that the brokers ignored."""
 
     async def test(world):
@@ -185,7 +185,7 @@ def test_each_new_term_is_above_all_that_was_reported(migrated_url):
     on(migrated_url, test)
 
 
-def test_a_group_that_the_database_lost_is_created_above_what_its_brokers_wrote_down(migrated_url):
+def test_recreated_group_exceeds_brokers_terms(migrated_url):
     async def test(world):
         said = Broker("g9", SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
         with pytest.raises(Exception, match="is no broker here"):
@@ -201,7 +201,7 @@ def test_a_group_that_the_database_lost_is_created_above_what_its_brokers_wrote_
     on(migrated_url, test)
 
 
-def test_reports_of_brokers_with_another_data_directory_do_not_agree():
+def test_other_data_directory_does_not_agree():
     states = {BrokerKey("a", 1): ReplicaState(MASTER, 4, incarnation="another disk")}
 
     def own(broker):
@@ -220,9 +220,7 @@ def test_reports_of_brokers_with_another_data_directory_do_not_agree():
         ("g1-a", "the disk before", False),
     ],
 )
-def test_who_beats_with_another_disk_than_an_old_row_names_registers_again(
-    migrated_url, monkeypatch, name, disk, registers
-):
+def test_other_disk_than_row_registers_again(migrated_url, monkeypatch, name, disk, registers):
     """It counted as down, so the row was not raised, and no failover chose it. A master is refused then: it goes on."""
 
     async def test(world):

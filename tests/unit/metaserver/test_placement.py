@@ -82,7 +82,7 @@ def test_groups_of_a_subject(current, groups, chosen):
     assert "".join(placement(*world(**groups)).choose("s", current)) == chosen
 
 
-def test_names_without_a_usable_group_never_hide_that_a_route_is_short():
+def test_unusable_groups_do_not_count():
     """Weakness 9: groups that do not exist, and delay groups, count towards QMQ's min.group.num for ever."""
     directory, is_writable = world(writable="ab", delay="d")
     assert is_short("s", ("a", "d", "x"), directory, groups_min=2)
@@ -90,7 +90,7 @@ def test_names_without_a_usable_group_never_hide_that_a_route_is_short():
     assert seen("adx", directory, is_writable) == [("a", True)]
 
 
-def test_new_subjects_avoid_what_is_readonly_and_go_where_least_is():
+def test_new_subjects_go_to_least_loaded_writable_groups():
     """Weakness 21: QMQ's new routes ignore marks, states, load and disk, and are thrown by dice."""
     directory, is_writable = world(writable="abcdef", readonly="g", marks=[("*", "a")], full="h")
     loads = Loads()
@@ -107,14 +107,14 @@ def test_many_new_subjects_are_spread_evenly():
     assert max(count.values()) - min(count.values()) <= 1
 
 
-def test_subjects_born_in_an_outage_are_spread_as_well():
+def test_subjects_created_in_an_outage_are_spread():
     directory, is_writable = world(readonly="abcdefghij")
     one = placement(directory, is_writable)
     count = Counter(name for number in range(1000) for name in one.choose(f"s{number}"))
     assert set(count.values()) == {200}
 
 
-def test_a_group_that_comes_later_gets_the_next_subjects():
+def test_later_group_gets_the_next_subjects():
     directory, is_writable = world(writable="abc")
     loads = Loads()
     for number in range(100):
@@ -123,14 +123,14 @@ def test_a_group_that_comes_later_gets_the_next_subjects():
     assert all("c" in groups for groups in chosen)
 
 
-def test_bytes_count_where_they_are_known():
+def test_known_bytes_count():
     directory, is_writable = world(writable="abc")
     stored_bytes = {"a": 900 << 30, "b": 1 << 30}
     one = placement(directory, is_writable, groups_min=1, groups_new=1, stored_bytes=stored_bytes)
     assert one.choose("s") == ("b",), "c is not known to be empty"
 
 
-def test_loads_follow_routes_that_change_and_go():
+def test_loads_follow_changed_routes():
     loads = Loads()
     loads.moved("s", (), ("a", "b"))
     loads.moved("t", (), ("a",))
@@ -151,18 +151,18 @@ def test_loads_follow_routes_that_change_and_go():
         pytest.param({"writable": "d", "tags": [("d", "u")]}, "d", id="only groups of another tag"),
     ],
 )
-def test_a_tagged_subject_prefers_groups_of_its_tag(groups, chosen):
+def test_tagged_subject_prefers_its_tag(groups, chosen):
     one = placement(*world(**groups, subjects=[("s", "t")]))
     assert "".join(one.choose("s")) == chosen
 
 
-def test_a_subject_without_a_tag_keeps_away_from_tagged_groups():
+def test_untagged_subject_avoids_tagged_groups():
     one = placement(*world(writable="abcd", tags=[("a", "t"), ("b", "t")]))
     assert one.choose("s") == ("c", "d")
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_choice_is_stable_bounded_and_the_same_everywhere(seed):
+def test_placement_is_stable_and_bounded(seed):
     rng = Random(seed)
     letters = "abcdefgh"
 
@@ -182,7 +182,7 @@ def test_choice_is_stable_bounded_and_the_same_everywhere(seed):
     assert all(group.kind == NORMAL and group.master and not group.draining for group in added)
 
 
-def test_clients_see_every_group_and_which_take_messages():
+def test_route_shows_all_groups_and_writability():
     directory, is_writable = world(writable="abe", readonly="c", masterless="d", draining="e", marks=[("s", "b")])
     shown = seen("abcdex", directory, is_writable)
     assert shown == [("a", True), ("b", False), ("c", False), ("e", False)]

@@ -81,7 +81,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("facts", "why"), REFUSED)
-def test_each_condition_alone_is_in_the_way(facts, why):
+def test_each_condition_refuses_alone(facts, why):
     refused, text = promotion.refusal(facts)
     of_slave = {one: f"1 of its 1 slaves would have to promise, and b:1 {told}" for one, _, told in SLAVE_CONDITIONS}
     of_slave[Refusal.HEARS_ITS_MASTER] = "1 of its 1 slaves would have to promise, and b:1 does not: heard"
@@ -105,7 +105,7 @@ def test_each_condition_has_an_example():
         pytest.param(replace(FINE, reported_term=0), id="this metaserver has just begun and heard no term"),
     ],
 )
-def test_a_slave_that_has_everything_is_chosen_in_the_next_term(facts):
+def test_complete_slave_is_promoted_in_next_term(facts):
     assert promotion.refusal(facts) is None
     change = promotion.choose(facts)
     assert (change.term, change.new_term) == (4, 5)
@@ -144,7 +144,7 @@ def without(facts, *names):
 @pytest.mark.parametrize(
     ("count", "m", "enough"), [(3, 2, 2), (3, 3, 1), (4, 3, 2), (4, 4, 1), (5, 3, 3), (5, 4, 2), (5, 5, 1)]
 )
-def test_so_many_promise_that_one_of_them_has_all_that_was_acknowledged(count, m, enough):
+def test_promises_intersect_every_acknowledging_set(count, m, enough):
     facts = copies(count, m)
     if m == count:
         complete = tuple(replace(slave, complete=True) for slave in facts.group.slaves)
@@ -165,7 +165,7 @@ def test_so_many_promise_that_one_of_them_has_all_that_was_acknowledged(count, m
         ({"b": 300, "c": 200}, {"b": 3}, "c"),  # of an older epoch, a longer log has less
     ],
 )
-def test_who_has_most_of_those_that_promised_is_the_master(ends, epochs, best):
+def test_longest_promising_slave_is_promoted(ends, epochs, best):
     change = promotion.choose(copies(3, 2, ends=ends, epochs=epochs))
     others = {"a", "b", "c"} - {best}
     assert change.master.hostname == best and {slave.hostname for slave in change.slaves} == others
@@ -173,13 +173,13 @@ def test_who_has_most_of_those_that_promised_is_the_master(ends, epochs, best):
 
 
 @pytest.mark.parametrize(("wrong", "ends", "best"), [("b", {}, "c"), ("c", {}, "b"), ("c", {"b": 100, "c": 200}, "c")])
-def test_of_those_that_have_as_much_one_whose_clock_is_right_is_the_master(wrong, ends, best):
+def test_correct_clock_breaks_the_tie(wrong, ends, best):
     facts = copies(3, 2, ends=ends)
     said = {key: replace(said, clock_off_s=30 * (key.hostname == wrong)) for key, said in facts.slave_states.items()}
     assert promotion.choose(replace(facts, slave_states=said)).master.hostname == best
 
 
-def test_the_row_gets_the_term_that_was_promised():
+def test_row_gets_the_promised_term():
     facts = copies(3, 2)
     promised = {key: replace(said, promised_term=facts.new_term) for key, said in facts.slave_states.items()}
     assert facts.new_term == 5 and promotion.choose(replace(facts, slave_states=promised)).new_term == 5
@@ -188,18 +188,18 @@ def test_the_row_gets_the_term_that_was_promised():
     assert promotion.choose(replace(facts, given_term=11, slave_states=earlier)).new_term == 12
 
 
-def test_one_slave_may_be_behind_but_not_the_one_that_has_most():
+def test_longest_slave_must_reach_acknowledged_point():
     assert promotion.refusal(copies(3, 2, ends={"c": 40})) is None
     assert promotion.refusal(copies(3, 2, ends={"b": 99, "c": 40}))[0] == Refusal.BEHIND
 
 
-def test_a_master_that_lost_too_many_slaves_answered_acks_alone():
+def test_acks_of_a_lone_master_prevent_promotion():
     assert promotion.refusal(copies(3, 2, in_step="c")) is None
     assert promotion.refusal(copies(3, 2, in_step=""))[0] == Refusal.NOT_IN_SYNC_AT_THE_END
     assert promotion.refusal(copies(5, 3, in_step="c"))[0] == Refusal.NOT_IN_SYNC_AT_THE_END
 
 
-def test_a_slave_that_restarted_or_hears_the_master_does_not_promise():
+def test_restarted_or_connected_slave_does_not_promise():
     facts = copies(3, 2)
     (b, c) = facts.slave_states
     restarted = {**facts.slave_states, c: replace(facts.slave_states[c], in_sync=False)}
@@ -210,7 +210,7 @@ def test_a_slave_that_restarted_or_hears_the_master_does_not_promise():
 
 @pytest.mark.parametrize(("count", "m"), [(2, 2), (3, 2), (3, 3), (5, 3)])
 @pytest.mark.parametrize("left_out", ["", "in the row's term", "the operator's word"])
-def test_a_slave_that_restarted_counts_by_an_operators_word_and_by_its_row_or_log(count, m, left_out):
+def test_operator_admits_restarted_slave(count, m, left_out):
     """With n = m the row says who has everything; else the log does, by a frame of the row's term."""
     facts = copies(count, m, in_step="", master_gone=left_out != "the operator's word")
     slaves = tuple(replace(slave, complete=count == m) for slave in facts.group.slaves)
@@ -222,7 +222,7 @@ def test_a_slave_that_restarted_counts_by_an_operators_word_and_by_its_row_or_lo
 
 
 @pytest.mark.parametrize("why", Refusal)
-def test_each_refusal_names_what_to_do(why):
+def test_each_refusal_has_a_remedy(why):
     text = promotion.way_on(why, ROW)
     assert text and "{" not in text
     assert "g1" in text or why in {

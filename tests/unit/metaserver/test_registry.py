@@ -27,7 +27,7 @@ async def opened(path: Path) -> World:
     return world
 
 
-async def test_a_change_that_was_read_is_published_although_the_next_reading_failed(tmp_path, monkeypatch):
+async def test_reading_is_published_despite_later_failure(tmp_path, monkeypatch):
     """Groups, routes and sightings are read one after the other; the database may go away in between."""
 
     world = await opened(tmp_path)
@@ -53,7 +53,7 @@ async def test_a_change_that_was_read_is_published_although_the_next_reading_fai
         assert registry.routes["a"].groups == ("g1",) and wake.is_set()
 
 
-async def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_removed(tmp_path, monkeypatch):
+async def test_late_answer_keeps_route_removed(tmp_path, monkeypatch):
     world = await opened(tmp_path)
     await world.start("g1-a")
     write = world.database.write
@@ -70,7 +70,7 @@ async def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_re
     assert not world.registry.routes
 
 
-async def test_a_change_wakes_the_brokers_that_it_concerns_and_no_others(tmp_path):
+async def test_change_wakes_concerned_brokers_only(tmp_path):
     world = await opened(tmp_path)
     await world.copies("g2")
     registry, changes = world.registry, world.registry.mirror.directory_changes
@@ -93,7 +93,7 @@ async def test_a_change_wakes_the_brokers_that_it_concerns_and_no_others(tmp_pat
         assert await run("RemoveBroker", hostname="g2-b", servePort=20881) == (False, True)
 
 
-async def test_routes_of_a_group_are_those_that_list_it(tmp_path):
+async def test_routes_of_group_list_it(tmp_path):
     world = await opened(tmp_path)
     registry = world.registry
     await registry.change([SetRoute("a", ("g1",), 0), SetRoute("b", ("g1",), 0)], ANOTHER)
@@ -102,7 +102,7 @@ async def test_routes_of_a_group_are_those_that_list_it(tmp_path):
     assert registry.routes_of(["g1", "g2"]).keys() == {"b"}
 
 
-async def test_a_beat_that_says_the_same_is_taken_in_again_when_points_are_to_be_stored_or_the_directory_was_read(
+async def test_repeated_heartbeat_is_processed_after_changes(
     tmp_path,
 ):
     world = await opened(tmp_path)
@@ -126,7 +126,7 @@ async def test_a_beat_that_says_the_same_is_taken_in_again_when_points_are_to_be
     assert beats() == {place: state.point}
 
 
-async def test_what_a_master_says_of_its_slave_outlives_an_older_word_of_that_slave(tmp_path):
+async def test_master_report_outlives_older_slave_report(tmp_path):
     """The two come on streams of their own. Without messages the master says the same again, and it was not heard."""
 
     world = await opened(tmp_path)
@@ -150,7 +150,7 @@ async def test_what_a_master_says_of_its_slave_outlives_an_older_word_of_that_sl
     assert beat("g1-a", master)
 
 
-async def test_a_copy_of_a_data_directory_gets_no_part_while_the_broker_that_it_is_of_is_heard(tmp_path):
+async def test_copied_directory_is_refused_while_original_runs(tmp_path):
     """Both were masters of the same term, and of three copies each found another slave that confirmed."""
 
     world = await opened(tmp_path)
@@ -171,7 +171,7 @@ async def test_a_copy_of_a_data_directory_gets_no_part_while_the_broker_that_it_
     assert (await registry.registration.register(moved, is_gone)).ip == "10.0.0.9"
 
 
-async def test_a_broker_that_starts_at_another_place_gets_its_part_in_a_new_term_once_the_other_one_is_gone(tmp_path):
+async def test_moved_broker_begins_in_a_new_term(tmp_path):
     """The process that had the part may be at work where no metaserver reaches it: its master must not count it."""
 
     world = await opened(tmp_path)
@@ -211,7 +211,7 @@ async def test_a_broker_that_starts_at_another_place_gets_its_part_in_a_new_term
     assert registry.directory.groups["g1"].term == row.term
 
 
-async def test_a_broker_at_another_place_raises_no_row_that_is_older_than_its_brokers(tmp_path):
+async def test_moved_broker_does_not_raise_old_row(tmp_path):
     """The new term would give parts that a newer row, which the database lost, gave otherwise."""
 
     world = await opened(tmp_path)
@@ -224,7 +224,7 @@ async def test_a_broker_at_another_place_raises_no_row_that_is_older_than_its_br
     assert registry.directory.groups["g1"].term == group.term
 
 
-async def test_a_copy_from_before_a_master_was_promoted_does_not_take_its_place(tmp_path):
+async def test_copy_from_before_promotion_is_refused(tmp_path):
     """What the old master and this one had acknowledged before, only the original is known to have."""
 
     world = await opened(tmp_path)

@@ -69,7 +69,7 @@ def test_each_change_of_roles_raises_the_term_by_one(copies):
     assert (swapped.term, swapped.master.hostname, swapped.slave.hostname) == (3, "b", "a")
 
 
-def test_a_group_is_stored_with_the_kind_of_its_first_member(copies):
+def test_group_is_stored_with_its_kind(copies):
     added = Broker("d1", Role.MASTER, "c", "10.0.0.3", 1, 2, kind=DELAY)
     copies.change([SetRoles(rules.add_broker(copies.load(), added))])
     copies.store_registration(replace(added, incarnation="disk c"), added)
@@ -87,7 +87,7 @@ def test_decision_on_an_older_term_changes_nothing(copies):
     assert copies.load() == after
 
 
-def test_decision_is_stale_also_when_the_roles_went_there_and_back(copies):
+def test_decision_is_stale_after_two_swaps(copies):
     copies.change([SetRoles(rules.swap_roles(copies.load().groups["g1"], term=2))])
     copies.change([SetRoles(rules.swap_roles(copies.load().groups["g1"], term=3))])
     old = copies.load().groups["g1"]
@@ -99,7 +99,7 @@ def test_decision_is_stale_also_when_the_roles_went_there_and_back(copies):
     assert copies.load().groups["g1"].term == 6
 
 
-def test_decision_on_brokers_that_registered_since_changes_nothing(copies):
+def test_decision_is_stale_after_registration(copies):
     old = copies.load().groups["g1"]
     copies.store_registration(replace(SLAVE, incarnation="new disk"))
     with pytest.raises(StaleTerm):
@@ -108,7 +108,7 @@ def test_decision_on_brokers_that_registered_since_changes_nothing(copies):
     assert group.term == 2 and group.slave.incarnation == "new disk"
 
 
-def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_term(copies, migrated_url):
+def test_one_thread_wins_each_term(copies, migrated_url):
     group, results = copies.load().groups["g1"], []
     barrier = threading.Barrier(8, timeout=20)
 
@@ -132,7 +132,7 @@ def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_ter
     assert copies.load().groups["g1"].term == 3
 
 
-def test_same_broker_added_to_two_groups_at_once_is_in_one(repository):
+def test_broker_added_twice_is_in_one_group(repository):
     empty = repository.load()
     repository.change([SetRoles(rules.add_broker(empty, MASTER))])
     with pytest.raises(StaleTerm):
@@ -140,7 +140,7 @@ def test_same_broker_added_to_two_groups_at_once_is_in_one(repository):
     assert list(repository.load().groups) == ["g1"]
 
 
-def test_completeness_is_stored_for_the_disk_and_term_it_was_seen_in(copies):
+def test_completeness_is_stored_for_its_disk_and_term(copies):
     seen = replace(SLAVE, incarnation="disk b")
     copies.store_registration(seen)
     copies.store_complete(replace(seen, incarnation="another"), term=2, complete=True)
@@ -172,7 +172,7 @@ def test_marks_are_set_and_removed_any_number_of_times(copies):
     assert copies.load().marks == frozenset()
 
 
-def test_registration_is_compared_with_what_the_decision_was_made_on(copies):
+def test_registration_compares_the_row(copies):
     copies.store_registration(replace(SLAVE, incarnation="disk"), SLAVE)
     with pytest.raises(StaleTerm):
         copies.store_registration(replace(SLAVE, incarnation="another disk"), SLAVE)
@@ -181,7 +181,7 @@ def test_registration_is_compared_with_what_the_decision_was_made_on(copies):
         copies.store_registration(replace(SLAVE, hostname="nobody"))
 
 
-def test_each_change_raises_the_version_of_what_it_touches_and_no_other(copies):
+def test_change_raises_its_versions_only(copies):
     def raised(act):
         before = copies.versions()
         act()
@@ -199,7 +199,7 @@ def test_each_change_raises_the_version_of_what_it_touches_and_no_other(copies):
     assert copies.load().version == copies.versions()["directory"]
 
 
-def test_groups_are_read_again_only_after_a_change_of_groups(copies):
+def test_groups_are_read_after_their_changes_only(copies):
     known = copies.load()
     copies.change([SetMark(ReadonlyMark("*", "g1"))])
     marked = copies.load(known)
@@ -212,13 +212,13 @@ def test_groups_are_read_again_only_after_a_change_of_groups(copies):
     assert copies.load(tagged).groups is tagged.groups
 
 
-def test_groups_that_did_not_change_stay_the_same_objects(copies):
+def test_unchanged_groups_stay_the_same_objects(copies):
     known = copies.load()
     copies.change([SetRoles(rules.add_broker(known, Broker("g2", Role.MASTER, "c", "10.0.0.3", 1, 2)))])
     assert copies.load(known).groups["g1"] is known.groups["g1"]
 
 
-def test_rows_that_somebody_edited_are_read_once_all_versions_are_raised(copies):
+def test_edited_rows_are_read_after_raised_versions(copies):
     known = copies.load()
     with copies._transactions._engine.begin() as connection:
         connection.execute(text("UPDATE broker_group SET tag = 'edited'"))
@@ -226,7 +226,7 @@ def test_rows_that_somebody_edited_are_read_once_all_versions_are_raised(copies)
     assert copies.load(known).groups["g1"].tag == "edited"
 
 
-def test_routes_are_read_whole_or_from_a_version_on(copies):
+def test_routes_are_read_from_a_version(copies):
     first, _ = copies.load_routes()
     [a, b] = copies.store_routes([("a", ("g1",), 0), ("b", ("g1",), 0)])
     second, both = copies.load_routes(first)
@@ -268,7 +268,7 @@ def test_sighting_of_a_broker_that_left_its_group_is_forgotten(copies):
     assert [row.key for row in copies.load_sightings()[1]] == [MASTER.key]
 
 
-def test_metaservers_show_their_beat_until_they_are_removed(repository):
+def test_metaserver_rows_stay_until_removed(repository):
     for beat in (1, 2):
         for id in ("m2", "m1"):
             repository.beat(MetaserverRow(id, "10.0.0.1:8080", "10.0.0.1:8081", beat, "1.0"))
@@ -291,7 +291,7 @@ def test_token_is_stored_once_and_revoked_once(repository):
         repository.change([RevokeToken("t2")])
 
 
-def test_audit_trail_is_read_page_by_page_and_by_what_was_done(repository):
+def test_audit_trail_is_read_by_page_and_filter(repository):
     for number in range(5):
         who = "Ann" if number % 2 else "Bob"
         audit = AuditRow(
@@ -321,7 +321,7 @@ def test_consumers_are_switched_off_and_on(repository):
     assert repository.load().offline == {Offline("*", "group", "c1")}
 
 
-def test_limits_take_the_place_of_those_before(repository):
+def test_limits_replace_earlier_ones(repository):
     repository.change([SetLimits(OperatorLimits("s", "*", expires_after_s=60, expired_die=True))])
     both = {OperatorLimits("s", "*", expires_after_s=7), OperatorLimits("s", "g", per_second=9)}
     repository.change([SetLimits(one) for one in both])
@@ -337,7 +337,7 @@ def test_subject_is_announced_with_its_tag(repository):
     assert {name: info.tag for name, info in repository.load().subjects.items()} == {"s": "ssd"}
 
 
-def test_several_slaves_and_how_many_copies_acknowledge_are_kept(copies):
+def test_several_slaves_and_min_copies_are_stored(copies):
     third = replace(SLAVE, hostname="c", ip="10.0.0.3", incarnation="")
     group = copies.load().groups["g1"]
     same = rules.RoleChange("g1", group.term, group, group.master, (SLAVE, third), min_copies=3)

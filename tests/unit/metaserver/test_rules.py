@@ -73,23 +73,23 @@ def is_up(*hostnames):
         pytest.param({"role": ""}, "no role code", id="no role"),
     ],
 )
-def test_wrong_words_are_refused_with_what_is_wrong(change, complaint):
+def test_wrong_parameters_are_refused(change, complaint):
     words = WORDS | change
     with pytest.raises((OperatorError, InvalidName), match=complaint):
         rules.parse_broker(*words.values())
 
 
-def test_right_words_are_a_broker():
+def test_right_parameters_make_a_broker():
     assert rules.parse_broker(*WORDS.values()) == Broker("g1", Role.MASTER, "h1", "10.0.0.1", 20881, 20882)
 
 
 @pytest.mark.parametrize("code, role", [("5", Role.MASTER), ("6", Role.SLAVE)])
-def test_delay_servers_have_roles_of_their_own_to_operators_alone(code, role):
+def test_delay_roles_exist_for_operators_only(code, role):
     added = rules.parse_broker(*(WORDS | {"role": code}).values())
     assert (added.role, added.kind, int(added.part)) == (role, DELAY, int(code))
 
 
-def test_a_group_has_the_kind_of_its_first_member():
+def test_first_member_sets_the_kind():
     assert rules.add_broker(Directory(), delay_server("a")).kind == DELAY
     assert rules.add_broker(Directory(), broker("a")).kind == NORMAL
 
@@ -121,14 +121,14 @@ def test_refusals_name_the_roles_of_delay_servers():
         rules.check_not_half_swapped(half)
 
 
-def test_delay_servers_are_swapped_as_brokers_are():
+def test_delay_servers_are_swapped_like_brokers():
     change = rules.swap_roles(delay_directory().groups["g1"], term=7)
     assert (change.master.part, change.slave.part) == (Role.DELAY_MASTER, Role.DELAY_SLAVE)
     assert (change.master.hostname, change.slave.hostname) == ("b", "a")
 
 
 @pytest.mark.parametrize("place, program", [(broker, "a delay server"), (lambda name: delay_server(name), "a broker")])
-def test_a_program_of_the_other_kind_is_refused(place, program):
+def test_program_of_other_kind_is_refused(place, program):
     said = delay_server("a") if program == "a delay server" else broker("a")
     with pytest.raises(OperatorError, match=f"what runs there is {program}"):
         rules.check_kind(place("a"), said)
@@ -148,13 +148,13 @@ def test_first_broker_creates_its_group():
         pytest.param(broker("z", Role.SLAVE), "is the MASTER of g2 already", id="broker of another group as slave"),
     ],
 )
-def test_add_refuses_what_is_taken(added, complaint):
+def test_add_refuses_a_taken_place(added, complaint):
     with pytest.raises(OperatorError, match=complaint):
         rules.add_broker(directory(), added)
 
 
 @pytest.mark.parametrize("copies_max", [2, 3])
-def test_slaves_leave_the_master_its_place(copies_max, monkeypatch):
+def test_slaves_never_take_the_masters_place(copies_max, monkeypatch):
     monkeypatch.setattr(rules, "COPIES_MAX", copies_max)
     slaves = tuple(broker(host, Role.SLAVE) for host in ("b", "c")[: copies_max - 1])
     known = Directory({"g1": Group("g1", 7, None, slaves, 0)})
@@ -180,19 +180,19 @@ def test_two_calls_swap_two_stopped_brokers():
     assert second.term == 8 and not second.half_swapped
 
 
-def test_half_swap_is_finished_while_the_new_master_runs():
+def test_half_swap_is_finished_with_running_master():
     half = directory(broker("b"), None, half_swapped=True)
     change, _ = rules.replace_broker(half, broker("a", Role.SLAVE), is_up("b"))
     assert change.slave == broker("a", Role.SLAVE)
 
 
-def test_half_swap_may_be_finished_with_a_third_broker():
+def test_third_broker_may_finish_half_swap():
     half = directory(broker("b"), None, half_swapped=True)
     change, _ = rules.replace_broker(half, broker("c", Role.SLAVE), nobody)
     assert change.slave == broker("c", Role.SLAVE)
 
 
-def test_dead_slave_is_replaced_while_the_master_runs():
+def test_dead_slave_is_replaced():
     change, before = rules.replace_broker(directory(), broker("c", Role.SLAVE), is_up("a"))
     assert before == SLAVE and (change.master, change.slave) == (MASTER, broker("c", Role.SLAVE))
     assert not change.slave.complete, "it holds nothing yet"
@@ -205,7 +205,7 @@ def test_dead_slave_is_replaced_while_the_master_runs():
         pytest.param(["a"], "a:20881 was rolled back", "a:20881 was rolled back", id="the master lacks something"),
     ],
 )
-def test_the_last_copy_is_not_replaced_without_a_word(up, master_lacking, complaint):
+def test_last_copy_is_replaced_by_force_only(up, master_lacking, complaint):
     wanted = broker("c", Role.SLAVE)
     with pytest.raises(OperatorError, match=f"{complaint}.* so b:20881 may be the last .*--role=0.*--acceptLoss=true"):
         rules.replace_broker(directory(), wanted, is_up(*up), master_lacking=master_lacking)
@@ -220,11 +220,11 @@ def test_the_last_copy_is_not_replaced_without_a_word(up, master_lacking, compla
         pytest.param(directory(master=broker("a")), id="a master that never ran"),
     ],
 )
-def test_who_never_ran_holds_nothing(known):
+def test_unregistered_broker_holds_nothing(known):
     assert rules.replace_broker(known, broker("c", Role.SLAVE), nobody)[0].slave.hostname == "c"
 
 
-def test_new_addresses_of_the_same_broker_are_no_change_of_roles():
+def test_new_addresses_change_no_role():
     moved = replace(broker("a"), ip="10.0.0.9")
     assert rules.replace_broker(directory(), moved, nobody) == (None, MASTER)
 
@@ -255,19 +255,19 @@ def test_replacement_is_refused(known, wanted, up, complaint):
         rules.replace_broker(known, wanted, is_up(*up))
 
 
-def test_broker_that_never_ran_is_replaced_by_anybody():
+def test_unregistered_broker_is_replaceable():
     unused = directory(broker("a"), broker("b", Role.SLAVE))
     change, _ = rules.replace_broker(unused, broker("c"), nobody)
     assert change.master == broker("c")
 
 
-def test_swap_exchanges_both_at_once_and_the_new_slave_is_complete():
+def test_swap_exchanges_roles_and_keeps_completeness():
     change = rules.swap_roles(directory().groups["g1"], term=7)
     assert (change.master.hostname, change.master.role) == ("b", Role.MASTER)
     assert (change.slave.hostname, change.slave.role, change.slave.complete) == ("a", Role.SLAVE, True)
 
 
-def test_a_swap_does_not_make_complete_what_the_master_never_waited_for():
+def test_swap_does_not_make_a_slave_complete():
     """With durability `master`, the next master may acknowledge alone before its first heartbeat says so."""
     change = rules.swap_roles(directory(slave=replace(SLAVE, complete=False)).groups["g1"], term=7)
     assert not change.slave.complete
@@ -301,7 +301,7 @@ def test_swap_of_what_changed_meanwhile_is_refused(known, term):
         pytest.param(ReplicaState(0, 7, writable=True, durability="master"), False, id="acknowledges alone"),
     ],
 )
-def test_what_a_masters_words_say_about_its_slave(state, complete):
+def test_master_report_decides_completeness(state, complete):
     group = directory().groups["g1"]
     assert rules.slave_complete(group, group.slave, group.master.key, state) is complete
 
@@ -315,7 +315,7 @@ def test_what_a_masters_words_say_about_its_slave(state, complete):
         pytest.param({}, None, id="nothing is wrong"),
     ],
 )
-def test_slave_that_lacks_something_says_so_itself(said, complete):
+def test_slave_reports_its_own_incompleteness(said, complete):
     group = directory().groups["g1"]
     state = ReplicaState(1, 7, **said)
     assert rules.slave_complete(group, group.slave, group.slave.key, state) is complete
@@ -333,7 +333,7 @@ def test_slave_that_was_rolled_back_is_promoted_by_force_only(complete):
     assert change.master.key == wanted.key
 
 
-def test_master_that_lacks_what_is_lost_for_good_goes_on_in_a_new_term():
+def test_accepted_loss_lets_master_continue():
     known = directory()
     master = known.groups["g1"].master
     assert rules.replace_broker(known, master, lambda _: False)[0] is None
@@ -343,7 +343,7 @@ def test_master_that_lacks_what_is_lost_for_good_goes_on_in_a_new_term():
     rules.check_registration(change.master, "its disk is lost")
 
 
-def test_master_comes_back_with_its_own_disk_only():
+def test_master_returns_with_its_own_disk_only():
     rules.check_registration(MASTER, "disk a")
     rules.check_registration(broker("a"), "first disk ever")
     rules.check_registration(SLAVE, "emptied")
@@ -384,11 +384,11 @@ def test_swap_of_stopped_brokers_is_refused(known, wanted, up, complaint):
         rules.swap_stopped(known, wanted, up)
 
 
-def test_swap_that_is_made_already_is_no_change():
+def test_repeated_swap_changes_nothing():
     assert rules.swap_stopped(directory(), broker("a"), is_up("a")) == (None, MASTER)
 
 
-def test_slave_is_removed_before_the_master():
+def test_master_is_removed_last():
     change = rules.remove_broker(directory(), SLAVE, is_up("a"))
     assert (change.master, change.slave, change.half_swapped) == (MASTER, None, False)
     with pytest.raises(OperatorError, match="Swap them first"):
@@ -420,13 +420,13 @@ def test_slaves_are_added_up_to_five_copies():
 
 
 @pytest.mark.parametrize("min_copies", [1, 4])
-def test_no_more_copies_acknowledge_than_there_are(min_copies):
+def test_min_copies_is_bounded_by_copies(min_copies):
     _, group = of_three()
     with pytest.raises(OperatorError, match="minCopies is 2 to 3; AddBroker adds a copy"):
         rules.set_copies(group, min_copies)
 
 
-def test_nobody_is_sent_to_add_a_copy_that_would_be_refused():
+def test_remedy_adds_no_refused_copy():
     _, group = of_three()
     more = tuple(replace(SLAVE, hostname=name) for name in "de")
     with pytest.raises(OperatorError, match="g1 has 5 copies, so minCopies is 3 to 5$"):
@@ -446,7 +446,7 @@ def test_any_two_sets_that_may_acknowledge_share_a_copy():
         assert 2 * rules.majority(copies) > copies >= 2 * (rules.majority(copies) - 1)
 
 
-def test_other_copies_to_acknowledge_begin_a_term():
+def test_min_copies_begins_a_term():
     _, group = of_three()
     assert rules.set_copies(group, 2) is None, "it is so already"
     change = rules.set_copies(group, 3)
@@ -454,7 +454,7 @@ def test_other_copies_to_acknowledge_begin_a_term():
     assert [one.key for one in change.brokers] == [one.key for one in group.brokers]
 
 
-def test_that_all_copies_acknowledge_from_now_on_makes_none_whole_that_fell_behind_a_moment_ago():
+def test_raised_min_copies_does_not_complete_a_slave():
     """Nobody says of it later that it is not: a Failover with masterGone would take it, alone, for a whole one."""
     _, group = of_three()
     assert not any(slave.complete for slave in rules.set_copies(group, 3).slaves)
@@ -462,7 +462,7 @@ def test_that_all_copies_acknowledge_from_now_on_makes_none_whole_that_fell_behi
     assert rules.set_copies(group, 2).slaves == group.slaves
 
 
-def test_a_slave_of_several_is_removed_while_enough_acknowledge():
+def test_slave_is_removed_while_enough_remain():
     known, group = of_three()
     change = rules.remove_broker(known, group.slaves[0], nobody)
     assert [slave.key for slave in change.slaves] == [group.slaves[1].key]
@@ -472,7 +472,7 @@ def test_a_slave_of_several_is_removed_while_enough_acknowledge():
         rules.remove_broker(known, group.slaves[0], nobody)
 
 
-def test_whoever_is_left_by_a_removal_is_not_complete_before_it_is_seen_in_sync_again():
+def test_removal_leaves_slaves_incomplete():
     """The slave that was removed may have confirmed what the one that is left lags behind."""
     known, group = of_three()
     change = rules.remove_broker(known, group.slaves[1], nobody)
@@ -495,7 +495,7 @@ def test_swap_names_the_slave_of_several():
         rules.swap_roles(group, term=7, to=broker("z").key)
 
 
-def test_what_is_for_two_copies_is_refused_with_more():
+def test_two_copy_commands_are_refused_with_more():
     known, group = of_three()
     with pytest.raises(OperatorError, match="has 2 slaves, and this is for groups of two: RemoveBroker"):
         rules.replace_broker(known, broker("d", Role.SLAVE), nobody)
@@ -505,7 +505,7 @@ def test_what_is_for_two_copies_is_refused_with_more():
         rules.replace_broker(known, replace(SLAVE, role=Role.MASTER), nobody)
 
 
-def test_a_loss_that_is_accepted_makes_one_slave_of_several_the_master():
+def test_accepted_loss_promotes_one_of_several():
     known, group = of_three()
     change, before = rules.replace_broker(known, replace(SLAVE, role=Role.MASTER), nobody, accept_loss=True)
     assert (change.master.key, before, change.half_swapped) == (SLAVE.key, MASTER, False)
@@ -513,7 +513,7 @@ def test_a_loss_that_is_accepted_makes_one_slave_of_several_the_master():
     assert change.slaves == left, "the old master's place is a slave's, for whoever comes there"
 
 
-def test_a_slave_that_is_not_in_step_is_complete_only_while_all_copies_acknowledge():
+def test_lagging_slave_is_complete_if_all_acknowledge():
     """With three copies of which two acknowledge, the third one may lack what was acknowledged meanwhile."""
     state = ReplicaState(int(Role.MASTER), 7, writable=True, in_step=("disk b",))
     for min_copies, third in ((2, False), (3, None)):
@@ -521,7 +521,7 @@ def test_a_slave_that_is_not_in_step_is_complete_only_while_all_copies_acknowled
         assert [rules.slave_complete(group, slave, MASTER.key, state) for slave in group.slaves] == [True, third]
 
 
-def test_only_a_master_of_several_slaves_needs_a_new_life():
+def test_only_master_of_several_needs_new_term():
     _, group = of_three()
     assert rules.needs_new_life(group, MASTER.key) and not rules.needs_new_life(group, SLAVE.key)
     assert not rules.needs_new_life(directory().groups["g1"], MASTER.key)

@@ -19,7 +19,7 @@ def test_only_the_cluster_token_must_be_given():
     assert settings.cluster_token == "one token" and settings.advertised == "127.0.0.1"
 
 
-def test_the_proxy_on_this_machine_is_trusted_and_others_are_named():
+def test_local_proxy_is_trusted():
     assert read(**TOKEN).trusted_proxies == ("127.0.0.1",)
     more = read(**TOKEN, QMQ_METASERVER_TRUSTED_PROXIES="10.0.0.7, 10.1.0.0/16,::1")
     assert more.trusted_proxies == ("10.0.0.7", "10.1.0.0/16", "::1")
@@ -40,6 +40,6 @@ def test_the_proxy_on_this_machine_is_trusted_and_others_are_named():
         pytest.param(TOKEN | {"QMQ_METASERVER_PASSWORD_KEYS": "abc"}, "password_keys", id="no Fernet key"),
     ],
 )
-def test_wrong_settings_are_complained_about(environ, complaint):
+def test_wrong_settings_are_refused(environ, complaint):
     with pytest.raises(InvalidSettings, match=complaint):
         read(**environ)

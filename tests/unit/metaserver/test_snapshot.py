@@ -50,7 +50,7 @@ SNAPSHOT = Snapshot(
 )
 
 
-def test_all_comes_back_as_it_was(tmp_path):
+def test_snapshot_round_trip(tmp_path):
     path = tmp_path / "snapshot"
     write_snapshot(path, SNAPSHOT)
     assert read_snapshot(path, database="sqlite:///m.db") == SNAPSHOT
@@ -58,7 +58,7 @@ def test_all_comes_back_as_it_was(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]
 
 
-def test_metaservers_that_share_the_file_never_leave_a_damaged_one(tmp_path):
+def test_shared_snapshot_is_never_damaged(tmp_path):
     path = tmp_path / "snapshot"
     routes = {f"s{number}": Route(f"s{number}", ("g1",), 1, 1) for number in range(3_000)}
     sizes = [replace(SNAPSHOT, routes=dict(islice(routes.items(), count))) for count in (10, 1_000, 3_000)]
@@ -74,7 +74,7 @@ def test_metaservers_that_share_the_file_never_leave_a_damaged_one(tmp_path):
     assert os.listdir(tmp_path) == ["snapshot"]
 
 
-def test_a_snapshot_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_snapshot(tmp_path, monkeypatch):
     path = tmp_path / "snapshot"
     write_snapshot(path, SNAPSHOT)
     whole = path.read_bytes()
@@ -88,12 +88,12 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_old_one_and_nothing_else(t
     assert path.read_bytes() == whole and os.listdir(tmp_path) == ["snapshot"]
 
 
-def test_nobody_else_may_read_it(tmp_path):
+def test_snapshot_is_readable_by_owner_only(tmp_path):
     write_snapshot(tmp_path / "snapshot", SNAPSHOT)
     assert (tmp_path / "snapshot").stat().st_mode & 0o077 == 0
 
 
-def test_any_flipped_or_missing_byte_is_found(tmp_path):
+def test_damaged_snapshot_is_detected(tmp_path):
     path = tmp_path / "snapshot"
     write_snapshot(path, SNAPSHOT)
     whole = path.read_bytes()

@@ -31,7 +31,7 @@ async def made(path):
     return world, Upkeep(world.registry, world.brokers, Snapshots(None, "sqlite://"), own, poll_ms=1000)
 
 
-async def test_a_broker_is_not_asked_again_while_a_question_to_it_waits(tmp_path, monkeypatch):
+async def test_broker_has_one_query_at_a_time(tmp_path, monkeypatch):
     """Where a thousand machines are gone, questions would come faster than they time out."""
 
     world, upkeep = await made(tmp_path)
@@ -65,7 +65,7 @@ async def test_a_broker_is_not_asked_again_while_a_question_to_it_waits(tmp_path
         await watching
 
 
-async def test_what_a_master_says_while_its_last_words_are_stored_is_stored_too(tmp_path, monkeypatch):
+async def test_report_during_a_write_is_stored(tmp_path, monkeypatch):
     world, upkeep = await made(tmp_path)
     slave, said = world.registry.directory.groups["g1"].slave, world.registry.reports.completeness
     write, stored = world.database.write, []
@@ -85,9 +85,7 @@ async def test_what_a_master_says_while_its_last_words_are_stored_is_stored_too(
 
 
 @pytest.mark.parametrize("again_s", [3600.0, 0.0])
-async def test_a_point_is_stored_when_it_is_told_and_again_when_the_database_may_have_lost_it(
-    tmp_path, monkeypatch, again_s
-):
+async def test_points_are_stored_and_repeated(tmp_path, monkeypatch, again_s):
     world, upkeep = await made(tmp_path)
     await world.start("g1-a")
     stored, write, point = asyncio.Queue(), world.database.write, Point(Epoch(1, 1), 100, 7)
@@ -114,7 +112,7 @@ async def test_a_point_is_stored_when_it_is_told_and_again_when_the_database_may
         await storing
 
 
-async def test_the_route_of_dead_letters_follows_the_one_of_where_they_come_from(tmp_path):
+async def test_dead_letter_route_follows_its_sources(tmp_path):
     """A broker group that serves the subject from now on stores its dead letters, too."""
 
     world, upkeep = await made(tmp_path)
@@ -131,7 +129,7 @@ async def test_the_route_of_dead_letters_follows_the_one_of_where_they_come_from
     assert (await world.audit())[0] == row, "once"
 
 
-async def test_a_route_that_goes_while_another_one_gets_wider_ends_no_upkeep(tmp_path, monkeypatch):
+async def test_removed_route_does_not_end_upkeep(tmp_path, monkeypatch):
     world, upkeep = await made(tmp_path)
     await world.copies("g2")
     await world.routed("s", "dead", "gone", groups=("g1",))
@@ -177,14 +175,14 @@ async def rounds(world, upkeep, monkeypatch, *, second_s):
     return asked[:4]
 
 
-async def test_a_metaserver_that_is_alone_asks_its_database_once_a_second_and_writes_seldom(tmp_path, monkeypatch):
+async def test_lone_metaserver_reads_once_a_second(tmp_path, monkeypatch):
     """Each transaction costs a tenth of a percent of a core, so showing life and looking for news are one."""
 
     world, upkeep = await made(tmp_path)
     assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "read", "read", "read"]
 
 
-async def test_a_metaserver_that_is_alone_sees_what_changed_and_stays_alive_for_itself(tmp_path, monkeypatch):
+async def test_lone_metaserver_stays_alive_for_itself(tmp_path, monkeypatch):
     """Its own row is never read anew as one that stands still: it would be forgotten, and removed."""
 
     world, upkeep = await made(tmp_path)
@@ -202,7 +200,7 @@ async def test_a_metaserver_that_is_alone_sees_what_changed_and_stays_alive_for_
     assert [row.beat for row in repository.load_metaservers()] == [4], "what the database takes is tried"
 
 
-async def test_a_metaserver_shows_its_life_as_soon_as_another_one_may_time_it(tmp_path):
+async def test_counter_is_stored_once_another_reads_it(tmp_path):
     world, upkeep = await made(tmp_path)
     repository = world.database.repository
 
@@ -220,14 +218,14 @@ async def test_a_metaserver_shows_its_life_as_soon_as_another_one_may_time_it(tm
     assert await look() == 7
 
 
-async def test_between_its_beats_a_metaserver_looks_for_what_others_changed(tmp_path, monkeypatch):
+async def test_metaserver_polls_between_its_beats(tmp_path, monkeypatch):
     world, upkeep = await made(tmp_path)
     world.database.repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
     upkeep._poll_s = 0.0
     assert await rounds(world, upkeep, monkeypatch, second_s=1000.0) == ["write", "probe", "probe", "probe"]
 
 
-async def test_a_row_that_cannot_be_kept_stops_no_metaserver_from_following(tmp_path, monkeypatch):
+async def test_failed_own_row_does_not_stop_reading(tmp_path, monkeypatch):
     world, upkeep = await made(tmp_path)
 
     def refuse(row):
@@ -237,7 +235,7 @@ async def test_a_row_that_cannot_be_kept_stops_no_metaserver_from_following(tmp_
     assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "probe"] * 2
 
 
-async def test_a_metaserver_gives_up_its_place_though_what_it_heard_last_cannot_be_stored(tmp_path, monkeypatch):
+async def test_stop_removes_row_despite_failed_reports(tmp_path, monkeypatch):
     world, upkeep = await made(tmp_path)
     await rounds(world, upkeep, monkeypatch, second_s=0.0)
     await world.start("g1-a")
@@ -251,7 +249,7 @@ async def test_a_metaserver_gives_up_its_place_though_what_it_heard_last_cannot_
     assert await world.database.read(lambda r: r.load_metaservers()) == []
 
 
-async def test_what_was_heard_of_a_group_is_not_stored_for_another_one_of_its_name(tmp_path):
+async def test_points_of_a_removed_group_are_dropped(tmp_path):
     world, upkeep = await made(tmp_path)
     for name in ("g1-a", "g1-b"):
         await world.start(name)
@@ -264,7 +262,7 @@ async def test_what_was_heard_of_a_group_is_not_stored_for_another_one_of_its_na
     assert not (await world.registry.points_of("g1")).by_incarnation
 
 
-async def test_a_database_that_was_put_back_is_read_anew_although_as_much_was_changed_in_it_since(tmp_path):
+async def test_restored_database_is_read_again(tmp_path):
     """As many changes make the same versions, of something else: that was believed until the next change."""
 
     def changes(subject):

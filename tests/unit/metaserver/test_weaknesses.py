@@ -89,11 +89,11 @@ def test_weakness_has_a_test(number, tests_of):
     print(number, WEAKNESSES[number], *tests_of[number], sep="\n    ")
 
 
-def test_no_test_names_a_weakness_that_does_not_exist(tests_of):
+def test_named_weaknesses_exist(tests_of):
     assert set(tests_of) <= set(WEAKNESSES)
 
 
-def test_docstrings_are_read_as_meant(tmp_path):
+def test_docstrings_are_parsed(tmp_path):
     texts = {"one": "Weakness 4: x", "two": "Weaknesses 4, 17 and 20: x", "none": "4: no weakness"}
     (tmp_path / "test_x.py").write_text("\n".join(f'def test_{name}():\n    "{text}"' for name, text in texts.items()))
     found = [(number, node.rpartition("::")[2]) for number, node in named_in(tmp_path / "test_x.py", tmp_path)]
