@@ -1,4 +1,4 @@
-"""Shell. What brokers call at a metaserver, without gRPC."""
+"""Shell. The metaserver's methods for brokers, without gRPC."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.metaserver.actions_world import ADMIN
 
 
 def service_of(world, monkeypatch, name):
-    """What brokers call, and what the broker of this name says of itself."""
+    """Return the service, and the registration of the broker of this name."""
     monkeypatch.setattr("qmq.metaserver.rpc.brokers.caller", lambda: ADMIN)
     service = BrokerRpc()
     service._registry, service._ask = world.registry, lambda question: asyncio.sleep(0)
@@ -25,11 +25,11 @@ def service_of(world, monkeypatch, name):
 
 
 class Aborted(Exception):
-    """A call was ended."""
+    """Raised by `abort`."""
 
 
 class Aborting:
-    """The context of a call."""
+    """Context of a call."""
 
     def invocation_metadata(self):
         return ()

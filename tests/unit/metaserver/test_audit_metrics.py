@@ -1,4 +1,4 @@
-"""Shell. The audit's gauges on a metaserver's page: what the ledger says, a minute old at most, or that it is away."""
+"""Shell. The audit's gauges of a metaserver: the ledger's content, at most a minute old, or that it is unreadable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def samples(metrics):
 
 
 async def looked(metrics):
-    """What a scrape says after the look that the one before it asked for."""
+    """Return the metrics after the reading that the previous scrape triggered."""
     assert not samples(metrics), "a scrape waits for no look"
     task = asyncio.create_task(metrics.scrapes.run())
     while (UP, "", "") not in (found := samples(metrics)):
@@ -54,7 +54,7 @@ def test_unreadable_ledger_is_logged_once(tmp_path, caplog):
     path = tmp_path / "ledger" / "g1.jsonl"
     path.write_bytes(path.read_bytes().replace(b"700", b"701"))
     (tmp_path / "ledger" / "g2.jsonl").touch()
-    (tmp_path / "ledger" / "g2.jsonl").unlink()  # the folder is another one
+    (tmp_path / "ledger" / "g2.jsonl").unlink()  # another folder
     for _ in range(2):
         asyncio.run(metrics._look())
         assert samples(metrics) == {(UP, "", ""): 0}

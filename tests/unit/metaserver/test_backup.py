@@ -1,4 +1,4 @@
-"""Shell. All of the tables as one value, and back: into an empty database, and over what came since."""
+"""Shell. Dump and restore of all tables: into an empty database, and over newer rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def through_json(dump):
 
 
 def test_dump_restores_an_empty_database(filled, tmp_path):
-    engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")  # from any kind to any other
+    engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")  # from each kind to each other
     other, dump = Repository(engine), through_json(filled.dump())
     other.change([RestoreAll(dump)])
     before, after = filled.load(), other.load()
@@ -108,7 +108,7 @@ def test_restore_keeps_terms_and_revocations(filled):
 
 
 def test_restore_keeps_the_master(filled):
-    """The slave of then may have missed all that was acknowledged since; its term would be the newest all the same."""
+    """The backup's master may lack messages acknowledged since; its term would be the newest all the same."""
     master, slave = filled.load().groups["g1"].brokers
     filled.store_registration(replace(master, incarnation="first"))
     dump = through_json(filled.dump())
@@ -124,7 +124,7 @@ def test_restore_keeps_the_master(filled):
 
 
 def test_restore_keeps_the_incarnation_of_a_master(filled):
-    """With a backup from before its first start, a master whose disk was emptied would be let in again."""
+    """With a backup from before its first start, a master with an emptied disk would be accepted."""
     dump = through_json(filled.dump())
     master = filled.load().groups["g1"].master
     filled.store_registration(replace(master, incarnation="first"))
@@ -183,13 +183,13 @@ def test_broken_dump_changes_nothing(tmp_path, break_it):
 
 
 def test_restore_merges_audit_trails(filled, tmp_path):
-    """43 rows became 3 when a backup was restored into a metaserver that had written some itself."""
+    """A fixed bug: 43 rows became 3 when a backup was restored over rows of the metaserver itself."""
     for number in range(5):
         filled.change([], AuditRow("Ann", "", f"Old{number}"))
     engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")
     other, dump = Repository(engine), through_json(filled.dump())
     other.change([], AuditRow("metaserver", "", "AddToken"))
-    for _ in range(2):  # again: none is there twice
+    for _ in range(2):  # repeated: no row is duplicated
         other.change([RestoreAll(dump)])
         trail = [row.action for row in other.audit_trail()]
         assert sorted(trail) == sorted(["AddToken", "Everything", *(f"Old{number}" for number in range(5))])

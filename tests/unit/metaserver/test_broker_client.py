@@ -1,4 +1,4 @@
-"""Shell. What an order to a broker comes to when it fails."""
+"""Shell. Outcome of a failed call to a broker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 
 def reset_at_a_broker_that(fails):
-    """Order a reset at a broker whose method ends with `fails`, a status or an exception."""
+    """Call a reset at a broker whose method ends with `fails`, a status or an exception."""
 
     class Failing(BrokerServicer):
         async def ResetOffset(self, request, context):
@@ -42,7 +42,7 @@ def reset_at_a_broker_that(fails):
 
 @pytest.mark.parametrize("fails", [grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL, ValueError("a bug")])
 def test_failed_reset_has_unknown_outcome(fails):
-    """Told as refused, it would be repeated, or not looked for."""
+    """Reported as refused, it would be repeated without a look."""
     with pytest.raises(NotServed):
         reset_at_a_broker_that(fails)
 

@@ -20,7 +20,7 @@ FIRST = Begin(0, "", NOW_MS)
 
 
 class Masters:
-    """Masters of broker groups, and what each knows. `before` is called when one is asked."""
+    """Masters of broker groups with their positions. `before` is called at each query."""
 
     def __init__(self):
         self.known, self.silent, self.asked = {}, set(), []
@@ -77,7 +77,7 @@ async def test_start_is_resolved_once(world):
 
 @in_world
 async def test_group_with_a_position_is_not_new(world):
-    """Groups from before rows were kept, and those whose row an emptied or older database lacks."""
+    """Groups from before rows existed, and groups whose row an emptied or older database lacks."""
     groups, masters = await made(world)
     masters.known["g1"] = {BILLING.key}
     masters.silent = {"g2"}
@@ -96,7 +96,7 @@ async def test_silent_broker_group_begins_by_time(world):
 
 @in_world
 async def test_first_stored_row_counts(world):
-    """Both read that there is none, and ask; the first one that stores decides."""
+    """Both find no row and query; the first write decides."""
     groups, masters = await made(world)
     rival, theirs = ConsumerGroups(world.registry, world.database, Masters()), {}
 
@@ -123,7 +123,7 @@ async def test_forgotten_broadcast_consumer_begins_again(world):
     cache = BILLING._replace(group="cache-7", broadcast=True)
     first = await begin(groups, "g1", cache)
     later = consumer_groups._wall_ms() + STALE_MS + 1
-    consumer_groups._wall_ms = lambda: later  # the fixture puts it back
+    consumer_groups._wall_ms = lambda: later  # restored by the fixture
     masters.known["g2"] = {cache.key}
     assert await begin(groups, "g1", cache) == first, "one remembers it"
     masters.known.clear()

@@ -1,4 +1,4 @@
-"""Shell. The metaserver's way to its database, without a server."""
+"""Shell. Calls to the database, without a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qmq.metaserver.storage.database import Database, DatabaseAway
 
 
 def test_outage_leaves_no_unretrieved_errors(tmp_path):
-    """Each attempt's error held the attempt before, for as long as the database was away: 5 MB a second."""
+    """A fixed leak: each attempt's error held the previous one during an outage, 5 MB a second."""
 
     async def run():
         database = Database(f"sqlite:///{tmp_path}/missing/metaserver.db", timeout_ms=60_000)

@@ -1,4 +1,4 @@
-"""Core. Subjects that operators chose for dead letters are served wherever those are stored."""
+"""Core. Subjects of dead letters are served by every group that stores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Routes as bytes: what protobuf would have written, under a version that names them."""
+"""Core. Routes as bytes: equal to protobuf's, under a version that depends on the content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. A failover step by step, on a real database: who is asked, what is stored, and what if that fails."""
+"""Shell. Failover step by step on a real database: queries, promises, the stored row, and failures of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.metaserver.rpc_world import Aborted, Aborting, service_of
 
 
 async def a_master_is_gone(path):
-    """A group whose master has ended; its slave has everything."""
+    """Make a group whose master has ended; its slave has everything."""
     world = World(path / "database")
     await world.open()
     await world.running_copies()
@@ -48,7 +48,7 @@ def row(world):
 
 
 async def fail_over(world, failovers, monkeypatch):
-    """Fail over; the new master is at work as soon as the row says so."""
+    """Fail over; the new master reports as soon as the row names it."""
     monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
     await failovers.fail_over("g1")
 
@@ -116,7 +116,7 @@ async def test_removed_group_is_reset(tmp_path):
 
 
 async def test_no_promotion_without_readable_points(tmp_path, monkeypatch):
-    """The database may be back, for the change of roles, before the slaves have answered."""
+    """The database may return before the slaves have answered, in time for the compare-and-set."""
 
     world, failovers = await a_master_is_gone(tmp_path)
     await world.database.write(lambda r: r.store_points({("g1", "disk of g1-a"): Point(Epoch(2, 1), 5000, 7)}))
@@ -219,7 +219,7 @@ async def test_silent_master_is_detected_by_timeout(tmp_path):
     await world.running_copies()
     master, now_ms = world.registry.directory.groups["g1"].master, world.registry.now_ms()
     world.registry.now_ms = lambda: now_ms
-    world.beat("g1-a")  # heard at this very moment, however long the other broker took to start
+    world.beat("g1-a")  # its heartbeat is fresh, however long the other broker took to start
     assert world.registry.is_gone(master, 2000) == ""
     world.registry.now_ms = lambda: now_ms + 1900
     assert world.registry.is_gone(master, 2000) == ""
@@ -315,7 +315,7 @@ async def test_promise_waits_for_missing_master(tmp_path, monkeypatch):
 
 
 async def test_promise_queries_the_master(tmp_path, monkeypatch):
-    """The metaserver that it beat at is paused: nobody has said yet that the master died."""
+    """The master's own metaserver is paused, so no row marks the master down."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     await world.start("g1-a")
@@ -343,7 +343,7 @@ async def test_starting_master_of_several_gets_new_term(tmp_path):
 
 
 async def test_master_of_old_row_does_not_begin(tmp_path):
-    """A term above it would have the old row's master, while another one is at work in the newest."""
+    """A term above it would have the old row's master, while another one serves in the newest term."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     before = row_of_three(world)
@@ -354,7 +354,7 @@ async def test_master_of_old_row_does_not_begin(tmp_path):
 
 
 async def test_recent_slave_reads_the_row_again(tmp_path, monkeypatch):
-    """Another metaserver made it the master, it acted, and was started again before this one read the row."""
+    """Another metaserver promoted it, and it restarted before this metaserver read the row."""
 
     world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
     other = World(tmp_path / "database")
@@ -383,7 +383,7 @@ async def test_master_of_several_needs_database_to_begin(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, begins, is_told", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
 async def test_master_of_several_needs_points_to_begin(tmp_path, monkeypatch, name, begins, is_told):
-    """The database may go away behind the change of the row."""
+    """The database may fail after the change of the row."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     service, said = service_of(world, monkeypatch, name)
@@ -405,7 +405,7 @@ async def test_master_of_several_needs_points_to_begin(tmp_path, monkeypatch, na
 
 
 async def test_registration_skips_hanging_database(tmp_path, monkeypatch):
-    """A broker of two copies begins from memory; one of three is told at once."""
+    """A broker of two copies begins from memory; one of three gets an error at once."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     await world.running_copies("g2")
@@ -486,7 +486,7 @@ async def test_broker_of_other_group_changes_no_row(tmp_path, monkeypatch):
     assert row_of_three(world) == (before[0] + 1, *before[1:])
 
 
-# By an operator's word.
+# Operators' failovers.
 
 
 async def test_operator_fails_over_a_disabled_group(tmp_path, monkeypatch):
@@ -518,7 +518,7 @@ async def test_master_gone_allows_restarted_slaves(tmp_path, monkeypatch):
 
 
 async def test_refusal_quotes_the_copy(tmp_path, monkeypatch):
-    """By an operator's word it is asked although it restarted: its log's end may be cut, which only it knows."""
+    """The operator's --masterGone queries it although it restarted: only the slave can detect a cut log."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     words = "this copy of g1 was not in sync since it began, or is not whole"
@@ -541,7 +541,7 @@ async def test_order_without_eligible_slave_is_refused(tmp_path):
 
 
 async def test_registration_does_not_refuse_an_order(tmp_path, monkeypatch):
-    """The row is compared as a whole, and the metaserver stores in it what heartbeats say."""
+    """The row is compared as a whole, and the metaserver writes heartbeats' news into it."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)

@@ -1,4 +1,4 @@
-"""Shell. Who is told of which change, how many bytes that takes, and what counts as old."""
+"""Shell. Updates of routes: watchers of each change, bytes, and the count of old routes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLUSTER = Caller("cluster", TokenRole.CLUSTER)
 
 
 class Registry:
-    """What the hub asks of the real one; its database can be away."""
+    """A registry for the hub; its database can be away."""
 
     def __init__(self, groups=("g1", "g2")):
         self.changes = Changes()
@@ -76,7 +76,7 @@ def _group(name, term=1):
 
 
 class Client:
-    """A stream's other end. `stuck`: it does not read."""
+    """Client end of a stream. `stuck`: it does not read."""
 
     def __init__(self, hub, *, produces=True, caller=ANYBODY, looks_only=False):
         self.updates, self.routes, self.data = [], {}, []
@@ -128,7 +128,7 @@ def with_hub(
     token_watches_max=10_000,
     allow=lambda caller, wanted: (wanted, ""),
 ):
-    """Run an async test with a hub that looks at a registry of these groups."""
+    """Run an async test with a hub on a registry of these groups."""
 
     def decorate(test):
         @wraps(test)
@@ -149,7 +149,7 @@ def with_hub(
 
             asyncio.run(body())
 
-        del run.__wrapped__  # else pytest takes the test's arguments for fixtures
+        del run.__wrapped__  # otherwise pytest takes the test's arguments for fixtures
         return run
 
     return decorate
@@ -205,7 +205,7 @@ async def test_resumed_client_gets_differences(registry, hub):
 
 @with_hub()
 async def test_mark_updates_its_subject_only(registry, hub):
-    """Weaknesses 20 and 25: nobody polls, nobody waits for a minute."""
+    """Weaknesses 20 and 25: QMQ's clients poll, and see a change after up to a minute."""
     clients = [Client(hub) for _ in range(3)]
     for client in clients:
         await client.ask("a")
@@ -232,7 +232,7 @@ async def test_group_state_reaches_all_subjects(registry, hub):
 
 @with_hub()
 async def test_all_readonly_route_is_sent(registry, hub):
-    """Weakness 19: QMQ answers "no groups" then, which its producers take for an error and ignore."""
+    """Weakness 19: QMQ then answers "no groups", which its producers ignore as an error."""
     client = Client(hub)
     await client.ask("a")
     registry.mark(("*", "g1"), ("*", "g2"))
@@ -269,7 +269,7 @@ async def test_short_route_is_served_then_extended(registry, hub):
 
 @with_hub()
 async def test_known_routes_survive_database_outage(registry, hub):
-    """Weaknesses 15 and 18: an error concerns the new subject alone, and says what it is."""
+    """Weaknesses 15 and 18: an error concerns the new subject only, and names its cause."""
     client = Client(hub)
     await client.ask("known")
     registry.error = NotServed("the database does not answer: new subjects wait")
@@ -451,7 +451,7 @@ async def test_sends_in_progress_are_bounded(registry, hub):
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
-        for _ in range(20):  # it takes longer than all those turns
+        for _ in range(20):  # longer than all those turns
             await asyncio.sleep(0)
         under_way -= 1
         told.append(peer)
@@ -463,7 +463,9 @@ async def test_sends_in_progress_are_bounded(registry, hub):
     await _until(lambda: len(told) == count)
     told.clear()
     most = 0
-    with patch.object(watch_module, "SEND_WAIT_S", WAIT_S):  # or a machine that stands still is one who does not read
+    with patch.object(
+        watch_module, "SEND_WAIT_S", WAIT_S
+    ):  # otherwise a busy machine looks like a client that does not read
         registry.set_down("g1")
         await _until(lambda: len(told) == count)
     assert most <= most_allowed
@@ -492,7 +494,7 @@ async def _until(condition):
 
 @with_hub()
 async def test_old_route_counts_until_confirmed(registry, hub):
-    """Weakness 20: QMQ cannot say how many producers still use the old route."""
+    """Weakness 20: QMQ cannot count the producers with an old route."""
     producer, consumer, other = Client(hub), Client(hub, produces=False), Client(hub)
     for client, subject in ((producer, "a"), (consumer, "a"), (other, "b")):
         await client.ask(subject)
@@ -563,7 +565,7 @@ async def test_clients_that_left_use_no_memory(registry, hub):
 
 @with_hub()
 async def test_route_is_sent_once_groups_serve(registry, hub):
-    """Nothing of it is seen before: the route looks the same with and without such a group."""
+    """Clients see no difference before: the route is equal with and without such a group."""
     client = Client(hub)
     await client.ask("a")
     registry.routes["a"] = Route("a", ("g1", "g2", "g3"), 2)
@@ -576,7 +578,7 @@ async def test_route_is_sent_once_groups_serve(registry, hub):
 
 @with_hub()
 async def test_reverted_route_is_sent_again(registry, hub):
-    """What a client says it holds may have been written before what is under way to it arrives."""
+    """A client may send its versions before an update in flight arrives."""
     client = Client(hub)
     await client.ask("a")
     topic, first = hub._audience.topics["a"], client.version("a")
@@ -594,7 +596,7 @@ async def test_reverted_route_is_sent_again(registry, hub):
 
 @with_hub()
 async def test_unknown_version_gets_the_valid_route(registry, hub):
-    """It may have heard of it from another metaserver, over HTTP."""
+    """Another metaserver may have sent the version, over HTTP."""
     client = Client(hub)
     await client.ask("a")
     assert await client.ask("a", held={"a": 4711}) == ["a"]

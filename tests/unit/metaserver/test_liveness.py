@@ -1,4 +1,4 @@
-"""Core. Signs of life: claims, sessions, silence, rows of other metaservers, questions; all times are given."""
+"""Core. Liveness: claims, sessions, silence, rows of other metaservers, queries; all times are given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def liveness(own="m1"):
 
 
 def started(*brokers, own="m1", at=START):
-    """One that has just started, and read of these brokers."""
+    """Return a metaserver that has just started and read these brokers."""
     signs = liveness(own)
     signs.serve(brokers, now_ms=at)
     return signs
@@ -124,7 +124,7 @@ def test_registration_holds_the_place():
 
 
 def test_weakness_13_place_is_held_across_metaservers():
-    """Weakness 13: any process can claim any group, and two masters overwrite each other without alarm."""
+    """Weakness 13: in QMQ any process can claim any group, and two masters overwrite each other without alarm."""
     signs = liveness()
     signs.take_rows([row()], now_ms=START)
     with pytest.raises(PlaceTaken):
@@ -178,7 +178,7 @@ def test_only_the_current_master_makes_a_group_writable(state):
     assert not signs.is_writable(group(), now_ms=START)
 
 
-# -- what is stored -----------------------------------------------------------------------------------------------
+# -- stored rows --------------------------------------------------------------------------------------------------
 
 
 def test_repeated_heartbeats_store_nothing():
@@ -214,7 +214,7 @@ def test_unstored_ended_session_replaces_no_row():
 
 
 def test_weakness_11_moving_broker_stays_up():
-    """Weakness 11: heartbeat timers of each metaserver call a broker down that only talks to another one."""
+    """Weakness 11: in QMQ a metaserver marks brokers of another metaserver down."""
     first, second = liveness("m1"), liveness("m2")
     old = first.join(KEY, "x", now_ms=START)
     first.beat(KEY, old, ACTING_MASTER, now_ms=START)
@@ -260,7 +260,7 @@ def test_wrong_down_begins_a_new_session():
 
 
 def test_weakness_11_restart_keeps_a_group_down():
-    """Weakness 11: a metaserver that restarts takes every group for up, however long it has been down."""
+    """Weakness 11: in QMQ a restarted metaserver takes every group for up."""
     signs = liveness()
     signs.take_rows([row(up=False)], now_ms=START)
     signs.serve([group().master], now_ms=START)
@@ -285,7 +285,7 @@ def test_stored_up_holds_for_one_timeout():
 
 
 def test_rows_lost_by_a_restore_are_stored_again():
-    """Others read it: they took a broker for what it was then, until it said something new."""
+    """Other metaservers use the old row until the broker's state changes."""
     signs, _ = beating()
     (stored,) = flush(signs)
     signs.take_rows([replace(stored, state=replace(ACTING_MASTER, term=6))], now_ms=START)
@@ -365,7 +365,7 @@ def test_new_broker_is_not_presumed_writable(before):
 
 
 class Installation:
-    """Metaservers on one table, and brokers that live, die and move; the truth is known."""
+    """Metaservers on one table, and brokers that start, end and move; the truth is known."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -406,7 +406,7 @@ class Installation:
         self.alive[self.random.choice(sorted(self.alive))] = True
 
     def move_broker(self):
-        """The old stream's end is noticed at once, or late."""
+        """The end of the old stream arrives at once, or late."""
         key = self.random.choice(sorted(self.streams or self.alive))
         own, session = self.streams.pop(key, (None, None))
         if own and self.random.random() < 0.5:
@@ -441,7 +441,7 @@ class Installation:
             signs.answered(question, ACTING_MASTER if self.alive[question.key] else None, now_ms=self.now)
 
     def live(self):
-        """Every broker that lives and has no stream opens one; all beat."""
+        """Open a stream for every running broker without one; send all heartbeats."""
         for key, alive in self.alive.items():
             if alive and key not in self.streams:
                 own = self.random.choice(sorted(self.metaservers))

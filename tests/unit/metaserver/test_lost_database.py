@@ -1,4 +1,4 @@
-"""Shell. A database that was emptied or replaced under running metaservers and brokers, on each kind of database."""
+"""Shell. A database that is emptied or replaced under running metaservers and brokers, on each kind of database."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AUDIT = AuditRow("anna", "", "AddToken")
 
 
 def empty(url):
-    """Make the database what a new one is."""
+    """Empty the database, as if it were new."""
     engine = open_database(url)
     with engine.begin() as connection:
         for table in reversed(metadata.sorted_tables):
@@ -56,7 +56,7 @@ async def set_aside(world):
 
 
 def test_emptied_database_changes_nothing_in_memory(migrated_url):
-    """Live brokers refused running clients for minutes although the metaserver had everything in memory."""
+    """A fixed bug: brokers refused running clients for minutes although the metaserver had everything in memory."""
 
     async def test(world):
         empty(migrated_url)
@@ -69,7 +69,7 @@ def test_emptied_database_changes_nothing_in_memory(migrated_url):
             await registry.routes_for(["new.subject"])
         answer = await world.run("AddBroker", **place("g2", 0, "g2-a"))
         assert not answer.done and "no row of g1" in answer.message and "Restore" in answer.message
-        await world.start("g1-b")  # registers again with what is known: nothing is to be stored
+        await world.start("g1-b")  # registers again, with nothing new to store
         checks = {check["name"]: check for check in (await world.done("Doctor"))["checks"]}
         assert "AdoptDatabase --keep=memory" in checks["database"]["remedy"]
         await set_aside(world)
@@ -128,7 +128,7 @@ def test_backup_is_restored_into_emptied_database(migrated_url):
 
 
 def test_older_backup_gets_a_newer_term(migrated_url):
-    """The master went on counting the third copy, while a failover took the group for one of two."""
+    """A fixed bug: the master still counted the third copy, while a failover used the rule for two."""
 
     async def test(world):
         backup = await world.done("Backup")

@@ -1,4 +1,4 @@
-"""Core. Other metaservers' counters, timed with one's own clock; a clock that stands still; damping of flapping."""
+"""Core. Other metaservers' counters, the clock that stops with the process, delay of flapping brokers."""
 
 from __future__ import annotations
 

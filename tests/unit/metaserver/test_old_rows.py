@@ -1,4 +1,4 @@
-"""Shell. A database from before some swaps: rows are raised to what brokers report, on each kind of database."""
+"""Shell. A database from before some swaps: rows are raised to brokers' reports, on each kind of database."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASTER, SLAVE = Role.MASTER, Role.SLAVE
 
 
 def said(**states):
-    """`a=(role, term)`; who is left out is down."""
+    """`a=(role, term)`; brokers that are left out are down."""
     known = {name: ReplicaState(role, term) for name, (role, term) in states.items()}
     return lambda broker: known.get(broker.hostname)
 
@@ -70,14 +70,14 @@ def test_old_row_is_raised_to_reported_roles(states, reported, agreed):
     ],
 )
 def test_remedy_names_longest_of_three_copies(up, command):
-    """A power cut, and a database from before: who is no master yet waits for a row that is as new as it is."""
+    """A power cut, and an older database: a restarted copy waits for a row that is as new as itself."""
     row = Group("g1", 2, A, (B, Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")), 0)
     states = {name: ReplicaState(SLAVE, 0, flushed_end=end, last_term=4) for name, end in up.items()}
     assert command in old_database.judge(row, 4, lambda broker: states.get(broker.hostname)).remedy
 
 
 def test_remedy_names_longest_of_two_copies():
-    """Both wait for a row that is as new as they are. That was AdoptRoles without --force, which is refused."""
+    """Both wait for a row as new as themselves. The remedy once was AdoptRoles without --force, which is refused."""
     states = {"a": ReplicaState(SLAVE, 4, flushed_end=200, last_term=4), "b": ReplicaState(SLAVE, 4, flushed_end=300)}
     remedy = old_database.judge(ROW, 4, lambda broker: states[broker.hostname]).remedy
     assert "AdoptRoles --brokerGroup=g1 --hostname=a --servePort=1 --force=true" in remedy
@@ -89,7 +89,7 @@ def test_current_row_is_unchanged():
 
 
 def test_row_with_fewer_copies_gets_a_newer_term():
-    """a counted c still, in that term, and b alone was chosen by the rule of two."""
+    """a still counted c in that term, and b alone was promoted by the rule of two."""
     states = said(a=(MASTER, 4), b=(SLAVE, 4))
     assert old_database.judge(ROW, 4, states).change.new_term == 5
     assert old_database.judge(ROW, 4, states, given=7).change.new_term == 8, "nor one that was given out"
@@ -174,7 +174,7 @@ def test_older_master_is_adopted_with_force_only(migrated_url):
 
 
 def test_new_terms_exceed_all_reported_ones(migrated_url):
-    """ReplaceBroker raised a row that was two swaps old to a term that the brokers ignored."""
+    """A fixed bug: ReplaceBroker raised a row two swaps old to a term that the brokers ignored."""
 
     async def test(world):
         world.beat("g1-a", term=7)
@@ -221,7 +221,9 @@ def test_other_data_directory_does_not_agree():
     ],
 )
 def test_other_disk_than_row_registers_again(migrated_url, monkeypatch, name, disk, registers):
-    """It counted as down, so the row was not raised, and no failover chose it. A master is refused then: it goes on."""
+    """It counted as down, so the row was not raised, and it was not promoted. A master is refused then, and
+    continues.
+    """
 
     async def test(world):
         service, said = service_of(world, monkeypatch, name)
@@ -240,7 +242,7 @@ def test_other_disk_than_row_registers_again(migrated_url, monkeypatch, name, di
 
         async def next_part():
             while not (answer := await anext(stream)).term:
-                pass  # it says what time it is
+                pass  # the reply holds the clock only
             return answer
 
         told = asyncio.create_task(next_part())

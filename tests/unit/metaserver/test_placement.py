@@ -1,4 +1,4 @@
-"""Core. Which groups a subject gets, and which of them take messages."""
+"""Core. Groups of a subject, and which of them take messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qmq.types import Role
 
 
 def world(writable="", readonly="", masterless="", delay="", draining="", full="", marks=(), tags=(), subjects=()):
-    """Groups named by single letters, in the given states; `tags`: (group, tag), `subjects`: (subject, tag)."""
+    """Make groups named by single letters, in the given states; `tags`: (group, tag), `subjects`: (subject, tag)."""
     groups = {}
     for name in sorted({*writable, *readonly, *masterless, *delay, *draining, *full}):
         master = Broker(name, Role.MASTER, name, "10.0.0.1", 1, 2)
@@ -35,7 +35,7 @@ def world(writable="", readonly="", masterless="", delay="", draining="", full="
 
 
 def seen(groups, directory, is_writable):
-    """The route of s, which lists `groups`, as clients get it."""
+    """Return the route of s with `groups`, as clients get it."""
     views = GroupViews(NORMAL)
     views.look(directory, is_writable)
     route, _, _ = views.route("s", "s", tuple(groups), directory)
@@ -83,7 +83,7 @@ def test_groups_of_a_subject(current, groups, chosen):
 
 
 def test_unusable_groups_do_not_count():
-    """Weakness 9: groups that do not exist, and delay groups, count towards QMQ's min.group.num for ever."""
+    """Weakness 9: in QMQ missing groups and delay groups count towards min.group.num for ever."""
     directory, is_writable = world(writable="ab", delay="d")
     assert is_short("s", ("a", "d", "x"), directory, groups_min=2)
     assert placement(directory, is_writable).choose("s", ("a", "d", "x")) == ("a", "b", "d", "x")
@@ -91,7 +91,7 @@ def test_unusable_groups_do_not_count():
 
 
 def test_new_subjects_go_to_least_loaded_writable_groups():
-    """Weakness 21: QMQ's new routes ignore marks, states, load and disk, and are thrown by dice."""
+    """Weakness 21: QMQ places new subjects at random, without marks, states, load and disk."""
     directory, is_writable = world(writable="abcdef", readonly="g", marks=[("*", "a")], full="h")
     loads = Loads()
     for subject, groups in {"one": "bc", "two": "bc", "three": "b", "four": "b"}.items():

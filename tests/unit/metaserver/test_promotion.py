@@ -1,4 +1,4 @@
-"""Core. What must hold before the metaserver chooses a new master by itself."""
+"""Core. Conditions of a promotion."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_complete_slave_is_promoted_in_next_term(facts):
 
 
 def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
-    """`count` copies, of which m acknowledge; the slaves are named b to e."""
+    """Return facts about `count` copies, of which m acknowledge; the slaves are named b to e."""
     names = "bcde"[: count - 1]
     slaves = tuple(replace(B, hostname=name, incarnation=f"disk {name}", complete=False) for name in names)
     said = {
@@ -162,7 +162,7 @@ def test_promises_intersect_every_acknowledging_set(count, m, enough):
     [
         ({"b": 100, "c": 200}, {}, "c"),
         ({"b": 200, "c": 100}, {}, "b"),
-        ({"b": 300, "c": 200}, {"b": 3}, "c"),  # of an older epoch, a longer log has less
+        ({"b": 300, "c": 200}, {"b": 3}, "c"),  # of an older epoch, so the longer log has less
     ],
 )
 def test_longest_promising_slave_is_promoted(ends, epochs, best):
@@ -211,7 +211,7 @@ def test_restarted_or_connected_slave_does_not_promise():
 @pytest.mark.parametrize(("count", "m"), [(2, 2), (3, 2), (3, 3), (5, 3)])
 @pytest.mark.parametrize("left_out", ["", "in the row's term", "the operator's word"])
 def test_operator_admits_restarted_slave(count, m, left_out):
-    """With n = m the row says who has everything; else the log does, by a frame of the row's term."""
+    """With n = m the row names the complete copies; otherwise the log does, by a frame of the row's term."""
     facts = copies(count, m, in_step="", master_gone=left_out != "the operator's word")
     slaves = tuple(replace(slave, complete=count == m) for slave in facts.group.slaves)
     term = 3 if left_out == "in the row's term" else 4

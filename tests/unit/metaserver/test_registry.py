@@ -1,4 +1,4 @@
-"""Shell. What is in memory stays true to a real SQLite database, however the reading of it is interrupted."""
+"""Shell. Memory equals a real SQLite database, also after interrupted readings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def opened(path: Path) -> World:
 
 
 async def test_reading_is_published_despite_later_failure(tmp_path, monkeypatch):
-    """Groups, routes and sightings are read one after the other; the database may go away in between."""
+    """Groups, routes and sightings are read one after the other; the database may fail in between."""
 
     world = await opened(tmp_path)
     registry, read = world.registry, world.database.read
@@ -111,7 +111,7 @@ async def test_repeated_heartbeat_is_processed_after_changes(
     key, place = BrokerKey("g1-a", 20881), ("g1", "x")
 
     def beats() -> dict[tuple[str, str], Point]:
-        """Return the points that a beat leaves to be stored, and store them."""
+        """Return the points to store after a heartbeat, and store them."""
         assert registry.beat(key, world.sessions["g1-a"], state)
         told = dict(registry.reports.points)
         registry.reports._stored_points |= told
@@ -121,13 +121,13 @@ async def test_repeated_heartbeat_is_processed_after_changes(
     assert [beats(), beats()] == [{place: state.point}, {}]
     registry.store_points_again()
     assert [beats(), beats()] == [{place: state.point}, {}]
-    registry.reports._stored_points.clear()  # so it shows that the beat was taken in
+    registry.reports._stored_points.clear()  # a processed heartbeat is visible by it
     await registry.change([SetMark(ReadonlyMark("a", "g1"))], ANOTHER)
     assert beats() == {place: state.point}
 
 
 async def test_master_report_outlives_older_slave_report(tmp_path):
-    """The two come on streams of their own. Without messages the master says the same again, and it was not heard."""
+    """Each comes on its own stream. Without messages the master repeats its report, which was ignored."""
 
     world = await opened(tmp_path)
     for name in ("g1-a", "g1-b"):
@@ -142,7 +142,7 @@ async def test_master_report_outlives_older_slave_report(tmp_path):
     filled = ReplicaState(Role.SLAVE, group.term, incarnation=slave.incarnation, incomplete=True)
 
     def beat(name: str, state: ReplicaState) -> bool:
-        """Return whether it is to be stored that the slave is complete."""
+        """Return whether the slave's completeness is to be stored."""
         assert registry.beat(BrokerKey(name, 20881), world.sessions[name], state)
         return registry.reports.completeness.get(slave.key) == (slave, group.term, True)
 
@@ -151,7 +151,7 @@ async def test_master_report_outlives_older_slave_report(tmp_path):
 
 
 async def test_copied_directory_is_refused_while_original_runs(tmp_path):
-    """Both were masters of the same term, and of three copies each found another slave that confirmed."""
+    """Both were masters of one term, and of three copies each had another slave's confirmations."""
 
     world = await opened(tmp_path)
     await world.start("g1-a")
@@ -167,12 +167,12 @@ async def test_copied_directory_is_refused_while_original_runs(tmp_path):
     async def is_gone(question: Question) -> None:
         registry.liveness.answered(question, None, now_ms=registry.now_ms())
 
-    registry.leave(known.key, world.sessions["g1-a"])  # the machine is another one now, and the old one is off
+    registry.leave(known.key, world.sessions["g1-a"])  # another machine; the old one is off
     assert (await registry.registration.register(moved, is_gone)).ip == "10.0.0.9"
 
 
 async def test_moved_broker_begins_in_a_new_term(tmp_path):
-    """The process that had the part may be at work where no metaserver reaches it: its master must not count it."""
+    """The earlier process may still run where no metaserver reaches it: its master must not count it."""
 
     world = await opened(tmp_path)
     for hostname in ("g1-a", "g1-b"):
@@ -198,7 +198,7 @@ async def test_moved_broker_begins_in_a_new_term(tmp_path):
         await registry.registration.register(copied, is_gone)
     assert registry.directory.groups["g1"] == group
     world.beat("g1-a")
-    for _ in range(2):  # the second one says nothing new
+    for _ in range(2):  # the second one is unchanged
         assert (await registry.registration.register(copied, is_gone)).instance == "a copy"
     row = registry.directory.groups["g1"]
     assert (row.term, row.slaves[0].instance, row.master) == (group.term + 1, "a copy", group.master)
@@ -212,7 +212,7 @@ async def test_moved_broker_begins_in_a_new_term(tmp_path):
 
 
 async def test_moved_broker_does_not_raise_old_row(tmp_path):
-    """The new term would give parts that a newer row, which the database lost, gave otherwise."""
+    """A newer row, which the database lost, may assign other roles than the new term would."""
 
     world = await opened(tmp_path)
     await world.start("g1-a")
@@ -225,7 +225,7 @@ async def test_moved_broker_does_not_raise_old_row(tmp_path):
 
 
 async def test_copy_from_before_promotion_is_refused(tmp_path):
-    """What the old master and this one had acknowledged before, only the original is known to have."""
+    """Only the original surely has the messages that both copies had acknowledged."""
 
     world = await opened(tmp_path)
     for hostname in ("g1-a", "g1-b"):

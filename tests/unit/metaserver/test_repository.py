@@ -1,4 +1,4 @@
-"""Shell. The database: migrations from nothing, compare-and-set on terms and versions, one transaction each."""
+"""Shell. The repository: compare-and-set on terms and versions, one transaction each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Who may take which part: every rule of AddBroker, ReplaceBroker and SwapRoles, row by row."""
+"""Core. Every rule of AddBroker, ReplaceBroker and SwapRoles, row by row."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_swap_exchanges_roles_and_keeps_completeness():
 
 
 def test_swap_does_not_make_a_slave_complete():
-    """With durability `master`, the next master may acknowledge alone before its first heartbeat says so."""
+    """With durability `master`, the next master may acknowledge alone before its first heartbeat reports that."""
     change = rules.swap_roles(directory(slave=replace(SLAVE, complete=False)).groups["g1"], term=7)
     assert not change.slave.complete
 
@@ -455,7 +455,7 @@ def test_min_copies_begins_a_term():
 
 
 def test_raised_min_copies_does_not_complete_a_slave():
-    """Nobody says of it later that it is not: a Failover with masterGone would take it, alone, for a whole one."""
+    """No later report would correct it: a Failover with masterGone would promote this copy alone."""
     _, group = of_three()
     assert not any(slave.complete for slave in rules.set_copies(group, 3).slaves)
     _, group = of_three(min_copies=3)
@@ -473,7 +473,7 @@ def test_slave_is_removed_while_enough_remain():
 
 
 def test_removal_leaves_slaves_incomplete():
-    """The slave that was removed may have confirmed what the one that is left lags behind."""
+    """The removed slave may have confirmed frames that the remaining one lacks."""
     known, group = of_three()
     change = rules.remove_broker(known, group.slaves[1], nobody)
     left = replace(group, slaves=change.slaves, term=change.new_term)
@@ -514,7 +514,7 @@ def test_accepted_loss_promotes_one_of_several():
 
 
 def test_lagging_slave_is_complete_if_all_acknowledge():
-    """With three copies of which two acknowledge, the third one may lack what was acknowledged meanwhile."""
+    """With three copies of which two acknowledge, the third one may lack messages acknowledged meanwhile."""
     state = ReplicaState(int(Role.MASTER), 7, writable=True, in_step=("disk b",))
     for min_copies, third in ((2, False), (3, None)):
         _, group = of_three(min_copies=min_copies)

@@ -1,4 +1,4 @@
-"""Core. The metaserver's settings: defaults, and all complaints at once."""
+"""Core. Settings of the metaserver: defaults, and all errors at once."""
 
 from __future__ import annotations
 

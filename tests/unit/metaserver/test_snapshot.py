@@ -1,4 +1,4 @@
-"""Shell. The file a metaserver starts from while the database is away."""
+"""Shell. The file from which a metaserver starts while the database is away."""
 
 from __future__ import annotations
 

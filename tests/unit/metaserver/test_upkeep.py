@@ -1,4 +1,4 @@
-"""Shell. The background work of a metaserver: what is asked and stored, and what must not pile up or get lost."""
+"""Shell. Background tasks of a metaserver: queries and writes, without pile-ups or losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def made(path):
 
 
 async def test_broker_has_one_query_at_a_time(tmp_path, monkeypatch):
-    """Where a thousand machines are gone, questions would come faster than they time out."""
+    """With a thousand dead machines, queries would come faster than they time out."""
 
     world, upkeep = await made(tmp_path)
     ticks, asked, question = 0, [], Question(KEY, "m2.1", "x")
@@ -104,7 +104,7 @@ async def test_points_are_stored_and_repeated(tmp_path, monkeypatch, again_s):
     assert await stored.get() == {("g1", "x"): point}
     world.beat("g1-a", point=point, incarnation="x")
     assert again_s == 0 or not world.registry.reports.points, "the database has it"
-    while again_s == 0 and stored.empty():  # it may have lost it
+    while again_s == 0 and stored.empty():  # the database may have lost it
         await asyncio.sleep(0)
         world.beat("g1-a", point=point, incarnation="x")
     storing.cancel()
@@ -113,7 +113,7 @@ async def test_points_are_stored_and_repeated(tmp_path, monkeypatch, again_s):
 
 
 async def test_dead_letter_route_follows_its_sources(tmp_path):
-    """A broker group that serves the subject from now on stores its dead letters, too."""
+    """A broker group that is added to the source's route stores its dead letters, too."""
 
     world, upkeep = await made(tmp_path)
     await world.copies("g2")
@@ -150,7 +150,7 @@ async def test_removed_route_does_not_end_upkeep(tmp_path, monkeypatch):
 
 
 async def rounds(world, upkeep, monkeypatch, *, second_s):
-    """Follow the database for four rounds; return what was asked of it."""
+    """Follow the database for four rounds; return the calls to it."""
     asked, enough = [], asyncio.Event()
 
     def counted(name):
@@ -176,14 +176,14 @@ async def rounds(world, upkeep, monkeypatch, *, second_s):
 
 
 async def test_lone_metaserver_reads_once_a_second(tmp_path, monkeypatch):
-    """Each transaction costs a tenth of a percent of a core, so showing life and looking for news are one."""
+    """Each transaction costs a tenth of a percent of a core, so the counter and the versions share one."""
 
     world, upkeep = await made(tmp_path)
     assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "read", "read", "read"]
 
 
 async def test_lone_metaserver_stays_alive_for_itself(tmp_path, monkeypatch):
-    """Its own row is never read anew as one that stands still: it would be forgotten, and removed."""
+    """Otherwise its own row would look like that of a stopped metaserver, and be removed."""
 
     world, upkeep = await made(tmp_path)
     registry, repository = world.registry, world.database.repository
@@ -263,7 +263,7 @@ async def test_points_of_a_removed_group_are_dropped(tmp_path):
 
 
 async def test_restored_database_is_read_again(tmp_path):
-    """As many changes make the same versions, of something else: that was believed until the next change."""
+    """A fixed bug: equally many changes give equal versions of other rows."""
 
     def changes(subject):
         return [SetMark(ReadonlyMark(subject, "g1")), SetRoute(subject, ("g1",), 0)]

@@ -1,7 +1,7 @@
 """Every known weakness of QMQ's metaserver and tools has a test here that would fail on it.
 
-A test says so in its docstring: "Weakness 4: …", or "Weakness 4 and 17: …". This module collects them, for the whole
-tree, and holds them against the list; `pytest -v` of it names the tests of each weakness.
+The test's docstring names it: "Weakness 4: …", or "Weakness 4 and 17: …". This module collects these docstrings in the
+whole tree and compares them with the list; `pytest -v` of it shows the tests of each weakness.
 """
 
 from __future__ import annotations
