@@ -317,7 +317,7 @@ def what_to_do(row: dict[str, Any]) -> str:
     if what in _PROMISED:
         return "Ask its producer for it, and stop what removes segments, until you have found when the message went:"
     if what in _DEAD_LETTERS:
-        return "Look at what its group did with the message before anybody redrives its dead letters:"
+        return "Check how its group handled the message, then redrive its dead letters:"
     if row.get("copy") == "both":
         return "Both copies have it: nothing can be taken from the other one. Look for the version that wrote it."
     if what in _REPAIRED_BY_READING:

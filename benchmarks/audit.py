@@ -240,7 +240,7 @@ def measure(folder: Path, *, copy_bytes: int = COPY_BYTES, count: int = 100) -> 
         memory.stop()
     finally:
         spark.stop()
-    less, megabytes = (sum(read["bytes"] for read in one.read.values()) / 1e6 for one in (few, result))
+    less, megabytes = (sum(read["bytes"] for read in side.read.values()) / 1e6 for side in (few, result))
     messages = sum(read["messages"] for read in result.read.values())
     more = (megabytes - less) / (cpu - few_cpu)
     return Figures(
@@ -294,7 +294,7 @@ def measure_progress(folder: Path, copy_bytes: int) -> Iterator[Skew]:
         for subjects, frames in counted.items():
             known = set(_task_seconds(spark))
             _, seconds, cpu = _cost(spark, folder / f"{subjects}")
-            tasks = [one for stage, of in _task_seconds(spark).items() if stage not in known for one in of]
+            tasks = [seconds for stage, of in _task_seconds(spark).items() if stage not in known for seconds in of]
             yield Skew(subjects, frames, seconds, cpu, max(tasks), sum(tasks))
     finally:
         spark.stop()
@@ -308,7 +308,7 @@ def _task_seconds(spark: SparkSession) -> dict[int, list[float]]:
         while True:
             tasks = store.taskList(len(stages), 0, 10_000)
             ended = [tasks.apply(at) for at in range(tasks.size())]
-            stages[len(stages)] = [one.duration().get() / 1000 for one in ended if one.duration().isDefined()]
+            stages[len(stages)] = [task.duration().get() / 1000 for task in ended if task.duration().isDefined()]
             store.lastStageAttempt(len(stages))
     return stages
 
@@ -335,8 +335,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.progress:
         with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
-            for one in measure_progress(Path(folder), options.megabytes << 20):
-                print(", ".join(f"{name} {value:.6g}" for name, value in one._asdict().items()))
+            for skew in measure_progress(Path(folder), options.megabytes << 20):
+                print(", ".join(f"{name} {value:.6g}" for name, value in skew._asdict().items()))
         return 0
     if options.groups:
         with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:

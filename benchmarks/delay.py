@@ -109,7 +109,7 @@ class Delay:
             yield worker
 
     def _pids(self) -> dict[str, int]:
-        return {role: one["pid"] for role, one in self._cluster.describe()["delay_groups"][DELAY].items()}
+        return {role: broker["pid"] for role, broker in self._cluster.describe()["delay_groups"][DELAY].items()}
 
     def _lateness(self, name: str, per_second: int, seconds: int) -> None:
         """Measure messages that come due at a steady rate, a few seconds after they were sent."""

@@ -40,10 +40,10 @@ class Template:
 
     def __init__(self, subject: str, size: int) -> None:
         content = texts(max(1, size - 80))[0]
-        one = bytearray(encode_message(Message(subject, {"c": content}, id=ID.format(0)), 0))
-        one[0] |= FLAG_DELAYED
-        self.bytes = len(one)
-        self._body = bytearray(join_batch([bytes(one)] * BATCH))
+        message = bytearray(encode_message(Message(subject, {"c": content}, id=ID.format(0)), 0))
+        message[0] |= FLAG_DELAYED
+        self.bytes = len(message)
+        self._body = bytearray(join_batch([bytes(message)] * BATCH))
         self._data = 4 * (BATCH + 1)
         self._id_at = 19 + len(subject.encode()) + 2
 

@@ -79,8 +79,8 @@ def wait_in_sync(cluster: Cluster) -> None:
     cluster.wait_writable()
     deadline, slaves = time.monotonic() + ROUND_S, len(cluster.plan.brokers) - 1
     while time.monotonic() < deadline:
-        said = broker_state(f"127.0.0.1:{cluster.broker('g1', 'master').control_port}", cluster.token)
-        if said is not None and len(said.in_step) == slaves:
+        state = broker_state(f"127.0.0.1:{cluster.broker('g1', 'master').control_port}", cluster.token)
+        if state is not None and len(state.in_step) == slaves:
             return
         time.sleep(0.05)
     raise TimeoutError("a slave is not in sync")

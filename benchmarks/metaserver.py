@@ -304,7 +304,7 @@ class Bench:
             for process in watchers:
                 process.tell(group=name, writable=writable)
             time.sleep(0.2)  # the watchers have read their expectation by then
-            pids = {"metaserver": self.server.pid, **{f"clients{n}": one.pid for n, one in enumerate(watchers)}}
+            pids = {"metaserver": self.server.pid, **{f"clients{n}": load.pid for n, load in enumerate(watchers)}}
             began, clock = time.monotonic(), Clock(pids)
             self.server.act("UnMarkReadonlyBrokerGroup" if writable else "MarkReadonlyBrokerGroup", brokerGroup=name)
             self._note(f"mark_answered{suffix}_s", time.monotonic() - began, "the operator has his answer")
@@ -316,10 +316,12 @@ class Bench:
             self._note_cpu(suffix, clock.spent().cpu_s, sum(words["told"] for words in heard))
             time.sleep(1.5)
 
-    def _note_cpu(self, suffix: str, cpu_s: dict[str, float], told: int) -> None:
-        server_us = cpu_s.pop("metaserver") / told * 1e6
+    def _note_cpu(self, suffix: str, cpu_s: dict[str, float], informed: int) -> None:
+        server_us = cpu_s.pop("metaserver") / informed * 1e6
         self._note(f"server_cpu_per_told{suffix}_us", server_us, "CPU time until the last client, heartbeats included")
-        self._note(f"client_cpu_per_told{suffix}_us", sum(cpu_s.values()) / told * 1e6, "the same of simulated clients")
+        self._note(
+            f"client_cpu_per_told{suffix}_us", sum(cpu_s.values()) / informed * 1e6, "the same of simulated clients"
+        )
 
     # Bookkeeping.
 

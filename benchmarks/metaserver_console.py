@@ -66,7 +66,7 @@ def _log_in(connection: http.client.HTTPConnection, token: str) -> str:
     answer = connection.getresponse()
     answer.read()
     if answer.status != 303:
-        raise QmqError(f"the console lets nobody in: {answer.status}")
+        raise QmqError(f"the console rejects the login: {answer.status}")
     return (answer.getheader("Set-Cookie") or "").partition(";")[0]
 
 

@@ -276,11 +276,11 @@ class Lookups(Load):
         await on_lines(self._look_up)
 
     async def _look_up(self, words: dict[str, Any]) -> None:
-        one = self._on_a_new_stream if words["new"] else self._on_an_open_stream
+        look_up = self._on_a_new_stream if words["new"] else self._on_an_open_stream
         tasks, began = [], time.monotonic()
         for number in range(words["count"]):
             await asyncio.sleep(max(0.0, began + number / words["per_s"] - time.monotonic()))
-            tasks.append(asyncio.create_task(one(number)))
+            tasks.append(asyncio.create_task(look_up(number)))
         say(**spread(list(await asyncio.gather(*tasks))))
 
     async def _on_an_open_stream(self, _: int) -> float:

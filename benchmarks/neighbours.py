@@ -144,9 +144,9 @@ class Noise:
         silent: list[socket.socket] = []
         while True:
             with suppress(OSError):
-                one = socket.create_connection(("127.0.0.1", self._port), timeout=1)
-                one.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                one.close()
+                idle = socket.create_connection(("127.0.0.1", self._port), timeout=1)
+                idle.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                idle.close()
                 silent.append(socket.create_connection(("127.0.0.1", self._port), timeout=1))
             for old in silent[:-200]:
                 old.close()
@@ -163,7 +163,7 @@ class Noise:
                     (qmq.Message(self._subject, {"x": "x" * 100}) for _ in range(5_000)), delay=due - time.time()
                 )
                 for begin in range(0, len(receipts), 50):
-                    await asyncio.gather(*(producer.cancel(one) for one in receipts[begin : begin + 50]))
+                    await asyncio.gather(*(producer.cancel(receipt) for receipt in receipts[begin : begin + 50]))
 
     async def audit(self) -> None:
         """The nightly job, which reads both copies of everything, repeatedly, at the priority of its unit."""
@@ -175,7 +175,7 @@ class Noise:
         os.nice(10)
         await self._backlog(300_000)
         spark = start_spark("local[*]", "noise")
-        groups = [Group(*one) for one in find_places(self._client["metaserver"], self._client["token"]).items()]
+        groups = [Group(*place) for place in find_places(self._client["metaserver"], self._client["token"]).items()]
         audit_groups(spark, groups, Options())  # starts the workers and warms the JVM
         print(READY, flush=True)
         while True:

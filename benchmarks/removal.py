@@ -114,8 +114,8 @@ def main() -> int:
             f"{max(one.piece for one in costs):6.1f} ms, a neighbour's fsync p99 "
             f"{median(one.fsync_p99 for one in costs):6.1f} ms, at most {max(one.fsync_max for one in costs):6.1f} ms"
         )
-    plain, pieces = (median(one.fsync_max for one in costs) for costs in found.values())
-    calls, less = (median(one.call for one in costs) for costs in found.values())
+    plain, pieces = (median(cost.fsync_max for cost in costs) for costs in found.values())
+    calls, less = (median(cost.call for cost in costs) for costs in found.values())
     print(f"in pieces: {less / calls:.3f} of the call, {pieces / plain:.2f} of the neighbour's longest fsync (medians)")
     return 0
 

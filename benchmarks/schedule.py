@@ -231,7 +231,7 @@ def campaign(folder: Path, messages: int) -> dict[str, float]:
     together, find_all = Stopwatch(), Stopwatch()
     hashes = [id_hash(ID.format(number + 1)) for number in range(0, messages, messages // CANCELS)]
     question = together(schedule.find, None, hashes, [], [BEGIN_MS])
-    records = np.array([one.record for one in find_all(question.near)])
+    records = np.array([found.record for found in find_all(question.near)])
     together(cancel, records)
     together(wheel.__len__)
     assert len(wheel) == messages - 2 * CANCELS

@@ -52,7 +52,9 @@ class _Consumers:
             timeout_s=10.0,
         )
         for begin in range(0, len(subjects), ASKED_AT_ONCE):
-            await asyncio.gather(*(self._take_one(connection, one) for one in subjects[begin : begin + ASKED_AT_ONCE]))
+            await asyncio.gather(
+                *(self._take_one(connection, subject) for subject in subjects[begin : begin + ASKED_AT_ONCE])
+            )
         return connection
 
     async def _take_one(self, connection: Connection, subject: str) -> None:

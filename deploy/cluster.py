@@ -394,8 +394,8 @@ class Cluster:
 
     def _keep_once(self, now: float) -> None:
         for service in self._services.values():
-            if told := service.keep_alive(now, self._restart_s):
-                self._say(told)
+            if restart := service.keep_alive(now, self._restart_s):
+                self._say(restart)
         if now >= self._refresh_at:
             self._refresh_roles()
             self._refresh_at = now + self._refresh_s

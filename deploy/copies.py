@@ -45,8 +45,8 @@ def state(cluster: Cluster, plan: BrokerPlan) -> qmq_pb2.BrokerState | None:
 
 def ends(cluster: Cluster, group: str) -> list[tuple[int, int] | None]:
     """Return log end and chain of master and slave; None for one that does not answer."""
-    said = [state(cluster, cluster.broker(group, role)) for role in ("master", "slave")]
-    return [(one.log_end, one.chain) if one else None for one in said]
+    states = [state(cluster, cluster.broker(group, role)) for role in ("master", "slave")]
+    return [(broker_state.log_end, broker_state.chain) if broker_state else None for broker_state in states]
 
 
 def are_equal(cluster: Cluster, group: str) -> bool:

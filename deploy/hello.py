@@ -36,9 +36,7 @@ async def hello(metaserver: str, token: str) -> None:
                 await message.ack()
                 if message.id == receipt.message_id:
                     return
-    sys.exit(
-        f"the message did not come within {WAIT_S:g} s: `qmq Lag --subject={SUBJECT}` says what its group waits for"
-    )
+    sys.exit(f"the message did not come within {WAIT_S:g} s: `qmq Lag --subject={SUBJECT}` shows why its group waits")
 
 
 def local_cluster(otherwise: str = "") -> tuple[str, str]:

@@ -92,7 +92,11 @@ def check_port(run_dir: Path, port: int) -> None:
 
 def _welcome(cluster: Cluster) -> str:
     brokers, delay = (
-        ", ".join(f"{one.hostname} :{one.serve_port}" for one in cluster.plan.brokers if one.is_delay_server is kind)
+        ", ".join(
+            f"{broker.hostname} :{broker.serve_port}"
+            for broker in cluster.plan.brokers
+            if broker.is_delay_server is kind
+        )
         for kind in (False, True)
     )
     return (

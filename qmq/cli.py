@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int | str | None:
 
 
 def _help() -> str:
-    lines = ["usage: qmq NAME [OPTION…]", "", f"qmq {VERSION}. `qmq NAME --help` says more about one.", ""]
+    lines = ["usage: qmq NAME [OPTION…]", "", f"qmq {VERSION}. `qmq NAME --help` shows its options.", ""]
     for section, programs in SECTIONS.items():
         lines += [f"{section}:", *(f"  {name:26}{program.help}" for name, program in programs.items()), ""]
     operators: str = import_module("qmq.tools.usage").list_of_commands()

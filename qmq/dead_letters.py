@@ -44,7 +44,7 @@ def original_subject(whose: tuple[str, str], producer: int) -> str | None:
     made it.
     """
     sources = whose[0], retry_subject(*whose)
-    return next((one for one in sources if letters_producer(one, whose[1]) == producer), None)
+    return next((source for source in sources if letters_producer(source, whose[1]) == producer), None)
 
 
 def with_fate(message: bytes, times: int, reason: str, sequence: int, whose: tuple[str, str] | None = None) -> bytes:

@@ -23,9 +23,9 @@ def differences(before: Any, after: Any, path: str = "") -> list[Difference]:
         old, new = before or {}, after or {}
         if _broker(old) == _broker(new):
             return [
-                one
+                difference
                 for name in dict.fromkeys([*old, *new])
-                for one in differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
+                for difference in differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
             ]
         if (not old or _broker(old)) and (not new or _broker(new)):
             return [Difference(path, _as_text(old), _as_text(new))]

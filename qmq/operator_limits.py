@@ -46,8 +46,8 @@ class OperatorLimits(NamedTuple):
 
 def dead_letter_subjects(limits: Iterable[OperatorLimits]) -> dict[tuple[str, str], str]:
     """Return the chosen subjects of dead letters by (subject, consumer group)."""
-    return {one.key: one.dead_letters_to for one in limits if one.dead_letters_to}
+    return {limit.key: limit.dead_letters_to for limit in limits if limit.dead_letters_to}
 
 
 def by_key(limits: tuple[OperatorLimits, ...]) -> dict[tuple[str, str], OperatorLimits]:
-    return {one.key: one for one in limits}
+    return {limit.key: limit for limit in limits}

@@ -125,7 +125,7 @@ class Caller:
     def require_role(self, *needed: TokenRole) -> None:
         """Raise MissingRight unless the token has one of these roles."""
         if not any(self.may(role) for role in needed):
-            names = " or ".join(needed) or "a role that nobody has"
+            names = " or ".join(needed) or "a role that does not exist"
             raise MissingRight(f"token {self.name!r} has the role {self.role}; this needs {names}")
 
     def require_subject(self, right: str, subject: str) -> None:

@@ -125,6 +125,6 @@ def check_subject(name: str) -> str:
 
 def matching(patterns: Iterable[str]) -> Callable[[str], bool]:
     """Return a function that tests a name against `patterns`; one that ends in `*` is a prefix."""
-    names = frozenset(one for one in patterns if not one.endswith("*"))
-    starts = tuple(one[:-1] for one in patterns if one.endswith("*"))
+    names = frozenset(pattern for pattern in patterns if not pattern.endswith("*"))
+    starts = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
     return lambda name: name in names or (bool(starts) and name.startswith(starts))

@@ -16,7 +16,7 @@ _COUNTED = {
     "sent": "Rows whose messages are stored, and that were deleted.",
     "failed": "Rows of batches that a broker group did not store.",
     "released": "Rows that were given back, to be claimed again after a back-off.",
-    "parked": "Rows that nobody sends until OutboxRetry says so.",
+    "parked": "Rows not sent until OutboxRetry.",
     "unknown": "Batches of which an attempt left the outcome unknown.",
     "claimed": "Rows that were claimed.",
 }

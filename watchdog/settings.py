@@ -64,11 +64,11 @@ class WatchdogSettings:
     """Settings of a watchdog at its start. AddDb sets the databases and their rates."""
 
     metaserver: str = setting(why="HTTP address of the metaservers")
-    token: str = setting(why="key of the installation: the metaserver gives passwords of databases to nobody else")
-    room: str = setting("default", why="namespace: it scans the databases that were registered with this room")
+    token: str = setting(why="key of the installation: the metaserver gives passwords of databases only to its holders")
+    room: str = setting("default", why="namespace: it scans the databases registered with this room")
     host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
-    http_port: int = setting(8090, least=0, most=65535, why="/metrics, /health, questions of tools.sh; 0: a free port")
-    advertised_ip: str = setting("", why="address that tools.sh gets; default: host")
+    http_port: int = setting(8090, least=0, most=65535, why="/metrics, /health, requests of tools.sh; 0: a free port")
+    advertised_ip: str = setting("", why="address for tools.sh; default: host")
     log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
     log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
@@ -77,34 +77,34 @@ class WatchdogSettings:
         unit="ms",
         least=500,
         most=300_000,
-        why="QMQ's; a leader that died is replaced so long after its last beat",
+        why="QMQ's; time from a dead leader's last beat to its replacement",
     )
-    beat_ms: int = setting(1000, unit="ms", least=50, most=60_000, why="how often it looks at its lease")
-    refresh_ms: int = setting(5000, unit="ms", least=100, most=600_000, why="how soon AddDb and RemoveDb take effect")
+    beat_ms: int = setting(1000, unit="ms", least=50, most=60_000, why="interval of checks of the lease")
+    refresh_ms: int = setting(5000, unit="ms", least=100, most=600_000, why="delay of AddDb and RemoveDb")
     scan_ms: int = setting(
-        1000, unit="ms", least=10, most=600_000, why="between two passes; one over nothing costs a look at an index"
+        1000, unit="ms", least=10, most=600_000, why="pause between two passes; an empty pass costs one index read"
     )
     stats_ms: int = setting(
-        15_000, unit="ms", least=100, most=3_600_000, why="how often rows are counted, up to a bound, for the metrics"
+        15_000, unit="ms", least=100, most=3_600_000, why="interval of counting rows, up to a bound, for the metrics"
     )
-    stop_ms: int = setting(5000, unit="ms", least=0, most=60_000, why="how long a stop waits for answers of brokers")
+    stop_ms: int = setting(5000, unit="ms", least=0, most=60_000, why="maximum wait for answers of brokers at a stop")
     page_rows: int = setting(
         500,
         least=1,
         most=5000,
         why="rows of a transaction: half of 1,000's burst in the application's database, for a fifth more CPU a row",
     )
-    claims_max: int = setting(8, least=1, most=32, why="batches of one database that brokers have not answered")
-    errors_max: int = setting(1000, least=1, most=2_000_000_000, why="QMQ's; a row that failed so often is parked")
+    claims_max: int = setting(8, least=1, most=32, why="unanswered batches of one database")
+    errors_max: int = setting(1000, least=1, most=2_000_000_000, why="QMQ's; failures after which a row is parked")
     release_ms: int = setting(
         1000, unit="ms", least=1, why="back-off of a row after its first failure; doubled each time"
     )
-    release_ms_max: int = setting(600_000, unit="ms", least=1, most=86_400_000, why="and never longer than this")
+    release_ms_max: int = setting(600_000, unit="ms", least=1, most=86_400_000, why="maximum back-off")
     unknown_s_max: int = setting(
         86_400,
         unit="s",
         least=60,
-        why="a batch of which no broker can say for so long whether it is stored is sent anew",
+        why="time after which a batch with unknown outcome is sent anew",
     )
 
     def __post_init__(self) -> None:

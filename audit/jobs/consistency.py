@@ -42,9 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all-groups", action="store_true", help="ask the metaserver which groups there are")
     parser.add_argument("--metaserver", default="", help="its URL, for --all-groups")
     add_token_options(parser)
-    parser.add_argument(
-        "--journal", type=Path, help="what producers were told is stored: a file of NDJSON, or a folder"
-    )
+    parser.add_argument("--journal", type=Path, help="journal of acknowledged messages: a file of NDJSON, or a folder")
     parser.add_argument("--ledger", type=Path, help="directory of what was verified: read what is new, some of the old")
     parser.add_argument("--share", type=_positive, default=SHARE, help="with --ledger: one part in so many of the old")
     parser.add_argument("--metrics", type=Path, help="with --ledger: write gauges here, for node_exporter (*.prom)")

@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 12, 8
 """Size of a panel, in Grafana's grid of 24 columns."""
 
 
-class Kind(StrEnum):
+class PanelKind(StrEnum):
     """Display of a panel's series."""
 
     GRAPH = "timeseries"
@@ -50,8 +50,8 @@ class Panel:
     title: str
     queries: tuple[Query, ...]
     unit: Unit = Unit.NONE
-    kind: Kind = Kind.GRAPH
-    says: str = ""
+    kind: PanelKind = PanelKind.GRAPH
+    advice: str = ""
     """Advice for reading the panel."""
 
 
@@ -79,11 +79,15 @@ class Page:
 
 
 def panel(
-    title: str, *queries: str | tuple[str, str], unit: Unit = Unit.NONE, kind: Kind = Kind.GRAPH, says: str = ""
+    title: str,
+    *queries: str | tuple[str, str],
+    unit: Unit = Unit.NONE,
+    kind: PanelKind = PanelKind.GRAPH,
+    advice: str = "",
 ) -> Panel:
     """Return a panel; a query is an expression, or an expression and a legend."""
-    made = tuple(Query(one) if isinstance(one, str) else Query(*one) for one in queries)
-    return Panel(title, made, unit, kind, says)
+    made = tuple(Query(query) if isinstance(query, str) else Query(*query) for query in queries)
+    return Panel(title, made, unit, kind, advice)
 
 
 def to_json(page: Page) -> dict[str, Any]:
@@ -106,23 +110,23 @@ def to_json(page: Page) -> dict[str, Any]:
 
 
 def _panels(panels: Sequence[Panel]) -> Iterator[dict[str, Any]]:
-    for number, one in enumerate(panels):
+    for number, panel in enumerate(panels):
         row, column = divmod(number, 2)
         yield {
             "id": number + 1,
-            "type": one.kind.value,
-            "title": one.title,
-            "description": one.says,
+            "type": panel.kind.value,
+            "title": panel.title,
+            "description": panel.advice,
             "datasource": SOURCE,
             "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},
-            "fieldConfig": {"defaults": {"unit": one.unit.value, "min": 0}, "overrides": []},
-            "targets": list(_targets(one)),
+            "fieldConfig": {"defaults": {"unit": panel.unit.value, "min": 0}, "overrides": []},
+            "targets": list(_targets(panel)),
         }
 
 
-def _targets(one: Panel) -> Iterator[dict[str, Any]]:
-    for letter, query in zip("ABCDEFGH", one.queries, strict=False):
-        now = one.kind is not Kind.GRAPH
+def _targets(panel: Panel) -> Iterator[dict[str, Any]]:
+    for letter, query in zip("ABCDEFGH", panel.queries, strict=False):
+        now = panel.kind is not PanelKind.GRAPH
         yield {
             "refId": letter,
             "expr": query.expr,
@@ -130,7 +134,7 @@ def _targets(one: Panel) -> Iterator[dict[str, Any]]:
             "datasource": SOURCE,
             "instant": now,
             "range": not now,
-            "format": "table" if one.kind is Kind.LIST else "time_series",
+            "format": "table" if panel.kind is PanelKind.LIST else "time_series",
         }
 
 
@@ -198,42 +202,42 @@ CLUSTER = Page(
         panel(
             "Alerts",
             'ALERTS{alertname=~"Qmq.*", alertstate="firing"} or vector(0)',
-            kind=Kind.LIST,
-            says="Each has a section in docs/runbook.md.",
+            kind=PanelKind.LIST,
+            advice="Each has a section in docs/runbook.md.",
         ),
         panel(
             "What Doctor finds",
             ("max by (check) (qmq_metaserver_doctor_findings)", "{{check}}"),
-            kind=Kind.NOW,
-            says="0: all is well. `qmq Doctor` names each, and the command that ends it.",
+            kind=PanelKind.NOW,
+            advice="0: all is well. `qmq Doctor` names each, and the command that ends it.",
         ),
         panel(
             "Groups that take messages",
             ("min by (broker_group) (qmq_metaserver_group_writable)", "{{broker_group}}"),
             unit=Unit.UP,
-            kind=Kind.NOW,
+            kind=PanelKind.NOW,
         ),
         panel(
             "Brokers that send heartbeats",
             ("min by (broker_group, role) (qmq_metaserver_broker_up)", "{{broker_group}} {{role}}"),
             unit=Unit.UP,
-            kind=Kind.NOW,
+            kind=PanelKind.NOW,
         ),
-        panel("Processes that Prometheus reaches", ('sum by (kind) (up{kind=~".+"})', "{{kind}}"), kind=Kind.NOW),
+        panel("Processes that Prometheus reaches", ('sum by (kind) (up{kind=~".+"})', "{{kind}}"), kind=PanelKind.NOW),
         panel("Messages stored", per_second("qmq_broker_produced_messages_total"), unit=Unit.PER_SECOND),
         panel("Messages acked by consumers", per_second("qmq_broker_acked_messages_total"), unit=Unit.PER_SECOND),
         panel("Memory", ('process_resident_memory_bytes{kind=~".+"}', "{{kind}} {{instance}}"), unit=Unit.BYTES),
         panel(
             "Processor",
             ('rate(process_cpu_seconds_total{kind=~".+"}[1m])', "{{kind}} {{instance}}"),
-            says="1: one core is busy.",
+            advice="1: one core is busy.",
         ),
         panel(
             "Versions",
             ('count by (version) ({__name__=~"qmq_(broker|delayserver)_info"})', "{{version}}"),
-            kind=Kind.NOW,
+            kind=PanelKind.NOW,
         ),
-        panel("Database of the metaservers", "max(qmq_metaserver_database_up)", unit=Unit.UP, kind=Kind.NOW),
+        panel("Database of the metaservers", "max(qmq_metaserver_database_up)", unit=Unit.UP, kind=PanelKind.NOW),
         panel(
             "Database of the metaservers: an answer",
             ("qmq_metaserver_database_answer_seconds", "{{instance}}"),
@@ -280,7 +284,7 @@ BROKER_GROUP = Page(
             "End of the log",
             (both("log_end_bytes"), "{{broker_group}} {{hostname}}"),
             unit=Unit.BYTES,
-            says="Master and slave of a group lie on one line.",
+            advice="Master and slave of a group lie on one line.",
         ),
         panel(
             "Free disk above its limit",
@@ -312,7 +316,7 @@ CONSUMERS = Page(
         panel(
             "Messages that wait",
             (per_consumer_group(f"qmq_broker_lag_messages{{{_LAG}}}"), "{{subject}} {{consumer_group}}"),
-            says="Not delivered yet; the twenty largest.",
+            advice="Not delivered yet; the twenty largest.",
         ),
         panel(
             "Messages delivered and not acked",
@@ -325,7 +329,7 @@ CONSUMERS = Page(
                 "{{subject}} {{consumer_group}}",
             ),
             unit=Unit.SECONDS,
-            says="Waiting or delivered; the twenty oldest.",
+            advice="Waiting or delivered; the twenty oldest.",
         ),
         panel(
             "Messages stored, by subject",
@@ -356,7 +360,7 @@ CONSUMERS = Page(
                 f"sum by (subject, consumer_group) (qmq_broker_dead_letters_total{{{IN_GROUP}}})",
                 "{{consumer_group}} of {{subject}}",
             ),
-            says="Since the masters' processes began, wherever they go; `qmq Redrive` does not take them off.",
+            advice="Since the masters' processes began, wherever they go; `qmq Redrive` does not take them off.",
         ),
         panel("Consumers that left or whose lease ended", recent(f"qmq_broker_departed_consumers_total{{{IN_GROUP}}}")),
         panel(
@@ -376,7 +380,7 @@ DELAY = Page(
         panel(
             "Due and not sent",
             (f"max by (broker_group) ({_DELAY}_due_messages)", "{{broker_group}}"),
-            says="Above 0 for longer than a moment: no broker group takes them.",
+            advice="Above 0 for longer than a moment: no broker group takes them.",
         ),
         panel(
             "For how long the oldest is due",
@@ -414,17 +418,17 @@ OUTBOX = Page(
     "qmq-outbox",
     "qmq: outboxes and watchdog",
     (
-        panel("Active watchdogs", "sum(qmq_watchdog_leader)", kind=Kind.NOW, says="One for each room."),
+        panel("Active watchdogs", "sum(qmq_watchdog_leader)", kind=PanelKind.NOW, advice="One for each room."),
         panel(
             "Databases that answer",
             ("min by (database) (qmq_watchdog_database_up)", "{{database}}"),
             unit=Unit.UP,
-            kind=Kind.NOW,
+            kind=PanelKind.NOW,
         ),
         panel(
             "Rows, by state",
             ("max by (database, state) (qmq_watchdog_rows)", "{{database}} {{state}}"),
-            says="Counted up to 100,000. Parked: not tried any more.",
+            advice="Counted up to 100,000. Parked: not tried any more.",
         ),
         panel(
             "Age of the oldest row",
@@ -457,19 +461,19 @@ AUDIT = Page(
             "Last success",
             ("max by (name) (qmq_nightly_last_success_timestamp_seconds) * 1000", "{{name}}"),
             unit=Unit.TIME,
-            kind=Kind.NOW,
+            kind=PanelKind.NOW,
         ),
         panel(
             "Exit status of the last run",
             ("max by (name) (qmq_nightly_exit_status)", "{{name}}"),
-            kind=Kind.NOW,
-            says="Of the audit: 0 proven equal, 1 findings, 2 could not read.",
+            kind=PanelKind.NOW,
+            advice="Of the audit: 0 proven equal, 1 findings, 2 could not read.",
         ),
         panel(
             "Removed before an audit read it",
             ("max by (broker_group) (qmq_audit_unverified_bytes)", "{{broker_group}}"),
             unit=Unit.BYTES,
-            says="By retention, since the run before.",
+            advice="By retention, since the run before.",
         ),
         panel("How long it took", ("max by (name) (qmq_nightly_seconds)", "{{name}}"), unit=Unit.SECONDS),
         panel(
@@ -480,7 +484,7 @@ AUDIT = Page(
             "What both disks have",
             ("max by (broker_group) (qmq_broker_high_watermark_bytes)", "{{broker_group}}"),
             unit=Unit.BYTES,
-            says="The audit reads up to here.",
+            advice="The audit reads up to here.",
         ),
         panel(
             "Log on disk",

@@ -157,5 +157,5 @@ class ClaimsTable:
 
 def _ms(moment: datetime) -> int:
     if moment.tzinfo is None:
-        raise InvalidRequest(f"{moment} has no time zone: nobody can tell when that is")
+        raise InvalidRequest(f"{moment} has no time zone; add one")
     return int(moment.timestamp() * 1000)

@@ -102,7 +102,7 @@ def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Cand
     except CallError as error:
         return Candidate(id, errors, problem=str(error) or type(error).__name__)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # no content of a row may stop other rows
-        return Candidate(id, errors, problem=f"nobody can read it: {type(error).__name__}: {error}")
+        return Candidate(id, errors, problem=f"it cannot be read: {type(error).__name__}: {error}")
     return Candidate(id, errors, subject, data, label)
 
 

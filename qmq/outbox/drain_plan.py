@@ -275,7 +275,7 @@ class DrainPlan:
             return TakeOver(old, str(ClaimName.parse(old).of_term(self.term)))
         if self._unowned:
             claim = self._unowned[0].claim
-            return Disown(claim, _reason(f"its claim {claim!r} is of no watchdog; whether it was sent, nobody knows"))
+            return Disown(claim, _reason(f"its claim {claim!r} is foreign; whether it was sent is unknown"))
         if self._claims_after is not None:
             return ReadClaims(self._claims_after)
         return self._next_page(now_ms)

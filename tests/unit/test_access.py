@@ -1,4 +1,4 @@
-"""Shell. Tokens come from an argument, a private file, standard input or the environment; nobody else reads them."""
+"""Shell. Tokens come from an argument, a private file, standard input or the environment, safe from other users."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_dash_reads_one_line_of_standard_input(how):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o777])
-def test_a_file_that_others_may_use_is_refused(tmp_path, mode):
-    """Weakness 28: tokens stood in a file with no check at all."""
+def test_file_readable_by_others_is_refused(tmp_path, mode):
+    """Weakness 28: tokens were in a file without any check."""
     path = write(tmp_path / "token", "secret\n", mode)
     with pytest.raises(AccessError, match="chmod 600") as error:
         find_token(token_file=path, environ={})
@@ -47,12 +47,12 @@ def test_a_file_that_others_may_use_is_refused(tmp_path, mode):
 
 
 @pytest.mark.parametrize("text", ["", "\n", "two words\n", "a\nb\n", "x" * 5000], ids=range(5))
-def test_a_file_that_holds_no_token_is_refused(tmp_path, text):
+def test_file_without_a_token_is_refused(tmp_path, text):
     with pytest.raises(AccessError, match="one token on one line"):
         find_token(token_file=write(tmp_path / "token", text), environ={})
 
 
-def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path):
+def test_missing_or_binary_file_is_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\n")
     (tmp_path / "bytes").chmod(0o600)
     for path in (tmp_path / "missing", tmp_path, tmp_path / "bytes"):

@@ -1,4 +1,4 @@
-"""Core. What a plan shows of what it changes."""
+"""Core. Differences of a plan, as shown to operators."""
 
 from __future__ import annotations
 

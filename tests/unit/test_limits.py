@@ -1,4 +1,4 @@
-"""Core. Every number that can be set: what it stops has a name, or it stops no consumer group."""
+"""Core. Every configurable number: its effect has a name, or it stops no consumer group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qmq.watchdog.settings import WatchdogSettings
 
 
 class Nobody(str):
-    """A limit that neither stops nor slows a client or a consumer group, and why not."""
+    """A limit that neither stops nor slows a client or consumer group, with the reason."""
 
 
 PRODUCERS = "producers alone wait, or get an error that names it; what is stored is delivered"
@@ -42,7 +42,7 @@ COPY = {
     "quarantine_bytes": Nobody("what left the log is kept for less long; Doctor, if an operator has to clear it"),
     "metrics_subjects_max": Nobody("what /metrics shows; Lag and Doctor have all"),
     "clock_difference_ms_max": Nobody("nothing is deleted; Doctor's finding `clocks`"),
-    "packet_bytes_max": REACHED,  # what is delivered is cut to 8 MiB
+    "packet_bytes_max": REACHED,  # deliveries are cut to 8 MiB
     "message_bytes_max": "the message alone is refused; qmq_broker_refused_messages_total, and a line of the log",
     "token_bytes_per_s": REACHED,
     "new_subjects_per_minute": REACHED,
@@ -64,7 +64,7 @@ OPERATOR = {
     "bytes_max": "bytesMax: qmq_broker_limits_reached_total, Doctor's finding `limits`, and a line of the log",
     "per_second": Cause.RATE,
 }
-"""Of a subject or a consumer group, as SetLimits and LimitGroup set them."""
+"""Of a subject or a consumer group, as set by SetLimits and LimitGroup."""
 BROKER = COPY | {
     "unconsumed_hours": "old messages are dropped if so set; qmq_broker_dropped_messages_total",
     "lease_ms": Cause.NO_CONSUMER,
@@ -143,7 +143,7 @@ def _is_number(default: object) -> bool:
     return isinstance(default, int | float) and not isinstance(default, bool)
 
 
-def test_each_limit_of_an_operator_is_named_when_it_stops_somebody():
+def test_operators_limits_have_names():
     defaults = OperatorLimits._field_defaults
     assert {name for name, default in defaults.items() if _is_number(default)} == set(OPERATOR)
 
@@ -152,11 +152,11 @@ def test_each_limit_of_an_operator_is_named_when_it_stops_somebody():
     ("kind", "named"),
     [(BrokerSettings, BROKER), (DelaySettings, DELAY), (MetaserverSettings, METASERVER), (WatchdogSettings, WATCHDOG)],
 )
-def test_each_limit_of_a_process_is_named_when_it_stops_a_group(kind, named):
+def test_process_limits_have_names(kind, named):
     assert numbers_of(kind) == set(named)
 
 
-def test_each_limit_of_a_consumer_is_named_when_it_stops_its_group():
+def test_consumer_limits_have_names():
     parameters = [
         *inspect.signature(qmq.Consumer.__init__).parameters.values(),
         *inspect.signature(qmq.Consumer.listen).parameters.values(),
@@ -165,13 +165,13 @@ def test_each_limit_of_a_consumer_is_named_when_it_stops_its_group():
     assert numbers == set(CONSUMER)
 
 
-def test_each_limit_of_a_producer_is_named_when_it_stops_it():
+def test_producer_limits_have_names():
     parameters = inspect.signature(qmq.Producer.__init__).parameters.values()
     numbers = {one.name for one in parameters if _is_number(one.default) or one.name == "readonly_wait_s"}
     assert numbers == set(PRODUCER)
 
 
-def test_each_name_says_what_it_means():
+def test_each_limit_name_is_explained():
     tables = (OPERATOR, BROKER, DELAY, METASERVER, WATCHDOG, CONSUMER)
     causes = {cause for named in tables for cause in named.values() if isinstance(cause, Cause)}
     assert all(CAUSES[cause].text for cause in causes)

@@ -1,10 +1,10 @@
-"""Shell. Each limit that stops or slows somebody is driven over once, and what is stopped then has the name that
-tests/unit/test_limits.py says: as `Lag`, Doctor, a metric or an error show it.
+"""Shell. Each limit that stops or slows a client is exceeded once, and shows the name in tests/unit/test_limits.py: in
+`Lag`, Doctor, a metric or an error.
 
 Rows of operators, brokers, delay servers and watchdogs read the value on the page of metrics that a process would make
-of its core (tests/support/pages.py), and some what Doctor makes of that. Those of consumers ask the core for the causes
-that such a page shows. Limits that are the process's own, and not its core's, are driven on processes (`ON_PROCESSES`).
-A row marked `Nobody` is not driven: nobody is stopped there, so there is nothing to look for.
+of its core (tests/support/pages.py), and some Doctor's finding about it. Those of consumers read the core's causes for
+such a page. Limits of the process, and not its core, are exceeded on processes (`ON_PROCESSES`). Rows marked `Nobody`
+are not driven, as they stop no client.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ TABLES = {
 }
 DRIVES: dict[tuple[str, str], Callable[[], Seen]] = {}
 ON_PROCESSES = REACHES.keys() | READONLY.keys()
-"""Driven on a real broker by tests/integration/test_connections.py, which looks at metrics, log and Doctor, and
-test_overload.py, which fills memory, has no disk left, and asks for its reasons."""
+"""Exceeded on a real broker by tests/integration/test_connections.py, which checks metrics, log and Doctor, and
+test_overload.py, which fills memory, exhausts the disk, and reads the reasons.
+"""
 OF_ITS_OWN = {"token_bytes_per_s"}
-"""What delay servers do not have of brokers alone: a new time of a message writes it again."""
+"""Broker limits without delay servers: a new due time rewrites the message."""
 
 
 def drives(process: str, *settings: str) -> Callable[[Callable[[], Seen]], Callable[[], Seen]]:
-    """This function drives the limit over; it returns by which names that is seen."""
+    """Mark a function that exceeds the limit and returns the visible names."""
 
     def note(drive: Callable[[], Seen]) -> Callable[[], Seen]:
         DRIVES.update({(process, setting): drive for setting in settings})
@@ -77,13 +78,15 @@ def drives(process: str, *settings: str) -> Callable[[Callable[[], Seen]], Calla
 
 def rows() -> list[tuple[str, str]]:
     found = {(name, setting) for name, table in TABLES.items() for setting in table}
-    same = {("delay", setting) for setting in BROKER.keys() & DELAY.keys() - OF_ITS_OWN}  # one code, driven in a broker
+    same = {
+        ("delay", setting) for setting in BROKER.keys() & DELAY.keys() - OF_ITS_OWN
+    }  # same code, driven in a broker
     elsewhere = {("broker", setting) for setting in ON_PROCESSES}
     return sorted(row for row in found - same - elsewhere if not isinstance(TABLES[row[0]][row[1]], Nobody))
 
 
 @pytest.mark.parametrize(("process", "setting"), rows())
-def test_what_a_limit_stops_has_its_name(process, setting):
+def test_driven_limit_shows_its_name(process, setting):
     drive = DRIVES.get((process, setting))
     assert drive is not None, "a limit that stops somebody has a row here"
     seen, named = list(drive()), TABLES[process][setting]
@@ -95,15 +98,15 @@ def test_what_a_limit_stops_has_its_name(process, setting):
         assert seen and [name for name in seen if str(name) not in f"{named} ({setting})"] == []
 
 
-def test_each_row_is_of_a_limit_that_is_there():
+def test_each_row_is_an_existing_limit():
     assert set(DRIVES) == set(rows())
 
 
-# Brokers, and what delay servers have of them.
+# Brokers, and their limits in delay servers.
 
 
 def a_broker_group(*ids: str, **settings) -> tuple[Group, Client]:
-    """A group of two brokers with a consumer, and messages that it has not asked for."""
+    """A group of two brokers with a consumer, and messages it has not requested."""
     group = Group.made(**settings).start()
     client = group.subscribed("c")
     if ids:
@@ -123,7 +126,7 @@ def a_message_is_too_large() -> Seen:
 
 
 class NotingLink(FakeLink):
-    """As an accepted connection does, it tells what was reached."""
+    """Reports reached limits, as an accepted connection does."""
 
     def __init__(self, peer):
         super().__init__(peer)
@@ -136,7 +139,7 @@ class NotingLink(FakeLink):
 
 
 def shown_reached(page: str, prefix: str = "qmq_broker") -> list[str]:
-    """Return the settings that a page of metrics counts, and Doctor names."""
+    """Return the settings that a page of metrics counts, and Doctor reports."""
     named = "".join(one.found for one in judge_limits("a:1", page))
     counts = samples(page, f"{prefix}_limits_reached_total")
     return [labels["setting"] for labels, count in counts if count > 0 and labels["setting"] in named]
@@ -152,7 +155,7 @@ def too_many_subjects_in_all() -> Seen:
 
 
 def too_many_groups() -> Seen:
-    """Each is in the log and in memory for good."""
+    """Each stays in the log and in memory for good."""
     group, client = a_broker_group()
     client.link = link = NotingLink("c")
     link.ration = TokenRation(ANYBODY, NewSubjects(100, 2, "consumer groups"), None, lambda: 0)
@@ -174,7 +177,7 @@ def too_much_without_an_answer() -> Seen:
 
 
 def shown_causes(broker: Broker) -> list[Cause]:
-    """Return the causes of a group that the page of metrics has after the next look."""
+    """Return a group's causes on the page of metrics after the next check."""
     broker.node.tick()
     found = samples(broker_page(broker), "qmq_broker_group_cause")
     return [Cause(labels["cause"]) for labels, _ in found if (labels["subject"], labels["consumer_group"]) == KEY]
@@ -255,7 +258,7 @@ def messages_that_a_group_has_not_consumed_are_old() -> Seen:
     return [name for name in ("qmq_broker_dropped_messages_total",) if value(broker_page(group.a), name) > 0]
 
 
-# What operators limit.
+# Limits by operators.
 
 
 @drives("operator", "expires_after_s")
@@ -360,7 +363,7 @@ def messages_are_written_again_and_again() -> Seen:
     return shown_reached(delay_page(copies.a, link.reached), "qmq_delayserver")
 
 
-# Metaservers: each refusal is kept for Doctor's finding `routes`, by its token, and names its setting.
+# Metaservers: each refusal is kept for Doctor's finding `routes`, by its token, with its setting.
 
 
 def told_to_doctor(quotas: Quotas, setting: str) -> Seen:
@@ -445,17 +448,17 @@ def nobody_can_say_whether_a_batch_is_stored() -> Seen:
     return ["the watchdog's metrics"] if unknown == 1 else []
 
 
-# Consumers, on the broker in memory: what its master says of their group.
+# Consumers, on the broker in memory: their group's state at its master.
 
 
 def listening(
     until: Callable[[BrokerInMemory], bool], *, fails: bool = False, is_behind: bool = False, **words
 ) -> None:
-    """Let a consumer have ten messages whose handlers do not end, or fail, until the broker says so, and still says so
-    when one more message is there.
+    """Give a consumer ten messages whose handlers never end, or fail, until the broker reports it; check it again with
+    one more message.
 
     Args:
-        is_behind: before that, messages of a higher priority wait for a handler that does not end.
+        is_behind: before that, messages of a higher priority wait for a handler that never ends.
     """
 
     async def test() -> None:
@@ -496,7 +499,7 @@ def unacked_messages(broker: BrokerInMemory) -> int:
 
 
 def seen_of_consumers(cause: Cause, unacked: int | None = None, **words) -> Seen:
-    """Return the causes of a group once it has this one, and as many messages as the limit leaves it."""
+    """Return a group's causes once it has this one, and as many messages as the limit allows."""
     seen: list[Cause] = []
 
     def until(broker: BrokerInMemory) -> bool:
@@ -507,14 +510,14 @@ def seen_of_consumers(cause: Cause, unacked: int | None = None, **words) -> Seen
     return seen
 
 
-def test_without_these_limits_a_consumer_has_all_messages():
-    """Else what drives its limits over would show the same."""
+def test_consumer_without_limits_gets_all_messages():
+    """Otherwise exceeding the limits would show the same."""
     listening(lambda broker: unacked_messages(broker) >= 10, concurrency=10)
 
 
 @drives("consumer", "concurrency")
 def handlers_do_not_end() -> Seen:
-    """Four messages ahead of what the handlers have."""
+    """Four messages ahead of the handlers'."""
     return seen_of_consumers(Cause.PREFETCH, 4 + 2, concurrency=2)
 
 
@@ -540,7 +543,7 @@ def no_room_for_more_without_ack() -> Seen:
 
 @drives("consumer", "priority")
 def a_higher_class_goes_first() -> Seen:
-    """The four that are asked for ahead wait here; without that class the handler has one more."""
+    """The four prefetched messages wait here; without that class the handler has one more."""
     return seen_of_consumers(Cause.PREFETCH, 4, is_behind=True)
 
 
@@ -555,7 +558,7 @@ def messages_fail_too_often() -> Seen:
     return ["dead letter"]
 
 
-# Producers, at a broker that does what the limit is for: what the application is told.
+# Producers, at a broker that applies the limit: the application's error.
 
 
 def producing(test: Callable[[FakeBroker, qmq.Producer], Awaitable[None]], **words) -> None:

@@ -30,7 +30,7 @@ def failure():
 
 
 @pytest.mark.parametrize("formatter", [Text(), Json()])
-def test_an_event_is_one_line_whatever_is_in_it(formatter):
+def test_event_is_always_one_line(formatter):
     line = formatter.format(record("refused name=%s", "a\nb\r", exc_info=failure()))
     assert len(line.splitlines()) == 1 and "second" in line
 
@@ -52,7 +52,7 @@ def test_the_same_line_is_written_once_a_minute():
     assert bounded.filter(record("away", at=1000 + REPEAT_S))
 
 
-def test_a_cause_writes_a_bounded_number_of_lines_and_says_how_many_more_there_were():
+def test_lines_of_a_cause_are_bounded_and_counted():
     """284 sockets wrote 7,700 lines, each with a port of its own."""
     bounded = Bounded()
     written = [bounded.filter(record("bad request peer=%d", number)) for number in range(7_700)]
@@ -63,7 +63,7 @@ def test_a_cause_writes_a_bounded_number_of_lines_and_says_how_many_more_there_w
     assert later.getMessage() == f"bad request peer=1 left_out={7_700 - LINES_MAX}"
 
 
-def test_what_applications_use_logs_no_more_than_that_to_handlers_of_theirs(caplog):
+def test_library_loggers_are_bounded_in_applications(caplog):
     """10,000 handlers that fail wrote 10,000 tracebacks."""
     log = bounded("qmq.client.example")
     for number in range(10 * LINES_MAX):
@@ -71,7 +71,7 @@ def test_what_applications_use_logs_no_more_than_that_to_handlers_of_theirs(capl
     assert len(caplog.records) == LINES_MAX
 
 
-def test_a_value_that_has_no_text_ends_nothing_where_it_is_logged():
+def test_value_without_text_does_not_break_logging():
     class Bad:
         def __repr__(self):
             raise RuntimeError("no text")
@@ -80,7 +80,7 @@ def test_a_value_that_has_no_text_ends_nothing_where_it_is_logged():
 
 
 @pytest.mark.parametrize("folder", ["client", "remoting", "outbox", "blocking", "redrive", "idempotence"])
-def test_each_module_that_applications_use_has_a_bounded_logger(folder):
+def test_library_modules_have_bounded_loggers(folder):
     unbounded = [
         path.name for path in (Path(qmq.__file__).parent / folder).rglob("*.py") if "getLogger" in path.read_text()
     ]
@@ -98,11 +98,11 @@ def test_each_module_that_applications_use_has_a_bounded_logger(folder):
         (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), "[Errno 111] Connection refused"),
     ],
 )
-def test_an_error_without_a_text_has_a_cause_all_the_same(error, text):
+def test_error_without_text_has_a_cause(error, text):
     assert cause_of(error) == text
 
 
-def test_signal_makes_a_process_log_everything_and_the_next_one_takes_that_back():
+def test_signal_toggles_full_logging():
     program = (
         "import logging, os, signal; from qmq.logs import configure; configure('WARNING')\n"
         "for said in ('first', 'second', 'third'):\n"

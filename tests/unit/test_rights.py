@@ -1,4 +1,4 @@
-"""Core. Roles include each other as written; scopes limit subjects and groups, nothing else."""
+"""Core. Roles include each other as documented; scopes limit only subjects and groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_role_includes_exactly_what_is_written(role):
     assert {needed.value for needed in TokenRole if includes(role, needed)} == MAY[role.value]
 
 
-def test_a_call_that_names_no_role_is_refused_to_everybody():
+def test_call_without_a_role_is_always_refused():
     for role in TokenRole:
         with pytest.raises(MissingRight):
             Caller("somebody", role).require_role()
@@ -80,7 +80,7 @@ def test_a_missing_right_is_named():
     caller.require_subject(PRODUCE, "order")
 
 
-def test_a_missing_right_is_an_access_error_at_the_other_end_of_the_wire_too():
+def test_missing_right_crosses_the_wire():
     error = from_code(MissingRight("no").code, "no")
     assert type(error) is MissingRight and isinstance(error, AccessError)
     assert type(from_code(ErrorCode.UNAUTHORIZED, "no")) is AccessError

@@ -1,4 +1,4 @@
-"""Shell. Settings are read from file and environment, checked as a whole, and every complaint says what to mend."""
+"""Shell. Settings are read from file and environment, checked as a whole, and every complaint has a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def complaints_of(tmp_path, text, **environ):
     return refusal.value.complaints
 
 
-def test_what_is_not_given_has_its_default(tmp_path):
+def test_missing_settings_have_defaults(tmp_path):
     assert read(tmp_path, 'name = "a"') == Settings(name="a")
 
 
@@ -99,7 +99,7 @@ def test_all_complaints_come_at_once(tmp_path):
         ),
     ],
 )
-def test_a_wrong_value_is_named(tmp_path, text, complaint):
+def test_wrong_value_is_reported(tmp_path, text, complaint):
     whole = text if "name" in text or complaint and "missing" in complaint else f'name = "a"\n{text}'
     if complaint is None:
         assert read(tmp_path, whole).tokens == ("a",)
@@ -107,12 +107,12 @@ def test_a_wrong_value_is_named(tmp_path, text, complaint):
         assert complaints_of(tmp_path, whole) == [complaint]
 
 
-def test_a_number_in_the_environment_that_is_none_is_named(tmp_path):
+def test_invalid_number_in_the_environment_is_reported(tmp_path):
     [complaint] = complaints_of(tmp_path, 'name = "a"', QMQ_X_PORT="many")
     assert complaint.startswith("port: ") and "many" in complaint and "where it listens" in complaint
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_unreadable_settings_file_is_reported(tmp_path):
     with pytest.raises(InvalidSettings, match="none.toml"):
         load(Settings, prefix="QMQ_X", path=tmp_path / "none.toml", environ={})
     assert "x.toml" in complaints_of(tmp_path, "name = ")[0]

@@ -1,4 +1,4 @@
-"""Core. Names of retry and dead-letter subjects, as QMQ has them."""
+"""Core. Names of retry and dead-letter subjects, equal to QMQ's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_real_subject_of_a_name(name, real):
     assert (parse_derived(name) is None) == (real == name)
 
 
-def test_both_parts_of_a_derived_name_have_the_limit_of_a_name_each():
+def test_parts_of_a_derived_name_are_limited_separately():
     """Weakness 5: QMQ's columns are too short for the retry subjects of long names."""
     longest = "s" * 100
     assert check_subject(retry_subject(longest, "g" * 100)) == f"%RETRY%{longest}%{'g' * 100}"
@@ -50,6 +50,6 @@ def test_both_parts_of_a_derived_name_have_the_limit_of_a_name_each():
 
 
 @pytest.mark.parametrize("name", ["%RETRY%%a%g1", "%RETRY%a%g1%", "%RETRY% a%g1", "", "a/b", "s" * 101])
-def test_a_name_in_another_form_than_ours_is_refused(name):
+def test_name_in_another_form_is_refused(name):
     with pytest.raises(InvalidName):
         check_subject(name)

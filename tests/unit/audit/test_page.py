@@ -79,17 +79,17 @@ def test_page_is_self_contained_and_shows_verified_offsets() -> None:
 
 
 @pytest.mark.parametrize(
-    "row, said",
+    "row, end",
     [
         ({"id": "m-5"}, "dead letters:</span> <code>qmq Trail --id=m-5</code>"),
         ({"id": None}, "dead letters:</span> <code>qmq Browse --subject=a --sequence=121</code>"),
         ({"id": None, "sequence": None}, "dead letters.</span> \n"),
     ],
 )
-def test_advice_has_a_command_or_ends_with_a_stop(row: dict[str, str | None], said: str) -> None:
+def test_advice_has_a_command_or_ends_with_a_stop(row: dict[str, str | None], end: str) -> None:
     about = {"what": "dead_missing", "copy": "both", "subject": "a", "sequence": 121}
     text = page({"g1": [replace(BAD, findings=[ROW | about | row])]}, NOW_MS)
-    assert f"redrives its {said}" in text and "both copies" in text
+    assert f"redrive its {end}" in text and "both copies" in text
 
 
 def test_findings_are_counted_at_the_top() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from qmq.deploy.dashboards.__main__ import main
-from qmq.deploy.dashboards.pages import PAGES, Kind, Unit, to_json
+from qmq.deploy.dashboards.pages import PAGES, PanelKind, Unit, to_json
 
 SHAPE = {
     "uid": str,
@@ -64,7 +64,7 @@ def test_a_page_has_the_shape_that_grafana_imports(page):
     panels = written["panels"]
     assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
     for panel in panels:
-        assert shape_of(panel) == PANEL_SHAPE and panel["type"] in list(Kind)
+        assert shape_of(panel) == PANEL_SHAPE and panel["type"] in list(PanelKind)
         assert panel["fieldConfig"]["defaults"]["unit"] in list(Unit)
         assert [target["refId"] for target in panel["targets"]] == list("ABCD"[: len(panel["targets"])]) != []
         assert all(shape_of(target) == TARGET_SHAPE for target in panel["targets"])
