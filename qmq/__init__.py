@@ -68,7 +68,7 @@ _PUBLIC = {
     ),
     "errors",
 )
-"""Imported when first used: a broker or Spark worker that wants `qmq.log` must not load the client and gRPC."""
+"""Imported on first use: brokers and Spark workers import `qmq.log` without loading the client and gRPC."""
 
 __all__ = [
     "AccessError",
@@ -105,4 +105,4 @@ def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"qmq has no name {name!r}")
     value = globals()[name] = getattr(import_module(f"qmq.{_PUBLIC[name]}"), name)
-    return value  # kept: asking again for `qmq.Message` cost a producer a microsecond per message
+    return value  # kept: another import of `qmq.Message` would cost a producer a microsecond per message

@@ -47,7 +47,7 @@ from qmq.plain import plain
 
 FLAG_DELAYED, FLAG_TAGS = 2, 4
 DUE_AT = 9
-"""Where a delayed message says when it is due."""
+"""Offset of the due time in a delayed message."""
 TAGS_MAX = 10
 ID_BYTES_MAX = 100
 VALUE_BYTES_MAX = 32_767
@@ -66,7 +66,7 @@ _FIXED = struct.Struct(">BqqH")
 _I32 = struct.Struct(">i")
 _U16 = struct.Struct(">H")
 _LENGTHS = [n.to_bytes(2, "big") for n in range(VALUE_BYTES_MAX + 1)]
-"""A look-up is three times faster than packing; strings are what a producer spends its time on."""
+"""A look-up is three times faster than packing, and strings take most of a producer's time."""
 KEPT_MAX = 10_000
 _names: dict[str, bytes] = {}
 _tags: dict[frozenset[str], TagSection] = {}
@@ -83,7 +83,7 @@ def _string(what: str, text: str) -> bytes:
 
 
 def _name(name: str) -> bytes:
-    """Encode a property's name. Names repeat, so they are kept, up to a bound."""
+    """Encode a property's name. Names repeat, so they are cached, up to a bound."""
     if not isinstance(name, str):
         raise InvalidMessage(f"a property's name is a str, not {type(name).__name__}: write str() around it")
     if name.startswith(RESERVED):
@@ -124,7 +124,7 @@ def _properties(message: Message) -> bytes:
 
 
 def encode_own(message: Message) -> bytes:
-    """Encode the properties in which a message's order key and limits travel; raises InvalidMessage."""
+    """Encode the properties of a message's order key and limits; raises InvalidMessage."""
     data, key, retries = b"", message.order_key, message.retries_max
     if key is not None:
         if not isinstance(key, str) or not key:
@@ -140,22 +140,22 @@ def encode_own(message: Message) -> bytes:
 
 
 def expires_after_ms(after: float | timedelta) -> int:
-    """Return how many ms a message may wait; raises InvalidMessage."""
+    """Return the lifetime of a message in ms; raises InvalidMessage."""
     seconds = after.total_seconds() if isinstance(after, timedelta) else after
     if not isinstance(seconds, int | float) or seconds.__class__ is bool or not 0.001 <= seconds <= EXPIRES_S_MAX:
         raise InvalidMessage(f"expires_after is 0.001 to {EXPIRES_S_MAX} seconds, or a timedelta, not {after!r:.50}")
-    return round(seconds * 1000)  # 1.001 is a little less than that
+    return round(seconds * 1000)  # 1.001 is slightly below its decimal value
 
 
 class TagSection(NamedTuple):
-    """The tags of a message, encoded, and their bits in its label."""
+    """Tags of a message, encoded, and their bits in its label."""
 
     data: bytes
     bits: int
 
 
 def encode_tags(tags: Iterable[str]) -> TagSection:
-    """Encode the tag section; raises InvalidMessage. Sets of tags repeat, so they are kept, up to a bound."""
+    """Encode the tag section; raises InvalidMessage. Sets of tags repeat, so they are cached, up to a bound."""
     section = _tags.get(tags := frozenset(tags))
     if section is None:
         tags = frozenset(map(plain, tags))
@@ -172,17 +172,17 @@ def encode_tags(tags: Iterable[str]) -> TagSection:
 
 
 def batch_encoder(subject: str, now_ms: int) -> _Encoder:
-    """Return a function `(message) -> bytes` for messages of one subject, encoded at one moment."""
+    """Return a function `(message) -> bytes` for messages of one subject, encoded at one time."""
     return _Encoder(subject, now_ms)
 
 
 def delayed_encoder(subject: str, now_ms: int, due_ms: int) -> _Encoder:
-    """Return such a function for messages that are due at one moment."""
+    """Return such a function for messages that are due at one time."""
     return _DelayedEncoder(subject, now_ms, due_ms)
 
 
 class _Encoder:
-    """What all messages of a batch share, packed once. Made per batch; profile: this halves a producer's time."""
+    """Encoder of a batch: the common part of all its messages is packed once, which halves a producer's time."""
 
     __slots__ = ("plain", "tagged")
 
@@ -192,7 +192,7 @@ class _Encoder:
         self.tagged = _FIXED.pack(FLAG_TAGS, now_ms, now_ms, len(data)) + data
 
     def __call__(self, message: Message) -> bytes:
-        """Encode one message; raises InvalidMessage, which names it and concerns it alone."""
+        """Encode one message; raises InvalidMessage with its id, for this message alone."""
         identity = _id(message.id)
         try:
             body = _properties(message)
@@ -224,13 +224,13 @@ def _id(id: str | None) -> bytes:
 
 
 def label_of_message(message: Message) -> int:
-    """Return the label of a message that was encoded: 0 without tags and order key."""
+    """Return the label of an encoded message: 0 without tags and order key."""
     bits = encode_tags(message.tags).bits if message.tags else 0
     return bits if message.order_key is None else label_of((), message.order_key) | bits
 
 
 def join_batch(messages: Sequence[bytes]) -> bytes:
-    """Build the body of a messages frame from encoded messages."""
+    """Return the body of a messages frame, made of encoded messages."""
     ends = array("I", accumulate(map(len, messages), initial=0))
     padding = b"\0" * (-(4 * len(ends) + ends[-1]) % 8)
     return b"".join((ends.tobytes(), *messages, padding))
@@ -244,17 +244,17 @@ def batch_ends(body: Buffer, count: int) -> tuple[int, ...]:
 
 
 class BatchCheck(NamedTuple):
-    """Verdict on a batch: `refused` are positions of messages that cannot be stored, with the reason."""
+    """Result of checking a batch: `refused` are positions of messages that cannot be stored, with the reason."""
 
     ends: tuple[int, ...]
     refused: list[tuple[int, str]]
 
 
 def check_batch(body: Buffer, count: int, message_bytes_max: int) -> BatchCheck:
-    """Check the layout of a batch without looking into its messages: about 70 ns a message.
+    """Check the layout of a batch without decoding its messages: about 70 ns a message.
 
     Raises:
-        InvalidRequest: the end offsets make no sense, so nothing of the batch can be stored.
+        InvalidRequest: the end offsets are not valid, so no message of the batch can be stored.
     """
     ends = batch_ends(body, count)
     sizes = list(map(sub, ends[1:], ends))
@@ -273,7 +273,7 @@ def check_batch(body: Buffer, count: int, message_bytes_max: int) -> BatchCheck:
 
 
 def slice_batch(body: Buffer, count: int, begin: int, end: int) -> bytes:
-    """Cut messages `[begin, end)` out of a batch of `count`, as a batch of its own."""
+    """Return messages `[begin, end)` of a batch of `count` as a batch."""
     ends = struct.unpack_from(f"<{end - begin + 1}I", body, 4 * begin)
     data = 4 * (count + 1)
     base = ends[0]
@@ -290,7 +290,7 @@ def split_batch(body: Buffer, count: int) -> Iterator[memoryview]:
 
 
 class Envelope(NamedTuple):
-    """What stands in front of a message's properties."""
+    """Fields in front of a message's properties."""
 
     flag: int
     created_ms: int
@@ -301,7 +301,7 @@ class Envelope(NamedTuple):
 
 
 def decode_envelope(data: bytes) -> Envelope:
-    """Read everything of an encoded message but its properties.
+    """Decode all fields of a message except its properties.
 
     Raises:
         InvalidMessage: the bytes are no message in QMQ's encoding.
@@ -332,7 +332,7 @@ def decode_envelope(data: bytes) -> Envelope:
 
 
 def due_of(data: Buffer) -> int | None:
-    """Return when an encoded message is due, in ms since 1970 UTC; None if it is not delayed.
+    """Return the due time of an encoded message, in ms since 1970 UTC; None without a delay.
 
     Raises:
         InvalidMessage: the bytes are too few for a message.
@@ -344,8 +344,9 @@ def due_of(data: Buffer) -> int | None:
 
 
 def counts_from(data: Buffer) -> int:
-    """Return from when on `expires_after` of an encoded message counts, in ms since 1970 UTC: when it was sent, or was
-    due if it was delayed; raises InvalidMessage."""
+    """Return the start of an encoded message's lifetime, in ms since 1970 UTC: its send time, or its due time if it was
+    delayed; raises InvalidMessage.
+    """
     if len(data) < MESSAGE_BYTES_MIN:
         raise InvalidMessage(f"{len(data)} bytes are no message")
     flag, created_ms, due_ms, _ = _FIXED.unpack_from(data)
@@ -353,7 +354,7 @@ def counts_from(data: Buffer) -> int:
 
 
 def properties_begin(data: bytes) -> int:
-    """Return where the properties of an encoded message begin: what a reader of them needs of the envelope.
+    """Return the offset of an encoded message's properties.
 
     Raises:
         InvalidMessage: the bytes are no message in QMQ's encoding.
@@ -375,11 +376,11 @@ def properties_begin(data: bytes) -> int:
 
 
 def decode_properties(data: bytes, begin: int) -> dict[str, str]:
-    """Read the properties of an encoded message, whose envelope ends at `begin`; raises InvalidMessage."""
+    """Decode the properties of a message from offset `begin` on; raises InvalidMessage."""
     properties = {}
     at, end = begin, len(data)
     try:
-        while at < end:  # indexing is a third faster than unpacking, and this is most of what a consumer does
+        while at < end:  # indexing is a third faster than unpacking, and this takes most of a consumer's time
             name_end = at + 2 + (data[at] << 8 | data[at + 1])
             value_end = name_end + 2 + (data[name_end] << 8 | data[name_end + 1])
             properties[data[at + 2 : name_end].decode()] = data[name_end + 2 : value_end].decode()
@@ -409,7 +410,7 @@ def decode_message(data: bytes) -> Message:
 
 
 def with_properties(data: bytes, extra: Mapping[str, str]) -> bytes:
-    """Give an encoded message more properties, in place of those of the same names; the rest stays byte for byte.
+    """Return an encoded message with added or replaced properties; the rest stays byte for byte.
 
     Raises:
         InvalidMessage: the bytes are no message, or a name or value is longer than 32,767 bytes.
@@ -433,8 +434,8 @@ def with_properties(data: bytes, extra: Mapping[str, str]) -> bytes:
 
 
 def with_subject(data: bytes, subject: str) -> bytes:
-    """Name another subject in an encoded message; raises InvalidMessage."""
-    properties_begin(data)  # or it is none
+    """Return an encoded message with another subject; raises InvalidMessage."""
+    properties_begin(data)  # or it is not valid
     begin = _FIXED.size - 2
     return data[:begin] + _string("the subject", subject) + data[_FIXED.size + (data[begin] << 8 | data[begin + 1]) :]
 
@@ -450,7 +451,7 @@ _LABELS_MAGIC = b"QML1"
 
 
 def tag_bits(tags: Iterable[str]) -> int:
-    """Return the bits of `tags` in a label. Two tags may share a bit: a set bit says "maybe", a clear one "no"."""
+    """Return the bits of `tags` in a label. Two tags may share a bit: a set bit means "maybe", a clear one "no"."""
     bits = 0
     for tag in tags:
         bits |= 1 << crc32(tag.encode()) % 32
@@ -469,13 +470,13 @@ def labels_bytes(count: int) -> int:
 
 
 def encode_labels(labels: Sequence[int]) -> bytes:
-    """Build the section that follows a batch."""
+    """Return the label section that follows a batch."""
     data = array("Q", labels).tobytes()
     return data + _LABELS_END.pack(crc32(data), _LABELS_MAGIC)
 
 
 def decode_labels(tail: Buffer, count: int) -> array[int]:
-    """Read the labels of a batch of `count`; `tail` is their section, or anything that ends with it.
+    """Decode the labels of a batch of `count`; `tail` is their section, or ends with it.
 
     Raises:
         ValueError: there is no such section, or it is damaged.

@@ -1,4 +1,4 @@
-"""Core. The error tree: a class tells its catcher what to do next.
+"""Core. Tree of errors: the class determines the next step of the caller.
 
 QmqError
 ├── CallError             fix the call; repeating it changes nothing
@@ -6,36 +6,36 @@ QmqError
 │   ├── InvalidMessage        message that cannot be encoded or stored as it is
 │   │   └── MessageTooLarge
 │   ├── InvalidRequest        packet or argument that does not parse
-│   ├── InvalidAck            range that was not handed to this consumer
+│   ├── InvalidAck            range that was not delivered to this consumer
 │   ├── UnknownSubscription   subscribe first (again, after a reconnect)
 │   ├── SubscriptionReplaced  another connection uses this consumer id
 │   └── ClientClosed          the producer or consumer is not open: open a new one
 ├── AccessError           get a valid token, then reconnect
-│   └── MissingRight          the token is valid, but not for this: get one that is
+│   └── MissingRight          the token is valid and lacks a right: get one that has it
 ├── AskAnotherBroker      nothing was stored; another broker group may take it
 │   ├── BrokerReadOnly        with its reasons
 │   ├── NotMaster             the route is old: fetch it again
-│   └── Overloaded            or wait, then ask this one again
+│   └── Overloaded            or wait, then ask this broker again
 ├── OutcomeUnknown        maybe stored: repeat the same batch to the same group
-│   └── NoAnswer              maybe handled: send the request again if it may be handled twice
-├── NotServed             nobody can serve this now: wait, the client retries by itself
-│   ├── NoRoute               the metaserver knows no broker group for the subject
-│   ├── SubjectFull           a consumer group is so far behind that an operator's limit refuses more
-│   ├── PostponesTooMuch      a broker keeps no more messages of a consumer group that wait for their time
-│   └── QueueFull             the producer's own queue: nothing was taken, send again later
+│   └── NoAnswer              maybe handled: repeat the request if it may be handled twice
+├── NotServed             temporary: wait, the client retries by itself
+│   ├── NoRoute               the metaserver has no broker group for the subject
+│   ├── SubjectFull           a consumer group's lag is above an operator's limit
+│   ├── PostponesTooMuch      the broker's limit of delayed retries of a consumer group is reached
+│   └── QueueFull             the producer's own queue: nothing was queued, retry later
 ├── RolledBack            a message's transaction was rolled back: nothing was written or sent
-├── RetryLater            raised by a handler: hand the message over again later
-├── DeadLetter            raised by a handler: never hand it over again, keep it for people to look at
+├── RetryLater            raised by a handler: deliver the message again later
+├── DeadLetter            raised by a handler: do not deliver it again, store it for operators
 ├── OperatorError         an operator's action was refused; nothing changed
-├── IllegalTransition     our own bug: the part whose table of states lacks the move ends, not its process
+├── IllegalTransition     bug of qmq: the part whose table of states lacks the move ends, not its process
 └── LogError              this copy of a log needs repair, or its process must end
     ├── CorruptFrame          fetch the range from the other broker
     │   └── ForeignSegment        the same; its frames are whole, and of another history
     ├── DiskFailed            fence and end the process; never retry that descriptor
     ├── Diverged              the other copy differs: stop, call the operator
-    ├── CopyRolledBack        this copy lacks what was acknowledged: start the other one, which refills it
+    ├── CopyRolledBack        this copy lacks acknowledged frames: start the other one, which refills it
     ├── Fenced                a newer epoch has begun
-    └── BrokenInvariant       our own bug: stop before it spreads
+    └── BrokenInvariant       bug of qmq: stop before it does harm
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from enum import IntEnum
 
 
 class ErrorCode(IntEnum):
-    """Response codes of packets. Below 100: QMQ's own; from 300: ours."""
+    """Response codes of packets: QMQ's below 100, qmq's from 300."""
 
     SUCCESS = 0
     UNKNOWN_COMMAND = 3
@@ -79,9 +79,11 @@ class ErrorCode(IntEnum):
 
 
 class QmqError(Exception):
-    """Root of all errors of qmq. `code` goes on the wire; `retryable` says whether the same call may succeed later.
-    `limit` is the setting of which the bound was reached, if one was, and `limited_subject` the subject if it is an
-    operator's limit of one; only its own process has them."""
+    """Root of all errors of qmq.
+
+    `code` goes on the wire; `retryable` is set if the same call may succeed later. In the process that raised it,
+    `limit` is the setting of a limit that was reached, and `limited_subject` the subject of an operator's limit.
+    """
 
     code: ErrorCode = ErrorCode.BROKER_ERROR
     retryable: bool = False
@@ -90,7 +92,7 @@ class QmqError(Exception):
 
 
 class CallError(QmqError):
-    """The call is wrong; repeating it changes nothing."""
+    """The call is not valid; repeating it changes nothing."""
 
     code = ErrorCode.INVALID_REQUEST
 
@@ -102,13 +104,13 @@ class InvalidName(CallError):
 
 
 class InvalidMessage(CallError):
-    """A message cannot be encoded or stored as it is. Its batch-mates are not affected."""
+    """A message cannot be encoded or stored as it is. Other messages of its batch are not affected."""
 
     code = ErrorCode.INVALID_MESSAGE
 
 
 class MessageTooLarge(InvalidMessage):
-    """A message is larger than the broker takes. Split it, or raise `message_bytes_max` on the brokers."""
+    """A message is above the broker's limit. Split it, or raise `message_bytes_max` on the brokers."""
 
     code = ErrorCode.MESSAGE_TOO_LARGE
 
@@ -118,7 +120,7 @@ class InvalidRequest(CallError):
 
 
 class InvalidAck(CallError):
-    """A range was acked that was not handed to this consumer. Nothing changed."""
+    """An acked range was not delivered to this consumer. Nothing changed."""
 
     code = ErrorCode.INVALID_ACK
 
@@ -146,7 +148,7 @@ class AccessError(QmqError):
 
 
 class MissingRight(AccessError):
-    """The token is valid, but its role or scope does not allow this. Get a token that has the right it names."""
+    """The token is valid, but its role or scope does not allow this. Get a token with the right in the text."""
 
     code = ErrorCode.MISSING_RIGHT
 
@@ -158,7 +160,7 @@ class AskAnotherBroker(QmqError):
 
 
 class BrokerReadOnly(AskAnotherBroker):
-    """The broker group takes no new messages now."""
+    """The broker group is readonly."""
 
     code = ErrorCode.READ_ONLY
 
@@ -186,24 +188,25 @@ class OutcomeUnknown(QmqError):
 
 
 class NoAnswer(OutcomeUnknown):
-    """Nobody answered a request in time. It may have been handled: ask again if it may be handled twice."""
+    """A request got no answer in time. It may have been handled: repeat it if it may be handled twice."""
 
 
 class NotServed(QmqError):
-    """Nobody can serve this now. Wait and try again."""
+    """The request cannot be served now. Wait and retry."""
 
     code, retryable = ErrorCode.NOT_SERVED, True
 
 
 class NoRoute(NotServed):
-    """The metaserver knows no broker group that serves the subject now."""
+    """The metaserver has no broker group for the subject now."""
 
     code = ErrorCode.NO_ROUTE
 
 
 class SubjectFull(NotServed):
-    """A consumer group has not consumed as many messages of the subject as an operator allows. Nothing was stored; send
-    again when it has caught up."""
+    """A consumer group's lag on the subject is above an operator's limit. Nothing was stored; send again when the lag
+    is lower.
+    """
 
     code = ErrorCode.SUBJECT_FULL
 
@@ -214,25 +217,25 @@ class SubjectFull(NotServed):
 
 
 class PostponesTooMuch(NotServed):
-    """A broker keeps no more messages of a consumer group that wait for their time. A delay group may keep this one; or
-    ask again."""
+    """The broker's limit of delayed retries of a consumer group is reached. Use a delay group, or retry."""
 
     code = ErrorCode.POSTPONES_TOO_MUCH
 
 
 class QueueFull(NotServed):
-    """The producer's own queue is full; the message was not taken. Wait for receipts, then send it again."""
+    """The producer's own queue is full; the message was not queued. Wait for receipts, then send it again."""
 
 
 class OperatorError(QmqError):
-    """An operator's action was refused, for the reason it names. Nothing changed."""
+    """An operator's action was refused, for the reason in the text. Nothing changed."""
 
     code = ErrorCode.REFUSED
 
 
 class IllegalTransition(QmqError):
-    """Something happened in a state that does not know it (qmq.states): our own bug. Nothing was changed by it. End
-    the session, link or mastership that it happened to; the process goes on."""
+    """Bug of qmq: an event came in a state without a move for it (qmq.states). Nothing changed. End the session, link
+    or mastership concerned; the process goes on.
+    """
 
     code = ErrorCode.ILLEGAL_TRANSITION
 
@@ -253,8 +256,9 @@ class CorruptFrame(LogError):
 
 
 class ForeignSegment(CorruptFrame):
-    """A closed segment is whole, and does not join the log before it or behind it: its file was exchanged, or put back.
-    What this copy should have there, `[offset, end)`, is fetched from the other broker."""
+    """A closed segment is whole but does not join its neighbours: its file was replaced or restored. Fetch the range
+    `[offset, end)` from the other broker.
+    """
 
     def __init__(self, base: int, end: int) -> None:
         super().__init__(base, f"the segment up to {end} is whole, and of another history")
@@ -262,7 +266,7 @@ class ForeignSegment(CorruptFrame):
 
 
 class DiskFailed(LogError):
-    """A write or fsync failed. The process ends as fenced; nobody retries on that descriptor."""
+    """A write or fsync failed. The process ends as fenced; that descriptor must not be used again."""
 
     code = ErrorCode.DISK_FAILED
 
@@ -274,30 +278,31 @@ class Diverged(LogError):
 
 
 class CopyRolledBack(LogError):
-    """A copy lacks what was acknowledged: its disk was put back, or forgot what it had fsynced. It is refilled from the
-    other copy; until then it is no master."""
+    """A copy lacks acknowledged frames: its disk was restored, or lost fsynced data. It is refilled from the other copy
+    and is no master until then.
+    """
 
     code = ErrorCode.ROLLED_BACK
 
 
 class Fenced(LogError):
-    """A newer epoch has begun; this broker must not act in its own any more."""
+    """A newer epoch has begun; this broker must not act in its own epoch any more."""
 
     code = ErrorCode.FENCED
 
 
 class BrokenInvariant(LogError):
-    """Our own bug was about to do harm; it was stopped."""
+    """A bug of qmq was stopped before it did harm."""
 
     code = ErrorCode.BROKEN_INVARIANT
 
 
 class RolledBack(QmqError):
-    """The transaction that a message belongs to was rolled back. Nothing was written or sent."""
+    """The transaction of a message was rolled back. Nothing was written or sent."""
 
 
 class RetryLater(QmqError):
-    """Raised by a handler: hand me this message again, after `delay_s` seconds or at `at`. Nothing failed.
+    """Raised by a handler: deliver this message again, after `delay_s` seconds or at `at`. It is not a failure.
 
     Args:
         delay_s: seconds from now. More than a day needs a delay group (docs/consuming.md).
@@ -311,18 +316,18 @@ class RetryLater(QmqError):
             raise InvalidRequest(f"{at} has no time zone: nobody can tell when that is")
         if delay_s is not None and not delay_s >= 0:
             raise InvalidRequest(f"a delay is 0 s or more, not {delay_s}")
-        # The plus makes a plain number of one of an enumeration.
+        # The plus turns a member of an enumeration into a plain number.
         super().__init__(f"retry in {+delay_s} s" if delay_s is not None else f"retry at {at and at.isoformat()}")
         self.delay_s = delay_s
         self.at = at
 
 
 class DeadLetter(QmqError):
-    """Raised by a handler: trying this message again is of no use. It becomes a dead letter, with this reason."""
+    """Raised by a handler: a retry is of no use. The message becomes a dead letter with this reason."""
 
 
 def cause_of(error: BaseException) -> str:
-    """Say why, also of an error that has no text of its own, such as a TimeoutError, or only wraps another one."""
+    """Return the text of an error, also if it has none, such as a TimeoutError, or only wraps another error."""
     if isinstance(inner := getattr(error, "reason", None), BaseException):
         return cause_of(inner)  # urllib's: its own text is "<urlopen error …>"
     if text := str(error).strip():
@@ -332,7 +337,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def require(condition: bool, invariant: str) -> None:
-    """Stop before our own bug does harm. Not an `assert`: `python -O` must not remove it."""
+    """Raise BrokenInvariant unless `condition` holds. Not an `assert`: `python -O` must not remove it."""
     if not condition:
         raise BrokenInvariant(invariant)
 
@@ -349,7 +354,7 @@ _CLASSES = _by_code(QmqError)
 
 
 def from_code(code: int, text: str) -> QmqError:
-    """Turn a packet's response code and text back into the error that was raised at the other end."""
+    """Return the error that a packet's response code and text stand for."""
     cls = _CLASSES.get(ErrorCode(code), QmqError) if code in ErrorCode._value2member_map_ else QmqError
     error = cls.__new__(cls)
     Exception.__init__(error, text or f"response code {code}")

@@ -1,4 +1,4 @@
-"""Shell. Producers and consumers that live as long as a FastAPI application.
+"""Shell. Producers and consumers with the lifetime of a FastAPI application.
 
     clients = Clients(producer, consumer)
     app = FastAPI(lifespan=clients.lifespan)
@@ -6,7 +6,7 @@
     @app.get("/health", dependencies=[Depends(clients.check)])
     async def health() -> None: ...
 
-The route for an orchestrator's health checks is the application's own, and may do without.
+The application defines the route for health checks, if it needs one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log = bounded(__name__)
 
 
 class Clients:
-    """What begins and ends with an application, in this order and its reverse.
+    """Clients of an application, opened in this order and closed in reverse.
 
-    A Consumer's listeners run meanwhile; at the end it drains: handlers finish, acks are sent, the rest goes back. All
-    others, a Producer or a Requester for instance, are entered and left. So name producers before the consumers whose
-    handlers send with them.
+    The listeners of a Consumer run in between; at the end it drains: handlers finish, acks are sent, the rest goes
+    back. Other clients, such as a Producer or a Requester, are entered and left. List producers before the consumers
+    whose handlers use them.
     """
 
     def __init__(self, *clients: Consumer | AbstractAsyncContextManager[Any]) -> None:
@@ -38,7 +38,7 @@ class Clients:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """For `FastAPI(lifespan=…)`.
+        """Lifespan for `FastAPI(lifespan=…)`.
 
         Raises:
             InvalidRequest: a consumer has no listeners.
@@ -49,8 +49,9 @@ class Clients:
             yield
 
     def check(self) -> None:
-        """Answer 503 if a consumer does not run, or if messages wait in a producer's outbox: a dependency for the
-        application's health. The detail says how many messages, for how long, and why."""
+        """Raise HTTP 503 if a consumer does not run or messages wait in a producer's outbox; a dependency for health
+        routes. The detail holds their number, age and reason.
+        """
         self.check_running()
         for client in self._clients:
             for left in getattr(client, "left_behind", ()):
@@ -58,8 +59,9 @@ class Clients:
                     raise HTTPException(503, str(left))
 
     def check_running(self) -> None:
-        """Answer 503 if a consumer does not run: for an orchestrator, which restarts or cuts off what is not well. An
-        application whose messages wait goes on, and a restart sends none of them."""
+        """Raise HTTP 503 if a consumer does not run; a dependency for an orchestrator, which restarts the application.
+        Waiting outbox messages do not count: a restart would send none of them.
+        """
         for consumer in self._clients:
             if isinstance(consumer, Consumer) and not self._is_running(consumer):
                 raise HTTPException(503, f"consumer {consumer.id} does not run")
@@ -72,7 +74,7 @@ class Clients:
         task = asyncio.create_task(consumer.run())
         await asyncio.sleep(0)
         if task.done():
-            await task  # it cannot even begin: so the application does not
+            await task  # the consumer cannot start, so the application does not
         task.add_done_callback(lambda _: _ended(consumer, task))
         self._running[consumer] = task
         try:

@@ -1,4 +1,4 @@
-"""Core. A message as an application sees it."""
+"""Core. Messages of applications."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from qmq.errors import InvalidMessage
 from qmq.plain import plain
 
 Value = str | int | float | bool | datetime
-"""A property's value. QMQ stores text, so it is read back as `str`, or by a getter for its type."""
+"""Value of a property. QMQ stores text, so it is read back as `str`, or by a getter for its type."""
 
 RESERVED = "qmq_"
-"""How the names of properties begin that qmq itself sets."""
+"""Prefix of the names of properties that qmq sets."""
 ORDER_KEY, RETRIES_MAX, DELAY_KEY = "qmq_orderKey", "qmq_maxRetryNum", "qmq_delayKey"
 RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE = "qmq_recurName", "qmq_recurOwner", "qmq_recurCron", "qmq_recurZone"
-"""What each occurrence of a recurring schedule says about where it comes from."""
+"""Origin of an occurrence of a recurring schedule."""
 RECUR_SKIPPED = "qmq_recurSkipped"
-"""How many occurrences before this one were missed, and are not sent any more; only if there are some."""
+"""Number of occurrences missed before this one, which are not sent; absent if 0."""
 EXPIRES_AFTER = "qmq_consumerExpiresAfter"
-"""How many ms after it was sent, or was due, no handler gets a message any more. QMQ's own qmq_expireTime is in each
-message of its clients, and nobody acts on it."""
+"""Lifetime of a message in ms, from its send or due time. QMQ's own qmq_expireTime is in each message of its clients
+and has no effect.
+"""
 TIMES = "qmq_times"
-"""Of a message in a group's mailbox: which delivery to the group the first one from there is."""
+"""Number of the first delivery from a group's mailbox."""
 JSON = "json"
-"""The property that holds the value of `Message.of_json`."""
+"""Property that holds the value of `Message.of_json`."""
 
 LARGE_UNITS = 8_192
-"""QMQ's size of a part of a large text, in units of UTF-16. Its UTF-8 is below the 32,767 bytes of a property."""
+"""QMQ's size of a part of a large text, in UTF-16 units. Its UTF-8 is below the 32,767 bytes of a property."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MS = timedelta(milliseconds=1)
 
 
 class Message:
-    """What an application sends and receives: a subject, properties, tags.
+    """Message with a subject, properties and tags.
 
     Args:
         subject: stream that the message belongs to.
-        properties: its content. Values travel as text in QMQ's spelling (`True` is "true", a moment its ms since 1970
-            UTC); each at most 32,767 bytes: see `set_large`. Names that begin with "qmq_" are reserved. Of an
-            enumeration with str, int or float as its base, the value travels; so it does of all other arguments.
+        properties: content. Values travel as text in QMQ's spelling (`True` is "true", a datetime its ms since 1970
+            UTC), at most 32,767 bytes each: see `set_large`. Names that begin with "qmq_" are reserved. An enumeration
+            based on str, int or float is sent as its value, here and in all other arguments.
         tags: at most 10 words that consumers may filter by.
         id: at most 100 bytes, unique and kept through every retry; made by the producer if it is not given.
-        order_key: messages of one subject and key are handed to consumers one at a time, in the order of sending.
-        retries_max: how often it is tried again before it is a dead letter; else the listener says.
-        expires_after: seconds, or a timedelta, from when it is sent, or is due; then no handler gets it any more.
+        order_key: messages with the same subject and key are delivered one at a time, in the order of sending.
+        retries_max: delivery attempts until it becomes a dead letter; by default the listener's number.
+        expires_after: seconds or a timedelta from its send or due time, after which no handler gets it.
 
-    A received message also has `created_ms`, the producer's clock in ms since 1970 UTC.
+    A received message also has `created_ms`, by the producer's clock, in ms since 1970 UTC.
     """
 
     __slots__ = ("subject", "properties", "tags", "id", "order_key", "retries_max", "expires_after", "created_ms")
@@ -95,10 +96,10 @@ class Message:
         retries_max: int | None = None,
         expires_after: float | timedelta | None = None,
     ) -> Message:
-        """Make a message that carries `value` as JSON, in the property "json", cut into parts if it is large.
+        """Return a message with `value` as JSON in the property "json", cut into parts if it is large.
 
         Raises:
-            InvalidMessage: JSON cannot say it.
+            InvalidMessage: JSON cannot represent the value.
         """
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -117,7 +118,7 @@ class Message:
         return message
 
     def json(self) -> Any:
-        """Return the value that `of_json` was given; raises InvalidMessage if there is none."""
+        """Return the value given to `of_json`; raises InvalidMessage without one."""
         text = self.get_large(JSON)
         if text is None:
             raise InvalidMessage(f"message {self.id} has no property {JSON!r}")
@@ -127,7 +128,7 @@ class Message:
             raise InvalidMessage(f"property {JSON!r} of message {self.id} is no JSON: {error}") from None
 
     def copy_to(self, subject: str, *, id: str | None = None) -> Message:
-        """Make a message of the same content for `subject`: what qmq itself noted in the properties stays behind."""
+        """Return a message with the same content for `subject`, without the properties that qmq set."""
         properties = {name: value for name, value in self.properties.items() if not name.startswith(RESERVED)}
         return Message(
             subject, properties, tags=self.tags, id=id, order_key=self.order_key, retries_max=self.retries_max
@@ -136,7 +137,7 @@ class Message:
     # Properties.
 
     __iter__: ClassVar[None] = None
-    """One message is not several: without this, Python would ask for `[0]`, `[1]` and so on."""
+    """A message is not a sequence: without this, Python would iterate over `[0]`, `[1]` and so on."""
 
     def __getitem__(self, name: str) -> Value:
         return self.properties[name]
@@ -154,7 +155,7 @@ class Message:
     def get_int(self, name: str, default: int) -> int: ...
 
     def get_int(self, name: str, default: int | None = None) -> int | None:
-        """Read a whole number; `default` if there is no such property, InvalidMessage if it is something else."""
+        """Return a property as an int, or `default` if it is absent; raises InvalidMessage."""
         value = self.properties.get(name)
         try:
             return default if value is None else int(_text(value))
@@ -168,7 +169,7 @@ class Message:
     def get_float(self, name: str, default: float) -> float: ...
 
     def get_float(self, name: str, default: float | None = None) -> float | None:
-        """Read a number; `default` if there is no such property, InvalidMessage if it is something else."""
+        """Return a property as a float, or `default` if it is absent; raises InvalidMessage."""
         value = self.properties.get(name)
         try:
             return default if value is None else float(_text(value))
@@ -182,7 +183,7 @@ class Message:
     def get_bool(self, name: str, default: bool) -> bool: ...
 
     def get_bool(self, name: str, default: bool | None = None) -> bool | None:
-        """Read "true" or "false"; `default` if there is no such property, InvalidMessage if it is something else."""
+        """Return a property as a bool, or `default` if it is absent; raises InvalidMessage."""
         value = self.properties.get(name)
         if value is None:
             return default
@@ -198,7 +199,7 @@ class Message:
     def get_datetime(self, name: str, default: datetime) -> datetime: ...
 
     def get_datetime(self, name: str, default: datetime | None = None) -> datetime | None:
-        """Read a moment, in UTC; `default` if there is no such property, InvalidMessage if it is something else."""
+        """Return a property as a datetime in UTC, or `default` if it is absent; raises InvalidMessage."""
         value = self.properties.get(name)
         try:
             return default if value is None else _EPOCH + int(_text(value)) * _MS
@@ -225,7 +226,7 @@ class Message:
         self.properties = properties
 
     def get_large(self, name: str, default: str | None = None) -> str | None:
-        """Read what `set_large` has set, or a property that is not in parts."""
+        """Return a property that `set_large` has set, or one without parts."""
         properties, name = self.properties, plain(name)
         if (value := properties.get(name)) is not None:
             return _text(value)
@@ -240,15 +241,16 @@ class Message:
 
 
 def not_a_message(given: object) -> InvalidMessage:
-    """Return what to raise where a message was to be given."""
+    """Return the error for a value that is not a message."""
     return InvalidMessage(f"what is sent is a qmq.Message, not a {type(given).__name__}")
 
 
 def text_of(value: object) -> str:
-    """QMQ's spelling of a value; of a subclass, such as `class Color(str, Enum)`, that of its base class.
+    """Return QMQ's spelling of a value. A value of a subclass, such as `class Color(str, Enum)`, has that of its base
+    class.
 
     Raises:
-        InvalidMessage: it is of another type, or a moment without time zone.
+        InvalidMessage: the value has another type, or is a datetime without time zone.
     """
     kind = value.__class__
     if kind is int or kind is float:

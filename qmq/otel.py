@@ -1,12 +1,12 @@
 """Shell. OpenTelemetry: spans of messages that are sent, handled and acked, in one trace from end to end.
 
-    Qmq.Produce.Send        a message, or a `send_many`, until its outcome is known: subject, messageId, outcome
-      Qmq.QueueSender.Send  its way to a broker group: broker
-      Qmq.Consume.Process   its filters and handler, each time it is delivered: subject, messageId, times
-        Qmq.Consume.Ack     what the consumer decides then: subject, messageId, consumerGroup, outcome
+    Qmq.Produce.Send        a message, or a `send_many`, until its outcome: subject, messageId, outcome
+      Qmq.QueueSender.Send  its transport to a broker group: broker
+      Qmq.Consume.Process   its filters and handler, at each delivery: subject, messageId, times
+        Qmq.Consume.Ack     the consumer's decision: subject, messageId, consumerGroup, outcome
 
-The names are QMQ's. The context travels in properties of the message whose names begin with `qtrace_`. Without a tracer
-provider nothing is recorded, and a context that came along is passed on.
+The names are QMQ's. The context travels in properties with the prefix `qtrace_`. Without a tracer provider no span is
+recorded, and the context of a received message is passed on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SYSTEM = {"messaging.system": "qmq"}
 
 
 def inject(message: Message, context: Context | None = None) -> None:
-    """Let `message` carry the context, by default the current one, in place of one that it carries."""
+    """Set the context of `message`, by default to the current one; replaces an earlier one."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
     if carrier:
@@ -45,7 +45,7 @@ def inject(message: Message, context: Context | None = None) -> None:
 
 
 def extract(message: Message) -> Context:
-    """Return the context that `message` carries; an empty one if it carries none."""
+    """Return the context of `message`; an empty one if it has none."""
     carrier = {
         name.removeprefix(PREFIX): str(value) for name, value in message.properties.items() if name.startswith(PREFIX)
     }
@@ -53,18 +53,20 @@ def extract(message: Message) -> Context:
 
 
 End = Callable[[Receipt | BaseException | None], None]
-"""Ends the spans of a message with its receipt, or with the error that it can never be sent for."""
+"""Ends the spans of a message with its receipt, or with its error."""
 
 
 class Sending:
-    """Spans of what a producer sends, whichever form it has."""
+    """Spans of a producer, for coroutines and for threads."""
 
     def __init__(self, tracer_provider: TracerProvider | None) -> None:
         self._tracer = _tracer(tracer_provider)
 
     @contextmanager
     def _until_known(self, message: Message) -> Iterator[End]:
-        """Begin the spans of a message, which carries their context; yield what ends them, as a raising block does."""
+        """Begin the spans of a message and set its context; yield the function that ends them. An exception ends them
+        too.
+        """
         span = self._tracer.start_span("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM)
         span.set_attribute("subject", message.subject)
         context = trace.set_span_in_context(span)
@@ -96,7 +98,9 @@ class Sending:
     def _sending_many(
         self, messages: Iterable[Message]
     ) -> Iterator[tuple[Iterator[Message], Callable[[Receipts], None]]]:
-        """Begin the spans of a `send_many`; yield the messages, which carry their context, and what notes its end."""
+        """Begin the spans of a `send_many`; yield the messages with their context, and the function that records the
+        receipts.
+        """
         with self._sending({}) as (span, _):
 
             def note_all(receipts: Receipts) -> None:
@@ -109,10 +113,10 @@ class Sending:
 
 
 class TracedProducer(Sending):
-    """Sends as the producer that it wraps does, which is opened and closed as ever. Messages are given a context.
+    """Producer that adds spans and a context to messages; it wraps one that is opened and closed as usual.
 
-    A million messages of one `send_many` have one span together: each of its own would fill the memory. The form for
-    programs without an event loop is `qmq.blocking.otel.TracedProducer`.
+    A `send_many` has one span for all its messages: a million spans would fill the memory. Programs without an event
+    loop use `qmq.blocking.otel.TracedProducer`.
     """
 
     def __init__(self, producer: Producer, *, tracer_provider: TracerProvider | None = None) -> None:
@@ -128,7 +132,7 @@ class TracedProducer(Sending):
     async def send(
         self, message: Message, *, session: object = None, **delay: Unpack[DelayArguments]
     ) -> Receipt | asyncio.Future[Receipt]:
-        """See `Producer.send`. With a session, the spans end when the outcome is known, after the commit."""
+        """Send a message; see `Producer.send`. With a session, the spans end with the outcome, after the commit."""
         if session is not None:
             read_delay(**delay, session=session)
             return await self._send_in(session, message)
@@ -139,13 +143,13 @@ class TracedProducer(Sending):
             return receipt
 
     async def send_many(self, messages: Iterable[Message], **delay: Unpack[DelayArguments]) -> Receipts:
-        """See `Producer.send_many`."""
+        """Send messages; see `Producer.send_many`."""
         with self._sending_many(messages) as (carrying, note_all):
             note_all(receipts := await self._producer.send_many(carrying, **delay))
             return receipts
 
     def send_nowait(self, message: Message, on_done: OnReceipt, **delay: Unpack[DelayArguments]) -> None:
-        """See `Producer.send_nowait`. The spans end when the outcome is known."""
+        """Queue a message; see `Producer.send_nowait`. The spans end with the outcome."""
         check_callable("on_done", on_done)
         with self._until_known(message) as end:
 
@@ -163,10 +167,10 @@ class TracedProducer(Sending):
 
 
 class Tracing:
-    """A filter for `Consumer.listen`, best the first one: the handler runs in a span of the producer's trace.
+    """Filter for `Consumer.listen`, best the first one: the handler runs in a span of the producer's trace.
 
     Args:
-        acks: whether the end of the handler decides the message; not so with `auto_ack=False`.
+        acks: whether the end of the handler decides the message; False with `auto_ack=False`.
     """
 
     def __init__(self, *, acks: bool = True, tracer_provider: TracerProvider | None = None) -> None:
@@ -188,7 +192,7 @@ class Tracing:
                 await handle(message)
                 outcome = "ack"
             except RetryLater as later:
-                span.add_event("retry", {"reason": str(later)})  # nothing failed
+                span.add_event("retry", {"reason": str(later)})  # not a failure
                 raise
             except BaseException as error:
                 outcome = "dead letter" if isinstance(error, DeadLetter) else "nack"
@@ -208,7 +212,7 @@ def _injected(messages: Iterable[Message], context: Context) -> Iterator[Message
 
 
 def end_with(end: End, future: asyncio.Future[Receipt] | Future[Receipt]) -> None:
-    """End the spans as a future ended."""
+    """End the spans with the result of a future."""
     end(None if future.cancelled() else future.exception() or future.result())
 
 

@@ -1,7 +1,7 @@
-"""Core. Plain values of what applications give: of `class Color(str, Enum)`, `Color.RED` is "red", as is the wire's.
+"""Core. Plain values of application arguments: `Color.RED` of `class Color(str, Enum)` becomes "red", as on the wire.
 
-`str`, f-strings and `Path` take a subclass's own spelling, such as 'Color.RED'. Each value of an application passes
-here before it is stored or becomes a part of a name.
+`str`, f-strings and `Path` use a subclass's own spelling, such as 'Color.RED'. So each value of an application is made
+plain before it is stored or becomes part of a name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PLAIN = frozenset({str, int, float, bool, type(None), datetime})
 
 
 def plain(value: T) -> T:
-    """Return a value of a subclass of str, int or float as its base class; others as they are."""
+    """Return a value of a subclass of str, int or float as its base class; other values unchanged."""
     if type(value) in _PLAIN:
         return value
     found: Any = value
@@ -34,7 +34,7 @@ def plain_text(what: str, value: str) -> str:
     """Return a text as a plain str.
 
     Raises:
-        InvalidRequest: it is none; a secret of pydantic, for instance, does not give its value by itself.
+        InvalidRequest: it is no str; a secret of pydantic, for instance, must be unwrapped first.
     """
     if type(value) is str:
         return value

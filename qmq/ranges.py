@@ -1,6 +1,6 @@
 """Core. Half-open ranges `[begin, end)` of numbers: one algebra for fold, delivery, scan and client.
 
-A list of ranges ascends, and its ranges neither overlap nor touch, unless a function says that it takes others.
+A list of ranges ascends, and its ranges neither overlap nor touch, unless a function accepts others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ _END = itemgetter(1)
 
 
 def add(ranges: list[Range], begin: int, end: int) -> None:
-    """Put `[begin, end)` behind `ranges`, of which none ends after `begin`; what touches the last one joins it."""
+    """Append `[begin, end)` to `ranges`, none of which ends after `begin`; it merges with the last one if they
+    touch.
+    """
     if ranges and ranges[-1][1] == begin:
         ranges[-1] = ranges[-1][0], end
     else:
@@ -24,7 +26,7 @@ def add(ranges: list[Range], begin: int, end: int) -> None:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """Return what is in any of `ranges`, which may come in any order, overlap and touch."""
+    """Return the union of `ranges`, which may be in any order, overlap and touch."""
     joined: list[Range] = []
     for begin, end in sorted(ranges):
         if joined and joined[-1][1] >= begin:
@@ -35,7 +37,7 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 
 def difference(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """Return what of `ranges`, one by one, is in none of `others`, which may come in any order."""
+    """Return the numbers of `ranges`, range by range, that are in none of `others`, which may be in any order."""
     left: list[Range] = []
     taken = union(others)
     for begin, end in ranges:
@@ -51,5 +53,5 @@ def difference(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
 
 
 def size(ranges: Iterable[Range]) -> int:
-    """Return how many numbers are in `ranges`, which do not overlap."""
+    """Return the count of numbers in `ranges`, which do not overlap."""
     return sum(end - begin for begin, end in ranges)

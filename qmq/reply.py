@@ -1,11 +1,11 @@
-"""Shell. Request and reply: send a message, and wait for what whoever handles it answers.
+"""Shell. Request and reply: send a message, and wait for its handler's answer.
 
-A request names in its properties where the answer goes, and which request it answers:
+Properties of a request:
 
-    qreply_subject   the subject that answers go to
-    qreply_id        "requester-number"; the answer carries it too, and the requester's part as its tag
+    qreply_subject   subject of the answer
+    qreply_id        "requester-number"; the answer carries it too, and has the requester's part as its tag
 
-Each requester reads the subject of answers as a broadcast, from the brokers that it is sent to only what has its tag.
+Each requester receives the subject of answers as a broadcast, filtered by its tag.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from qmq.message import Message
 REPLY_SUBJECT, REPLY_ID = "qreply_subject", "qreply_id"
 
 CLOCKS_DIFFER = timedelta(seconds=60)
-"""Answers are read from so long before the requester began, by the brokers' clocks."""
+"""Answers are read from this long before the requester began, by the brokers' clocks."""
 PULL_MESSAGES, PULL_TIMEOUT_S = 1_000, 60.0
 
 
 class Sends(Protocol):
-    """A producer, or what wraps one."""
+    """A producer, or a wrapper of one."""
 
     async def send(self, message: Message) -> Receipt: ...
 
 
 class Requester:
-    """Sends requests and returns their answers; an async context manager, used on one event loop.
+    """Requester for one event loop: sends requests and returns their answers. An async context manager.
 
     Args:
-        producer: sends the requests; it is open, and stays so.
+        producer: sends the requests; stays open afterwards.
         consumer: receives the answers, beside its listeners.
-        reply_subject: where answers go: one subject for all requests of an application, for instance "shop.answers".
+        reply_subject: subject of the answers of all requests of an application, for instance "shop.answers".
     """
 
     def __init__(self, producer: Sends, consumer: Consumer, *, reply_subject: str) -> None:
@@ -55,7 +55,7 @@ class Requester:
         self._waiting: dict[str, asyncio.Future[ReceivedMessage]] = {}
         self._reader: asyncio.Task[None] | None = None
         self.late_answers = 0
-        """Answers that nobody waited for any more, second ones of a request that was handled twice among them."""
+        """Number of answers after the timeout, and of second answers to requests that were handled twice."""
 
     def _name_anew(self) -> None:
         self._name = secrets.token_hex(8)
@@ -82,15 +82,15 @@ class Requester:
 
     @property
     def waiting(self) -> int:
-        """Requests without an answer yet."""
+        """Number of requests without an answer."""
         return len(self._waiting)
 
     async def request(self, message: Message, *, timeout: float) -> ReceivedMessage:
-        """Send a message and return the answer; waits up to `timeout` seconds, sending included.
+        """Send a message and return the answer; `timeout`, in seconds, includes sending.
 
         Raises:
-            NoAnswer: there was none in time. The request may have been handled, or may still be.
-            NotServed: the request was not stored; nobody handles it.
+            NoAnswer: there was no answer in time. The request may have been handled, or may still be.
+            NotServed: the request was not stored.
             ClientClosed: the requester is not open, or was closed meanwhile.
             QmqError: answers cannot be received.
         """
@@ -109,7 +109,7 @@ class Requester:
             if not clock.expired():
                 raise
             if future.done() and not future.cancelled():
-                return future.result()  # the answer came, and the receipt of the request did not
+                return future.result()  # the answer came before the receipt of the request
             raise NoAnswer(f"no answer to message {message.id} within {timeout} s") from None
         finally:
             del self._waiting[identity]
@@ -145,16 +145,16 @@ class Requester:
 
 
 def is_request(message: Message) -> bool:
-    """Whether somebody waits for an answer to `message`."""
+    """Return whether a requester waits for an answer to `message`."""
     return REPLY_SUBJECT in message.properties and REPLY_ID in message.properties
 
 
 async def reply(producer: Sends, message: ReceivedMessage, answer: Message) -> Receipt:
-    """Answer a request: call it in the handler, before it returns. The answer's subject and tags are set here.
+    """Answer a request, in its handler, before it returns. Sets the answer's subject and tags.
 
     Raises:
-        InvalidRequest: nobody waits for an answer to `message`.
-        NotServed: the answer is not stored, or nobody knows; let the handler fail with it, and the request comes again.
+        InvalidRequest: `message` is not a request.
+        NotServed: the answer is not known to be stored. Let the handler raise this, and the request is delivered again.
     """
     if not is_request(message):
         raise InvalidRequest(f"message {message.id} is no request: it says nowhere to answer to")

@@ -1,4 +1,4 @@
-"""Core. The few values that every part of qmq passes around."""
+"""Core. Values used in every part of qmq."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Epoch(NamedTuple):
-    """Mastership of a master: `term` from the metaserver's row, `boot` raised by the master at each of its starts."""
+    """Epoch of a mastership: `term` from the metaserver's row, `boot` raised by the master at each of its starts."""
 
     term: int
     boot: int
@@ -36,13 +36,13 @@ class GroupKind(IntEnum):
     """Kinds of broker groups, with QMQ's numbers."""
 
     NORMAL = 1
-    """Brokers: they keep messages for consumers."""
+    """Brokers, which store messages for consumers."""
     DELAY = 2
-    """Delay servers: they keep messages until these are due, then give them to brokers."""
+    """Delay servers, which store messages until they are due, then send them to brokers."""
 
 
 class Durability(IntEnum):
-    """What an acknowledgement stands for; named in every reply."""
+    """Durability of an acknowledgement, stated in every reply."""
 
     FSYNC = 0
     """fsynced on master and slave."""
@@ -50,7 +50,7 @@ class Durability(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a process listens."""
+    """Address of a process."""
 
     host: str
     port: int
@@ -60,7 +60,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Read `host:port`; raises ValueError with what is wrong."""
+        """Parse `host:port`; raises ValueError with the fault."""
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"{text!r} is not host:port")

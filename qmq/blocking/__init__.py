@@ -1,4 +1,4 @@
-"""Send and receive messages in programs without an event loop: see `Producer`, `Consumer` and docs/blocking.md.
+"""Producer and consumer for programs without an event loop: see `Producer`, `Consumer` and docs/blocking.md.
 
 All other names are those of `qmq`: messages, receipts, errors.
 """

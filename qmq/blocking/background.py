@@ -1,12 +1,12 @@
-"""Shell. The event loop behind all blocking clients of a process: one thread, begun when it is first needed.
+"""Shell. Event loop of all blocking clients of a process, in one thread that is started on first use.
 
-Fork: a child process has no other threads than the one that forked, so it gets a loop of its own when it needs one, and
-never touches its parent's. What the parent had sent and not yet heard of stays the parent's.
+Fork: a child process has only the thread that forked. It gets a loop of its own on first use and never touches its
+parent's. Messages in flight in the parent stay the parent's.
 
-End: Python waits for threads that are no daemons before it takes the interpreter apart. One such thread, the keeper,
-waits until the program's own threads are through, then sees to it that everything sent so far gets its outcome; a
-handler of `atexit` does the same for what came later, and ends the loop. Processes that end by `os._exit` run other
-hooks: those of multiprocessing, and Celery's signal (`_hook_ends`).
+End: Python waits for non-daemon threads before it shuts the interpreter down. One such thread, the keeper, waits for
+the program's own threads and then for the outcomes of all messages. An `atexit` handler does the same for later
+messages and ends the loop. Processes that end by `os._exit` run other hooks: multiprocessing's, and Celery's signal
+(`_hook_ends`).
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ A_co = TypeVar("A_co", covariant=True)
 S = TypeVar("S")
 
 END_S = 5.0
-"""For the loop's thread, after all clients were closed."""
+"""Time for the loop's thread to end after all clients were closed."""
 THREADS = 2
-"""That are there for the end of the program. One would do, but for names whose server is silent."""
+"""Threads that exist before the program ends. One would do, except for names whose server does not answer."""
 
 
 class Client(Protocol):
-    """What is to be ended with the process."""
+    """Client that ends with the process."""
 
     def flush_at_exit(self) -> None:
-        """Wait, within the client's own bounds, until everything sent so far has its outcome; log what is lost."""
+        """Wait, within the client's limits, for the outcomes of all messages; log lost ones."""
 
     def close(self) -> None:
-        """Do so, and disconnect."""
+        """Wait in the same way, and disconnect."""
 
 
 class Opens(Protocol[A_co]):
@@ -84,35 +84,35 @@ def arguments_of(
 
 
 class Background:
-    """The loop and its thread. Made by `background`; ends with the process."""
+    """Loop and its thread. Made by `background`; ends with the process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.clients: set[Client] = set()
-        """Those that are open."""
+        """Open clients."""
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(_Threads())
         self._thread = threading.Thread(target=self._loop.run_forever, name="qmq", daemon=True)
         self._thread.start()
         self.submit(_begin_grpc()).result()
-        # A thread inherits `daemon`: a process pool begins its workers in a daemon thread.
+        # A thread inherits `daemon`: a process pool starts its workers in a daemon thread.
         threading.Thread(target=self._keep, name="qmq keeper", daemon=False).start()
         _hook_ends()
 
     def call_soon(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have `call` carried out on the loop; does not wait."""
+        """Run `call` on the loop; does not wait."""
         self._loop.call_soon_threadsafe(lambda: call(*args, **kwargs))
 
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have `call` carried out after a while; to be called on the loop."""
+        """Run `call` after some seconds; must be called on the loop."""
         self._loop.call_later(seconds, call)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin `work` on the loop; cancelling the future cancels it."""
+        """Start `work` on the loop; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` on the loop and wait for it. Whatever breaks off the waiting, such as Ctrl-C, cancels the work.
+        """Run `work` on the loop and wait for it. An exception in the wait, such as Ctrl-C, cancels the work.
 
         Raises:
             InvalidRequest: this is the loop's own thread, which would wait for itself.
@@ -132,11 +132,11 @@ class Background:
             raise InvalidRequest("a callback must not wait: it is called on the thread that does the work")
 
     def tasks(self) -> set[asyncio.Task[Any]]:
-        """Return the loop's tasks, which asyncio does not keep alive by itself."""
+        """Return the loop's tasks, to which asyncio keeps weak references only."""
         return asyncio.all_tasks(self._loop)
 
     def _keep(self) -> None:
-        """Wait for the program's own threads, then for what they sent."""
+        """Wait for the program's own threads, then for their messages."""
         threading.main_thread().join()
         this = threading.current_thread()
         while others := [thread for thread in threading.enumerate() if thread is not this and _is_waited_for(thread)]:
@@ -144,7 +144,7 @@ class Background:
         self.flush()
 
     def flush(self) -> None:
-        """Wait until all clients' messages have their outcomes."""
+        """Wait for the outcomes of all clients' messages."""
         for client in list(self.clients):
             try:
                 client.flush_at_exit()
@@ -168,14 +168,14 @@ class Background:
 
 
 async def _begin_grpc() -> None:
-    """Let gRPC begin its thread, for the same reason as `_Threads` begins some."""
+    """Start gRPC's thread now, for the reason given in `_Threads`."""
     if not why_no_grpc():
         grpc_begins()
         grpc.aio.init_grpc_aio()
 
 
 async def _end_tasks() -> None:
-    """Let everything end that still runs on this loop: gRPC leaves calls behind that were cancelled just now."""
+    """End all tasks of this loop: gRPC leaves calls behind that were just cancelled."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -183,15 +183,15 @@ async def _end_tasks() -> None:
 
 
 def _is_waited_for(thread: threading.Thread) -> bool:
-    """Whether Python waits for this thread before the interpreter ends."""
+    """Return whether Python waits for this thread before the interpreter ends."""
     return not thread.daemon and thread is not threading.main_thread()
 
 
 class _Threads(ThreadPoolExecutor):
-    """Threads for what blocks: looking up names, an application's database.
+    """Threads for blocking calls: name resolution, an application's database.
 
-    Some begin at once, because from Python 3.12 on none can once the main thread has ended, when others may still send.
-    For the same reason the base class, which takes no calls from then on, does not get to see any.
+    Some are started at once: from Python 3.12 on, none can be started after the main thread has ended, while other
+    threads may still send. The base class rejects calls from then on, so it gets none.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class _Threads(ThreadPoolExecutor):
 
         self._calls.put(work)
         if not self._idle.acquire(blocking=False):
-            with contextlib.suppress(RuntimeError):  # the program ends: it has to wait for one that is busy
+            with contextlib.suppress(RuntimeError):  # the program ends: the call waits for a busy thread
                 threading.Thread(target=self._serve, name="qmq call", daemon=True).start()
         return future
 
@@ -225,17 +225,18 @@ class _Threads(ThreadPoolExecutor):
 
 _background: Background | None = None
 _of_parents: list[object] = []
-"""Parents' loops with their tasks. Kept, so that nothing of them is taken apart here: their sockets, their epoll and
-gRPC's channels are the parent's."""
+"""Loops of parent processes with their tasks. Kept alive, because closing their sockets, epoll and gRPC channels would
+close the parent's.
+"""
 lock = threading.Lock()
-"""Guards what is made when it is first needed: the loop, and the clients' sessions on it."""
+"""Guards objects made on first use: the loop, and the clients' sessions on it."""
 
 
 def background() -> Background:
-    """Return this process's loop; call it with `lock` held.
+    """Return this process's loop, made on first use; call it with `lock` held.
 
     Raises:
-        ClientClosed: from Python 3.12 on, the main thread has ended: no other thread can begin.
+        ClientClosed: from Python 3.12 on, the main thread has ended: no other thread can be started.
     """
     global _background
     if _background is None:
@@ -251,7 +252,7 @@ def background() -> Background:
 
 
 def current() -> Background | None:
-    """Return this process's loop, if it has one."""
+    """Return this process's loop, or None."""
     return _background
 
 
@@ -261,13 +262,13 @@ def _end(pid: int) -> None:
 
 
 def _flush(*_: object, **__: object) -> None:
-    """Flush at the end of a process that skips `atexit`; of this process only, whichever registered it."""
+    """Flush at the end of a process that skips `atexit`; ignores the registrations of a parent process."""
     if _background is not None and _background.pid == os.getpid():
         _background.flush()
 
 
 def _hook_ends() -> None:
-    """Have `_flush` called where processes end by `os._exit`, by those modules that this process has loaded."""
+    """Register `_flush` where processes end by `os._exit`, in the modules that this process has loaded."""
     if (util := sys.modules.get("multiprocessing.util")) is not None:  # billiard's processes run these, too
         util.Finalize(None, _flush, exitpriority=-1)  # after the process has joined its own children
     if (signals := sys.modules.get("celery.signals")) is not None:  # the workers of its pools run nothing else

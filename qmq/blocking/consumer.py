@@ -1,4 +1,4 @@
-"""Shell. The consumer for programs without an event loop: `qmq.Consumer`, driven from any thread."""
+"""Shell. Consumer for programs without an event loop: `qmq.Consumer`, used from any thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=Callable[[MasterChanged], object])
 
 
 class Consumer:
-    """Receives messages, for listeners (`listen`, `run`) or pullers (`pull`), or both.
+    """Consumer for threads, with listeners (`listen`, `run`), pullers (`pull`), or both.
 
     Listeners may be registered before a process forks: each process that calls `run` is a consumer of its own.
 
@@ -39,14 +39,14 @@ class Consumer:
     def __init__(self, **settings: Any) -> None:
         self._make = partial(AsyncConsumer, **settings)
         self._asked: list[Callable[[AsyncConsumer], object]] = []
-        """What was registered, to be registered again in a forked process."""
+        """Registrations, repeated in a forked process."""
         self._pid = os.getpid()
         self._inner = self._make()
         self._run: _Run | None = None
 
     @property
     def _own(self) -> AsyncConsumer:
-        """This process's consumer: a parent's has the parent's id, and its place in the groups."""
+        """This process's consumer; the parent's has the parent's id and place in the groups."""
         if self._pid != os.getpid():
             self._pid, self._inner, self._run = os.getpid(), self._make(online=self._inner.is_online), None
             for ask in self._asked:
@@ -85,7 +85,7 @@ class Consumer:
         return register
 
     def _on_loop(self, ask: Callable[[AsyncConsumer], None]) -> None:
-        """Register on the loop if the consumer runs, as a listener that is added then begins at once."""
+        """Register a listener; on the loop if the consumer runs, where it starts at once."""
         consumer, run = self._own, self._run
         if run is None:
             ask(consumer)
@@ -98,16 +98,16 @@ class Consumer:
 
     @property
     def listeners(self) -> Mapping[tuple[str, str], Listener]:
-        """Handles of the listeners, by subject and group: to stop, resume, and change their concurrency."""
+        """Listeners by subject and group: to stop and resume them, and to change their concurrency."""
         return self._own.listeners
 
     def run(self) -> None:
-        """Call handlers until `stop`, SIGTERM or Ctrl-C; then finish those that run, send acks, give the rest back.
+        """Call handlers until `stop`, SIGTERM or Ctrl-C; then finish running handlers, send acks, return the rest.
 
-        SIGTERM is taken care of in the main thread, unless the application handles it itself.
+        SIGTERM is handled in the main thread, unless the application has a handler of its own.
 
         Raises:
-            QmqError: a subscription cannot go on, for instance because another process uses the consumer id.
+            QmqError: a subscription ended, for instance because another process uses the consumer id.
         """
         consumer = self._own
         with process.lock:
@@ -125,16 +125,16 @@ class Consumer:
             self._run = None
 
     def stop(self) -> None:
-        """End `run` as SIGTERM does; may be called from any thread and returns at once."""
+        """End `run` as SIGTERM does; may be called from any thread, returns at once."""
         if self._pid == os.getpid() and (run := self._run) is not None:
             run.stop()
 
     def flush_at_exit(self) -> None:
-        """For the end of the process: end `run`, if a daemon thread is in it, and wait for that."""
+        """End a `run` in a daemon thread at the end of the process, and wait for it."""
         self.close()
 
     def close(self) -> None:
-        """As `stop`, and wait until `run` has ended."""
+        """End `run`, and wait for its end."""
         if self._pid == os.getpid() and (run := self._run) is not None:
             run.stop()
             run.wait()
@@ -149,11 +149,11 @@ class Consumer:
     # Together.
 
     def offline(self) -> None:
-        """Take part in no group for now: see `qmq.Consumer.offline`."""
+        """Leave all groups for now: see `qmq.Consumer.offline`."""
         self._own.offline()
 
     def online(self) -> None:
-        """Take part in the groups again."""
+        """Join the groups again."""
         self._own.online()
 
     @property
@@ -161,9 +161,9 @@ class Consumer:
         return self._own.is_online
 
     def on_master_changed(self, callback: C) -> C:
-        """Have `callback` called with each `MasterChanged`, on the thread that does the work: it must not wait.
+        """Call `callback` with each `MasterChanged`, on the background thread, where it must not wait.
 
-        What the old master had delivered, and whose ack it did not get, may come again.
+        Messages delivered by the old master whose acks it did not store may be delivered again.
         """
         self._own.on_master_changed(callback)
         self._asked.append(lambda consumer: consumer.on_master_changed(callback))
@@ -190,7 +190,7 @@ class _Run:
         self.background.call_soon(self._stopped.set)
 
     def wait(self) -> None:
-        """Wait for the end. If that is broken off, by Ctrl-C, the end begins, and is waited for."""
+        """Wait for the end. An exception in the wait, such as Ctrl-C, begins the end and waits for it."""
         try:
             self._ended.result()
         except BaseException:
@@ -202,9 +202,9 @@ class _Run:
 
 
 class Puller:
-    """Asks for messages; made by `Consumer.pull`, a context manager, used from one thread at a time.
+    """Source of messages on request; a context manager, made by `Consumer.pull`, used from one thread at a time.
 
-    On leaving, decisions are sent, and messages that were not decided go back to the group at once.
+    On leaving, decisions are sent and undecided messages go back to the group at once.
     """
 
     def __init__(self, inner: AsyncPuller) -> None:
@@ -236,7 +236,7 @@ class Puller:
     _dead_letter = waits_for(AsyncPuller.dead_letter)
 
     def ack(self, messages: Iterable[ReceivedMessage]) -> None:
-        """Mark messages as done, in any order. The acks travel in the background; `flush` waits for them."""
+        """Mark messages as done, in any order. The acks are sent in the background; `flush` waits for them."""
         self._ack(list(messages))  # read in the caller's thread
 
     def nack(
@@ -246,7 +246,7 @@ class Puller:
         self._nack(list(messages), reason, delay=delay)
 
     def dead_letter(self, messages: Iterable[ReceivedMessage], reason: str) -> None:
-        """Have messages never delivered again: see `ReceivedMessage.dead_letter`."""
+        """Make messages dead letters: see `ReceivedMessage.dead_letter`."""
         self._dead_letter(list(messages), reason)
 
     def stop(self) -> None:
@@ -258,7 +258,7 @@ class Puller:
         self._inner.resume()
 
     def flush_at_exit(self) -> None:
-        """For the end of the process."""
+        """Leave at the end of the process."""
         self.close()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Shell. OpenTelemetry for programs without an event loop: what is sent. See qmq.otel.
+"""Shell. OpenTelemetry for producers without an event loop; see qmq.otel.
 
-Of what is received, `qmq.otel.Tracing` is the filter here, too: a handler runs in its thread within the span.
+Consumers use the filter `qmq.otel.Tracing`: a handler runs in its thread within the span.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from qmq.otel import Sending, end_with, inject, note
 
 
 class TracedProducer(Sending):
-    """Sends as the `qmq.blocking.Producer` that it wraps does, from any thread. Messages are given a context.
+    """Producer for threads that adds spans and a context to messages; it wraps a `qmq.blocking.Producer`.
 
-    The context is that of the calling thread. It is opened and closed as ever.
+    The context is that of the calling thread. The wrapped producer is opened and closed as usual.
     """
 
     def __init__(self, producer: Producer, *, tracer_provider: TracerProvider | None = None) -> None:
@@ -40,7 +40,7 @@ class TracedProducer(Sending):
     def send(
         self, message: Message, *, session: object = None, **delay: Unpack[DelayArguments]
     ) -> Receipt | Future[Receipt]:
-        """See `Producer.send`. With a session, the spans end when the outcome is known, after the commit."""
+        """Send a message; see `Producer.send`. With a session, the spans end with the outcome, after the commit."""
         if session is not None:
             read_delay(**delay, session=session)
             with self._until_known(message) as end:
@@ -54,7 +54,7 @@ class TracedProducer(Sending):
             return receipt
 
     def send_many(self, messages: Iterable[Message], **delay: Unpack[DelayArguments]) -> Receipts:
-        """See `Producer.send_many`."""
+        """Send messages; see `Producer.send_many`."""
         with self._sending_many(messages) as (carrying, note_all):
             note_all(receipts := self._producer.send_many(carrying, **delay))
             return receipts
@@ -62,7 +62,7 @@ class TracedProducer(Sending):
     def send_nowait(
         self, message: Message, on_done: OnReceipt | None = None, **delay: Unpack[DelayArguments]
     ) -> Future[Receipt]:
-        """See `Producer.send_nowait`. The spans end when the future does."""
+        """Queue a message; see `Producer.send_nowait`. The spans end with the future."""
         with self._until_known(message) as end:
             future = self._producer.send_nowait(message, on_done, **delay)
         future.add_done_callback(partial(end_with, end))

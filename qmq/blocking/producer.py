@@ -1,4 +1,4 @@
-"""Shell. The producer for programs without an event loop: `qmq.Producer`, driven from any number of threads."""
+"""Shell. Producer for programs without an event loop: `qmq.Producer`, used from any number of threads."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ log = bounded(__name__)
 
 CHUNK_MESSAGES_MAX = 10_000
 CHUNK_BYTES_MAX = 16 << 20
-"""`send_many` reads so much in the caller's thread before it sends it: the pause until the last receipt of a chunk, a
-few milliseconds, is then small beside the time that the chunk takes."""
+"""Chunk that `send_many` reads in the caller's thread before sending. The wait for its last receipt, a few
+milliseconds, is short beside the time of the chunk.
+"""
 TURN_MESSAGES_MAX = 1_000
-"""One batch, as the producer cuts them."""
+"""One batch of the producer."""
 AGAIN_S = 0.01
-"""When the producer's queue is full, until it is tried again."""
+"""Pause before a retry when the producer's queue is full."""
 MESSAGE_BYTES = 200
-"""What a message counts for beside the texts in it."""
+"""Estimated memory of a message beside its texts."""
 EXIT_S = 5.0
-"""The end of a process waits so much longer than `timeout_s`: messages that wait for room begin their time late."""
+"""Added to `timeout_s` at the end of a process: the timeout of messages that wait for room begins late."""
 
 
 class Producer:
-    """Sends messages; used from any thread, also by the workers of a web server. A context manager.
+    """Producer for any number of threads, such as the workers of a web server. A context manager.
 
-    It connects when it is first used. A process that was forked connects anew when it first uses it, as a producer of
-    its own; messages that the parent had sent and not yet heard of stay the parent's. When the process ends, everything
-    sent gets its outcome first, within `timeout_s` and five seconds; how many messages are not stored is logged.
+    It connects on first use. A forked process connects on its first use as a producer of its own; messages in flight in
+    the parent stay the parent's. The end of the process waits for all outcomes, at most `timeout_s` and five seconds,
+    and logs the number of messages that are not stored.
 
     Args: see `qmq.Producer`.
     """
@@ -74,7 +75,7 @@ class Producer:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is spawned: it gets the settings, and connects by itself."""
+        """Return the settings for a spawned process, which connects by itself."""
         return self.__dict__ | {"_open": None}
 
     @overload
@@ -86,7 +87,7 @@ class Producer:
     def send(
         self, message: Message, *, session: object = None, **delay: Unpack[DelayArguments]
     ) -> Receipt | Future[Receipt]:
-        """Send one message and wait for its receipt: see `qmq.Producer.send`."""
+        """Send one message and return its receipt: see `qmq.Producer.send`."""
         later = read_delay(**delay, session=session)
         if session is not None:
             (receipt,) = self._session().stage([message], session)
@@ -103,7 +104,7 @@ class Producer:
     def send_many(
         self, messages: Iterable[Message], *, session: object = None, **delay: Unpack[DelayArguments]
     ) -> Receipts | list[Future[Receipt]]:
-        """Send messages and wait for all receipts, in the order of the messages: see `qmq.Producer.send_many`.
+        """Send messages and return their receipts, in the order of the messages: see `qmq.Producer.send_many`.
 
         The iterable is read in this thread, up to 10,000 messages or 16 MiB ahead.
         """
@@ -119,16 +120,16 @@ class Producer:
     def send_nowait(
         self, message: Message, on_done: OnReceipt | None = None, **delay: Unpack[DelayArguments]
     ) -> Future[Receipt]:
-        """Queue one message and return at once; the future brings its receipt, or the error of a message that can
-        never be sent. It cannot be cancelled.
+        """Queue one message and return a future of its receipt, which cannot be cancelled. An invalid message sets its
+        error on the future.
 
         Args:
-            on_done: called with the receipt on the thread that does the work, which must not wait.
-            delay, at, key: see `qmq.Producer.send`.
+            on_done: called with the receipt on the background thread, where it must not wait.
+            delay: see `qmq.Producer.send`.
 
         Raises:
-            QueueFull: nothing was queued; send it again later.
-            InvalidRequest: the delay is none.
+            QueueFull: nothing was queued; retry later.
+            InvalidRequest: the delay is not valid.
             ClientClosed: the producer is closed.
         """
         return self._session().put(message, on_done, read_delay(**delay))
@@ -141,32 +142,32 @@ class Producer:
 
     @property
     def left_behind(self) -> list[LeftBehind]:
-        """What waits in outboxes: see `qmq.Producer.left_behind`. Of this process; empty before its first use."""
+        """Unsent outbox rows of this process: see `qmq.Producer.left_behind`. Empty before the first use."""
         session = self._open_here()
         return session.producer.left_behind if session is not None else []
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until every message that `send_nowait` or a transaction took before has its outcome.
+        """Wait for the outcomes of all earlier messages of `send_nowait` and of transactions.
 
         Raises:
-            TimeoutError: not all of them had it within `timeout` seconds; they go on.
+            TimeoutError: outcomes are missing after `timeout` seconds; sending goes on.
         """
         if (session := self._open_here()) is not None:
             session.flush(timeout)
 
     def close(self) -> None:
-        """Send what waits, wait for its outcome (no longer than `timeout_s`), and disconnect."""
+        """Wait for all outcomes (at most `timeout_s`), and disconnect."""
         session, self._is_closed = self._open_here(), True
         if session is not None:
             session.close()
 
     def flush_at_exit(self) -> None:
-        """For the end of the process: as `flush`, within bounds; how many messages are not stored is logged."""
+        """Flush within limits at the end of the process, and log how many messages are not stored."""
         if (session := self._open_here()) is not None:
             session.flush_at_exit()
 
     def _open_here(self) -> _Session | None:
-        """Return the session if it is this process's own."""
+        """Return this process's session, or None."""
         session = self._open
         return session if session is not None and session.background is process.current() else None
 
@@ -186,7 +187,7 @@ class Producer:
 
 
 class _Session:
-    """A producer's life in one process. Made when it is first used there."""
+    """Session of a producer in one process, made on first use."""
 
     def __init__(self, owner: Producer, background: Background) -> None:
         self.background = background
@@ -198,7 +199,7 @@ class _Session:
         self._bytes = 0
         self._is_emptying = False
         self._is_given_up = False
-        """The process ends, and some messages got no outcome within the time for that."""
+        """Whether messages had no outcome in time at the end of the process."""
         background.run(self.producer.__aenter__())
         background.clients.add(owner)
 
@@ -215,7 +216,7 @@ class _Session:
             self._bytes += sent.size
             self._outbox.append(sent)
             wakes, self._is_emptying = not self._is_emptying, True
-        if wakes:  # else the loop is about to look
+        if wakes:  # otherwise the loop is about to look
             self.background.call_soon(self._empty)
         return sent.future
 
@@ -223,7 +224,7 @@ class _Session:
         return self.producer.outbox.stage_here(messages, session, self.background.run)
 
     def _empty(self) -> None:
-        """On the loop: give the producer what was put here, some at a time, so that other work runs in between."""
+        """Pass queued messages to the producer, on the loop, some at a time so that other work runs in between."""
         for _ in range(TURN_MESSAGES_MAX):
             with self._lock:
                 if not self._outbox:
@@ -232,22 +233,24 @@ class _Session:
                 sent = self._outbox.popleft()
             try:
                 self.producer.send_nowait(sent.message, partial(self._done, sent), **_as_arguments(sent.later))
-            except QueueFull:  # by its true size, or because of what other threads send
+            except QueueFull:  # by its exact size, or because of other threads
                 self._outbox.appendleft(sent)
                 self.background.call_later(AGAIN_S, self._empty)
                 return
-            except Exception as error:  # it concerns this message alone
+            except Exception as error:  # affects this message alone
                 self._done(sent, error)
         self.background.call_soon(self._empty)
 
     def _done(self, sent: _Sent, outcome: Receipt | Exception) -> object:
-        """On the loop: set the receipt, then forget it; `flush` waits for both. Return what `on_done` returned."""
+        """Set the receipt and forget the message, on the loop; `flush` waits for both. Return the result of
+        `on_done`.
+        """
         try:
             if isinstance(outcome, Exception):
                 sent.future.set_exception(outcome)
             elif sent.on_done is not None:
                 return sent.on_done(outcome)
-        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop, which everybody waits for
+        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop of all clients
             raise RuntimeError(f"on_done raised {error!r}") from error
         finally:
             if isinstance(outcome, Receipt):
@@ -264,12 +267,12 @@ class _Session:
         late = wait(futures, timeout).not_done
         if late:
             raise TimeoutError(f"{len(late)} messages have no outcome after {timeout} s")
-        if not self._owner._is_closed:  # else the producer does so while it closes
+        if not self._owner._is_closed:  # otherwise the producer does so while it closes
             self.background.submit(self.producer.outbox.drain()).result(timeout)
             self.background.submit(self.producer.callbacks_ended()).result(timeout)
 
     def flush_at_exit(self) -> None:
-        """Wait for outcomes; log how many messages are not stored, and wait for none of them again."""
+        """Wait for outcomes and log how many messages are not stored; later calls do not wait for these again."""
         with self._lock:
             sent, timeout = list(self._under_way), 0.0 if self._is_given_up else self._owner._timeout_s + EXIT_S
         until = time.monotonic() + timeout
@@ -304,7 +307,7 @@ class _Session:
 
 
 class _Sent:
-    """One message of `send_nowait` on its way."""
+    """Message of `send_nowait` without an outcome."""
 
     __slots__ = ("message", "on_done", "later", "future", "size")
 
@@ -317,7 +320,7 @@ class _Sent:
         self.future.set_running_or_notify_cancel()
 
     def why_not_stored(self) -> str:
-        """Return why the message is not known to be stored, "" if it is."""
+        """Return the reason why the message is not known to be stored; "" if it is."""
         if not self.future.done():
             return "no outcome in time"
         if (error := self.future.exception()) is not None:
@@ -327,7 +330,7 @@ class _Sent:
 
 
 class _Receipt(Future[Receipt]):
-    """A receipt to come. Only the process that sent the message gets it; a forked one must not wait for it."""
+    """Future of a receipt for the process that sent the message. A forked process must not wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,12 +352,12 @@ class _Receipt(Future[Receipt]):
 
 
 def _as_arguments(later: Delay | None) -> DelayArguments:
-    """Return what to send a message with: the moment is that of the call, however long it waits here."""
+    """Return the delay arguments with a fixed due time, however long the message waits here."""
     return {} if later is None else {"at": later.at, "key": later.key}
 
 
 def _size(message: Message) -> int:
-    """Return about how many bytes a message takes in memory."""
+    """Return the estimated memory of a message."""
     size = MESSAGE_BYTES
     for value in message.properties.values():
         size += len(value) if isinstance(value, str) else 8
@@ -362,7 +365,7 @@ def _size(message: Message) -> int:
 
 
 def _chunks(messages: Iterable[Message]) -> Iterator[list[Message]]:
-    """Cut messages into lists that are neither long nor large."""
+    """Cut messages into lists of limited length and size."""
     chunk: list[Message] = []
     size = 0
     for message in messages:

@@ -18,9 +18,9 @@ from qmq.reply import reply as async_reply
 
 
 class Requester:
-    """Sends requests and returns their answers; used from any thread. A context manager.
+    """Requester for threads: sends requests and returns their answers. A context manager.
 
-    Like the producer, it connects when it is first used, and anew in a process that was forked.
+    It connects on first use, in a forked process again.
 
     Args: see `qmq.reply.Requester`.
     """
@@ -52,7 +52,7 @@ class Requester:
             background.run(requester.__aexit__(None, None, None))
 
     def flush_at_exit(self) -> None:
-        """At the end of the process: each request has its answer, or has given up."""
+        """Do nothing at the end of the process: each request has its answer or timeout."""
 
     def _open_here(self) -> tuple[Background, AsyncRequester] | None:
         opened = self._open
@@ -74,6 +74,6 @@ class Requester:
 
 
 def reply(producer: Producer, message: ReceivedMessage, answer: Message) -> Receipt:
-    """Answer a request: call it in the handler, before it returns. See `qmq.reply.reply`."""
+    """Answer a request, in its handler, before it returns. See `qmq.reply.reply`."""
     session = producer._session()
     return session.background.run(async_reply(session.producer, message, answer))

@@ -1,4 +1,4 @@
-"""A broker in memory for tests of applications: see `Broker`, and docs/testing.md."""
+"""In-memory broker for tests of applications: see `Broker`, and docs/testing.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BlockingBroker", "Broker"]
 
 
 def __getattr__(name: str) -> object:
-    """Imported when first used: pytest loads the plugin beside this in every run, also in those without messages."""
+    """Import on first use: pytest loads the plugin in every run, also in those without messages."""
     if name not in __all__:
         raise AttributeError(f"qmq.testing has no name {name!r}")
     value = globals()[name] = getattr(import_module("qmq.testing.broker"), name)

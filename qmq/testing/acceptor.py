@@ -1,4 +1,4 @@
-"""Shell. Where clients connect to a group in memory: any token opens it, and a test may have it refuse and hang up."""
+"""Shell. Client port of an in-memory copy: accepts any token; a test may refuse produces and close connections."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qmq.testing.copies import Copy
 
 
 class Acceptor:
-    """One process's port for clients, and their connections. Made with the copy; ends with it.
+    """Client port of one process, with its connections. Made with the copy; ends with it.
 
     Args:
-        commands: those that clients may send.
-        refusals: errors for the next produces, in turn; a test puts them there.
+        commands: allowed commands of clients.
+        refusals: errors for the next produces, in turn; set by tests.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Acceptor:
         await self.drop_all("the broker is closed")
 
     async def drop_all(self, reason: str) -> None:
-        """Hang up on everybody who is connected now, and wait until the core knows it."""
+        """Close all client connections, and wait until the core has noticed."""
         guests = list(self._guests)
         for guest in guests:
             guest.close(reason)
@@ -60,7 +60,7 @@ class Acceptor:
             await asyncio.sleep(0)
 
     def renew_leases(self) -> None:
-        """Let every consumer that is connected have said just now that it lives."""
+        """Renew the lease of every connected consumer."""
         for guest in self._let_in:
             beat = Packet(Command.HEARTBEAT, 0, ONE_WAY, Command.HEARTBEAT, memoryview(b""))
             self._copy.guarded(partial(self._copy.node.packet_received, guest, beat))
@@ -70,7 +70,7 @@ class Acceptor:
         self._guests.add(guest)
         return guest
 
-    # The owner of all connections.
+    # Owner of all connections.
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         if packet.code == Command.AUTHENTICATE:
@@ -85,7 +85,7 @@ class Acceptor:
             self._copy.guarded(partial(self._copy.node.packet_received, connection, self.read(packet)))
 
     def read(self, packet: Packet) -> Packet:
-        """Return what the core gets of a packet."""
+        """Return the request for the core that a packet carries."""
         return packet
 
     def _authenticate(self, connection: Connection, packet: Packet) -> None:

@@ -1,7 +1,7 @@
-"""Shell. The broker in memory as tests see it: `Broker` beside coroutines, `BlockingBroker` beside plain functions.
+"""Shell. In-memory broker for tests: `Broker` for coroutines, `BlockingBroker` for plain functions.
 
-It runs on a thread and an event loop of its own, so that it serves whatever loop, or none, the tested code has, and
-goes on while that code blocks.
+It runs on a thread and an event loop of its own, so it serves code on any loop or none, and goes on while that code
+blocks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 CLOSE_S = 5.0
 ADVANCE_S = 300.0
-"""A year goes by in about a minute: leases are renewed at each step."""
+"""Steps of the clock, in which leases are renewed; a year passes in about a minute."""
 WAIT_S = 20.0
-"""How long the `wait_until` functions wait if they are not told: far longer than it takes, as machines stand still."""
+"""Default timeout of the `wait_until` functions: far longer than needed, for machines that pause."""
 
 
 class _Broker:
-    """What both brokers have. Each call is carried out on the broker's loop, at once; from any thread but that.
+    """Base of both brokers. Each call runs on the broker's loop, at once; it may come from any other thread.
 
     Args:
-        group: name of the broker group, as messages and receipts show it.
-        lease: seconds after which a consumer that vanished without a word loses what it held.
+        group: name of the broker group in messages and receipts.
+        lease: seconds until a consumer that vanished loses its unacked messages.
     """
 
     def __init__(self, *, group: str = "test", lease: float = 30.0) -> None:
@@ -112,37 +112,37 @@ class _Broker:
 
         return self._await(answer())
 
-    # What clients need.
+    # Addresses.
 
     @property
     def metaserver(self) -> str:
         """HTTP address for `Producer(metaserver=…)` and `Consumer(metaserver=…)`. Any token is accepted."""
         return self._running.metaserver.url
 
-    # What was stored.
+    # Stored messages.
 
     def messages(self, subject: str) -> list[Message]:
-        """Return all stored messages of `subject`, in order; consumed ones, too."""
+        """Return all stored messages of `subject`, in order, consumed ones included."""
         return self._ask(lambda machine: machine.messages(plain(subject)))
 
     def dead_letters(self, subject: str, group: str) -> list[Message]:
-        """Return the messages of `subject` on which the consumer group `group` gave up, in order.
+        """Return the dead letters of the consumer group `group` on `subject`, in order.
 
-        Their properties tell more: `qmq_deadReason`, `qmq_times`, `qmq_deadSequence`.
+        Their properties include `qmq_deadReason`, `qmq_times` and `qmq_deadSequence`.
         """
         return self.messages(dead_letter_subject(subject, group))
 
     def delayed(self, subject: str) -> list[Message]:
-        """Return the messages of `subject` that wait until they are due, the first one first."""
+        """Return the delayed messages of `subject`, earliest due first."""
         return self._ask(lambda machine: machine.delayed(plain(subject)))
 
     # Time.
 
     def advance(self, seconds: float) -> None:
-        """Put the broker's clock forward: delayed messages and retries come due, vanished consumers lose their leases.
+        """Advance the broker's clock: delayed messages and retries come due, vanished consumers lose their leases.
 
-        When it returns, consumers can get what was delayed until then. Consumers that are connected keep their leases,
-        however far it goes. Timers of clients do not change.
+        On return, consumers can get all messages that are due. Connected consumers keep their leases. Timers of clients
+        do not change.
         """
         if seconds < 0:
             raise InvalidRequest("time goes forward only")
@@ -150,44 +150,44 @@ class _Broker:
         machine.check()
         self._await(machine.advance(int(seconds * 1000)), ADVANCE_S)
 
-    # What may go wrong.
+    # Faults.
 
     def readonly(self, subject: str = "*") -> None:
-        """Take no new messages of `subject` (by default: of none) until `writable`, as after MarkReadonly.
+        """Reject new messages of `subject` (by default of all) until `writable`, as after MarkReadonly.
 
-        Producers keep messages until their `timeout_s`, and then say that they were refused. Consumers go on.
+        Producers keep messages until their `timeout_s`, then report them as refused. Consumers go on.
         """
         self._ask(lambda machine: machine.mark(readonly=plain(subject)))
 
     def writable(self) -> None:
-        """End what `readonly` began."""
+        """End `readonly`."""
         self._ask(lambda machine: machine.mark(readonly=None))
 
     def refuse_next(self, error: QmqError, count: int = 1) -> None:
-        """Answer the next `count` produce requests with `error`, without looking at them.
+        """Answer the next `count` produce requests with `error`, unread.
 
-        The class tells the producer what to do, as ever: `InvalidMessage` refuses the messages, `Overloaded` and
-        `NotServed` make it try again, after `OutcomeUnknown` it repeats the batch.
+        The class determines the producer's next step, as always: `InvalidMessage` refuses the messages, `Overloaded`
+        and `NotServed` cause retries, `OutcomeUnknown` repeats the batch.
         """
         self._ask(lambda machine: machine.refusals.extend([error] * count))
 
     def drop_connections(self) -> None:
-        """Hang up on all clients. They connect again by themselves; what was under way is asked for again."""
+        """Close all client connections. Clients reconnect and repeat requests in flight."""
         self._running.check()
         self._await(self._running.drop())
 
     def swap_roles(self) -> None:
-        """Let the group's other copy take over, as if its master had died.
+        """Promote the group's slave, as if the master had died.
 
-        Consumers may be given again what they hold, and hear of it (`Consumer.on_master_changed`).
+        Consumers may get unacked messages again, and are notified (`Consumer.on_master_changed`).
         """
         self._ask(lambda machine: machine.swap())
 
 
 class Broker(_Broker):
-    """A broker for tests of coroutines: `async with qmq.testing.Broker() as broker`.
+    """Broker for tests of coroutines: `async with qmq.testing.Broker() as broker`.
 
-    Each function but the three that wait does its work at once.
+    All methods return at once, except the three that wait.
     """
 
     async def __aenter__(self) -> Self:
@@ -202,32 +202,32 @@ class Broker(_Broker):
     async def wait_until_consumed(
         self, subject: str, group: str, timeout: float = WAIT_S, *, skip_delays: bool = True
     ) -> None:
-        """Wait until the consumer group has settled every message of `subject`: acked it or given up on it.
+        """Wait until the consumer group has settled every message of `subject`, by ack or as a dead letter.
 
         Args:
             timeout: seconds of real time.
-            skip_delays: whether to put the clock forward to the next retry whenever consumers hold nothing.
+            skip_delays: whether to advance the clock to the next retry whenever all other messages are settled.
 
         Raises:
-            TimeoutError: says what is not settled.
+            TimeoutError: with the unsettled messages.
         """
         await self._wait(consumed(subject, group, skip_delays), timeout)
 
     async def wait_until_delayed(self, subject: str, group: str, messages: int = 1, timeout: float = WAIT_S) -> None:
-        """Wait until at least `messages` wait for their retry; then `advance` brings them.
+        """Wait until at least `messages` wait for their retry; `advance` then makes them due.
 
         Raises:
-            TimeoutError: says how far the group is.
+            TimeoutError: with the group's progress.
         """
         await self._wait(delayed(subject, group, messages), timeout)
 
     async def wait_until_subscribed(
         self, subject: str, group: str, consumers: int = 1, timeout: float = WAIT_S
     ) -> None:
-        """Wait until so many consumers of the group are connected: who starts at "latest" gets all that comes now.
+        """Wait until this many consumers of the group are connected: with start "latest" they get all later messages.
 
         Raises:
-            TimeoutError: says how far the group is.
+            TimeoutError: with the group's progress.
         """
         await self._wait(subscribed(subject, group, consumers), timeout)
 
@@ -241,20 +241,20 @@ class Broker(_Broker):
 
 
 class BlockingBroker(_Broker):
-    """A broker for tests of plain functions: `with qmq.testing.BlockingBroker() as broker`."""
+    """Broker for tests of plain functions: `with qmq.testing.BlockingBroker() as broker`."""
 
     def wait_until_consumed(
         self, subject: str, group: str, timeout: float = WAIT_S, *, skip_delays: bool = True
     ) -> None:
-        """See `Broker.wait_until_consumed`."""
+        """Wait until a group has settled all messages; see `Broker.wait_until_consumed`."""
         self._wait(consumed(subject, group, skip_delays), timeout)
 
     def wait_until_delayed(self, subject: str, group: str, messages: int = 1, timeout: float = WAIT_S) -> None:
-        """See `Broker.wait_until_delayed`."""
+        """Wait for delayed retries; see `Broker.wait_until_delayed`."""
         self._wait(delayed(subject, group, messages), timeout)
 
     def wait_until_subscribed(self, subject: str, group: str, consumers: int = 1, timeout: float = WAIT_S) -> None:
-        """See `Broker.wait_until_subscribed`."""
+        """Wait for consumers; see `Broker.wait_until_subscribed`."""
         self._wait(subscribed(subject, group, consumers), timeout)
 
     def _wait(self, wish: Wish, timeout: float) -> None:

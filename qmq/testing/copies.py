@@ -1,7 +1,7 @@
-"""Shell. A group in memory: the real cores of its master and its slave, joined by a wire that loses nothing.
+"""Shell. In-memory broker group: the real cores of master and slave, joined by a lossless connection.
 
-Everything happens on one event loop, in the order in which it was caused. There is no disk to wait for, so a message
-is acknowledged as soon as both cores have it; what the cores decide is what they decide in production.
+All events run on one event loop, in causal order. There is no disk to wait for, so a message is acknowledged once both
+cores have it. The cores decide as in production.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from qmq.types import Role
 M = TypeVar("M", bound=Master)
 
 WIRE_REQUEST = 1
-"""Opaque number of a slave's hello: the only request between the two."""
+"""Opaque number of a slave's hello, the only request between the two."""
 
 
 class Clock:
-    """The computer's clock, put forward by what a test has skipped."""
+    """The computer's clock plus the time that a test has skipped."""
 
     def __init__(self) -> None:
         self.skipped_ms = 0
@@ -46,10 +46,10 @@ class Clock:
 
 
 class Copy(Generic[M]):
-    """One process of the copies, and the world around its core (`qmq.replication.ports.Host`).
+    """One process of the group: its core, and the world around it (`qmq.replication.ports.Host`).
 
-    `happened` is called after each step of the core, `failed` with what must never be raised there; `promote` makes the
-    master whose mastership begins.
+    `happened` is called after each step of the core, `failed` with errors that the core must never raise, `promote`
+    when a mastership begins.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Copy(Generic[M]):
         self._failed = failed
         self._pass_is_due = False
         self.wire: Wire | None = None
-        """This end of the connection to the other one."""
+        """This end of the connection to the other copy."""
         self.node = Node(
             message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes),
             host=self,
@@ -79,7 +79,7 @@ class Copy(Generic[M]):
         )
 
     def guarded(self, call: Callable[[], object]) -> None:
-        """Run a call into the core. Its refusals are answers; what else it raises is a bug, which the test must see."""
+        """Run a call into the core. Refusals are answers; other errors are bugs, which the test must see."""
         try:
             call()
         except Exception as error:
@@ -87,7 +87,7 @@ class Copy(Generic[M]):
         self._happened()
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Pass a tick of the clock to the core."""
         self.node.tick()
 
     def soon(self, call: Callable[[], object]) -> None:
@@ -128,11 +128,11 @@ class Copy(Generic[M]):
             self.wire.ask(Command.HELLO, body)
 
     def role_changed(self) -> None:
-        """The pair connects the two by itself."""
+        """CopyPair connects the two."""
 
 
 class Wire:
-    """One end of the connection between the two, a `Link` of theirs; what it is told arrives at the other."""
+    """One end of the connection between the copies, a `Link`; writes arrive at the other end."""
 
     def __init__(self, copy: Copy[Any], peer: str) -> None:
         self._copy = copy
@@ -181,7 +181,7 @@ class Copies(Generic[M]):
     """Both processes of a group. Made on the loop that runs it; ends with that.
 
     Args:
-        make: makes a copy of this name.
+        make: makes a copy of a given name.
     """
 
     def __init__(self, group: str, make: Callable[[str], Copy[M]]) -> None:
@@ -193,7 +193,7 @@ class Copies(Generic[M]):
 
     @property
     def master(self) -> M:
-        """The master's mastership.
+        """The current mastership.
 
         Raises:
             NotServed: it has not begun, or has no slave yet.
@@ -204,7 +204,7 @@ class Copies(Generic[M]):
         return master
 
     async def ready(self) -> None:
-        """Wait until they have."""
+        """Wait until the mastership has begun and has its slave."""
         while not self.is_ready:
             await asyncio.sleep(0)
 
@@ -220,7 +220,7 @@ class Copies(Generic[M]):
         return self.copies[0].node.log
 
     def begin_mastership(self) -> None:
-        """Give both their parts, in a new term, and connect them."""
+        """Assign both roles in a new term, and connect the copies."""
         self.term += 1
         for copy in self.copies:
             if copy.wire is not None:
@@ -235,7 +235,7 @@ class Copies(Generic[M]):
         slave.node.slave.connected(at_slave)
 
     def swap(self) -> None:
-        """Let the slave take over as if its master had died: what was under way has to be asked for again."""
+        """Promote the slave, as if its master had died; requests in flight have to be repeated."""
         self.copies.reverse()
         self.begin_mastership()
 
@@ -244,7 +244,7 @@ class Copies(Generic[M]):
         return self._readonly_subjects.isdisjoint({subject, "*"})
 
     def mark_readonly(self, subjects: frozenset[str]) -> None:
-        """Refuse new messages of these subjects, as an operator's mark does; `*` stands for all."""
+        """Reject new messages of these subjects, as an operator's mark does; `*` stands for all."""
         self._readonly_subjects = subjects
         for copy in self.copies:
             self._assign(copy)

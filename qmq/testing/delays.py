@@ -1,7 +1,7 @@
-"""Shell. A delay group in memory: the real cores of both copies of a delay server, in front of the broker of the test.
+"""Shell. In-memory delay group: the real cores of both copies of a delay server, in front of the test's broker.
 
-Its clock is the broker's, which tests put forward. Clients' clocks are not: so when a message is due is read on the
-client's clock, and kept on this one.
+Its clock is the broker's, which tests advance; the clients' clocks are real. So due times are read on the client's
+clock and moved to this one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qmq.testing.copies import Clock, Copies, Copy
 
 COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 TURNS_MAX = 2_000
-"""Turns of the loop until what is due must have come to the broker, unless that refuses it."""
+"""Turns of the loop until due messages must have reached the broker, unless it refuses them."""
 ROOM_BYTES = 1 << 20
 SETTINGS = DelaySettings(
     hostname="test",
@@ -46,11 +46,11 @@ SETTINGS = DelaySettings(
     slave_lag_ms_max=1 << 50,
 )
 _DUE_AT, _DUE = 9, struct.Struct(">q")
-"""Where a message says when it is due (qmq.codec)."""
+"""Offset of a message's due time (qmq.codec)."""
 
 
 class DelayCopy(Copy[DelayMaster]):
-    """One delay server: a copy of the log, and the schedule that follows from it."""
+    """Copy of a delay server: a log, and the schedule derived from it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class DelayCopy(Copy[DelayMaster]):
         )
 
     def tick(self) -> None:
-        """Let the core look at the clock: what is due goes on its way."""
+        """Pass a tick of the clock to the core, which sends due messages."""
         super().tick()
         filing, message_log = self.filing, self.node.log
         if self.node.master is not None:
@@ -88,7 +88,7 @@ class DelayCopy(Copy[DelayMaster]):
 
 
 class Hatch:
-    """The way from the delay servers into the broker: a `BatchSender`, and a `Link` of the broker."""
+    """Sender of the delay server to the broker: a `BatchSender`, and a `Link` of the broker."""
 
     peer, writable, is_open = "delay server", True, True
 
@@ -159,14 +159,14 @@ class Hatch:
         self._brokers.copies[0].soon(partial(self._asked.pop(request.opaque), answer))
 
     def push(self, command: Command, *parts: Buffer) -> None:
-        """A broker tells a producer nothing unasked."""
+        """Ignore it: a broker sends a producer no requests."""
 
     def close(self, reason: str = "") -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class DelayAcceptor(Acceptor):
-    """The delay group's port. It reads due times on the client's clock."""
+    """Port of the delay group, which reads due times on the client's clock."""
 
     def __init__(self, copy: DelayCopy, *, clock: Clock, group: str, refusals: deque[QmqError]) -> None:
         super().__init__(copy, group=group, settings=SETTINGS, commands=COMMANDS, refusals=refusals)
@@ -182,12 +182,12 @@ class DelayAcceptor(Acceptor):
                 later = reschedule._replace(due_ms=reschedule.due_ms + skipped_ms)
                 return packet._replace(body=memoryview(commands.encode_reschedule(later)))
         except QmqError:
-            pass  # the core says what is wrong with it
+            pass  # the core reports the fault
         return packet
 
 
 def _put_forward(body: memoryview, ms: int) -> bytes:
-    """Return the body of a PRODUCE whose messages are due `ms` later."""
+    """Return the body of a PRODUCE with its messages due `ms` later."""
     produce = commands.decode_produce(body)
     batch, count = bytearray(produce.body), produce.count
     data = 4 * (count + 1)
@@ -202,7 +202,7 @@ def _put_forward(body: memoryview, ms: int) -> bytes:
 
 
 class Delays:
-    """Made when a client first asks for delay groups, on the broker's loop; ends with the broker."""
+    """Delay group, made on the broker's loop for the first client that asks for one; ends with the broker."""
 
     def __init__(
         self,
@@ -238,18 +238,18 @@ class Delays:
         self._copies.tick()
 
     def next_due_ms(self, within_ms: int) -> int:
-        """Return in how many ms the next message is due that is not yet; `within_ms` if none is so soon."""
+        """Return the ms until the next message is due, at most `within_ms`."""
         now_ms = self._clock.now_ms()
         records = self._master.filing.schedule.list(now_ms + 1, now_ms + within_ms, None, 1)()
         return int(records["due"][0]) - now_ms if len(records) else within_ms
 
     def messages(self, subject: str) -> list[Message]:
-        """Return the messages that wait, the first one first."""
+        """Return the waiting messages, earliest due first."""
         records = self._master.filing.schedule.list(0, 1 << 62, subject, 1 << 30)()
         return [decode_message(data) for data in read_messages(self._copies.log, Messages.of(records))]
 
     async def caught_up(self) -> None:
-        """Wait until what is due by now was given to the broker, if that takes it."""
+        """Wait until all due messages were sent to the broker, unless it refuses them."""
         for _ in range(TURNS_MAX):
             self.tick()
             await asyncio.sleep(0)

@@ -1,6 +1,6 @@
-"""Shell. The parts of a broker in memory, joined: both copies, their ports, the metaserver, and the wishes of tests.
+"""Shell. In-memory broker as a whole: both copies, their ports, the metaserver, and the wait conditions of tests.
 
-A delay group joins them when a client first asks for one.
+A delay group is added when a client first asks for one.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ COMMANDS = frozenset(
     }
 )
 TICK_S = 0.1
-"""A broker's own pace, for leases and retries that come due without `advance`."""
+"""Interval of the broker's own ticks, for leases and retries that come due without `advance`."""
 
 
 class Machine:
-    """Made, used and closed on one event loop, by `qmq.testing.broker`."""
+    """Parts of a broker, made, used and closed on one event loop by `qmq.testing.broker`."""
 
     def __init__(self, group: str, settings: BrokerSettings) -> None:
         self.refusals: deque[QmqError] = deque()
@@ -72,7 +72,9 @@ class Machine:
             for copy in self._copies.copies
         }
         self._step_ms = settings.lease_ms // LOOKS_IN_LEASE
-        """A clock that goes faster than consumers can say that they live goes in steps, and they say it at each."""
+        """The clock advances in steps, with a renewal of all leases at each: consumers could not send heartbeats that
+        fast.
+        """
         self._looks_soon = False
         self._ticking = asyncio.ensure_future(self._tick())
 
@@ -92,10 +94,10 @@ class Machine:
         await asyncio.gather(*(acceptor.close() for acceptor in self._all_acceptors()), self.metaserver.close())
 
     async def _open_delays(self) -> tuple[str, int]:
-        """Return the delay group's name and port; it is made when it is first wanted.
+        """Return the delay group's name and port; it is made on first use.
 
         Raises:
-            NotServed: what it is made of is not installed.
+            NotServed: its packages are not installed.
         """
         async with self._opening_delays:
             if self._delays is None:
@@ -118,11 +120,11 @@ class Machine:
         return [*self._acceptors.values(), *(self._delays.acceptors if self._delays else [])]
 
     def check(self) -> None:
-        """Raise what the cores raised and never should."""
+        """Raise an error that a core must never raise."""
         if self._failure is not None:
             raise RuntimeError("the broker in memory broke down; this is a bug of qmq") from self._failure
 
-    # Asked by tests.
+    # Called by tests.
 
     def messages(self, subject: str) -> list[Message]:
         log = self._copies.log
@@ -141,7 +143,7 @@ class Machine:
         return self._delays.messages(subject) if self._delays else []
 
     async def advance(self, ms: int) -> None:
-        """Put the clock forward, from one delayed message to the next; each is at the broker when it is due."""
+        """Advance the clock, from one delayed message to the next; each reaches the broker when it is due."""
         while self._delays is not None and ms > 0:
             step = self._delays.next_due_ms(ms)
             self.skip(step)
@@ -175,7 +177,7 @@ class Machine:
         port = self._acceptors[self._copies.copies[0]].port
         self.metaserver.tell(port=port, term=self._copies.term, readonly=self._readonly)
 
-    # Wishes.
+    # Wait conditions.
 
     def watch(self, wish: Wish) -> Wish:
         self._wishes.append(wish)
@@ -183,14 +185,14 @@ class Machine:
         return wish
 
     def give_up(self, wish: Wish, timeout: float) -> str:
-        """Forget a wish; say why it did not come true."""
+        """Forget a condition; return the reason why it is not met."""
         if wish in self._wishes:
             self._wishes.remove(wish)
         found = self.standing(wish.subject, wish.group).text(self._clock.now_ms())
         return f"not {wish.what} within {timeout} s; {found}"
 
     def _happened(self) -> None:
-        """Something may have come true: look once for all that happens in this turn of the loop."""
+        """Check the conditions soon, once for all events of this turn of the loop."""
         if self._wishes and not self._looks_soon:
             self._looks_soon = True
             asyncio.get_running_loop().call_soon(self._look)
@@ -202,7 +204,7 @@ class Machine:
         for wish in list(self._wishes):
             found = self.standing(wish.subject, wish.group)
             if wish.granted.cancelled():
-                self._wishes.remove(wish)  # whoever waited went away
+                self._wishes.remove(wish)  # its waiter was cancelled
             elif wish.is_met(found):
                 self._wishes.remove(wish)
                 if wish.granted.set_running_or_notify_cancel():

@@ -1,5 +1,7 @@
-"""Shell. A metaserver that knows one broker group, which serves every subject, and a delay group for who asks for one:
-routes over gRPC, and over HTTP for clients that no gRPC reaches, such as those in a forked process."""
+"""Shell. In-memory metaserver with one broker group for every subject, and a delay group on request.
+
+Routes go over gRPC, and over HTTP to clients without gRPC, such as those in a forked process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from qmq.types import GroupKind
 
 
 class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no types
-    """Made with the broker; ends with it. `tell` changes the routes and lets every client know.
+    """Metaserver of a broker; ends with it. `tell` changes the routes and sends them to every client.
 
     Args:
         open_delays: starts the delay group, if it does not run; returns its name and port, or raises NotServed.
@@ -52,13 +54,13 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
     async def close(self) -> None:
         if self._http is not None:
             self._http.close()
-        await self._grpc.stop(None)  # meanwhile what was accepted is known here
+        await self._grpc.stop(None)  # by then accepted connections are registered
         for writer in self._answering.values():
             writer.transport.abort()
-        await asyncio.gather(*self._answering, return_exceptions=True)  # else sockets stay open when the loop ends
+        await asyncio.gather(*self._answering, return_exceptions=True)  # otherwise sockets stay open when the loop ends
 
     def tell(self, *, port: int, term: int, readonly: frozenset[str]) -> None:
-        """Take over where the master listens, in which term, and for which subjects the group is readonly."""
+        """Set the master's address and term, and the readonly subjects of the group."""
         self._port = port
         self._term = term
         self._readonly = readonly
@@ -66,7 +68,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             watch.moved.set()
 
     async def route(self, subject: str, kind: int) -> pb.SubjectRoute:
-        """Make the route of a subject; its version is a hash of what it says."""
+        """Return the route of a subject; its version is a hash of its content."""
         if kind == GroupKind.DELAY:
             route = await self._delay_route(subject)
         else:
@@ -120,7 +122,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             )
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, IndexError):
-            pass  # what a client does not understand, or does not wait for, is its own affair
+            pass  # a client may close its connection, or send anything
         finally:
             writer.close()
             with suppress(OSError):
@@ -140,7 +142,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
 
 
 class _Watch:
-    """One client's stream: the subjects it asked for, and the version of each route that it was sent or has."""
+    """Stream of one client: its subjects, and the version of each route that it has."""
 
     def __init__(self, requests: AsyncIterator[pb.RouteRequest]) -> None:
         self.held: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Shell. The pytest plugin: fixtures that give each test a broker in memory of its own. It is loaded by itself."""
+"""Shell. Pytest plugin, loaded by itself: fixtures with an in-memory broker for each test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def qmq_broker() -> Iterator[Broker]:
-    """A broker in memory for a test of coroutines; see docs/testing.md."""
+    """In-memory broker for a test of coroutines; see docs/testing.md."""
     from qmq.testing.broker import Broker
 
     with Broker() as broker:
@@ -22,7 +22,7 @@ def qmq_broker() -> Iterator[Broker]:
 
 @pytest.fixture
 def qmq_blocking_broker() -> Iterator[BlockingBroker]:
-    """A broker in memory for a test of plain functions; see docs/testing.md."""
+    """In-memory broker for a test of plain functions; see docs/testing.md."""
     from qmq.testing.broker import BlockingBroker
 
     with BlockingBroker() as broker:

@@ -1,4 +1,4 @@
-"""Core. How far a consumer group is, as a test asks for it: what it has still to be given, and what it holds."""
+"""Core. Progress of a consumer group, and the conditions that tests wait for."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from qmq.subjects import parse_derived, retry_subject
 
 
 class Standing(NamedTuple):
-    """Messages of a subject, and of the group's own `%RETRY%` subject, that the group has not settled."""
+    """Unsettled messages of a consumer group, on a subject and the group's own `%RETRY%` subject."""
 
     subject: str
     group: str
     is_known: bool
     """Whether the group ever subscribed."""
     consumers: int = 0
-    """How many of them are connected."""
+    """Number of connected consumers."""
     waiting: int = 0
-    """May be delivered now, as soon as a consumer asks."""
+    """Messages that may be delivered now."""
     delayed: int = 0
-    """Wait until their retry is due."""
+    """Messages that wait for their retry."""
     held: int = 0
-    """Were delivered and neither acked nor nacked."""
+    """Messages delivered and neither acked nor nacked."""
     next_due_ms: int = 0
-    """When the first of the delayed ones may be delivered, on the broker's clock; 0: there are none."""
+    """Due time of the first delayed message, on the broker's clock; 0 without any."""
 
     @property
     def is_consumed(self) -> bool:
         return self.is_known and not self.waiting and not self.delayed and not self.held
 
     def text(self, now_ms: int) -> str:
-        """Say it to whoever waited in vain."""
+        """Return this progress as text, for a timeout."""
         name = f"group {self.group!r} of subject {self.subject!r}"
         if not self.is_known:
             return f"{name}: nobody has subscribed"
@@ -49,7 +49,11 @@ class Standing(NamedTuple):
 
 
 def standing(state: State, subject: str, group: str, *, consumers: int, now_ms: int) -> Standing:
-    """Count what `group`, of which so many consumers are connected, has not settled of `subject`."""
+    """Return the progress of `group` on `subject`.
+
+    Args:
+        consumers: number of connected ones.
+    """
     found = Standing(subject, group, (subject, group) in state.groups, consumers)
     names = [subject] if parse_derived(subject) else [subject, retry_subject(subject, group)]
     for name in names:
@@ -70,14 +74,14 @@ def standing(state: State, subject: str, group: str, *, consumers: int, now_ms: 
 
 @dataclass(eq=False)
 class Wish:
-    """What a test waits for. `granted` ends when it came true."""
+    """Condition that a test waits for; `granted` is resolved when it is met."""
 
     subject: str
     group: str
     what: str
     is_met: Callable[[Standing], bool]
     skip_delays: bool = False
-    """Whether the clock may be put forward to the next retry when only such messages are left."""
+    """Whether the clock may advance to the next retry when only delayed messages are left."""
     granted: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
