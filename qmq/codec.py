@@ -128,7 +128,7 @@ def encode_own(message: Message) -> bytes:
     data, key, retries = b"", message.order_key, message.retries_max
     if key is not None:
         if not isinstance(key, str) or not key:
-            raise InvalidMessage(f"an order key is a word, not {key!r:.50}: write str() around it")
+            raise InvalidMessage(f"an order key is a str, not {key!r:.50}: write str() around it")
         data = _string("", ORDER_KEY) + _string("the order key", key)
     if retries is not None:
         if not isinstance(retries, int) or retries.__class__ is bool or not 0 <= retries <= RETRIES_MOST:
@@ -163,7 +163,7 @@ def encode_tags(tags: Iterable[str]) -> TagSection:
             raise InvalidMessage(f"{len(tags)} tags are more than {TAGS_MAX}")
         for tag in tags:
             if not isinstance(tag, str) or not tag:
-                raise InvalidMessage(f"a tag is a word, not {tag!r:.50}: write str() around it")
+                raise InvalidMessage(f"a tag is a str, not {tag!r:.50}: write str() around it")
         data = bytes([len(tags)]) + b"".join(_string("a tag", tag) for tag in sorted(tags))
         section = TagSection(data, tag_bits(tags))
         if len(_tags) < KEPT_MAX and len(data) < 100:
@@ -327,7 +327,7 @@ def decode_envelope(data: bytes) -> Envelope:
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise InvalidMessage(f"not a message in QMQ's encoding: {error}") from None
     if at + 4 + length != len(data):
-        raise InvalidMessage(f"a message of {len(data)} bytes says that it ends at {at + 4 + length}")
+        raise InvalidMessage(f"a message of {len(data)} bytes claims to end at {at + 4 + length}")
     return Envelope(flag, created_ms, subject, identity, tags, at + 4)
 
 
@@ -371,7 +371,7 @@ def properties_begin(data: bytes) -> int:
     except (struct.error, IndexError) as error:
         raise InvalidMessage(f"not a message in QMQ's encoding: {error}") from None
     if at + 4 + length != len(data):
-        raise InvalidMessage(f"a message of {len(data)} bytes says that it ends at {at + 4 + length}")
+        raise InvalidMessage(f"a message of {len(data)} bytes claims to end at {at + 4 + length}")
     return at + 4
 
 
@@ -426,7 +426,7 @@ def with_properties(data: bytes, extra: Mapping[str, str]) -> bytes:
                 kept.append(data[at:value_end])
             at = value_end
     except IndexError:
-        raise InvalidMessage("not QMQ's encoding of properties: it ends within a string") from None
+        raise InvalidMessage("not QMQ's encoding of properties: the last string is cut off") from None
     if at > end:
         raise InvalidMessage("a string ends past its message")
     body = b"".join((*kept, *(name + value for name, value in added.items())))

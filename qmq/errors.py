@@ -311,9 +311,9 @@ class RetryLater(QmqError):
 
     def __init__(self, delay_s: float | None = None, *, at: datetime | None = None) -> None:
         if (delay_s is None) == (at is None):
-            raise InvalidRequest("RetryLater takes delay_s or at, one of them")
+            raise InvalidRequest("RetryLater takes one of delay_s and at")
         if at is not None and at.tzinfo is None:
-            raise InvalidRequest(f"{at} has no time zone: nobody can tell when that is")
+            raise InvalidRequest(f"{at} has no time zone: write .astimezone() if it is local time")
         if delay_s is not None and not delay_s >= 0:
             raise InvalidRequest(f"a delay is 0 s or more, not {delay_s}")
         # The plus turns a member of an enumeration into a plain number.

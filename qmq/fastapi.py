@@ -87,4 +87,4 @@ class Clients:
 
 def _ended(consumer: Consumer, task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("consumer ended, the application goes on without it consumer=%s error=%r", consumer.id, error)
+        log.error("consumer failed, the application goes on consumer=%s error=%r", consumer.id, error)

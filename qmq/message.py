@@ -104,7 +104,7 @@ class Message:
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidMessage(f"the value for {subject!r} is no JSON: {error}") from None
+            raise InvalidMessage(f"the value for {subject!r} cannot be encoded as JSON: {error}") from None
         message = cls(
             subject,
             properties,
@@ -242,7 +242,7 @@ class Message:
 
 def not_a_message(given: object) -> InvalidMessage:
     """Return the error for a value that is not a message."""
-    return InvalidMessage(f"what is sent is a qmq.Message, not a {type(given).__name__}")
+    return InvalidMessage(f"send a qmq.Message, not a {type(given).__name__}")
 
 
 def text_of(value: object) -> str:
@@ -262,10 +262,10 @@ def text_of(value: object) -> str:
     if not isinstance(value, datetime):
         raise InvalidMessage(
             f"a property is a str, int, float, bool or datetime, not {kind.__name__}: write str(), int() or float() "
-            "around it; Message.of_json takes what JSON can hold"
+            "around it, or use Message.of_json"
         )
     if value.tzinfo is None:
-        raise InvalidMessage("a datetime without time zone names no moment: write .astimezone() if it is local time")
+        raise InvalidMessage("a datetime needs a time zone: write .astimezone() if it is local time")
     return str((value - _EPOCH) // _MS)
 
 

@@ -157,7 +157,7 @@ async def reply(producer: Sends, message: ReceivedMessage, answer: Message) -> R
         NotServed: the answer is not known to be stored. Let the handler raise this, and the request is delivered again.
     """
     if not is_request(message):
-        raise InvalidRequest(f"message {message.id} is no request: it says nowhere to answer to")
+        raise InvalidRequest(f"message {message.id} is no request: its reply properties are missing")
     identity = str(message[REPLY_ID])
     answer.subject = str(message[REPLY_SUBJECT])
     answer.properties = {**answer.properties, REPLY_ID: identity}

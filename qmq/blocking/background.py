@@ -129,7 +129,9 @@ class Background:
         if threading.current_thread() is self._thread:
             if work is not None:
                 work.close()
-            raise InvalidRequest("a callback must not wait: it is called on the thread that does the work")
+            raise InvalidRequest(
+                "a callback must not wait: it runs on the background thread. Use the _nowait calls there"
+            )
 
     def tasks(self) -> set[asyncio.Task[Any]]:
         """Return the loop's tasks, to which asyncio keeps weak references only."""
@@ -149,7 +151,7 @@ class Background:
             try:
                 client.flush_at_exit()
             except Exception as error:
-                log.warning("client not flushed as it should be: %r", error)
+                log.warning("client flush failed error=%r", error)
 
     def end(self) -> None:
         """Close all clients, then the loop."""
@@ -158,7 +160,7 @@ class Background:
             try:
                 client.close()
             except Exception as error:
-                log.warning("client not closed as it should be: %r", error)
+                log.warning("client close failed error=%r", error)
         with contextlib.suppress(TimeoutError):
             self.submit(_end_tasks()).result(END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -226,7 +226,7 @@ class Puller:
 
     def _opened(self) -> tuple[Background, AsyncPuller]:
         if self._background is None or self._background is not process.current():
-            raise ClientClosed("the puller is not open here: use it with `with`, in the process that forked last")
+            raise ClientClosed("the puller is not open in this process: use it with `with`")
         return self._background, self._inner
 
     pull = waits_for(AsyncPuller.pull)

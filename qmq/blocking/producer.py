@@ -57,7 +57,7 @@ class Producer:
         self._make = partial(AsyncProducer, **settings)
         first = self._make()  # wrong arguments are refused here, not in a worker an hour later
         if getattr(first._outbox_database, "is_async", False):
-            raise InvalidRequest("an engine for coroutines needs the producer for coroutines: qmq.Producer")
+            raise InvalidRequest("the outbox engine is for coroutines: use qmq.Producer")
         self._app = first._app
         self._timeout_s = first._timeout_ms / 1000
         self._messages_max = first._backlog.messages_max
@@ -348,7 +348,7 @@ class _Receipt(Future[Receipt]):
         if os.getpid() != self._pid:
             self._condition = Condition()  # a thread of the parent may have held the other one
             if not self.done():
-                raise ClientClosed("the message was sent by the process that this one was forked from")
+                raise ClientClosed("the parent process sent this message, and only it gets the receipt")
 
 
 def _as_arguments(later: Delay | None) -> DelayArguments:

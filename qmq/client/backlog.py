@@ -63,7 +63,7 @@ class Backlog:
 
     def full(self) -> QueueFull:
         bounds = f"queue_messages_max {self.messages_max}, queue_bytes_max {self.bytes_max}"
-        return QueueFull(f"{self.messages} messages wait already, {self.bytes} bytes ({bounds})")
+        return QueueFull(f"{self.messages} messages are waiting, {self.bytes} bytes ({bounds})")
 
 
 class QueuedMessage(NamedTuple):

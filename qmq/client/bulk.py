@@ -117,7 +117,7 @@ def encode_run(
             identity = message.id
         try:
             if not is_plain:
-                raise InvalidMessage("the encoder knows better")
+                raise InvalidMessage("left to the encoder")
             if message.tags:
                 section, labels[len(run_ids)] = encode_tags(message.tags)
                 tags = section.decode("latin-1")
@@ -191,7 +191,7 @@ def encode_run(
 def _name(name: str) -> str:
     """Return a property's name with its length in front, from a bounded cache."""
     if not isinstance(name, str) or name.startswith(RESERVED):
-        raise InvalidMessage("the encoder says it better")
+        raise InvalidMessage("left to the encoder")
     data = name.encode()
     text = _LENGTHS[len(data)] + data.decode("latin-1")
     if len(_names) < KEPT_MAX and len(data) < 100:

@@ -95,7 +95,7 @@ class Consumer:
         if self._pid == os.getpid():
             return
         if self._users:
-            raise ClientClosed("the consumer began before this process was forked: make another one here")
+            raise ClientClosed("the consumer was opened before this process was forked: make another one here")
         self._pid = os.getpid()
         if self._has_default_id:
             self._id = _default_id()
@@ -169,7 +169,7 @@ class Consumer:
         if prefetch_messages is None:
             prefetch_messages = at_once if most_once else max(1_000, at_once)
         if batch is not None and filters:
-            raise InvalidRequest("filters are called with single messages; a handler of batches does without")
+            raise InvalidRequest("filters take single messages: leave out filters, or batch")
         terms = make_terms(
             subject=subject,
             group=group,
@@ -189,7 +189,7 @@ class Consumer:
         )
         if batch is not None and at_once > prefetch_messages:
             raise InvalidRequest(
-                f"{concurrency} handlers of {batch} messages are more than prefetch_messages, {prefetch_messages}"
+                f"{concurrency} handlers of {batch} messages exceed prefetch_messages, {prefetch_messages}"
             )
         check_whole("priority", priority, 0, PRIORITY_MAX)
         self._check_free(terms)

@@ -285,7 +285,7 @@ class GroupSession:
         again.
         """
         log.warning(
-            "ack refused, messages come again subject=%s group=%s broker_group=%s error=%s",
+            "ack refused, messages are delivered again subject=%s group=%s broker_group=%s error=%s",
             self.source,
             self._owner.terms.group,
             self._link.broker_group,
@@ -362,7 +362,7 @@ class GroupSession:
         elif Urgency.FULL not in self._urgent:
             self._urgent.add(Urgency.FULL)
             log.warning(
-                "too many messages are not acked, pulling stops subject=%s group=%s unacked=%d",
+                "too many unacked messages, pulling stops subject=%s group=%s unacked=%d",
                 self.source,
                 self._owner.terms.group,
                 self.unacked.messages,
@@ -402,7 +402,7 @@ class GroupSession:
         messages = list(map(ReceivedMessage, subject, sequences, encoded, repeat(part), range(len(encoded))))
         if times > MANY_TIMES:
             log.warning(
-                "messages come again and again subject=%s group=%s broker_group=%s sequence=%d messages=%d times=%d",
+                "messages are delivered often subject=%s group=%s broker_group=%s sequence=%d messages=%d times=%d",
                 self.source,
                 self._owner.terms.group,
                 part.broker_group,
@@ -536,7 +536,7 @@ class GroupSession:
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
-            raise ClientClosed("the consumer's event loop has ended; the message comes again") from None
+            raise ClientClosed("the consumer's event loop has ended; the message is delivered again") from None
 
     def done(self, piece: UnackedPiece) -> None:
         """Schedule an ack for a marked message; messages marked soon after share it."""
@@ -574,7 +574,7 @@ class GroupSession:
             piece.done_after_all(at)
         else:
             log.error(
-                "retry in %.1f days cannot be kept, message comes again in a day subject=%s group=%s id=%s error=%s",
+                "delayed retry not stored, retried in a day delay_days=%.1f subject=%s group=%s id=%s error=%s",
                 delay_s / 86_400,
                 self.source,
                 self.group,
@@ -608,8 +608,7 @@ class GroupSession:
         else:
             self._defers_from = self._loop.time() + CARRY_AGAIN_S
             log.warning(
-                "retry stays with its consumer, which gets nothing new when it has too many"
-                " subject=%s group=%s id=%s error=%s",
+                "delayed retry not stored by a delay group, the consumer keeps it subject=%s group=%s id=%s error=%s",
                 self.source,
                 self.group,
                 receipt.message_id,

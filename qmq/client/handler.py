@@ -116,7 +116,7 @@ def _check_no_work(result: Any) -> None:
         remedy = "Call it"
     else:
         return
-    raise InvalidRequest(f"{result!r:.100} was returned, and nothing runs it. {remedy}, or return None")
+    raise InvalidRequest(f"the function returned {result!r:.100}, which does not run. {remedy}, or return None")
 
 
 def after_commit(future: F) -> F:
@@ -238,7 +238,7 @@ def _check_call(handler: Handler, is_batch: bool) -> None:
         signature.bind(None)
     except TypeError as error:
         given = "a list of messages" if is_batch else "the message"
-        raise InvalidRequest(f"{handler!r:.100} is called with {given} alone: {error}") from None
+        raise InvalidRequest(f"{handler!r:.100} must take one argument, {given}: {error}") from None
 
 
 class HandlerThread:

@@ -24,7 +24,7 @@ def logged_task(task: asyncio.Task[None]) -> asyncio.Task[None]:
 
 def _ended(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("client broken: a part of it ended by a defect; close it and make another one", exc_info=error)
+        log.error("client task failed: close the client and make another one", exc_info=error)
 
 
 class OpenClient(Protocol):

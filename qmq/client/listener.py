@@ -116,7 +116,7 @@ class Listener(Membership):
         if worker.cancelled():
             self._change()  # by a handler that cancels its own task; not while leaving the group
         elif (error := worker.exception()) is not None:
-            log.error("worker ended, another begins subject=%s group=%s", self.subject, self.group, exc_info=error)
+            log.error("worker failed, replaced soon subject=%s group=%s", self.subject, self.group, exc_info=error)
             asyncio.get_running_loop().call_later(WORKER_REST_S, self._change)
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
@@ -126,7 +126,11 @@ class Listener(Membership):
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=deadline - asyncio.get_running_loop().time())
             for worker in late:
-                log.warning("handler does not end, its message goes back subject=%s group=%s", self.subject, self.group)
+                log.warning(
+                    "handler cancelled after drain_s, its messages go back subject=%s group=%s",
+                    self.subject,
+                    self.group,
+                )
                 worker.cancel()
             if late:
                 await asyncio.wait(late, timeout=CANCEL_S)
@@ -211,7 +215,7 @@ class Listener(Membership):
         undecided = [message for message in taken if not (message.is_decided or message.is_dropped)]
         if not undecided:
             log.warning(
-                "handler failed, its messages were decided before subject=%s group=%s sequence=%d messages=%d "
+                "handler failed after deciding its messages subject=%s group=%s sequence=%d messages=%d "
                 "broker_group=%s",
                 self.subject,
                 self.group,
@@ -251,7 +255,7 @@ class Listener(Membership):
             )
         elif decision.is_failure:
             log.warning(
-                "handler failed, message comes again subject=%s group=%s sequence=%d messages=%d broker_group=%s "
+                "handler failed, message is retried subject=%s group=%s sequence=%d messages=%d broker_group=%s "
                 "times=%d after_s=%.1f",
                 self.subject,
                 self.group,

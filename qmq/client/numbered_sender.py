@@ -112,7 +112,7 @@ class NumberedSender:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for group in self._groups.values():
             for flight in list(group.flights):
-                self._end(group, flight, Unknown("the sender was closed before an answer came"))
+                self._end(group, flight, Unknown("the sender was closed before the answer"))
 
     # Routes and room.
 
@@ -209,9 +209,9 @@ class NumberedSender:
             return
         size = sum(map(len, batch.blocks))
         if size > known.body_bytes_max():
-            done(NotStored(MessageTooLarge(f"{size} bytes are more than {group} takes in one request")))
+            done(NotStored(MessageTooLarge(f"{size} bytes exceed the request limit of {group}")))
         elif known.flights and known.bytes_in_flight + size > known.limits.window_bytes:
-            done(NotStored(Overloaded(f"{group} owes answers for {known.bytes_in_flight} bytes")))
+            done(NotStored(Overloaded(f"{known.bytes_in_flight} bytes are in flight to {group}")))
         else:
             self._transmit(known, connection, batch, _Flight(done, size))
 

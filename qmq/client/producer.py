@@ -101,7 +101,7 @@ class Producer:
         if outbox_age_s is not None:
             self._outbox_age_ms = int(check_seconds("outbox_age_s", outbox_age_s, is_zero_allowed=False) * 1000)
         if self._outbox_age_ms <= self._timeout_ms:
-            raise InvalidRequest("outbox_age_s must be more than timeout_s: before, the row's own producer sends it")
+            raise InvalidRequest("outbox_age_s must exceed timeout_s: until then the row's own producer sends it")
         self._outbox_database = find_database(outbox) if outbox is not None else None
         self._outbox: Courier | None = None
         self._relays: Relays | None = None
@@ -248,7 +248,7 @@ class Producer:
         if self._is_parents:
             return ClientClosed("the producer was opened before this process was forked: open another one here")
         if self._is_closing:
-            return ClientClosed("the producer was closed: a new one has to be opened")
+            return ClientClosed("the producer was closed: open a new one")
         return ClientClosed("the producer is not open: use it within `async with producer:`")
 
     # Sending.
@@ -534,7 +534,7 @@ def read_delay(
     if delay is None and at is None and key is None:
         return None
     if session is not None:
-        raise InvalidRequest("a message of a session is sent when its transaction is committed: it takes no delay")
+        raise InvalidRequest("a message of a session is sent after the commit: leave out delay, at and key")
     return delay_of(delay, at, key, now_ms=_now_ms())
 
 

@@ -248,7 +248,7 @@ class RouteWatch:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name} {error.details()}"
                 if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                    self._refused_by(AccessError(f"the metaserver does not accept the token: {error.details()}"))
+                    self._refused_by(AccessError(f"the metaserver rejects the token: {error.details()}"))
             except (OSError, ValueError, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
             self._asked_at = None
@@ -475,7 +475,7 @@ def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
         with error:
             text = error.read(1000).decode("utf-8", "replace")
         if error.code in (401, 403):
-            raise AccessError(f"the metaserver does not accept the token: {text}") from None
+            raise AccessError(f"the metaserver rejects the token: {text}") from None
         raise
 
 
@@ -483,7 +483,7 @@ def _parse(data: bytes) -> list[SubjectRoute]:
     try:
         return [_route_from_json(route) for route in json.loads(data)["routes"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is no answer of a metaserver: {error!r}") from None
+        raise ValueError(f"the answer is not a metaserver's: {error!r}") from None
 
 
 def _route_from_json(route: Any) -> SubjectRoute:

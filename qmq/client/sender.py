@@ -52,8 +52,7 @@ from qmq.types import GroupKind
 log = bounded(__name__)
 
 NO_DELAY_GROUP = (
-    "nobody keeps delayed messages: an operator starts a pair of delay servers and adds them with AddBroker, roles 5 "
-    "and 6"
+    "there is no delay group: an operator starts two delay servers and adds them with AddBroker, roles 5 and 6"
 )
 _NEVER_MS = 1 << 62
 BATCHES_AT_ONCE = 1_000
@@ -415,7 +414,7 @@ class Sender:
         elif len(batch) > 1:
             queue.put_back(*batch.split())
         else:
-            error = MessageTooLarge(f"{batch.body_bytes} bytes are more than {name} takes in one request")
+            error = MessageTooLarge(f"{batch.body_bytes} bytes exceed the request limit of {name}")
             self._end(group, batch, refused(name, error))
         self._settle(queue)
         return True
@@ -532,7 +531,7 @@ class Sender:
                     self._give_up(group, batch, f"no answer of {group.name} before the deadline{last}")
                 if group.batches.load and self._loop.time() - group.progress_at > self._answer_timeout_s:
                     owes = f"no answer for {self._answer_timeout_s} s"
-                    log.warning("connecting anew group=%s reason=%s (answer_timeout_s)", group.name, owes)
+                    log.warning("connection given up group=%s reason=%s (answer_timeout_s)", group.name, owes)
                     group.link.drop(owes)
                 if self._takes(group.name):
                     self._wake_crowd(group.name, WOKEN_BY_TICK)

@@ -95,7 +95,7 @@ def make_terms(
     prefetch_bytes = check_whole("prefetch_bytes", prefetch_bytes, 1)
     unacked_max = check_whole("unacked_max", unacked_max, 1)
     if exclusive_ms and broadcast:
-        raise InvalidRequest("a broadcast's group has one consumer anyway: exclusive is for groups")
+        raise InvalidRequest("a broadcast's group has one consumer: leave out exclusive=")
     deliveries_max = 0 if is_dead_letter_subject(subject) else max(1, retries_max)
     longest_s = DELAY_S_MAX if _mailbox(subject, group, broadcast) else BROKER_DELAY_S_MAX
     policy = RetryPolicy(deliveries_max, check_delay(retry_delay), longest_s)
@@ -151,7 +151,9 @@ def check_batch(batch: int | None) -> int:
 def _start(start: str | datetime) -> tuple[str, int]:
     if isinstance(start, datetime):
         if start.tzinfo is None:
-            raise InvalidRequest(f"start={start} has no time zone, so it names no moment: write start.astimezone()")
+            raise InvalidRequest(
+                f"start={start} has no time zone, so its time is not defined: write start.astimezone()"
+            )
         return "since", max(0, (start - _EPOCH) // timedelta(milliseconds=1))
     if start not in ("latest", "earliest"):
         raise InvalidRequest(f'start is "latest", "earliest" or a datetime with its time zone, not {start!r}')
@@ -161,7 +163,7 @@ def _start(start: str | datetime) -> tuple[str, int]:
 def _tags(tags: Iterable[str]) -> tuple[str, ...]:
     words = list(tags)
     if isinstance(tags, str) or not all(isinstance(word, str) and word for word in words):
-        raise InvalidRequest(f"tags are a list of words, none of them empty; not {tags!r}")
+        raise InvalidRequest(f"tags are a list of non-empty str, not {tags!r}")
     if len(words) > TAGS_MAX:
         raise InvalidRequest(f"{len(words)} tags are more than {TAGS_MAX}")
     return tuple(sorted(set(map(plain, words))))

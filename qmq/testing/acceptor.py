@@ -76,7 +76,7 @@ class Acceptor:
         if packet.code == Command.AUTHENTICATE:
             self._authenticate(connection, packet)
         elif connection not in self._let_in:
-            connection.refuse(packet, AccessError("say who you are first: AUTHENTICATE with an API token"))
+            connection.refuse(packet, AccessError("send AUTHENTICATE with an API token first"))
         elif packet.code not in self._commands:
             connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
         elif packet.code == Command.PRODUCE and self._refusals:

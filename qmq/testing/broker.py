@@ -145,7 +145,7 @@ class _Broker:
         do not change.
         """
         if seconds < 0:
-            raise InvalidRequest("time goes forward only")
+            raise InvalidRequest("advance takes 0 seconds or more")
         machine = self._running
         machine.check()
         self._await(machine.advance(int(seconds * 1000)), ADVANCE_S)

@@ -200,7 +200,7 @@ class Copies(Generic[M]):
         """
         master = self.copies[0].node.master
         if master is None or not master.has_begun or master.gate.too_few_in_sync:
-            raise NotServed("the two copies have not agreed yet")
+            raise NotServed("the slave is not in sync yet")
         return master
 
     async def ready(self) -> None:

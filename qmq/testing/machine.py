@@ -122,7 +122,7 @@ class Machine:
     def check(self) -> None:
         """Raise an error that a core must never raise."""
         if self._failure is not None:
-            raise RuntimeError("the broker in memory broke down; this is a bug of qmq") from self._failure
+            raise RuntimeError("the in-memory broker failed; this is a bug of qmq") from self._failure
 
     # Called by tests.
 

@@ -189,14 +189,14 @@ RUN: dict[str, Callable[[ThreadPoolExecutor], Any]] = {
     "several": lambda pool: [work("first of several"), pool.submit(slow, "last of several")],
 }
 FAILS: dict[str, tuple[Callable[[ThreadPoolExecutor], Any], str]] = {
-    "generator": (lambda pool: generator(), "nothing runs it. Iterate"),
-    "async generator": (lambda pool: async_generator(), "nothing runs it. Iterate"),
-    "map": (lambda pool: map(print, [1]), "nothing runs it. Iterate"),
-    "context manager": (lambda pool: context(), "nothing runs it. Call it"),
-    "partial": (lambda pool: partial(print), "nothing runs it. Call it"),
-    "class": (lambda pool: Job, "nothing runs it. Call it"),
-    "object to call": (lambda pool: Job(), "nothing runs it. Call it"),
-    "several": (lambda pool: (None, generator()), "nothing runs it. Iterate"),
+    "generator": (lambda pool: generator(), "which does not run. Iterate"),
+    "async generator": (lambda pool: async_generator(), "which does not run. Iterate"),
+    "map": (lambda pool: map(print, [1]), "which does not run. Iterate"),
+    "context manager": (lambda pool: context(), "which does not run. Call it"),
+    "partial": (lambda pool: partial(print), "which does not run. Call it"),
+    "class": (lambda pool: Job, "which does not run. Call it"),
+    "object to call": (lambda pool: Job(), "which does not run. Call it"),
+    "several": (lambda pool: (None, generator()), "which does not run. Iterate"),
     "future": (lambda pool: pool.submit(failing), "the work failed"),
     "cancelled future": (lambda pool: cancelled(), "^$"),
 }
@@ -309,7 +309,7 @@ def test_a_listener_acks_when_the_returned_work_has_ended_and_retries_with_the_r
 
     broker = listen_and_wait(plain if is_plain else handler, 3, lambda: len(effects) == 2, batch=batch)
     assert broker.nacks[0].reason == "ValueError('failed later')"
-    assert "nothing runs it. Iterate" in broker.nacks[1].reason and len(broker.nacks) == 2
+    assert "which does not run. Iterate" in broker.nacks[1].reason and len(broker.nacks) == 2
 
 
 async def noted(*given: Any) -> None:
@@ -357,7 +357,7 @@ def test_what_fails_in_a_callback_or_is_never_run_is_reported(caplog):
             one.send_nowait(qmq.Message("a"), lambda receipt: generator())
 
     run(test())
-    assert "failed later" in caplog.text and "nothing runs it" in caplog.text
+    assert "failed later" in caplog.text and "which does not run" in caplog.text
 
 
 async def test_coroutines_of_on_master_changed_run_and_their_errors_are_logged(caplog):

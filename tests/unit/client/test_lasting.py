@@ -23,7 +23,7 @@ async def test_a_part_that_ends_by_a_defect_is_logged_before_the_client_is_close
         async with qmq.Producer(metaserver=metaserver.url, app="test", token=TOKEN):
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert "client broken" in caplog.text and "a defect" in caplog.text
+            assert "client task failed" in caplog.text and "a defect" in caplog.text
 
 
 async def test_a_part_that_is_cancelled_is_not(caplog: pytest.LogCaptureFixture) -> None:

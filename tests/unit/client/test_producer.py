@@ -356,7 +356,7 @@ async def test_a_batch_over_the_packet_limit_is_cut_and_a_message_over_it_refuse
             receipts = await producer.send_many(messages)
             refused = [at for at, receipt in enumerate(receipts) if not receipt.is_stored]
             assert refused == [50]
-            assert "more than g1 takes" in receipts[50].reason
+            assert "exceed the request limit of g1" in receipts[50].reason
             assert properties(broker) == [str(at) for at in range(200) if at != 50]
             assert max(len(attempt.body) for attempt in broker.attempts) < 20_000
 

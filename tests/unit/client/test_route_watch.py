@@ -199,11 +199,11 @@ async def test_a_token_that_is_not_accepted_is_in_the_log(way, caplog):
         if way == "HTTP":
             await metaserver.block_grpc()
         async with watching(metaserver, "a", token="wrong"):
-            said = f"does not accept the token: unknown token metaserver={metaserver.url}"
+            said = f"rejects the token: unknown token metaserver={metaserver.url}"
             await until_async(lambda: said in caplog.text)
     finally:
         await metaserver.stop()
-    assert [record.levelname for record in caplog.records if "accept the token" in record.message][0] == "ERROR"
+    assert [record.levelname for record in caplog.records if "rejects the token" in record.message][0] == "ERROR"
 
 
 async def test_many_subjects_are_polled_in_several_requests():
