@@ -31,7 +31,7 @@ def refusal(message: Message) -> str:
     return str(error.value)
 
 
-def test_every_type_of_value_comes_back_by_its_getter():
+def test_getters_return_each_type():
     """Rule: boolean, int, long, float, double, date (as ms), string; sent as text, parsed by typed getters."""
     message = sent(Message("s", {"b": True, "i": -7, "l": 2**62, "f": 0.1, "s": "text", "d": MOMENT}))
     assert (message.get_bool("b"), message.get_int("i"), message.get_int("l")) == (True, -7, 2**62)
@@ -39,7 +39,7 @@ def test_every_type_of_value_comes_back_by_its_getter():
     assert message.properties["d"] == str(int(MOMENT.timestamp() * 1000))
 
 
-def test_a_message_that_was_not_sent_yet_reads_the_same():
+def test_unsent_message_reads_the_same():
     message = Message("s", {"b": False, "i": 7, "d": MOMENT.astimezone(timezone(timedelta(hours=8)))})
     assert (message.get_bool("b"), message.get_int("i"), message.get_float("i")) == (False, 7, 7.0)
     assert message.get_datetime("d") == MOMENT
@@ -53,7 +53,7 @@ def test_a_moment_keeps_its_milliseconds(moment):
     assert timedelta(0) <= moment - back < timedelta(milliseconds=1)
 
 
-def test_a_property_that_is_missing_reads_as_the_default():
+def test_missing_property_is_the_default():
     """Rule: missing key. None instead of QMQ's 0 and false, which cannot be told from values."""
     message = Message("s")
     assert [message.get_int("x"), message.get_float("x"), message.get_bool("x"), message.get_datetime("x")] == [
@@ -65,14 +65,14 @@ def test_a_property_that_is_missing_reads_as_the_default():
 
 
 @pytest.mark.parametrize("name", ["get_int", "get_float", "get_bool", "get_datetime"])
-def test_a_property_of_another_type_is_named_with_its_message(name):
+def test_wrong_type_names_property_and_message(name):
     message = sent(Message("s", {"x": "yes"}, id="the-id"))
     with pytest.raises(InvalidMessage, match="property 'x' of message the-id is 'yes', not"):
         getattr(message, name)("x")
 
 
 @pytest.mark.parametrize("value", [None, [1], b"bytes", datetime(2026, 1, 1)], ids=repr)
-def test_a_value_that_is_none_of_these_is_refused_not_left_out(value):
+def test_other_value_types_are_refused(value):
     """Rule: null value. QMQ leaves the property out without a word."""
     assert "message the-id: property 'x': a " in refusal(Message("s", {"x": value}))
 
@@ -126,12 +126,12 @@ def test_a_tag_is_a_word(tag):
     assert "message the-id: a tag" in refusal(Message("s", tags={tag}))
 
 
-def test_one_word_in_place_of_several_tags_is_no_set_of_letters():
+def test_single_str_is_no_tag_set():
     with pytest.raises(InvalidMessage, match="{'pay'}"):
         Message("s", tags="pay")
 
 
-def test_a_property_of_40_000_bytes_is_refused_with_the_id_of_its_message():
+def test_large_property_is_refused_with_id():
     """Gap of QMQ: the producer takes it, and every consumer drops it without a word."""
     assert sent(Message("s", {"x": "x" * VALUE_BYTES_MAX}))["x"] == "x" * VALUE_BYTES_MAX
     for value in ("x" * 40_000, "é" * 16_384, "x" * (VALUE_BYTES_MAX + 1)):
@@ -150,7 +150,7 @@ def test_a_property_of_40_000_bytes_is_refused_with_the_id_of_its_message():
         pytest.param("", 0, id="empty"),
     ],
 )
-def test_a_large_text_travels_in_parts_as_qmq_cuts_it(text, parts):
+def test_large_text_is_cut_into_parts(text, parts):
     """Rule: large string."""
     message = Message("s", {"n": 1})
     message.set_large("x", text)
@@ -161,7 +161,7 @@ def test_a_large_text_travels_in_parts_as_qmq_cuts_it(text, parts):
     assert all(len(str(value).encode("utf-16-le")) <= 2 * 8_192 for value in back.properties.values())
 
 
-def test_a_large_text_that_is_set_again_leaves_no_old_part_and_the_callers_mapping_alone():
+def test_reset_large_text_leaves_no_parts():
     mine = {"n": 1, "x#party": "other"}
     message = Message("s", mine)
     for text in ("x" * 50_000, "y" * 9_000, "z"):
@@ -179,7 +179,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_json_comes_back_as_it_was(value):
+def test_json_round_trips(value):
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # lone surrogates are no text
@@ -193,13 +193,13 @@ def test_json_of_any_size_fits():
 
 
 @pytest.mark.parametrize("value", [{1, 2}, float("nan"), MOMENT], ids=["set", "nan", "datetime"])
-def test_what_json_cannot_say_is_refused(value):
+def test_value_without_json_is_refused(value):
     with pytest.raises(InvalidMessage, match="cannot be encoded as JSON"):
         Message.of_json("s", value)
 
 
 @pytest.mark.parametrize("properties", [{}, {"json": "{"}], ids=["nothing", "broken"])
-def test_a_message_without_json_says_so(properties):
+def test_missing_json_raises(properties):
     with pytest.raises(InvalidMessage, match="message the-id"):
         Message("s", properties, id="the-id").json()
 
@@ -223,7 +223,7 @@ def test_a_limit_of_retries_is_a_whole_number(retries_max):
     assert "retries_max" in refusal(Message("s", retries_max=retries_max))
 
 
-def test_a_copy_leaves_behind_what_qmq_noted():
+def test_copy_drops_qmq_properties():
     received = sent(Message("s", {"n": 1}, tags={"t"}, order_key="k", retries_max=3, id="one"))
     copy = received.copy_to("other")
     assert copy.properties == {"n": "1"} and copy.id is None
@@ -231,7 +231,7 @@ def test_a_copy_leaves_behind_what_qmq_noted():
     assert (back.subject, back["n"], back.tags, back.order_key, back.retries_max) == ("other", "1", {"t"}, "k", 3)
 
 
-def test_a_message_names_another_subject_and_is_else_as_it_was():
+def test_subject_is_replaced_in_the_encoding():
     one = Message("order.changed", {"x": "1"}, id="m1", tags=["vip"], order_key="k")
     moved = decode_message(with_subject(encode_message(one, 7), "t"))
     assert (moved.subject, moved.id, dict(moved.properties), moved.tags) == (

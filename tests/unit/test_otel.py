@@ -73,7 +73,7 @@ def is_child(span, parent):
     return span.parent.span_id == parent.context.span_id and span.context.trace_id == parent.context.trace_id
 
 
-async def test_spans_of_one_message_share_a_trace_from_producer_to_ack():
+async def test_one_trace_from_producer_to_ack():
     async with world() as w:
 
         @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
@@ -91,7 +91,7 @@ async def test_spans_of_one_message_share_a_trace_from_producer_to_ack():
         assert dict(ack.attributes) == identity | {"consumerGroup": "g", "outcome": "ack"}
 
 
-async def test_a_message_of_a_transaction_has_spans_until_its_outcome_is_known(tmp_path):
+async def test_transaction_spans_end_with_the_outcome(tmp_path):
     database = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
     with database.begin() as connection:
         for statement in create_statements("sqlite"):
@@ -114,7 +114,7 @@ async def test_a_message_of_a_transaction_has_spans_until_its_outcome_is_known(t
     database.dispose()
 
 
-async def test_what_a_handler_does_belongs_to_its_span_in_coroutines_and_in_threads():
+async def test_handler_runs_in_its_span():
     async with world() as w:
         tracer = w.provider.get_tracer("application")
 
@@ -139,7 +139,7 @@ async def test_what_a_handler_does_belongs_to_its_span_in_coroutines_and_in_thre
             assert [process for process in w.spans.named(PROCESS) if is_child(own, process)]
 
 
-async def test_each_delivery_has_its_span_in_the_same_trace():
+async def test_each_delivery_has_a_span():
     async with world() as w:
         errors = [ValueError("bad"), qmq.RetryLater(1.0), qmq.DeadLetter("broken")]
 
@@ -183,7 +183,7 @@ async def test_a_cancelled_handler_ends_its_span():
         assert w.spans.named(ACK)[0].attributes["outcome"] == "nack"
 
 
-async def test_without_automatic_acks_nothing_is_said_of_acks():
+async def test_no_ack_span_without_auto_ack():
     async with world() as w:
         tracing = Tracing(acks=False, tracer_provider=w.provider)
 
@@ -203,7 +203,7 @@ async def received(w, message):
         return one
 
 
-async def test_a_message_that_carries_no_context_begins_a_trace():
+async def test_message_without_context_starts_a_trace():
     async with world() as w:
 
         async def handle(message):
@@ -214,7 +214,7 @@ async def test_a_message_that_carries_no_context_begins_a_trace():
         assert w.spans.named(PROCESS)[0].parent is None
 
 
-async def test_a_delayed_message_belongs_to_the_trace_of_who_sent_it():
+async def test_delayed_message_keeps_its_trace():
     async with world() as one:
 
         @one.consumer.listen("order", group="g", start="earliest", filters=[one.tracing])
@@ -235,7 +235,7 @@ async def test_a_delayed_message_belongs_to_the_trace_of_who_sent_it():
         assert len(one.spans.named(PROCESS)) == 3 and processed <= sent
 
 
-async def test_send_many_has_one_span_for_all_its_messages():
+async def test_send_many_has_one_span():
     async with world() as w:
 
         @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
@@ -251,7 +251,7 @@ async def test_send_many_has_one_span_for_all_its_messages():
         assert send.status.status_code is StatusCode.ERROR
 
 
-async def test_send_nowait_ends_its_spans_with_the_outcome_whatever_that_is():
+async def test_send_nowait_spans_end_with_the_outcome():
     async with world() as w:
         receipts = asyncio.Queue()
         w.producer.send_nowait(qmq.Message("order", {"n": 1}), receipts.put_nowait)
@@ -266,7 +266,7 @@ async def test_send_nowait_ends_its_spans_with_the_outcome_whatever_that_is():
         assert len(w.spans.named(CARRY)) == 3
 
 
-async def test_a_refused_or_impossible_message_ends_its_spans_as_failed():
+async def test_refused_message_fails_its_spans():
     async with world() as w:
         w.broker.refuse_next(InvalidMessage("not today"))
         assert not (await w.producer.send(qmq.Message("order", {"n": 1}))).is_stored
@@ -275,7 +275,7 @@ async def test_a_refused_or_impossible_message_ends_its_spans_as_failed():
         assert [span.status.status_code for span in w.spans.named(SEND)] == [StatusCode.ERROR] * 2
 
 
-def test_the_context_goes_into_properties_with_the_prefix_and_leaves_the_callers_dict_alone():
+def test_context_is_set_in_prefixed_properties():
     provider = TracerProvider(shutdown_on_exit=False)
     mine = {"n": 1, "qtrace_old": "of an earlier sender"}
     message = qmq.Message("order", mine)
@@ -287,14 +287,14 @@ def test_the_context_goes_into_properties_with_the_prefix_and_leaves_the_callers
     assert (carried.trace_id, carried.span_id) == (span.get_span_context().trace_id, span.get_span_context().span_id)
 
 
-async def test_without_a_provider_a_message_stays_as_it_is():
+async def test_without_provider_messages_are_unchanged():
     async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
         message = qmq.Message("order", {"n": 1})
         assert (await TracedProducer(producer).send(message)).is_stored
         assert message.properties == {"n": 1}
 
 
-def test_opentelemetry_is_not_imported_by_those_who_do_not_use_it():
+def test_opentelemetry_is_imported_on_use_only():
     code = """
 import sys, qmq
 qmq.Producer, qmq.Consumer

@@ -41,7 +41,7 @@ def world():
     assert trace.get_current_span() is trace.INVALID_SPAN, "a span that stayed active"
 
 
-def test_a_blocking_handler_runs_in_the_trace_of_the_caller(world):
+def test_blocking_handler_runs_in_the_callers_trace(world):
     consumer, seen = qmq.blocking.Consumer(metaserver=world.broker.metaserver, app="test"), []
 
     @consumer.listen("order", group="g", start="earliest", filters=[world.tracing])
@@ -61,7 +61,7 @@ def test_a_blocking_handler_runs_in_the_trace_of_the_caller(world):
     assert send.attributes["messageId"] == process.attributes["messageId"] == receipt.message_id
 
 
-def test_send_many_has_one_span_for_all_its_messages(world):
+def test_send_many_has_one_span(world):
     messages = [qmq.Message("order", {"n": n}) for n in range(30)] + [qmq.Message("order", {"x": "x" * 40_000})]
     world.producer.send_many(iter(messages))
     (send,) = world.spans.named(SEND)
@@ -70,7 +70,7 @@ def test_send_many_has_one_span_for_all_its_messages(world):
     assert traces == {f"{send.context.trace_id:032x}"}
 
 
-def test_send_nowait_ends_its_spans_with_the_outcome_whatever_that_is(world):
+def test_send_nowait_spans_end_with_the_outcome(world):
     receipts = []
     assert world.producer.send_nowait(qmq.Message("order", {"n": 1}), receipts.append).result(10).is_stored
     world.broker.refuse_next(InvalidMessage("not today"))
@@ -84,7 +84,7 @@ def test_send_nowait_ends_its_spans_with_the_outcome_whatever_that_is(world):
     assert len(world.spans.named(CARRY)) == 4 and [one.is_stored for one in receipts] == [True]
 
 
-def test_a_refused_or_impossible_message_ends_its_spans_as_failed(world):
+def test_refused_message_fails_its_spans(world):
     world.broker.refuse_next(InvalidMessage("not today"))
     assert not world.producer.send(qmq.Message("order", {"n": 1})).is_stored
     with pytest.raises(InvalidMessage):

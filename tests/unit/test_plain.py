@@ -92,7 +92,7 @@ def test_a_property_travels_as_its_value(value, text):
     assert encode_message(message, 0) == encode_message(qmq.Message("a", {"b": text}, id="1"), 0)
 
 
-def test_all_of_a_message_is_its_value_also_if_it_is_set_later():
+def test_message_fields_are_plain_values():
     later = qmq.Message("x")
     later.subject, later.id, later.order_key, later.tags = Word.A, Word.B, Word.C1, frozenset({Word.A})
     later.retries_max, later.properties = Number.NINE, {Word.A: Word.B}
@@ -135,7 +135,7 @@ def test_addresses_tokens_tables_and_reasons_are_values():
     assert all(is_plain(one, "a") for one in (put.name, put.owner, put.cron, put.timezone, wish.subject, wish.group))
 
 
-async def test_a_message_comes_back_as_the_values_it_was_given(qmq_broker):
+async def test_plain_values_round_trip(qmq_broker):
     """Through every call that takes a name, a retry, a dead letter, a recall and a requester."""
     broker = qmq_broker
     got: list[qmq.ReceivedMessage] = []
@@ -180,7 +180,7 @@ async def test_a_message_comes_back_as_the_values_it_was_given(qmq_broker):
 
 
 @pytest.mark.parametrize("value", [Scalar(), Decimal(1), Secret(), b"a", None])
-def test_what_has_no_value_is_rejected_with_the_remedy(value):
+def test_value_without_plain_form_is_rejected(value):
     for message in (qmq.Message("a", {"n": value}, id="1"), qmq.Message("a", {value: 1}, id="1")):
         with pytest.raises(qmq.InvalidMessage, match=r"str\(\)"):
             encode_message(message, 0)

@@ -20,14 +20,14 @@ def is_normal(found: list[Range]) -> bool:
 
 
 @given(some)
-def test_union_is_what_is_in_any_in_few_ranges(one):
+def test_union_merges_all_ranges(one):
     joined = ranges.union(one)
     assert numbers(joined) == numbers(one) and is_normal(joined)
     assert ranges.size(joined) == len(numbers(one))
 
 
 @given(some, some)
-def test_difference_is_what_is_in_none_of_the_others(one, others):
+def test_difference_removes_all_others(one, others):
     one = ranges.union(one)
     left = ranges.difference(one, others)
     assert numbers(left) == numbers(one) - numbers(others) and is_normal(left)

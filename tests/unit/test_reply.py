@@ -70,7 +70,7 @@ async def test_answers_come_over_lost_connections_and_another_master():
             assert await asking == "9"
 
 
-async def test_without_an_answer_in_time_the_error_says_so_and_nothing_waits_on():
+async def test_missing_answer_raises_no_answer():
     async def silent(producer, message):
         pass
 
@@ -80,7 +80,7 @@ async def test_without_an_answer_in_time_the_error_says_so_and_nothing_waits_on(
         assert world.requester.waiting == 0
 
 
-async def test_late_and_second_answers_are_counted_and_answer_nothing():
+async def test_late_answers_are_counted():
     may_answer = asyncio.Event()
 
     async def late(producer, message):
@@ -98,7 +98,7 @@ async def test_late_and_second_answers_are_counted_and_answer_nothing():
         assert await world.ask(3) == "9"
 
 
-async def test_requesters_of_one_subject_get_their_own_answers_and_no_others():
+async def test_requesters_get_their_own_answers():
     async with shop() as world:
         other = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
         async with Requester(world.producer, other, reply_subject=ANSWERS) as second:
@@ -110,7 +110,7 @@ async def test_requesters_of_one_subject_get_their_own_answers_and_no_others():
             assert (world.requester.late_answers, second.late_answers) == (0, 0)
 
 
-async def test_a_request_that_is_not_stored_fails_at_once():
+async def test_unstored_request_fails_at_once():
     async with shop() as world:
         world.broker.refuse_next(InvalidMessage("not today"))
         with pytest.raises(NotServed, match="not stored: .*not today"):
@@ -120,7 +120,7 @@ async def test_a_request_that_is_not_stored_fails_at_once():
         assert world.requester.waiting == 0
 
 
-async def test_an_answer_that_is_not_stored_fails_the_handler_and_the_request_comes_again():
+async def test_unstored_answer_retries_the_request():
     times = []
 
     async def refused_once(producer, message):
@@ -162,7 +162,7 @@ async def test_closing_ends_those_that_wait_and_refuses_others():
         assert requester.waiting == 0
 
 
-async def test_a_requester_whose_consumer_id_another_one_takes_says_so_to_all_that_wait():
+async def test_replaced_requester_fails_all_requests():
     async def silent(producer, message):
         pass
 

@@ -46,7 +46,7 @@ from qmq.errors import (
         pytest.param(QmqError("broken"), Unknown, id="unknown error: maybe written"),
     ],
 )
-def test_what_an_error_proves_of_its_attempt(error, expected):
+def test_error_implies_an_answer(error, expected):
     assert type(answer_of(error)) is expected
 
 
@@ -54,7 +54,7 @@ ANSWERS = st.sampled_from([Stored(0, 1, []), NotStored(BrokerReadOnly("no slave"
 
 
 @given(st.booleans(), st.lists(ANSWERS, max_size=20))
-def test_a_batch_is_not_stored_only_if_its_first_attempt_said_so(was_taken_over, answers):
+def test_not_stored_needs_the_first_answer(was_taken_over, answers):
     life, before = BatchLife(BATCH_LIFE), []
     if was_taken_over:
         life.on(BatchEvent.TAKEN_OVER)

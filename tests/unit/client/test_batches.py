@@ -19,7 +19,7 @@ def settled(broker: FakeBroker, consumer: str = "c1") -> bool:
     return ("a", "g", consumer) in broker.subscribers and not broker.subscribers["a", "g", consumer].pulled
 
 
-async def test_a_handler_gets_what_is_here_in_lists_and_what_it_returns_from_is_acked():
+async def test_handler_gets_lists_and_acks_them():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(100))
         consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
@@ -49,7 +49,7 @@ async def test_a_plain_function_gets_lists_in_its_thread():
 
 
 @pytest.mark.parametrize("raises", [False, True])
-async def test_what_a_handler_decided_itself_stays_and_the_rest_has_the_outcome_of_the_call(raises):
+async def test_own_decisions_override_the_call(raises):
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(6))
         consumer, handed = consumer_of(metaserver, consumer_id="c1"), Counter()
@@ -72,7 +72,7 @@ async def test_what_a_handler_decided_itself_stays_and_the_rest_has_the_outcome_
 
 
 @pytest.mark.parametrize("retries_max", [3, 8, 32])
-async def test_a_message_that_fails_each_call_it_is_in_is_a_dead_letter_alone(retries_max):
+async def test_failing_message_dies_alone(retries_max):
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(100))
         consumer, handled, buried = consumer_of(metaserver, consumer_id="c1"), set(), []
@@ -90,7 +90,7 @@ async def test_a_message_that_fails_each_call_it_is_in_is_a_dead_letter_alone(re
         assert buried == [[17]] and handled == set(range(100)) - {17}
 
 
-async def test_a_message_with_a_limit_of_its_own_is_alone_at_its_last_attempt_wherever_in_the_list_it_is():
+async def test_own_limit_isolates_the_last_attempt():
     async with cluster("g1") as (metaserver, [broker]):
         for n in range(20):
             own = 2 if n == 9 else None
@@ -107,7 +107,7 @@ async def test_a_message_with_a_limit_of_its_own_is_alone_at_its_last_attempt_wh
             await until_async(lambda: len(handled) == 19 and settled(broker))
 
 
-async def test_what_came_to_the_mailbox_for_its_last_attempt_is_alone():
+async def test_mailbox_message_is_alone_at_last_attempt():
     async with cluster("g1") as (metaserver, [broker]):
         for n in range(10):
             data = encode_message(qmq.Message("a", {"n": n}, id=f"m{n}"), 0)
@@ -140,7 +140,7 @@ async def test_a_call_that_fails_is_logged_once(caplog):
         assert f"messages={calls[0]}" in line
 
 
-async def test_a_suspected_message_is_a_list_of_its_own():
+async def test_suspected_message_has_its_own_list():
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, {3, 4}
         fill(broker, range(10))
@@ -156,7 +156,7 @@ async def test_a_suspected_message_is_a_list_of_its_own():
         assert [3] in calls and [4] in calls and sorted(broker.begun) == [3, 4]
 
 
-async def test_at_most_once_a_list_has_what_the_broker_keeps_the_ack_of():
+async def test_most_once_list_has_acked_messages():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(30))
         consumer, handled = consumer_of(metaserver, consumer_id="c1"), []

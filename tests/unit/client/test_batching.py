@@ -39,7 +39,7 @@ def test_receipts_count_sequences_around_refused_messages():
     assert (batch.count(Outcome.STORED), batch.count(Outcome.REFUSED), batch.count(Outcome.UNKNOWN)) == (3, 2, 0)
 
 
-def test_a_split_batch_is_resolved_when_both_halves_are_and_reads_like_one():
+def test_split_batch_reads_like_one():
     resolved = []
     batch = Batch("a", list("abcde"), [join_batch([b"1", b"2", b"3", b"4", b"5"])], 1000, resolved.append)
     first, second = batch.split()
@@ -92,7 +92,7 @@ MESSAGES = st.builds(
 
 
 @given(st.lists(MESSAGES, max_size=12))
-def test_a_run_is_encoded_to_the_bytes_of_the_codec(messages):
+def test_run_matches_the_codec(messages):
     ids, begin, encode = MessageIds("prefix-"), 0, batch_encoder("s.ü", 77)
     given_ids = [message.id for message in messages]
     while begin < len(messages):
@@ -116,7 +116,7 @@ def joined(blocks: list[bytes], flags: int) -> tuple[bytes, int]:
     return b"".join(blocks), flags
 
 
-def test_a_run_ends_before_a_message_with_an_order_key():
+def test_run_ends_before_an_order_key():
     messages = [Message("a", {"n": 1}), Message("a", {"n": 2}, order_key="k"), Message("a", {"n": 3})]
     run = encode_run("a", messages, 0, ids=MessageIds("p"), now_ms=1)
     assert (run.end, run.error, run.flags) == (1, None, 0)
@@ -130,7 +130,7 @@ def test_labels_of_a_split_batch_follow_their_messages():
     assert second.body_bytes == len(join_batch([b"2", b"3"])) + labels_bytes(2)
 
 
-def test_runs_end_before_they_grow_too_large_and_lose_nothing():
+def test_runs_are_bounded_and_complete():
     messages = [Message("a", {"v": "x" * 30_000}) for _ in range(100)]
     ids, begin, sizes = MessageIds("p"), 0, []
     while begin < len(messages):

@@ -17,7 +17,7 @@ def test_the_limits_are_those_of_qmq():
     assert (FAILURES_MAX, OPEN_MS, SUCCESSES) == (100, 5_000, 20)
 
 
-def test_a_hundred_failures_in_a_row_open_it_and_one_answer_begins_the_count_anew():
+def test_hundred_failures_open_the_breaker():
     """Rule: closed."""
     breaker = Breaker()
     for _ in range(FAILURES_MAX - 1):
@@ -30,14 +30,14 @@ def test_a_hundred_failures_in_a_row_open_it_and_one_answer_begins_the_count_ane
 
 
 @pytest.mark.parametrize("after_ms, is_allowed", [(0, False), (OPEN_MS - 1, False), (OPEN_MS, True)])
-def test_open_it_allows_nothing_for_five_seconds_and_is_half_open_when_next_looked_at(after_ms, is_allowed):
+def test_open_breaker_turns_half_open(after_ms, is_allowed):
     """Rule: open."""
     breaker = opened(now_ms=1_000)
     assert breaker.allows(1_000 + after_ms) is is_allowed
     assert breaker.state is (BreakerState.HALF_OPEN if is_allowed else BreakerState.OPEN)
 
 
-def test_half_open_twenty_answers_close_it():
+def test_twenty_answers_close_the_breaker():
     """Rule: half-open, all requests pass."""
     breaker = opened()
     for _ in range(SUCCESSES):
@@ -47,7 +47,7 @@ def test_half_open_twenty_answers_close_it():
     assert not breaker.failed(OPEN_MS), "closed, it counts to a hundred again"
 
 
-def test_half_open_one_failure_opens_it_for_the_whole_time():
+def test_half_open_failure_reopens():
     """Rule: half-open."""
     breaker = opened()
     breaker.allows(OPEN_MS)
@@ -57,7 +57,7 @@ def test_half_open_one_failure_opens_it_for_the_whole_time():
     assert not breaker.allows(7_000 + OPEN_MS - 1) and breaker.allows(7_000 + OPEN_MS)
 
 
-def test_failures_of_what_was_under_way_do_not_keep_it_open_for_longer():
+def test_late_failures_do_not_extend_opening():
     breaker = opened(now_ms=0)
     assert not breaker.failed(4_000)
     assert breaker.allows(OPEN_MS)

@@ -110,20 +110,20 @@ PLACES = PLAIN_ONLY | {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_function_whose_body_would_not_run_is_rejected(place):
+def test_function_without_running_body_is_rejected(place):
     for kind, one in NEVER_RUN.items():
         with pytest.raises(InvalidRequest, match=r"contains yield|is the class Job.*method|is a function, not 'name'"):
             pytest.fail(f"{place} took {kind}: {PLACES[place](one)}")
 
 
 @pytest.mark.parametrize("place", PLAIN_ONLY)
-def test_a_coroutine_function_is_rejected_where_the_result_is_used_at_once(place):
+def test_coroutine_function_is_rejected_as_plain(place):
     for one in (coroutine_function, partial(coroutine_function, 1), AsyncMock()):
         with pytest.raises(InvalidRequest, match="is a plain function"):
             PLACES[place](one)
 
 
-def test_other_kinds_are_taken_and_known_for_what_they_are():
+def test_callable_kinds_are_recognised():
     @coroutine
     def old_style(given: object) -> Generator[None]:
         yield
@@ -250,7 +250,7 @@ async def called(handler: Any, filters: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("place", returning(print))
-async def test_returned_work_has_ended_before_the_call_or_the_filter_around_it(place):
+async def test_returned_work_ends_before_the_call(place):
     with ThreadPoolExecutor(1) as pool:
         for kind, make in RUN.items():
             effects.clear()
@@ -261,7 +261,7 @@ async def test_returned_work_has_ended_before_the_call_or_the_filter_around_it(p
 
 
 @pytest.mark.parametrize("place", returning(print))
-async def test_returned_work_that_fails_or_that_nothing_runs_is_an_error(place):
+async def test_failed_or_idle_work_is_an_error(place):
     with ThreadPoolExecutor(1) as pool:
         for kind, (make, reason) in FAILS.items():
             print(kind)
@@ -270,7 +270,7 @@ async def test_returned_work_that_fails_or_that_nothing_runs_is_an_error(place):
     assert not effects
 
 
-async def test_a_filter_that_does_not_wait_for_its_handler_fails_the_message():
+async def test_filter_without_await_fails_the_message():
     async def forgets(message: Any, handle: Any) -> None:
         handle(message)
 
@@ -291,7 +291,7 @@ async def test_a_filter_that_does_not_wait_for_its_handler_fails_the_message():
 
 @pytest.mark.parametrize("batch", [None, 1])
 @pytest.mark.parametrize("is_plain", [False, True])
-def test_a_listener_acks_when_the_returned_work_has_ended_and_retries_with_the_reason(is_plain, batch):
+def test_listener_acks_after_returned_work(is_plain, batch):
     """In one coroutine handler and one that runs in a thread, with single messages and lists."""
 
     async def fails_later(number: int) -> None:
@@ -326,7 +326,7 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize("kind", CALLBACKS)
-def test_flush_and_close_wait_for_the_end_of_callbacks(kind):
+def test_flush_and_close_wait_for_callbacks(kind):
     async def test(ends: Callable[[qmq.Producer], Any], wrap: Callable[[qmq.Producer], Any]) -> None:
         effects.clear()
         async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
@@ -347,7 +347,7 @@ def test_blocking_callbacks_have_ended_behind_flush():
             assert len(effects) == len(CALLBACKS)
 
 
-def test_what_fails_in_a_callback_or_is_never_run_is_reported(caplog):
+def test_callback_errors_are_reported(caplog):
     async def fails(receipt: qmq.Receipt) -> None:
         raise ValueError("failed later")
 
@@ -360,7 +360,7 @@ def test_what_fails_in_a_callback_or_is_never_run_is_reported(caplog):
     assert "failed later" in caplog.text and "which does not run" in caplog.text
 
 
-async def test_coroutines_of_on_master_changed_run_and_their_errors_are_logged(caplog):
+async def test_master_changed_coroutines_run(caplog):
     async def fails() -> None:
         raise ValueError("failed later")
 
@@ -374,7 +374,7 @@ async def test_coroutines_of_on_master_changed_run_and_their_errors_are_logged(c
             await until_async(lambda: effects and "failed later" in caplog.text)
 
 
-async def test_the_receipt_of_a_transaction_may_be_returned_before_its_commit(tmp_path):
+async def test_transaction_receipt_may_be_returned(tmp_path):
     """Waiting for it in the handler would last forever, as the commit follows the handler."""
 
     async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
@@ -387,7 +387,7 @@ async def test_the_receipt_of_a_transaction_may_be_returned_before_its_commit(tm
 
 
 @pytest.mark.parametrize("key", [None, noted, object()])
-def test_a_key_that_is_no_text_fails_the_message(key):
+def test_key_without_text_fails_the_message(key):
     """The text of an object holds its address, which another object has later: that message would count as handled."""
     message = Mock(subject="a", group="g", id="1")
     with pytest.raises(InvalidRequest, match="is a str|is empty"):

@@ -25,7 +25,7 @@ def consumer_of(metaserver):
     return qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
 
 
-async def test_a_long_retry_is_stored_by_the_delay_group_and_then_acked():
+async def test_long_retry_goes_to_the_delay_group():
     async with delay_cluster("d1") as (metaserver, broker, [server]):
         broker.add("a", encode_message(Message("a", {"n": 1}, tags={"t"}, id="one"), 7))
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
@@ -54,7 +54,7 @@ async def test_the_count_goes_on_in_the_mailbox():
         assert decode_message(server.subjects[MAILBOX][0])["qmq_times"] == "6"
 
 
-async def test_without_a_delay_group_the_broker_keeps_it_for_a_day_and_the_log_says_why(monkeypatch, caplog):
+async def test_without_delay_group_broker_keeps_a_day(monkeypatch, caplog):
     monkeypatch.setattr(subscription, "TIMEOUT_MS", 200)
 
     async with delay_cluster() as (metaserver, broker, _):
@@ -80,7 +80,7 @@ async def test_without_a_delay_group_the_broker_keeps_it_for_a_day_and_the_log_s
 
 
 @pytest.mark.parametrize("arguments", [{"broadcast": True}, {"group": "g"}], ids=["broadcast", "dead letters"])
-async def test_who_has_no_mailbox_is_refused_more_than_a_day(arguments):
+async def test_long_retry_needs_a_mailbox(arguments):
     async with delay_cluster("d1") as (metaserver, broker, _):
         subject = "a" if "broadcast" in arguments else "%DEAD_RETRY%a%g"
         broker.add(subject, encode_message(Message(subject, {"n": 1}, id="one"), 7))
@@ -96,7 +96,7 @@ def add(broker, **ids):
         broker.add("a", encode_message(Message("a", {"n": id}, id=id, order_key=order_key), 7))
 
 
-async def test_what_a_broker_postpones_no_more_goes_to_the_delay_group_and_the_rest_is_asked_again(monkeypatch):
+async def test_refused_postponement_goes_to_delay_group(monkeypatch):
     """What has an order key stays in its place, and what is due soon is not worth a copy."""
     monkeypatch.setattr(group_session, "RETRY_S_MAX", 0.05)
 
@@ -122,7 +122,7 @@ async def test_what_a_broker_postpones_no_more_goes_to_the_delay_group_and_the_r
             assert keyed.is_settled and len(server.subjects[MAILBOX]) == 1
 
 
-async def test_without_a_delay_group_what_a_broker_postpones_no_more_stays_and_the_log_says_so(monkeypatch, caplog):
+async def test_refused_postponement_stays_without_delay_group(monkeypatch, caplog):
     monkeypatch.setattr(subscription, "TIMEOUT_MS", 200)
     monkeypatch.setattr(group_session, "RETRY_S_MAX", 0.05)
 

@@ -25,7 +25,7 @@ def dues(server: FakeDelayServer, subject: str = "a") -> list[int | None]:
     return [due_of(data) for data in server.subjects[subject]]
 
 
-async def test_delayed_messages_go_to_the_delay_group_and_others_to_brokers():
+async def test_only_delayed_messages_use_delay_groups():
     async with delay_cluster("d1") as (metaserver, broker, [server]), producer_of(metaserver) as producer:
         before_ms = time.time_ns() // 1_000_000
         receipt = await producer.send(Message("a", {"n": 1}), delay=timedelta(minutes=30))
@@ -37,7 +37,7 @@ async def test_delayed_messages_go_to_the_delay_group_and_others_to_brokers():
         assert [decode_message(data)["n"] for data in broker.subjects["a"]] == ["2"]
 
 
-async def test_all_ways_to_send_take_a_delay_and_say_when_it_is_due():
+async def test_every_send_call_takes_a_delay():
     async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
         told: list[qmq.Receipt] = []
         producer.send_nowait(Message("a"), told.append, at=LATER)
@@ -53,7 +53,7 @@ async def test_all_ways_to_send_take_a_delay_and_say_when_it_is_due():
         assert server.attempts[-1].labels or server.attempts[-2].labels, "order keys reach the delay server"
 
 
-async def test_a_message_that_is_refused_alone_says_when_it_would_have_been_due():
+async def test_refused_receipt_has_the_due_time():
     async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
         receipts = await producer.send_many([Message("a", {"qmq_x": 1}), Message("a")], at=LATER)
         assert [(one.outcome, one.due_ms) for one in receipts] == [
@@ -62,7 +62,7 @@ async def test_a_message_that_is_refused_alone_says_when_it_would_have_been_due(
         ]
 
 
-async def test_without_a_delay_group_the_error_names_what_an_operator_does():
+async def test_missing_delay_group_shows_the_remedy():
     async with delay_cluster() as (metaserver, broker, _), producer_of(metaserver, timeout_s=1.5) as producer:
         receipt = await producer.send(Message("a"), delay=5)
         assert receipt.outcome is Outcome.REFUSED and isinstance(receipt.error, NoRoute)
@@ -88,7 +88,7 @@ async def test_naive_datetimes_are_refused_before_anything_is_sent():
         assert not broker.attempts and not server.attempts
 
 
-async def test_a_receipt_takes_its_message_back_at_its_own_group():
+async def test_receipt_cancels_at_its_group():
     async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
         receipt = await producer.send(Message("a"), at=LATER)
         assert await producer.cancel(receipt) is DelayOutcome.CANCELLED
@@ -108,7 +108,7 @@ async def test_without_a_receipt_all_delay_groups_are_asked(by):
         assert await producer.cancel(subject="other", **names) is DelayOutcome.UNKNOWN
 
 
-async def test_what_was_sent_is_answered_so():
+async def test_sent_message_returns_sent():
     async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
         receipt = await producer.send(Message("a"), at=LATER)
         server.sent.add(receipt.message_id)
@@ -124,7 +124,7 @@ async def test_a_lost_answer_is_asked_for_again():
         assert len(server.asked) == 2
 
 
-async def test_a_group_that_cannot_write_now_is_asked_until_it_can():
+async def test_readonly_delay_group_is_retried():
     async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
         receipt = await producer.send(Message("a"), at=LATER)
         server.refuse_recall_with = BrokerReadOnly("slave_down")
@@ -134,7 +134,7 @@ async def test_a_group_that_cannot_write_now_is_asked_until_it_can():
         assert await asking is DelayOutcome.CANCELLED
 
 
-async def test_unknown_is_not_said_while_a_group_is_silent():
+async def test_silent_delay_group_prevents_unknown():
     async with (
         delay_cluster("d1", "d2") as (metaserver, _, servers),
         producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer,
@@ -145,7 +145,7 @@ async def test_unknown_is_not_said_while_a_group_is_silent():
         assert len(servers[1].asked) > 1, "it was asked again on a new connection"
 
 
-async def test_a_refusal_of_the_delay_server_reaches_the_caller():
+async def test_delay_server_refusal_is_raised():
     async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
         receipt = await producer.send(Message("a"), at=LATER)
         server.refuse_recall_with = InvalidRequest("due in 9999 days; this delay server takes at most 730")

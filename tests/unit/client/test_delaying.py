@@ -39,7 +39,7 @@ CET = timezone(timedelta(hours=1))
         pytest.param(None, datetime(2001, 9, 9, 1, 46, 40, tzinfo=UTC), 1_000_000_000_000, id="a time that has passed"),
     ],
 )
-def test_a_call_says_when_its_message_is_due(delay, at, due_ms):
+def test_delay_arguments_set_the_due_time(delay, at, due_ms):
     assert delay_of(delay, at, None, now_ms=NOW_MS) == (due_ms, None)
 
 
@@ -60,13 +60,13 @@ def test_a_call_says_when_its_message_is_due(delay, at, due_ms):
         pytest.param(1, None, "k" * 101, "1 to 100 bytes", id="long key"),
     ],
 )
-def test_a_delay_that_is_none_is_refused_with_what_to_write(delay, at, key, says):
+def test_invalid_delay_shows_the_remedy(delay, at, key, says):
     with pytest.raises(InvalidRequest, match=says):
         delay_of(delay, at, key, now_ms=NOW_MS)
 
 
 @pytest.mark.parametrize("tags", [(), ("a", "b")], ids=["plain", "tagged"])
-def test_a_delayed_message_differs_in_flag_and_time_alone(tags):
+def test_delayed_encoding_differs_in_two_fields(tags):
     message = Message("s", {"n": 1}, tags=tags, id="id")
     plain, delayed = batch_encoder("s", NOW_MS)(message), delayed_encoder("s", NOW_MS, NOW_MS + 5)(message)
     assert due_of(plain) is None and due_of(delayed) == NOW_MS + 5
@@ -80,7 +80,7 @@ def test_bytes_that_are_no_message_are_never_due():
         due_of(b"\x02short")
 
 
-def test_a_run_of_delayed_messages_has_the_bytes_of_the_encoder():
+def test_delayed_run_matches_the_encoder():
     messages = [Message("s", {"n": n, "text": "ü" * n}, tags={"t"} if n % 3 else (), id=f"i{n}") for n in range(20)]
     run = encode_run("s", messages, 0, ids=MessageIds("p"), now_ms=NOW_MS, due_ms=NOW_MS + 9)
     one = delayed_encoder("s", NOW_MS, NOW_MS + 9)
@@ -120,7 +120,7 @@ def test_a_call_names_a_message(arguments, one):
         pytest.param((STORED._replace(due_ms=None), None, None, None), id="a message that was not delayed"),
     ],
 )
-def test_a_call_that_names_no_delayed_message_is_refused(arguments):
+def test_call_without_target_is_refused(arguments):
     with pytest.raises(InvalidRequest):
         target_of(*arguments)
 
@@ -144,7 +144,7 @@ AWAY = NotServed("d2 does not answer")
         pytest.param(ID, "away away", None, id="all are away"),
     ],
 )
-def test_unknown_is_said_only_when_all_groups_answered(one, states, outcome):
+def test_unknown_needs_all_answers(one, states, outcome):
     answers = [DelayState(state) for state in states.split() if state != "away"]
     silent = [AWAY] * states.split().count("away")
     if outcome is None:

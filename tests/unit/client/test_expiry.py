@@ -40,7 +40,7 @@ def verdicts(broker: FakeBroker) -> list[int]:
 
 @pytest.mark.parametrize("batch", [None, 4])
 @pytest.mark.parametrize("most_once", [False, True])
-async def test_a_handler_gets_nothing_that_has_expired_and_the_broker_is_told(batch, most_once):
+async def test_expired_message_is_reported_not_handled(batch, most_once):
     async with cluster("g1") as (metaserver, [broker]):
         fill_expiring(broker, 60, {2: 30, 3: 59, 4: DAY_S, 9: 1})
         consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
@@ -56,7 +56,7 @@ async def test_a_handler_gets_nothing_that_has_expired_and_the_broker_is_told(ba
         assert verdicts(broker) == [Verdict.EXPIRED] * 3
 
 
-async def test_a_message_that_expires_while_it_waits_here_is_not_handled():
+async def test_message_expires_in_the_buffer():
     async with cluster("g1") as (metaserver, [broker]):
         fill_expiring(broker, 0, {1: 0.05}, count=2)
         consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
@@ -82,7 +82,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-async def test_a_message_that_expires_while_it_waits_for_its_turn_is_not_handled(clock, suspected, batch):
+async def test_message_expires_before_its_turn(clock, suspected, batch):
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, suspected
         fill_expiring(broker, 0, {1: DAY_S}, count=3)
@@ -103,7 +103,7 @@ async def test_a_message_that_expires_while_it_waits_for_its_turn_is_not_handled
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-async def test_at_most_once_a_message_that_expires_while_its_ack_is_on_the_way_is_not_handled(clock, batch):
+async def test_most_once_message_expires_during_its_ack(clock, batch):
     async with cluster("g1") as (metaserver, [broker]):
         broker.holds_acks = True
         fill_expiring(broker, 0, {0: DAY_S}, count=2)
@@ -154,7 +154,7 @@ def received(data: bytes) -> ReceivedMessage:
     return ReceivedMessage("a", 0, data, _Piece(), 0)
 
 
-def test_it_counts_from_when_a_message_was_sent_or_was_due():
+def test_lifetime_starts_at_send_or_due_time():
     message = Message("a", {"x": "y"}, id="m", expires_after=timedelta(minutes=1))
     assert received(encode_message(message, 1_000)).expires_ms == 61_000
     late = received(delayed_encoder("a", 1_000, 500_000)(message))
@@ -168,7 +168,7 @@ def test_a_time_that_cannot_be_is_refused(wrong):
         encode_message(Message("a", id="m", expires_after=wrong), 0)
 
 
-async def test_send_many_says_it_too():
+async def test_send_many_sets_expiry():
     async with cluster("g1") as (metaserver, [broker]):
         async with qmq.Producer(metaserver=metaserver.url, app="test", token="secret") as producer:
             await producer.send_many(Message("a", {"n": n}, expires_after=60 if n else None) for n in range(3))
@@ -178,6 +178,6 @@ async def test_send_many_says_it_too():
         assert [one.properties.get(name) for one in found] == [None, "60000", "60000", "61000"]
 
 
-def test_an_outbox_keeps_it():
+def test_outbox_keeps_expiry():
     row = encode_row(Message("a", {"n": 1}, id="m", expires_after=1.5), 7)
     assert decode_row(row).expires_after == 1.5

@@ -59,7 +59,7 @@ def test_filters_wrap_the_handler_the_first_one_outermost():
     assert seen == ["before outer", "before inner", "handler", "after inner done", "after outer done"]
 
 
-def test_a_message_that_a_filter_does_not_pass_on_is_done():
+def test_skipped_message_is_acked():
     handled: list[object] = []
 
     async def only_even(message: qmq.ReceivedMessage, handle: Handle) -> None:
@@ -73,7 +73,7 @@ def test_a_message_that_a_filter_does_not_pass_on_is_done():
     assert (handled, broker.nacks) == (["0", "2"], [])
 
 
-def test_a_filter_that_raises_fails_the_message_and_may_make_another_exception_of_the_handlers():
+def test_raising_filter_decides_the_outcome():
     async def translating(message: qmq.ReceivedMessage, handle: Handle) -> None:
         if message["n"] == "0":
             raise ValueError("the filter's")
@@ -94,7 +94,7 @@ def test_a_filter_that_raises_fails_the_message_and_may_make_another_exception_o
     assert broker.dead["a", "g"] == [(1, "translated")]
 
 
-def test_a_blocking_handler_runs_in_threads_as_many_as_asked_and_the_loop_goes_on():
+def test_blocking_handlers_run_in_threads():
     threads: set[str] = set()
     together = threading.Barrier(4)
 
@@ -127,7 +127,7 @@ def test_a_blocking_handler_that_raises_fails_its_message():
     ]
 
 
-def test_filters_of_a_blocking_handler_run_around_the_thread_or_in_it():
+def test_filters_run_around_or_in_the_thread():
     where: dict[str, bool] = {}
     context = contextvars.ContextVar("context", default="nothing")
     loop_thread: list[int] = []
@@ -164,7 +164,7 @@ def test_a_blocking_handler_decides_from_its_thread():
     assert broker.dead["a", "g"] == [(1, "of no use")]
 
 
-async def test_a_blocking_handler_that_never_ends_keeps_nobody_from_ending():
+async def test_endless_blocking_handler_does_not_block_exit():
     release, began = threading.Event(), threading.Event()
 
     def handler(message: qmq.ReceivedMessage) -> None:
@@ -211,11 +211,11 @@ def plain_handler(message: qmq.ReceivedMessage) -> None: ...
         pytest.param(None, [], id="no handler"),
     ],
 )
-def test_filters_and_handlers_that_do_not_fit_are_refused(handler, filters):
+def test_mismatched_filters_are_refused(handler, filters):
     with pytest.raises(qmq.InvalidRequest):
         FilteredHandler(handler, filters)
 
 
-def test_a_filter_may_be_an_object_with_a_coroutine_method():
+def test_filter_may_be_an_object():
     assert not FilteredHandler(coroutine_handler, [Filter()]).is_blocking
     assert asyncio.iscoroutinefunction(Filter().__call__)

@@ -25,7 +25,7 @@ def store(group, batch):
     group.release(batch)
 
 
-def test_after_a_lost_connection_all_that_was_in_flight_is_repeated_in_order():
+def test_lost_batches_are_repeated_in_order():
     group = GroupBatches(in_flight_max=8)
     batches = [batch_of() for _ in range(4)]
     for batch in batches:
@@ -41,7 +41,7 @@ def test_after_a_lost_connection_all_that_was_in_flight_is_repeated_in_order():
     assert group.room_bytes() > 0
 
 
-def test_a_batch_that_another_group_had_takes_no_number_away_from_this_one():
+def test_foreign_batch_releases_no_number():
     one, other = GroupBatches(in_flight_max=8), GroupBatches(in_flight_max=8)
     moved, sent = batch_of(), batch_of(size=500)
     one.admit(moved)
@@ -54,7 +54,7 @@ def test_a_batch_that_another_group_had_takes_no_number_away_from_this_one():
     assert other.next_repeat() is sent
 
 
-def test_batches_are_as_large_as_the_broker_says_until_it_says_nothing():
+def test_batch_size_follows_advice():
     group = GroupBatches(in_flight_max=8)
     assert group.batch_bytes_max == BATCH_BYTES_MAX
     for advice, most in ((256 << 10, 256 << 10), (16 << 20, BATCH_BYTES_MAX), (0, BATCH_BYTES_MAX)):
@@ -99,7 +99,7 @@ def test_numbers_never_span_more_than_a_group_remembers(steps):
         assert group.unresolved() == [open_batches[number] for number in sorted(open_batches)]
 
 
-def test_an_unresolved_batch_stops_new_numbers_before_the_group_forgets_it():
+def test_number_window_is_bounded():
     group = GroupBatches(in_flight_max=16)
     stuck = batch_of()
     group.admit(stuck)
@@ -113,7 +113,7 @@ def test_an_unresolved_batch_stops_new_numbers_before_the_group_forgets_it():
     assert group.room_bytes() > 0
 
 
-def test_a_subject_has_its_share_in_flight_whatever_others_have():
+def test_each_subject_has_its_limit():
     group = GroupBatches(in_flight_max=2)
     busy = [batch_of(subject="busy") for _ in range(2)]
     for batch in busy:

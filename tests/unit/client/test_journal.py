@@ -24,7 +24,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in sorted(folder.glob("*.ndjson")) for line in path.read_text().splitlines()]
 
 
-async def test_what_a_broker_stored_is_in_the_journal_as_the_broker_has_it(tmp_path: Path) -> None:
+async def test_journal_matches_stored_messages(tmp_path: Path) -> None:
     """Tags and order keys give labels behind the batch, which are no part of a message."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -39,7 +39,7 @@ async def test_what_a_broker_stored_is_in_the_journal_as_the_broker_has_it(tmp_p
         assert [one["hash"] for one in found] == [sha256(message).hexdigest()[:16] for message in kept]
 
 
-def test_what_was_not_stored_is_not_in_it(tmp_path: Path) -> None:
+def test_unstored_messages_are_not_journaled(tmp_path: Path) -> None:
     writer = JournalWriter(qmq.Journal(tmp_path, one_in=1), "shop/1")
     writer.stored(batch_of(3), refused("g1", BrokerReadOnly("g1")))
     writer.stored(batch_of(3), told(40, (1, "too large")))
@@ -57,7 +57,7 @@ def told(first: int, *refused: tuple[int, str]) -> Result:
     return Result(Outcome.STORED, "g1", first, Durability.FSYNC, None, dict(refused))
 
 
-def test_a_folder_stays_below_its_bound_and_keeps_the_newest(tmp_path: Path) -> None:
+def test_folder_stays_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     """Also with the files of another producer that has ended."""
     (tmp_path / "old-1.ndjson").write_bytes(bytes(900_000))
     journal = qmq.Journal(tmp_path, one_in=1, bytes_max=1 << 20)
@@ -70,7 +70,7 @@ def test_a_folder_stays_below_its_bound_and_keeps_the_newest(tmp_path: Path) -> 
     assert found == list(range(found[0], 30_000)) and len(found) > 30_000 // 2 // FILES
 
 
-def test_a_file_that_another_producer_removed_is_followed_by_a_new_one(tmp_path: Path) -> None:
+def test_removed_file_is_replaced(tmp_path: Path) -> None:
     writer = JournalWriter(qmq.Journal(tmp_path, one_in=1), "quiet")
     writer.stored(batch_of(1), told(0))
     (tmp_path / "quiet-000001.ndjson").unlink()
@@ -87,9 +87,7 @@ def test_one_batch_in_so_many_is_kept(tmp_path: Path) -> None:
     assert 200 < len(lines(tmp_path)) < 800, "400 are expected; whole batches"
 
 
-def test_a_disk_that_fails_ends_the_journal_and_not_the_producer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_disk_error_ends_only_the_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     writer = JournalWriter(qmq.Journal(tmp_path / "file", one_in=1), "shop")
     for _ in range(3):

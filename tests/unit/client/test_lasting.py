@@ -12,9 +12,7 @@ from qmq.client.sender import Sender
 from tests.unit.client.fakes import TOKEN, cluster
 
 
-async def test_a_part_that_ends_by_a_defect_is_logged_before_the_client_is_closed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failed_task_is_logged_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async def broken(self: Sender) -> None:
         raise ValueError("a defect")
 

@@ -22,7 +22,7 @@ from tests.unit.client.fakes import FakeBroker, cluster
 from tests.unit.client.test_producer import run
 
 
-async def test_a_message_whose_handler_raises_is_handed_over_again_and_nothing_else_waits_for_it():
+async def test_failed_message_is_retried_without_blocking_others():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(20))
         consumer, handled, failures = consumer_of(metaserver, consumer_id="c1"), [], []
@@ -44,7 +44,7 @@ async def test_a_message_whose_handler_raises_is_handed_over_again_and_nothing_e
         await cancelled(task)
 
 
-async def test_as_many_handlers_run_at_the_same_time_as_asked():
+async def test_concurrency_is_reached():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(30))
         consumer, running, most, gate = consumer_of(metaserver), 0, 0, asyncio.Event()
@@ -66,7 +66,7 @@ async def test_as_many_handlers_run_at_the_same_time_as_asked():
 
 
 @pytest.mark.parametrize("how", ["cancelled", "SIGTERM"])
-async def test_the_end_lets_handlers_finish_acks_them_and_gives_the_rest_back(how):
+async def test_stop_finishes_handlers_and_returns_the_rest(how):
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(50))
         consumer, started, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
@@ -96,7 +96,7 @@ async def test_the_end_lets_handlers_finish_acks_them_and_gives_the_rest_back(ho
         assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as delivered"
 
 
-async def test_a_handler_that_never_ends_is_cancelled_and_its_message_given_back():
+async def test_endless_handler_is_cancelled():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(1))
         consumer, started = consumer_of(metaserver, drain_s=0.1), asyncio.Event()
@@ -115,7 +115,7 @@ async def test_a_handler_that_never_ends_is_cancelled_and_its_message_given_back
 # What fails.
 
 
-async def test_what_failed_as_often_as_it_may_is_a_dead_letter_with_its_reason():
+async def test_last_failure_makes_a_dead_letter():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
         consumer, times = consumer_of(metaserver), []
@@ -132,7 +132,7 @@ async def test_what_failed_as_often_as_it_may_is_a_dead_letter_with_its_reason()
         assert broker.dead["a", "g"] == [(1, "delivered 3 times; ValueError('never')")]
 
 
-async def test_a_handler_says_by_what_it_raises_what_becomes_of_its_message():
+async def test_exceptions_decide_the_message():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
         consumer, handled = consumer_of(metaserver), []
@@ -151,7 +151,7 @@ async def test_a_handler_says_by_what_it_raises_what_becomes_of_its_message():
         assert broker.dead["a", "g"] == [(0, "no such order")]
 
 
-async def test_bytes_that_are_no_message_end_as_a_dead_letter_and_stop_nobody():
+async def test_invalid_bytes_become_a_dead_letter():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, [0])
         broker.add("a", b"another language wrote this, badly")
@@ -184,7 +184,7 @@ async def test_messages_that_fail_together_travel_in_one_nack():
         assert len(broker.nacks) < 10
 
 
-async def test_a_nack_whose_answer_was_lost_is_sent_again_and_counts_once():
+async def test_nack_with_lost_answer_counts_once():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(2))
         broker.loses_answer_to = Command.NACK
@@ -206,7 +206,7 @@ async def test_a_nack_whose_answer_was_lost_is_sent_again_and_counts_once():
         assert times == [("0", 1), ("1", 1), ("1", 2)]
 
 
-async def test_what_was_handled_before_an_ack_was_refused_is_neither_acked_nor_nacked_later():
+async def test_refused_ack_drops_handled_messages():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(2))
         consumer, gate, began = consumer_of(metaserver, consumer_id="c1"), asyncio.Event(), []
@@ -230,7 +230,7 @@ async def test_what_was_handled_before_an_ack_was_refused_is_neither_acked_nor_n
 # Messages of other kinds.
 
 
-async def test_the_mailbox_of_a_group_is_shown_as_its_subject():
+async def test_mailbox_messages_show_the_subject():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, [0])
         fill(broker, [1], subject="%RETRY%a%g")
@@ -248,7 +248,7 @@ async def test_the_mailbox_of_a_group_is_shown_as_its_subject():
         assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 1_000)
 
 
-async def test_a_broadcast_asks_for_a_group_of_its_own_and_no_mailbox():
+async def test_broadcast_has_own_group_and_no_mailbox():
     async with cluster("g1") as (metaserver, [broker]):
         consumer = consumer_of(metaserver, consumer_id="c1")
 
@@ -269,7 +269,7 @@ async def test_a_broadcast_asks_for_a_group_of_its_own_and_no_mailbox():
         }
 
 
-async def test_a_message_that_names_another_group_is_taken_as_done():
+async def test_message_for_another_group_is_acked():
     async with cluster("g1") as (metaserver, [broker]):
         for at, group in enumerate(("other", "g", "")):
             encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": at}, id=str(at)))
@@ -288,7 +288,7 @@ async def test_a_message_that_names_another_group_is_taken_as_done():
 # At most once.
 
 
-async def test_at_most_once_the_broker_keeps_the_ack_before_the_handler_is_called():
+async def test_most_once_acks_before_handling():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(20))
         consumer, unacked = consumer_of(metaserver, consumer_id="c1"), []
@@ -305,7 +305,7 @@ async def test_at_most_once_the_broker_keeps_the_ack_before_the_handler_is_calle
         assert broker.times["a", "g"] == dict.fromkeys(range(20), 1)
 
 
-async def test_at_most_once_what_somebody_may_have_begun_is_skipped():
+async def test_most_once_skips_begun_messages():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(4))
         broker.positions["a", "g"] = 2
@@ -324,7 +324,7 @@ async def test_at_most_once_what_somebody_may_have_begun_is_skipped():
         assert broker.returned["a", "g"] == []
 
 
-async def test_at_most_once_nothing_that_only_waited_here_is_acked():
+async def test_most_once_acks_no_waiting_messages():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(50))
         consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
@@ -345,7 +345,7 @@ async def test_at_most_once_nothing_that_only_waited_here_is_acked():
         assert {broker.times["a", "g"][sequence] for sequence in left} == {0}, "the next one does not skip them"
 
 
-async def test_at_most_once_a_handler_is_not_called_when_the_ack_is_refused():
+async def test_most_once_refused_ack_is_not_handled():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(1))
         broker.ack_error = InvalidAck("not yours")
@@ -360,7 +360,7 @@ async def test_at_most_once_a_handler_is_not_called_when_the_ack_is_refused():
         assert handled == []
 
 
-async def test_while_no_dead_letter_can_be_stored_other_messages_are_consumed_and_retried():
+async def test_refused_dead_letter_does_not_block_others():
     async with cluster("g1") as (metaserver, [broker]):
         broker.stores_dead_letters = False
         fill(broker, [0])
@@ -387,7 +387,7 @@ async def test_while_no_dead_letter_can_be_stored_other_messages_are_consumed_an
 
 
 @pytest.mark.parametrize("number", ["9" * 5_000, "9" * 30])
-async def test_whatever_a_message_says_of_its_retries_it_is_decided(number):
+async def test_odd_retry_limits_are_decided(number):
     async with cluster("g1") as (metaserver, [broker]):
         data = batch_encoder("a", 1)(qmq.Message("a", {}, id="m"))
         broker.add("a", with_properties(data, {"qmq_maxRetryNum": number}))
@@ -403,7 +403,7 @@ async def test_whatever_a_message_says_of_its_retries_it_is_decided(number):
             await until_async(lambda: times == [1, 2, 3])
 
 
-async def test_an_exception_that_cannot_say_what_it_is_decides_its_message_too():
+async def test_exception_with_failing_repr_decides():
     class Broken(qmq.DeadLetter):
         def __str__(self) -> str:
             raise ValueError("no text")
@@ -422,7 +422,7 @@ async def test_an_exception_that_cannot_say_what_it_is_decides_its_message_too()
             await until_async(lambda: times == [1, 2])
 
 
-async def test_what_is_no_ordinary_exception_fails_its_message_and_no_other():
+async def test_base_exception_fails_one_message():
     class Panic(BaseException):
         """Such as extensions in other languages raise."""
 
@@ -442,7 +442,7 @@ async def test_what_is_no_ordinary_exception_fails_its_message_and_no_other():
 
 
 @pytest.mark.parametrize("raised", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), StopIteration()], ids=repr)
-async def test_a_thread_that_exits_fails_its_message_and_ends_no_loop(raised):
+async def test_exiting_thread_fails_one_message(raised):
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
         consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
@@ -459,7 +459,7 @@ async def test_a_thread_that_exits_fails_its_message_and_ends_no_loop(raised):
 
 
 @pytest.mark.parametrize("rest_s", [0.01, 3600])
-async def test_a_worker_that_gets_no_thread_tries_again_after_a_rest(monkeypatch, rest_s):
+async def test_worker_without_thread_retries(monkeypatch, rest_s):
     """Where a container allows no more threads, workers that failed at once began anew at once: a core was busy."""
     attempts: list[str] = []
 
@@ -493,7 +493,7 @@ async def test_a_worker_that_gets_no_thread_tries_again_after_a_rest(monkeypatch
 # Decisions of the application.
 
 
-async def test_without_auto_ack_messages_are_decided_by_whoever_has_them():
+async def test_without_auto_ack_the_application_decides():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(6))
         consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
@@ -520,7 +520,7 @@ async def test_without_auto_ack_messages_are_decided_by_whoever_has_them():
             await taken[4].ack()
 
 
-async def test_the_end_waits_for_decisions_of_messages_that_were_taken():
+async def test_stop_waits_for_decisions():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(2))
         consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
@@ -542,7 +542,7 @@ async def test_the_end_waits_for_decisions_of_messages_that_were_taken():
         assert broker.returned["a", "g"] == []
 
 
-async def test_an_exception_after_a_decision_is_logged_and_changes_nothing(caplog):
+async def test_exception_after_decision_is_only_logged(caplog):
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(1))
         consumer = consumer_of(metaserver, consumer_id="c1")
@@ -616,7 +616,7 @@ async def test_a_listener_leaves_its_group_and_comes_back(how):
         assert sorted(handled, key=int) == [str(n) for n in range(100)]
 
 
-async def test_a_listener_that_comes_back_before_a_cancelled_handler_has_ended_has_its_workers_again(monkeypatch):
+async def test_resume_before_cancelled_handler_ends(monkeypatch):
     monkeypatch.setattr("qmq.client.listener.CANCEL_S", 0.0)
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -645,7 +645,7 @@ async def test_a_listener_that_comes_back_before_a_cancelled_handler_has_ended_h
 
 
 @pytest.mark.parametrize("how", ["stop", "offline"])
-async def test_who_is_stopped_for_no_more_than_a_moment_takes_part_again(how):
+async def test_short_stop_rejoins(how):
     """Within one turn of the loop: its subscription was over, and nobody made another."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -668,7 +668,7 @@ async def test_who_is_stopped_for_no_more_than_a_moment_takes_part_again(how):
             await until_async(lambda: handled == [*range(6)])
 
 
-async def test_a_consumer_that_is_not_online_waits_until_it_is():
+async def test_offline_consumer_waits():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(1))
         consumer, handled = consumer_of(metaserver, online=False), asyncio.Event()
@@ -684,7 +684,7 @@ async def test_a_consumer_that_is_not_online_waits_until_it_is():
             await handled.wait()
 
 
-async def test_a_listener_that_is_added_while_others_run_begins():
+async def test_added_listener_starts():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(1))
         fill(broker, range(1), subject="b")
@@ -700,7 +700,7 @@ async def test_a_listener_that_is_added_while_others_run_begins():
             await until_async(lambda: handled == ["a", "b"])
 
 
-async def test_the_application_hears_of_a_new_master():
+async def test_new_master_is_reported():
     async with cluster("g1") as (metaserver, [old]):
         fill(old, range(1))
         consumer, handled, events = consumer_of(metaserver), [], []
@@ -728,7 +728,7 @@ async def test_the_application_hears_of_a_new_master():
         await new.stop()
 
 
-async def test_one_consumer_runs_once_and_again_when_it_has_ended():
+async def test_consumer_runs_again_after_its_end():
     async with cluster("g1") as (metaserver, [broker]):
         consumer, handled = consumer_of(metaserver), []
 
@@ -747,7 +747,7 @@ async def test_one_consumer_runs_once_and_again_when_it_has_ended():
 # Signals.
 
 
-def test_in_another_thread_a_consumer_is_stopped_by_hand():
+def test_consumer_in_a_thread_is_stopped():
     consumers, handled = [], []
 
     async def test() -> None:
@@ -772,7 +772,7 @@ def test_in_another_thread_a_consumer_is_stopped_by_hand():
         future.result(timeout=60)
 
 
-async def test_sigterm_ends_all_consumers_of_a_loop_and_is_left_as_it_was():
+async def test_sigterm_ends_all_consumers():
     async with cluster("g1") as (metaserver, [broker]):
         tasks = []
         for _ in range(2):
@@ -785,7 +785,7 @@ async def test_sigterm_ends_all_consumers_of_a_loop_and_is_left_as_it_was():
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-async def test_sigterm_is_the_applications_if_it_handles_it():
+async def test_application_keeps_its_sigterm_handler():
     async with cluster("g1") as (metaserver, [broker]):
         signals: list[int] = []
         before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
@@ -804,7 +804,7 @@ async def test_sigterm_is_the_applications_if_it_handles_it():
 async def _nothing(message: qmq.ReceivedMessage) -> None: ...
 
 
-async def test_an_exclusive_consumer_says_since_when():
+async def test_exclusive_consumer_sends_its_start():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(1))
         begin_ms, seen = time.time_ns() // 1_000_000, asyncio.Event()
@@ -822,7 +822,7 @@ async def test_an_exclusive_consumer_says_since_when():
 
 
 @pytest.mark.parametrize("batch", [None, 5], ids=["single", "in lists"])
-async def test_a_handler_that_cancels_its_own_task_has_failed_and_the_listener_goes_on(batch):
+async def test_self_cancelling_handler_fails_its_message(batch):
     """Libraries cancel the task that they run in, to bound a wait. Its worker ended, and its message stayed."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -845,7 +845,7 @@ async def test_a_handler_that_cancels_its_own_task_has_failed_and_the_listener_g
 
 
 @pytest.mark.parametrize("batch", [None, 1], ids=["single", "in lists"])
-async def test_a_handler_that_cancels_its_own_task_and_returns_fails_no_other_message(batch):
+async def test_self_cancelling_return_fails_no_other(batch):
     """The cancellation came out of the next message's handler."""
 
     async with cluster("g1") as (metaserver, [broker]):

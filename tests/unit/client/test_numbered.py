@@ -57,7 +57,7 @@ async def sent(sender: NumberedSender, group: str, one: NumberedBatch) -> Answer
     return answers[0]
 
 
-async def test_a_numbered_batch_is_stored_with_its_number_at_the_group_that_was_named():
+async def test_batch_is_stored_under_its_number():
     async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
         assert await sent(sender, "g2", batch(41, "x", "y")) == Stored(0, 2, [])
         [attempt] = brokers[1].attempts
@@ -72,7 +72,7 @@ async def test_labels_travel_with_the_batch():
         assert broker.attempts[0].labels == [label_of((), "k")]
 
 
-async def test_a_lost_connection_leaves_the_outcome_unknown_and_a_repeat_stores_it_once():
+async def test_repeat_after_lost_connection_stores_once():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
         hold = Hold(broker)
         answers: list[Answer] = []
@@ -89,7 +89,7 @@ async def test_a_lost_connection_leaves_the_outcome_unknown_and_a_repeat_stores_
 
 
 @pytest.mark.parametrize("error", [BrokerReadOnly("no slave"), Overloaded("full"), InvalidMessage("bad")])
-async def test_a_refusal_says_that_nothing_was_stored_and_nothing_is_repeated(error):
+async def test_refusal_is_not_repeated(error):
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
         broker.refuse_with = error
         answer = await sent(sender, "g1", batch(1, "x"))
@@ -97,13 +97,13 @@ async def test_a_refusal_says_that_nothing_was_stored_and_nothing_is_repeated(er
         assert len(broker.attempts) == 1
 
 
-async def test_a_broker_that_does_not_know_leaves_the_outcome_unknown():
+async def test_unknown_answer_stays_unknown():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
         broker.refuse_with = OutcomeUnknown("stored on one copy")
         assert isinstance(await sent(sender, "g1", batch(1, "x")), Unknown)
 
 
-async def test_messages_that_the_group_never_takes_are_named_by_position():
+async def test_refused_messages_have_positions():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
         broker.limits["message_bytes_max"] = 200
         answer = await sent(sender, "g1", batch(1, "x", "y" * 300, "z"))
@@ -121,7 +121,7 @@ async def test_a_group_without_a_connection_stores_nothing():
         assert "g1" in sender.why_not("a")
 
 
-async def test_a_batch_that_no_connection_takes_is_refused_as_too_large():
+async def test_oversized_batch_is_refused():
     async with cluster("g1") as (metaserver, [broker]):
         broker.limits["packet_bytes_max"] = 4096
         async with sender_of(metaserver, "g1") as sender:
@@ -146,7 +146,7 @@ async def test_the_window_of_the_broker_is_kept():
             assert sender.room("g1") == 1000 and sender.in_flight("g1") == 0
 
 
-async def test_a_connection_that_owes_answers_for_too_long_is_dropped():
+async def test_late_answers_drop_the_connection():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1", answer_timeout_s=2.0) as sender:
         hold = Hold(broker)
         answer = await sent(sender, "g1", batch(1, "x"))
@@ -154,7 +154,7 @@ async def test_a_connection_that_owes_answers_for_too_long_is_dropped():
         assert len(hold.held) == 1
 
 
-async def test_whoever_waits_when_the_sender_is_closed_hears_that_the_outcome_is_unknown():
+async def test_closing_makes_outcomes_unknown():
     answers: list[Answer] = []
     async with cluster("g1") as (metaserver, [broker]):
         async with sender_of(metaserver, "g1") as sender:
@@ -167,7 +167,7 @@ async def test_whoever_waits_when_the_sender_is_closed_hears_that_the_outcome_is
     assert len(answers) == 1
 
 
-async def test_a_readonly_group_is_none_to_send_to_until_it_is_writable_again():
+async def test_readonly_group_is_excluded():
     async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
         changes: list[list[str]] = []
         sender.on_change(lambda: changes.append(sender.groups("a")))
@@ -178,7 +178,7 @@ async def test_a_readonly_group_is_none_to_send_to_until_it_is_writable_again():
         assert ["g2"] in changes and sorted(changes[-1]) == ["g1", "g2"]
 
 
-async def test_a_group_that_refused_rests_and_is_told_of_again():
+async def test_refusing_group_rests_and_returns():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
         told = asyncio.Event()
         broker.refuse_with = BrokerReadOnly("no slave")
@@ -189,7 +189,7 @@ async def test_a_group_that_refused_rests_and_is_told_of_again():
             await told.wait()
 
 
-async def test_an_order_key_has_the_home_that_producers_give_it():
+async def test_home_matches_producers():
     async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
         label = label_of((), "seat-1")
         home = group_of_key(label >> 32, ["g1", "g2"])
@@ -200,7 +200,7 @@ async def test_an_order_key_has_the_home_that_producers_give_it():
         assert sender.home("unwatched", label) is None
 
 
-async def test_a_subject_without_a_route_says_why():
+async def test_missing_route_has_a_reason():
     async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
         metaserver.refuse["b"] = "no group is allowed for it"
         assert not sender.is_known("b")
@@ -209,7 +209,7 @@ async def test_a_subject_without_a_route_says_why():
         assert sender.groups("b") == [] and "no group is allowed" in sender.why_not("b")
 
 
-async def test_a_route_that_was_forgotten_comes_back_with_its_next_use(monkeypatch):
+async def test_forgotten_route_returns(monkeypatch):
     monkeypatch.setattr(route_watch, "KEPT", 0)
     monkeypatch.setattr(route_watch, "IDLE_S", 0.05)
 
@@ -219,7 +219,7 @@ async def test_a_route_that_was_forgotten_comes_back_with_its_next_use(monkeypat
         assert isinstance(await sent(sender, "g1", batch(1, "x")), Stored)
 
 
-async def test_what_the_metaserver_refuses_is_named(monkeypatch):
+async def test_refused_subject_has_its_reason(monkeypatch):
     async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
         assert sender.refusals == {}
         metaserver.refuse["b"] = "one subject too many"

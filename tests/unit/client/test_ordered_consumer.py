@@ -12,7 +12,7 @@ from tests.unit.client.consuming import consumer_of, listening
 from tests.unit.client.fakes import cluster
 
 
-async def test_a_slow_message_holds_up_no_ack_of_other_keys(monkeypatch):
+async def test_slow_message_delays_no_other_key(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 1_000.0)
 
     async with cluster("g1") as (metaserver, [broker]):

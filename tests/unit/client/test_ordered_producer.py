@@ -40,7 +40,7 @@ def in_order(count: int, keys: int) -> list[Message]:
 
 
 @pytest.mark.parametrize("way", ["send_many", "send_nowait"])
-async def test_all_messages_of_a_key_go_to_its_broker_group_in_order(way):
+async def test_key_stays_in_one_group_in_order(way):
     async with cluster("g1", "g2", "g3") as (metaserver, brokers), producer_of(metaserver) as producer:
         messages = in_order(3_000, keys=40)
         receipts: list[qmq.Receipt] = []
@@ -58,7 +58,7 @@ async def test_all_messages_of_a_key_go_to_its_broker_group_in_order(way):
         assert sum(len(broker.subjects["a"]) for broker in brokers) == 3_000
 
 
-async def test_receipts_of_plain_and_ordered_messages_come_in_the_order_given():
+async def test_mixed_receipts_keep_the_order():
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
         messages = [
             Message(f"s{number % 3 // 2}", {"n": number}, order_key=f"k{number % 5}" if number % 2 else None)
@@ -75,7 +75,7 @@ async def test_receipts_of_plain_and_ordered_messages_come_in_the_order_given():
             assert (stored["n"], stored.id) == (str(number), receipt.message_id)
 
 
-async def test_keys_and_tags_are_told_to_the_broker_in_labels():
+async def test_labels_carry_keys_and_tags():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         await producer.send(Message("a", {"n": 1}, tags={"pay"}, order_key="k"))
         await producer.send_many([Message("a", {"n": 2}), Message("a", {"n": 3}, tags={"pay"})])
@@ -87,7 +87,7 @@ async def test_keys_and_tags_are_told_to_the_broker_in_labels():
         ]
 
 
-async def test_one_batch_of_a_subject_in_order_is_under_way_per_broker_group_and_plain_ones_pass():
+async def test_one_ordered_batch_is_in_flight():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         await producer.send(Message("a", {"n": "connected"}))
         hold = Hold(broker)
@@ -103,7 +103,7 @@ async def test_one_batch_of_a_subject_in_order_is_under_way_per_broker_group_and
 
 
 @pytest.mark.parametrize("error", [BrokerReadOnly("operator"), Overloaded("full")])
-async def test_a_message_in_order_waits_for_its_group_and_goes_to_no_other(error):
+async def test_ordered_message_waits_for_its_group(error):
     async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
         key = key_for("g1", "g1", "g2")
         first.refuse_with = error
@@ -131,7 +131,7 @@ async def test_a_readonly_group_keeps_its_keys():
         assert (await sending).broker_group == "g1"
 
 
-async def test_a_lost_batch_in_order_is_repeated_before_anything_behind_it():
+async def test_lost_ordered_batch_is_repeated_first():
     async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
         key = key_for("g1", "g1", "g2")
         await producer.send(Message("a", {"n": 0}, order_key=key))
@@ -158,7 +158,7 @@ async def test_a_lost_batch_in_order_is_repeated_before_anything_behind_it():
         assert [receipt.sequence for receipt in receipts] == list(range(1, 200))
 
 
-async def test_a_broker_group_that_comes_takes_its_share_of_the_keys_when_nothing_is_under_way():
+async def test_new_group_takes_its_keys():
     async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
         moving, staying = key_for("g2", "g1", "g2"), key_for("g1", "g1", "g2")
         await producer.send(Message("a", {"n": 0}, order_key=moving))

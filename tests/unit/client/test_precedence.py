@@ -82,7 +82,7 @@ async def one_class_waits_for_another(broker: FakeBroker, calls: Calls) -> None:
     await calls.until("b0")
 
 
-def test_a_higher_class_is_emptied_before_another_call_of_a_lower_one_begins():
+def test_higher_priority_is_emptied_first():
     async def test(broker: FakeBroker, calls: Calls) -> None:
         fill(broker, range(3), "a")
         await calls.until("a0")
@@ -101,7 +101,7 @@ def test_a_higher_class_is_emptied_before_another_call_of_a_lower_one_begins():
     in_cluster(test, "abc")
 
 
-def test_what_a_higher_class_holds_up_begins_when_its_listener_leaves():
+def test_lower_priority_continues_when_listener_leaves():
     async def test(broker: FakeBroker, calls: Calls) -> None:
         await one_class_waits_for_another(broker, calls)
         calls.listener("b").stop()
@@ -111,7 +111,7 @@ def test_what_a_higher_class_holds_up_begins_when_its_listener_leaves():
     in_cluster(test)
 
 
-def test_when_the_highest_class_leaves_the_next_one_goes_first():
+def test_next_priority_follows_the_highest():
     async def test(broker: FakeBroker, calls: Calls) -> None:
         fill(broker, range(2), "c")
         await calls.until("c0")
@@ -127,7 +127,7 @@ def test_when_the_highest_class_leaves_the_next_one_goes_first():
     in_cluster(test, "abc")
 
 
-def test_who_waits_for_messages_is_not_disturbed_when_a_higher_class_is_empty():
+def test_idle_workers_are_not_woken():
     """It has nothing to do, and there may be thousands of workers."""
 
     async def test(broker: FakeBroker, calls: Calls) -> None:
@@ -140,7 +140,7 @@ def test_who_waits_for_messages_is_not_disturbed_when_a_higher_class_is_empty():
     in_cluster(test)
 
 
-def test_what_a_higher_class_holds_up_begins_when_its_messages_are_gone_with_their_connection():
+def test_lower_priority_continues_after_lost_connection():
     async def test(broker: FakeBroker, calls: Calls) -> None:
         await one_class_waits_for_another(broker, calls)
         for parcel in calls.subscription("b")._parcels:
@@ -151,7 +151,7 @@ def test_what_a_higher_class_holds_up_begins_when_its_messages_are_gone_with_the
     in_cluster(test)
 
 
-def test_a_listener_that_lets_others_go_first_ends_at_once_and_gives_back():
+def test_waiting_listener_stops_at_once():
     async def test(broker: FakeBroker, calls: Calls) -> None:
         await one_class_waits_for_another(broker, calls)
         subscription = calls.subscription("a")
@@ -163,7 +163,7 @@ def test_a_listener_that_lets_others_go_first_ends_at_once_and_gives_back():
     in_cluster(test)
 
 
-def test_listeners_of_one_priority_hold_up_nobody():
+def test_equal_priorities_do_not_wait():
     async def test(broker: FakeBroker, calls: Calls) -> None:
         calls.client.listen("d", group="g", start="earliest", priority=1)(calls._handle)
         calls._open["d"] = []

@@ -29,14 +29,14 @@ from tests.unit.client.fakes import cluster
         pytest.param(60.0, 8, 5, 5, id="never more than the application allows"),
     ],
 )
-def test_what_is_asked_for_is_a_moments_work(handler_s, concurrency, messages_max, wanted):
+def test_prefetch_is_half_a_second_of_work(handler_s, concurrency, messages_max, wanted):
     prefetch = Prefetch(messages_max, concurrency)
     if handler_s is not None:
         prefetch.measured(handler_s)
     assert prefetch.messages == wanted
 
 
-def test_a_handler_that_becomes_slow_is_noticed_within_a_few_messages():
+def test_slow_handler_is_noticed_soon():
     prefetch = Prefetch(1000, 1)
     prefetch.measured(1e-5)
     assert prefetch.messages == 1000
@@ -52,7 +52,7 @@ def test_more_handlers_at_once_ask_for_more():
     assert prefetch.messages == 20
 
 
-async def test_a_second_consumer_finds_nearly_all_of_a_backlog_of_slow_work():
+async def test_slow_backlog_stays_shared():
     """At a thousand ahead, the first consumer had all 100 messages of 0.2 s, and the second one none for 20 s."""
 
     async with cluster("g1") as (metaserver, [broker]):

@@ -62,7 +62,7 @@ class Hold:
             connection.answer(packet, commands.encode_produced(self._broker.store(attempt)))
 
 
-async def test_what_waits_behind_a_request_travels_as_one_batch():
+async def test_waiting_messages_form_one_batch():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=1) as producer:
         await producer.send(Message("a", {"n": "first"}))
         hold = Hold(broker)
@@ -77,7 +77,7 @@ async def test_what_waits_behind_a_request_travels_as_one_batch():
         assert all(receipt.is_stored for receipt in receipts)
 
 
-async def test_what_is_sent_in_the_same_turn_of_the_loop_travels_as_one_batch():
+async def test_messages_of_one_turn_form_one_batch():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         await producer.send(Message("a", {"n": "connected"}))
         await asyncio.gather(*(producer.send(message) for message in numbered(50)))
@@ -85,7 +85,7 @@ async def test_what_is_sent_in_the_same_turn_of_the_loop_travels_as_one_batch():
 
 
 @pytest.mark.parametrize("is_stored", [True, False], ids=["stored before the loss", "lost before it was stored"])
-async def test_a_lost_answer_repeats_the_same_batch_to_the_same_group(is_stored):
+async def test_lost_answer_repeats_the_batch(is_stored):
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
         await asyncio.gather(*(producer.send(Message("a", {"n": -1})) for _ in range(2)))
         await until_async(lambda: all(broker.connections for broker in brokers))
@@ -113,7 +113,7 @@ async def test_a_lost_answer_repeats_the_same_batch_to_the_same_group(is_stored)
         assert sum(properties(broker).count("7") for broker in brokers) == 1
 
 
-async def test_a_connection_that_owes_an_answer_is_given_up_and_the_batch_stored_once():
+async def test_late_answer_reconnects_and_stores_once():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, answer_timeout_s=0.2) as producer:
         await producer.send(Message("a", {"n": 0}))
 
@@ -129,7 +129,7 @@ async def test_a_connection_that_owes_an_answer_is_given_up_and_the_batch_stored
 
 
 @pytest.mark.parametrize("error", [BrokerReadOnly("slave_down"), NotMaster("old route"), Overloaded("full")])
-async def test_a_group_that_refuses_is_left_for_another_at_once(error):
+async def test_refusal_moves_the_batch(error):
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
         brokers[0].refuse_with = error
         receipts = [await producer.send(message) for message in numbered(10)]
@@ -139,7 +139,7 @@ async def test_a_group_that_refuses_is_left_for_another_at_once(error):
         assert numbers == sorted(numbers), "numbers of a group ascend"
 
 
-async def test_many_subjects_do_not_all_look_for_a_group_again_with_each_refusal(monkeypatch):
+async def test_refusals_do_not_scan_all_subjects(monkeypatch):
     subjects, looks = 1_000, 0
     choose = Routing.choose
 
@@ -160,14 +160,14 @@ async def test_many_subjects_do_not_all_look_for_a_group_again_with_each_refusal
     assert looks < 10 * subjects
 
 
-async def test_a_group_whose_broker_does_not_answer_is_left_for_another():
+async def test_silent_broker_is_left():
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
         await brokers[0].stop()
         receipts = [await producer.send(message) for message in numbered(5)]
         assert {receipt.broker_group for receipt in receipts} == {"g2"}
 
 
-async def test_a_batch_that_may_be_stored_is_never_moved_even_if_its_group_turns_readonly():
+async def test_possibly_stored_batch_never_moves():
     async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
         second.refuse_with = BrokerReadOnly("operator")
         await producer.send(Message("a", {"n": 0}))
@@ -193,7 +193,7 @@ async def test_a_batch_that_may_be_stored_is_never_moved_even_if_its_group_turns
         assert "1" not in properties(second)
 
 
-async def test_without_an_answer_the_outcome_is_unknown_and_no_other_group_gets_the_message():
+async def test_no_answer_makes_the_outcome_unknown():
     async with cluster("g1", "g2") as (metaserver, brokers):
         async with producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer:
             holds = [Hold(broker) for broker in brokers]
@@ -205,7 +205,7 @@ async def test_without_an_answer_the_outcome_is_unknown_and_no_other_group_gets_
             assert len(attempts) >= 2 and all(attempt == attempts[0] for attempt in attempts)
 
 
-async def test_what_no_group_took_is_refused_and_says_why():
+async def test_refused_message_has_a_reason():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
         broker.refuse_with = BrokerReadOnly("readonly: slave_down")
         receipt = await producer.send(Message("a", {"n": 1}))
@@ -239,7 +239,7 @@ async def test_refused_messages_do_not_touch_their_batch_mates():
         assert receipts.count_of(qmq.Outcome.STORED) == 16 and not receipts.all_stored
 
 
-async def test_a_fault_in_a_run_of_one_subject_touches_nothing_before_or_behind_it():
+async def test_faulty_message_affects_no_other():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         messages = numbered(2500)
         for at in (0, 700, 701, 2499):
@@ -250,7 +250,7 @@ async def test_a_fault_in_a_run_of_one_subject_touches_nothing_before_or_behind_
         assert properties(broker) == [str(at) for at in range(2500) if at not in (0, 700, 701, 2499)]
 
 
-async def test_send_raises_for_what_can_never_be_sent():
+async def test_send_raises_for_invalid_messages():
     async with cluster("g1") as (metaserver, _), producer_of(metaserver) as producer:
         with pytest.raises(qmq.InvalidName):
             await producer.send(Message("a/b", {}))
@@ -260,7 +260,7 @@ async def test_send_raises_for_what_can_never_be_sent():
             producer.send_nowait(Message("a", {"n": None}), print)  # type: ignore[dict-item]
 
 
-async def test_ids_are_made_once_kept_through_retries_and_never_replaced():
+async def test_ids_are_kept_through_retries():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         broker.refuse_with = BrokerReadOnly("for a moment")
         made, given = Message("a", {"n": 1}), Message("a", {"n": 2}, id="mine")
@@ -278,7 +278,7 @@ async def test_ids_are_made_once_kept_through_retries_and_never_replaced():
         assert (len(date), len(moment), len(ip)) == (6, 6, 4) and pid.isdigit() and token
 
 
-async def test_receipts_of_many_subjects_come_in_the_order_of_the_messages():
+async def test_receipts_keep_the_message_order():
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
         messages = [Message(f"s{number % 3}", {"n": number}) for number in range(3000)]
         receipts = await producer.send_many(message for message in messages)
@@ -290,7 +290,7 @@ async def test_receipts_of_many_subjects_come_in_the_order_of_the_messages():
             assert (stored["n"], stored.id) == (str(number), receipt.message_id)
 
 
-async def test_no_more_bytes_and_numbers_are_unacknowledged_than_the_broker_allows():
+async def test_window_limits_are_kept():
     async with cluster("g1") as (metaserver, [broker]):
         broker.limits["window_bytes"] = 40_000
         async with producer_of(metaserver, in_flight_max=64) as producer:
@@ -307,7 +307,7 @@ async def test_no_more_bytes_and_numbers_are_unacknowledged_than_the_broker_allo
             assert all(receipt.is_stored for receipt in await asyncio.gather(*sends))
 
 
-async def test_batches_are_small_while_others_produce_to_the_same_group_and_only_then():
+async def test_advised_batches_are_small():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
 
         async def largest(batch_bytes: int, messages: list[Message]) -> int:
@@ -330,7 +330,7 @@ async def test_batches_are_small_while_others_produce_to_the_same_group_and_only
         assert max(len(attempt.body) for attempt in broker.attempts[begin:]) < 140_000
 
 
-async def test_what_a_group_advised_is_over_when_it_takes_nothing_any_more():
+async def test_advice_ends_with_readonly():
     """Nothing is sent to it, so no answer of its own would ever say so."""
 
     async with cluster("g1", "g2") as (metaserver, [away, there]), producer_of(metaserver) as producer:
@@ -345,7 +345,7 @@ async def test_what_a_group_advised_is_over_when_it_takes_nothing_any_more():
         assert max(len(attempt.body) for attempt in there.attempts[begin:]) > 500_000
 
 
-async def test_a_batch_over_the_packet_limit_is_cut_and_a_message_over_it_refused():
+async def test_oversized_batch_is_split():
     async with cluster("g1") as (metaserver, [broker]):
         broker.limits["packet_bytes_max"] = 20_000
         async with producer_of(metaserver) as producer:
@@ -361,7 +361,7 @@ async def test_a_batch_over_the_packet_limit_is_cut_and_a_message_over_it_refuse
             assert max(len(attempt.body) for attempt in broker.attempts) < 20_000
 
 
-async def test_a_new_master_gets_what_the_old_one_left_unanswered_and_stores_it_once():
+async def test_new_master_stores_repeats_once():
     async with cluster("g1") as (metaserver, [old]), producer_of(metaserver) as producer:
         await producer.send(Message("a", {"n": "before"}))
         new = FakeBroker("g1")
@@ -388,7 +388,7 @@ async def test_a_new_master_gets_what_the_old_one_left_unanswered_and_stores_it_
         await new.stop()
 
 
-async def test_routes_stay_in_use_while_the_metaserver_is_down_and_follow_when_it_is_back():
+async def test_routes_survive_a_metaserver_outage():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         await producer.send(Message("a", {"n": 0}))
         port = metaserver.http_port
@@ -404,7 +404,7 @@ async def test_routes_stay_in_use_while_the_metaserver_is_down_and_follow_when_i
         await moved.stop()
 
 
-async def test_send_nowait_says_when_the_queue_is_full_and_tells_each_outcome():
+async def test_send_nowait_raises_queue_full():
     async with cluster("g1") as (metaserver, [broker]):
         async with producer_of(metaserver, queue_messages_max=10, in_flight_max=1) as producer:
             await producer.send(Message("a", {"n": "connected"}))
@@ -423,7 +423,7 @@ async def test_send_nowait_says_when_the_queue_is_full_and_tells_each_outcome():
             assert len(receipts) == 11 and all(receipt.is_stored for receipt in receipts)
 
 
-def test_a_callback_that_raises_harms_nobody_else(caplog):
+def test_raising_callback_affects_no_other(caplog):
     async def test() -> None:
         async with cluster("g1") as (metaserver, _), producer_of(metaserver) as producer:
             receipts: list[qmq.Receipt] = []
@@ -440,7 +440,7 @@ def test_a_callback_that_raises_harms_nobody_else(caplog):
     assert "on_done of send_nowait failed" in caplog.text
 
 
-async def test_closing_waits_for_what_was_given_and_takes_nothing_after():
+async def test_close_waits_for_outcomes():
     async with cluster("g1") as (metaserver, [broker]):
         receipts: list[qmq.Receipt] = []
         async with producer_of(metaserver) as producer:
@@ -458,7 +458,7 @@ async def _awaited(call: Awaitable[object]) -> object:
     return await call
 
 
-async def test_a_wrong_token_is_told_at_once():
+async def test_wrong_token_is_refused_at_once():
     async with cluster("g1") as (metaserver, _):
         async with qmq.Producer(metaserver=metaserver.url, app="test", token="wrong") as producer:
             receipt = await producer.send(Message("a", {"n": 1}))

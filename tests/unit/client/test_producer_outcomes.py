@@ -31,7 +31,7 @@ from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
 from tests.unit.client.test_producer import Hold, numbered, producer_of, properties
 
 
-async def test_a_subject_without_route_is_refused_in_time_by_name():
+async def test_subject_without_route_is_refused():
     """Gaps of QMQ, sections 1, 2 and 10: such a send never completes."""
 
     async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=1.5) as producer:
@@ -56,7 +56,7 @@ async def test_without_a_metaserver_a_send_ends_in_time():
             assert isinstance((await producer.send(Message("a"))).error, NoRoute)
 
 
-async def test_three_subjects_without_route_do_not_hold_up_the_others():
+async def test_missing_routes_delay_no_other_subject():
     """Gap of QMQ, section 2: three such subjects stop the producer."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -78,7 +78,7 @@ async def test_three_subjects_without_route_do_not_hold_up_the_others():
             assert stuck and all(receipt.is_stored for receipt in stuck)
 
 
-async def test_the_rest_of_a_send_many_does_not_wait_as_long_again():
+async def test_stuck_send_many_ends_early():
     """A call with many batches for a subject that nobody takes ends about when its first batch does."""
 
     async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=0.5) as producer:
@@ -89,7 +89,7 @@ async def test_the_rest_of_a_send_many_does_not_wait_as_long_again():
         assert asyncio.get_running_loop().time() - began < 0.5 * 15, "30 batches, of which 2 wait at a time"
 
 
-async def test_a_group_that_refused_is_used_again_without_a_new_route():
+async def test_rested_group_is_used_again():
     """Gap of QMQ, section 2: what a refusal set to unavailable stays so until the route changes."""
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
@@ -102,7 +102,7 @@ async def test_a_group_that_refused_is_used_again_without_a_new_route():
             assert (await sending).is_stored
 
 
-async def test_what_a_readonly_group_did_not_take_in_time_is_not_served():
+async def test_readonly_deadline_is_not_served():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
         broker.refuse_with = BrokerReadOnly("disk")
         error = (await producer.send(Message("a"))).error
@@ -110,7 +110,7 @@ async def test_what_a_readonly_group_did_not_take_in_time_is_not_served():
 
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["the broker says so", "the route says so"])
-async def test_who_does_not_want_to_wait_for_a_readonly_group_is_told_its_reason_at_once(is_told):
+async def test_readonly_wait_zero_refuses_at_once(is_told):
     options = {"timeout_s": 3_600.0, "readonly_wait_s": 0.0}
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, **options) as producer:
         assert (await producer.send(Message("a"))).is_stored
@@ -130,7 +130,7 @@ async def test_who_does_not_want_to_wait_for_a_readonly_group_is_told_its_reason
             pass
 
 
-async def test_what_a_broker_refuses_on_its_own_is_an_invalid_message_with_its_id():
+async def test_broker_refusal_is_an_invalid_message():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         broker.limits["message_bytes_max"] = 1_000
         receipts = await producer.send_many([Message("a", {"n": "x" * 2_000}, id="large"), Message("a", {"n": 1})])
@@ -139,7 +139,7 @@ async def test_what_a_broker_refuses_on_its_own_is_an_invalid_message_with_its_i
         assert receipts[1].check() is not None
 
 
-async def test_an_unknown_outcome_says_so_by_its_error():
+async def test_unknown_outcome_has_its_error():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
         await producer.send(Message("a", {"n": 0}))
         Hold(broker)
@@ -149,7 +149,7 @@ async def test_an_unknown_outcome_says_so_by_its_error():
             receipt.check()
 
 
-async def test_a_full_queue_makes_send_wait_no_longer_than_its_time_and_takes_nothing():
+async def test_full_queue_refuses_at_the_deadline():
     """Rule: queue full. QMQ blocks for 50 ms and then drops the message."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -188,7 +188,7 @@ async def test_producers_of_one_process_share_nothing():
         assert (len(properties(near)), len(properties(far))) == (2, 3)
 
 
-async def test_flush_waits_for_what_was_given_before_and_not_for_what_comes_later():
+async def test_flush_waits_for_earlier_messages_only():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=4) as producer:
         await producer.flush()
         await producer.send(Message("a", {"n": 0}))
@@ -224,7 +224,7 @@ async def test_flush_of_a_closed_producer_is_refused():
 
 
 @pytest.mark.parametrize("cancels", [1, 2], ids=["cancelled", "cancelled while it disconnects, too"])
-async def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome(cancels):
+async def test_cancelled_close_resolves_all_messages(cancels):
     """Gap of QMQ, section 2: what is left at shutdown is neither sent nor told."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -248,7 +248,7 @@ async def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome(cancel
         assert [type(receipt.error) for receipt in receipts] == [ClientClosed]
 
 
-async def test_a_send_many_that_outlives_its_producer_ends_with_outcomes():
+async def test_send_many_ends_with_its_producer():
     async with cluster("g1") as (metaserver, [broker]):
         async with producer_of(metaserver) as producer:
             opened = asyncio.Event()
@@ -267,7 +267,7 @@ async def test_a_send_many_that_outlives_its_producer_ends_with_outcomes():
         assert {type(receipt.error) for receipt in receipts if not receipt.is_stored} <= {ClientClosed}
 
 
-async def test_answers_of_a_group_that_is_overloaded_do_not_open_its_breaker():
+async def test_overload_does_not_open_the_breaker():
     """Rule: any answer counts as a success for the breaker."""
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
@@ -279,7 +279,7 @@ async def test_answers_of_a_group_that_is_overloaded_do_not_open_its_breaker():
         assert (await sending).is_stored
 
 
-async def test_a_group_that_answers_nothing_is_given_up_and_the_others_take_what_comes():
+async def test_silent_group_is_given_up():
     """Rule: 100 requests in a row without an answer open the breaker; then no request goes there."""
 
     async with cluster("g1") as (metaserver, [silent]):
@@ -354,7 +354,7 @@ async def test_a_callback_may_send_the_next_message():
         assert properties(broker) == [str(number) for number in range(50)]
 
 
-async def test_a_callback_that_sends_what_was_refused_again_holds_up_nobody():
+async def test_resending_callback_blocks_no_other():
     """The loop went round in one call for ever: refused, sent again, refused."""
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, readonly_wait_s=0.0) as producer:
@@ -375,7 +375,7 @@ async def test_a_callback_that_sends_what_was_refused_again_holds_up_nobody():
         await until_async(lambda: properties(broker) == ["connected", "1"])
 
 
-async def test_a_callback_that_sends_what_is_too_large_again_holds_up_nobody():
+async def test_resending_too_large_blocks_no_other():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         broker.limits["packet_bytes_max"] = 10_000
         await producer.send(Message("a", {"n": "connected"}))
@@ -405,7 +405,7 @@ async def test_ids_have_the_form_of_qmqs():
             assert re.fullmatch(r"\d{6}\.\d{6}\.\d+\.\d+\.\d+\.\d+\.\d+\.-?\d+", decode_message(data).id or "")
 
 
-async def test_a_derived_subject_with_two_long_names_is_sent():
+async def test_long_derived_subject_is_sent():
     """Rule: retry and dead-letter subjects are exempt from the length of a subject."""
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
@@ -416,7 +416,7 @@ async def test_a_derived_subject_with_two_long_names_is_sent():
                 await producer.send(Message(illegal))
 
 
-async def test_a_full_subject_is_refused_at_once_and_no_other_subject_of_the_group_waits():
+async def test_full_subject_is_refused_at_once():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=60) as producer:
 
         def on_produce(connection, packet, attempt) -> bool:

@@ -22,7 +22,7 @@ def counted_sweeps():
     return patch.object(group_session.GroupSession, "_sweep", autospec=True, side_effect=sweep)
 
 
-async def test_a_puller_gets_every_message_of_every_group_once_also_of_readonly_ones():
+async def test_puller_gets_messages_of_all_groups_once():
     async with cluster("g1", "g2") as (metaserver, [first, second]):
         fill(first, range(1000))
         fill(second, range(1000, 1500))
@@ -36,7 +36,7 @@ async def test_a_puller_gets_every_message_of_every_group_once_also_of_readonly_
             assert await puller.pull(1, timeout=0.05) == []
 
 
-async def test_a_new_group_begins_at_the_latest_message_unless_told_otherwise():
+async def test_new_group_starts_at_latest_by_default():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(5))
         async with consumer_of(metaserver).pull("a", group="g") as puller:
@@ -45,7 +45,7 @@ async def test_a_new_group_begins_at_the_latest_message_unless_told_otherwise():
             assert ns(await puller.pull(10, timeout=10)) == [5]
 
 
-async def test_a_slow_message_holds_back_the_acks_of_its_own_piece_and_no_other():
+async def test_slow_message_delays_only_its_piece():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(12))
         consumer = consumer_of(metaserver, consumer_id="c1")
@@ -63,7 +63,7 @@ async def test_a_slow_message_holds_back_the_acks_of_its_own_piece_and_no_other(
             assert sorted(progress.pulled.values()) == [1, 2, 3, 7], "after a moment, not even those of its piece"
 
 
-async def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_keeps_its_place():
+async def test_consecutive_pieces_share_an_ack():
     """Each message that a tag chooses stands alone in the log; what it costs must not be that of a batch."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -88,7 +88,7 @@ async def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_k
             assert not broker.subscribers["a", "g", "c1"].pulled
 
 
-async def test_a_slow_message_does_not_keep_a_full_consumer_from_its_next_pull(monkeypatch):
+async def test_full_consumer_with_slow_message_pulls_again(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 3600)
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -100,7 +100,7 @@ async def test_a_slow_message_does_not_keep_a_full_consumer_from_its_next_pull(m
             assert ns(await pull_all(puller, 39)) == list(range(80, 158, 2))
 
 
-async def test_what_is_done_amid_a_piece_is_acked_in_a_while_though_requests_were_all_under_way(monkeypatch):
+async def test_partial_piece_is_acked_after_the_ack_delay(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -120,7 +120,7 @@ async def test_what_is_done_amid_a_piece_is_acked_in_a_while_though_requests_wer
             await until_async(lambda: list(progress.pulled.values()) == [group_session.REQUESTS_IN_FLIGHT])
 
 
-async def test_flush_has_every_ack_kept_wherever_its_message_stands():
+async def test_flush_stores_acks_inside_pieces():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(10))
         consumer = consumer_of(metaserver, consumer_id="c1")
@@ -131,7 +131,7 @@ async def test_flush_has_every_ack_kept_wherever_its_message_stands():
             assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == [0, 2, 3, 4]
 
 
-async def test_flush_does_not_say_that_brokers_keep_what_was_decided_when_the_subscription_ended():
+async def test_flush_raises_after_the_subscription_failed():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
         first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.1) for _ in range(2))
@@ -148,7 +148,7 @@ async def test_flush_does_not_say_that_brokers_keep_what_was_decided_when_the_su
                     await puller.flush()
 
 
-async def test_flush_waits_for_what_is_sent_while_the_puller_goes_offline():
+async def test_flush_waits_while_going_offline():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
         consumer = consumer_of(metaserver, consumer_id="c1")
@@ -167,7 +167,7 @@ async def test_flush_waits_for_what_is_sent_while_the_puller_goes_offline():
             assert all(message.is_settled for message in messages)
 
 
-async def test_leaving_keeps_acks_and_gives_the_rest_back_at_once():
+async def test_leaving_sends_acks_and_returns_the_rest():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(10))
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
@@ -176,7 +176,7 @@ async def test_leaving_keeps_acks_and_gives_the_rest_back_at_once():
             assert ns(await pull_all(puller, 6)) == list(range(4, 10))
 
 
-async def test_after_a_lost_connection_nothing_held_comes_twice_and_acks_are_not_lost():
+async def test_reconnect_loses_no_ack_and_repeats_nothing():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(100))
         consumer = consumer_of(metaserver, consumer_id="c1")
@@ -193,7 +193,7 @@ async def test_after_a_lost_connection_nothing_held_comes_twice_and_acks_are_not
             assert len(broker.subscribers["a", "g", "c1"].pulled) == 20
 
 
-async def test_what_was_done_amid_a_piece_while_no_broker_was_there_is_acked_once_one_is(monkeypatch):
+async def test_partial_piece_is_acked_after_reconnect(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -210,7 +210,7 @@ async def test_what_was_done_amid_a_piece_while_no_broker_was_there_is_acked_onc
             await until_async(lambda: list(progress.pulled.values()) == [0])
 
 
-async def test_a_process_that_comes_back_with_its_id_gets_what_it_had_not_acked():
+async def test_restart_with_same_id_gets_unacked_messages():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(10))
         first = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
@@ -225,7 +225,7 @@ async def test_a_process_that_comes_back_with_its_id_gets_what_it_had_not_acked(
             assert ns(await pull_all(again, 7)) == list(range(3, 10))
 
 
-async def test_a_consumer_follows_its_group_to_the_new_master():
+async def test_consumer_follows_the_new_master():
     async with cluster("g1") as (metaserver, [old]):
         fill(old, range(50))
         async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
@@ -247,7 +247,7 @@ async def test_a_consumer_follows_its_group_to_the_new_master():
         await new.stop()
 
 
-async def test_a_broker_that_is_not_master_is_asked_again_later():
+async def test_not_master_is_retried():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(5))
         broker.refuse_with = NotMaster("not yet")
@@ -257,7 +257,7 @@ async def test_a_broker_that_is_not_master_is_asked_again_later():
             assert ns(await pull_all(puller, 5)) == list(range(5))
 
 
-async def test_messages_whose_ack_was_refused_come_again():
+async def test_refused_acks_cause_redelivery():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(5))
         async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
@@ -272,7 +272,7 @@ async def test_messages_whose_ack_was_refused_come_again():
             assert not broker.subscribers["a", "g", "c1"].pulled
 
 
-async def test_messages_that_wait_here_when_an_ack_is_refused_come_once():
+async def test_waiting_messages_survive_a_refused_ack():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(20))
         async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
@@ -285,7 +285,7 @@ async def test_messages_that_wait_here_when_an_ack_is_refused_come_once():
             assert await puller.pull(1, timeout=0.05) == []
 
 
-async def test_a_second_consumer_with_the_same_id_ends_the_first_with_an_error():
+async def test_second_consumer_with_same_id_ends_the_first():
     async with cluster("g1") as (metaserver, [broker]):
         first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.2) for _ in range(2))
         async with first.pull("a", group="g") as puller:
@@ -295,7 +295,7 @@ async def test_a_second_consumer_with_the_same_id_ends_the_first_with_an_error()
                     await puller.pull(1, timeout=10)
 
 
-async def test_prefetch_bounds_what_is_on_its_way_and_unacked_max_what_is_held():
+async def test_prefetch_and_unacked_max_are_limits():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(1000))
         consumer = consumer_of(metaserver, consumer_id="c1")
@@ -314,7 +314,7 @@ async def test_prefetch_bounds_what_is_on_its_way_and_unacked_max_what_is_held()
 
 
 @pytest.mark.parametrize("prefetch", [1, 3, 5, 10])
-async def test_no_more_than_the_prefetch_waits_here_however_small_it_is(prefetch):
+async def test_small_prefetch_is_not_exceeded(prefetch):
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(50))
         consumer = consumer_of(metaserver)
@@ -332,7 +332,7 @@ async def test_heartbeats_keep_the_lease():
             await until_async(lambda: broker.heartbeats >= 5)
 
 
-async def test_each_broker_group_gets_heartbeats_as_often_as_its_own_lease_needs():
+async def test_heartbeats_follow_each_groups_lease():
     async with cluster("long") as (metaserver, [long]):
         long.lease_ms = 3_600_000
         async with consumer_of(metaserver).pull("a", group="g"):
@@ -346,7 +346,7 @@ async def test_each_broker_group_gets_heartbeats_as_often_as_its_own_lease_needs
         await short.stop()
 
 
-def test_wrong_arguments_are_told_before_anything_begins():
+def test_wrong_arguments_raise_at_once():
     consumer = qmq.Consumer(metaserver="http://127.0.0.1:1", app="test", token=TOKEN)
     with pytest.raises(qmq.InvalidName):
         consumer.pull("a/b", group="g")
@@ -378,7 +378,7 @@ async def test_a_puller_nacks_and_gives_up_messages():
             assert delays[0][0] <= 10 and 990_000 < delays[1][0] <= 1_000_000
 
 
-async def test_messages_that_were_taken_and_not_decided_count_as_handed_over_and_no_others():
+async def test_only_taken_messages_count_as_delivered():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(10))
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
@@ -418,7 +418,7 @@ async def test_several_tasks_may_pull_from_one_puller():
             assert sorted(got) == ["0", "1", "2", "3"]
 
 
-async def test_a_task_that_is_cancelled_when_it_was_woken_wakes_another():
+async def test_cancelled_woken_task_wakes_another():
     async with cluster("g1") as (metaserver, [broker]):
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
             await until_async(lambda: broker.pulls)
@@ -432,7 +432,7 @@ async def test_a_task_that_is_cancelled_when_it_was_woken_wakes_another():
                 await second
 
 
-async def test_calls_that_end_before_anything_comes_leave_nothing_behind():
+async def test_timed_out_pulls_leave_no_waiters():
     """A puller that looks now and then at a subject where nothing happens grew by each look, for weeks."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -455,7 +455,7 @@ async def test_calls_that_end_before_anything_comes_leave_nothing_behind():
             await puller.flush()
 
 
-async def test_a_pull_without_time_returns_what_is_here():
+async def test_pull_without_timeout_returns_prefetched():
     async with cluster("g1") as (metaserver, [broker]):
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
             assert await puller.pull(10, timeout=0) == []
@@ -467,7 +467,7 @@ async def test_a_pull_without_time_returns_what_is_here():
             assert ns(messages) == [0, 1, 2]
 
 
-async def test_at_most_once_what_is_pulled_is_acked_and_what_waits_is_not():
+async def test_most_once_acks_only_pulled_messages():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(10))
         consumer = consumer_of(metaserver, consumer_id="c1")
@@ -478,7 +478,7 @@ async def test_at_most_once_what_is_pulled_is_acked_and_what_waits_is_not():
         assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
 
 
-async def test_at_most_once_what_was_acked_for_a_pull_that_is_cancelled_is_what_the_next_one_returns():
+async def test_most_once_cancelled_pull_is_returned_next():
     """Nobody can call such acks back: the messages were lost, without a crash."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -496,7 +496,7 @@ async def test_at_most_once_what_was_acked_for_a_pull_that_is_cancelled_is_what_
             assert ns(await pull_all(puller, 5)) == [3, 4, 5, 6, 7]
 
 
-async def test_at_most_once_a_pull_ends_with_the_puller_though_no_broker_says_that_it_keeps_the_acks():
+async def test_most_once_pull_ends_with_the_puller():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(10))
         consumer = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
@@ -511,7 +511,7 @@ async def test_at_most_once_a_pull_ends_with_the_puller_though_no_broker_says_th
                 assert await pulled == []
 
 
-async def test_a_puller_that_is_offline_holds_nothing_and_goes_on_when_it_is_online():
+async def test_offline_puller_holds_nothing():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(10))
         consumer = consumer_of(metaserver, consumer_id="c1")
@@ -528,7 +528,7 @@ async def test_a_puller_that_is_offline_holds_nothing_and_goes_on_when_it_is_onl
             assert ns(await waiting)[0] == 3
 
 
-async def test_a_class_of_its_own_is_taken_first_however_long_the_other_backlog_is():
+async def test_urgent_subject_is_pulled_first():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(500), "normal")
         consumer, handled = consumer_of(metaserver), []
@@ -546,7 +546,7 @@ async def test_a_class_of_its_own_is_taken_first_however_long_the_other_backlog_
         assert handled.index("urgent") <= 110 and handled.count("urgent") == 5
 
 
-async def test_leaving_while_offline_does_not_wait_for_what_was_taken():
+async def test_leaving_offline_does_not_wait():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
         consumer = consumer_of(metaserver, consumer_id="c1", drain_s=1_000.0)
@@ -557,7 +557,7 @@ async def test_leaving_while_offline_does_not_wait_for_what_was_taken():
         assert broker.times["a", "g"] == {0: 1, 1: 1, 2: 1}
 
 
-async def test_a_puller_is_used_while_it_is_open_and_once():
+async def test_puller_opens_once():
     async with cluster("g1") as (metaserver, _):
         consumer = consumer_of(metaserver)
         puller = consumer.pull("a", group="g")

@@ -27,7 +27,7 @@ def waiting(text: str = "x", *, key: str | None = None, deadline_ms: int = 1000,
     return QueuedMessage(text.encode(), text, deadline_ms, done, label_of((), key))
 
 
-def test_a_message_that_is_alone_larger_than_the_room_is_taken_alone():
+def test_oversized_message_is_taken_alone():
     queue = queue_of()
     for size in (500, 10, 10):
         queue.add(QueuedMessage(b"x" * size, "id", 1000, lambda _: None))
@@ -47,7 +47,7 @@ def test_batches_that_come_back_stand_where_they_were():
     assert list(queue.ready) == made
 
 
-def test_what_waited_past_its_deadline_is_refused_not_unknown():
+def test_expired_messages_are_refused():
     queue, receipts = queue_of(), []
     queue.add(QueuedMessage(b"x", "one", 1000, receipts.append))
     queue.add(QueuedMessage(b"x", "two", 2000, receipts.append))
@@ -59,7 +59,7 @@ def test_what_waited_past_its_deadline_is_refused_not_unknown():
     assert len(queue.waiting) == 1
 
 
-def test_one_subject_alone_has_all_the_room_and_gives_it_back():
+def test_single_subject_uses_all_room():
     backlog = Backlog(10, LARGE)
     queue, added = queue_of("a", backlog), 0
     while backlog.has_room(queue, 1):
@@ -70,7 +70,7 @@ def test_one_subject_alone_has_all_the_room_and_gives_it_back():
     assert (backlog.messages, backlog.bytes) == (0, 0)
 
 
-def test_bytes_bound_what_waits_but_an_empty_producer_takes_a_message_of_any_size():
+def test_empty_backlog_takes_any_size():
     backlog = Backlog(LARGE, 100)
     queue = queue_of("a", backlog)
     assert backlog.has_room(queue, 5_000)
@@ -79,7 +79,7 @@ def test_bytes_bound_what_waits_but_an_empty_producer_takes_a_message_of_any_siz
 
 
 @given(st.integers(1, 12), st.integers(1, 3_000))
-def test_subjects_that_do_not_move_leave_room_for_the_others(stuck, messages_max):
+def test_stuck_subjects_leave_room(stuck, messages_max):
     """Gap of QMQ: three subjects without a broker stop a producer."""
     backlog = Backlog(messages_max, LARGE)
     queues = [queue_of(str(number), backlog) for number in range(stuck)]
@@ -99,7 +99,7 @@ def test_subjects_that_do_not_move_leave_room_for_the_others(stuck, messages_max
     assert room >= messages_max // 9 // (8 * stuck + 1)
 
 
-def test_tags_and_keys_of_gathered_messages_stand_in_labels_behind_their_batch():
+def test_labels_follow_the_batch():
     queue = queue_of()
     queue.add(waiting("plain"))
     queue.add(QueuedMessage(b"tagged", "2", 1000, lambda _: None, label_of({"pay"}, None)))
@@ -127,7 +127,7 @@ def texts(lanes: Lanes) -> dict[str, list[str]]:
     return {str(lane.group): [one.id for one in lane.waiting] for lane in lanes if lane.waiting}
 
 
-def test_a_message_in_order_waits_for_the_route_and_then_in_the_lane_of_its_key():
+def test_ordered_message_waits_in_its_lane():
     lanes = lanes_of()
     for number in range(20):
         one = waiting(str(number), key=f"k{number % 5}")
@@ -140,7 +140,7 @@ def test_a_message_in_order_waits_for_the_route_and_then_in_the_lane_of_its_key(
             assert group_of_key(label_of((), f"k{int(id) % 5}") >> 32, ["g1", "g2", "g3"]) == group
 
 
-def test_a_lane_has_one_batch_under_way_and_what_comes_back_is_first_again():
+def test_lane_sends_one_batch_at_a_time():
     lanes = lanes_of("g1")
     lane = lanes.lane(label_of((), "k"))
     for text in "abc":
@@ -154,7 +154,7 @@ def test_a_lane_has_one_batch_under_way_and_what_comes_back_is_first_again():
     assert lane.under_way is None and not lane
 
 
-def test_keys_do_not_change_groups_while_something_of_them_is_under_way():
+def test_lanes_move_after_batches_in_flight():
     lanes = lanes_of("g1")
     label = label_of((), "k")
     lanes.lane(label).add(waiting("first", key="k"))
@@ -179,7 +179,7 @@ def test_a_route_without_groups_moves_no_key():
 @given(
     st.lists(st.tuples(st.sampled_from(["add", "send", "answer", "back", "route"]), st.integers(0, 11)), max_size=120)
 )
-def test_messages_of_a_key_are_stored_in_their_order_whatever_happens(steps):
+def test_key_order_survives_faults(steps):
     """No retry overtakes and no change of groups does: a slow model keeps each key's order of storing."""
     lanes, under_way = lanes_of(), {}
     stored_of: dict[str, list[int]] = defaultdict(list)
@@ -223,7 +223,7 @@ def test_messages_of_a_key_are_stored_in_their_order_whatever_happens(steps):
     assert stored_of == {key: list(range(count)) for key, count in given_of.items()}
 
 
-def test_what_no_group_took_in_time_says_so_with_its_error():
+def test_late_messages_carry_the_error():
     queue, receipts = queue_of(), []
     queue.add(QueuedMessage(b"x", "one", 1000, receipts.append))
     error = NoRoute("no broker group serves 'a'")

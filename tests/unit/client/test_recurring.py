@@ -18,7 +18,7 @@ def holders(servers, name="daily"):
     return [server.name for server in servers if ("s", name) in server.recurring]
 
 
-async def test_schedule_says_everything_and_can_be_listed_and_deleted():
+async def test_schedule_is_listed_and_deleted():
     async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
         message = Message("s", {"kind": "report"}, tags={"t"}, order_key="k")
         put = await producer.put_recurring(message, **DAILY, owner="billing")
@@ -37,12 +37,12 @@ async def test_schedule_says_everything_and_can_be_listed_and_deleted():
         assert await producer.delete_recurring(subject="s", name="daily") is False
 
 
-async def test_owner_is_the_application_unless_somebody_else_is_named():
+async def test_owner_defaults_to_the_application():
     async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
         assert (await producer.put_recurring(Message("s"), **DAILY)).owner == producer._app
 
 
-async def test_name_is_in_one_group_whoever_puts_it_and_names_spread_over_groups():
+async def test_names_spread_over_groups():
     async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers):
         for _ in range(3):
             async with producer_of(metaserver) as producer:
@@ -52,7 +52,7 @@ async def test_name_is_in_one_group_whoever_puts_it_and_names_spread_over_groups
         assert all(len(place) == 1 for place in places) and len({place[0] for place in places}) == 3
 
 
-async def test_schedule_stays_in_the_group_that_has_it_and_a_second_one_is_taken_away():
+async def test_schedule_stays_in_its_group():
     async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers), producer_of(metaserver) as producer:
         await producer.put_recurring(Message("s"), **DAILY)
         (first,) = [server for server in servers if server.recurring]
@@ -65,7 +65,7 @@ async def test_schedule_stays_in_the_group_that_has_it_and_a_second_one_is_taken
         assert len(holders(servers)) == 1
 
 
-async def test_new_schedule_goes_to_another_group_if_its_own_is_readonly():
+async def test_readonly_group_gets_no_new_schedule():
     async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
         servers[0].refuse_put_with = BrokerReadOnly("d1 is readonly: operator")
         for at in range(8):
@@ -76,7 +76,7 @@ async def test_new_schedule_goes_to_another_group_if_its_own_is_readonly():
             await producer.put_recurring(Message("s"), **DAILY)
 
 
-async def test_nothing_is_put_or_said_while_a_group_that_may_have_it_is_silent():
+async def test_silent_group_blocks_the_change():
     async with (
         delay_cluster("d1", "d2") as (metaserver, _, servers),
         producer_of(metaserver, timeout_s=3.0, answer_timeout_s=0.5) as producer,
@@ -95,7 +95,7 @@ async def test_answer_that_was_lost_is_asked_for_again():
         assert (await producer.put_recurring(Message("s"), **DAILY)).name == "daily"
 
 
-async def test_what_can_never_be_put_is_refused_before_anybody_is_asked():
+async def test_invalid_schedule_is_refused_locally():
     async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
         with pytest.raises(InvalidMessage, match="an id of its own"):
             await producer.put_recurring(Message("s", id="mine"), **DAILY)

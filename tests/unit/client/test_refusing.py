@@ -18,14 +18,14 @@ def over_at(waiting: RefusalClock, *moments_ms: int, only: str = "") -> list[int
     return [now_ms for now_ms in moments_ms if waiting.is_over("a", only, now_ms)]
 
 
-def test_a_wait_is_over_when_all_groups_refused_for_so_long():
+def test_wait_ends_after_continuous_refusals():
     routing, waiting = refusing(group("g1", writable=False), group("g2"))
     assert over_at(waiting, 0, 4_999, 9_000) == [], "one group takes messages"
     routing.failed("g2", "disk", now_ms=9_000, is_readonly=True)
     assert over_at(waiting, *range(10_000, 16_000, 500)) == [15_000, 15_500]
 
 
-def test_a_group_that_worked_or_is_writable_again_ends_it():
+def test_writable_group_resets_the_wait():
     routing, waiting = refusing(group("g1"))
     routing.failed("g1", "draining", now_ms=0, is_readonly=True)
     assert over_at(waiting, 0, 2_000, 4_000) == []
@@ -35,20 +35,20 @@ def test_a_group_that_worked_or_is_writable_again_ends_it():
     assert over_at(waiting, *range(5_000, 10_001, 1_000)) == [10_000]
 
 
-def test_who_cannot_be_reached_does_not_refuse():
+def test_unreachable_group_does_not_count():
     routing, waiting = refusing(group("g1"))
     routing.failed("g1", "disk", now_ms=0, is_readonly=True)
     routing.failed("g1", "lost", now_ms=200)
     assert over_at(waiting, *range(0, 20_000, 1_000)) == []
 
 
-def test_an_order_key_waits_for_its_own_group_alone():
+def test_order_key_counts_its_own_group():
     _, waiting = refusing(group("g1", writable=False), group("g2"))
     assert over_at(waiting, *range(0, 7_000, 1_000), only="g1") == [5_000, 6_000]
     assert over_at(waiting, *range(0, 7_000, 1_000), only="g2") == []
 
 
-def test_a_refusal_of_long_ago_is_no_reason_to_give_up_what_is_sent_now():
+def test_old_refusals_do_not_count():
     _, waiting = refusing(group("g1", writable=False))
     assert over_at(waiting, 0, 1_000) == []
     later = 1_000 + WAIT_MS + SEEN_MS
@@ -57,7 +57,7 @@ def test_a_refusal_of_long_ago_is_no_reason_to_give_up_what_is_sent_now():
     assert over_at(waiting, later + WAIT_MS + 1) == []
 
 
-def test_two_short_spells_with_a_stored_message_between_them_are_not_one_long_one():
+def test_stored_message_splits_the_wait():
     routing, waiting = refusing(group("g1"), group("g2", writable=False))
     routing.failed("g1", "draining", now_ms=0, is_readonly=True)
     assert over_at(waiting, 0, 1_000) == over_at(waiting, 0, 1_000, only="g2") == []

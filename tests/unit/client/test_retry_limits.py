@@ -16,7 +16,7 @@ from tests.unit.client.fakes import cluster
 
 
 @pytest.mark.parametrize("own, expected", [(None, 3), (5, 5), (1, 1)])
-async def test_a_message_that_always_fails_is_tried_as_often_as_it_says_itself(own, expected):
+async def test_own_retry_limit_applies(own, expected):
     async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
         await producer.send(qmq.Message("s", {"n": 1}, retries_max=own))
         consumer, times = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
@@ -38,7 +38,7 @@ async def test_a_message_that_always_fails_is_tried_as_often_as_it_says_itself(o
 @pytest.mark.parametrize(
     "own, given, is_handled", [(None, 3, True), (None, 4, False), (5, 5, True), (5, 6, False), (1, 2, False)]
 )
-async def test_a_message_whose_consumers_vanished_counts_each_time_it_was_handed_over(own, given, is_handled):
+async def test_vanished_consumers_count_as_deliveries(own, given, is_handled):
     """Nobody said what became of it: whoever gets it next looks before a handler begins with it."""
 
     async with cluster("g1") as (metaserver, [broker]):

@@ -46,7 +46,7 @@ class Broken:
         pytest.param(3, "many", DEAD, id="what the message says is no number"),
     ],
 )
-def test_the_last_allowed_delivery_that_fails_makes_a_dead_letter(times, own, expected):
+def test_last_failed_delivery_makes_a_dead_letter(times, own, expected):
     assert refused_by_error(Handed(times, own), POLICY, ValueError("x"), NOW).verdict == expected
 
 
@@ -60,7 +60,7 @@ def test_the_last_allowed_delivery_that_fails_makes_a_dead_letter(times, own, ex
         pytest.param(RetryLater(at=NOW + timedelta(days=2)), 5.0, True, id="longer than a broker waits"),
     ],
 )
-def test_a_handler_says_when_its_message_comes_again(error, delay_s, is_failure):
+def test_retry_later_sets_the_delay(error, delay_s, is_failure):
     decision = refused_by_error(Handed(1), POLICY, error, NOW)
     assert (decision.verdict, decision.delay_s, decision.is_failure) == (RETRY, delay_s, is_failure)
 
@@ -70,7 +70,7 @@ def test_retry_later_is_no_way_around_the_limit():
     assert (decision.verdict, decision.reason) == (DEAD, "delivered 3 times; retry in 1 s")
 
 
-def test_what_was_delivered_once_is_said_to_be():
+def test_single_delivery_is_worded_once():
     reason = refused_by_error(Handed(1, "1"), POLICY, ValueError("x"), NOW).reason
     assert reason == "delivered once; ValueError('x')"
 
@@ -80,18 +80,18 @@ def test_a_dead_letter_has_the_handlers_reason():
     assert refused_for_good(Handed(1), POLICY, "why")[:3] == (DEAD, 0.0, "why")
 
 
-def test_a_dead_letter_that_fails_comes_again_without_end():
+def test_failing_dead_letter_is_retried_forever():
     without_limit = RetryPolicy(deliveries_max=0, delay_s=5.0)
     for error in (ValueError("x"), DeadLetter("y"), RetryLater(5.0)):
         assert refused_by_error(Handed(1_000, "3"), without_limit, error, NOW)[:2] == (RETRY, 5.0)
 
 
-def test_a_message_that_cannot_be_read_fails_as_any_other():
+def test_unreadable_message_fails_normally():
     assert refused_by_error(Broken(), POLICY, InvalidMessage("garbage"), NOW).verdict == RETRY
     assert refused_by_error(Broken(), RetryPolicy(2, 5.0), InvalidMessage("garbage"), NOW).verdict == DEAD
 
 
-def test_an_exception_that_cannot_be_written_down_is_named():
+def test_exception_with_failing_repr_has_a_reason():
     class Unspeakable(Exception):
         def __repr__(self) -> str:
             raise ValueError
@@ -106,7 +106,7 @@ def test_a_delay_is_between_nothing_and_a_day(delay):
         refused(Handed(1), POLICY, "", delay)
 
 
-def test_a_group_with_a_mailbox_may_ask_for_years():
+def test_mailbox_allows_delays_of_years():
     policy = RetryPolicy(deliveries_max=3, delay_s=5.0, delay_s_max=DELAY_S_MAX)
     assert refused(Handed(1), policy, "", timedelta(days=700)).delay_s == 700 * 86_400
     assert refused_by_error(Handed(1), policy, RetryLater(700 * 86_400), NOW).delay_s == 700 * 86_400

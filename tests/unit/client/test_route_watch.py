@@ -61,7 +61,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(route_watch, "CONFIRM_WITHIN_S", 0.0)
 
 
-async def test_a_new_stream_brings_what_differs_from_what_is_in_use():
+async def test_new_stream_brings_changed_routes():
     """Weakness 25: polls of QMQ's clients carry the whole answer, each minute."""
 
     async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a", "b") as client:
@@ -76,7 +76,7 @@ async def test_a_new_stream_brings_what_differs_from_what_is_in_use():
         assert set(first.subjects) == set(first.held) == {"a", "b"}
 
 
-async def test_what_is_in_use_is_confirmed():
+async def test_routes_in_use_are_confirmed():
     """Weakness 20: nobody can say how many of QMQ's producers still use an old route."""
 
     async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
@@ -87,7 +87,7 @@ async def test_what_is_in_use_is_confirmed():
         assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
 
 
-async def test_confirming_waits_for_its_moment_and_holds_up_nothing_that_is_asked(monkeypatch):
+async def test_confirmation_delays_no_request(monkeypatch):
     monkeypatch.setattr(route_watch, "CONFIRM_WITHIN_S", 1e9)
 
     async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
@@ -137,7 +137,7 @@ async def test_no_groups_on_purpose_are_no_groups():
         await until_async(lambda: client.writable("a") == {})
 
 
-async def test_while_grpc_is_blocked_routes_come_over_http_and_over_grpc_again_afterwards(caplog):
+async def test_blocked_grpc_falls_back_to_http(caplog):
     caplog.set_level(logging.INFO)
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -161,7 +161,7 @@ async def test_while_grpc_is_blocked_routes_come_over_http_and_over_grpc_again_a
             assert len(metaserver.polls) == count, "who has a stream does not poll"
 
 
-async def test_a_stream_that_breaks_does_not_make_a_client_wait_for_grpc():
+async def test_broken_stream_is_polled_over_http():
     async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
         await until_async(lambda: client.writable("a") == {"g1": True})
         await metaserver.block_grpc()
@@ -169,7 +169,7 @@ async def test_a_stream_that_breaks_does_not_make_a_client_wait_for_grpc():
         await until_async(lambda: client.writable("a") == {"g1": False})
 
 
-async def test_a_wrong_token_is_told_apart_from_silence_over_http_too():
+async def test_wrong_token_is_recognised_over_http():
     async with cluster("g1") as (metaserver, _):
         await metaserver.block_grpc()
         async with watching(metaserver, "a", token="wrong") as client:
@@ -178,7 +178,7 @@ async def test_a_wrong_token_is_told_apart_from_silence_over_http_too():
 
 
 @pytest.mark.parametrize("way", ["a stream", "a stream, behind an error of gRPC's own", "HTTP"])
-async def test_a_token_that_is_not_accepted_is_in_the_log(way, caplog):
+async def test_rejected_token_is_logged(way, caplog):
     """A consumer has no receipt that could say so, and waits: a metaserver may not know a new token yet."""
 
     class Hasty(FakeMetaserver):
@@ -215,7 +215,7 @@ async def test_many_subjects_are_polled_in_several_requests():
             assert max(len(words["subject"]) for words in metaserver.polls) <= 40
 
 
-async def test_producers_heed_a_route_whose_groups_are_all_readonly():
+async def test_all_readonly_route_reaches_producers():
     """Weakness 19: QMQ's producers go on with the old route then, so that the operator's order has no effect."""
 
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, timeout_s=3.0) as producer:
@@ -234,7 +234,7 @@ async def test_producers_heed_a_route_whose_groups_are_all_readonly():
         assert (await waiting).broker_group == "g2", "who waits goes on as soon as a group takes messages"
 
 
-async def test_a_consumer_goes_on_while_its_route_is_refused():
+async def test_consumer_keeps_a_refused_route():
     """Weaknesses 17 and 18."""
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
@@ -249,7 +249,7 @@ async def test_a_consumer_goes_on_while_its_route_is_refused():
             assert len(await puller.pull(10, timeout=60)) == 1
 
 
-async def test_what_is_asked_after_a_stream_ended_is_asked_of_the_next_one(monkeypatch):
+async def test_requests_move_to_the_next_stream(monkeypatch):
     monkeypatch.setattr(route_watch, "ANSWER_TIMEOUT_S", 1000.0)
     monkeypatch.setattr(route_watch, "POLL_AFTER_S", 1000.0)
 
@@ -292,7 +292,7 @@ async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
             assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == version
 
 
-async def test_a_broker_that_stays_away_does_not_make_its_clients_ask_all_the_time():
+async def test_refreshes_are_rate_limited():
     """Each attempt to connect says that routes may be old; a thousand clients of one dead broker are a storm."""
 
     async with cluster("g1") as (metaserver, _), watching(metaserver, "a", "b") as client:
@@ -306,7 +306,7 @@ async def test_a_broker_that_stays_away_does_not_make_its_clients_ask_all_the_ti
         assert sum("a" in request.subjects for request in metaserver.requests) == 1
 
 
-async def test_a_subject_that_is_added_while_a_request_is_written_is_asked_for():
+async def test_subject_added_during_a_write_is_requested():
     """Else its first message waits until something else changes."""
 
     watch = Client(FakeMetaserver(), "a").watch
@@ -316,7 +316,7 @@ async def test_a_subject_that_is_added_while_a_request_is_written_is_asked_for()
     assert (await anext(requests)).subjects == ["b"]
 
 
-async def test_requests_are_of_bounded_size_when_asking_confirming_and_forgetting(monkeypatch):
+async def test_requests_have_bounded_size(monkeypatch):
     monkeypatch.setattr(route_watch, "REQUEST_SUBJECTS_MAX", 3)
     names = [f"s{number}" for number in range(10)]
 
@@ -338,7 +338,7 @@ async def test_requests_are_of_bounded_size_when_asking_confirming_and_forgettin
         assert [name for one in metaserver.requests for name in one.forgotten] == names[:7]
 
 
-async def test_a_refused_subject_is_asked_for_again_and_named_meanwhile(monkeypatch):
+async def test_refused_subject_is_requested_again(monkeypatch):
     monkeypatch.setattr(route_watch, "REPEAT_S", 0.05)
 
     async with cluster("g1") as (metaserver, _):
@@ -351,7 +351,7 @@ async def test_a_refused_subject_is_asked_for_again_and_named_meanwhile(monkeypa
             assert client.watch.refusals == {} and client.watch.trouble == ""
 
 
-async def test_that_no_metaserver_answers_is_a_trouble_once_it_lasts(monkeypatch):
+async def test_lasting_silence_is_trouble(monkeypatch):
     monkeypatch.setattr(route_watch, "TROUBLE_S", 0.2)
 
     async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
@@ -366,7 +366,7 @@ async def test_that_no_metaserver_answers_is_a_trouble_once_it_lasts(monkeypatch
         assert client.watch.trouble == "", "polls keep routes up to date"
 
 
-async def test_a_producer_forgets_routes_beyond_those_it_keeps_once_they_are_idle_and_asks_again(monkeypatch):
+async def test_idle_routes_are_forgotten(monkeypatch):
     monkeypatch.setattr(route_watch, "KEPT", 2)
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:

@@ -20,7 +20,7 @@ def idle(_: str) -> int:
     return 0
 
 
-def test_equal_groups_take_turns_and_the_less_loaded_wins():
+def test_least_loaded_group_is_chosen():
     routing = Routing()
     routing.update([route(group("g1"), group("g2"), group("g3"))])
     chosen = Counter(routing.choose("a", now_ms=0, load=idle) for _ in range(30))
@@ -39,7 +39,7 @@ def test_full_readonly_and_resting_groups_are_not_chosen():
     assert "g2: slave_down" in routing.why_not("a")
 
 
-def test_rest_doubles_with_failures_in_a_row_and_ends_with_work():
+def test_rest_doubles_until_success():
     routing = Routing()
     routing.update([route(group("g1"))])
     now_ms, rests = 0, []
@@ -65,7 +65,7 @@ def test_a_group_that_turns_writable_rests_no_longer():
     assert not routing.resting("g1", 1)
 
 
-def test_an_older_term_does_not_bring_the_old_master_back():
+def test_older_term_is_ignored():
     routing = Routing()
     routing.update([route(group("g1", port=1, term=1))])
     assert routing.update([route(group("g1", port=2, term=2))]) == {"g1"}
@@ -73,7 +73,7 @@ def test_an_older_term_does_not_bring_the_old_master_back():
     assert routing.master("g1") == Endpoint("127.0.0.1", 2)
 
 
-def test_the_receipt_says_why_a_subject_has_no_route():
+def test_missing_route_reason_is_reported():
     routing = Routing()
     assert "no route" in routing.why_not("a")
     routing.update([route(refused="no broker group is registered")])

@@ -41,7 +41,7 @@ def test_the_drawing_is_the_table():
 
 
 @given(st.lists(st.sampled_from(SessionEvent), max_size=30))
-def test_what_is_known_belongs_to_the_state_and_what_cannot_happen_changes_nothing(events):
+def test_facts_match_states_and_illegal_events_raise(events):
     life = SessionLife()
     for event in events:
         state, now = life.state, life.now
@@ -62,7 +62,7 @@ def test_a_state_takes_no_facts_of_another():
     assert life.state is SessionState.UNSUBSCRIBED and not life.history
 
 
-async def test_a_session_keeps_what_happened_to_it():
+async def test_session_keeps_its_history():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
         consumer = consumer_of(metaserver)

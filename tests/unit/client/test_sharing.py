@@ -32,7 +32,7 @@ MESSAGES, FAST = 300, 1
         pytest.param([10] * 6 + [30], [0] + [10] * 6, None, id="a pause without messages"),
     ],
 )
-def test_a_pace_is_how_many_messages_were_taken_while_others_waited(arrived, taken, pace):
+def test_pace_counts_messages_under_load(arrived, taken, pace):
     pacer = Pacer()
     looks = [
         pacer.looked(number * LOOK_S, arrived=one, taken=another)
@@ -42,7 +42,7 @@ def test_a_pace_is_how_many_messages_were_taken_while_others_waited(arrived, tak
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5, 0.9])
-def test_fast_handlers_keep_what_waits_though_they_pause(pause_s):
+def test_pausing_fast_handlers_keep_messages(pause_s):
     """A thousand messages, taken at 2,000 a second; in the midst nothing happens for a while."""
     pacer, looks = Pacer(), round((pause_s + 10) / LOOK_S)
     for look in range(looks):
@@ -60,11 +60,11 @@ def test_fast_handlers_keep_what_waits_though_they_pause(pause_s):
         pytest.param(Pace(0, 1.5), 1, True, id="nothing was taken"),
     ],
 )
-def test_too_slow_is_a_pace_at_which_what_waits_would_take_too_long(pace, waiting, is_too_slow):
+def test_slow_pace_is_recognised(pace, waiting, is_too_slow):
     assert pace.is_too_slow_for(waiting) == is_too_slow
 
 
-def test_a_pace_makes_a_listener_ask_for_less_and_never_for_more():
+def test_pace_only_lowers_the_prefetch():
     asked = Prefetch(1_000, 4)
     asked.measured(1e-5)
     asked.seen(Pace(20_000, PACE_S))
@@ -77,7 +77,7 @@ def test_a_pace_makes_a_listener_ask_for_less_and_never_for_more():
     assert asked.messages == 4
 
 
-def test_before_a_call_has_ended_a_pace_says_how_long_it_takes_at_least():
+def test_pace_bounds_unfinished_calls():
     asked = Prefetch(1_000, 2)
     asked.seen(Pace(0, PACE_S))
     assert asked.messages == 2
@@ -157,7 +157,7 @@ def joining(metaserver: FakeMetaserver, **options: object) -> tuple[qmq.Consumer
         pytest.param({"most_once": True}, 1, id="at most once"),
     ],
 )
-async def test_what_waits_for_handlers_that_became_slow_goes_to_others_and_counts_for_nothing(hurried, options, kept):
+async def test_slow_listener_returns_excess_uncounted(hurried, options, kept):
     """A second consumer got nothing as long as the first had any of its thousand messages."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -176,7 +176,7 @@ async def test_what_waits_for_handlers_that_became_slow_goes_to_others_and_count
         assert still == kept
 
 
-async def test_it_is_looked_at_again_after_a_pause_without_messages(hurried):
+async def test_pace_is_measured_after_a_pause(hurried):
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = True
         fill(broker, range(FAST))
@@ -191,7 +191,7 @@ async def test_it_is_looked_at_again_after_a_pause_without_messages(hurried):
         await cancelled(task)
 
 
-async def test_nothing_comes_and_goes_while_there_is_nobody_to_share_with(hurried):
+async def test_single_consumer_returns_little(hurried):
     """Pulls that are on their way ask for as much as fast handlers had."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -208,7 +208,7 @@ async def test_nothing_comes_and_goes_while_there_is_nobody_to_share_with(hurrie
         assert first.done == list(range(MESSAGES)), "one at a time, in order"
 
 
-async def test_what_comes_meanwhile_is_handled_after_what_was_given_back(hurried):
+async def test_new_messages_follow_returned_ones(hurried):
     """A pull that was on its way brings newer messages before the broker has those that go back."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -233,7 +233,7 @@ async def test_what_comes_meanwhile_is_handled_after_what_was_given_back(hurried
         assert first.done == list(range(MESSAGES + 10))
 
 
-async def test_a_pull_that_follows_what_was_given_back_brings_that_first(hurried, monkeypatch):
+async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
     """A handler that goes on at that very moment has the next pull sent; what goes back goes first, or what the broker
     has still to give would come before it."""
 
@@ -259,7 +259,7 @@ async def test_a_pull_that_follows_what_was_given_back_brings_that_first(hurried
         assert sent[0] is Command.NACK and first.done == list(range(MESSAGES))
 
 
-async def test_twice_as_many_as_would_be_asked_for_stay(hurried):
+async def test_double_prefetch_stays(hurried):
     """Or handlers that take now longer and now shorter would have messages come and go."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -288,7 +288,7 @@ async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
         pytest.param(True, {"exclusive": True}, id="nor has one that has all of the group"),
     ],
 )
-async def test_a_listener_keeps_what_nobody_else_could_take(hurried, begins, options):
+async def test_unshared_listener_keeps_messages(hurried, begins, options):
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = begins
         first = Slow(metaserver, **options)
@@ -300,7 +300,7 @@ async def test_a_listener_keeps_what_nobody_else_could_take(hurried, begins, opt
         await cancelled(task)
 
 
-async def test_what_waits_behind_a_suspected_message_is_shared_too(hurried):
+async def test_messages_behind_suspected_are_returned(hurried):
     """It is handled alone, so the others wait for it, whatever they are."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -318,7 +318,7 @@ async def test_what_waits_behind_a_suspected_message_is_shared_too(hurried):
         assert sorted(broker.begun) == list(range(FAST, 40)), "where it is handled, and only there"
 
 
-async def test_a_listener_that_leaves_gives_back_each_message_once(hurried):
+async def test_leaving_returns_each_message_once(hurried):
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = True
         first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
@@ -333,7 +333,7 @@ async def test_a_listener_that_leaves_gives_back_each_message_once(hurried):
         assert set(broker.times["a", "g"].values()) == {1}
 
 
-async def test_of_several_broker_groups_and_the_mailbox_each_keeps_its_oldest(hurried):
+async def test_each_source_keeps_its_oldest(hurried):
     async with cluster("g1", "g2") as (metaserver, brokers):
         for broker in brokers:
             broker.begins = True

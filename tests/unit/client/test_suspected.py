@@ -14,7 +14,7 @@ from tests.unit.client.fakes import FakeMetaserver, cluster
 
 
 @pytest.mark.parametrize("suspected", [{0}, {3, 4, 5}, set(range(10)), {9}])
-async def test_a_suspected_message_is_handled_alone_after_its_broker_knows(suspected):
+async def test_suspected_message_is_announced_and_alone(suspected):
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, suspected
         fill(broker, range(10))
@@ -39,7 +39,7 @@ async def test_a_suspected_message_is_handled_alone_after_its_broker_knows(suspe
         assert most > 1 or len(suspected) == 10
 
 
-async def test_what_was_decided_is_acked_before_a_suspected_message_begins():
+async def test_acks_precede_a_suspected_message():
     """A process that dies with one takes no acks of its neighbours along: they would die with it in the end."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -56,7 +56,7 @@ async def test_what_was_decided_is_acked_before_a_suspected_message_begins():
         assert acked == list(range(5))
 
 
-async def test_a_puller_gets_suspected_messages_one_at_a_time():
+async def test_puller_gets_suspected_messages_singly():
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, {2, 3}
         fill(broker, range(6))
@@ -68,7 +68,7 @@ async def test_a_puller_gets_suspected_messages_one_at_a_time():
         assert [2] in got and [3] in got and [number for one in got for number in one] == list(range(6))
 
 
-async def test_a_message_that_waits_to_be_alone_is_not_begun_when_the_drain_runs_out_of_patience():
+async def test_drain_end_stops_waiting_suspected_message():
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, {1}
         fill(broker, range(2))
@@ -105,7 +105,7 @@ def slow_and_fast(metaserver: FakeMetaserver, *, concurrency: int):
 
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
-async def test_a_draining_consumer_gives_back_at_once_what_waits_for_its_turn(suspected):
+async def test_draining_returns_waiting_suspected_messages(suspected):
     """It began with that when its turn came, in the midst of the drain."""
 
     async with cluster("g1") as (metaserver, [broker]):
@@ -125,7 +125,7 @@ async def test_a_draining_consumer_gives_back_at_once_what_waits_for_its_turn(su
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-async def test_no_handler_begins_with_what_was_given_to_others_while_it_waited_for_its_turn(suspected, batch):
+async def test_dropped_suspected_message_is_not_begun(suspected, batch):
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, suspected
         fill(broker, range(2))
@@ -148,7 +148,7 @@ async def test_no_handler_begins_with_what_was_given_to_others_while_it_waited_f
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["broker", "older broker"])
-async def test_a_draining_consumer_gives_back_at_once_what_it_has_not_begun(begins):
+async def test_draining_returns_unbegun_messages(begins):
     """It held on to that until its last handler had ended, for up to 20 s."""
 
     async with cluster("g1") as (metaserver, [broker]):

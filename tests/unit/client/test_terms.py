@@ -65,17 +65,17 @@ def test_a_moment_becomes_ms():
 
 
 @pytest.mark.parametrize("changed", [{"group": ""}, {"group": "", "broadcast": True}])
-def test_a_broadcast_is_a_group_of_its_own_and_has_no_mailbox(changed):
+def test_broadcast_is_its_own_group(changed):
     assert (terms(**changed).group, terms(**changed).broadcast, terms(**changed).mailbox) == ("c1", True, None)
 
 
-def test_a_group_has_a_mailbox_for_a_real_subject_alone():
+def test_mailbox_needs_a_real_subject():
     assert terms().mailbox == "%RETRY%a%g"
     assert terms(subject="%RETRY%a%g").mailbox is None
     assert terms(subject="%DEAD_RETRY%a%g").mailbox is None
 
 
-def test_deliveries_are_one_at_least_and_without_limit_for_dead_letters():
+def test_delivery_limits_have_bounds():
     limits = [terms(retries_max=retries).policy.deliveries_max for retries in (0, 1, 32)]
     assert limits == [1, 1, 32]
     assert terms(subject="%DEAD_RETRY%a%g").policy.deliveries_max == 0

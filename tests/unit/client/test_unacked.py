@@ -91,7 +91,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_each_decision_reaches_the_broker_once_through_jumps_and_reconnects(steps):
+def test_each_decision_is_stored_once(steps):
     broker, unacked, acker = Broker(), Unacked(), Acker()
     held: dict[int, tuple[UnackedPiece, int]] = {}
     done: set[int] = set()
@@ -165,7 +165,7 @@ def pieces(unacked: Unacked, *counts: int) -> list[UnackedPiece]:
     return made
 
 
-def test_of_the_oldest_piece_the_beginning_is_acked_and_of_others_what_is_wholly_decided():
+def test_oldest_piece_is_acked_partially():
     unacked = Unacked()
     first, second, third = pieces(unacked, 4, 4, 4)
     for piece, at in [(first, 0), (first, 2), (second, 0), (third, 0), (third, 1), (third, 2), (third, 3)]:
@@ -177,7 +177,7 @@ def test_of_the_oldest_piece_the_beginning_is_acked_and_of_others_what_is_wholly
     assert everything is not None and everything.ranges == [(2, 3), (4, 5)]
 
 
-def test_a_nacked_message_is_no_part_of_an_ack_and_settled_once_the_broker_said_so():
+def test_nacked_message_is_not_acked():
     unacked = Unacked()
     (piece,) = pieces(unacked, 3)
     unacked.nack(Refusal(piece, 1, due_ms=1500, verdict=Verdict.RETRY, reason="why"))
@@ -193,7 +193,7 @@ def test_a_nacked_message_is_no_part_of_an_ack_and_settled_once_the_broker_said_
     assert (unacked.messages, unacked.is_settled) == (0, True)
 
 
-def test_a_nack_that_is_sent_again_comes_no_later_for_that():
+def test_repeated_nack_keeps_its_due_time():
     unacked = Unacked()
     (piece,) = pieces(unacked, 2)
     for at in range(2):
@@ -208,7 +208,7 @@ def test_a_nack_that_is_sent_again_comes_no_later_for_that():
     assert late is not None and late.entries == [(0, 2, 0, Verdict.DEAD_LETTER)]
 
 
-def test_what_is_handed_out_again_is_not_held_twice():
+def test_redelivered_messages_are_held_once():
     unacked = Unacked()
     unacked.received(10, 5, 1, Acker(), "g1")
     assert unacked.received(10, 5, 1, Acker(), "g1") is None
@@ -218,7 +218,7 @@ def test_what_is_handed_out_again_is_not_held_twice():
     assert (unacked.messages, unacked.held_end) == (8, 18)
 
 
-def test_what_the_broker_counts_as_settled_is_not_ours_any_more():
+def test_settled_messages_are_released():
     unacked = Unacked()
     _, second = pieces(unacked, 4, 4)
     unacked.nack(Refusal(second, 1, due_ms=0, verdict=Verdict.RETRY, reason=""))
@@ -231,7 +231,7 @@ def test_what_the_broker_counts_as_settled_is_not_ours_any_more():
     assert ack is not None and ack.ranges == [(6, 8)]
 
 
-def test_what_was_dropped_is_neither_acked_nor_nacked():
+def test_dropped_messages_are_not_decided():
     unacked = Unacked()
     (piece,) = pieces(unacked, 2)
     unacked.drop()
@@ -242,7 +242,7 @@ def test_what_was_dropped_is_neither_acked_nor_nacked():
     assert piece.is_dropped
 
 
-def test_what_was_begun_and_not_decided_is_told_from_what_was_never_taken():
+def test_begun_and_untaken_messages_differ():
     unacked = Unacked()
     first, second, third = pieces(unacked, 2, 3, 2)
     first.mark(0)
@@ -255,7 +255,7 @@ def received(message: Message, times: int = 1) -> tuple[ReceivedMessage, Acker]:
     return ReceivedMessage(message.subject, 7, data, UnackedPiece(5, 3, times, acker, "g1", []), 2), acker
 
 
-def test_a_received_message_reads_like_the_one_that_was_sent():
+def test_received_message_equals_the_sent_one():
     sent = Message("order.changed", {"orderNo": "42", "sum": 7}, tags={"pay", "é"}, id="id-1")
     message, _ = received(sent, times=2)
     assert (message.subject, message.id, message.tags, message.created_ms) == (
@@ -273,7 +273,7 @@ def test_a_received_message_reads_like_the_one_that_was_sent():
         message.nothing  # noqa: B018
 
 
-def test_an_order_key_and_a_limit_of_retries_are_read_back():
+def test_order_key_and_retry_limit_are_decoded():
     message, _ = received(Message("a", {"n": 1}, id="1", order_key="k", retries_max=4))
     assert (message.order_key, message.retries_max) == ("k", 4)
 
@@ -288,7 +288,7 @@ def test_the_first_decision_on_a_message_counts():
     assert message.is_decided and not message.is_settled
 
 
-def test_bytes_that_are_no_message_are_found_when_they_are_looked_at():
+def test_invalid_bytes_raise_on_access():
     message = ReceivedMessage("a", 0, b"garbage" * 10, UnackedPiece(0, 1, 1, Acker(), "g1", []), 0)
     with pytest.raises(InvalidMessage):
         message.properties  # noqa: B018
@@ -304,7 +304,7 @@ def settled(unacked: Unacked, acker: Acker) -> None:
         unacked.nacked(nack)
 
 
-def test_decisions_that_a_successor_never_heard_of_are_said_again():
+def test_lost_decisions_are_sent_again():
     """A master that was alone confirmed them, and its successor goes on without them."""
     unacked, acker = Unacked(), Acker()
     piece, _ = unacked.received(100, 6, 1, acker, "g")
@@ -327,7 +327,7 @@ def test_decisions_that_a_successor_never_heard_of_are_said_again():
     assert [tuple(entry) for entry in unacked.next_nack(0).entries] == [(102, 103, 0, Verdict.RETRY)], "it comes again"
 
 
-def test_what_is_unacked_and_was_never_decided_here_comes_again():
+def test_undecided_unacked_messages_are_requeued():
     unacked = Unacked()
     unacked.held_end = 50
     unacked.subscribed(10, [(10, 20), (30, 31)])
@@ -357,7 +357,7 @@ def test_ranges_without_others_agree_with_sets(pieces, theirs):
     assert said == theirs & acked and again == theirs - acked
 
 
-def test_what_a_broker_is_to_keep_for_later_is_asked_apart_from_what_it_always_takes():
+def test_delayed_nacks_are_sent_separately():
     unacked, acker = Unacked(), Acker()
     piece, _ = unacked.received(0, 4, 1, acker, "g1")
     for at, due_ms, verdict in [

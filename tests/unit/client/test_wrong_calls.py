@@ -32,31 +32,31 @@ async def handler(message: qmq.ReceivedMessage) -> None: ...
 
 @pytest.mark.parametrize("make", [qmq.Producer, qmq.Consumer, qmq.blocking.Producer, qmq.blocking.Consumer])
 @pytest.mark.parametrize("address", [None, "", "ftp://10.0.0.1", "http://", 8080])
-def test_what_is_no_address_of_a_metaserver_is_refused_with_one_that_is(make, address):
+def test_invalid_metaserver_address_shows_an_example(make, address):
     with pytest.raises(qmq.InvalidRequest, match="http://127.0.0.1:8080"):
         make(metaserver=address, app="test", token=TOKEN)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:8080", "http://10.0.0.1:8080", "https://qmq.example.com", "localhost"])
-def test_an_address_may_leave_out_what_is_always_the_same(address):
+def test_short_addresses_are_completed(address):
     producer(metaserver=address)
 
 
 @pytest.mark.parametrize("name", ["timeout_s", "answer_timeout_s"])
 @pytest.mark.parametrize("seconds", ["3", -1, 0, float("nan"), None])
-def test_a_time_that_no_answer_could_keep_is_refused_by_its_name(name, seconds):
+def test_impossible_timeout_is_refused_by_name(name, seconds):
     with pytest.raises(qmq.InvalidRequest, match=rf"^{name} is seconds, more than 0"):
         producer(**{name: seconds})
 
 
 @pytest.mark.parametrize("seconds", ["3", -1, float("nan")])
-def test_a_time_to_drain_may_be_nothing_and_not_less(seconds):
+def test_drain_time_is_zero_or_more(seconds):
     consumer(drain_s=0)
     with pytest.raises(qmq.InvalidRequest, match="^drain_s is seconds, 0 or more"):
         consumer(drain_s=seconds)
 
 
-async def test_a_producer_that_was_not_opened_says_how_and_one_that_was_closed_says_so():
+async def test_unopened_and_closed_producers_raise():
     one = producer()
     with pytest.raises(qmq.ClientClosed, match="async with"):
         await one.send(qmq.Message("a"))
@@ -71,7 +71,7 @@ async def test_a_producer_that_was_not_opened_says_how_and_one_that_was_closed_s
 
 
 @pytest.mark.parametrize("wrong", [{"orderNo": 42}, "paid", None])
-async def test_what_is_no_message_is_not_sent(wrong):
+async def test_other_types_are_not_sent(wrong):
     async with producer() as one:
         with pytest.raises(qmq.InvalidMessage, match="send a qmq.Message"):
             await one.send(wrong)
@@ -102,7 +102,7 @@ async def test_one_message_is_not_taken_for_several():
     ],
     ids=["a text as properties", "a list as properties", "a dict within", "long", "half a letter", "no zone", "no tag"],
 )
-async def test_content_that_does_not_travel_is_refused_with_what_does(message: Callable[[], qmq.Message], says: str):
+async def test_invalid_content_shows_the_remedy(message: Callable[[], qmq.Message], says: str):
     async with producer() as one:
         with pytest.raises(qmq.InvalidMessage, match=says) as sent:
             await one.send(message())
@@ -120,12 +120,12 @@ async def test_a_wrong_address_is_named_in_the_receipt():
     assert f"the metaserver at {address} sent no route: " in receipt.reason
 
 
-def test_a_decorator_without_its_arguments_says_which():
+def test_decorator_without_arguments_raises():
     with pytest.raises(qmq.InvalidName, match="subject is a str"):
         consumer().listen(handler)  # type: ignore[arg-type]
 
 
-def test_a_handler_that_could_never_be_called_is_refused_before_it_has_a_message():
+def test_uncallable_handler_is_refused():
     async def none() -> None: ...
 
     async def two(message: qmq.ReceivedMessage, session: object) -> None: ...
@@ -139,7 +139,7 @@ def test_a_handler_that_could_never_be_called_is_refused_before_it_has_a_message
         consumer().listen("a", group="g", batch=2)(none)  # type: ignore[arg-type]
 
 
-def test_a_handler_may_have_more_parameters_than_it_needs():
+def test_handler_may_have_default_parameters():
     async def more(message: qmq.ReceivedMessage, *rest: object, seats: int = 1, **others: object) -> None: ...
 
     class Tickets:
@@ -162,14 +162,14 @@ def test_a_broadcast_with_a_group_is_refused(way):
 @pytest.mark.parametrize("way", ["listen", "pull"])
 @pytest.mark.parametrize("name", ["retries_max", "prefetch_messages", "prefetch_bytes", "unacked_max"])
 @pytest.mark.parametrize("wrong", [1000 / 2, "500", True])
-def test_what_counts_messages_is_a_whole_number(way, name, wrong):
+def test_message_counts_are_whole_numbers(way, name, wrong):
     """Half of a thousand is a float, with which a worker failed at its first long list, and its follower as well."""
     with pytest.raises(qmq.InvalidRequest, match=f"^{name} is a whole number"):
         getattr(consumer(), way)("a", group="g", **{name: wrong})
 
 
 @pytest.mark.parametrize("wrong", [1000 / 2, "500", True])
-def test_so_is_what_counts_handlers_and_what_each_of_them_gets(wrong):
+def test_handler_counts_are_whole_numbers(wrong):
     for name in ("concurrency", "batch"):
         with pytest.raises(qmq.InvalidRequest, match=f"^{name} is a whole number"):
             consumer().listen("a", group="g", **{name: wrong})
@@ -185,7 +185,7 @@ def test_the_pause_between_attempts_is_seconds(wrong):
         consumer().listen("a", group="g", retry_delay=wrong)
 
 
-async def test_an_exception_is_no_reason_to_nack_or_to_give_up():
+async def test_reason_must_be_a_str():
     """It was found out when the nack was to be sent; after four of these the consumer sent none any more."""
 
     async with qmq.testing.Broker() as broker:
@@ -202,7 +202,7 @@ async def test_an_exception_is_no_reason_to_nack_or_to_give_up():
             await puller.ack([message])
 
 
-async def test_two_consumers_with_one_id_are_told_so():
+async def test_replaced_consumer_raises():
     async with qmq.testing.Broker() as broker:
         first, second = (qmq.Consumer(metaserver=broker.metaserver, app="a", consumer_id="c1") for _ in range(2))
         async with first.pull("a", group="g") as puller:

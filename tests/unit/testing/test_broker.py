@@ -74,7 +74,7 @@ async def test_messages_are_stored_with_all_that_they_carry(broker):
 
 
 @run
-async def test_messages_that_left_memory_and_segment_are_still_shown(broker):
+async def test_old_messages_are_still_returned(broker):
     async with producing(broker) as producer:
         receipts = await producer.send_many(
             qmq.Message("s", {"n": n} | {f"part{i}": "x" * 30_000 for i in range(100)}) for n in range(14)
@@ -91,7 +91,7 @@ async def test_each_broker_is_empty_in_the_beginning(broker):
 
 
 @run
-async def test_a_batch_that_is_repeated_after_a_lost_connection_is_stored_once(broker):
+async def test_repeated_batch_is_stored_once(broker):
     async with producing(broker) as producer:
         for n in range(20):
             sending = asyncio.create_task(producer.send(message(n)))
@@ -105,7 +105,7 @@ async def test_a_batch_that_is_repeated_after_a_lost_connection_is_stored_once(b
 
 
 @run
-async def test_tags_select_what_a_group_gets(broker):
+async def test_tags_filter_messages(broker):
     seen = []
 
     async def handle(message):
@@ -120,7 +120,7 @@ async def test_tags_select_what_a_group_gets(broker):
 
 
 @run
-async def test_an_order_key_keeps_its_order_while_one_of_its_messages_waits_for_its_retry(broker):
+async def test_order_key_waits_for_a_retry(broker):
     seen = []
 
     async def handle(message):
@@ -139,7 +139,7 @@ async def test_an_order_key_keeps_its_order_while_one_of_its_messages_waits_for_
 
 
 @run
-async def test_a_delay_is_skipped_only_as_far_as_the_test_goes(broker):
+async def test_delays_are_skipped_as_far_as_needed(broker):
     seen = []
 
     async def handle(message):
@@ -160,7 +160,7 @@ async def test_a_delay_is_skipped_only_as_far_as_the_test_goes(broker):
 
 
 @run
-async def test_who_waits_no_more_puts_no_clock_forward(broker):
+async def test_ended_wait_does_not_advance_the_clock(broker):
     gate, times = asyncio.Event(), []
 
     async def handle(message):
@@ -179,7 +179,7 @@ async def test_who_waits_no_more_puts_no_clock_forward(broker):
 
 
 @run
-async def test_a_message_of_the_groups_own_retry_subject_counts_too(broker):
+async def test_retry_subject_counts_as_unsettled(broker):
     seen, release = [], asyncio.Event()
 
     async def handle(message):
@@ -196,7 +196,7 @@ async def test_a_message_of_the_groups_own_retry_subject_counts_too(broker):
         assert seen == [("s", 1)]
 
 
-def test_who_vanished_loses_what_it_held_when_its_lease_ends_and_who_is_connected_keeps_it(broker):
+def test_vanished_consumer_loses_its_messages(broker):
     def pulling(consumer_id):
         consumer = qmq.Consumer(metaserver=broker.metaserver, consumer_id=consumer_id, **APP)
         return consumer.pull("s", group="g", start="earliest", unacked_max=1)
@@ -251,7 +251,7 @@ async def test_progress_outlives_a_change_of_masters(broker):
 
 
 @run
-async def test_readonly_holds_for_its_subject_until_it_ends(broker):
+async def test_readonly_applies_to_its_subject(broker):
     async with producing(broker, timeout_s=3.0) as producer:
         broker.readonly("s")
         refused, stored = await asyncio.gather(producer.send(message(1)), producer.send(message(2, "other")))
@@ -263,7 +263,7 @@ async def test_readonly_holds_for_its_subject_until_it_ends(broker):
 
 
 @run
-async def test_a_refusal_does_what_its_class_says(broker):
+async def test_refusal_follows_its_class(broker):
     async with producing(broker) as producer:
         broker.refuse_next(InvalidMessage("too green"))
         receipt = await producer.send(message(1))
@@ -278,7 +278,7 @@ async def test_a_refusal_does_what_its_class_says(broker):
 
 
 @run
-async def test_who_waits_in_vain_is_told_how_far_the_group_is(broker):
+async def test_timeout_reports_the_progress(broker):
     release = asyncio.Event()
 
     async def handle(message):
@@ -309,7 +309,7 @@ async def test_time_does_not_go_back(broker):
 # A broker's own life.
 
 
-def test_a_broker_is_used_while_it_is_open_and_opened_once():
+def test_broker_opens_once():
     broker = BlockingBroker()
     with pytest.raises(qmq.ClientClosed):
         broker.messages("s")
@@ -321,7 +321,7 @@ def test_a_broker_is_used_while_it_is_open_and_opened_once():
         pass
 
 
-def test_what_breaks_within_the_core_is_told_to_the_test(monkeypatch):
+def test_core_bug_reaches_the_test(monkeypatch):
     with pytest.raises(RuntimeError, match="bug of qmq"), BlockingBroker() as broker:
         monkeypatch.setattr("qmq.replication.node.Node.tick", lambda self: 1 / 0)
         broker.wait_until_subscribed("s", "g", timeout=5)
@@ -340,7 +340,7 @@ SERVER_ONLY = (
 )
 
 
-def test_it_needs_nothing_but_what_a_client_needs():
+def test_broker_needs_client_packages_only():
     code = f"""
 import sys
 for name in {SERVER_ONLY}:

@@ -35,7 +35,7 @@ def names(messages):
     return [str(message["n"]) for message in messages]
 
 
-async def test_a_delayed_message_is_there_when_it_is_due_and_not_before(broker):
+async def test_delayed_message_arrives_when_due(broker):
     async with producer_of(broker) as producer:
         receipt = await producer.send(Message("s", {"n": 1}), delay=timedelta(minutes=30))
         assert receipt.is_stored and receipt.broker_group == "test-delay"
@@ -45,7 +45,7 @@ async def test_a_delayed_message_is_there_when_it_is_due_and_not_before(broker):
         assert names(broker.messages("s")) == ["1"] and broker.delayed("s") == []
 
 
-async def test_messages_come_in_the_order_in_which_they_are_due(broker):
+async def test_messages_arrive_in_due_order(broker):
     async with producer_of(broker) as producer:
         for n, delay_s in enumerate([300, 100, 200]):
             await producer.send(Message("s", {"n": n}), delay=delay_s)
@@ -54,14 +54,14 @@ async def test_messages_come_in_the_order_in_which_they_are_due(broker):
         assert names(broker.messages("s")) == ["at once", "1", "2", "0"]
 
 
-async def test_a_time_that_has_passed_is_delivered_at_once(broker):
+async def test_past_due_time_is_delivered_at_once(broker):
     async with producer_of(broker) as producer:
         await producer.send(Message("s", {"n": 1}), at=datetime(2020, 1, 1, tzinfo=UTC))
         broker.advance(0.001)
         assert names(broker.messages("s")) == ["1"]
 
 
-async def test_a_delay_counts_from_the_time_that_the_test_has_reached(broker):
+async def test_delay_starts_at_the_test_clock(broker):
     async with producer_of(broker) as producer:
         broker.advance(3_600)
         first = await producer.send(Message("s", {"n": 1}), delay=600)
@@ -124,7 +124,7 @@ async def test_a_consumer_sees_when_a_message_was_due(broker):
         await puller.ack([first, second])
 
 
-async def test_while_the_broker_is_readonly_a_due_message_waits(broker):
+async def test_readonly_broker_keeps_due_messages_waiting(broker):
     async with producer_of(broker) as producer:
         await producer.send(Message("s", {"n": 1}), delay=60)
         broker.readonly("s")
@@ -135,7 +135,7 @@ async def test_while_the_broker_is_readonly_a_due_message_waits(broker):
         assert names(broker.messages("s")) == ["1"]
 
 
-async def test_lost_connections_and_new_masters_lose_no_delayed_message(broker):
+async def test_faults_lose_no_delayed_message(broker):
     async with producer_of(broker) as producer:
         receipts = []
         for n in range(30):
@@ -159,7 +159,7 @@ async def test_many_days_pass_quickly(broker):
         assert len(broker.messages("s")) == 2_000
 
 
-async def test_a_retry_in_more_than_a_day_waits_at_the_delay_group_for_its_consumer_group_alone(broker):
+async def test_long_retry_waits_at_the_delay_group(broker):
     consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
     tried, others = [], []
 

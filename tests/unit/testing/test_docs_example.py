@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "testing.md"
 FILE = re.compile(r"^```python (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_example_passes_as_it_is_printed(tmp_path):
+def test_printed_example_passes(tmp_path):
     files = dict(FILE.findall(PAGE.read_text()))
     assert list(files) == ["billing.py", "test_billing.py", "test_blocking_billing.py"]
     for name, text in files.items():

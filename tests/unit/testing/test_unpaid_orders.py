@@ -10,7 +10,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[3] / "docs" / "examples" / "unpaid_orders"
 
 
-def test_the_orders_of_the_example_end_when_they_should():
+def test_example_orders_end_on_time():
     without = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest"]  # slow to load
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-W", "error", "--rootdir", str(FOLDER), *without]
     ran = subprocess.run([*command, "test_orders.py"], cwd=FOLDER, capture_output=True, text=True)
