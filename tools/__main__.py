@@ -9,11 +9,11 @@ try:
     from qmq.tools.main import main
 
     status = main()
-except KeyboardInterrupt:  # while modules are still read; `main` handles all later ones
+except KeyboardInterrupt:  # Interrupts while modules load; `main` handles later ones.
     print("tools.sh: interrupted before anything was changed", file=sys.stderr)
     sys.exit(1)
 try:
     sys.stdout.flush()
-except OSError:  # main has said so; Python would try once more when it ends, and end with a status of its own
+except OSError:  # main has reported the error; without this, Python would flush again at exit and change the status
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 sys.exit(status)

@@ -17,7 +17,7 @@ DEFAULT_PORT = 8080
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a metaserver is."""
+    """Address of a metaserver."""
 
     host: str
     port: int
@@ -25,7 +25,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `host`, `host:port` or a URL; raises ValueError."""
+        """Parse `host`, `host:port` or a URL; raises ValueError."""
         try:
             url = urlsplit(text if "://" in text else f"http://{text}")
             port = url.port
@@ -39,7 +39,7 @@ class Address:
         return cls(url.hostname, port or (443 if secure else DEFAULT_PORT), secure)
 
     def __str__(self) -> str:
-        """As it may be typed."""
+        """Return the address as it can be typed."""
         place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         return f"https://{place}" if self.secure else place
 
@@ -49,37 +49,37 @@ class Address:
 
 
 class Exit(IntEnum):
-    """What a command ends with."""
+    """Exit status of a command."""
 
     DONE = 0
     REFUSED = 1
-    """Nothing was changed, for the reason shown."""
+    """Nothing was changed; the reason is shown."""
     USAGE = 2
     UNREACHABLE = 3
-    """Nothing was changed; the metaserver, or something that it needs, does not answer."""
+    """Nothing was changed; the metaserver, or a process that it needs, does not answer."""
     UNKNOWN = 4
-    """It was done or not; look before repeating."""
+    """The change may have been made; check before repeating it."""
 
 
 _STATUS = {0: Exit.DONE, -1: Exit.REFUSED, -2: Exit.UNKNOWN, -3: Exit.UNREACHABLE}
 """The field `status` of an answer."""
 _HTTP_STATUS = {429: Exit.UNREACHABLE, 503: Exit.UNREACHABLE, 500: Exit.UNKNOWN, 504: Exit.UNKNOWN}
-"""Of an error that the metaserver words itself; others are refusals."""
+"""HTTP status of error answers; others are refusals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of an action."""
+    """Outcome of an action."""
 
     exit: Exit
     message: str
     data: Any
     raw: Any
-    """The answer as it came."""
+    """The answer as received."""
 
 
 def read_answer(http_status: int, raw: Any) -> Answer | None:
-    """Tell what an answer means; None: no metaserver answers like this.
+    """Parse the answer of a metaserver; None if it has no known form.
 
     QMQ's styles: standard, `{"status", "message", "data"}`; map, `{"data"}` or `{"error"}`; raw, the bare result.
     """
@@ -98,7 +98,7 @@ def read_answer(http_status: int, raw: Any) -> Answer | None:
 
 
 def _error(http_status: int, raw: Any) -> Answer | None:
-    """Read an error of the HTTP side: `{"error": {"code", "message", "action"}}`, or QMQ's envelope."""
+    """Parse an error of the HTTP side: `{"error": {"code", "message", "action"}}`, or QMQ's envelope."""
     if not isinstance(raw, dict):
         return None
     error = raw.get("error", raw)
@@ -113,7 +113,7 @@ ANSWER_BYTES_MAX = 1 << 30
 
 
 class CallFailed(Exception):
-    """The metaserver gave no answer of its own. `sent`: it may have carried the action out."""
+    """Call without an answer of a metaserver. `sent`: the action may have been carried out."""
 
     def __init__(self, text: str, *, sent: bool) -> None:
         super().__init__(text)
@@ -165,7 +165,7 @@ def _exchange(
 
 
 def _read(response: http.client.HTTPResponse, sock: socket.socket, deadline: float) -> bytes:
-    """Read the answer; a server that sends a byte now and then does not hold us for ever."""
+    """Read the answer within the deadline, even if the server sends one byte at a time."""
     pieces, length = [], 0
     while piece := response.read1(1 << 20):
         pieces.append(piece)

@@ -1,4 +1,4 @@
-"""Core. What a command is: its name, its options, what it asks of the metaserver, how its answer reads."""
+"""Core. Operators' commands: name, options, request to the metaserver, display of the answer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qmq.tools.table import Block, Cell, Table, Tone
 WAIT_PARAMETER = "waitMs"
 LIST_TIMEOUT_S, CHANGE_TIMEOUT_S = 20.0, 90.0
 ANSWER_MARGIN_S = 30.0
-"""Added to the time that the metaserver takes at most."""
+"""Added to the longest time that the metaserver takes."""
 
 
 class Kind(Enum):
-    """What is typed as the value of an option."""
+    """Form of an option's value on the command line."""
 
     TEXT = "TEXT"
     NUMBER = "NUMBER"
@@ -30,19 +30,19 @@ class Kind(Enum):
     SECRET = "SECRET"
     """Read from a file, standard input or a prompt; on the command line it works, with a warning."""
     PAIR = "NAME=VALUE"
-    """May be given several times; together they are one JSON object."""
+    """May be given several times; all pairs form one JSON object."""
     FILE = "FILE"
     """The content of the file is sent; `-` is standard input."""
     LINES = "FILE|-"
-    """A file that is read line by line as its lines are needed; `-` is standard input."""
+    """File read line by line as needed; `-` is standard input."""
     SECONDS = "SECONDS"
     """Sent as milliseconds."""
     PATH = "PATH"
-    """A file to write."""
+    """File to write."""
     MOMENT = "TIME"
     """`2026-01-31`, `2026-01-31T12:00:00Z`, `90m` ago or `+90m` from now; sent as milliseconds since 1970."""
     START = "latest|earliest|TIME"
-    """A moment, or one of the two words."""
+    """A moment, or `latest` or `earliest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class Option:
     """None: the option is required. An empty default is not sent."""
     kind: Kind = Kind.TEXT
     sent_as: str = ""
-    """Name of the metaserver's parameter, if it is another one."""
+    """Name of the metaserver's parameter, if different."""
     choices: tuple[str, ...] = ()
     alone: str = ""
-    """The value if the option stands without one."""
+    """Value of the option when it stands without one."""
     local: bool = False
-    """Not sent: what the tool itself does."""
+    """Used by the tool itself and not sent."""
     not_with: tuple[str, str] = ("", "")
-    """Another option and its value with which a secret is not asked for."""
+    """Another option and its value, with which no secret is needed."""
 
     @property
     def parameter(self) -> str:
@@ -80,47 +80,48 @@ class Command:
     name: str
     help: str
     example: str
-    """Options as they are typed."""
+    """Options as typed."""
     options: tuple[Option, ...] = ()
     show: Callable[[Any], Iterable[Block]] = lambda _: ["done"]
-    """The result as people read it."""
+    """Display of the result."""
     action: str = ""
-    """The metaserver's name for it, if it is another one."""
+    """Name of the metaserver's action, if different."""
     changes: bool = False
-    """Then it is planned and confirmed, needs a token, and a lost answer leaves its outcome unknown."""
+    """A change is planned and confirmed and needs a token; without an answer its outcome is unknown."""
     look: str = ""
-    """Which command tells whether a change was made; {option} is filled in."""
+    """Command that shows whether a change was made; {option} is filled in."""
     has_details: bool = False
-    """The metaserver answers QMQ's fields, and all that it knows only if asked."""
+    """The metaserver answers QMQ's fields, and all fields on request."""
     timeout_s: float = 0
-    """Longer than the metaserver takes at most, its waiting for database and brokers included; 0: the usual."""
+    """Longer than the metaserver takes at most, waits for database and brokers included; 0: the usual time."""
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
-    """What goes into the file that a PATH option names, and what of the result is shown all the same."""
+    """Return the text for the file of a PATH option, and the part of the result that is still shown."""
     runs: str = ""
-    """`module:function` that runs the command, for commands that are no action of the metaserver. Imported only then,
-    because the import takes longer than most commands."""
+    """`module:function` of commands that are no action of the metaserver; imported when used, which keeps the others
+    fast.
+    """
     is_local: bool = False
-    """It reads files of this machine and asks nobody: it needs neither metaserver nor token."""
+    """Reads files of this machine only; needs neither metaserver nor token."""
     needs: Callable[[Words], str] = lambda _: ""
-    """What is wrong with these words together; empty: nothing."""
+    """Return the fault of these words together, or an empty text."""
 
     @property
     def asks(self) -> str:
         return self.action or self.name
 
     def words(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Turn the values of the options into what is sent; what is empty is left to the metaserver's default."""
+        """Return the parameters to send; empty values take the metaserver's default."""
         sent = {option.parameter: values[option.name] for option in self.options if not option.local}
         sent = {name: value for name, value in sent.items() if value != ""}
         return {"action": self.asks, **sent, **({"details": "true"} if self.has_details else {})}
 
     def wait_s(self, words: Words) -> float:
-        """How long to wait for the answer."""
+        """Return how long to wait for the answer."""
         usual_s = CHANGE_TIMEOUT_S if self.changes else LIST_TIMEOUT_S
         return (self.timeout_s or usual_s) + int(words.get(WAIT_PARAMETER, "0")) / 1000
 
     def look_with(self, metaserver: object, values: Mapping[str, str], *, program: str = "tools.sh") -> str:
-        """Write the command line that tells what became of a change."""
+        """Return the command line that shows the outcome of a change."""
         name, *options = self.look.format_map({name: shlex.quote(value) for name, value in values.items()}).split(" ")
         return " ".join([program, name, f"--metaserver={metaserver}", *options])
 
@@ -137,7 +138,7 @@ def of_action(
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None,
     needs: Callable[[Words], str] = lambda _: "",
 ) -> Command:
-    """Make the command of a metaserver's action: `qmq.commands` has its help, its parameters and what it changes.
+    """Make the command of a metaserver's action from its entry in `qmq.commands`.
 
     Args:
         typed: name of the command, if it differs from the action's.
@@ -188,7 +189,7 @@ def _option(parameter: Parameter, secret_unless: tuple[str, str]) -> Option:
 
 
 def listing(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Block]]:
-    """Make a command's `show` of a function that makes one table."""
+    """Turn a function that makes one table into a command's `show`."""
     return lambda data: [table(data)]
 
 

@@ -1,4 +1,4 @@
-"""Core. Completion of commands, options and values in bash and zsh, written out of the table of commands."""
+"""Core. Completion of commands, options and values in bash and zsh, generated from the table of commands."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _COMMON = {"--metaserver": True, "--token-file": True, "--json": False, "--help"
 _CHANGES = ("--dry-run", "--yes")
 _NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 _FUNCTIONS = {"tools.sh": "_qmq_tools", "qmq": "_qmq"}
-"""By program: a shell may source both scripts."""
+"""Function name by program; a shell may source both scripts."""
 
 
 def completion(shell: str, *, program: str = "tools.sh", others: Mapping[str, Sequence[str]] = _NOTHING) -> str:
-    """Write the script that a shell sources.
+    """Return the completion script for a shell.
 
     Args:
-        others: commands that `program` has besides the operators', with what may follow each.
+        others: further commands of `program`, each with the words that may follow it.
     """
     if shell == "bash":
         return _script("=", program, others)
-    # zsh runs bash's functions. It puts a blank behind each word, so there the value stands as a word of its own.
+    # zsh runs bash's functions, but adds a blank after each word, so a value is a word of its own there.
     script = _script("", program, others)
     return f"#compdef {program}\n{_ZSH}{script}"
 
@@ -35,13 +35,13 @@ def _words(command: Command, equals: str) -> Iterator[str]:
 
 
 def _option(option: Option) -> tuple[str, bool]:
-    """How an option is offered, and whether a value has to follow."""
+    """Return the option as offered, and whether a value follows it."""
     name = f"--{option.name}-file" if option.kind is Kind.SECRET else f"--{option.name}"
     return name, not option.alone
 
 
 def _choices(command: Command) -> Iterator[tuple[str, str]]:
-    """Options whose values are known, and these values."""
+    """Yield options with a fixed set of values, and these values."""
     for option in command.options:
         if option.choices:
             yield f"--{option.name}", " ".join(option.choices)

@@ -41,12 +41,12 @@ PAGE_BYTES_MAX = 64 << 20
 
 
 class Unreachable(Exception):
-    """A name does not resolve, a port does not answer, or what answers is no web server."""
+    """A name does not resolve, a port does not answer, or the answer is not HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A web page, and how its server's clock compares with ours (None: it does not say)."""
+    """Web page, and the offset of its server's clock; None without a `Date`."""
 
     status: int
     text: str
@@ -63,7 +63,7 @@ def resolve(host: str) -> list[str]:
 
 
 def connect(host: str, port: int) -> float:
-    """Open a TCP connection and close it; return how many seconds it took. Raises Unreachable."""
+    """Open and close a TCP connection; return the seconds it took. Raises Unreachable."""
     began = time.monotonic()
     try:
         socket.create_connection((host, port), timeout=TIMEOUT_S).close()
@@ -106,14 +106,15 @@ FIREWALL = "start the process, or open the port; the address in its settings mus
 Ask = Callable[[str], Answer]
 """Ask the metaserver for a list. Raises CallFailed."""
 Steps = Generator[Finding, None, bool]
-"""Findings; returns whether what comes next can be looked at."""
+"""Findings; the return value is whether later steps can be checked."""
 
 
 def examine(address: Address, ask: Ask, token: str = "", *, transitions: bool = False) -> Iterator[Finding]:
-    """Look at all that can be reached, brokers' metrics with `token`; what stands on a failed step is left out.
+    """Check everything that is reachable; steps that depend on a failed one are skipped.
 
     Args:
-        transitions: find each broker's states as well, and how it came into them.
+        token: for the brokers' metrics.
+        transitions: also report each broker's states and its last transitions.
     """
     if not (yield from _metaserver(address)):
         return
@@ -128,7 +129,7 @@ def examine(address: Address, ask: Ask, token: str = "", *, transitions: bool = 
 
 
 def _installation(ask: Ask, token: str, transitions: bool) -> Iterator[Finding]:
-    """Whatever a metaserver that answers knows: first its own findings, then what is seen from here."""
+    """Yield the metaserver's own findings, then those of this machine."""
     facts = ask("Doctor")
     if facts.exit is not Exit.DONE:
         yield fail("token", facts.message, "give a token with the role viewer or more: QMQ_TOKEN or --token-file")
@@ -154,7 +155,7 @@ def _installation(ask: Ask, token: str, transitions: bool) -> Iterator[Finding]:
 
 
 def _metaserver(address: Address) -> Steps:
-    """Name, port, health, the way on to gRPC, clock."""
+    """Check name, port, health, gRPC port and clock of the metaserver."""
     try:
         yield ok("name resolution", f"{address.host} is {', '.join(resolve(address.host))}")
     except Unreachable as error:
@@ -174,7 +175,7 @@ def _pages(address: Address) -> Steps:
     except Unreachable as error:
         yield fail("HTTP", str(error), "is it a metaserver's port? The metaserver's log says more")
         return False
-    if live.status != 200 or grpc.status == 404:  # every process answers /health/live, a metaserver both
+    if live.status != 200 or grpc.status == 404:  # every process answers /health/live, a metaserver also /health/ready
         path, page = ("/health/live", live) if live.status != 200 else ("/meta/address", grpc)
         do = "is it a metaserver's port, or that of a balancer with none behind it?"
         yield fail("HTTP", f"{path}: {page.status} {_line(page)}", do)
@@ -211,7 +212,7 @@ def _grpc(address: Address, page: Page) -> Iterator[Finding]:
 
 
 def _other_metaserver(row: Mapping[str, Any]) -> list[Finding]:
-    """Look at one metaserver of the list."""
+    """Check one metaserver of the list."""
     where = row["http"]
     if not row["up"]:
         do = "start it; if it is gone for good, it leaves the list by itself"
@@ -226,10 +227,10 @@ def _other_metaserver(row: Mapping[str, Any]) -> list[Finding]:
 
 
 def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
-    """Try a broker's ports, then hear what it says of itself; return what was found, and its version."""
+    """Check a broker's ports and metrics; return the findings and its version."""
     who = f"{row['hostname']}:{row['servePort']} ({row['role'].lower()} of {row['group']})"
     if not row["controlPort"]:
-        return [], ""  # it never registered: the metaserver has said so
+        return [], ""  # never registered, which the metaserver reports already
     findings = []
     for field, name in PORTS.items():
         try:
@@ -241,7 +242,7 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
     try:
         page = read_page(Address(row["ip"], row["metricsPort"]), "/metrics", token)
     except Unreachable:
-        return findings, ""  # the port is a finding already
+        return findings, ""  # reported as a port finding already
     clock = [judge_clock(who, page.clock)] if page.clock else []
     if page.status != 200:
         do = "use a token that may read its metrics"
@@ -252,7 +253,7 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
 
 
 def _states(token: str, row: Mapping[str, Any]) -> list[Finding]:
-    """Ask a broker for its states; what does not answer is a finding already."""
+    """Return findings about a broker's states; a silent broker is reported elsewhere."""
     try:
         page = read_page(Address(row["ip"], row["metricsPort"]), "/states", token)
         machines = json.loads(page.text) if page.status == 200 else []

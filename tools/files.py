@@ -15,17 +15,17 @@ from qmq.tools.terminal import complain, is_interactive
 
 SECRET_CHARS_MAX = 4096
 STANDARD_STREAM = "-"
-"""As a path: standard input, or output."""
+"""Path of standard input or output."""
 
 
 class NoInput(Exception):
-    """A secret or a document is missing or cannot be read; the text says what to do."""
+    """A secret or document is missing or unreadable; the text names the remedy."""
 
 
 def read_token(typed: str | None, path: str | None) -> str:
-    """Find the API token; empty if it is nowhere.
+    """Return the API token, or an empty text.
 
-    Typed (QMQ's way), in a file or standard input, in QMQ_TOKEN, or in the file that QMQ_TOKEN_FILE names.
+    Tried in this order: command line (QMQ's way), file or standard input, QMQ_TOKEN, file named by QMQ_TOKEN_FILE.
     """
     if typed is not None:
         complain("warning: --token=… stands in the process list; use QMQ_TOKEN or --token-file")
@@ -39,7 +39,7 @@ def read_token(typed: str | None, path: str | None) -> str:
 
 
 def _as_token(text: str, where: str) -> str:
-    """What may stand in a header; a variable made from a file often has its line end."""
+    """Return the token without its line end; raise NoInput if it does not fit into a header."""
     token = text.strip("\r\n")
     if not token.isascii() or not token.isprintable():
         raise NoInput(f"{where} holds no token: it has one line, of ASCII's characters")
@@ -47,7 +47,7 @@ def _as_token(text: str, where: str) -> str:
 
 
 def read_password(name: str, typed: str | None, path: str | None) -> str:
-    """Find a secret option: typed, in a file or standard input, or asked for at the terminal."""
+    """Return a secret option from the command line, a file, standard input or a prompt."""
     if typed is not None:
         complain(f"warning: --{name}=… stands in the process list; use --{name}-file, or leave it out to be asked")
         return typed
@@ -62,7 +62,7 @@ def read_password(name: str, typed: str | None, path: str | None) -> str:
 
 
 def read_secret(path: str, name: str) -> str:
-    """Read the one line of a file, `-` for standard input."""
+    """Read a file of one line; `-` is standard input."""
     try:
         if path == STANDARD_STREAM:
             text = sys.stdin.read(SECRET_CHARS_MAX + 1)
@@ -80,7 +80,7 @@ def read_secret(path: str, name: str) -> str:
 
 
 def read_document(path: str) -> str:
-    """Read a JSON document from a file, `-` for standard input, and write it without blanks."""
+    """Read a JSON document from a file (`-`: standard input) and return it without blanks."""
     try:
         if path == STANDARD_STREAM:
             text = sys.stdin.read()
@@ -99,8 +99,9 @@ def _warn_if_open_to_others(descriptor: int, path: str) -> None:
 
 
 class PrivateFile:
-    """A file that appears with `commit`, mode 0600, in place of what was there; entered before what is to be kept is
-    asked for, so that a path that cannot be written fails first. Raises OSError."""
+    """File of mode 0600 that `commit` puts in place atomically. Enter it before the request: a path that cannot be
+    written then fails first. Raises OSError.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -119,7 +120,7 @@ class PrivateFile:
         self._beside.unlink(missing_ok=True)
 
     def commit(self, text: str) -> None:
-        """Write the text, and make it the file; it is on disk when this returns."""
+        """Write the text and replace the file; returns after fsync."""
         with open(self._descriptor, "w", encoding="utf-8", closefd=False) as file:
             file.write(text)
         os.fsync(self._descriptor)

@@ -1,4 +1,4 @@
-"""Core. What Doctor found, and how what was measured is judged."""
+"""Core. Findings of Doctor, and the rules that judge measured values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from qmq.tools.table import size
 
 CLOCK_WARN_MS, CLOCK_FAIL_MS = 2_000, 60_000
-"""No acknowledged message hangs on a clock; expiry of tokens, times of messages and resetting to a time do."""
+"""Limit for clocks of metaservers. Acknowledged messages do not depend on clocks; expiries and times of messages do."""
 
 
 DUE_AGE_S_MAX = 30.0
-"""For how long a delayed message may be due and not sent."""
+"""Limit for the time that a delayed message is due and not sent."""
 CLOCK_OFF_S_MAX = 1.0
-"""As the setting clock_alarm_ms of delay servers: from there on their log says it, too."""
+"""Equal to the setting clock_alarm_ms of delay servers, whose log reports it from there on."""
 
 
 LAG_FINE_BYTES = 64 << 20
-"""While messages come, a slave is behind by what is on its way; a group is readonly from four times this on."""
+"""Normal lag of a slave under load; at four times this the group becomes readonly."""
 
 
 GROUP_CAUSES = {
@@ -30,7 +30,7 @@ GROUP_CAUSES = {
     "unacked": "a consumer has as many un-acked messages as it may: look at its handlers, or restart it",
     "postponed": "let fewer be postponed; more may wait at a delay group, if its consumers have the right redrive:",
 }
-"""What stops a consumer group that somebody should look at, and what to do; names as in broker.group_status."""
+"""Remedies for causes that stop a consumer group; names as in broker.group_status."""
 _GROUP_CAUSE = re.compile(r"^qmq_broker_group_cause\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _LIMITED = re.compile(r"^qmq_(?:broker|delayserver)_limited\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _FULL = re.compile(r"^qmq_broker_limited_subject\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
@@ -43,13 +43,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One step that was looked at."""
+    """Result of one step."""
 
     level: Level
     step: str
     found: str
     do: str = ""
-    """What to do about it; empty for what is fine."""
+    """Remedy; empty if the step passed."""
 
     def json(self) -> dict[str, str]:
         return asdict(self)
@@ -69,14 +69,14 @@ def fail(step: str, found: str, do: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """How far a machine's clock is ahead of ours, and how far off that figure may be."""
+    """Offset of a machine's clock from ours, and the error of that figure."""
 
     ahead_ms: int
     uncertain_ms: int
 
 
 def read_clock(date_ms: int, *, sent_ms: int, received_ms: int) -> ClockReading:
-    """Compare an HTTP answer's `Date`, cut to whole seconds, with our clock before and after."""
+    """Compare an HTTP `Date`, which is cut to seconds, with our clock before and after the request."""
     middle_ms = (sent_ms + received_ms) // 2
     return ClockReading(date_ms + 500 - middle_ms, 500 + (received_ms - sent_ms) // 2)
 
@@ -93,7 +93,7 @@ def judge_clock(who: str, clock: ClockReading) -> Finding:
 
 
 def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare what each process runs, by its name; one that does not say is left out."""
+    """Compare the versions of processes, by name; processes without a version are skipped."""
     by_version: dict[str, list[str]] = {}
     for who, version in versions.items():
         by_version.setdefault(version, []).append(who)
@@ -105,7 +105,7 @@ def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def judge_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Read who the metaserver takes us for, and what it found from its side."""
+    """Yield the caller's identity and the metaserver's own findings."""
     caller = facts["caller"]
     yield ok("token", f"{caller['name']}, with the role {caller['role']}")
     for check in facts["checks"]:
@@ -119,11 +119,11 @@ def judge_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 _STEPS = {"broker": "brokers", "group": "groups", "machine": "brokers"}
 _WARNINGS = ("tokens", "metaservers")
-"""The installation works all the same."""
+"""Failures of these steps are warnings: the installation works without them."""
 
 
 def _read_check(check: Mapping[str, Any]) -> tuple[str, str]:
-    """`broker a:1 (…)`: that of many is the step `brokers`, and what it found is about `a:1 (…)`."""
+    """Split `broker a:1 (…)` into the step `brokers` and its object `a:1 (…)`."""
     first, _, rest = check["name"].partition(" ")
     if first == "machine":
         return _STEPS[first], f"{check['name']}: {check['found']}"
@@ -133,7 +133,7 @@ def _read_check(check: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def silent_brokers(facts: Mapping[str, Any]) -> set[tuple[str, int]]:
-    """Brokers that do not answer the metaserver: what else is wrong with them follows from that."""
+    """Return the brokers that do not answer the metaserver; their other findings follow from that."""
     found = [one for check in facts["checks"] for one in check["facts"].get("brokers", [check["facts"]])]
     return {(one["hostname"], one["servePort"]) for one in found if one.get("answers") is False}
 
@@ -142,7 +142,7 @@ TRANSITIONS_SHOWN = 5
 
 
 def judge_states(who: str, machine: Mapping[str, Any]) -> Finding:
-    """Show the state of one of a broker's machines, and its last moves, the newest last."""
+    """Show one state machine of a broker and its last transitions, the newest last."""
     moves = [
         f"{move['event']} -> {move['after']}" + ("" if (ago := move["secondsAgo"]) is None else f" {ago:,.1f} s ago")
         for move in machine["transitions"][-TRANSITIONS_SHOWN:]
@@ -155,7 +155,7 @@ def judge_states(who: str, machine: Mapping[str, Any]) -> Finding:
 
 
 def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judge one group of ReplicaStatus: is each broker that answers in its term, and is the slave in step."""
+    """Judge one group of ReplicaStatus: terms of its brokers, and whether the slave is in sync."""
     name, term = group["brokerGroup"], group["term"]
     for replica in group["replicas"]:
         who = f"{replica['hostname']}:{replica['servePort']} ({replica['role'].lower()} of {name})"
@@ -195,7 +195,7 @@ def _judge_clocks(who: str, prefix: str, metrics: Mapping[str, float]) -> Iterat
 
 
 def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
-    """Judge what a broker or a delay server says of itself: its part, its disk, and the clock of due times."""
+    """Judge the metrics of a broker or delay server: role, disk, and clock of due times."""
     prefix = "qmq_delayserver" if role.startswith("DELAY_") else "qmq_broker"
     is_master = metrics.get(f"{prefix}_is_master")
     if is_master is not None and bool(is_master) != (role in ("MASTER", "DELAY_MASTER")):
@@ -232,13 +232,13 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 
 def read_version(text: str) -> str:
-    """Find which version a broker's metrics say, or a delay server's; empty: they do not say."""
+    """Return the version in the metrics of a broker or delay server, or an empty text."""
     found = re.search(r'^qmq_(?:broker|delayserver)_info\{[^}]*version="([^"]*)"', text, re.MULTILINE)
     return found[1] if found else ""
 
 
 def judge_causes(who: str, text: str) -> Iterator[Finding]:
-    """Say which consumer groups something stops or slows, one finding a cause, from a broker's metrics."""
+    """Yield one finding for each cause that stops or slows consumer groups, from a broker's metrics."""
     slowed: dict[str, list[str]] = {}
     for labels in map(dict, map(_LABEL.findall, _GROUP_CAUSE.findall(text))):
         slowed.setdefault(labels["cause"], []).append(f"{labels['consumer_group']} of {labels['subject']}")
@@ -250,7 +250,7 @@ def judge_causes(who: str, text: str) -> Iterator[Finding]:
 
 
 def judge_limits(who: str, text: str) -> Iterator[Finding]:
-    """Name the settings that stopped or refused clients of a broker or delay server lately, from its metrics."""
+    """Yield the settings that stopped or refused clients lately, from the metrics of a broker or delay server."""
     full: dict[str, list[str]] = {}
     for labels in map(dict, map(_LABEL.findall, _FULL.findall(text))):
         full.setdefault(labels["setting"], []).append(labels["subject"])
@@ -265,12 +265,12 @@ def judge_limits(who: str, text: str) -> Iterator[Finding]:
 
 
 def _first(names: list[str]) -> str:
-    """Name three of them, and count the others."""
+    """Name three of the names and count the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Read Prometheus' text by name, labels left out; of several samples of a name the last stays."""
+    """Parse Prometheus' text by name without labels; the last sample of a name wins."""
     metrics = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")

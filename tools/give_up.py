@@ -1,6 +1,6 @@
-"""Shell. `qmq give-up DIR`: what of a stopped broker's damaged log goes, if no copy has it any more.
+"""Shell. `qmq give-up DIR`: repair a stopped broker's log without the damaged part that no copy has any more.
 
-Without `--accept-loss` it only says so. With it, that goes to quarantine: nothing is deleted.
+Without `--accept-loss` it only shows that part. With it, the part goes to quarantine; nothing is deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qmq.log.segments import segment_bases
 from qmq.tools.call import Exit
 
 SEGMENT_BYTES = 1 << 30
-"""Not used: no segment is begun here."""
+"""Unused: this command begins no segment."""
 
 
 class _Refused(Exception):
@@ -28,7 +28,7 @@ class _Refused(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what goes; the exit status is 0 if nothing has to, or it went, 1 if it would have to, 2 for wrong usage."""
+    """Print the damaged part. Exit status: 0 if the log is whole, 1 if the part would go, 2 for wrong usage."""
     options = _parser().parse_args(arguments)
     logging.disable(logging.CRITICAL)
     try:

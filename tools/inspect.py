@@ -1,6 +1,6 @@
-"""Shell. `qmq inspect DIR`: what a data directory holds, of a broker or delay server that does not run.
+"""Shell. `qmq inspect DIR`: contents of the data directory of a stopped broker or delay server.
 
-It reads and never writes, so it may be tried on anything: a disk of a machine that is gone, a backup, a readonly mount.
+It only reads, so it is safe on any directory: a rescued disk, a backup, a readonly mount.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SUBJECTS_SHOWN = 20
 
 
 class _InUse(Exception):
-    """A process has this data directory."""
+    """A process uses this data directory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a report; the exit status is 0, or 1 if there is none, 2 for wrong usage."""
+    """Print a report. Exit status: 0, or 1 without a report, 2 for wrong usage."""
     options = _parser().parse_args(arguments)
-    logging.disable(logging.CRITICAL)  # what recovery says to a broker's log is in the report
+    logging.disable(logging.CRITICAL)  # The report has the recovery's messages.
     try:
         found = inspect(options.directory, verify=options.verify, above=options.above)
     except (NoCopy, _InUse, DiskFailed, OSError) as error:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def inspect(directory: Path, *, verify: bool = False, above: int | None = None) -> dict[str, Any]:
-    """Report on a data directory (`qmq.replication.copy_report`), while no process has it."""
+    """Return the report of a data directory (`qmq.replication.copy_report`) that no process uses."""
     if not directory.is_dir():
         raise NoCopy("there is no such directory" if not directory.exists() else "this is no directory")
     with _unused(directory):
@@ -53,7 +53,7 @@ def inspect(directory: Path, *, verify: bool = False, above: int | None = None) 
 
 @contextmanager
 def _unused(directory: Path) -> Iterator[None]:
-    """A log that is written meanwhile would look damaged."""
+    """Lock the directory: a log written meanwhile would look damaged."""
     try:
         file = open(directory / "lock", "rb")
     except FileNotFoundError:

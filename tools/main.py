@@ -1,4 +1,4 @@
-"""Shell. Reads the command line, shows the plan, asks, asks the metaserver, prints the answer."""
+"""Shell. Main function of the tools: parses the command line, runs the command, prints errors."""
 
 from __future__ import annotations
 

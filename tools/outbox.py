@@ -71,11 +71,11 @@ def _each(answer: Mapping[str, Any], blocks: Any) -> Iterator[Block]:
 
 
 ANSWER_S = 45.0
-"""A look at the logs takes a quarter of a minute, and the databases' answers come before it."""
+"""A search in the logs takes 15 s, after the answers of the databases."""
 
 
 class Unanswered(Exception):
-    """No watchdog gave what was asked for; the text says why."""
+    """No watchdog answered the request; the text gives the reason."""
 
     def __init__(self, exit_status: Exit, text: str) -> None:
         super().__init__(text)
@@ -83,7 +83,7 @@ class Unanswered(Exception):
 
 
 def ask_watchdog(session: Session, path: str, **words: str) -> Any:
-    """Return what the watchdog answers, read from JSON. Raises Unanswered."""
+    """Return the watchdog's answer, parsed from JSON. Raises Unanswered."""
     address = session.values["watchdog"] or _active(session)
     query = urlencode({name: value for name, value in words.items() if value})
     request = urllib.request.Request(f"http://{address}{path}?{query}", headers={"X-Api-Token": session.token})
@@ -119,7 +119,7 @@ def _problem(error: urllib.error.HTTPError) -> str:
 
 
 def look(session: Session, path: str, blocks: Callable[[Any], Iterable[Any]]) -> Exit:
-    """Ask for the rows that the options mean; `blocks` makes of the answer what a terminal shows."""
+    """Request the rows that the options select, and print them; `blocks` formats the answer."""
     words = {name: session.values[name] for name in ("database", "older", "limit")}
     try:
         answer = ask_watchdog(session, path, **words)

@@ -1,4 +1,4 @@
-"""Core. How the plan of a change reads, before anybody says yes to it."""
+"""Core. Display of a change's plan, before the operator confirms it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _TIMES = ("updateTime", "created", "expires", "revoked")
 """Milliseconds since 1970, 0: never."""
 _UNSAID = ("action", "dryRun", "details")
 NAMES_MAX = 12
-"""So many names of subjects and groups are shown; the count is always complete."""
+"""Number of subject and group names shown; the count is always complete."""
 
 
 def refusal(preview: Any) -> str:
-    """Why a change would be refused; empty: it would not."""
+    """Return the reason to refuse a change, or an empty text."""
     return "; ".join(preview.get("reasons") or ()) if isinstance(preview, Mapping) else ""
 
 
 def show_plan(command: Command, words: Mapping[str, str], preview: Any) -> Iterable[Block]:
-    """Say what would change and whom it reaches."""
+    """Yield the changes of a plan and the subjects, groups and clients that they affect."""
     given = " ".join(f"{name}={_short(value)}" for name, value in words.items() if name not in _UNSAID)
     yield f"{command.name} {given}"
     if not isinstance(preview, Mapping):
         return
     for objection in preview.get("objections") or ():
-        if objection not in (preview.get("reasons") or ()):  # then it is done all the same
+        if objection not in (preview.get("reasons") or ()):  # forced: carried out despite the objection
             yield warning(f"against it: {objection}")
     yield from _reach(preview)
     yield from _changes(preview.get("before"), preview.get("after"))
@@ -49,7 +49,7 @@ def _reach(preview: Mapping[str, Any]) -> Iterable[Block]:
 
 
 def _changes(before: Any, after: Any) -> Iterable[Block]:
-    """Show what differs, field by field."""
+    """Yield the differences field by field."""
     rows = [
         {"field": one.path, "before": _cell(one.path, one.before), "after": _cell(one.path, one.after)}
         for one in differences(before, after)

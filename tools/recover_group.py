@@ -23,28 +23,27 @@ from qmq.types import MASTERS, Role
 
 RUNS, ON_DISK, GONE, SILENT, OTHER = "runs", "on disk", "gone", "silent", "other directory"
 MISSED = frozenset({SILENT, OTHER})
-"""Nobody said yet whether its disk is lost."""
+"""Silent: its disk may be lost or not."""
 SERIOUS = frozenset({"rolled_back", "file_damaged", "empty"})
-"""Troubles with which a copy is no master on its own word."""
+"""Troubles that rule a copy out as master unless others confirm it."""
 INCOMPLETE = "incomplete"
-"""Of a slave: it never had all that its master had, and may be empty."""
+"""Of a slave: it was never filled, and may be empty."""
 PARTED = "diverged"
-"""Of a slave: it confirmed what the master's log does not have, and gives that up to nobody. Which of the two has what
-was acknowledged that does not say."""
+"""Of a slave: it confirmed frames that the master's log lacks. Either of the two may hold the acknowledged ones."""
 REFILLED = frozenset({"rolled_back", "empty"})
-"""Of a master, those that end by themselves once the other copy is there."""
+"""Of a master: troubles that end once the other copy is there."""
 
 ASIDE = "set aside the data directory of "
-"""So begins the step for a slave whose copy differs."""
+"""Beginning of the step for a slave with a different copy."""
 
 
 class WrongReport(Exception):
-    """What was typed fits nothing of this group."""
+    """The typed names or reports do not belong to this group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One place of the group's row, and what is known of the copy that belongs there."""
+    """One member of the group's row, and the state of its copy."""
 
     role: Role
     hostname: str
@@ -53,18 +52,18 @@ class Copy:
     sync_port: int
     state: str
     end: int | None = None
-    """Where its log ends, as its broker said last or its disk says."""
+    """End of its log, as reported last by its broker or read from its disk."""
     epoch: tuple[int, int] = (0, 0)
-    """(term, boot) of its log's last frame."""
+    """(term, boot) of the last frame in its log."""
     acknowledged: int = 0
-    """The highest offset that it knows to be acknowledged."""
+    """Highest offset that this copy has seen acknowledged."""
     troubles: tuple[str, ...] = ()
     subjects: Mapping[str, int] | None = None
-    """Next sequence of each subject; None: only a report says so."""
+    """Next sequence of each subject; None without a report."""
     ids: tuple[tuple[str, int, str], ...] = ()
-    """(subject, sequence, message id) that its report names."""
+    """(subject, sequence, message id) in its report."""
     parted: Mapping[str, Any] | None = None
-    """`offset`, `messages` and `subjects` of what it confirmed and the master's log does not have, as it says."""
+    """`offset`, `messages` and `subjects` that it confirmed and the master's log lacks, as it reports."""
 
     @property
     def who(self) -> str:
@@ -80,19 +79,20 @@ class Copy:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether nothing is wrong with it as the master's copy: it need not be like the one of the master before."""
+        """Whether the copy can be the master's: no troubles, whatever the former master had."""
         return self.is_there and set(self.troubles) <= {PARTED}
 
     @property
     def reach(self) -> tuple[tuple[int, int], int]:
-        """Of copies of one log, the one with the highest has most: a longer log of an older epoch has less."""
+        """Order among copies of one log: the highest has most. A longer log of an older epoch has less."""
         return self.epoch, self.end or 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Messages of a subject that a copy has and the one that goes on has not; sequences are inclusive. `only_at`: the
-    copy, if nobody can tell whether they were acknowledged."""
+    """Messages of a subject that a copy has and the chosen copy lacks; sequences are inclusive. `only_at`: that copy,
+    if it is unclear whether they were acknowledged.
+    """
 
     subject: str
     first: int
@@ -103,21 +103,21 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to be done."""
+    """Steps of a recovery, its command, and its losses."""
 
     steps: tuple[str, ...]
-    """In this order; the last ones come after the command."""
+    """In this order; the last ones follow the command."""
     keeps: Copy | None = None
     command: str = ""
-    """Which changes a role; empty: none is to be changed."""
+    """Command that changes a role; empty if no role changes."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """Of the command."""
+    """Options of the command."""
     lost: tuple[Lost, ...] = ()
     lost_offsets: tuple[int, int] | None = None
-    """Acknowledged, and in no copy that goes on: half-open offsets of the log."""
+    """Acknowledged and in no remaining copy: half-open offsets of the log."""
     needs_acceptance: bool = False
     maybe_lost: tuple[Lost, ...] = ()
-    """With copies that differ: nobody acknowledged them unless a disk lied."""
+    """For copies that differ: acknowledged only if a disk lied."""
 
 
 def read_copies(
@@ -126,7 +126,7 @@ def read_copies(
     reports: Iterable[Mapping[str, Any]],
     gone: Iterable[str],
 ) -> list[Copy]:
-    """Put together what metaserver, brokers and disks say. The master comes first.
+    """Combine the reports of metaserver, brokers and disks. The master comes first.
 
     Args:
         brokers: rows of ListBrokers of one group.
@@ -135,7 +135,7 @@ def read_copies(
         gone: `hostname:servePort` of brokers whose disks never return.
 
     Raises:
-        WrongReport: a report, or a name, is of no broker of this group.
+        WrongReport: a report or a name belongs to no broker of this group.
     """
     said = {f"{row['hostname']}:{row['servePort']}": row for row in replicas}
     held = {f"{row['hostname']}:{row['servePort']}": row for row in reports}
@@ -151,9 +151,11 @@ def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, 
     place = (Role[row["role"]], row["hostname"], row["ip"], row["servePort"], row["syncPort"])
     if said.get("reachable") and not is_gone:
         troubles = tuple(reason for reason in said["readonlyReasons"] or () if reason in SERIOUS)
-        if said.get("incomplete") and place[0] not in MASTERS:  # a metaserver of an older version does not say
+        if said.get("incomplete") and place[0] not in MASTERS:  # absent in answers of older metaservers
             troubles += (INCOMPLETE,)
-        if PARTED in (said["readonlyReasons"] or ()) and place[0] not in MASTERS:  # a master says it of its slaves
+        if (
+            PARTED in (said["readonlyReasons"] or ()) and place[0] not in MASTERS
+        ):  # a master reports it about its slaves
             troubles += (PARTED,)
         epoch = _epoch(said["lastEpoch"])
         if said.get("otherDirectory") and report is None:
@@ -190,15 +192,15 @@ ABOUT_MISSED = (
 
 
 def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, remembered: int = 0) -> Decision:
-    """Choose the copy that goes on: the master's of the row, unless that is gone, or worse than a slave's.
+    """Choose the copy that continues: the master's, unless it is gone or worse than a slave's.
 
-    Of n copies, m of which acknowledge, n - m + 1 slaves that followed the master of the row's term have among them
-    whatever was acknowledged; so the one that has most of these lacks nothing. If more is known to be acknowledged, one
-    of their disks was put back.
+    Of n copies, m acknowledge. Any n - m + 1 slaves that followed the master of the row's term hold every acknowledged
+    frame among them, so the best of these lacks nothing. If more than that was acknowledged, one of their disks was
+    restored from a backup.
 
     Args:
         term, min_copies: of the group's row.
-        remembered: up to there, the metaserver remembers, messages were acknowledged.
+        remembered: acknowledged point stored by the metaserver.
     """
     copies = [_held_against(copy, copies, remembered) for copy in copies]
     known = max(remembered, *(copy.acknowledged for copy in copies))
@@ -228,8 +230,9 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
 
 
 def _held_against(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
-    """A disk that ends before what was acknowledged was put back; a slave of several may only be behind. A broker that
-    runs says so itself."""
+    """Return whether the disk was restored from a backup: it ends below the acknowledged point. One slave of several
+    may just lag. Running brokers report it themselves.
+    """
     may_be_behind = copy.role not in MASTERS and len(copies) > 2
     if copy.state != ON_DISK or may_be_behind or (copy.end or 0) >= remembered or "rolled_back" in copy.troubles:
         return copy
@@ -237,8 +240,9 @@ def _held_against(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
 
 
 def _best(master: Copy, copies: Sequence[Copy], is_proven: bool) -> Copy | None:
-    """The master's copy if it is whole; else, of those that may go on, the one that has most; else the longest that is
-    there. If whole ones prove that they lack nothing, it is one of them."""
+    """Return the master's copy if it is whole; else the candidate with most; else the longest one. Whole copies that
+    prove to lack nothing come first.
+    """
     if master.is_whole:
         return master
 
@@ -251,8 +255,8 @@ def _best(master: Copy, copies: Sequence[Copy], is_proven: bool) -> Copy | None:
 def _set_aside(
     parted: Sequence[Copy], master: Copy, copies: Sequence[Copy], term: int, min_copies: int
 ) -> tuple[str, ...]:
-    """What slaves confirmed apart from the master's log was not acknowledged if so many copies have that log, with
-    frames of the row's term, that too few others are left. Should a disk have been put back unnoticed: none is deleted.
+    """Return whether frames confirmed only by slaves were never acknowledged: so many copies have the master's log in
+    the row's term that too few others remain. A disk restored unnoticed could break this, so nothing is deleted.
     """
     names = ", ".join(copy.who for copy in parted)
     begun = [copy for copy in copies if copy.is_whole and copy.epoch[0] == term]
@@ -289,7 +293,7 @@ def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], 
 
 
 def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Sequence[Copy]) -> Decision:
-    """Of several slaves, the metaserver chooses while they run: they promise to follow the old master no more."""
+    """With several running slaves the metaserver chooses: they stop following the old master."""
     if stopped := [copy.who for copy in proof if copy.state != RUNS]:
         return Decision((f"start {', '.join(stopped)} with the disk that was inspected, then repeat this",), kept)
     steps = (f"Failover makes {kept.who} the master, or another one that has as much", *_all_start(copies))
@@ -305,7 +309,7 @@ def _begin_anew(master: Copy, copies: Sequence[Copy], known: int) -> Decision:
 
 
 def _words(master: Copy, kept: Copy, copies: Sequence[Copy]) -> dict[str, str]:
-    """Of ReplaceBroker. Of several slaves, the one that becomes the master leaves the old master its place anyway."""
+    """Options of ReplaceBroker. With several slaves, the new master leaves the old one its place."""
     swap = {"swap": "true"} if kept is not master and len(copies) == 2 else {}
     return {
         "role": str(int(master.role)),
@@ -336,7 +340,7 @@ def _offsets(kept: Copy, known: int) -> tuple[int, int] | None:
 
 
 def _lost(kept: Copy, copies: Sequence[Copy]) -> tuple[Lost, ...]:
-    """What other reports have of each subject beyond the copy that goes on, if its own report says what that has."""
+    """Yield messages that other reports have beyond the chosen copy, if that copy has a report."""
     if kept.subjects is None:
         return ()
     ends: dict[str, int] = {}
@@ -354,7 +358,9 @@ def _lost(kept: Copy, copies: Sequence[Copy]) -> tuple[Lost, ...]:
 
 
 def run(session: Session) -> Exit:
-    """Show the copies and the plan; change a role only by the command for that, with its own checks and questions."""
+    """Show the copies and the plan; change roles only with the command for it, which has its own checks and
+    questions.
+    """
     group = session.values["brokerGroup"]
     try:
         reports = [json.loads(Path(name).read_text()) for name in _list(session, "reports")]
@@ -368,7 +374,7 @@ def run(session: Session) -> Exit:
     except CallFailed as error:
         complain(f"{error}. Nothing was changed")
         return Exit.UNREACHABLE
-    remembered = row.get("acknowledged", 0)  # a metaserver of an older version does not say
+    remembered = row.get("acknowledged", 0)  # absent in answers of older metaservers
     if remembered is None:
         complain(
             "the metaserver's database is away, and only that remembers what was acknowledged. Nothing was changed"
@@ -397,7 +403,7 @@ def _carry_out(session: Session, group: str, decision: Decision) -> Exit:
 
 
 def _ask(session: Session, words: dict[str, str]) -> Any:
-    """Return what the metaserver answers; raises CallFailed, or WrongReport if it refuses."""
+    """Return the metaserver's answer; raises CallFailed, or WrongReport if it refuses."""
     answer = post(session.metaserver, session.token, words, timeout_s=session.command.wait_s({}))
     if answer.exit is Exit.REFUSED:
         raise WrongReport(answer.message)

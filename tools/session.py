@@ -24,18 +24,18 @@ TOKEN_PLACES = "QMQ_TOKEN, QMQ_TOKEN_FILE or --token-file (- is standard input)"
 
 
 class CannotAsk(Exception):
-    """A change has to be confirmed, and there is no terminal to ask at."""
+    """A change needs confirmation and there is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One command with all that it needs. Made by `open`."""
+    """One command with its inputs. Made by `open`."""
 
     command: Command
     metaserver: Address
     token: str
     values: Mapping[str, str]
-    """By option; secrets and contents of files are read."""
+    """By option, with secrets and contents of files."""
     as_json: bool
     dry_run: bool
     yes: bool
@@ -76,7 +76,7 @@ class Session:
             return self._finish(words, kept)
 
     def _plan(self, words: Mapping[str, str]) -> Exit | None:
-        """Show what would change and ask for it; return how the command ends here, None if it goes on."""
+        """Show the plan and confirm it; return the exit status if the command ends here, else None."""
         timeout_s = self.command.wait_s({})
         answer = post(self.metaserver, self.token, {**words, "dryRun": "true"}, timeout_s=timeout_s)
         reason = answer.message if answer.exit is not Exit.DONE else refusal(answer.data)
@@ -95,7 +95,7 @@ class Session:
         return None
 
     def _finish(self, words: Mapping[str, str], kept: PrivateFile | None) -> Exit:
-        """Carry the command out and show the answer."""
+        """Run the command and show the answer."""
         command = self.command
         try:
             answer = post(self.metaserver, self.token, words, timeout_s=command.wait_s(words))
@@ -140,7 +140,7 @@ class Session:
         return _fail(Exit.UNKNOWN, f"{why}. It was done or not: look before you repeat it, with\n  {self.look()}")
 
     def look(self) -> str:
-        """Return the command line that tells what became of a change."""
+        """Return the command line that shows the outcome of a change."""
         return self.command.look_with(self.metaserver, self.values, program=program())
 
     def _examine(self) -> Exit:
@@ -157,17 +157,17 @@ class Session:
         return Exit.REFUSED if worst(findings) is Level.FAIL else Exit.DONE
 
     def _path(self) -> str:
-        """The file to write, empty if there is none."""
+        """Return the file to write, or an empty text."""
         return next((self.values[option.name] for option in self.command.options if option.kind is Kind.PATH), "")
 
     def _shown(self, words: Mapping[str, str]) -> dict[str, str]:
-        """The words without secrets, for people to read."""
+        """Return the words with secrets hidden, for display."""
         secret = {option.parameter for option in self.command.options if option.kind is Kind.SECRET}
         return {name: "…" if name in secret else value for name, value in words.items()}
 
 
 def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
-    """Read what is not typed: secrets, and contents of files."""
+    """Read the inputs that are not typed: secrets and contents of files."""
     values: dict[str, str] = dict(options.values)
     paths = {option.name: getattr(options, f"option_{option.name}_file", None) for option in command.options}
     files = [values[option.name] for option in command.options if option.kind in (Kind.FILE, Kind.LINES)]
@@ -185,7 +185,7 @@ def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
 
 
 def _show_or_print(blocks: Callable[[], Iterable[Block]], raw: Any) -> None:
-    """Show what is done. A metaserver of another version may word it otherwise: that makes no failure of it."""
+    """Show the answer. A metaserver of another version may format it differently; then print the raw answer."""
     try:
         show(blocks())
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

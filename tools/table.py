@@ -1,4 +1,4 @@
-"""Core. What a command shows: lines of text, and tables that fit the width they are given."""
+"""Core. Output of a command: lines of text, and tables fitted to a width."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ GAP = "  "
 
 
 class Tone(Enum):
-    """How a cell is meant; terminals show it as a colour."""
+    """Meaning of a cell; terminals show it as a colour."""
 
     PLAIN, GOOD, WARN, BAD = "plain", "good", "warn", "bad"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One value as it is shown."""
+    """One displayed value."""
 
     text: str
     tone: Tone = Tone.PLAIN
@@ -28,14 +28,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its title, and the field of a row (a mapping) that it shows, or how it is made of the row."""
+    """One column: its title, and the field of a row (a mapping), or a function of the row."""
 
     title: str
     value: str | Callable[[Any], object]
     drop: int = 0
-    """Where the width does not do, columns go, the highest number first; 0 stays."""
+    """Columns dropped when the width is short, the highest number first; 0 stays."""
     fold: int = 0
-    """The column may be this narrow: its text goes on in the next line. 0: it is shown as wide as it is."""
+    """Smallest width; longer text wraps. 0: never wraps."""
 
     def cell(self, row: Mapping[str, Any]) -> Cell:
         return to_cell(self.value(row) if callable(self.value) else row.get(self.value))
@@ -43,7 +43,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under titles. `empty` is said when there are none."""
+    """Rows under titles. `empty` replaces a table without rows."""
 
     columns: tuple[Column, ...]
     rows: Sequence[Mapping[str, Any]]
@@ -52,12 +52,12 @@ class Table:
 
 
 Block = str | Cell | Table
-"""A piece of what a command shows."""
+"""A piece of a command's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A table whose columns are chosen: as many as fit."""
+    """A table reduced to the columns that fit."""
 
     titles: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -67,7 +67,7 @@ class Laid:
 
 
 def lay(table: Table, width: int | None) -> Laid:
-    """Choose columns. A column without any value goes first of all if it may go; None as width: all fit."""
+    """Choose columns. Droppable columns without any value go first; None as width: all fit."""
     columns = list(table.columns)
     cells = {column.title: [column.cell(row) for row in table.rows] for column in columns}
     columns = [column for column in columns if not column.drop or any(cell.text != "-" for cell in cells[column.title])]
@@ -87,7 +87,7 @@ def lay(table: Table, width: int | None) -> Laid:
 
 
 def plain(blocks: Iterable[Block], width: int | None = None) -> str:
-    """Write blocks as text without colours; numbers are right-aligned, what is missing is a hyphen."""
+    """Format blocks as text without colours; numbers are right-aligned, missing values are hyphens."""
     return "\n".join(_plain_block(block, width) for block in blocks)
 
 
@@ -108,7 +108,7 @@ def _plain_table(table: Table, width: int | None) -> str:
 
 
 def left_out(laid: Laid) -> list[str]:
-    """Say which columns the width did not allow."""
+    """Name the columns dropped for lack of width."""
     return [f"(too narrow for {', '.join(laid.left_out)})"] if laid.left_out else []
 
 
@@ -117,7 +117,7 @@ def align(cell: Cell, width: int) -> str:
 
 
 def to_cell(value: object) -> Cell:
-    """Show any JSON value."""
+    """Format any JSON value."""
     if isinstance(value, Cell):
         return value
     if value is None or value == "" or value == []:
@@ -134,12 +134,12 @@ def to_cell(value: object) -> Cell:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Leave out what could steer a terminal: names and messages come from others."""
+    """Remove control characters: names and messages are untrusted input for a terminal."""
     return "".join(char if char.isprintable() or (lines and char == "\n") else "�" for char in text)
 
 
 def good_or_bad(field: str, *, good: str = "yes", bad: str = "no") -> Callable[[Mapping[str, Any]], Cell]:
-    """Make the value of a column that is fine when true."""
+    """Return a column function for values that are good when true."""
 
     def cell(row: Mapping[str, Any]) -> Cell:
         value = row.get(field)
@@ -151,7 +151,7 @@ def good_or_bad(field: str, *, good: str = "yes", bad: str = "no") -> Callable[[
 
 
 def moment(field: str) -> Callable[[Mapping[str, Any]], str]:
-    """Make the value of a column with milliseconds since 1970, shown in UTC; 0 is none."""
+    """Return a column function for milliseconds since 1970, in UTC; 0 is empty."""
     return lambda row: utc(row.get(field))
 
 
@@ -165,7 +165,7 @@ def utc(milliseconds: int | None) -> str:
 
 
 def span(milliseconds: int | None) -> str:
-    """Write a length of time in the largest unit that says something: `3 d 4 h`, `12 min`, `4.2 s`."""
+    """Format a duration in its largest useful unit: `3 d 4 h`, `12 min`, `4.2 s`."""
     if milliseconds is None:
         return ""
     seconds = milliseconds / 1000
@@ -178,7 +178,7 @@ def span(milliseconds: int | None) -> str:
 
 
 def size(count: int | float | None) -> str:
-    """Write a number of bytes in the unit that says something."""
+    """Format a number of bytes in its largest useful unit."""
     if count is None:
         return ""
     for unit in ("B", "KiB", "MiB", "GiB"):

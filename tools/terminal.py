@@ -1,4 +1,4 @@
-"""Shell. Prints what a command shows: coloured tables on a terminal, plain text everywhere else."""
+"""Shell. Prints a command's output: coloured tables on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "b
 def is_interactive(stream: TextIO) -> bool:
     try:
         return stream.isatty()
-    except ValueError:  # it is closed
+    except ValueError:  # closed
         return False
 
 
 def program() -> str:
-    """What the operator typed before the command."""
+    """Return the program name that the operator typed."""
     return "qmq" if os.path.basename(sys.argv[0]) == "qmq" else "tools.sh"
 
 
 def as_typed(text: str) -> str:
-    """Let a metaserver's text name commands as they are typed here: it says `qmq Failover`."""
+    """Replace `qmq Failover` in a metaserver's text by the command as typed here."""
     return _COMMAND.sub(f"{program()} ", text)
 
 
@@ -41,7 +41,7 @@ def complain(text: str) -> None:
 
 
 def confirm(question: str) -> bool:
-    """Ask at the terminal, and wait for the answer."""
+    """Ask for confirmation at the terminal."""
     ask(question)
     return is_yes(sys.stdin.readline())
 
@@ -51,12 +51,12 @@ def ask(question: str) -> None:
 
 
 def is_yes(line: str) -> bool:
-    """Only `y` or `yes` is a yes."""
+    """Return whether the line is `y` or `yes`."""
     return line.strip().lower() in ("y", "yes")
 
 
 def show(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
-    """Print blocks. With NO_COLOR set, or TERM=dumb, a terminal gets the same without colours.
+    """Print blocks. With NO_COLOR set, or TERM=dumb, a terminal shows them without colours.
 
     Raises OSError if they cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Core. The command line: what may be typed, read from the table of commands."""
+"""Core. Command line: parsing and help, from the table of commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class WrongUsage(Exception):
-    """What was typed cannot be run. `usage` is how it is typed."""
+    """The command line cannot be run. `usage` shows the right form."""
 
     def __init__(self, text: str, usage: str) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class WrongUsage(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises in place of ending the process."""
+    """Raises instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("the following arguments are required") and "--metaserver" in message:
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Once(argparse.Action):
-    """Stores a value; an option that is given twice is a mistake, not a choice of the last."""
+    """Stores a value; a repeated option is an error."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         given = namespace.__dict__.setdefault("given", set())
@@ -60,7 +60,7 @@ class _Once(argparse.Action):
 
 
 class _Pairs(argparse.Action):
-    """Gathers `name=value` of every time that the option is given."""
+    """Collects `name=value` from each use of the option."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         name, equals, value = values.partition("=")
@@ -80,11 +80,11 @@ def parse(
     program: str = TOOLS_SH,
     others: Collection[str] = (),
 ) -> argparse.Namespace:
-    """Read a command line: `command` (a Command or None for `completion`), the common options, and `values` by option.
+    """Parse a command line: `command` (a Command or None for `completion`), the common options, and `values` by option.
 
     Args:
-        program: what was typed before the command.
-        others: commands that `program` has besides these; a name that is mistyped may be one of them.
+        program: name of the program as typed.
+        others: further commands of `program`, for the hint after a typing error.
 
     Raises:
         WrongUsage: it cannot be run.
@@ -101,7 +101,7 @@ def parse(
         if empty := [o.name for o in command.options if o.default is None and getattr(options, _dest(o)) == ""]:
             raise WrongUsage(f"--{empty[0]} is empty", f"{program} {command.name} --help says what it takes")
         typed = {option.name: getattr(options, _dest(option)) for option in command.options}
-        # Defaults are no typed text: they are not read as one.
+        # Defaults skip the parsers of typed text.
         options.values = {o.name: o.default if typed[o.name] is None else typed[o.name] for o in command.options}
     return options
 
@@ -128,7 +128,7 @@ def build_parser(environ: Mapping[str, str], *, now_ms: int, program: str = TOOL
 
 
 def list_of_commands() -> str:
-    """Name every command under its heading, with a few words about it."""
+    """Return every command under its heading, with a short help."""
     lines = []
     for section, commands in SECTIONS.items():
         lines += ["", f"{section}:", *(f"  {command.name:26}{_brief(command.help)}" for command in commands)]
@@ -136,7 +136,7 @@ def list_of_commands() -> str:
 
 
 def _command_first(arguments: Sequence[str]) -> list[str]:
-    """Let options stand before the command, too: argparse takes them for its own there."""
+    """Move options before the command behind it: argparse would take them for its own."""
     at = next((at for at, word in enumerate(arguments) if word in COMMANDS), 0) if arguments[0].startswith("-") else 0
     return [arguments[at], *arguments[:at], *arguments[at + 1 :]]
 
@@ -149,7 +149,7 @@ def _unknown_command(typed: str, program: str, others: Collection[str]) -> str:
 
 
 def _brief(text: str) -> str:
-    """The part before the first pause."""
+    """Return the part before the first punctuation."""
     return re.split(r"[,;:.] ", text)[0]
 
 
@@ -168,7 +168,7 @@ def _add_command(commands: Any, command: Command, environ: Mapping[str, str], no
 
 
 def example(command: Command, program: str = TOOLS_SH) -> str:
-    """A whole command line that shows how a command is typed."""
+    """Return a whole command line as an example."""
     metaserver = "" if command.is_local else _EXAMPLE_METASERVER
     return " ".join(filter(None, (program, command.name, metaserver, command.example)))
 
@@ -246,7 +246,7 @@ def _flag(text: str) -> str:
 
 
 def _moment(text: str, *, now_ms: int) -> str:
-    """Milliseconds since 1970 of a date, a time, a while ago or, with a plus, from now; a plain number stays."""
+    """Return milliseconds since 1970 for a date, a time, an age or, with a plus, a time from now; numbers stay."""
     if away := _AWAY.fullmatch(text):
         away_ms = int(away[2]) * _UNIT_S[away[3]] * 1000
         return str(now_ms + away_ms if away[1] else now_ms - away_ms)

@@ -50,9 +50,9 @@ def audit_status(session: Session) -> Exit:
 
 PROBES_AT_ONCE = 32
 NIGHT_S = 25 * 3600
-"""Since the last report: a night, and what a timer may be late."""
+"""A night, with a margin for a late timer."""
 LATE_TIMES = 2
-"""A segment is due every `scrub_hours`, and then waits for those before it."""
+"""A segment is due every `scrub_hours`, and waits for the segments before it."""
 
 
 def scrub_report(session: Session) -> Exit:
@@ -91,7 +91,7 @@ def _ask(token: str, broker: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Say of one copy's metrics how old its oldest reading is, and whether it was damaged since the last report."""
+    """Return the age of a copy's oldest reading, and whether damage was found since the last report."""
     read = {name.partition("_scrub")[2]: value for name, value in metrics.items() if "_scrub" in name}
     oldest_s, every_s = read.get("_oldest_seconds", 0.0), read.get("_every_seconds", 0.0)
     return {
@@ -118,7 +118,7 @@ def read_logs(session: Session) -> Exit:
 
 
 def job_arguments(session: Session) -> Iterator[str]:
-    """Yield what the job is told; the token is not among it, as the process list shows that."""
+    """Yield the job's arguments. The token is not among them: the process list would show it."""
     values = {name: value for name, value in session.values.items() if value}
     if "source" not in values and session.metaserver is not None:
         yield f"--metaserver={session.metaserver.url}"

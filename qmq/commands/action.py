@@ -20,7 +20,7 @@ DETAILS = "details"
 
 
 class Kind(StrEnum):
-    """What the text of a parameter has to be."""
+    """Kind of a parameter's value."""
 
     TEXT = "text"
     NAME = "name"
@@ -49,25 +49,25 @@ class Typed(StrEnum):
 
 
 class Style(StrEnum):
-    """How QMQ words the answer of an action on /management."""
+    """Style of an action's answer on /management, as in QMQ."""
 
     STANDARD = "standard"
     """`{"status", "message", "data"}`."""
     MAP = "map"
-    """`{"data"}` or `{"error"}`, the latter maybe with details."""
+    """`{"data"}` or `{"error"}`, the latter with details where there are some."""
     RAW = "raw"
-    """The bare result; a list that fails answers as STANDARD does, a change that is refused as MAP does."""
+    """The bare result. A failed list is answered as STANDARD, a refused change as MAP."""
 
 
 class Status(IntEnum):
-    """What became of an action; the field `status` of an answer. The first two are QMQ's."""
+    """Outcome of an action; the field `status` of an answer. The first two are QMQ's."""
 
     DONE = 0
     REFUSED = -1
     UNKNOWN = -2
-    """The change is made or not, and looking again did not tell."""
+    """The change may have been made; a second look did not show it."""
     WAIT = -3
-    """Nothing was changed; something that is needed does not answer now. Repeat later."""
+    """Nothing was changed; a process that is needed does not answer. Repeat later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Parameter:
     kind: Kind = Kind.TEXT
     default: str = ""
     secret: bool = False
-    """Never written down: not logged, not recorded, not answered."""
+    """A secret is not logged, recorded or answered."""
     choices: tuple[str, ...] = ()
     least: int = 0
     most: int = 2**63 - 1
@@ -105,22 +105,22 @@ class Action:
     name: str
     summary: str
     role: TokenRole
-    """Which role's rights a caller needs."""
+    """Role that the caller needs."""
     parameters: tuple[Parameter, ...] = ()
     changes: bool = False
     style: Style = Style.STANDARD
     needs_token: bool = True
-    """False: QMQ answers it to everybody; so do we, if the setting `open_lists` says so."""
+    """False: QMQ answers it without a token; so does the metaserver with the setting `open_lists`."""
     result_fields: tuple[str, ...] = ()
     """Fields of QMQ's result objects, in its order; /management shows no others unless `details=true`."""
     qmq_data: Callable[[Any], Any] | None = None
-    """What /management answers as data in place of ours, unless `details=true`; `result_fields` for other results."""
+    """Data on /management unless `details=true`; `result_fields` is for the other results."""
     installation: bool = False
-    """It concerns the installation as a whole: a token that is limited to subjects or groups is not enough."""
+    """The action concerns the whole installation; tokens limited to subjects or groups are refused."""
     decides_database: bool = False
-    """It reaches a database that was set aside: it decides what becomes of that."""
+    """The action reaches a database that was set aside, and decides its fate."""
     wait_ms: int = 15_000
-    """A caller should wait so long for the answer, and longer by what a `waitMs` parameter says."""
+    """Time that a caller should wait for the answer; a `waitMs` parameter comes on top."""
 
     @property
     def has_details(self) -> bool:
@@ -129,7 +129,7 @@ class Action:
 
     @property
     def all_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters, and those that every action of this sort has."""
+        """The parameters, with those that all actions of this sort have."""
         both = (_DETAILS,) if self.has_details else ()
         return (*self.parameters, *both, _DRY_RUN, _IF_PLAN) if self.changes else (*self.parameters, *both)
 

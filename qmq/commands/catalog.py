@@ -1,4 +1,4 @@
-"""Core. All actions: QMQ's thirteen with QMQ's parameters, its unregistered QuerySubjectRoute, and ours."""
+"""Core. All actions: QMQ's thirteen with QMQ's parameters, QMQ's unregistered QuerySubjectRoute, and ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qmq.rights import TokenRole
 VIEWER, OPERATOR, ADMIN = TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.ADMIN
 
 MANY_WAIT_MS = 60_000
-"""For what may change 100,000 routes, which takes ten seconds."""
+"""For changes of up to 100,000 routes, which take ten seconds."""
 
 BROKER_FIELDS = ("group", "role", "hostname", "ip", "servePort", "syncPort")
 GROUP_FIELDS = ("groupName", "master", "slaves", "updateTime", "brokerState", "tag", "kind", "ext")
@@ -765,4 +765,4 @@ ACTIONS: Mapping[str, Action] = MappingProxyType(
         )
     }
 )
-"""Action by name, in the order in which people look for them."""
+"""Action by name, in the order of the help."""

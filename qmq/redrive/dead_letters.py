@@ -1,8 +1,8 @@
-"""Shell. A connection to the master of a broker group, over which dead letters come and go back to their group.
+"""Shell. Connection to the master of a broker group, over which dead letters are read and returned to their group.
 
-It speaks to the broker itself, not through a consumer and a producer: a pull that waits for nothing is answered with
-"no message", so it is certain when all were delivered; and what goes back goes to the same broker, as the same bytes.
-To another subject they go over a connection to one master that serves it, one batch after the other: in their order.
+It calls the broker directly. A pull that does not wait answers "no message", which proves that all were delivered.
+Messages that go back go to the same broker as the same bytes. Messages for another subject go to one of its masters,
+batch after batch, in order.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PACKET_BYTES_MAX = 64 << 20
 PULL_MESSAGES, PULL_BYTES = 1_000, 4 << 20
 BATCH_BYTES_MAX = 1 << 20
 OVERHEAD_BYTES = 16 << 10
-"""Of a packet, for what stands around a batch: names, end offsets and labels of up to 500 messages."""
+"""Part of a packet around a batch: names, end offsets and labels of up to 500 messages."""
 UNSUBSCRIBE_S = 2.0
 PASSED_MS = 600_000
-"""What was passed over is delivered again after that. It must not come back while the rest is looked at."""
+"""Lease after which skipped messages are delivered again; they must not return while the rest is read."""
 
 
 class Master(NamedTuple):
-    """Where the master of a broker group is."""
+    """Address of a broker group's master."""
 
     broker_group: str
     ip: str
@@ -49,20 +49,21 @@ class Master(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Where dead letters go in place of their consumer group."""
+    """Destination of dead letters that do not go back to their consumer group."""
 
     subject: str
     master: Master
 
     @classmethod
     def of(cls, subject: str, masters: Sequence[Master], broker_group: str) -> Destination:
-        """Choose of the masters that serve `subject`, not empty: the one of `broker_group`, else always the same."""
+        """Choose from the masters of `subject`, not empty: that of `broker_group`, else always the same one."""
         return cls(subject, next((one for one in masters if one.broker_group == broker_group), min(masters)))
 
 
 class DeadLetters:
-    """Dead letters of (subject, group) that one master delivers to us. Made by `open`; `close` gives back all that did
-    not go back to the group."""
+    """Dead letters of (subject, group) that one master delivers. Made by `open`; `close` returns the ones that did not
+    go back to the group.
+    """
 
     def __init__(self, broker_group: str, subject: str, group: str, to: str, source: str) -> None:
         self.broker_group = broker_group
@@ -73,15 +74,16 @@ class DeadLetters:
         self.batch_bytes_max = BATCH_BYTES_MAX
         self._connection: Connection
         self._way: Connection
-        """Over which they go."""
+        """Connection to the destination."""
         self._beat: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
         cls, master: Master, token: str, subject: str, group: str, to: Destination | None = None, source: str = ""
     ) -> DeadLetters:
-        """Connect and subscribe; `to`: where they go in place of their group; `source`: the subject that they are in,
-        if an operator chose one. Raises QmqError."""
+        """Connect and subscribe. `to`: destination other than the group; `source`: subject with the dead letters, if an
+        operator set one. Raises QmqError.
+        """
         self = cls(master.broker_group, subject, group, to.subject if to is not None else "", source)
         self._connection = self._way = await self._connect(master, token)
         try:
@@ -113,21 +115,21 @@ class DeadLetters:
             connection.close(why)
 
     def _terms(self) -> bytes:
-        # A name of its own: two Redrives at once share the dead letters, and none of them is handed to both.
+        # A unique name: two Redrives at once share the dead letters, and none is delivered to both.
         consumer = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
         return commands.encode_subscribe(subject=self._dead, group=REDRIVER, consumer=consumer, start="earliest")
 
     async def take(self) -> list[Piece]:
-        """Return more dead letters, which stay ours until `close`; none: there are no more. Raises QmqError."""
+        """Return more dead letters, held until `close`; an empty list is the end. Raises QmqError."""
         pull = Pull(self._subscription, PULL_MESSAGES, PULL_BYTES, 0)
         return list(commands.decode_pulled(await self._ask(Command.PULL, commands.encode_pull(pull))))
 
     async def send_back(self, letters: Sequence[Chosen]) -> Produced:
-        """Store the messages where they go; say with which sequences, and which are refused.
+        """Store the messages at their destination; return their sequences and the refused ones.
 
         Raises:
-            OutcomeUnknown: maybe they are stored.
-            QmqError: none is.
+            OutcomeUnknown: they may be stored.
+            QmqError: none is stored.
         """
         self._batch += 1
         is_theirs = self._goes_to == self._retry
@@ -140,11 +142,11 @@ class DeadLetters:
         return commands.decode_produced(await self._ask(Command.PRODUCE, head, body, way=self._way))
 
     async def settle(self, letters: Sequence[Chosen]) -> None:
-        """They are no dead letters any more. Raises QmqError: maybe they still are."""
+        """Ack the dead letters. Raises QmqError: the ack may be lost."""
         await self._ask(Command.ACK, commands.encode_ack(Ack(self._subscription, ranges_of(letters))))
 
     async def pass_over(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Give back what was not chosen, so that the broker delivers what lies behind it. Raises QmqError."""
+        """Return the ones not chosen, so that the broker delivers later ones. Raises QmqError."""
         for begin in range(0, len(ranges), RANGES_MAX):
             entries = [NackEntry(*one, PASSED_MS, Verdict.RETRY) for one in ranges[begin : begin + RANGES_MAX]]
             await self._ask(Command.NACK, commands.encode_nack(Nack(self._subscription, entries, "passed over")))
@@ -158,7 +160,7 @@ class DeadLetters:
             async with asyncio.timeout(UNSUBSCRIBE_S):
                 await self._connection.request(Command.UNSUBSCRIBE, leave)
         except (QmqError, TimeoutError):
-            pass  # they are given back when the lease ends
+            pass  # the broker returns them when the lease ends
         self._disconnect("done")
 
     async def _ask(self, command: Command, *parts: bytes, way: Connection | None = None) -> memoryview:
@@ -174,7 +176,7 @@ class DeadLetters:
             for connection in {self._connection, self._way}:
                 connection.request(Command.HEARTBEAT)
 
-    # Called by the connection: what breaks it is raised at the next call.
+    # Callback of the connection; the next call raises the error.
 
     def packet_received(self, connection: Connection, packet: Packet) -> None: ...
 

@@ -1,8 +1,7 @@
-"""Core. Which dead letters go back to their group, and as what.
+"""Core. Choice of the dead letters that go back to their group, and their encoding.
 
-A dead letter is the message as it was sent, with properties that tell its fate. It goes back as it was sent: the same
-bytes without these properties. So its id stays, and a consumer that remembers ids takes it once, however often it is
-sent.
+A dead letter is the original message plus properties that describe its fate. It goes back without these properties, as
+the original bytes with the original id, so a consumer that remembers ids handles it once, however often it is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from qmq.remoting.commands import FLAG_IS_DEAD, Piece
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A dead letter that is to go back. `sequence` is its own, `data` what is sent."""
+    """Dead letter chosen to go back. `sequence` is its own, `data` the bytes to send."""
 
     broker_group: str
     pull_sequence: int
@@ -38,17 +37,17 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which dead letters are meant: those with all of this; what is empty means all."""
+    """Filter for dead letters; empty fields match all."""
 
     id: str = ""
     properties: Mapping[str, str] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
     reason: str = ""
     whose: tuple[str, str] | None = None
-    """In a subject that others' dead letters and ordinary messages may be in, too: subject and consumer group."""
+    """Subject and consumer group, for a subject shared with other dead letters and ordinary messages."""
 
     def of(self, broker_group: str, pieces: Iterable[Piece], bounds: tuple[int, int]) -> Iterator[Chosen]:
-        """Choose from what a broker delivered, within `bounds`: sequences `[begin, end)`."""
+        """Choose from delivered messages within `bounds`: sequences `[begin, end)`."""
         for piece in pieces:
             for at, data in enumerate(split_batch(piece.body, piece.count)):
                 sequence = piece.sequence + at
@@ -62,7 +61,7 @@ class Choice:
             envelope = decode_envelope(data)
             properties = decode_properties(data, envelope.body_begin)
         except InvalidMessage:
-            return None  # no consumer could handle it the next time, either
+            return None  # no consumer could handle it next time either
         if (
             self.id not in ("", envelope.id)
             or not self.tags <= set(envelope.tags)
@@ -92,7 +91,7 @@ def without_fate(data: bytes, begin: int, properties: Mapping[str, str]) -> byte
 
 
 def batches_of(chosen: Sequence[Chosen], *, messages_max: int, bytes_max: int) -> Iterator[Sequence[Chosen]]:
-    """Cut into batches of at most so many messages and bytes; a larger message is a batch of its own."""
+    """Split into batches of limited messages and bytes; a larger message is a batch of its own."""
     begin = size = 0
     for at, one in enumerate(chosen):
         if at > begin and (at - begin >= messages_max or size + len(one.data) > bytes_max):
@@ -104,7 +103,7 @@ def batches_of(chosen: Sequence[Chosen], *, messages_max: int, bytes_max: int) -
 
 
 def ranges_of(letters: Iterable[Chosen]) -> list[tuple[int, int]]:
-    """Return the pull sequences of `letters`, which ascend, as ranges."""
+    """Return the ascending pull sequences of `letters` as ranges."""
     ranges: list[tuple[int, int]] = []
     for one in letters:
         if ranges and ranges[-1][1] == one.pull_sequence:
@@ -115,7 +114,7 @@ def ranges_of(letters: Iterable[Chosen]) -> list[tuple[int, int]]:
 
 
 def others_of(pieces: Iterable[Piece], chosen: Iterable[Chosen]) -> list[tuple[int, int]]:
-    """Return the pull sequences of what was delivered and not chosen, as ranges; both ascend."""
+    """Return the pull sequences that were delivered and not chosen, as ranges; both ascend."""
     borders = iter([one.pull_sequence for one in chosen])
     others: list[tuple[int, int]] = []
     border = next(borders, None)
@@ -132,19 +131,19 @@ def others_of(pieces: Iterable[Piece], chosen: Iterable[Chosen]) -> list[tuple[i
 
 @dataclass(slots=True)
 class Receipt:
-    """What became of the dead letters that were chosen."""
+    """Outcome of the chosen dead letters."""
 
     subject: str
     group: str
     to: str = ""
-    """The subject they went to; empty: back to the group."""
+    """Destination subject; empty: their group."""
     looked_at: int = 0
     moved: list[dict[str, Any]] = field(default_factory=list)
-    """With the sequence that each has where it went."""
+    """With the sequence of each at its destination."""
     unknown: list[dict[str, Any]] = field(default_factory=list)
-    """Sent, or moved and maybe still dead letters: another Redrive may move them once more."""
+    """Sent, or moved and maybe still dead letters: another Redrive may move them again."""
     left: list[dict[str, Any]] = field(default_factory=list)
-    """Still dead letters, and why."""
+    """Still dead letters, with the reason."""
     unasked: dict[str, str] = field(default_factory=dict)
     """Broker groups that did not answer."""
 

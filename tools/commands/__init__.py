@@ -1,4 +1,4 @@
-"""Core. The table of all commands, in the order in which people look for them."""
+"""Core. All commands of the tools, in the order of the help."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = {
 }
 
 COMMANDS: Mapping[str, Command] = {command.name: command for section in SECTIONS.values() for command in section}
-"""Command by its name."""
+"""Command by name."""

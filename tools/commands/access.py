@@ -1,4 +1,4 @@
-"""Core. Commands about who may do what, and who did what: tokens, registered databases, the audit trail."""
+"""Core. Commands for tokens, registered databases, the audit trail and backups."""
 
 from __future__ import annotations
 

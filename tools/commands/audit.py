@@ -1,4 +1,4 @@
-"""Core. What was verified, by the audit and by copies that read their disks again; what logs say of messages."""
+"""Core. Commands for the results of audit and scrubs, and for searches in the logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _found(row: Mapping[str, Any]) -> str:
 
 
 def show_status(rows: list[dict[str, Any]]) -> Iterable[Block]:
-    """Show how each broker group stands."""
+    """Yield the audit status of each broker group."""
     columns = (
         Column("BROKER GROUP", "group"),
         Column("VERIFIED UP TO", "verified"),
@@ -70,7 +70,7 @@ def _damage(row: Mapping[str, Any]) -> Cell:
 
 
 def show_scrubs(rows: list[dict[str, Any]]) -> Iterable[Block]:
-    """Show each copy of each group."""
+    """Yield the scrub status of each copy."""
     columns = (
         Column("BROKER GROUP", "group"),
         Column("COPY", "copy"),

@@ -1,4 +1,4 @@
-"""Core. Commands about brokers and their groups: who they are, who is master, whether the copies are equal."""
+"""Core. Commands for brokers and broker groups: members, roles, copies."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ _REPLICA = (
     Column("EPOCH", _epoch, drop=1),
     Column("LOG END", "logEnd"),
     Column("FLUSHED", "flushedEnd", drop=5),
-    # Only a master compares.
+    # Only a master compares ends.
     Column("MATCHED", lambda row: row["matchedEnd"] if row["isMaster"] else None, drop=4),
     Column("HIGH WATERMARK", "highWatermark", drop=6),
     Column("CHAIN", "chain"),

@@ -1,4 +1,4 @@
-"""Core. Commands about consumers and clients: how far they are, where they go on, who is switched off."""
+"""Core. Commands for consumers and clients: lag, positions, switches, limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _messages(row: Mapping[str, Any]) -> Cell:
 
 
 def _unasked(data: Mapping[str, Any]) -> Iterable[Block]:
-    """Name who did not answer: what is shown is not all there is."""
+    """Name the brokers without an answer: the figures lack them."""
     unasked = data.get("unasked") or {}
     for name in unasked:
         yield warning(f"not counted: {name}{f', {unasked[name]}' if isinstance(unasked, Mapping) else ''}")

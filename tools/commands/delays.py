@@ -1,4 +1,4 @@
-"""Core. Commands about delayed messages: how many pend, which, and what is not to be sent after all."""
+"""Core. Commands for delayed messages: counts, lists, cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Commands about the installation itself: its metaservers, and what is wrong with it."""
+"""Core. Commands for the installation: its metaservers and its health."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _findings(findings: Any) -> Iterable[Block]:
 
 
 def _brief(findings: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """All that is not fine, and of what is fine the first of each step with the number of the others."""
+    """Yield all failures, and the first success of each step with the number of the others."""
     by_step: dict[str, list[Mapping[str, Any]]] = {}
     for finding in findings:
         by_step.setdefault(finding["step"], []).append(finding)

@@ -1,7 +1,7 @@
-"""Core. Commands about messages themselves: sending and reading them, looking at those that are stored, dead letters.
+"""Core. Commands for messages: produce, consume, tail, browse, redrive.
 
-They speak to brokers as clients do, so they need a token that may produce or consume; looking alone is an operator's
-right as well.
+They connect to brokers as clients do, so they need a token with the right to produce or consume; an operator's token
+may read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEAD_GROUP = Option("group", "the consumer group whose dead letters are meant",
 
 
 def names_are_legal(words: Mapping[str, str]) -> str:
-    """What is wrong with the names of subject and consumer group."""
+    """Return the fault in the names of subject and consumer group, or an empty text."""
     try:
         check_subject(words["subject"])
         if words.get("group"):

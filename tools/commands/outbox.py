@@ -1,7 +1,7 @@
-"""Core. Commands about outboxes of applications: what is stuck there, sending it again, holding it against the logs.
+"""Core. Commands for outboxes of applications: stuck rows, retries, comparison with the logs.
 
-Those that look ask the active watchdog of a room, which the metaserver names; the metaserver has rows sent again, and
-writes that down. The tools need no access to any database.
+Reads go to the active watchdog of a room, as named by the metaserver. Retries go through the metaserver, which records
+them. The tools need no access to a database.
 """
 
 from __future__ import annotations

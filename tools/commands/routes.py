@@ -1,4 +1,4 @@
-"""Core. Commands about subjects and groups: which groups serve which subjects, and which take no producers."""
+"""Core. Commands for subjects and routes: broker groups of a subject, readonly marks, drains."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _unmarked(data: Any) -> Iterable[Block]:
 
 
 def _holders(data: Mapping[str, Any]) -> Iterable[Block]:
-    """Say how many clients have not heard of a change yet."""
+    """Yield the number of clients with the old route."""
     if data.get("allKnow"):
         yield good("no client holds the old route")
         return

@@ -1,4 +1,4 @@
-"""Shell. Finds the masters of broker groups, and looks at the messages that they have stored."""
+"""Shell. Masters of broker groups, and reads of their stored messages."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from qmq.tools.terminal import complain
 APP = "tools.sh"
 ANSWER_S = 10.0
 TRIES, AGAIN_S = 5, 0.5
-"""While roles are exchanged, a group has no master for a moment."""
+"""A group has no master for a moment while roles are exchanged."""
 _LATER = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.FAILED_PRECONDITION,
 }
-"""Another master, or the same a little later, may answer."""
+"""Another master, or the same one later, may answer."""
 
 
 class Unanswered(Exception):
-    """No broker gave what was asked for; the text says why. Nothing was changed."""
+    """No broker answered the request; the text gives the reason. Nothing was changed."""
 
     def __init__(self, exit_status: Exit, text: str) -> None:
         super().__init__(text)
@@ -41,32 +41,32 @@ class Unanswered(Exception):
 
 
 def ended(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:
-    """Run a command's work on a loop of its own; say why if no broker answers."""
+    """Run a command's work on a new event loop; report brokers that do not answer."""
 
     async def main() -> Exit:
         return await work(session)
 
-    logging.getLogger("qmq").addHandler(logging.NullHandler())  # what matters is in outcomes and errors
+    logging.getLogger("qmq").addHandler(logging.NullHandler())  # outcomes and errors show what matters
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a broker that closes a connection does not end the command
     try:
         return asyncio.run(main())
     except Unanswered as why:
         complain(str(why))
         return why.exit
-    except BrokenPipeError:  # the reader of the output has gone
+    except BrokenPipeError:  # the reader of the output is gone
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.raise_signal(signal.SIGPIPE)
         raise
 
 
 async def find_masters(session: Session, subject: str) -> list[Master]:
-    """Return the masters of all broker groups that may have messages of `subject`, or of its retries or dead letters.
+    """Return the masters of all broker groups that may have messages of `subject`, its retries or its dead letters.
 
-    A token that may list brokers gets all of them: what was taken out of a route still has its messages. A client's
-    token gets those of the route.
+    A token that may list brokers gets all groups, because a group removed from a route still has its messages. A
+    client's token gets the groups of the route.
 
     Raises:
-        Unanswered: the metaserver does not answer, or does not accept the token.
+        Unanswered: the metaserver does not answer, or rejects the token.
     """
     try:
         answer = await asyncio.to_thread(
@@ -90,11 +90,11 @@ async def find_masters(session: Session, subject: str) -> list[Master]:
 
 
 async def masters_of_route(session: Session, subject: str, *, writes: bool = False) -> list[Master]:
-    """Return the masters of a subject's route, which a new subject gets by that; `writes`: to produce to a subject that
-    somebody uses already.
+    """Return the masters of a subject's route; a new subject gets one by this. `writes`: produce to an existing
+    subject.
 
     Raises:
-        Unanswered: the metaserver does not answer, or does not accept the token; `writes`: it has no route yet.
+        Unanswered: the metaserver does not answer, or rejects the token; `writes`: the subject has no route yet.
     """
     try:
         address = await asyncio.to_thread(find_metaserver, session.metaserver.url)
@@ -121,7 +121,7 @@ async def masters_of_route(session: Session, subject: str, *, writes: bool = Fal
 
 
 class Looker:
-    """Looks at what one broker group has of a subject, whoever is its master. Made by `looking`, which ends it."""
+    """Reader of one broker group's messages, across changes of its master. Made and closed by `looking`."""
 
     def __init__(self, session: Session, subject: str, master: Master) -> None:
         self._session, self._subject, self.master = session, subject, master
@@ -132,7 +132,7 @@ class Looker:
         return self.master.broker_group
 
     async def ask(self, request: pb.BrowseRequest, *, tries: int = TRIES) -> pb.BrowseAnswer:
-        """Ask once, and again where that may help. Raises Unanswered."""
+        """Send a request, and repeat it where that may help. Raises Unanswered."""
         request.subject = self._subject
         for left in range(tries - 1, -1, -1):
             try:
@@ -158,11 +158,11 @@ class Looker:
         try:
             masters = await find_masters(self._session, self._subject)
         except Unanswered:
-            return  # then it is where it was, or there is no way to tell
+            return  # the master is unchanged or unknown
         self.master = next((one for one in masters if one.broker_group == self.broker_group), self.master)
 
     async def messages(self, request: pb.BrowseRequest) -> AsyncGenerator[pb.BrowsedMessage]:
-        """Yield what is wanted, asking on until nothing is left to look at. Raises Unanswered."""
+        """Yield matching messages, page by page, up to the end. Raises Unanswered."""
         request = pb.BrowseRequest.FromString(request.SerializeToString())
         while True:
             answer = await self.ask(request)
@@ -181,7 +181,7 @@ class Looker:
 
 @asynccontextmanager
 async def looking(session: Session, subject: str, broker_group: str = "") -> AsyncIterator[list[Looker]]:
-    """Give one Looker for each broker group, or for the one that is named. Raises Unanswered."""
+    """Yield one Looker for each broker group, or for the named one. Raises Unanswered."""
     masters = await find_masters(session, subject)
     if broker_group and broker_group not in [one.broker_group for one in masters]:
         raise Unanswered(Exit.REFUSED, f"there is no broker group {broker_group!r} that may have messages of {subject}")

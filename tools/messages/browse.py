@@ -29,14 +29,14 @@ def browse(session: Session) -> Exit:
 
 
 def subject_of(values: Mapping[str, str]) -> str:
-    """The subject to look at: the one that is named, or that of a group's dead letters."""
+    """Return the subject to read: the named one, or that of a group's dead letters."""
     if values.get("deadLetters") == "true":
         return dead_letter_subject(values["subject"], values["group"])
     return values["subject"]
 
 
 def wanted(values: Mapping[str, str]) -> pb.BrowseRequest:
-    """What is asked of each broker."""
+    """Return the request for each broker."""
     return pb.BrowseRequest(
         since_ms=int(values.get("since") or 0),
         until_ms=int(values.get("until") or 0),
@@ -67,12 +67,12 @@ async def _browse(session: Session) -> Exit:
 
 
 def is_newest_first(values: Mapping[str, str]) -> bool:
-    """From a sequence or a time on, people read forwards; else the newest is what they look for."""
+    """Return the reading order: forwards from a sequence or time, else newest first."""
     return values["order"] == "newest" if values["order"] else not (values["sequence"] or values["since"])
 
 
 async def _take(looker: Looker, request: pb.BrowseRequest, limit: int) -> list[dict[str, Any]] | Unanswered:
-    """Return the first `limit` messages that one broker group has; or why it does not answer."""
+    """Return the first `limit` messages of one broker group, or the reason for no answer."""
     taken: list[dict[str, Any]] = []
     try:
         async with aclosing(looker.messages(request)) as messages:
@@ -120,7 +120,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Block]:
 
 PAUSE_S = 0.3
 SEEK_S = 10.0
-"""How often broker groups are looked for that came later."""
+"""Seconds between searches for new broker groups."""
 LAST_MAX = 1_000
 _BEHIND_ALL = 1 << 62
 
@@ -149,7 +149,7 @@ class _Tail:
         self._is_full = asyncio.Event()
 
     async def show(self, lookers: list[Looker]) -> None:
-        """Show the newest messages, then those that come. Raises Unanswered if brokers refuse."""
+        """Show the newest messages, then new ones as they arrive. Raises Unanswered if brokers refuse."""
         ends = await self._show_last(lookers)
         tasks = [asyncio.create_task(self._follow(looker, end)) for looker, end in zip(lookers, ends)]
         tasks.append(asyncio.create_task(self._seek({looker.broker_group for looker in lookers})))
@@ -174,7 +174,7 @@ class _Tail:
             self._is_full.set()
 
     async def _show_last(self, lookers: list[Looker]) -> list[int | None]:
-        """Show the newest messages of all groups; return where each ends, None where no broker answers."""
+        """Show the newest messages of all groups; return the end of each, None where no broker answers."""
         count = min(int(self._values["last"]), LAST_MAX)
         request = wanted(self._values)
         request.newest_first, request.messages_max = True, max(count, 1)
@@ -191,7 +191,7 @@ class _Tail:
         return [answer.end_sequence if answer else None for answer in answers]
 
     async def _follow(self, looker: Looker, begin: int | None) -> None:
-        """Print what a broker group stores from `begin` on; None: since this command began."""
+        """Print new messages of a broker group from `begin` on; None: since the start of this command."""
         request = wanted(self._values)
         request.begin, request.since_ms = begin or 0, 0 if begin is not None else self._began_ms
         while not self._is_full.is_set():
@@ -204,7 +204,7 @@ class _Tail:
                 await asyncio.sleep(PAUSE_S)
 
     async def _ask(self, looker: Looker, request: pb.BrowseRequest) -> pb.BrowseAnswer | None:
-        """None: no broker answers now, which was reported."""
+        """Return a broker's answer, or None after reporting that none answers now."""
         try:
             return await looker.ask(request)
         except Unanswered as why:
@@ -214,14 +214,14 @@ class _Tail:
             return None
 
     async def _seek(self, known: set[str]) -> None:
-        """Follow broker groups, too, that are added meanwhile."""
+        """Also follow broker groups that are added later."""
         async with asyncio.TaskGroup() as tasks:
             while not self._values["brokerGroup"]:
                 await asyncio.sleep(SEEK_S)
                 try:
                     masters = await find_masters(self._session, subject_of(self._values))
                 except Unanswered:
-                    continue  # those that are known are followed all the same
+                    continue  # known groups are still followed
                 for master in masters:
                     if master.broker_group not in known:
                         known.add(master.broker_group)

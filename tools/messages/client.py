@@ -21,7 +21,7 @@ from qmq.tools.table import printable
 from qmq.tools.terminal import complain
 
 SENT_AT_ONCE = 1_000
-"""Messages read before the first of them are sent."""
+"""Messages read before the first batch is sent."""
 
 
 def produce(session: Session) -> Exit:
@@ -39,7 +39,7 @@ async def _produce(session: Session) -> Exit:
     if session.values["dry-run"] == "true":
         with _lines(values["file"]) as lines:
             return _check(session, typed_messages(values, lines))
-    await find_masters(session, values["subject"])  # who cannot be reached at all is told so at once
+    await find_masters(session, values["subject"])  # an unreachable metaserver is reported at once
     outcomes: set[qmq.Outcome] = set()
     timeout_s = int(values["wait"]) / 1000
     async with qmq.Producer(
@@ -52,7 +52,7 @@ async def _produce(session: Session) -> Exit:
                 try:
                     for one in chunk:
                         outcomes.add(_told(session, one if isinstance(one, str) else next(receipts)))
-                except BrokenPipeError:  # the reader of the output has gone
+                except BrokenPipeError:  # the reader of the output is gone
                     raise
                 except OSError as error:
                     complain(f"what became of {len(chunk):,} messages that were sent could not be written: {error}")
@@ -62,7 +62,7 @@ async def _produce(session: Session) -> Exit:
 
 @contextmanager
 def _lines(path: str) -> Iterator[Iterable[str]]:
-    """The lines of a file; of one that is not valid UTF-8, what is wrong stays in it, so that it alone is refused."""
+    """Yield the lines of a file. Invalid UTF-8 stays in its line, so that only that message is rejected."""
     if not path:
         yield ()
         return
@@ -72,7 +72,7 @@ def _lines(path: str) -> Iterator[Iterable[str]]:
 
 
 def _check(session: Session, messages: Iterable[qmq.Message | str]) -> Exit:
-    """Say of each message whether it could be sent."""
+    """Report for each message whether it could be sent."""
     outcomes = set()
     for one in messages:
         reason = one if isinstance(one, str) else _problem(one)
@@ -102,7 +102,7 @@ def _problem(message: qmq.Message) -> str:
 
 
 def _told(session: Session, receipt: Receipt | str) -> qmq.Outcome:
-    """Print what became of a message."""
+    """Print the outcome of a message."""
     if isinstance(receipt, str):
         _print(session, outcome=qmq.Outcome.REFUSED.value, reason=receipt)
         return qmq.Outcome.REFUSED
@@ -112,7 +112,7 @@ def _told(session: Session, receipt: Receipt | str) -> qmq.Outcome:
 
 
 def _print(session: Session, **told: Any) -> None:
-    """Print a line about one message; what is empty is left out."""
+    """Print one line about a message; empty fields are left out."""
     told = {name: value for name, value in told.items() if value not in (None, "")}
     if session.as_json:
         print(to_json(told))
@@ -136,7 +136,7 @@ def _exit(outcomes: set[qmq.Outcome]) -> Exit:
 PULLED_AT_ONCE = 500
 FOR_EVER_S = 3_600.0
 HAND_OVERS_MAX = 1_000_000
-"""Looking does not make a dead letter of a message."""
+"""Reading never makes a dead letter of a message."""
 
 
 def consume(session: Session) -> Exit:
@@ -148,7 +148,7 @@ def consume(session: Session) -> Exit:
 
 async def _consume(session: Session) -> Exit:
     values, is_acked = session.values, session.values["ack"] == "true"
-    await find_masters(session, values["subject"])  # who cannot be reached at all is told so at once
+    await find_masters(session, values["subject"])  # an unreachable metaserver is reported at once
     form = "json" if session.as_json else values["format"]
     try:
         consumer = qmq.Consumer(metaserver=session.metaserver.url, app=APP, token=session.token)
@@ -170,7 +170,7 @@ async def _consume(session: Session) -> Exit:
 
 
 def _options(values: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of `Consumer.pull`: without a group, the consumer is one of its own, which the brokers forget later."""
+    """Return arguments of `Consumer.pull`. Without a group, the consumer gets its own, which brokers forget later."""
     options: dict[str, Any] = {
         "group": values["group"],
         "broadcast": not values["group"],
@@ -179,7 +179,7 @@ def _options(values: Mapping[str, str]) -> dict[str, Any]:
         "retries_max": HAND_OVERS_MAX,
     }
     if limit := int(values["limit"] or 0):
-        options["prefetch_messages"] = limit  # others are not kept from what is not going to be shown
+        options["prefetch_messages"] = limit  # do not hold messages that will not be shown
     return options
 
 

@@ -11,14 +11,14 @@ from qmq.message import ORDER_KEY, Message
 from qmq.tools.table import printable, utc
 
 _WHOLE = {"id": str, "tags": list, "orderKey": str}
-"""Members of a whole message beside its properties, with their types; others say where it came from."""
+"""Members of a whole message besides its properties, with their types; others describe its origin."""
 
 
 def typed_messages(values: Mapping[str, str], lines: Iterable[str]) -> Iterable[Message | str]:
-    """Make messages of the options of Produce: those of `lines` if a file is given, else one, `count` times.
+    """Make messages from the options of Produce: from `lines` with --file, else one message `count` times.
 
     Yields:
-        Each message, or in its place what is wrong with its line.
+        Each message, or the fault of its line.
     """
     if values["file"]:
         yield from (_of_line(values, number, line) for number, line in enumerate(lines, start=1) if line.strip())
@@ -36,7 +36,7 @@ def typed_messages(values: Mapping[str, str], lines: Iterable[str]) -> Iterable[
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """Split `a,b` into its words."""
+    """Split `a,b` into words."""
     return tuple(word for word in text.split(",") if word)
 
 
@@ -58,7 +58,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _message(values: Mapping[str, str], value: dict[str, Any]) -> Message:
-    """Make a message of a JSON object: its members are properties, unless it is a whole one, as Browse prints it."""
+    """Make a message of a JSON object: members are properties, unless it is a whole message as Browse prints it."""
     whole: dict[str, Any] = {}
     if isinstance(value.get("properties"), dict):
         whole, value = value, value["properties"]
@@ -76,7 +76,7 @@ def _message(values: Mapping[str, str], value: dict[str, Any]) -> Message:
 
 
 def _text(value: Any) -> Any:
-    """A property's value is a text, a number or a truth value; what is more is written as JSON."""
+    """Return a property value: text, number or boolean; others as JSON."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
 
 
@@ -90,7 +90,7 @@ def message_json(
     created_ms: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """One message as `--json` prints it, and as Produce reads it back; what is empty is left out of `more`."""
+    """Return a message as `--json` prints it and Produce reads it; empty fields of `more` are left out."""
     rest = dict(properties)
     order_key = more.pop("order_key", None) or rest.pop(ORDER_KEY, None)
     shown = {"id": id, "brokerGroup": broker_group, "sequence": sequence, "created": created_ms, "tags": sorted(tags)}
@@ -99,7 +99,7 @@ def message_json(
 
 
 def line_of(message: Mapping[str, Any], form: str) -> str:
-    """One message as text of one line."""
+    """Format a message as one line."""
     if form == "json":
         return to_json(message)
     if form == "properties":
@@ -113,5 +113,5 @@ def line_of(message: Mapping[str, Any], form: str) -> str:
 
 
 def to_json(value: object) -> str:
-    """As JSON on one line; what is no valid Unicode is escaped, so that it can be printed."""
+    """Format as JSON on one line; invalid Unicode is escaped, so that it can be printed."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

@@ -1,8 +1,8 @@
-"""Shell. Redrive: gives dead letters back to the consumer group that could not handle them, or to another subject.
+"""Shell. Redrive: returns dead letters to their consumer group, or sends them to another subject.
 
-All dead letters of the group are taken, one after the other; those that were chosen go back, in their order, a batch
-at a time: stored for the group first, no dead letters after that. Whatever ends this in between, none is lost; those of
-the batch under way may go back twice, with the same ids. All others stay dead letters.
+All dead letters of the group are read in order. Chosen ones move back one batch at a time: stored first, removed from
+the dead letters second. An interruption loses none; the batch under way may go back twice, with the same ids. All
+others stay dead letters.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from qmq.tools.table import Block, Column, Table
 from qmq.tools.terminal import ask, complain, is_yes, show
 
 HELD_MAX = 50_000
-"""Dead letters that were not chosen and are kept to the end. A broker hands 200,000 to one consumer before it acks: of
-more, the first are passed over."""
+"""Limit for dead letters held until the end without being chosen. A broker delivers 200,000 to one consumer before it
+acks; beyond that, the first ones are skipped.
+"""
 CHOSEN_MAX = 100_000
 CHOSEN_BYTES_MAX = 256 << 20
 BATCH_MESSAGES_MAX = 500
 OVERLOADED_S, OVERLOADED_TRIES = 0.5, 20
 _BEHIND_ALL = 1 << 62
 SHOWN_MAX = 50
-"""So many ids are shown to people; `--json` and the receipt have all."""
+"""Number of ids displayed; `--json` and the receipt have all."""
 
 Bounds = tuple[int, int]
 """Sequences of dead letters, `[begin, end)`."""
@@ -87,7 +88,7 @@ class _Redrive:
                     self._why_left = "interrupted"
                 try:
                     self._finish(kept)
-                except BrokenPipeError:  # the reader of the output has gone
+                except BrokenPipeError:  # the reader of the output is gone
                     raise
                 except OSError as error:
                     if not self._receipt.moved and not self._receipt.unknown:
@@ -96,7 +97,7 @@ class _Redrive:
                     return Exit.UNKNOWN
         return self._exit()
 
-    # Which there are.
+    # Dead letters that exist.
 
     async def _sources(self, stack: AsyncExitStack) -> list[tuple[DeadLetters, Bounds]]:
         """Subscribe to the dead letters of each broker group that has any."""
@@ -119,7 +120,7 @@ class _Redrive:
         return sources
 
     async def _destinations(self) -> list[Master]:
-        """Return the masters of the subject that they go to; none: they go back."""
+        """Return the masters of the destination subject; none if the messages go back."""
         if not (to := self._values["to"]):
             return []
         if masters := await masters_of_route(self._session, to, writes=True):
@@ -137,7 +138,7 @@ class _Redrive:
             raise _unanswered(master.broker_group, error) from None
 
     async def _bounds(self, looker: Looker) -> Bounds | Unanswered:
-        """Say which dead letters are there now, and were stored in the time that is asked for."""
+        """Return the current dead letters in the requested time range."""
         since, until = (int(self._values[name] or 0) for name in ("since", "until"))
         try:
             answer = await looker.ask(pb.BrowseRequest(begin=_BEHIND_ALL))
@@ -153,7 +154,7 @@ class _Redrive:
         return begin, end
 
     async def _take(self, source: DeadLetters, bounds: Bounds) -> list[Chosen]:
-        """Take dead letters until there are no more, or enough were chosen."""
+        """Read dead letters to their end, or until enough are chosen."""
         chosen: list[Chosen] = []
         others: list[tuple[int, int]] = []
         try:
@@ -173,10 +174,10 @@ class _Redrive:
             raise _unanswered(source.broker_group, error) from None
         return chosen
 
-    # What is going to be.
+    # Plan.
 
     async def _plan(self) -> Exit | None:
-        """Show what would go back and ask for it; return how the command ends here, None if it goes on."""
+        """Show the plan and confirm it; return the exit status if the command ends here, else None."""
         session = self._session
         chosen = [one for _, letters in self._chosen for one in letters]
         if session.dry_run:
@@ -206,7 +207,7 @@ class _Redrive:
     def _warnings(self) -> list[Block]:
         return [warning(f"not looked at: {name}, {why}") for name, why in self._receipt.unasked.items()]
 
-    # The way back.
+    # Moves.
 
     async def _move_all(self) -> None:
         pace = _Pace(self._rate)
@@ -218,7 +219,7 @@ class _Redrive:
                     break  # other broker groups may work
 
     async def _move(self, source: DeadLetters, batch: Sequence[Chosen]) -> bool:
-        """Move one batch; return whether the next one may be tried."""
+        """Move one batch; return whether to try the next one."""
         receipt = self._receipt
         rows = [one.json() for one in batch]
         try:
@@ -242,7 +243,7 @@ class _Redrive:
         receipt.moved += rows
         return True
 
-    # What became of it.
+    # Outcome.
 
     def _finish(self, kept: PrivateFile | None) -> None:
         """Write and show the receipt."""
@@ -294,21 +295,21 @@ _LETTER = (
 
 
 class _Pace:
-    """Keeps to so many messages a second."""
+    """Limits messages per second."""
 
     def __init__(self, rate: int) -> None:
         self._rate, self._messages = rate, 0
         self._began_s = asyncio.get_running_loop().time()
 
     async def wait(self, messages: int) -> None:
-        """Wait until so many more may go."""
+        """Wait until `count` more messages may go."""
         due_s = self._began_s + self._messages / self._rate
         self._messages += messages
         await asyncio.sleep(max(due_s - asyncio.get_running_loop().time(), 0))
 
 
 async def _send_back(source: DeadLetters, batch: Sequence[Chosen]) -> Produced:
-    """A broker that is busy is asked again, a little later."""
+    """Repeat the call after a pause if the broker is busy."""
     for _ in range(OVERLOADED_TRIES):
         try:
             return await source.send_back(batch)
@@ -330,7 +331,7 @@ def _unanswered(broker_group: str, error: QmqError) -> Unanswered:
 
 
 async def _typed_line() -> str:
-    """Read what is typed. Not on a thread: one that waits for a line would outlive an interrupt."""
+    """Read a typed line on the event loop: a thread that waits for a line would outlive an interrupt."""
     loop, typed = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), typed.set)
     try:
@@ -341,7 +342,7 @@ async def _typed_line() -> str:
 
 
 def _go_on_after_interrupt() -> None:
-    """What was done has to be told before this ends."""
+    """Finish the report before an interrupt ends the process."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()
