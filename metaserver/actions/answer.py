@@ -10,14 +10,14 @@ from qmq.commands.action import Status
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an action answers."""
+    """Answer of an action."""
 
     status: Status
     message: str = ""
     data: Any = None
     """JSON values."""
     details: dict[str, Any] = field(default_factory=dict)
-    """What a MAP answer shows beside `error`."""
+    """Shown beside `error` in a MAP answer."""
     code: str = ""
     """Class of the error, for programs."""
 

@@ -46,14 +46,14 @@ def slave_at(group: Group, host: str) -> Broker:
 
 
 def sync_replica(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
-    """SyncReplica: let the slave be filled."""
+    """SyncReplica: allow the slave's fill."""
     if not _is_being_filled(said, counts=counts):
         return refused(f"{slave.key} does not have to be filled: it is whole, and catches up by itself")
     return _ordered(slave, FillOrder(said.fill_id, is_allowed=True))
 
 
 def cancel_sync(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
-    """CancelSync: stop the filling of the slave. One whose copy counts is not being filled any more."""
+    """CancelSync: stop the slave's fill. A slave whose copy counts is not being filled."""
     if counts:
         return refused(f"{slave.key} is in sync: what it confirms counts, and there is no filling to stop")
     if not _is_being_filled(said, counts=counts):
@@ -62,7 +62,7 @@ def cancel_sync(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
 
 
 def _is_being_filled(said: ReplicaState, *, counts: bool) -> bool:
-    """Or would be, if it did not wait."""
+    """Return whether the slave is being filled, or waits for it."""
     return not counts and bool(said.fill_id) and (said.incomplete or Reason.UNFILLED in said.readonly_reasons)
 
 
@@ -88,7 +88,7 @@ def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Pl
     """AddBroker.
 
     Args:
-        reported: the newest term that any broker of the group reported, here and below.
+        reported: newest term that any broker of the group reported, to any metaserver.
     """
     try:
         change = replace(rules.add_broker(directory, broker), above=reported)
@@ -109,10 +109,10 @@ def replace_broker(
     remembered: Point | None = None,
     reported: int = 0,
 ) -> Plan:
-    """ReplaceBroker: one call of QMQ's two, or both as one step. It answers with the row before.
+    """ReplaceBroker: one of QMQ's two calls, or both in one step. The answer is the row before.
 
     Args:
-        remembered: the newest point up to which anybody knows that the group acknowledged messages.
+        remembered: newest point up to which messages of the group are known to be acknowledged.
         accept_loss, lacking, master_lacking: as in `rules.replace_broker`.
     """
     decide = rules.swap_stopped if swap else partial(rules.replace_broker, master_lacking=master_lacking)
@@ -137,7 +137,7 @@ def replace_broker(
 
 
 def _with_loss(plan: Plan, change: RoleChange, remembered: Point | None) -> Plan:
-    """Say, in the preview and in the audit trail, what is given up."""
+    """Name the accepted loss in the plan and in the audit trail."""
     up_to = f"up to {remembered}" if remembered else "at any time"
     lost = f"what {change.group} acknowledged {up_to}, and the copy that goes on does not have"
     accepted = AcceptLoss(change.group, change.new_term)
@@ -156,7 +156,7 @@ def remove_broker(
     reported: int = 0,
     master_lacking: str = "",
 ) -> Plan:
-    """Take a stopped broker out of its group; with the last one, the group goes, too.
+    """RemoveBroker: take a stopped broker out of its group; the group goes with its last broker.
 
     Args:
         master_lacking: as in `rules.replace_broker`.
@@ -215,12 +215,12 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
 
 
 def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> Plan:
-    """SwapRoles, once both logs are proven equal."""
+    """SwapRoles, after both logs proved equal."""
     return _role_plan(rules.swap_roles(group, term=term, to=to), data=None)
 
 
 def fail_over(change: RoleChange) -> Plan:
-    """Failover, with the slave that has most by now."""
+    """Failover to the slave with most."""
     return _role_plan(change, data=None)
 
 
@@ -228,7 +228,7 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
     """SetCopies.
 
     Args:
-        min_copies, sync_mode: None and an empty text leave it as it is.
+        min_copies, sync_mode: None and an empty text change nothing.
     """
     if min_copies is None and not sync_mode:
         return refused("say what is to be set: --minCopies, --syncMode, or both")
@@ -255,7 +255,7 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
 def adopt_roles(
     group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, given: int = 0
 ) -> Plan:
-    """AdoptRoles: choose the master of a group whose row is older than its brokers, which do not agree."""
+    """AdoptRoles: choose the master of a group whose row is older than its brokers, which disagree."""
     try:
         change = old_database.adopt(group, key, reported, state_of, given=given)
     except OperatorError as refusal:
@@ -306,7 +306,7 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
 
 
 async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
-    """What the slave lacks that the call names; of a group with one slave, that one."""
+    """Return what the named slave lacks; in a group with one slave, that one."""
     key = BrokerKey(words["hostname"], words.number("servePort"))
     slaves = group.slaves if group else ()
     found = next((slave for slave in slaves if slave.key == key), next(iter(slaves), None))
@@ -314,7 +314,9 @@ async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
 
 
 async def _master_lacking(desk: Desk, group: Group | None) -> str:
-    """What the master lacks: by its last words, or as its log is damaged now, which only a slave mends."""
+    """Return what the master lacks: by its last heartbeat, or because its log is damaged, which only a slave
+    repairs.
+    """
     if group is None or group.master is None:
         return ""
     said = desk.registry.own_state(group.master)
@@ -339,7 +341,7 @@ async def _cancel_sync(desk: Desk, words: Words) -> Plan:
 
 
 async def _plan_filling(desk: Desk, words: Words, plan: Callable[..., Plan]) -> Plan:
-    """The slave itself says which filling is meant; its master, whether its copy counts."""
+    """The slave names its fill; its master reports whether its copy counts."""
     group = desk.find_group(words["brokerGroup"])
     try:
         slave = slave_at(group, words["host"])
@@ -379,7 +381,7 @@ async def _remove_broker(desk: Desk, words: Words) -> Plan:
 
 
 async def _asked_first(desk: Desk, group: Group | None, plan: Callable[[], Awaitable[Plan]]) -> Plan:
-    """Plan; but before a refusal, ask the brokers: one that counts as running may have stopped this moment."""
+    """Return the plan; before a refusal, check the brokers: one that counts as running may have just stopped."""
     made = await plan()
     if made.reasons and group is not None and await desk.notice_stopped(group.brokers):
         return await plan()
@@ -387,8 +389,9 @@ async def _asked_first(desk: Desk, group: Group | None, plan: Callable[[], Await
 
 
 async def _plan_swap(desk: Desk, words: Words) -> Plan:
-    """What SwapRoles would do. Whether the slave catches up in time shows only when it is tried, and, if it beats at
-    another metaserver, whether its clock is right."""
+    """Plan SwapRoles. Only the attempt shows whether the slave catches up in time and, if it sends heartbeats to
+    another metaserver, whether its clock is right.
+    """
     try:
         group, slave = desk.swaps.ready(words["brokerGroup"], words["to"])
     except OperatorError as refusal:
@@ -413,7 +416,7 @@ async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
 
 
 async def _plan_failover(desk: Desk, words: Words) -> Plan:
-    """Which slave is chosen shows when they promise: one that has more by then."""
+    """The slave is chosen when the slaves promise: the one with most by then."""
 
     async def plan() -> Plan:
         try:
@@ -476,7 +479,7 @@ async def _replica_status(desk: Desk, words: Words) -> Any:
 
 
 async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
-    acknowledged = await _acknowledged(desk, group)  # first, so that no copy is behind it because time goes by
+    acknowledged = await _acknowledged(desk, group)  # first, so that no copy is behind it merely by timing
     replicas = await asyncio.gather(*(_replica(desk, broker) for broker in group.brokers))
     asked = [replica for replica in replicas if replica["reachable"]]
     ends, chains = [replica["logEnd"] for replica in asked], {replica["chain"] for replica in asked}
@@ -488,7 +491,7 @@ async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
         "readonlySubjects": desk.registry.directory.readonly_subjects(group.name),
         "minCopies": group.min_copies,
         "syncMode": group.sync_mode,
-        # Chains of different ends say nothing.
+        # Chains of different ends cannot be compared.
         "equal": len(chains) == 1 if every and len(set(ends)) == 1 else None,
         "lagBytes": max(ends[0] - min(ends[1:]), 0) if every else None,
         "acknowledged": acknowledged,
@@ -497,7 +500,7 @@ async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
 
 
 async def _acknowledged(desk: Desk, group: Group) -> int | None:
-    """Up to where anything is remembered to be acknowledged; None: nobody can say while the database is away."""
+    """Return the remembered acknowledged point, or None while the database is away."""
     try:
         points = await desk.registry.points_of(group.name, must_be_read=True)
     except DatabaseAway:
@@ -506,7 +509,7 @@ async def _acknowledged(desk: Desk, group: Group) -> int | None:
 
 
 async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:
-    """What the broker says now; when it does not answer, what its last heartbeat said, or nulls."""
+    """Return the broker's current state; without an answer, that of its last heartbeat, or nulls."""
     state, reachable, error = desk.registry.state(broker), False, ""
     if not broker.control_port:
         error = "it never registered"

@@ -1,4 +1,4 @@
-"""Shell. Clients of all metaservers: each knows its own, and is asked for the others."""
+"""Shell. Clients of all metaservers: each metaserver has its own, and asks the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Hub(Protocol):
-    """What is known of the clients of this metaserver."""
+    """Clients of this metaserver."""
 
     def old_routes(self, group: str, subject: str) -> Counts: ...
 
@@ -35,11 +35,11 @@ class Hub(Protocol):
 
 
 class Clients:
-    """Created by main.
+    """Directory of the installation's clients. Made by main.
 
     Args:
-        others: the other metaservers that are alive.
-        token: the cluster's.
+        others: the other metaservers that are up.
+        token: the installation's key.
     """
 
     def __init__(self, hub: Hub, others: Callable[[], Iterable[MetaserverRow]], *, token: str, timeout_ms: int) -> None:
@@ -61,7 +61,7 @@ class Clients:
     async def connected(
         self, *, subject: str, app: str, limit: int, here: bool
     ) -> tuple[list[dict[str, object]], tuple[str, ...]]:
-        """Return clients that are connected, and the metaservers that did not name theirs."""
+        """Return the connected clients, and the metaservers without an answer."""
         chosen = [
             client for client in self._hub.clients() if subject in ("", *client.subjects) and app in ("", client.app)
         ]
@@ -96,7 +96,7 @@ class Clients:
             return answer
 
     def _fetch(self, row: MetaserverRow, words: dict[str, str]) -> list[dict[str, object]]:
-        """Ask another metaserver for its own clients."""
+        """Return another metaserver's own clients."""
         address = row.http_address.removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=self._timeout_s)
         headers = {"X-Api-Token": self._token, "Content-Type": "application/x-www-form-urlencoded"}

@@ -28,15 +28,15 @@ from qmq.rights import CONSUME, PRODUCE
 from qmq.subjects import DEAD_LETTER, is_dead_letter_subject, real_subject
 
 EXPIRED_DROP, EXPIRED_DEAD_LETTER = "drop", "deadLetter"
-"""What becomes of messages that expire."""
+"""Fates of expired messages."""
 REFUSE, DROP_OLDEST = "refuse", "dropOldest"
-"""What happens when as many messages wait as may."""
+"""Effects of a full backlog."""
 
 
 def switch_consumers(directory: Directory, routes: Routes, rule: Offline, *, offline: bool) -> Plan:
     """Switch consumers off or on.
 
-    Switching all consumers of a subject and group on ends the rules for single ones too, as QMQ does it.
+    Switching on all consumers of a subject and group also ends the rules for single ones, as in QMQ.
     """
     route = routes.get(real_subject(rule.subject))
     ended = [] if offline else sorted(other for other in directory.offline if _covers(rule, other))
@@ -62,13 +62,13 @@ def offline_json(rule: Offline) -> dict[str, str]:
 
 
 def limit(directory: Directory, routes: Routes, after: OperatorLimits) -> Plan:
-    """Put limits in the place of those of the same subject and consumer group."""
+    """Replace the limits of a subject and consumer group."""
     before, others = limits_of(directory, after.key), [one for one in directory.limits if one.key != after.key]
     to = after.dead_letters_to if after.dead_letters_to != before.dead_letters_to else ""
     if to and (reasons := why_not([*others, after], routes, after)):
         return refused(*reasons)
     route = routes.get(real_subject(after.subject))
-    # Else two could make a circle, or one undo what the other set beside it.
+    # Without this, two changes could form a circle, or undo each other.
     changes: tuple[Change, ...] = (DecidedOn(directory.version), SetLimits(after), *wider_routes([after], routes))
     return Plan(
         changes if after != before else (),
@@ -100,12 +100,12 @@ def limits_json(limits: OperatorLimits) -> dict[str, Any]:
 
 
 def _covers(wide: Offline, narrow: Offline) -> bool:
-    """Whether a rule is about the same subject and group as another, and at least the same consumers."""
+    """Return whether a rule has the same subject and group as another, and at least its consumers."""
     return wide[:2] == narrow[:2] and wide.consumer in (ALL_SUBJECTS, narrow.consumer)
 
 
 def _includes(wide: Offline, narrow: Offline) -> bool:
-    """Whether all that one rule switches off is switched off by the other, too."""
+    """Return whether a rule switches off everything that the other one does."""
     return all(part in (ALL_SUBJECTS, other) for part, other in zip(wide, narrow, strict=True))
 
 
@@ -121,7 +121,7 @@ _WITH_VALUE = ("sequence", "time")
 
 
 async def _plan_reset(desk: Desk, words: Words) -> Plan:
-    """Ask every broker concerned what the reset would do there; one that refuses, or does not answer, refuses all."""
+    """Plan a reset on every broker concerned; one refusal, or one missing answer, refuses all."""
     subject, consumer_group = words["subject"], words["group"]
     try:
         to = _target(words)
@@ -150,7 +150,7 @@ async def _plan_reset(desk: Desk, words: Words) -> Plan:
 
 
 async def _carry_out_reset(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    """Give the orders. Nothing is done that is not written down: the row comes first, what became of it second."""
+    """Carry out the reset. The audit row is written first, the outcome second."""
     try:
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
@@ -161,7 +161,7 @@ async def _carry_out_reset(desk: Desk, words: Words, plan: Plan, audit: AuditRow
     result = "done" if not failed else "partly done" if done else "failed"
     try:
         await desk.registry.change((), replace(audit, after=after, result=result))
-    except QmqError as error:  # the brokers have done it, and the first row says that it was begun
+    except QmqError as error:  # the brokers have done it, and the first row records the beginning
         log.warning("end of ResetOffset not recorded subject=%s reason=%s", words["subject"], error)
     data = {**plan.data, "brokerGroups": {name: _reset_json(answer) for name, answer in done.items()}}
     if not failed:
@@ -181,8 +181,9 @@ async def _carry_out_reset(desk: Desk, words: Words, plan: Plan, audit: AuditRow
 async def _reset(
     desk: Desk, groups: Iterable[Group], words: Words, to: str, *, dry_run: bool
 ) -> tuple[dict[str, pb.ResetOffsetAnswer], dict[str, tuple[str, bool]]]:
-    """Order, or try, a reset on the masters of these groups; return what was done, and what failed: why, and whether
-    it may be done all the same."""
+    """Order or try a reset on the masters of these groups; return the results, and for each failure the reason and
+    whether it may have been done.
+    """
     subject, consumer_group, value = words["subject"], words["group"], words.number("value")
     asked, key = list(groups), (subject, consumer_group)
     rows = await desk.database.read(lambda repository: repository.consumer_groups([key]))
@@ -218,7 +219,7 @@ async def _reset_one(desk: Desk, group: Group, request: pb.ResetOffsetRequest) -
 
 
 def _target(words: Words) -> str:
-    """Where to: QMQ's code, or our word for it."""
+    """Return the target: QMQ's code, or our word."""
     to = _QMQ_CODES.get(words["code"], "")
     if words["to"] and to and words["to"] != to:
         raise OperatorError(f"code {words['code']} means {to}, and to says {words['to']}; give one of them")
@@ -231,7 +232,7 @@ def _target(words: Words) -> str:
 
 
 def groups_of_subject(desk: Desk, subject: str, only: str) -> list[Group]:
-    """The broker groups of a subject's route; `only`: this one of them. Raises OperatorError."""
+    """Return the broker groups of a subject's route, or only the named one. Raises OperatorError."""
     route = desk.registry.routes.get(real_subject(subject))
     if route is None or not route.groups:
         raise OperatorError(f"{subject} has no route, so no consumer group either")
@@ -241,7 +242,7 @@ def groups_of_subject(desk: Desk, subject: str, only: str) -> list[Group]:
 
 
 def _place(position: int, *, skipped: int = 0, repeated: int = 0) -> dict[str, int]:
-    """Where a group is, and what it does not get, or gets again, because it came there."""
+    """Return a position, and the messages skipped or repeated by moving there."""
     return {"position": position, "skipped": skipped, "repeated": repeated}
 
 
@@ -265,7 +266,7 @@ async def _consumers(desk: Desk, words: Words) -> Any:
 
 
 async def _lag(desk: Desk, words: Words) -> Any:
-    """Sum up over broker groups: what people ask first."""
+    """Sum the progress over broker groups."""
     rows, unasked = await _progress(desk, words, behind_max=words.number("limit"))
     now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
     for name, row in rows:

@@ -31,8 +31,9 @@ from qmq.outbox.table import table_name
 
 SQLITE = "sqlite"
 PORTS = {"mmm": 3306, "mysql": 3306, "mariadb": 3306, "postgresql": 5432, SQLITE: 1}
-"""Type of a database -> its server's usual port. `mmm` is QMQ's word for MySQL. A file has no server; with a host all
-the same, as older registrations have one, the port is a part of its name."""
+"""Usual port by type of database. `mmm` is QMQ's word for MySQL. A file has no server; older registrations with a host
+keep the port as a part of their name.
+"""
 
 
 async def _add(desk: Desk, words: Words) -> Plan:
@@ -41,7 +42,7 @@ async def _add(desk: Desk, words: Words) -> Plan:
         _check(words)
         stored = desk.vault.encrypt(words["password"]) if words["password"] else ""
         table = table_name(words["table"])
-        checked(datasource_config, {"url": url})  # made of parts that are legal each for itself
+        checked(datasource_config, {"url": url})  # its parts were checked one by one
     except (OperatorError, InvalidRequest) as refusal:
         return refused(str(refusal))
     if len(stored) > LONG_NAME_CHARS_MAX:
@@ -78,7 +79,7 @@ async def _find(desk: Desk, url: str) -> DataSource | None:
 
 
 def _url(words: Words) -> str:
-    """Return the name of a database: type://host:port/database, of SQLite also type:///path."""
+    """Return the name of a database: type://host:port/database; for SQLite also type:///path."""
     kind, server = words["type"], ""
     if kind != SQLITE or words["host"]:
         server = f"{words['host']}:{words.number('port') or PORTS.get(kind, 0)}"
@@ -86,7 +87,7 @@ def _url(words: Words) -> str:
 
 
 def _check(words: Words) -> None:
-    """Check that the words say where the database is; raises InvalidRequest."""
+    """Check that the words locate a database; raises InvalidRequest."""
     if (kind := words["type"]) not in PORTS:
         raise InvalidRequest(f"type {kind!r} is none of {', '.join(PORTS)}")
     if kind == SQLITE:
@@ -106,12 +107,12 @@ async def _watchdogs(desk: Desk, words: Words) -> Any:
 log = logging.getLogger("qmq.metaserver")
 
 PARKED_ALONE = 999_999_999
-"""No waiting row is older, in seconds: the plan shows parked rows."""
+"""Older than any waiting row, in seconds: the plan shows parked rows only."""
 SHOWN_MAX = 20
 
 
 async def _stuck(desk: Desk, words: Words) -> Any:
-    """Ask each room's watchdog; a room without an active one, or whose watchdog is silent, is named."""
+    """List the stuck rows of each room's watchdog, and the rooms without an active or answering one."""
     rows = [row for row in await _rooms(desk) if words["room"] in ("", _room(row))]
     asked = {name: words[name] for name in ("database", "older", "limit")}
     results = await together([_caught(desk, row, asked) for row in rows])
@@ -157,7 +158,7 @@ async def _plan_retry(desk: Desk, words: Words) -> Plan:
 
 
 async def _carry_out_retry(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    """The row of the trail comes first, what became of it second."""
+    """Carry out the retry. The audit row is written first, the outcome second."""
     address = await _active(desk, words)
     try:
         await desk.registry.change((), replace(audit, result="begun"))
@@ -173,7 +174,7 @@ async def _carry_out_retry(desk: Desk, words: Words, plan: Plan, audit: AuditRow
     problems = {one["database"]: one["problem"] for one in found if "problem" in one}
     data = {"retried": retried, "notAsked": problems}
     await _record(desk, replace(audit, after=data, result="partly done" if problems else "done"))
-    if problems:  # of a database that was too slow, it is unknown
+    if problems:  # a slow database's outcome is unknown
         text = "; ".join(f"{url}: {why}" for url, why in problems.items())
         raise PartlyDone(f"not of every database: {text}. OutboxStuck tells what is parked still", data)
     return data
@@ -182,7 +183,7 @@ async def _carry_out_retry(desk: Desk, words: Words, plan: Plan, audit: AuditRow
 async def _record(desk: Desk, audit: AuditRow) -> None:
     try:
         await desk.registry.change((), audit)
-    except QmqError as error:  # the watchdog has done it, and the first row says that it was begun
+    except QmqError as error:  # the watchdog has done it, and the first row records the beginning
         log.warning("end of OutboxRetry not recorded reason=%s", error)
 
 
@@ -209,17 +210,17 @@ def _room(row: LeaseRow) -> str:
 
 
 ANSWER_S = 25.0
-"""A watchdog gives a database 20 s."""
+"""A watchdog allows a database 20 s."""
 ANSWER_BYTES_MAX = 16 << 20
 ASKED_AT_ONCE = 8
-"""Threads of our own: a watchdog that stands still must not take those of others."""
+"""A pool of its own: a hanging watchdog must not block other threads."""
 
 
 class Watchdogs:
-    """Created by main; called from the loop.
+    """Calls to active watchdogs. Made by main; called from the loop.
 
     Args:
-        token: the key of the installation, with which a watchdog does what it is told.
+        token: the installation's key, which authorises orders to a watchdog.
     """
 
     def __init__(self, token: str) -> None:
@@ -227,11 +228,11 @@ class Watchdogs:
         self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, "watchdogs")
 
     async def ask(self, address: str, path: str, words: Mapping[str, Any], *, changes: bool = False) -> Any:
-        """Return what a watchdog answers, read from JSON.
+        """Return a watchdog's answer, parsed from JSON.
 
         Raises:
-            OperatorError: it refuses. NotServed: it did not answer; nothing was changed.
-            OutcomeUnknown: as NotServed, of what `changes`; it may have done it.
+            OperatorError: it refuses. NotServed: no answer; nothing was changed.
+            OutcomeUnknown: no answer to a call that `changes`; it may have been carried out.
         """
         query = urlencode({name: value for name, value in words.items() if value != ""})
         method = "POST" if changes else "GET"

@@ -1,4 +1,4 @@
-"""Shell. Actions on delayed messages: how many pend, which, and what is not to be sent after all."""
+"""Shell. Actions on delayed messages: statistics, lists, schedules, cancellation."""
 
 from __future__ import annotations
 
@@ -131,7 +131,9 @@ async def _plan_cancel(desk: Desk, words: Words) -> Plan:
 
 
 async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    """Ask every group: a message lies in one of them. The row comes first, what became of it second."""
+    """Send the order to every group, since a message is in one of them. The audit row is written first, the outcome
+    second.
+    """
     try:
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
@@ -146,10 +148,10 @@ async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRo
     result = "done" if not failed else "partly done" if answers else "failed"
     try:
         await desk.registry.change((), replace(audit, after=outcomes, result=result))
-    except QmqError as error:  # the delay servers have done it, and the first row says that it was begun
+    except QmqError as error:  # the delay servers have done it, and the first row records the beginning
         log.warning("end of CancelDelayed not recorded subject=%s reason=%s", words["subject"], error)
     data = {"subject": words["subject"], **outcomes, "unasked": failed}
-    if failed and (keys or UNKNOWN in outcomes["ids"].values()):  # of an id there is one message, of a key maybe many
+    if failed and (keys or UNKNOWN in outcomes["ids"].values()):  # an id means one message, a key maybe many
         text = "; ".join(f"{name}: {why}" for name, why in failed.items())
         raise PartlyDone(
             f"not every group of delay servers answered: {text}. Repeat it, that changes nothing else", data
@@ -158,7 +160,7 @@ async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRo
 
 
 def _together(names: list[str], answers: Iterable[Iterable[str]]) -> dict[str, str]:
-    """The fate of each message: that which any group told for certain."""
+    """Return the fate of each message, as reported with certainty by any group."""
     told = [list(answer) for answer in answers]
     fates = {}
     for place, name in enumerate(names):
@@ -179,7 +181,7 @@ def _groups(desk: Desk, words: Words) -> list[Group]:
 async def _ask_all(
     desk: Desk, words: Words, ask: Callable[[Broker], Awaitable[A]]
 ) -> tuple[dict[str, A], dict[str, str]]:
-    """Ask the masters of the delay groups; return their answers, and who did not answer why."""
+    """Ask the masters of the delay groups; return the answers, and for each missing one the reason."""
 
     async def one(group: Group) -> A | QmqError:
         try:

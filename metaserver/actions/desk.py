@@ -36,7 +36,9 @@ MAKE_KEY = 'python -c "from cryptography.fernet import Fernet; print(Fernet.gene
 
 
 class Vault:
-    """Made by main from the setting `password_keys`; the first key encrypts, every key decrypts."""
+    """Cipher for database passwords. Made by main from the setting `password_keys`; the first key encrypts, every key
+    decrypts.
+    """
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._fernet = MultiFernet([Fernet(key) for key in keys]) if keys else None
@@ -46,7 +48,7 @@ class Vault:
         return self._fernet is not None
 
     def encrypt(self, secret: str) -> str:
-        """Return what may be stored. Raises OperatorError without a key."""
+        """Return the encrypted secret. Raises OperatorError without a key."""
         if self._fernet is None:
             raise OperatorError(
                 "no key to encrypt passwords with: give all metaservers the same one in the setting password_keys, or "
@@ -55,7 +57,7 @@ class Vault:
         return self._fernet.encrypt(secret.encode()).decode()
 
     def decrypt(self, stored: str) -> str:
-        """Return the secret. Raises OperatorError when none of the keys made it."""
+        """Return the secret. Raises OperatorError if no key fits."""
         if self._fernet is None:
             raise OperatorError("no key to decrypt passwords with: the setting password_keys is empty")
         try:
@@ -67,15 +69,15 @@ class Vault:
 
 
 ASKED_AT_ONCE = 64
-"""Brokers or metaservers; each question is a connection."""
+"""Limit for brokers or metaservers; each call is a connection."""
 CLIENTS_MAX = 100_000
 ROUTES_AT_ONCE = 1_000
-"""About a millisecond's work; a thread would only begin after several, as it has to wait for the loop's."""
+"""About a millisecond's work; a thread would wait for several to begin."""
 NOTICE_S, NOTICE_PAUSE_S = 1.5, 0.05
-"""A broker that does not answer may have died this moment: so long, until its stream is seen to have ended."""
+"""Wait after a broker's missing answer, until its stream is seen to end: it may have just died."""
 
 DELAYED = "delayed"
-"""In place of a consumer group: what is not due yet."""
+"""In place of a consumer group: messages that are not due yet."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -91,14 +93,14 @@ class DatabasePort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OldRoutes:
-    """Clients that still use an older route than the one a change made."""
+    """Clients with a route older than a change."""
 
     producers: int = 0
     consumers: int = 0
     watchers: int = 0
-    """Clients that watch a route with the group at all."""
+    """Clients that watch a route with the group."""
     unasked: tuple[str, ...] = ()
-    """Metaservers that did not answer."""
+    """Metaservers without an answer."""
 
 
 class ClientsPort(Protocol):
@@ -119,7 +121,7 @@ class WatchdogsPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """Created by main, once. All methods are called from the loop."""
+    """Everything that actions use. Made by main, once. All methods are called from the loop."""
 
     registry: Registry
     database: DatabasePort
@@ -130,12 +132,12 @@ class Desk:
     vault: Vault
     watchdogs: WatchdogsPort
     bad_rows: Callable[[], int] = lambda: 0
-    """How many rows of the database make no sense."""
+    """Number of invalid database rows."""
     refusals: Callable[[], Mapping[str, str]] = dict
-    """Tokens whose clients are refused routes for a bound at present, and why."""
+    """Tokens whose clients are refused routes because of a limit, with the reason."""
     version: str = ""
     own_id: str = ""
-    """This metaserver's."""
+    """Id of this metaserver."""
 
     def find_group(self, name: str) -> Group:
         group = self.registry.directory.groups.get(name)
@@ -148,16 +150,16 @@ class Desk:
         return group is not None and self.registry.is_writable(group)
 
     async def on_all_routes(self, work: Callable[[dict[str, Route]], R]) -> R:
-        """Run `work` on a copy of all routes, on a thread: there may be 100,000, and the loop must go on."""
+        """Run `work` on a copy of all routes, on a thread: 100,000 routes would block the loop."""
         return await asyncio.to_thread(work, dict(self.registry.routes))
 
     async def on_routes_of(self, groups: Iterable[str], work: Callable[[dict[str, Route]], R]) -> R:
-        """Run `work` on the routes that list one of these groups; as `on_all_routes`, if they are many."""
+        """Run `work` on the routes with one of these groups; on a thread if they are many."""
         routes = self.registry.routes_of(groups)
         return work(routes) if len(routes) <= ROUTES_AT_ONCE else await asyncio.to_thread(work, routes)
 
     async def blast(self, plan: Plan) -> Blast:
-        """Count whom a plan reaches."""
+        """Return the subjects, groups and clients that a plan affects."""
         clients, unasked = await (self._all_clients() if plan.everything else self._clients_of(plan))
         return Blast(
             subjects=tuple(await asyncio.to_thread(sorted, plan.subjects)),
@@ -178,10 +180,10 @@ class Desk:
         return max((count.watchers for count in counts), default=0), tuple(sorted(unasked))
 
     async def contents(self, name: str, subject: str) -> Contents:
-        """Ask what a broker group still holds for the consumer groups of a subject, or of all."""
+        """Return the messages that a broker group still holds for the consumer groups of a subject, or of all."""
         group = self.registry.directory.groups.get(name)
         if group is None or not any(broker.incarnation for broker in group.brokers):
-            return Contents()  # nobody ever served there
+            return Contents()  # no master ever served there
         if group.kind == DELAY:
             return await self._delayed(group)
         try:
@@ -197,7 +199,7 @@ class Desk:
         return Contents(tuple(left))
 
     async def _delayed(self, group: Group) -> Contents:
-        """What a group of delay servers still has to send, whosever it is."""
+        """Return the messages that a group of delay servers still has to send, of all owners."""
         try:
             stats = await self.brokers.delay_stats(self.master_of(group), pb.DelayStatsRequest())
         except QmqError as error:
@@ -219,10 +221,10 @@ class Desk:
         known: Iterable[ConsumerGroupRow] = (),
         known_of: str = "",
     ) -> pb.ConsumersAnswer:
-        """Ask the master of a group how far its consumer groups are.
+        """Ask the master of a group for the progress of its consumer groups.
 
         Args:
-            known: consumer groups that count where they have no position; all of the subject `known_of` if it is given.
+            known: consumer groups that count without a position; all of the subject `known_of` if it is given.
         """
         expected = expected_at(known, self.registry.routes, group.name, real_subject(known_of))
         messages = [
@@ -234,7 +236,7 @@ class Desk:
         )
 
     async def notice_stopped(self, brokers: Iterable[Broker]) -> bool:
-        """Ask brokers that count as running whether they are; return whether one of them turned out not to be."""
+        """Check brokers that count as running; return whether one of them is down."""
         running = [broker for broker in brokers if self.registry.may_be_up(broker)]
         answers = await together([self._answers(broker) for broker in running])
         silent = [broker for broker, answered in zip(running, answers, strict=True) if not answered]
@@ -249,7 +251,7 @@ class Desk:
         except NotServed:
             return False
         except OperatorError:
-            pass  # it only does not know our token, say
+            pass  # it may reject our token only, for example
         return True
 
     def master_of(self, group: Group) -> Broker:
@@ -262,7 +264,7 @@ class Desk:
     async def ask_all(
         self, groups: Iterable[Group], subject: str = "", consumer_group: str = "", *, behind_max: int = 0
     ) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
-        """Ask the masters of many groups at once; return the answers, and who did not answer why."""
+        """Ask the masters of many groups at once; return the answers, and for each missing one the reason."""
         asked, answers, failed = sorted(groups, key=lambda group: group.name), {}, {}
         known = await _caught(self.consumer_groups(subject))
         if isinstance(known, QmqError):
@@ -287,7 +289,7 @@ class Desk:
 
 
 async def together(questions: Sequence[Awaitable[R]]) -> list[R]:
-    """Ask many at once, but not all of thousands; return the answers in order."""
+    """Run many calls with a limit on their number at once; return the answers in order."""
     slots = asyncio.Semaphore(ASKED_AT_ONCE)
 
     async def ask(question: Awaitable[R]) -> R:
@@ -298,7 +300,7 @@ async def together(questions: Sequence[Awaitable[R]]) -> list[R]:
 
 
 async def _caught(question: Awaitable[R]) -> R | QmqError:
-    """The answer, or why there is none."""
+    """Return the answer, or the error."""
     try:
         return await question
     except QmqError as error:
@@ -306,40 +308,40 @@ async def _caught(question: Awaitable[R]) -> R | QmqError:
 
 
 def wall_ms() -> int:
-    """Milliseconds since 1970, for what people read."""
+    """Milliseconds since 1970, for display."""
     return time.time_ns() // 1_000_000
 
 
 Look = Callable[[Desk, Words], Awaitable[Any]]
-"""Answers a question."""
+"""Returns the data of a list."""
 LookAs = Callable[[Desk, Words, Caller], Awaitable[Any]]
-"""Answers a question whose answer depends on who asks."""
+"""Returns data that depends on the caller."""
 MakePlan = Callable[[Desk, Words], Awaitable[Plan]]
-"""Decides a change on what the registry knows now."""
+"""Decides a change on the current registry."""
 Needs = Callable[[Words], tuple[tuple[str, str], ...]]
 """Rights with their subjects, as in `Plan.needs`."""
 CarryOut = Callable[[Desk, Words, Plan, AuditRow], Awaitable[Any]]
-"""Makes a change that is more than one transaction; returns the answer's data."""
+"""Makes a change of more than one transaction; returns the answer's data."""
 Afterwards = Callable[[Desk, Words, Plan], Awaitable[Any]]
-"""Completes the answer's data once the change is stored."""
+"""Completes the answer's data after the change is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """What stands behind an action: `look` or `look_as`, or `plan` with what follows it."""
+    """Implementation of an action: `look` or `look_as`, or `plan` with its steps."""
 
     look: Look | None = None
     look_as: LookAs | None = None
     plan: MakePlan | None = None
     needs: Needs | None = None
-    """Rights that the caller has to have before a plan is made, as that asks brokers for what is his alone."""
+    """Rights needed before the plan, because the plan asks brokers for data that only the caller may see."""
     carry_out: CarryOut | None = None
     """None: the plan's changes and their audit row are stored in one transaction."""
     afterwards: Afterwards | None = None
 
 
 class PartlyDone(OutcomeUnknown):
-    """Some brokers did it, others did not, or did not say. `data` tells which."""
+    """Some brokers did it, others did not or did not answer. `data` lists them."""
 
     def __init__(self, text: str, data: Any) -> None:
         super().__init__(text)

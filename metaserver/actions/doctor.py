@@ -1,7 +1,8 @@
-"""Shell. Doctor's checks: facts, and of each whether it is as it should be. One implementation for all who show them.
+"""Shell. Doctor's checks: facts, each judged good or bad. One implementation for the tools, the API, the console and
+metrics.
 
-`tools.sh Doctor`, `/api/doctor`, console    each broker is asked
-metrics                                      of each broker, what its heartbeats said
+`tools.sh Doctor`, `/api/doctor`, console    every broker is asked
+metrics                                      last heartbeat of every broker
 
 Each cause makes one finding; a check that only follows from another one is left out:
 
@@ -35,15 +36,15 @@ from qmq.rights import Caller
 from qmq.types import MASTERS, Role
 
 FROM_A_SLAVE = frozenset({"slave_down", "slave_lag", "unfilled"})
-"""Reasons to be readonly that a master has because its slave does not answer, or is no whole copy."""
+"""Readonly reasons of a master whose slave does not answer, or is no whole copy."""
 
 Check = dict[str, Any]
 Groups = Mapping[str, Sequence[Check]]
-"""Of each broker group, the checks of its brokers."""
+"""Checks of the brokers, by broker group."""
 
 
 class CheckKind(StrEnum):
-    """What a check looks at: few words, whatever the size of the installation, so they are labels of a metric."""
+    """Object of a check: a small fixed set, so it can label a metric."""
 
     DATABASE = "database"
     MACHINE = "machine"
@@ -57,7 +58,7 @@ class CheckKind(StrEnum):
 
 
 def one_per_cause(checks: Sequence[Check]) -> list[Check]:
-    """Merge checks as `Doctor` makes them; those of brokers say among their facts whether the broker `answers`."""
+    """Merge Doctor's checks by cause; the facts of brokers tell whether the broker `answers`."""
     brokers = [check for check in checks if "answers" in check["facts"]]
     away = [check for check in brokers if not check["facts"]["answers"]]
     lacking = {check["facts"]["group"] for check in away}
@@ -126,7 +127,7 @@ def _remedy(facts: Mapping[str, Any], groups: Groups) -> str:
 
 
 def _command(facts: Mapping[str, Any], groups: Groups) -> str:
-    """What puts another broker in its place: a slave in the master's, a new one in a slave's."""
+    """Return the command that replaces a broker: a slave takes the master's place, a new broker a slave's."""
     role, group = Role[facts["role"]], facts["group"]
     others = [one["facts"] for one in groups[group] if one["facts"] is not facts]
     recover = f"qmq RecoverGroup --brokerGroup={group}"
@@ -166,19 +167,19 @@ def _name(facts: Mapping[str, Any]) -> str:
 
 
 BY_OPERATOR = "operator"
-"""A broker's reason to take no messages that is no trouble: a mark or a drain, which its group's line tells."""
+"""Readonly reason that is no trouble: a mark or a drain, which its group's line shows."""
 NOT_HEARD = "its log says why: what the metaserver says contradicts its data directory, or it does not reach it"
 REFUSALS_SHOWN = 3
 EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
 AT_ONCE = 100
-"""Brokers or groups looked at, before others have their turn: a few milliseconds."""
+"""Brokers or groups per turn of the loop: a few milliseconds."""
 
 Ask = Callable[[Broker], Awaitable[ReplicaState]]
-"""What a broker says of itself. Raises NotServed, OperatorError: why it says nothing."""
+"""Returns a broker's state. Raises NotServed, OperatorError."""
 
 
 async def _doctor(desk: Desk, words: Words, caller: Caller) -> Any:
-    """The tool asks from its own side, and puts both together."""
+    """The tool checks from its own side and combines both."""
     checks = await examine(desk, desk.brokers.replica_status)
     return {
         "version": desk.version,
@@ -190,7 +191,7 @@ async def _doctor(desk: Desk, words: Words, caller: Caller) -> Any:
 
 
 async def examine_reported(desk: Desk) -> list[Check]:
-    """All checks without a question to a broker: cheap enough to be made all day long."""
+    """Run all checks without asking a broker: cheap enough to repeat all day."""
 
     async def reported(broker: Broker) -> ReplicaState:
         state = desk.registry.state(broker)
@@ -272,7 +273,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
 
 
 def _way_out(reason: str, broker: Broker) -> str:
-    """What ends a broker's reason; a newer version may have others."""
+    """Return the remedy for a broker's readonly reason; a newer version may have others."""
     if reason == Reason.UNFILLED and broker.role == Role.SLAVE:
         return f"qmq SyncReplica --brokerGroup={broker.group} --host={broker.key} (docs/runbook.md, {reason})"
     return f"{WAY_OUT[Reason(reason)]} (docs/runbook.md, {reason})" if reason in tuple(Reason) else "see its log"
@@ -288,7 +289,7 @@ async def _groups(desk: Desk) -> list[Check]:
 
 
 def _loss(group: Group) -> Check:
-    """Messages that were acknowledged are gone, until somebody says that whoever has to know of it does."""
+    """Acknowledged messages are lost. The finding stays until an operator runs AcknowledgeLoss."""
     return _check(
         CheckKind.LOSS,
         False,
@@ -326,7 +327,7 @@ async def _tokens(desk: Desk) -> list[Check]:
     try:
         rows = await desk.database.read(lambda repository: repository.load_tokens())
     except QmqError:
-        return []  # the database's own line says it
+        return []  # the database's own line reports it
     now = wall_ms()
     ending = sorted(
         (row for row in rows if is_valid(row, now) and 0 < row.expires_ms < now + EXPIRES_SOON_MS),
@@ -373,7 +374,7 @@ async def stored_metaservers(desk: Desk) -> list[MetaserverRow]:
     try:
         return await desk.database.read(lambda repository: repository.load_metaservers())
     except NotServed:
-        return []  # then those that are alive are all that is known
+        return []  # then only the live ones are known
 
 
 HANDLERS = {"Doctor": Handler(look_as=_doctor)}

@@ -22,13 +22,13 @@ from qmq.metaserver.storage.changes import (
 
 
 def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str, *, readonly: bool) -> Plan:
-    """Keep producers of a subject, or all, away from a group; or let them use it again."""
+    """Route producers of a subject, or of all, away from a group; or end that."""
     if group not in directory.groups:
         return refused(_no_group(group))
     mark = ReadonlyMark(subject, group)
     is_set = mark in directory.marks
     is_known = subject == ALL_SUBJECTS or subject in routes or subject in directory.subjects
-    if not is_known and not is_set:  # the mark of a subject that was removed is still to be got rid of
+    if not is_known and not is_set:  # the mark of a removed subject can still be removed
         return refused(f"no subject {subject} is known; ListSubjectRoutes names them")
     change = SetMark(mark) if readonly else UnsetMark(mark)
     marked = directory.readonly_subjects(group)
@@ -46,7 +46,7 @@ def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str
 
 
 def stranded(directory: Directory, routes: Routes, group: str, subjects: Iterable[str]) -> list[str]:
-    """Subjects whose producers have nowhere to go while they keep away from `group`."""
+    """Return subjects whose producers have no other group than `group`."""
 
     def is_open(name: str, subject: str) -> bool:
         other = directory.groups.get(name)
@@ -63,7 +63,7 @@ def stranded(directory: Directory, routes: Routes, group: str, subjects: Iterabl
 
 
 def set_draining(directory: Directory, routes: Routes, group: str, *, draining: bool) -> Plan:
-    """Give a group no new subjects and no producers; or take that back."""
+    """Stop new subjects and producers of a group; or end that."""
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
@@ -74,7 +74,9 @@ def set_draining(directory: Directory, routes: Routes, group: str, *, draining: 
         what = "delayed messages" if known.kind == DELAY else "messages"
         refusals.append(f"no other group would be left to take {what}: {group} is the only one that is not drained")
     change = SetGroupState(group, draining=draining)
-    changes = (DecidedOn(directory.version), change) if draining else (change,)  # else two could drain the last two
+    changes = (
+        (DecidedOn(directory.version), change) if draining else (change,)
+    )  # else two drains could take the last two groups
     return Plan(
         changes if known.draining != draining else (),
         refusals=tuple(refusals),
@@ -87,7 +89,7 @@ def set_draining(directory: Directory, routes: Routes, group: str, *, draining: 
 
 
 def set_tag(directory: Directory, group: str, tag: str) -> Plan:
-    """Set a group's tag. Routes that exist stay; the tag counts when a subject gets its route."""
+    """Set a group's tag. Existing routes stay; the tag counts when a subject gets its route."""
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
@@ -106,7 +108,7 @@ def set_tag(directory: Directory, group: str, tag: str) -> Plan:
 
 
 def set_failover(directory: Directory, group: str, failover: str) -> Plan:
-    """Say whether a group fails over by itself; `failover` is `on`, `off` or `default`."""
+    """Turn a group's automatic failover `on`, `off` or to `default`."""
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
@@ -121,7 +123,7 @@ def set_failover(directory: Directory, group: str, failover: str) -> Plan:
 
 
 def acknowledge_loss(directory: Directory, group: str) -> Plan:
-    """Say no more that an operator accepted a loss; the audit trail keeps it."""
+    """Close an accepted loss; the audit trail keeps it."""
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
@@ -136,7 +138,7 @@ def acknowledge_loss(directory: Directory, group: str) -> Plan:
 
 
 def served(routes: Routes, group: str, subject: str) -> frozenset[str]:
-    """Subjects that a group serves: one of them, or all."""
+    """Return the subjects that a group serves: the given one, or all."""
     if subject != ALL_SUBJECTS:
         return frozenset({subject})
     return frozenset(route.subject for route in routes.values() if group in route.groups)
@@ -171,7 +173,7 @@ async def _plan_mark(desk: Desk, words: Words, *, readonly: bool) -> Plan:
 
 
 async def _on_routes(desk: Desk, subject: str, group: str, work: Callable[[Mapping[str, Route]], R]) -> R:
-    """Run `work` on the routes that a mark of this subject, or of all, concerns."""
+    """Run `work` on the routes that a mark of this subject, or of all, affects."""
     if subject == ALL_SUBJECTS:
         return await desk.on_routes_of({group}, work)
     return work(desk.registry.routes)
@@ -187,7 +189,7 @@ async def _after_mark(desk: Desk, words: Words, plan: Plan) -> Any:
 
 
 async def wait_for_old_routes(desk: Desk, group: str, subject: str, wait_ms: int) -> dict[str, Any]:
-    """Count the clients that may still use a group as writable; wait until there are none, or `wait_ms` passed."""
+    """Count the clients that may still use a group as writable; wait until there are none, or for `wait_ms`."""
     began = time.monotonic()
     counts = await desk.clients.old_routes(group, subject)
     while not _all_know(counts) and (time.monotonic() - began) * 1000 < wait_ms:
@@ -235,8 +237,9 @@ async def _plan_draining(desk: Desk, words: Words, *, draining: bool) -> Plan:
 
 
 async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:
-    """Say what is left: producers that may still send, messages that wait for consumers, dead letters, routes that name
-    the group."""
+    """Return the rest of a drain: producers that may still send, waiting messages, dead letters, routes with the
+    group.
+    """
     name = words["brokerGroup"]
     held = await wait_for_old_routes(desk, name, ALL_SUBJECTS, words.number("waitMs"))
     contents = await desk.contents(name, ALL_SUBJECTS)
@@ -275,7 +278,7 @@ async def _acknowledge_loss(desk: Desk, words: Words) -> Plan:
 
 
 async def _rates(desk: Desk, words: Words) -> Any:
-    """Of the master, since its process began; a change of roles begins anew."""
+    """Rates of the master since its process began; a change of roles begins anew."""
     group = desk.find_group(words["brokerGroup"])
     try:
         samples = (await desk.brokers.rates(desk.master_of(group))).samples

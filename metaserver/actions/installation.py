@@ -23,17 +23,17 @@ from qmq.metaserver.storage.backup import header_fault, lost_masters
 from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, RestoreAll, RevokeToken
 
 KEPT = ("api_token", "audit_trail")
-"""Tables of which rows do not make a metaserver count as used: the first admin token is there from the start."""
+"""Tables whose rows do not make a metaserver count as used: the first admin token is there from the start."""
 
 _SUBJECT = ("subject_route", "subject_info")
 _GROUP = ("broker_group", "group_name")
 
 
 def restore(backup: Any, present: Mapping[str, Any], *, forced: bool) -> Plan:
-    """Plan to put a backup in the place of everything.
+    """Plan to replace everything by a backup.
 
     Args:
-        present: what Backup would give now.
+        present: the current result of Backup.
     """
     tables = backup.get("tables") if isinstance(backup, dict) else None
     if not isinstance(tables, dict) or not all(isinstance(rows, list) for rows in tables.values()):
@@ -68,12 +68,12 @@ def adopt_database(
     *,
     keeps_memory: bool,
 ) -> Plan:
-    """Plan what becomes of a database that has lost groups.
+    """Plan for a database that has lost groups.
 
     Args:
-        lost: these groups, with the newest term that is known of each.
-        present: what Backup would give now.
-        dump_memory: makes the same of what the metaserver has in memory.
+        lost: these groups, with the newest known term of each.
+        present: the current result of Backup.
+        dump_memory: returns the same for the metaserver's memory.
     """
     if not lost:
         return refused("the database has a row of each group whose brokers are registered: there is nothing to decide")
@@ -156,7 +156,7 @@ DAY_MS = 24 * 3600 * 1000
 
 async def _add(desk: Desk, words: Words) -> Plan:
     for name in ("subjects", "groups"):
-        if words.is_given(name) and not words.names(name):  # a script's empty variables would make it unlimited
+        if words.is_given(name) and not words.names(name):  # empty variables of a script would make it unlimited
             return refused(f"{name} {words[name]!r} names none; leave it away for a token that is not limited")
     known = await desk.database.read(lambda repository: repository.load_tokens())
     try:

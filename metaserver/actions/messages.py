@@ -25,14 +25,14 @@ from qmq.rights import CONSUME, PRODUCE, REDRIVE, Caller
 from qmq.subjects import dead_letter_subject, is_derived_name, real_subject, retry_subject
 
 Place = tuple[str, dict[str, str]]
-"""A subject, and the properties that messages there have to have."""
+"""A subject, and the properties that messages there must have."""
 
 QUESTIONS_MAX = 20
-"""A broker looks for a bounded time at each question; what is rare takes several, and nobody waits for ever."""
+"""Number of requests per broker: each searches for a bounded time, so rare messages take several."""
 
 
 async def _browse(desk: Desk, words: Words, caller: Caller) -> Any:
-    """As the tools' Browse: all broker groups of the route as one list, with who did not answer."""
+    """List messages as the tools' Browse does: one list over all broker groups, with the missing answers."""
     caller.require_subject(CONSUME, words["subject"])
     groups = groups_of_subject(desk, words["subject"], words["brokerGroup"])
     for group in groups:
@@ -58,7 +58,9 @@ async def _browse(desk: Desk, words: Words, caller: Caller) -> Any:
 
 
 def _places(desk: Desk, subject: str, dead_letters_of: str) -> list[Place]:
-    """Where to look. A group's dead letters are also where an operator had them go, marked as the group's."""
+    """Return the places to read. A group's dead letters may also be in a subject chosen by an operator, marked as the
+    group's.
+    """
     if not dead_letters_of:
         return [(subject, {})]
     whose = real_subject(subject), dead_letters_of
@@ -71,7 +73,7 @@ def _places(desk: Desk, subject: str, dead_letters_of: str) -> list[Place]:
 async def _look(
     desk: Desk, group: Group, place: Place, request: pb.BrowseRequest, limit: int
 ) -> list[dict[str, Any]] | QmqError:
-    """The first `limit` messages of one broker group; or why it does not answer."""
+    """Return the first `limit` messages of one broker group, or the error."""
     request = pb.BrowseRequest.FromString(request.SerializeToString())
     request.subject = place[0]
     request.properties.update(place[1])
@@ -107,7 +109,7 @@ def _message_json(broker_group: str, message: pb.BrowsedMessage) -> dict[str, An
 log = logging.getLogger("qmq.metaserver")
 
 LOOKED_AT_MAX = 50_000
-"""A broker delivers 200,000 to one consumer before it acks: what was not chosen is held to the end."""
+"""A broker delivers 200,000 to one consumer before it acks, so messages that are not chosen are held to the end."""
 BATCH_MESSAGES_MAX = 500
 ALL = (0, 1 << 62)
 SHOWN_MAX = 20
@@ -115,7 +117,7 @@ SHOWN_MAX = 20
 
 @dataclass(slots=True)
 class _Taken:
-    """Dead letters that are ours until the end of `_taking`."""
+    """Yield dead letters that are held until the end of `_taking`."""
 
     chosen: list[tuple[DeadLetters, list[Chosen]]] = field(default_factory=list)
     looked_at: int = 0
@@ -156,7 +158,7 @@ async def _take(taken: _Taken, source: DeadLetters, choice: Choice, limit: int) 
 
 
 def _needs(words: Words) -> tuple[tuple[str, str], ...]:
-    """Whoever looks for dead letters in a subject of others gets all that lies there, to choose from."""
+    """In a subject shared with others, all messages are read to choose from."""
     named = ((CONSUME, words["from"]), (PRODUCE, words["to"]))
     own = (REDRIVE, retry_subject(words["subject"], words["group"]))
     return (own, *((right, subject) for right, subject in named if subject))
@@ -185,7 +187,7 @@ async def _plan(desk: Desk, words: Words) -> Plan:
 
 
 async def _carry_out(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    """The row of the trail comes first, what became of it second."""
+    """Carry out the move. The audit row is written first, the outcome second."""
     try:
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
@@ -201,7 +203,7 @@ async def _carry_out(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> A
     result = "done" if is_whole else "partly done" if receipt.moved or receipt.unknown else "failed"
     try:
         await desk.registry.change((), replace(audit, after=counts, result=result))
-    except QmqError as error:  # they have gone back, and the first row says that it was begun
+    except QmqError as error:  # they have gone back, and the first row records the beginning
         log.warning("end of Redrive not recorded subject=%s reason=%s", words["subject"], error)
     return _told(receipt, counts, is_whole=is_whole)
 
@@ -226,7 +228,7 @@ async def _move_all(source: DeadLetters, letters: Sequence[Chosen], receipt: Rec
 
 
 async def _move(source: DeadLetters, batch: Sequence[Chosen], receipt: Receipt) -> str:
-    """Move one batch; return why the next one need not be tried, empty: it may be."""
+    """Move one batch; return the reason to stop, or an empty text."""
     try:
         produced = await source.send_back(batch)
     except OutcomeUnknown as error:

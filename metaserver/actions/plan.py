@@ -1,4 +1,4 @@
-"""Core. What a change would do: decided on one reading of the directory, shown by `dryRun=true`, stored as a whole."""
+"""Core. Plan of a change: decided on one reading of the directory, shown by `dryRun=true`, stored as a whole."""
 
 from __future__ import annotations
 
@@ -11,54 +11,53 @@ from typing import Any
 from qmq.metaserver.storage.changes import Change
 
 LISTED_MAX = 100
-"""A preview names so many subjects at most; it always counts all."""
+"""Number of subjects named in a preview; it always counts all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One operator's change, not made yet.
 
-    A plan is pure: it follows from the directory and the routes it was decided on. What it compares (terms, versions)
-    is compared again when it is stored; if another change came first, a new plan is made.
+    A plan follows from the directory and routes that it was decided on. Terms and versions are compared again when it
+    is stored; after a conflicting change, a new plan is made.
     """
 
     changes: tuple[Change, ...] = ()
-    """Stored in one transaction. Empty: all is so already, or it is refused."""
+    """Stored in one transaction. Empty: nothing to change, or refused."""
     orders: bool = False
-    """Brokers are told to change something that the database does not hold."""
+    """Brokers are ordered to change something outside the database."""
     refusals: tuple[str, ...] = ()
-    """Why it is not done. `force` does not help against these."""
+    """Reasons against the change that `force` does not override."""
     objections: tuple[str, ...] = ()
-    """Why it should not be done; `force=true` does it all the same."""
+    """Reasons against the change that `force=true` overrides."""
     subjects: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()
     watched: frozenset[str] = frozenset()
-    """Groups whose clients it reaches, if these are not the ones of `groups`."""
+    """Groups whose clients are affected, if they differ from `groups`."""
     whole_groups: bool = False
-    """It reaches whatever `groups` serve: the runner adds their subjects."""
+    """The change affects everything that `groups` serve: the runner adds their subjects."""
     needs: tuple[tuple[str, str], ...] = ()
-    """Rights with their subjects that a token needs which is limited to some; empty: to produce to or to consume from
-    each of `subjects`."""
+    """Rights with their subjects, for limited tokens; empty: to produce to or to consume from each of `subjects`."""
     everything: bool = False
-    """It concerns the installation as a whole: a token that is limited to subjects or groups is not enough."""
+    """The action concerns the whole installation; tokens limited to subjects or groups are refused."""
     before: Any = None
     after: Any = None
     data: Any = None
-    """What is answered once it is done."""
+    """Data of the answer after the change."""
     details: dict[str, Any] = field(default_factory=dict)
-    """What a MAP answer shows beside `error`."""
+    """Shown beside `error` in a MAP answer."""
     forced: bool = False
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is refused; empty: it may be carried out."""
+        """Reasons to refuse the change; empty: it may be carried out."""
         return self.refusals if self.forced else self.refusals + self.objections
 
     @property
     def word(self) -> str:
-        """Another one if other values would be stored, or in place of others. Empty: nothing is stored.
+        """Hash of the stored values before and after. Empty: nothing is stored.
 
-        What brokers are asked to do with messages that come and go is another plan each moment, and is not compared.
+        Orders to brokers about messages that come and go differ each moment, and are not compared.
         """
         if not self.changes:
             return ""
@@ -68,13 +67,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Blast:
-    """Whom a change reaches."""
+    """Subjects, groups and clients that a change affects."""
 
     subjects: tuple[str, ...]
     groups: tuple[str, ...]
     clients: int
     unasked: tuple[str, ...] = ()
-    """Metaservers that did not say how many of their clients it reaches."""
+    """Metaservers that did not report their clients."""
 
     def __str__(self) -> str:
         text = f"{_count(self.subjects, 'subject')}, {_count(self.groups, 'group')}, {_count(self.clients, 'client')}"
@@ -82,7 +81,7 @@ class Blast:
 
 
 def preview(plan: Plan, blast: Blast) -> dict[str, Any]:
-    """The answer to `dryRun=true`."""
+    """Return the answer to `dryRun=true`."""
     return {
         "dryRun": True,
         "wouldChange": bool(plan.changes or plan.orders) and not plan.reasons,
@@ -99,7 +98,7 @@ def preview(plan: Plan, blast: Blast) -> dict[str, Any]:
 
 
 def _timeless(value: Any) -> Any:
-    """Values without the moments at which they were planned."""
+    """Return values without their planning times."""
     if isinstance(value, dict):
         return {name: _timeless(item) for name, item in value.items() if name != "updateTime"}
     return [_timeless(item) for item in value] if isinstance(value, list | tuple) else value
@@ -120,7 +119,7 @@ def _count(things: tuple[str, ...] | int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a broker group still holds for consumers of a subject."""
+    """Messages that a broker group still holds for consumers of a subject."""
 
     subject: str
     consumer_group: str
@@ -138,11 +137,11 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is known about what a broker group still holds."""
+    """Messages that a broker group still holds, as far as known."""
 
     leftovers: tuple[Leftover, ...] = ()
     unknown: str = ""
-    """Why it could not be asked."""
+    """Reason for a missing answer."""
 
     @property
     def most_first(self) -> list[Leftover]:

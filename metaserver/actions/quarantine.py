@@ -1,4 +1,4 @@
-"""Shell. Actions on what left a copy's log and is kept beside it: what is there, and clearing it."""
+"""Shell. ListQuarantine and ClearQuarantine: parts of logs that were set aside beside a copy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _part_json(part: pb.KeptPart) -> dict[str, Any]:
 
 
 async def _plan_clear(desk: Desk, words: Words) -> Plan:
-    """Evidence goes only by its name: whoever types that has seen it."""
+    """Evidence is cleared by name only, so an operator must have seen it."""
     try:
         broker = _broker_at(desk.find_group(words["brokerGroup"]), words["host"])
         answer = await desk.brokers.quarantine(broker, pb.QuarantineRequest())
@@ -79,7 +79,7 @@ async def _plan_clear(desk: Desk, words: Words) -> Plan:
 
 
 async def _carry_out_clear(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    """The row comes first: what is cleared is gone."""
+    """The audit row is written first: cleared parts are gone."""
     broker = _broker_at(desk.find_group(words["brokerGroup"]), words["host"])
     try:
         await desk.registry.change((), replace(audit, result="begun"))
@@ -90,7 +90,7 @@ async def _carry_out_clear(desk: Desk, words: Words, plan: Plan, audit: AuditRow
     cleared = [_part_json(part) for part in answer.parts]
     try:
         await desk.registry.change((), replace(audit, after={"cleared": cleared}, result="done"))
-    except QmqError as error:  # it is cleared, and the first row says that it was begun
+    except QmqError as error:  # it is cleared, and the first row records the beginning
         log.warning("end of ClearQuarantine not recorded broker=%s reason=%s", broker.key, error)
     return {"broker": str(broker.key), "bytes": sum(part["bytes"] for part in cleared), "cleared": cleared}
 

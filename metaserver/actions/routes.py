@@ -22,7 +22,7 @@ NAMED_MAX = 3
 
 
 def add_new_subject(directory: Directory, subject: str, tag: str, *, now_ms: int) -> Plan:
-    """Announce a subject. It gets its route with its first producer or consumer."""
+    """AddNewSubject: the subject gets its route with its first producer or consumer."""
     if reason := _derived(subject):
         return refused(reason)
     if known := directory.subjects.get(subject):
@@ -33,7 +33,7 @@ def add_new_subject(directory: Directory, subject: str, tag: str, *, now_ms: int
 
 
 def add_group(directory: Directory, routes: Routes, subject: str, group: str, *, now_ms: int) -> Plan:
-    """Let one more group serve a subject."""
+    """Add a group to the route of a subject."""
     route = routes.get(subject)
     reasons = [*_unusable(directory, group)]
     if route is None or not route.groups:
@@ -56,7 +56,7 @@ def add_group(directory: Directory, routes: Routes, subject: str, group: str, *,
 
 
 def extend(directory: Directory, routes: Routes, subject: str, related: str, new: str) -> Plan:
-    """Let `new` serve what `related` serves: one subject, or all of them."""
+    """Add `new` to the routes with `related`: of one subject, or of all."""
     reasons = [*_unusable(directory, new)]
     if related not in directory.groups and not any(related in route.groups for route in routes.values()):
         reasons.append(_no_group(related))
@@ -87,11 +87,11 @@ def remove_group(
     takes_messages: bool,
     forced: bool,
 ) -> Plan:
-    """Take a group out of the route of a subject, or of all.
+    """Remove a group from the route of a subject, or of all.
 
     Args:
-        contents: what the group still holds of these subjects.
-        takes_messages: whether the group's master is up and takes messages, marks aside.
+        contents: messages of these subjects that the group still holds.
+        takes_messages: whether the group's master is up and writable, apart from marks.
     """
     if subject != ALL_SUBJECTS and not has_route(routes, subject):
         return refused(_no_route(subject))
@@ -121,10 +121,10 @@ def remove_group(
 
 
 def remove_subject(routes: Routes, subject: str, *, contents: Mapping[str, Contents], users: int, forced: bool) -> Plan:
-    """Forget a subject's route. Its messages stay on the brokers until they are deleted for their age.
+    """Remove a subject's route. Its messages stay on the brokers until retention deletes them.
 
     Args:
-        contents: what each broker group of the route still holds of it.
+        contents: messages that each broker group of the route still holds.
         users: clients that are connected for it.
     """
     route = routes.get(subject)
@@ -145,9 +145,9 @@ def remove_subject(routes: Routes, subject: str, *, contents: Mapping[str, Conte
 
 
 def take_out_of_routes(directory: Directory, routes: Routes, group: str) -> tuple[list[Change], list[str]]:
-    """Changes that rid all routes of a group that is given up, and the subjects concerned.
+    """Return the changes that remove a group from all routes, and the subjects concerned.
 
-    A subject that has no other group loses its route, and gets a new one when it is asked for next.
+    A subject without another group loses its route, and gets a new one at its next use.
     """
     changes: list[Change] = []
     chosen = [route for route in routes.values() if group in route.groups]
@@ -193,7 +193,7 @@ def _chosen(routes: Routes, subject: str) -> list[Route]:
 
 
 def _others(directory: Directory, route: Route, group: str) -> list[str]:
-    """Groups that are left to serve the subject: names of groups that do not exist do not count."""
+    """Return the other existing groups that serve the subject."""
     return [name for name in route.groups if name != group and name in directory.groups]
 
 
@@ -280,7 +280,7 @@ async def _remove_group(desk: Desk, words: Words) -> Plan:
 
 
 def _none_since(desk: Desk, subject: str, group: str, *, without: str = "") -> tuple[NoRouteSince, ...]:
-    """For `*`: a route that is made or changed meanwhile may need the change too. Others come all the time."""
+    """For `*`: routes that are made or changed meanwhile may need the change too."""
     return (NoRouteSince(desk.registry.routes_version, group, without),) if subject == ALL_SUBJECTS else ()
 
 
@@ -308,7 +308,7 @@ async def _list(desk: Desk, words: Words) -> Any:
             for subject, route in routes.items()
             if subject.startswith(prefix) and subject > after and (not group or group in route.groups)
         )
-        chosen = nsmallest(limit, found) if limit else sorted(found)  # of 100,000, a page of 100 is not worth a sort
+        chosen = nsmallest(limit, found) if limit else sorted(found)  # a page of 100 out of 100,000 is not worth a sort
         return [route_json(routes[subject]) for subject in chosen]
 
     return await desk.on_all_routes(find)
@@ -328,7 +328,7 @@ async def _query(desk: Desk, words: Words) -> Any:
 
 
 def _seen(desk: Desk, route: Route, name: str) -> dict[str, Any]:
-    """One group of a route, as its clients get it."""
+    """Return one group of a route in the form that clients get."""
     directory = desk.registry.directory
     group = directory.groups.get(name)
     if group is None or group.master is None:

@@ -1,4 +1,4 @@
-"""Shell. Runs actions: checks words and rights, plans, shows the plan or stores it, settles what is unknown."""
+"""Shell. Runs actions: checks words and rights, plans, shows or stores the plan, settles unknown outcomes."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ HANDLERS: Mapping[str, Handler] = {
 }
 
 TRIES_MAX = 5
-"""A plan that lost a race is made anew so often."""
+"""Number of new plans after lost races."""
 SETTLE_TRIES, SETTLE_PAUSE_S = 10, 0.5
-"""A change of unknown outcome is looked for so often: a database that restarts is back within seconds."""
+"""Number of searches for a change of unknown outcome: a database that restarts is back within seconds."""
 REQUEST = "request"
-"""Among the recorded parameters: the number by which a row of the audit trail is found again."""
+"""Recorded parameter with the number that identifies a row of the audit trail."""
 
 
 class Actions:
-    """All actions. Created by main; called from the loop, any number at once."""
+    """All actions. Made by main; called from the loop, any number at once."""
 
     def __init__(self, desk: Desk, metrics: Metrics, handlers: Mapping[str, Handler] = HANDLERS) -> None:
         self._desk = desk
@@ -67,7 +67,7 @@ class Actions:
         self._handlers = handlers
 
     async def run(self, name: str, given: Mapping[str, str], caller: Caller) -> Answer:
-        """Carry out an action. A refusal is an answer, not an exception; so is whatever else may come in between."""
+        """Carry out an action. Refusals and failures are answers, not exceptions."""
         action = ACTIONS.get(name)
         if action is None:
             return Answer(Status.REFUSED, unknown_word("action", name, ACTIONS), code="UnknownAction")
@@ -92,7 +92,7 @@ class Actions:
         if handler.look or handler.look_as:
             if action.installation:
                 _require_everything(caller)
-            with suppress(NotServed):  # what other metaservers changed just now; else what is known
+            with suppress(NotServed):  # with the latest changes of other metaservers, if the database answers
                 await self._desk.registry.mirror.catch_up()
             return Answer(Status.DONE, data=await self._look(handler, words, caller))
         if words.flag(DRY_RUN):
@@ -122,7 +122,7 @@ class Actions:
             try:
                 data = await self._carry_out(handler, words, plan, audit)
                 break
-            except (StaleTerm, StaleVersion, StaleDirectory):  # somebody else was first: decide on what is there now
+            except (StaleTerm, StaleVersion, StaleDirectory):  # another change was first: decide again
                 if attempt == TRIES_MAX or handler.carry_out:
                     raise
         if handler.afterwards:
@@ -152,10 +152,10 @@ class Actions:
         return plan.data
 
     async def _settle(self, audit: AuditRow, error: OutcomeUnknown) -> None:
-        """Find out what became of a change: it is stored exactly if its row of the audit trail is.
+        """Look up the outcome of a change: it is stored exactly if its audit row is.
 
         Raises:
-            OperatorError: it is not stored. OutcomeUnknown: nobody can say.
+            OperatorError: it is not stored. OutcomeUnknown: the database does not answer.
         """
         request = str(audit.parameters[REQUEST])
         for _ in range(SETTLE_TRIES):
@@ -198,7 +198,7 @@ def _audit(action: Action, words: Words, caller: Caller, plan: Plan) -> AuditRow
 
 
 def _require_scope(caller: Caller, plan: Plan) -> None:
-    """Raise MissingRight unless all that a plan touches is in the scope of the caller's token."""
+    """Raise MissingRight unless the plan stays within the scope of the caller's token."""
     if plan.everything:
         _require_everything(caller)
     for group in plan.groups:

@@ -24,11 +24,11 @@ from qmq.metaserver.roles.rules import RoleChange
 from qmq.replication.readonly import explain
 
 SHOWN_MAX = 20
-"""A list of the trail shows so many of the subjects that one action changed."""
+"""Number of subjects of one change that a list of the trail shows."""
 
 
 def broker_json(broker: Broker, *, up: bool | None = None) -> dict[str, Any]:
-    """QMQ's broker; `up` None: not known, not shown."""
+    """Return QMQ's broker; `up` is left out if None."""
     shown = {
         "group": broker.group,
         "role": broker.part.name,
@@ -50,8 +50,9 @@ def group_json(
     readonly_subjects: list[str],
     copies: Sequence[tuple[Broker, bool, ReplicaState | None]] = (),
 ) -> dict[str, Any]:
-    """QMQ's broker group. `state` is what its master says, None while it is down; `copies`: each broker, whether it is
-    up, and what it said last."""
+    """Return QMQ's broker group. `state`: last report of its master, None while it is down; `copies`: each broker,
+    whether it is up, and its last report.
+    """
     return {
         "groupName": group.name,
         "master": _address(group.master),
@@ -78,7 +79,7 @@ def group_json(
 
 
 def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterable[str]) -> list[str]:
-    """Why a group takes no messages, and what ends that: a sentence each."""
+    """Return the reasons why a group takes no messages, each with its remedy."""
     told = {
         "it has no master: AddBroker or ReplaceBroker gives it one": group.master is None,
         f"its master is down or silent: start it, or Failover --brokerGroup={group.name}": group.master and not state,
@@ -94,7 +95,7 @@ def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterabl
 
 
 def _copy_json(broker: Broker, up: bool, state: ReplicaState | None, master: ReplicaState | None) -> dict[str, Any]:
-    """A copy as its last heartbeat told; `lagBytes`: how far its end is behind the master's."""
+    """Return a copy's last heartbeat; `lagBytes`: distance of its end from the master's."""
     both = state is not None and master is not None
     return {
         **broker_json(broker, up=up),
@@ -119,7 +120,7 @@ def subject_json(info: SubjectInfo) -> dict[str, Any]:
 
 
 def parts_json(row: Group | RoleChange) -> dict[str, Any]:
-    """Who is what in a group, for before and after."""
+    """Return the roles in a group, for before and after."""
     return {
         "term": row.term if isinstance(row, Group) else row.new_term,
         "master": broker_json(row.master) if row.master else None,
@@ -137,7 +138,7 @@ def state_json(state: ReplicaState | None) -> dict[str, Any]:
         "flushedEnd": state and state.flushed_end,
         "matchedEnd": state and state.matched_end,
         "highWatermark": state and state.high_watermark,
-        "chain": state and f"{state.chain:016x}",  # text: JSON readers cut numbers of 64 bits
+        "chain": state and f"{state.chain:016x}",  # text: some JSON readers round 64-bit numbers
         "writable": state and state.writable,
         "readonlyReasons": state and list(state.readonly_reasons),
         "durability": state and state.durability,
@@ -156,7 +157,7 @@ def parted_json(parted: PartedTail) -> dict[str, Any]:
 
 
 def audit_json(row: AuditRow, *, whole: bool = False) -> dict[str, Any]:
-    """A row of the trail; what many subjects were before and after is shortened, unless the whole is asked for."""
+    """Return a row of the trail; long values before and after are shortened unless `whole`."""
     return {
         "id": row.id,
         "time": row.time_ms,
@@ -179,7 +180,7 @@ def _shortened(value: Any) -> Any:
 
 
 def source_json(source: DataSource) -> dict[str, Any]:
-    """A database; its password never leaves the metaserver."""
+    """Return a database without its password, which never leaves the metaserver."""
     return {
         "url": source.url,
         "username": source.user_name,
@@ -193,7 +194,7 @@ def source_json(source: DataSource) -> dict[str, Any]:
 
 
 def watchdog_json(row: LeaseRow, *, room: str) -> dict[str, Any]:
-    """A namespace of watchdogs: which one is active, where, since how many elections."""
+    """Return a namespace of watchdogs: the active one, its address, its term."""
     return {
         "room": room,
         "active": row.node,
@@ -215,7 +216,7 @@ def metaserver_json(row: MetaserverRow, *, up: bool | None, own: bool) -> dict[s
 
 
 def as_qmq(action: Action, data: Any) -> Any:
-    """What QMQ would answer: only its fields, in its order."""
+    """Return QMQ's fields only, in QMQ's order."""
     if isinstance(data, dict) and "dryRun" in data:
         return data
     if action.qmq_data:

@@ -1,4 +1,4 @@
-"""Core. Reads what an operator typed: every word is checked before anything looks at the database."""
+"""Core. Checks the parameters of a request before the database is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBER_DIGITS_MAX = 19
 
 
 class Words(Mapping[str, str]):
-    """The checked words of one request: every parameter of the action is there, by default with its default."""
+    """Checked words of one request, with defaults for parameters that are not given."""
 
     def __init__(self, values: Mapping[str, str], given: frozenset[str]) -> None:
         self._values = values
@@ -33,7 +33,7 @@ class Words(Mapping[str, str]):
         return len(self._values)
 
     def is_given(self, name: str) -> bool:
-        """Whether the operator named it, and not empty."""
+        """Return whether the parameter was given and is not empty."""
         return name in self._given
 
     def flag(self, name: str) -> bool:
@@ -50,7 +50,7 @@ def read_words(action: Action, given: Mapping[str, str]) -> Words:
     """Check the words of a request against the parameters of its action.
 
     Raises:
-        InvalidRequest, InvalidName: names the word, what is wrong with it, and what would be right.
+        InvalidRequest, InvalidName: names the word, its fault and the remedy.
     """
     given = {name: text for name, text in given.items() if name != ACTION_WORD}
     for name in given:
@@ -66,7 +66,7 @@ def read_words(action: Action, given: Mapping[str, str]) -> Words:
 
 
 def unknown_word(what: str, word: str, known: Iterable[str]) -> str:
-    """Say that a word is not known, and which known one is near."""
+    """Return the error text for an unknown word, with the nearest known one."""
     names = list(known)
     folded = {name.lower(): name for name in names}
     near = difflib.get_close_matches(word[:100].lower(), folded, n=1)
@@ -79,7 +79,7 @@ def split_names(text: str) -> list[str]:
 
 
 def recorded(action: Action, words: Words) -> dict[str, Any]:
-    """The parameters as they may be written down: what was given, without secrets and without whole documents."""
+    """Return the parameters for the audit trail: as given, without secrets and whole documents."""
     shown = {}
     for parameter in action.all_parameters:
         if words.is_given(parameter.name) and parameter.name != IF_PLAN:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 GAP_MS_MIN = 900
-"""Two looks that are nearer to each other say nothing, and two people may look at once."""
+"""Shortest interval between readings: shorter ones give no useful rate, and two people may look at once."""
 KEPT_MS = 600_000
 KEPT_MAX = 121
 SUBJECTS_MAX = 200
 SERIES_MAX = 8
-"""So many consumer groups of a subject are kept."""
+"""Number of consumer groups kept per subject."""
 
 
 class Look(NamedTuple):
@@ -24,14 +24,14 @@ class Look(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Messages a second, since the look before, at a moment."""
+    """Messages per second since the reading before."""
 
     at_ms: int
     values: Mapping[str, float]
 
 
 def per_second(looks: Sequence[Look]) -> list[Rates]:
-    """Rates between each two looks. A counter that went down began anew: of that step, it has none."""
+    """Return the rates between readings. A counter that fell was reset, so that step has no rate."""
     rates, before = [], looks[0] if looks else None
     for look in looks[1:]:
         assert before is not None, "there is a first one"
@@ -45,16 +45,16 @@ def per_second(looks: Sequence[Look]) -> list[Rates]:
 
 
 class Looks:
-    """Counters of subjects while somebody looks at them: bounded in subjects, in series, in number and in age.
+    """Readings of subjects that are open in a console: bounded in subjects, series, number and age.
 
-    About 200 subjects of 121 looks at 9 numbers. Made by the console.
+    About 200 subjects with 121 readings of 9 numbers. Made by the console.
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, deque[Look]] = OrderedDict()
 
     def note(self, subject: str, look: Look) -> list[Look]:
-        """Keep a look; return all of the last ten minutes, the oldest first."""
+        """Store a reading; return those of the last ten minutes, the oldest first."""
         kept = self._kept.setdefault(subject, deque(maxlen=KEPT_MAX))
         self._kept.move_to_end(subject)
         while len(self._kept) > SUBJECTS_MAX:
@@ -69,15 +69,15 @@ class Looks:
 WIDTH, HEIGHT = 720, 160
 SPAN_MS_MIN = 30_000
 HOUR_MS, HOURS, STEP = 3_600_000, 24, 20
-"""A bar for each hour, so far apart."""
+"""Pixels between the hourly bars."""
 BAR_HEIGHT = 100
 
 
 def chart_of(rates: Sequence[Rates], now_ms: int) -> dict[str, Any]:
-    """The last ten minutes, or as far back as is known: of each series its name, latest value and line.
+    """Return the last ten minutes, or less if there is less: name, latest value and line of each series.
 
     Returns:
-        `most`: the value at the upper edge, a round one; `seconds`: from edge to edge; `series`; `width`, `height`.
+        `most`: value of the upper edge, a round number; `seconds`: width of the chart; `series`; `width`, `height`.
     """
     shown = [one for one in rates if one.at_ms > now_ms - KEPT_MS]
     span_ms = min(max(now_ms - shown[0].at_ms, SPAN_MS_MIN), KEPT_MS) if shown else KEPT_MS
@@ -96,7 +96,7 @@ def chart_of(rates: Sequence[Rates], now_ms: int) -> dict[str, Any]:
 
 
 def round_up(value: float) -> int:
-    """The next 1, 2 or 5 with zeros behind: an edge that people read at once."""
+    """Return the next 1, 2 or 5 times a power of ten, which makes a readable edge."""
     if value <= 1:
         return 1
     power = 10 ** math.floor(math.log10(value))
@@ -104,14 +104,14 @@ def round_up(value: float) -> int:
 
 
 def bars_of(hours: Sequence[Mapping[str, int]], now_ms: int) -> dict[str, Any]:
-    """Messages due in each hour of a day, from the hour of `now_ms` on; an hour that has none is an empty place.
+    """Return bars of messages due per hour for a day, beginning with the hour of `now_ms`.
 
     Args:
         hours: `begin`, in ms since 1970, and `messages` of hours that have some.
 
     Returns:
-        `most`: of one hour; `bars`: of each hour that has some, `x`, `y`, `height`, `begin`, `messages`; `marks`: each
-        sixth hour's `x` and `begin`.
+        `most`: highest bar; `bars`: for each hour with messages, `x`, `y`, `height`, `begin`, `messages`; `marks`: `x`
+        and `begin` of every sixth hour.
     """
     first_ms = now_ms - now_ms % HOUR_MS
     places = [((hour["begin"] - first_ms) // HOUR_MS, hour) for hour in hours]

@@ -1,4 +1,4 @@
-"""Shell. The audit's ledger as a page: how each broker group stands, and what each run said."""
+"""Shell. Page of the nightly audit: status of each broker group, and the newest runs, from the ledger."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from qmq.ledger import PROVEN, Entry, Ledger, status_of
 
 GROUPS_MAX = 100
 RUNS_MAX = 100
-"""So many runs are listed, over all groups, the newest first."""
+"""Number of runs listed over all groups, the newest first."""
 FINDINGS_MAX = 20
 LOOK_AGAIN_S = 60.0
-"""A run touches the folder after each line (`Ledger.append`); what others did to the files shows within so long. To
-look at 2,000 files, a thread gives the interpreter away 2,000 times: beside a busy loop, a page took 390 ms for it."""
+"""A run touches the folder after each line (`Ledger.append`); other edits show after this time. A stat of 2,000 files
+makes a thread give the interpreter away 2,000 times: 390 ms for a page beside a busy loop.
+"""
 
 Stamp = tuple[int, int, int]
-"""Of a file: another one after each line that was appended, or when it was put back."""
+"""Version of a file: changes with each appended line, and when it is restored."""
 
 
 class _Read(NamedTuple):
     stamp: Stamp
     status: dict[str, Any]
     runs: list[dict[str, Any]]
-    """The newest ones; empty while the group is not among those whose runs are listed."""
+    """The newest runs; empty while the group is not among the listed ones."""
 
 
 class Nights:
-    """The ledger in a directory. A group's file is read again only when it has changed, and files are looked at only
-    after a run: with thousands of groups either would take longer than the page. Made by main; `shown` is called on any
-    thread."""
+    """Ledger in a directory. Files are checked only after a run, and read again only when changed: with thousands of
+    groups either would take longer than the page. Made by main; `shown` is called on any thread.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ledger, self._lock = folder, Ledger(folder), Lock()
@@ -40,12 +41,12 @@ class Nights:
         self._touched_ns, self._look_again_s = 0, 0.0
 
     def shown(self, only: str, *, now_ms: int, there: Collection[str] | None = None) -> dict[str, Any]:
-        """Return what the page shows; raises LedgerDamaged, OSError.
+        """Return the content of the page; raises LedgerDamaged, OSError.
 
         Args:
             only: one broker group; empty: all.
-            there: the broker groups that there are; None: nobody knows. One that no run has read is not proven,
-                whatever the ledger says of others; one that was removed counts no more.
+            there: the existing broker groups, or None if unknown. A group without any run is not proven; a removed
+                group does not count.
         """
         with self._lock:
             found, known = self._refresh(), None if there is None else set(there)
@@ -68,12 +69,12 @@ class Nights:
         }
 
     def status(self, *, now_ms: int) -> list[dict[str, Any]]:
-        """Return how each group of the ledger stands; raises LedgerDamaged, OSError."""
+        """Return the status of each group in the ledger; raises LedgerDamaged, OSError."""
         with self._lock:
             return [_aged(self._read[name].status, now_ms) for name in self._refresh()]
 
     def _refresh(self) -> list[str]:
-        """Read the files that changed; return the groups that have entries."""
+        """Read the changed files; return the groups with entries."""
         if not self._folder.is_dir():
             raise FileNotFoundError(f"{self._folder} is no directory: has the audit run here, or is it mounted?")
         touched_ns = self._folder.stat().st_mtime_ns  # before the files, which a run writes first
@@ -94,7 +95,7 @@ class Nights:
         return _Read(stamp, status_of(entries, 0), []) if entries else None
 
     def _runs(self, name: str) -> list[dict[str, Any]]:
-        """The newest runs of one of the groups that were read last: no other group has one of those that are listed."""
+        """Return the newest runs of the groups read last; the other groups have none of the listed runs."""
         known = self._read[name]
         if not known.runs:
             runs = [_run_of(entry) for entry in self._ledger.newest(name, RUNS_MAX)]

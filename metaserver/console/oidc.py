@@ -35,26 +35,26 @@ from qmq.metaserver.console.sessions import ATTEMPT_MS, Attempt
 from qmq.rights import Caller, TokenRole
 
 ALGORITHMS = ["RS256", "PS256", "ES256", "EdDSA"]
-"""Signatures with a key of the provider's; neither `none` nor a shared secret."""
+"""Signatures with the provider's keys; neither `none` nor a shared secret."""
 ANSWER_S = 5.0
 ANSWER_BYTES_MAX = 1 << 20
 LEEWAY_S = 30
-"""Two machines' clocks."""
+"""Difference allowed between two machines' clocks."""
 NAME_CHARS_MAX = 60
 PREFIX = "oidc:"
-"""What the names of people who came this way begin with: no token's name has a colon."""
+"""Prefix of names from a provider; names of tokens have no colon."""
 _THREADS = ThreadPoolExecutor(4, "oidc")
-"""Of our own: nobody is logged in yet who asks, and a provider that stands still must not take those of others."""
+"""A pool of its own: callers are not logged in yet, and a hanging provider must not block other threads."""
 RANKS = (TokenRole.ADMIN, TokenRole.OPERATOR, TokenRole.VIEWER)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the settings say: which provider, who we are there, whose claims mean which role.
+    """Settings of the provider: its address, our client there, and roles by claim.
 
     Args:
-        roles: (role, value of the claim that has it).
-        roles_claim: the claim with a person's groups or roles; dots lead into objects, or are part of its name.
+        roles: (role, value of the claim that grants it).
+        roles_claim: claim with a person's groups or roles; dots lead into objects, or are part of its name.
     """
 
     issuer: str
@@ -67,15 +67,17 @@ class Wanted:
 
 
 class Provider:
-    """Made by main; used on the loop."""
+    """Client of one OpenID provider. Made by main; used on the loop."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self._used: dict[str, int] = {}
-        """States of logins that came back, until they would have ended anyway."""
+        """States of finished logins, until they expire."""
 
     async def begin(self, to: str, *, now_ms: int) -> tuple[str, Attempt]:
-        """Return the provider's address for the browser, and what has to come back with it. Raises NotServed."""
+        """Return the provider's address for the browser, and the attempt that must come back with it. Raises
+        NotServed.
+        """
         metadata = await self._metadata()
         attempt = Attempt(
             secrets.token_urlsafe(24), secrets.token_urlsafe(24), generate_token(64), to, now_ms + ATTEMPT_MS
@@ -95,10 +97,10 @@ class Provider:
         return str(address), attempt
 
     async def finish(self, query: Mapping[str, str], attempt: Attempt, *, now_ms: int) -> Caller:
-        """Say who came back from the provider.
+        """Return the caller that the provider sent back.
 
         Raises:
-            AccessError: why this is no login. NotServed: the provider does not answer as it should.
+            AccessError: the login is refused. NotServed: the provider does not answer as it should.
         """
         self._use(query["state"], attempt, now_ms)
         if query["error"]:
@@ -109,7 +111,7 @@ class Provider:
         return Caller(name_of(claims, self.wanted.name_claim), role_of(claims, self.wanted))
 
     def _use(self, state: str, attempt: Attempt, now_ms: int) -> None:
-        """A state is good once, in time, in the browser that began."""
+        """A state is valid once, in time, in the browser that began."""
         self._used = {one: until_ms for one, until_ms in self._used.items() if until_ms > now_ms}
         if not secrets.compare_digest(state.encode(), attempt.state.encode()):
             raise AccessError("this login was not begun in this browser")
@@ -169,7 +171,7 @@ class Provider:
 
 
 def role_of(claims: Mapping[str, Any], wanted: Wanted) -> TokenRole:
-    """The highest role that a person's claims have; raises AccessError."""
+    """Return the highest role among a person's claims; raises AccessError."""
     found = _claim(claims, wanted.roles_claim)
     listed = found if isinstance(found, list) else [found]
     has = {one for one in listed if isinstance(one, str)}
@@ -180,7 +182,7 @@ def role_of(claims: Mapping[str, Any], wanted: Wanted) -> TokenRole:
 
 
 def _claim(claims: object, path: str) -> Any:
-    """Find a claim. Dots lead into objects, or are part of a name (`https://x.org/roles`), which comes first."""
+    """Return a claim. A name with dots (`https://x.org/roles`) takes precedence over a path into objects."""
     if not isinstance(claims, Mapping):
         return None
     if path in claims:
@@ -192,7 +194,7 @@ def _claim(claims: object, path: str) -> Any:
 
 
 def name_of(claims: Mapping[str, Any], claim: str) -> str:
-    """How a person is called in the audit trail."""
+    """Return the person's name for the audit trail."""
     text = claims.get(claim) or claims["sub"]
     return PREFIX + re.sub(r"[^\w.@+-]", "_", str(text))[:NAME_CHARS_MAX]
 

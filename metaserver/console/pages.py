@@ -26,13 +26,13 @@ LOG_IN = "LogIn"
 
 
 class Asking:
-    """Made for one request.
+    """Questions of one request.
 
     Args:
-        caller: who is logged in; None: nobody.
-        open_lists: what QMQ lists without a token is shown without one, as the tools get it.
-        looks: what is kept of subjects that somebody looks at.
-        nights: the audit's ledger; None: nobody said where it is.
+        caller: caller that is logged in, or None.
+        open_lists: lists that QMQ answers without a token need no login.
+        looks: readings of subjects that are open in a console.
+        nights: the audit's ledger; None if its directory is not set.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Asking:
         self.looks, self.nights = looks, nights
 
     async def ask(self, name: str, words: Mapping[str, Any] | None = None) -> Answer:
-        """Run an action; empty words are left out. Nobody logged in: an answer that says so."""
+        """Run an action; empty words are left out. Without a login, the answer is a refusal."""
         action, caller = ACTIONS[name], self.caller
         if caller is None and self._open_lists and not action.needs_token:
             caller = ANYBODY
@@ -58,7 +58,7 @@ class Asking:
         return await run_within(self._actions, action, given, caller)
 
     async def ask_for(self, seconds: float, name: str, words: Mapping[str, Any] | None = None) -> Answer:
-        """As `ask`; a look that takes longer is given up, for its place on the page is not worth more."""
+        """Run an action with a time limit, for parts of a page that are not worth a longer wait."""
         try:
             async with asyncio.timeout(seconds):
                 return await self.ask(name, words)
@@ -67,13 +67,13 @@ class Asking:
 
 
 RATES_S = 1.0
-"""A page is not worth more of a silent broker's time."""
+"""Time limit for a silent broker's rates."""
 IN, OUT = "messages in", "messages out"
-"""No consumer group can be called so: they have a space."""
+"""Labels with a space, so no consumer group has the same name."""
 
 
 async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
-    """What `rates.html` shows of a broker group."""
+    """Return the values of `rates.html` for a broker group."""
     answer = await asking.ask_for(RATES_S, "Rates", {"brokerGroup": name})
     for why in (answer.data or {}).get("unasked", {}).values():
         answer = Answer(Status.WAIT, why)
@@ -86,15 +86,15 @@ async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
 
 
 async def subject_rates(asking: Asking, subject: str, group: str) -> dict[str, Any]:
-    """What `rates.html` shows of a subject."""
+    """Return the values of `rates.html` for a subject."""
     words = {"subject": subject, "group": group}
     return drawn_of_subject(asking, subject, group, await asking.ask("Consumers", words))
 
 
 def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer) -> dict[str, Any]:
-    """As `subject_rates`, of consumers that were asked for already."""
+    """Return the values of `rates.html` for a subject, from an answer of Consumers."""
     looks: list[Look] = []
-    if consumers.done and not consumers.data["unasked"]:  # a part of the sum would look like a fall
+    if consumers.done and not consumers.data["unasked"]:  # a partial sum would look like a fall
         look = Look(wall_ms(), counts_of(consumers.data["groups"]))
         looks = asking.looks.note(f"{subject} {group}", look)
     elif consumers.done:
@@ -104,7 +104,7 @@ def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer
 
 
 def counts_of(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Messages of the subject so far, and those that each consumer group is done with."""
+    """Return the messages of a subject so far, and those that each consumer group is done with."""
     ends, done = dict[str, int](), dict[str, int]()
     for row in rows:
         ends[row["brokerGroup"]] = row["nextSequence"]
@@ -113,11 +113,13 @@ def counts_of(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 NOT_HERE = frozenset({"AddToken", "AdoptDatabase"})
-"""A token's text would stand on a page; a database that lost groups is decided about where its commands are typed."""
+"""AddToken would show a secret on a page; AdoptDatabase belongs to the command line, where its effects are
+explained.
+"""
 
 
 def offered(name: str) -> Action | None:
-    """The change of this name, if the console makes it: it has no secret to type and no document to load."""
+    """Return the change of this name if the console offers it: no secret to type, no document to load."""
     action = ACTIONS.get(name)
     if action is None or not action.changes or name in NOT_HERE:
         return None
@@ -125,13 +127,13 @@ def offered(name: str) -> Action | None:
 
 
 def words_of(action: Action, given: Mapping[str, str]) -> dict[str, str]:
-    """What a form says of the action's parameters; an empty field says nothing."""
+    """Return the action's parameters from a form; empty fields are left out."""
     names = {one.name for one in action.parameters}
     return {name: text.strip() for name, text in given.items() if name in names and text.strip()}
 
 
 async def plan(asking: Asking, action: Action, words: Mapping[str, str]) -> dict[str, Any]:
-    """Ask what the change would do."""
+    """Return the plan of a change."""
     answer = await asking.ask(action.name, {**words, DRY_RUN: "true"})
     shown = answer.data if isinstance(answer.data, dict) and DRY_RUN in answer.data else None
     changed = differences(shown["before"], shown["after"]) if shown else []
@@ -139,29 +141,29 @@ async def plan(asking: Asking, action: Action, words: Mapping[str, str]) -> dict
 
 
 async def carry_out(asking: Asking, action: Action, words: Mapping[str, str], shown: str) -> Answer:
-    """Make the change, unless it is another one by now than the plan that was `shown`."""
+    """Make the change, unless its plan differs from the one that was `shown`."""
     has_details = action.parameter(DETAILS) is not None
     return await asking.ask(action.name, {**words, IF_PLAN: shown, **({DETAILS: "true"} if has_details else {})})
 
 
 Query = Mapping[str, str]
-"""What the address of the page says; what it does not say is empty."""
+"""Query string of the page; missing words are empty."""
 Ask = Callable[[Asking, Query], Awaitable[dict[str, Any]]]
 
 ROWS = 100
-"""A page shows so many groups, subjects or messages at most."""
+"""Number of groups, subjects or messages per page."""
 ASKED_MAX = 100
-"""More broker groups are asked only when somebody says so: a page that asks 2,000 takes seconds, and they answer it."""
+"""Number of broker groups asked by default: a page that asks 2,000 takes seconds."""
 DOCTOR_S = 1.0
-"""Doctor asks every broker; one that is silent takes two seconds. Its own page waits, the overview does not."""
+"""Time limit for Doctor on the overview: a silent broker takes two seconds. Doctor's own page waits."""
 
 OUTBOX_S, STUCK_S = 3.0, 30.0
-"""A database that stands still keeps its watchdog for 20 s: who asks for that one alone waits, the rest do not."""
+"""Time limit for outboxes: a hanging database keeps its watchdog for 20 s. Only the page of one database waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page: its address below /console, its title, what it asks. `in_menu`: others are reached from these."""
+    """One page: address below /console, title, questions. `in_menu`: other pages are linked from these."""
 
     path: str
     title: str
@@ -177,7 +179,7 @@ async def _overview(asking: Asking, query: Query) -> dict[str, Any]:
     rows = [row for row in groups.data or () if wanted in row["groupName"]]
     counts = {"all": len(rows), "taking": sum(row["writable"] for row in rows)}
     rows = [row for row in rows if state != "readonly" or not row["writable"]]
-    rows.sort(key=lambda row: row["writable"])  # what needs somebody comes first
+    rows.sort(key=lambda row: row["writable"])  # urgent rows come first
     return {"groups": groups, "doctor": doctor, "counts": counts, **_paged(rows, query)}
 
 
@@ -204,7 +206,7 @@ async def _subjects(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
-    """Of one subject, all consumer groups; else those that are furthest behind."""
+    """All consumer groups of one subject; else those with the largest lag."""
     subject, group = query["subject"], query["group"]
     if subject:
         words = {"subject": subject, "group": group}
@@ -225,7 +227,7 @@ async def _trail(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
-    """The ledger is a directory that nobody is asked for; who may see the trail of everything sees it."""
+    """The ledger is a directory, so no action checks the rights: callers who may see the whole trail see it."""
     if asking.caller is None or asking.caller.scope.subjects or asking.caller.scope.groups:
         return {"set": True, "trouble_of_ledger": "this needs a token for all subjects and groups", "status": []}
     if asking.nights is None:
@@ -262,7 +264,7 @@ async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
-    """What the metaserver keeps of outboxes, and their rows as the watchdogs find them."""
+    """Outboxes registered at the metaserver, and their rows as reported by the watchdogs."""
     words = {"room": query["room"], "database": query["database"], "limit": ROWS}
     seconds = STUCK_S if query["database"] else OUTBOX_S
     databases, watchdogs, stuck = await asyncio.gather(
@@ -273,7 +275,7 @@ async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 def _of_rows(databases: Iterable[dict[str, Any]], rows_max: int) -> Iterator[dict[str, Any]]:
-    """The first databases, as long as they have no more than so many rows together; a heading counts as one."""
+    """Return the first databases, limited to this number of rows together; a heading counts as one."""
     rows = 0
     for one in databases:
         if rows >= rows_max:
@@ -283,7 +285,7 @@ def _of_rows(databases: Iterable[dict[str, Any]], rows_max: int) -> Iterator[dic
 
 
 def _times(query: Query) -> tuple[int | None, int | None, str]:
-    """Read `since` and `until`; a text that is no moment is named."""
+    """Read `since` and `until`; report a text that is no moment."""
     texts = [query["since"], query["until"]]
     since, until = (moment_ms(text) if text else None for text in texts)
     wrong = [text for text, ms in zip(texts, (since, until), strict=True) if text and ms is None]
@@ -291,7 +293,7 @@ def _times(query: Query) -> tuple[int | None, int | None, str]:
 
 
 def _paged(rows: list[Any], query: Query) -> dict[str, Any]:
-    """Cut a list into pages, of which `page` says the number from 0 on."""
+    """Return one page of a list, with `page` counted from 0."""
     text = query["page"]
     page = int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 0
     begin = page * ROWS

@@ -1,7 +1,7 @@
 """Shell. `/console`: pages for people, over the same actions as `/management`, `/api/v1` and the tools.
 
-A browser shows its session in a cookie; every address but the login asks for it here, not in the guard, whose answers
-are for programs. The policy allows one script of a few lines, which renews what is drawn, and nothing inline.
+A browser sends its session in a cookie. Every address except the login checks it here, not in the guard, whose answers
+are for programs. The content policy allows one script of a few lines, which refreshes charts, and nothing inline.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ ROOT = "/console"
 COOKIE, LOGIN_COOKIE = "qmq_console", "qmq_console_login"
 FIELDS_MAX = 100
 FORM_CHARS_MAX = 4000
-"""What is longer does not fit into an address everywhere, and is lost at the login."""
+"""Longer values do not fit into every address, and would be lost at the login."""
 STATIC = {
     "console.css": "text/css; charset=utf-8",
     "console.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-"""Files of every page. Without an icon of ours a browser asks for /favicon.ico, a refusal in the log each time."""
+"""Files of every page. Without our icon, browsers request /favicon.ico, which the log reports as a refusal each
+time.
+"""
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
@@ -56,7 +58,7 @@ HEADERS = {
 
 
 class Given(dict[str, str]):
-    """What an address or a form says; what it does not say is empty."""
+    """Values of an address or a form; missing ones are empty."""
 
     def __missing__(self, name: str) -> str:
         return ""
@@ -64,7 +66,7 @@ class Given(dict[str, str]):
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One request of a browser. `caller` is None while nobody is logged in."""
+    """One request of a browser. `caller` is None before the login."""
 
     request: Request
     cookie: str
@@ -77,7 +79,7 @@ Serve = Callable[[Visit], Awaitable[Response]]
 
 
 class Console:
-    """The console of one metaserver. Made by main; `routes` are for `build_app`."""
+    """Console of one metaserver. Made by main; `routes` are for `build_app`."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class Console:
         self._looks, self._provider = Looks(), provider
 
     def routes(self) -> Iterator[Route]:
-        """All addresses of the console."""
+        """Return the routes of the console."""
         for page in PAGES:
             yield self._route("GET", page.path, self._shows(page))
         yield self._route("GET", "/login", self._ask_to_log_in)
@@ -118,7 +120,7 @@ class Console:
             yield self._route("GET", f"/{name}", self._send_static)
 
     def _route(self, method: str, path: str, serve: Serve) -> Route:
-        @open_to_all  # to the guard; who is logged in is looked up here
+        @open_to_all  # open for the guard; the session is checked here
         async def endpoint(request: Request) -> Response:
             visit = await self._visit(request)
             if method == "POST" and request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
@@ -144,7 +146,7 @@ class Console:
                 cookie = ""
         return Visit(request, cookie, caller, Given(request.query_params), _read_form(await request.body()))
 
-    # Logging in and out.
+    # Login and logout.
 
     async def _ask_to_log_in(self, visit: Visit) -> Response:
         return self._page(visit, "login.html", title="Log in", why="", next=_inside(visit.query["next"]))
@@ -184,7 +186,7 @@ class Console:
             max_age=ATTEMPT_MS // 1000,
             path=f"{ROOT}/oidc",
             httponly=True,
-            samesite="lax",  # it has to come along when the provider sends the browser back
+            samesite="lax",  # it must come along when the provider sends the browser back
             secure=visit.request.url.scheme == "https",
         )
         return response
@@ -201,7 +203,8 @@ class Console:
         except NotServed as error:
             return self._refuse_login(visit, str(error), 503)
         log.info("logged in to the console who=%s role=%s", caller.name, caller.role)
-        # A page that leads on, not a redirect: the session's cookie is not sent along on the way from another site.
+        # A page that leads on, not a redirect: on a redirect from another site, browsers do not send the session's
+        # cookie.
         page = self._page(visit, "welcome.html", title="Logged in", who=caller, to=_inside(attempt.to))
         response = self._logged_in(visit, page, cookie)
         response.delete_cookie(LOGIN_COOKIE, path=f"{ROOT}/oidc", httponly=True, samesite="lax")
@@ -237,7 +240,7 @@ class Console:
         return Asking(self._actions, visit.caller, self._looks, open_lists=self._open_lists, nights=self._nights)
 
     async def _renew_rates(self, visit: Visit) -> Response:
-        """The part of a page that its script renews."""
+        """The part of a page that its script refreshes."""
         if visit.caller is None and not self._open_lists:
             return Response(status_code=401)
         asking, query = self._asks(visit), visit.query
@@ -289,7 +292,7 @@ class Console:
         return self._page(visit, "change.html", title=action.name, action=action, words=words, step="plan", **planned)
 
     def _to_login_and_back(self, visit: Visit) -> Response:
-        """The session ended while the form was filled in: the form is there again after the login, as it was."""
+        """Show the form again after a new login: the session ended while it was filled in."""
         action = pages.offered(visit.form["action"])
         form = _link("/change", action=action.name, **pages.words_of(action, visit.form)) if action else ROOT
         return _go(_link("/login", next=form)) if len(form) <= FORM_CHARS_MAX else _go(f"{ROOT}/login")
@@ -322,19 +325,19 @@ class Console:
 
 
 def _may(caller: Caller | None, name: str) -> bool:
-    """Whether a link is worth showing: to a change that the console makes, or to what an action looks at."""
+    """Return whether a link is useful: to a change that the console offers, or to a list that the caller may see."""
     action = pages.offered(name) if ACTIONS[name].changes else ACTIONS[name]
     return caller is not None and action is not None and caller.may(action.role)
 
 
 def _link(path: str, **words: Any) -> str:
-    """An address within the console; empty words are left out."""
+    """Return an address within the console; empty words are left out."""
     text = urlencode({name: value for name, value in words.items() if value not in ("", None)})
     return f"{ROOT}{path}?{text}" if text else f"{ROOT}{path}"
 
 
 def _inside(address: str) -> str:
-    """Where to go after the login: an address of the console, as a header may have it, else its first page."""
+    """Return the page after the login: an address of the console that fits into a header, else the first page."""
     is_plain = address.isascii() and address.isprintable()
     return address if is_plain and address.startswith((f"{ROOT}/", f"{ROOT}?")) else ROOT
 

@@ -1,14 +1,14 @@
-"""Core. Who is logged in to the console: a signed cookie that names a token, and for each change a proof of the page.
+"""Core. Sessions of the console: a signed cookie that names a token, and for each change a proof of the page.
 
-    cookie   <who>.<valid until, ms since 1970>.<16 random bytes>.<HMAC of all before>
-    who      id of a token, or ~ and base64 of [name, role]: who came from an OpenID provider has no token
+    cookie   <identity>.<valid until, ms since 1970>.<16 random bytes>.<HMAC of all before>
+    identity id of a token, or ~ and base64 of [name, role] for logins through an OpenID provider
     csrf     HMAC of the cookie, in every form that changes something
-    login    <a login that was begun at the provider>.<HMAC>, in a cookie of its own
+    login    <attempt at the provider>.<HMAC>, in a cookie of its own
 
-The key comes from the installation's, so every metaserver behind a balancer reads the cookie, and none stores it. What
-the token may is looked up at each request: once it is revoked or has expired, the session is over too. Who came from a
-provider keeps the role until the session ends: nobody tells us that it changed there. A session that somebody logged
-out of is over at this metaserver for who has a copy of its cookie, too; others, and this one after a restart, read it.
+The key derives from the installation's key, so every metaserver behind a balancer reads the cookie and none stores it.
+The token's rights are looked up at each request: a revoked or expired token ends the session. A role from a provider
+holds until the session ends, because no metaserver is notified of changes there. After a logout, this metaserver
+rejects copies of the cookie; the others, and this one after a restart, accept it until it expires.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from qmq.metaserver.access import Access, RandomBytes
 from qmq.rights import Caller, TokenRole
 
 LASTS_MS = 12 * 3_600_000
-"""A shift, and its handover."""
+"""A shift and its handover."""
 COOKIE_CHARS_MAX = 500
 SEALED_CHARS_MAX = 3_000
 _PERSON = "~"
-"""No token's id begins so."""
+"""Prefix that no token's id has."""
 _NONCE_BYTES = 16
 ENDED_MAX = 10_000
-"""So many sessions that were logged out of are remembered; beyond that, the one that would last shortest is not."""
+"""Number of remembered logouts; beyond that, the session that expires first is forgotten."""
 
 
 class Sessions:
-    """Made by main.
+    """Signer and checker of sessions. Made by main.
 
     Args:
-        cluster_tokens: the installation's key; then the one before it, as long as that counts.
+        cluster_tokens: the installation's key; then the previous key while it is valid.
     """
 
     def __init__(self, access: Access, cluster_tokens: Iterable[str], random_bytes: RandomBytes) -> None:
         self._access, self._random_bytes = access, random_bytes
         self._ended: dict[str, int] = {}
-        """Of sessions that were logged out of: when they would be over by themselves, by their random bytes."""
+        """Logged-out sessions by their random bytes: when they expire."""
         self._keys = [_mac(token.encode(), "qmq console session").encode() for token in cluster_tokens if token]
 
     def begin(self, token: str, *, now_ms: int) -> str:
-        """Log in; return the cookie.
+        """Log in with a token; return the cookie.
 
         Raises:
-            AccessError: the token is not valid, or is not an operator's: it has no page to see.
+            AccessError: the token is not valid, or has no operator's role.
         """
         row = self._access.find(token, now_ms=now_ms)
         caller = self._access.caller_of(row.id, now_ms=now_ms)
@@ -61,7 +61,7 @@ class Sessions:
         return self._cookie(row.id, now_ms)
 
     def begin_without_token(self, caller: Caller, *, now_ms: int) -> str:
-        """As `begin`, for somebody whom an OpenID provider sent."""
+        """Log in a person from an OpenID provider; return the cookie."""
         caller.require_role(TokenRole.VIEWER)
         who = base64.urlsafe_b64encode(json.dumps([caller.name, caller.role], ensure_ascii=False).encode()).decode()
         return self._cookie(f"{_PERSON}{who}", now_ms)
@@ -71,7 +71,7 @@ class Sessions:
         return f"{text}.{_mac(self._keys[0], text)}"
 
     def end(self, cookie: str, *, now_ms: int) -> None:
-        """Log out of the session of this cookie, which `caller` let in."""
+        """End the session of this cookie, which `caller` uses."""
         _, until_ms, nonce, _ = cookie.split(".")
         self._ended = {other: ms for other, ms in self._ended.items() if ms > now_ms}
         if len(self._ended) >= ENDED_MAX:
@@ -79,18 +79,18 @@ class Sessions:
         self._ended[nonce] = int(until_ms)
 
     def sealed(self, attempt: str) -> str:
-        """A login that was begun, as the browser keeps it; it has no dot."""
+        """Sign an attempt for the browser; the text has no dot."""
         return f"{attempt}.{_mac(self._keys[0], f'login {attempt}')}"
 
     def unsealed(self, cookie: str) -> str:
-        """What `sealed` was given; raises AccessError."""
+        """Return the text that was signed; raises AccessError."""
         attempt, _, signature = cookie[:SEALED_CHARS_MAX].rpartition(".")
         if not self._is_signed(f"login {attempt}", signature):
             raise AccessError("this login was not begun in this browser, or is over")
         return attempt
 
     def caller(self, cookie: str, *, now_ms: int, peer: str) -> Caller:
-        """Say who shows this cookie; raises AccessError."""
+        """Return the caller of a cookie; raises AccessError."""
         text, _, signature = cookie[:COOKIE_CHARS_MAX].rpartition(".")
         if not self._is_signed(text, signature):
             raise AccessError("log in")
@@ -111,7 +111,7 @@ class Sessions:
         return caller
 
     def csrf(self, cookie: str) -> str:
-        """What a form of this session has to show."""
+        """Return the proof that forms of this session must send."""
         return _mac(self._keys[0], f"form of {cookie}")
 
     def is_csrf(self, cookie: str, shown: str) -> bool:
@@ -123,7 +123,7 @@ class Sessions:
 
 
 def _person(identity: str, peer: str) -> Caller:
-    """Read who came from a provider; raises ValueError, TypeError."""
+    """Return the caller of a provider's login; raises ValueError, TypeError."""
     name, role = json.loads(base64.urlsafe_b64decode(identity.removeprefix(_PERSON)))
     return Caller(name, TokenRole(role), peer=peer)
 
@@ -137,13 +137,13 @@ ATTEMPT_MS = 600_000
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One login that was begun; it waits in the browser, signed."""
+    """A login in progress; the browser keeps it, signed."""
 
     state: str
     nonce: str
     verifier: str
     to: str
-    """The page that was asked for."""
+    """Page to show after the login."""
     until_ms: int
 
     def text(self) -> str:
@@ -151,7 +151,7 @@ class Attempt:
 
     @staticmethod
     def of(text: str) -> Attempt:
-        """Read what `text` wrote; its signature was checked before."""
+        """Parse the result of `text`, whose signature was checked before."""
         return Attempt(**json.loads(base64.urlsafe_b64decode(text)))
 
 

@@ -1,4 +1,4 @@
-"""Core. How values read on the console's pages. Times are UTC, as in every log; all text is escaped by the template."""
+"""Core. Formats of values on the console's pages. Times are UTC, as in every log; templates escape all text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEPS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def utc(ms: Any) -> str:
-    """Milliseconds since 1970 as a moment; 0 and None: none."""
+    """Format milliseconds since 1970; 0 and None are empty."""
     if not ms:
         return NOTHING
     try:
@@ -24,7 +24,7 @@ def utc(ms: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """Two steps of a length of time: `3 h 12 min`."""
+    """Format a duration in two units: `3 h 12 min`."""
     if seconds is None:
         return NOTHING
     left, parts = max(int(seconds), 0), []
@@ -36,26 +36,26 @@ def duration(seconds: Any) -> str:
 
 
 def number(value: Any) -> str:
-    """With commas, so that ten million is seen to be that."""
+    """Format a number with commas."""
     if value is None or value == "":
         return NOTHING
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def value_of(value: Any) -> str:
-    """Any JSON value on one line."""
+    """Format any JSON value on one line."""
     if value is None or value == "":
         return NOTHING
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def without_fate(properties: Mapping[str, str]) -> dict[str, str]:
-    """The properties that a dead letter had as a message; what became of it stands in columns of its own."""
+    """Return a dead letter's original properties; its fate has columns of its own."""
     return {name: value for name, value in properties.items() if name not in FATE}
 
 
 def moment_ms(text: str) -> int | None:
-    """Read a moment as a form gives it, `2026-01-31T14:05`, in UTC; None: it is none."""
+    """Parse a form's moment, `2026-01-31T14:05`, as UTC; None if it is no moment."""
     try:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:
@@ -65,12 +65,12 @@ def moment_ms(text: str) -> int | None:
 
 
 def rate(value: float) -> str:
-    """Messages a second: small ones with a digit behind the point."""
+    """Format messages per second; small numbers with one decimal."""
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def short(value: int) -> str:
-    """A round number beside an axis: `20 k`."""
+    """Format a round number for an axis: `20 k`."""
     for size, unit in ((1_000_000, "M"), (1_000, "k")):
         if value >= size:
             return f"{value // size} {unit}"

@@ -1,4 +1,4 @@
-"""Shell. The JSON API: every operator's action at `/api/v1/<Action>`, read and described by FastAPI."""
+"""Shell. JSON API: every operator's action at `/api/v1/<Action>`, parsed and described by FastAPI."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CODES = {
     "InvalidName": errors.INVALID,
     "MissingRight": errors.MISSING_RIGHT,
 }
-"""What an action refuses for a reason that the request alone shows."""
+"""Refusals that follow from the request alone."""
 _STATUS_CODES = {Status.REFUSED: errors.REFUSED, Status.UNKNOWN: errors.UNKNOWN, Status.WAIT: errors.NOT_SERVED}
 
 
 def make_routes(app: FastAPI, actions: ActionsPort) -> list[APIRoute]:
-    """Make the routes of all actions and of the description of `app`."""
+    """Return the routes of all actions and of the OpenAPI document of `app`."""
 
     @needs(*TokenRole)
     async def document(request: Request) -> Response:
@@ -41,7 +41,7 @@ def make_routes(app: FastAPI, actions: ActionsPort) -> list[APIRoute]:
         if not action.changes:
             endpoint = _endpoint(actions, action, query_model(action), Query())
             routes.append(_action_route("GET", action, endpoint, operation_id=f"get{action.name}"))
-        if action.name == "Doctor":  # for monitoring, at an address that no version changes
+        if action.name == "Doctor":  # for monitoring, at an address without a version
             endpoint = _endpoint(actions, action, query_model(action), Query())
             routes.append(_action_route("GET", action, endpoint, operation_id="doctor", path="/api/doctor"))
         model = body_model(action)
@@ -52,7 +52,7 @@ def make_routes(app: FastAPI, actions: ActionsPort) -> list[APIRoute]:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let what FastAPI finds wrong with a request be answered as our own errors are."""
+    """Answer FastAPI's validation errors in the form of ours."""
 
     @app.exception_handler(RequestValidationError)
     async def not_as_described(request: Request, error: RequestValidationError) -> Response:
@@ -90,7 +90,7 @@ def _endpoint(actions: ActionsPort, action: Action, model: type[BaseModel], sour
 
 
 async def _once(request: Request) -> None:
-    """Refuse what FastAPI lets pass: parameters that come twice, or in the address beside a body."""
+    """Reject requests that FastAPI accepts: repeated parameters, and a query besides a body."""
     names = [name for name, _ in request.query_params.multi_items()]
     if names and request.method == "POST":
         raise Refused(errors.INVALID, "a POST has its parameters in its body, not in its address")
@@ -99,7 +99,7 @@ async def _once(request: Request) -> None:
 
 
 def _respond(answer: Answer) -> Response:
-    """Encode by hand: FastAPI would look at each of 100,000 routes twice."""
+    """Encode directly: FastAPI would walk through each of 100,000 routes twice."""
     if answer.done:
         content: dict[str, Any] = {"data": answer.data, "message": answer.message}
         return Response(to_json(content), media_type="application/json")

@@ -1,6 +1,6 @@
-"""Shell. The HTTP side of the metaserver, put together: FastAPI with each address, the guard in front of it.
+"""Shell. HTTP side of the metaserver: FastAPI with all addresses, and the guard in front of it.
 
-TLS ends before it, at nginx (docs/access.md); this port is for the machine and its neighbours.
+TLS ends at nginx (docs/access.md); this port is for the machine and its neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qmq.rights import TokenRole
 from qmq.version import VERSION
 
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
-"""What a metaserver is asked is told to nobody, whatever the environment says."""
+"""Requests are reported to no telemetry, whatever the environment sets."""
 
 
 def build_app(
@@ -39,11 +39,11 @@ def build_app(
     open_lists: bool = False,
     more: Iterable[Route] = (),
 ) -> FastAPI:
-    """Make the application.
+    """Build the application.
 
     Args:
         address: `ip:port` of the gRPC server, as others reach it.
-        more: routes of other parts; each endpoint says with `needs` whom it lets in.
+        more: further routes; each endpoint declares its roles with `needs`.
     """
     app = FastAPI(
         title="qmq metaserver",
@@ -55,7 +55,7 @@ def build_app(
     )
     app.add_middleware(Guard, access=access, refusals=refusals, limits=limits)
     api.handle_errors(app)
-    # In the order in which they are tried: what clients ask for comes first.
+    # Ordered by use: FastAPI tries routes in this order, and clients' requests are the most frequent.
     app.router.routes.extend(_own_routes(address, metrics, database_trouble, is_stopping))
     app.router.routes.extend(more)
     app.router.routes.append(management.make_route(actions, open_lists=open_lists))
@@ -82,7 +82,7 @@ def _own_routes(
 
     @open_to_all
     async def ready(request: Request) -> Response:
-        """Routes are served from memory: a metaserver without its database is needed more, not less."""
+        """Ready without the database too: routes come from memory, and are needed most then."""
         trouble = database_trouble()
         facts = {"ready": not is_stopping(), "database": not trouble} | ({"trouble": trouble} if trouble else {})
         return Response(to_json(facts), status_code=503 if is_stopping() else 200, media_type="application/json")

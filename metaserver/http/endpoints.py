@@ -21,10 +21,10 @@ from qmq.rights import Caller
 log = logging.getLogger("qmq.metaserver")
 
 GRACE_MS = 1000
-"""Added to what an action may take, so that its own answer comes first."""
+"""Added to the time limit of an action, so that its own answer comes first."""
 
 _going_on: set[asyncio.Task[Answer]] = set()
-"""Changes whose caller does not wait any more: a task that nobody holds would be thrown away."""
+"""Changes whose caller has left; asyncio would drop tasks without a reference."""
 
 
 class ActionsPort(Protocol):
@@ -34,7 +34,7 @@ class ActionsPort(Protocol):
 
 
 async def run_within(actions: ActionsPort, action: Action, words: Mapping[str, str], caller: Caller) -> Answer:
-    """Run an action. Exceptions of it that are bugs pass."""
+    """Run an action within its time limit. Exceptions that are bugs pass through."""
     task = asyncio.create_task(actions.run(action.name, words, caller))
     limit_ms = action.wait_ms + _asked_wait_ms(words) + GRACE_MS
     try:
@@ -71,13 +71,13 @@ _TOKENS = [
     Security(APIKeyHeader(name=TOKEN_HEADER, scheme_name="token", auto_error=False)),
     Security(HTTPBearer(scheme_name="bearer", auto_error=False)),
 ]
-"""For the document: the guard has looked at the token long before."""
+"""Only for the document: the guard checks the token earlier."""
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 _ERRORS: Mapping[int | str, Any] = {
     status: {"description": code, **({"model": Error} if code == errors.UNAUTHORIZED else {"content": _ERROR})}
     for code, status in errors.STATUS.items()
 }
-"""Written as references, but for one: FastAPI makes a validator of each model, which took half of the start."""
+"""References but for one: FastAPI builds a validator for each model, which took half of the start."""
 
 
 def make_route(
@@ -96,9 +96,9 @@ def make_route(
     """Make a route.
 
     Args:
-        role: what the document names as the role that is needed.
-        content: media types of the answer, where it is no model.
-        extra: what else the document says of it.
+        role: role that the document names.
+        content: media types of the answer, if it is no model.
+        extra: further fields of the document.
     """
     is_closed = not is_open(endpoint)
     answers: dict[int | str, Any] = {**(_ERRORS if is_closed else {}), **(responses or {})}
@@ -115,14 +115,14 @@ def make_route(
         responses=answers,
         openapi_extra=said,
         dependencies=[*(_TOKENS if is_closed else ()), *dependencies],
-        # Programs that send JSON without saying so are understood: no browser can send the token by itself.
+        # JSON without a content type is accepted: no browser can send the token by itself.
         strict_content_type=False,
         **options,
     )
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, without FastAPI's own errors of status 422, which are ours of status 400."""
+    """Return the OpenAPI document without FastAPI's own 422 errors, which are answered as 400."""
     document = app.openapi()
     for operations in document["paths"].values():
         for operation in operations.values():

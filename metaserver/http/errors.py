@@ -1,8 +1,8 @@
-"""Core. Errors of the HTTP side, as one JSON object: what went wrong, in a word for programs and a sentence for people.
+"""Core. Errors of the HTTP side as one JSON object: a code for programs, a sentence for people, a remedy.
 
     {"error": {"code": "MISSING_RIGHT", "message": "token 'shop' has the role client; …", "action": "use a token …"}}
 
-Nothing of the inside is in it: no stack trace, no SQL, no path.
+Internals never appear in it: no stack trace, no SQL, no path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WHAT_TO_DO = {
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """One error, ready to be sent."""
+    """One error, ready to send."""
 
     code: str
     message: str
@@ -66,7 +66,7 @@ class HttpError:
 
 
 def to_json(content: object) -> bytes:
-    """As QMQ writes it: one line, UTF-8, a newline at the end. What is no valid Unicode is escaped."""
+    """Encode as QMQ does: one line, UTF-8, a newline at the end. Invalid Unicode is escaped."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
     try:
         return text.encode()

@@ -1,7 +1,6 @@
-"""Shell. What every HTTP request passes: a valid token with the right role, bounds of size and time.
+"""Shell. Guard of every HTTP request: a valid token with the right role, limits of size and time.
 
-A route is closed unless its endpoint says otherwise: `needs(role)` names the role, `open_to_all` and `asks_itself`
-are for the few that are different. What says nothing is refused to everybody.
+Routes are closed by default. An endpoint opens itself with `needs(role)`, `open_to_all` or `asks_itself`.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ log = logging.getLogger("qmq.metaserver")
 TOKEN_HEADER = "X-Api-Token"
 BEARER = "bearer "
 PEER_CHARS_MAX = 100
-"""A proxy is trusted to say who asks, not to say it at length."""
+"""Length limit for the peer address that a trusted proxy reports."""
 
 Endpoint = Callable[..., Awaitable[Response]]
 E = TypeVar("E", bound=Callable[..., Any])
 
 
 def needs(*roles: TokenRole) -> Callable[[E], E]:
-    """Let in who has one of these roles."""
+    """Admit callers with one of these roles."""
 
     def mark(endpoint: E) -> E:
         endpoint.roles = frozenset(roles)  # type: ignore[attr-defined]
@@ -46,13 +45,13 @@ def needs(*roles: TokenRole) -> Callable[[E], E]:
 
 
 def open_to_all(endpoint: E) -> E:
-    """Let in everybody: health, and where the metaserver is."""
+    """Admit every caller: health, and the metaserver's address."""
     endpoint.is_open = True  # type: ignore[attr-defined]
     return endpoint
 
 
 def asks_itself(endpoint: E) -> E:
-    """Let the endpoint ask for the token with `Guard.identify`: its refusals have a form of their own."""
+    """Let the endpoint call `Guard.identify`: its refusals have a form of their own."""
     endpoint.asks_itself = True  # type: ignore[attr-defined]
     return endpoint
 
@@ -62,20 +61,20 @@ def is_open(endpoint: object) -> bool:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who makes this request, which the guard let in."""
+    """Return the caller that the guard admitted."""
     caller: Caller = request.scope["qmq.caller"]
     return caller
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one request."""
+    """Limits of one request."""
 
     body_bytes_max: int
     admin_body_bytes_max: int
     """For admins, who restore backups."""
     body_timeout_ms: int
-    """For the whole body to arrive."""
+    """Time for the whole body to arrive."""
 
 
 class Refused(Exception):
@@ -87,7 +86,7 @@ class Refused(Exception):
 
 
 class Guard:
-    """The ASGI middleware that every request passes before FastAPI sees it. Added by `build_app`."""
+    """ASGI middleware in front of FastAPI. Added by `build_app`."""
 
     def __init__(self, app: ASGIApp, *, access: Access, refusals: Refusals, limits: Limits) -> None:
         self._app, self._access, self._refusals, self._limits = app, access, refusals, limits
@@ -119,7 +118,7 @@ class Guard:
                 await _send(error, scope, send)
 
     def identify(self, headers: Mapping[bytes, bytes], peer: str) -> Caller:
-        """Say who shows which token; raises AccessError."""
+        """Return the caller for a token; raises AccessError."""
         token = headers.get(TOKEN_HEADER.lower().encode(), b"")
         authorization = headers.get(b"authorization", b"")
         if not token and authorization[: len(BEARER)].lower() == BEARER.encode():
@@ -131,7 +130,7 @@ class Guard:
             raise
 
     def _let_in(self, scope: Scope) -> Caller | None:
-        """Find the route and hold the caller's role against what it needs; without a caller: anybody."""
+        """Find the route and check the caller's role; without a caller, the route must be open."""
         route, allowed = _find(scope)
         endpoint = route.endpoint if route else None
         if is_open(endpoint):
@@ -180,7 +179,7 @@ _CLOSE = {"Connection": "close"}
 
 
 def _find(scope: Scope) -> tuple[Route | None, set[str]]:
-    """The route of this path and method; else the methods that the path has."""
+    """Return the route of this path and method; else the methods of the path."""
     allowed: set[str] = set()
     for route in scope["app"].routes:
         match, _ = route.matches(scope)
@@ -200,7 +199,7 @@ def _no_route(scope: Scope, allowed: set[str]) -> Refused:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Give the application the body that was read for it."""
+    """Return a `receive` that yields the body already read."""
     given = False
 
     async def again() -> Message:

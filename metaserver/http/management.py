@@ -29,26 +29,26 @@ TEXT_TYPE = "text/plain; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """An HTTP answer; its status is always 200."""
+    """HTTP answer; its status is always 200."""
 
     text: str
     media_type: str = JSON_TYPE
 
 
 def no_such_action(name: str) -> Body:
-    """The answer when there is no action, or an unknown one. QMQ's is plain text, too."""
+    """Return the answer to a missing or unknown action; plain text, as QMQ's."""
     if not name:
         return Body("need provide action param", TEXT_TYPE)
     return Body(f"unknown action: {name[:100]}\n{unknown_word('action', name, ACTIONS)}", TEXT_TYPE)
 
 
 def refused_token(text: str) -> Body:
-    """The answer to a bad or missing token, whatever the action's style is."""
+    """Return the answer to a bad or missing token, whatever the action's style."""
     return _json(_envelope(Status.REFUSED, text, None))
 
 
 def render(action: Action, answer: Answer, given: Mapping[str, str]) -> Body:
-    """Put an answer into the style of its action."""
+    """Format an answer in the style of its action."""
     details = given.get(DETAILS, "").lower() == "true"
     if answer.done:
         data = answer.data if details else as_qmq(action, answer.data)
@@ -60,7 +60,7 @@ def render(action: Action, answer: Answer, given: Mapping[str, str]) -> Body:
         return _json(_envelope(answer.status, answer.message, data))
     if action.style is Style.MAP or (action.style is Style.RAW and action.changes):
         shown = {"error": answer.message, **answer.details}
-        if answer.status is not Status.REFUSED:  # QMQ's tools know no other; ours have to tell them apart
+        if answer.status is not Status.REFUSED:  # QMQ's tools have no other status; ours distinguish them
             shown["status"] = int(answer.status)
         return _json(shown if answer.data is None else {**shown, "data": answer.data})
     return _json(_envelope(answer.status, answer.message, answer.data))
@@ -77,7 +77,7 @@ def _json(content: Any) -> Body:
 ANYBODY = Caller("anybody", TokenRole.VIEWER)
 
 LONG_BYTES = 65_536
-"""A form of so many is read on a thread: that of a backup with 100,000 subjects takes three to nine seconds."""
+"""Forms above this size are parsed on a thread: a backup with 100,000 subjects takes three to nine seconds."""
 
 
 _FORM = {"type": "object", "required": ["action"], "properties": {"action": {"type": "string"}}}
@@ -85,7 +85,7 @@ _BODY = {"content": {"application/x-www-form-urlencoded": {"schema": _FORM}}}
 
 
 def make_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
-    """Make the route. `open_lists`: what QMQ lists without a token is listed without one."""
+    """Make the route. `open_lists`: lists that QMQ answers without a token need none."""
 
     @asks_itself
     async def manage(request: Request) -> Response:
@@ -113,7 +113,7 @@ def make_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
 
 
 async def _read_words(request: Request) -> Mapping[str, str]:
-    """Read parameters from the query string and, before it, from a form body, as QMQ's tools send them."""
+    """Return the parameters of the query string and the form body; the body takes precedence, as with QMQ's tools."""
     body = await request.body()
     form = _parse(body) if len(body) < LONG_BYTES else await asyncio.to_thread(_parse, body)
     return {**dict(request.query_params), **form}

@@ -14,13 +14,13 @@ from qmq.metaserver.actions.words import NUMBER_DIGITS_MAX, unknown_word
 from qmq.metaserver.http import errors
 
 NUMBER_MAX = 2**53
-"""Larger ones do not survive every JSON reader."""
+"""Larger integers lose digits in some JSON readers."""
 
 _FLAGS = {"true": True, "false": False}
 
 
 class ErrorBody(BaseModel):
-    """What went wrong, for programs and for people."""
+    """An error, for programs and for people."""
 
     code: Literal[tuple(sorted(errors.STATUS))]  # type: ignore[valid-type]
     message: str
@@ -29,37 +29,37 @@ class ErrorBody(BaseModel):
 
 
 class Error(BaseModel):
-    """The body of every error."""
+    """Body of every error."""
 
     error: ErrorBody
 
 
 class Done(BaseModel):
-    """The body of an action's answer."""
+    """Body of an action's answer."""
 
     data: Any
     message: str
 
 
-@cache  # making one costs milliseconds, and a process may have several metaservers
+@cache  # building a model takes milliseconds, and a process may have several metaservers
 def body_model(action: Action) -> type[BaseModel]:
-    """The JSON body of an action: of the very types that it names."""
+    """Return the model of an action's JSON body, with typed values."""
     return _model(action, action.name, is_text=False)
 
 
 @cache
 def query_model(action: Action) -> type[BaseModel]:
-    """The query of an action, whose numbers and flags are text."""
+    """Return the model of an action's query, with numbers and flags as text."""
     return _model(action, f"{action.name}Query", is_text=True)
 
 
 def words_of(given: BaseModel) -> dict[str, str]:
-    """What was given, as the words that actions read."""
+    """Return the given values as words for the action."""
     return {name: _as_text(value) for name, value in given.model_dump(exclude_unset=True).items()}
 
 
 def bounds(parameter: Parameter) -> tuple[int, int]:
-    """The least and the most that a number may be."""
+    """Return the least and the greatest value of a number."""
     return (1, 65535) if parameter.kind is Kind.PORT else (parameter.least, min(parameter.most, NUMBER_MAX))
 
 
@@ -70,7 +70,7 @@ def _model(action: Action, name: str, *, is_text: bool) -> type[BaseModel]:
 
 
 def _type(parameter: Parameter, is_text: bool) -> Any:
-    """What the rules of names forbid beyond it, the action itself refuses with a reason."""
+    """The action itself checks the rules of names, and gives the reason."""
     match parameter.kind:
         case Kind.FLAG:
             return Annotated[bool, BeforeValidator(_read_flag)] if is_text else bool
@@ -87,7 +87,7 @@ def _type(parameter: Parameter, is_text: bool) -> Any:
 def _field(parameter: Parameter) -> Any:
     if parameter.required:
         return Field(description=parameter.sent_help)
-    if not parameter.default:  # no default at all is another thing than null, which the document would name
+    if not parameter.default:  # None differs from null, which the document would name
         return Field(default_factory=lambda: None, description=parameter.sent_help)
     is_number = parameter.kind in (Kind.NUMBER, Kind.PORT)
     default = int(parameter.default) if is_number else _FLAGS.get(parameter.default, parameter.default)
@@ -95,7 +95,7 @@ def _field(parameter: Parameter) -> Any:
 
 
 def _whole(value: object) -> object:
-    """JSON knows one kind of numbers: 1.0 is a whole one."""
+    """JSON has one kind of numbers: 1.0 is an integer too."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -114,7 +114,7 @@ def _as_text(value: object) -> str:
 
 
 PROBLEMS_MAX = 5
-"""More are not told at once."""
+"""Number of problems reported at once."""
 
 BODY_WORDS = {
     "json_invalid": "the body is no JSON",
@@ -123,7 +123,7 @@ BODY_WORDS = {
 
 
 def describe(found: Sequence[Mapping[str, Any]], action: Action | None) -> str:
-    """Return one sentence about all that is wrong. `action`: whose parameters they are, if it is one's."""
+    """Return one sentence about all problems. `action`: the action with these parameters, if any."""
     missing = [str(one["loc"][1]) for one in found if one["type"] == "missing" and len(one["loc"]) > 1]
     others = [one for one in found if one["type"] != "missing" or len(one["loc"]) == 1]
     texts = [f"{', '.join(missing)}: missing"] if missing else []

@@ -1,10 +1,10 @@
-"""Shell. `GET /meta/routes`: routes for clients whose network lets no gRPC through.
+"""Shell. `GET /meta/routes`: routes for clients without gRPC.
 
     ?subject=a&subject=b&app=shop&clientId=4711&produces=true&held=a:00c0ffee00c0ffee
 
-`held` names the version of each route that the client uses, as `subject:version` with the version in hexadecimal; the
-answer has those routes alone that differ: the content of gRPC's RouteUpdate as JSON. Clients ask every few seconds.
-`kind=DELAY` asks for all groups of delay servers instead of those that the subject's route lists.
+`held` names the version of each route that the client uses: `subject:version`, the version in hexadecimal. The answer
+has the routes that differ, as the JSON of gRPC's RouteUpdate. Clients poll every few seconds. `kind=DELAY` requests all
+groups of delay servers instead of the groups of the route.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLIENT_TEXT_CHARS_MAX = 100
 
 
 def make_routes(hubs: RouteHubs) -> list[APIRoute]:
-    """The endpoint, for `build_app`."""
+    """Return the endpoint, for `build_app`."""
 
     @needs(TokenRole.CLIENT)
     async def meta_routes(
@@ -72,7 +72,7 @@ def _versions(held: Iterable[str]) -> dict[str, int]:
 
 
 def as_json(route: pb.SubjectRoute) -> dict[str, Any]:
-    """One route as the answer has it."""
+    """Return one route in the form of the answer."""
     return {
         "subject": route.subject,
         "version": f"{route.version:016x}",
