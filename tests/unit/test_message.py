@@ -1,4 +1,4 @@
-"""Core. What an application may put into a message, and how it reads it back."""
+"""Core. Content of a message, and its getters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_moment_keeps_its_milliseconds(moment):
 
 
 def test_missing_property_is_the_default():
-    """Rule: missing key. None instead of QMQ's 0 and false, which cannot be told from values."""
+    """Rule: missing key. None instead of QMQ's 0 and false, which look like values."""
     message = Message("s")
     assert [message.get_int("x"), message.get_float("x"), message.get_bool("x"), message.get_datetime("x")] == [
         None
@@ -73,7 +73,7 @@ def test_wrong_type_names_property_and_message(name):
 
 @pytest.mark.parametrize("value", [None, [1], b"bytes", datetime(2026, 1, 1)], ids=repr)
 def test_other_value_types_are_refused(value):
-    """Rule: null value. QMQ leaves the property out without a word."""
+    """Rule: null value. QMQ drops the property silently."""
     assert "message the-id: property 'x': a " in refusal(Message("s", {"x": value}))
 
 
@@ -132,7 +132,7 @@ def test_single_str_is_no_tag_set():
 
 
 def test_large_property_is_refused_with_id():
-    """Gap of QMQ: the producer takes it, and every consumer drops it without a word."""
+    """Gap of QMQ: the producer takes it, and every consumer drops it silently."""
     assert sent(Message("s", {"x": "x" * VALUE_BYTES_MAX}))["x"] == "x" * VALUE_BYTES_MAX
     for value in ("x" * 40_000, "é" * 16_384, "x" * (VALUE_BYTES_MAX + 1)):
         assert "message the-id: property 'x' has" in refusal(Message("s", {"n": 1, "x": value}))
@@ -213,7 +213,7 @@ def test_order_key_and_limit_of_retries_travel():
 
 @pytest.mark.parametrize("options", [{"order_key": ""}, {"order_key": 7}, {"order_key": "x" * 40_000}], ids=str)
 def test_an_order_key_is_a_word(options):
-    """An empty one is a mistake that would lose the order in silence."""
+    """An empty one is a mistake that would lose the order silently."""
     assert "message the-id: " in refusal(Message("s", **options))
 
 

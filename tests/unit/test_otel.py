@@ -1,4 +1,4 @@
-"""Shell. Spans over a broker in memory: one trace from producer to consumer, and every span ends."""
+"""Shell. Spans over an in-memory broker: one trace from producer to consumer, and every span ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEND, CARRY, PROCESS, ACK = "Qmq.Produce.Send", "Qmq.QueueSender.Send", "Qmq.Con
 
 
 class Spans(SpanProcessor):
-    """Keeps spans in the order of their ends, and counts those that have not ended."""
+    """Keeps ended spans in order, and counts open ones."""
 
     def __init__(self):
         self.ended, self.open = [], set()
@@ -41,7 +41,7 @@ class Spans(SpanProcessor):
 
 
 class World:
-    """A broker, a producer with spans and without, and a consumer whose listeners the test declares."""
+    """Broker, producer with and without spans, and a consumer for the test's listeners."""
 
     def __init__(self, broker, producer):
         self.broker, self.plain = broker, producer
@@ -52,7 +52,7 @@ class World:
         self.consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
 
     async def consume(self, subject="order", group="g"):
-        """Run the consumer until the group is done with all there is."""
+        """Run the consumer until the group has settled all messages."""
         running = asyncio.create_task(self.consumer.run())
         await self.broker.wait_until_consumed(subject, group)
         running.cancel()

@@ -1,4 +1,4 @@
-"""Shell. The same spans in a program without an event loop: one trace from producer to handler, and every span ends."""
+"""Shell. Spans without an event loop: one trace from producer to handler, and every span ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.test_otel import ACK, CARRY, PROCESS, SEND, Spans, is_child
 
 
 class World:
-    """A broker in memory, a producer with spans, and what to trace a consumer with."""
+    """In-memory broker, a producer with spans, and the tracing for a consumer."""
 
     def __init__(self, broker, producer):
         self.broker, self.spans = broker, Spans()

@@ -1,4 +1,4 @@
-"""Core. Texts and numbers of an application's own classes count by their value, wherever one is given."""
+"""Core. Texts and numbers of an application's own classes count by their value, in every argument."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Secret:
 
 
 class Scalar:
-    """As a number of numpy, which is no int."""
+    """Like a number of numpy, which is no int."""
 
     def __int__(self) -> int:
         return 9
@@ -107,7 +107,7 @@ def test_message_fields_are_plain_values():
 
 
 def test_names_are_made_of_values():
-    """Two consumer groups of one enumeration shared a retry subject, or had one that named none of them."""
+    """Regression: two consumer groups of one enumeration shared a retry subject."""
     assert (retry_subject(Loud("a"), Loud("b")), retry_subject(Word.A, Word.B)) == ("%RETRY%a%b",) * 2
     assert dead_letter_subject(Word.A, Word.B) == "%DEAD_RETRY%a%b"
     numbers = dict.fromkeys(("retries_max", "prefetch_messages", "prefetch_bytes", "unacked_max"), Number.NINE)

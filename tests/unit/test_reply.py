@@ -1,4 +1,4 @@
-"""Shell. Request and reply over a broker in memory: each request gets its own answer, or an error in time."""
+"""Shell. Request and reply over an in-memory broker: each request gets its own answer, or an error in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG_S = 120.0
 
 
 class Shop:
-    """A producer, a requester, and a service that answers with `answer`."""
+    """Producer, requester, and a service that answers with `answer`."""
 
     def __init__(self, broker, producer, requester):
         self.broker, self.producer, self.requester = broker, producer, requester

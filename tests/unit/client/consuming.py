@@ -1,4 +1,4 @@
-"""Shell. What tests of listeners and pullers share."""
+"""Shell. Helpers for tests of listeners and pullers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ async def cancelled(task: asyncio.Task[None]) -> None:
 
 
 def subscribes(broker: FakeBroker, subject: str = "a") -> list[dict[str, Any]]:
-    """What was asked for when `subject` was subscribed to."""
+    """Return the fields of the SUBSCRIBE for `subject`."""
     return [fields for fields in broker.subscribes if fields["subject"] == subject]
 
 
 @asynccontextmanager
 async def listening(consumer: qmq.Consumer) -> AsyncIterator[asyncio.Task[None]]:
-    """Run a consumer; at the end it is stopped, and its errors are raised."""
+    """Run a consumer; stop it at the end, and raise its errors."""
     task = asyncio.create_task(consumer.run())
     await asyncio.sleep(0)
     try:

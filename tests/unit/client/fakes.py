@@ -1,4 +1,4 @@
-"""Shell. A metaserver and brokers in memory that speak the real protocols on real sockets, and misbehave on demand."""
+"""Shell. Metaserver and brokers in memory with the real protocols on real sockets, which fail on demand."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Attempt:
 
 @dataclass
 class Subscriber:
-    """A consumer's progress in a group, kept over connections as a broker keeps it in its log."""
+    """Progress of a consumer in a group, kept over connections as in a broker's log."""
 
-    pulled: dict[int, int] = field(default_factory=dict)  # pull sequence -> sequence, un-acked
+    pulled: dict[int, int] = field(default_factory=dict)  # pull sequence -> sequence, unacked
     next_pull: int = 0
     connection: Connection | None = None
     handed_end: int = 0
@@ -70,7 +70,7 @@ class Subscriber:
 
 
 class FakeBroker:
-    """Master of one broker group. `on_produce` may answer or not for itself; returns True if it did."""
+    """Master of one broker group. `on_produce` may answer itself; it returns True if it did."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -82,7 +82,7 @@ class FakeBroker:
         self.limits = {"packet_bytes_max": 4 << 20, "message_bytes_max": 1 << 20, "window_bytes": 16 << 20}
         self.keep = True
         self.batch_bytes = 0
-        """What its answers say of the size of batches, as others produce there."""
+        """Batch size that answers advise."""
         self.connections: set[Connection] = set()
         self.subscribers: dict[tuple[str, str, str], Subscriber] = {}
         self.positions: dict[tuple[str, str], int] = {}
@@ -90,31 +90,31 @@ class FakeBroker:
         self.times: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
         self.dead: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)  # sequence, reason
         self.begins = False
-        """Whether it knows BEGIN and NOT_BEGUN, as older brokers do not."""
+        """Whether it knows BEGIN and NOT_BEGUN; older brokers do not."""
         self.suspected: set[int] = set()
-        """Sequences that a consumer had that vanished."""
+        """Sequences held by a consumer that vanished."""
         self.begun: list[int] = []
-        """Sequences that a BEGIN named."""
+        """Sequences of BEGIN requests."""
         self.passed: set[int] = set()
-        """Sequences that no consumer gets, as if a tag were asked for."""
+        """Sequences that no consumer gets, as with a tag filter."""
         self.acks: list[list[tuple[int, int]]] = []
         self.holds_acks = False
         self._held_acks: list[tuple[Connection, Packet]] = []
         self.nacks: list[commands.Nack] = []
         self.unsubscribes = 0
         self.loses_answer_to: Command | None = None
-        """This command is carried out once more, and then the connections are cut in place of the answer."""
+        """The next request of this command is carried out, and then the connections are cut instead of an answer."""
         self.subscribes: list[dict[str, object]] = []
         self.pulls: list[commands.Pull] = []
         self.ack_error: QmqError | None = None
         self.postpones = True
-        """False: as while it keeps as many messages for later as it may."""
+        """False refuses delayed retries, as at the limit."""
         self.stores_dead_letters, self.refusals = True, 0
-        """False: as while the slave is missing."""
+        """False refuses dead letters, as without a slave."""
         self.heartbeats = 0
         self.lease_ms = 10_000
         self.unacked: list[tuple[int, int]] = []
-        """What SUBSCRIBE's answer says is not settled of what the consumer was handed before."""
+        """Unsettled sequences in the answer to SUBSCRIBE."""
         self.mastership = 1
         self._subscriptions: dict[tuple[Connection, int], tuple[str, str, str]] = {}
         self._subscribed = 0
@@ -125,7 +125,7 @@ class FakeBroker:
 
     async def start(self, port: int = 0) -> None:
         loop = asyncio.get_running_loop()
-        self.port = port or free_ports(1)[0]  # one that nobody gets while it is down
+        self.port = port or free_ports(1)[0]  # one that is free while the broker is down
         self._server = await loop.create_server(self._accept, "127.0.0.1", self.port)
 
     def _accept(self) -> Connection:
@@ -134,7 +134,7 @@ class FakeBroker:
         return connection
 
     async def stop(self) -> None:
-        """Die: stop listening and cut every connection."""
+        """Stop listening and cut every connection."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -148,12 +148,12 @@ class FakeBroker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
-        """Lose every connection, but go on."""
+        """Cut every connection, and keep listening."""
         for connection in list(self.connections):
             if connection._transport is not None:
                 connection._transport.abort()
 
-    # A connection's owner.
+    # Owner of connections.
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         self.connections.add(connection)
@@ -210,7 +210,7 @@ class FakeBroker:
         connection.answer(packet, commands.encode_produced(self.store(attempt, batch)), advice)
 
     def store(self, attempt: Attempt, body: memoryview | None = None) -> commands.Produced:
-        """Store a batch once; a repeated one gets the answer of the first time."""
+        """Store a batch once; return the first answer to a repeated one."""
         key = attempt.producer, attempt.batch
         if key not in self.window:
             data = attempt.body if body is None else body
@@ -272,7 +272,7 @@ class FakeBroker:
         self.grown()
 
     def grown(self) -> None:
-        """There may be something for pulls that wait."""
+        """Answer waiting pulls if there are messages."""
         self._grown.set()
         self._grown = asyncio.Event()
 
@@ -349,7 +349,7 @@ class FakeBroker:
         return [part for piece in parts for part in piece]
 
     def _bury(self, key: tuple[str, str, str], subscriber: Subscriber) -> None:
-        """What was delivered as often as it may is a dead letter."""
+        """Make dead letters of messages at their delivery limit."""
         group, most = key[:2], subscriber.deliveries_max
         over = [one for one in self.returned[group] if most and self.times[group][one] >= most]
         for sequence in over:
@@ -363,7 +363,7 @@ class FakeBroker:
         return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), flags, times), body]
 
     def release_acks(self) -> None:
-        """Answer what waited while `holds_acks`."""
+        """Answer the acks that waited for `holds_acks`."""
         self.holds_acks = False
         held, self._held_acks = self._held_acks, []
         for connection, packet in held:
@@ -416,7 +416,7 @@ class FakeBroker:
 
     @staticmethod
     def _settle(subscriber: Subscriber, begin: int, end: int) -> list[int]:
-        """Return the sequences of what was not settled before."""
+        """Return the sequences that were not settled before."""
         if not begin < end <= subscriber.next_pull or begin >> 32 != (end - 1) >> 32:
             raise InvalidAck(f"[{begin}, {end}) was not delivered")
         return [subscriber.pulled.pop(at) for at in range(begin, end) if at in subscriber.pulled]
@@ -429,7 +429,7 @@ class FakeBroker:
             connection.answer(packet, commands.encode_acked(subscriber.acked_end))
 
     def _unsubscribe(self, connection: Connection, packet: Packet) -> None:
-        """What is given back was not begun with: it does not count as delivered."""
+        """Messages given back were not begun and do not count as delivered."""
         number = commands.decode_json(packet.body, subscription=int)["subscription"]
         key, subscriber = self._subscriber(connection, number)
         for sequence in subscriber.pulled.values():
@@ -442,7 +442,7 @@ class FakeBroker:
         self.grown()
 
     def move_to(self, other: FakeBroker) -> None:
-        """The other copy takes over: it has the same log, window and progress; this one is not master any more."""
+        """Promote the other copy, with the same log, window and progress; this one is no master any more."""
         other.subjects, other.window, other.positions = self.subjects, self.window, self.positions
         other.subscribers, other.returned, other.times = self.subscribers, self.returned, self.times
         for subscriber in self.subscribers.values():
@@ -452,7 +452,7 @@ class FakeBroker:
 
 
 class FakeDelayServer(FakeBroker):
-    """Master of one delay group: keeps messages, sends none; a test says which count as sent."""
+    """Master of one delay group: stores messages and sends none; a test sets which count as sent."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -528,12 +528,12 @@ class FakeDelayServer(FakeBroker):
 
 
 class FakeMetaserver(MetaserverServicer):
-    """Serves routes; `set_group` changes them and tells every watch, but of what differs from what it holds."""
+    """Route server; `set_group` changes routes and sends each watch the ones that differ from its versions."""
 
     def __init__(self) -> None:
         self.groups: dict[str, tuple[int, bool, int]] = {}  # port, writable, term
         self.delay_groups: dict[str, tuple[int, bool, int]] = {}
-        self.refuse: dict[str, str] = {}  # subject -> why
+        self.refuse: dict[str, str] = {}  # subject -> reason
         self.requests: list[pb.RouteRequest] = []
         self.polls: list[dict[str, list[str]]] = []
         self.updates: list[list[str]] = []
@@ -565,7 +565,7 @@ class FakeMetaserver(MetaserverServicer):
         await self._grpc.stop(None)
 
     async def block_grpc(self) -> None:
-        """From now on no gRPC gets through, only HTTP."""
+        """Block gRPC from now on; HTTP works."""
         self._wall = socket.socket()
         self._wall.bind(("127.0.0.1", 0))  # takes no connections
         await self.stop_grpc()
@@ -589,7 +589,7 @@ class FakeMetaserver(MetaserverServicer):
             event.set()
 
     def confirmed(self) -> dict[str, int]:
-        """What clients said that they use, the newest last."""
+        """Confirmed routes of clients, newest last."""
         return {subject: version for request in self.requests for subject, version in request.held.items()}
 
     def _answer_http(self, head: bytes) -> tuple[str, bytes]:
@@ -666,7 +666,7 @@ class FakeMetaserver(MetaserverServicer):
 
 
 def as_json(route: pb.SubjectRoute) -> dict[str, object]:
-    """As the answer of GET /meta/routes has it."""
+    """Return the route as in an answer of GET /meta/routes."""
     groups = [
         {
             "brokerGroup": group.broker_group,

@@ -1,4 +1,4 @@
-"""Core. A numbered batch: what an attempt proves, and that a batch which may be stored goes nowhere else."""
+"""Core. Life of a numbered batch: answers of attempts, and no second group for a possibly stored batch."""
 
 from __future__ import annotations
 

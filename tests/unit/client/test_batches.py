@@ -1,4 +1,4 @@
-"""Shell. Handlers that take lists of messages: one outcome for all, or one for each; nobody pays for a neighbour."""
+"""Shell. Handlers of lists: common and single outcomes, and no effect on neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Batches, numbers, receipts: the rules that keep a message from being stored twice."""
+"""Core. Batches, numbers, receipts: the rules against storing a message twice."""
 
 from __future__ import annotations
 

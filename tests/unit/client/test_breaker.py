@@ -1,4 +1,4 @@
-"""Core. The circuit breaker's four moves, and what counts for them."""
+"""Core. Moves of the circuit breaker."""
 
 from __future__ import annotations
 

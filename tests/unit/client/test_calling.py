@@ -1,4 +1,4 @@
-"""Shell. Functions of the application, at each place that takes one: a call runs to its end, or is an error."""
+"""Shell. Application functions: a call runs to its end, or is an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.client.test_wrong_calls import consumer, producer
 
 effects: list[str] = []
 processes: ThreadPool
-"""Has the results of multiprocessing, without its processes."""
+"""Pool with the results of multiprocessing, without its processes."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def _processes():
         yield
 
 
-# What is seen before a call.
+# Functions that are rejected before a call.
 
 
 def generator(*given: Any) -> Generator[None]:
@@ -136,7 +136,7 @@ def test_callable_kinds_are_recognised():
     assert not check_callable("a handler", wraps(generator)(lambda given: list(generator(given))))
 
 
-# What is seen in the result.
+# Results that are rejected.
 
 
 async def work(name: str) -> str:
@@ -209,7 +209,7 @@ def cancelled() -> Future[None]:
 
 
 def returning(make: Callable[[], Any]) -> dict[str, tuple[Any, list[Any]]]:
-    """Handler and filters of which one returns what `make` makes; nothing else of them has an effect."""
+    """Handler and filters, one of which returns the result of `make`; the others have no effect."""
 
     async def handler(message: Any) -> Any:
         return make()
@@ -292,7 +292,7 @@ async def test_filter_without_await_fails_the_message():
 @pytest.mark.parametrize("batch", [None, 1])
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_listener_acks_after_returned_work(is_plain, batch):
-    """In one coroutine handler and one that runs in a thread, with single messages and lists."""
+    """Coroutine handler and threaded handler, with single messages and lists."""
 
     async def fails_later(number: int) -> None:
         await asyncio.sleep(0)
@@ -375,7 +375,7 @@ async def test_master_changed_coroutines_run(caplog):
 
 
 async def test_transaction_receipt_may_be_returned(tmp_path):
-    """Waiting for it in the handler would last forever, as the commit follows the handler."""
+    """Waiting for it in the handler would deadlock: the commit follows the handler."""
 
     async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
         for statement in create_statements("sqlite"):
@@ -388,7 +388,7 @@ async def test_transaction_receipt_may_be_returned(tmp_path):
 
 @pytest.mark.parametrize("key", [None, noted, object()])
 def test_key_without_text_fails_the_message(key):
-    """The text of an object holds its address, which another object has later: that message would count as handled."""
+    """An object's text holds its address, which a later object may have: that message would count as handled."""
     message = Mock(subject="a", group="g", id="1")
     with pytest.raises(InvalidRequest, match="is a str|is empty"):
         message_key(message, lambda message: key)

@@ -1,4 +1,4 @@
-"""Shell. Retries of more than a day, or too many for a broker: what becomes of them with and without a delay group."""
+"""Shell. Retries of more than a day, or above a broker's limit, with and without a delay group."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def add(broker, **ids):
 
 
 async def test_refused_postponement_goes_to_delay_group(monkeypatch):
-    """What has an order key stays in its place, and what is due soon is not worth a copy."""
+    """A message with an order key stays in its place, and a retry that is due soon is not worth a copy."""
     monkeypatch.setattr(group_session, "RETRY_S_MAX", 0.05)
 
     async with delay_cluster("d1") as (metaserver, broker, [server]):
@@ -144,7 +144,9 @@ async def test_refused_postponement_stays_without_delay_group(monkeypatch, caplo
 
 
 async def test_a_group_that_postpones_everything_gets_everything(monkeypatch):
-    """Above the bound what it postponed stayed with its consumer, and at `unacked_max` it got nothing more."""
+    """Regression: above the limit, postponed messages stayed with their consumer, which got nothing new at
+    `unacked_max`.
+    """
     monkeypatch.setattr(group_status, "REQUEUED_RANGES_MAX", 20)
 
     async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="t") as producer:

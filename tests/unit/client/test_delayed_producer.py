@@ -1,4 +1,4 @@
-"""Shell. A producer and delay servers that lose answers, are away and refuse, over real sockets."""
+"""Shell. Producer and delay servers that lose answers, are away and refuse, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. When a message is due, which message a call means, and what the answers of several groups come to."""
+"""Core. Due time of a message, target of a call, and combined answers of several groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Messages that say when they expire: no handler gets them afterwards, and brokers are told so."""
+"""Shell. Expiring messages: no handler gets them, and brokers get a report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def now_ms() -> int:
 
 
 def fill_expiring(broker: FakeBroker, sent_s_ago: float, expires: dict[int, float], count: int = 10) -> None:
-    """Ten messages, sent so long ago; some expire so many seconds after that."""
+    """Return ten messages sent some seconds ago, some of which have expired."""
     encode = batch_encoder("a", now_ms() - int(sent_s_ago * 1000))
     for number in range(count):
         broker.add("a", encode(Message("a", {"n": number}, id=f"m{number}", expires_after=expires.get(number))))
@@ -73,7 +73,7 @@ async def test_message_expires_in_the_buffer():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The client's clock, which `clock.ahead_s` sets."""
+    """Client's clock, set by `clock.ahead_s`."""
     moved = SimpleNamespace(ahead_s=0)
     ns_now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: ns_now() + moved.ahead_s * 1_000_000_000)
@@ -122,7 +122,7 @@ async def test_most_once_message_expires_during_its_ack(clock, batch):
 
 
 def waiting(consumer: qmq.Consumer) -> int:
-    """How many messages are here that no worker has taken."""
+    """Return the number of waiting messages."""
     [subscription] = consumer._connections._subscriptions
     return sum(len(parcel.messages) - parcel.at for parcel in subscription._parcels)
 

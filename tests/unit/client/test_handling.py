@@ -1,4 +1,4 @@
-"""Shell. Filters, and handlers that block: in threads, with what surrounds them."""
+"""Shell. Filters, and blocking handlers in threads."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ async def test_endless_blocking_handler_does_not_block_exit():
 
 
 class Filter:
-    """A filter with a state of its own."""
+    """Filter with state."""
 
     async def __call__(self, message: qmq.ReceivedMessage, handle: Handle) -> None:
         await handle(message)

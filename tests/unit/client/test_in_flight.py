@@ -1,4 +1,4 @@
-"""Core. What a broker group has of a producer: numbers, what is in flight, what is repeated."""
+"""Core. Batches of one broker group: numbers, batches in flight, repeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STORED = Stored(0, 1, [])
 
 
 def lose(group):
-    """Its connection is lost: nobody answers what is in flight."""
+    """Lose the connection: no batch in flight gets an answer."""
     for batch in group.unresolved():
         if batch.life.is_in_flight:
             group.answered(batch, Unknown("lost"))

@@ -1,4 +1,4 @@
-"""Shell. The producer's own journal: what brokers stored, byte for byte, in files that stay bounded."""
+"""Shell. Producer's journal: stored messages, byte for byte, in bounded files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 async def test_journal_matches_stored_messages(tmp_path: Path) -> None:
-    """Tags and order keys give labels behind the batch, which are no part of a message."""
+    """Labels of tags and order keys follow the batch and are not part of a message."""
 
     async with cluster("g1") as (metaserver, [broker]):
         async with producer_of(metaserver, journal=qmq.Journal(tmp_path / "made", one_in=1)) as producer:
@@ -58,7 +58,7 @@ def told(first: int, *refused: tuple[int, str]) -> Result:
 
 
 def test_folder_stays_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    """Also with the files of another producer that has ended."""
+    """This includes files of another producer that has ended."""
     (tmp_path / "old-1.ndjson").write_bytes(bytes(900_000))
     journal = qmq.Journal(tmp_path, one_in=1, bytes_max=1 << 20)
     writer, batch = JournalWriter(journal, "shop"), batch_of(500)

@@ -1,4 +1,4 @@
-"""Shell. A part of the client that ends by a defect is heard of at once; one that was cancelled is not."""
+"""Shell. A failed client task is logged at once; a cancelled one is not."""
 
 from __future__ import annotations
 

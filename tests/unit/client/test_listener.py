@@ -1,4 +1,4 @@
-"""Shell. Listeners against brokers in memory, over real sockets."""
+"""Shell. Listeners against in-memory brokers, over real sockets."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_endless_handler_is_cancelled():
         assert broker.returned["a", "g"] == [0]
 
 
-# What fails.
+# Failures.
 
 
 async def test_last_failure_makes_a_dead_letter():
@@ -356,7 +356,7 @@ async def test_most_once_refused_ack_is_not_handled():
             handled.append(message.sequence)
 
         async with listening(consumer):
-            await until_async(lambda: len(broker.acks) == 1)  # of the message that came again
+            await until_async(lambda: len(broker.acks) == 1)  # of the redelivered message
         assert handled == []
 
 
@@ -424,7 +424,7 @@ async def test_exception_with_failing_repr_decides():
 
 async def test_base_exception_fails_one_message():
     class Panic(BaseException):
-        """Such as extensions in other languages raise."""
+        """Extensions in other languages raise these."""
 
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
@@ -460,7 +460,7 @@ async def test_exiting_thread_fails_one_message(raised):
 
 @pytest.mark.parametrize("rest_s", [0.01, 3600])
 async def test_worker_without_thread_retries(monkeypatch, rest_s):
-    """Where a container allows no more threads, workers that failed at once began anew at once: a core was busy."""
+    """Regression: without new threads in a container, workers failed and restarted in a busy loop."""
     attempts: list[str] = []
 
     def no_thread(name: str) -> None:
@@ -577,7 +577,7 @@ async def test_concurrency_changes_while_handlers_run():
             listener.concurrency = 7
             await until_async(lambda: len(running) == 7)
             listener.concurrency = 3
-            for _ in range(6):  # so many end at once, and two of them go on
+            for _ in range(6):  # surplus workers end at once, two go on
                 gate.release()
             await until_async(lambda: gate.locked() and len(running) == 3 and len(listener._workers) == 3)
             listener.concurrency = 4
@@ -646,7 +646,7 @@ async def test_resume_before_cancelled_handler_ends(monkeypatch):
 
 @pytest.mark.parametrize("how", ["stop", "offline"])
 async def test_short_stop_rejoins(how):
-    """Within one turn of the loop: its subscription was over, and nobody made another."""
+    """Regression: within one turn of the loop the old subscription had ended and no new one was made."""
 
     async with cluster("g1") as (metaserver, [broker]):
         consumer, handled = consumer_of(metaserver), []
@@ -823,7 +823,7 @@ async def test_exclusive_consumer_sends_its_start():
 
 @pytest.mark.parametrize("batch", [None, 5], ids=["single", "in lists"])
 async def test_self_cancelling_handler_fails_its_message(batch):
-    """Libraries cancel the task that they run in, to bound a wait. Its worker ended, and its message stayed."""
+    """Libraries cancel the current task to limit a wait. Regression: the worker ended and its message stayed."""
 
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))
@@ -846,7 +846,7 @@ async def test_self_cancelling_handler_fails_its_message(batch):
 
 @pytest.mark.parametrize("batch", [None, 1], ids=["single", "in lists"])
 async def test_self_cancelling_return_fails_no_other(batch):
-    """The cancellation came out of the next message's handler."""
+    """Regression: the cancellation was raised in the next message's handler."""
 
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(3))

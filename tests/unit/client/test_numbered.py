@@ -1,4 +1,4 @@
-"""Shell. Batches with somebody else's numbers, against brokers that lose answers, refuse, change and die."""
+"""Shell. Numbered batches against brokers that lose answers, refuse, change and fail."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def test_refusing_group_rests_and_returns():
         await sent(sender, "g1", batch(1, "x"))
         assert sender.groups("a") == []
         sender.on_change(lambda: told.set() if sender.groups("a") else None)
-        async with asyncio.timeout(20):  # the metaserver would tell of it again after 50
+        async with asyncio.timeout(20):  # the metaserver would send it again after 50
             await told.wait()
 
 

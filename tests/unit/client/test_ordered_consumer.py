@@ -1,4 +1,4 @@
-"""Shell. What a consumer decides on messages with order keys is sent at once: others wait for it."""
+"""Shell. Decisions on messages with order keys are sent at once: later messages wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Messages with an order key, over real sockets: where they go, and that no retry is overtaken."""
+"""Shell. Messages with an order key over real sockets: their group, and no overtaken retry."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ async def test_new_group_takes_its_keys():
 
 
 async def test_keys_change_groups_while_no_group_takes_anything():
-    """What waited in line for its old lane had the producer stop sending, and telling, for good."""
+    """Regression: messages waiting for an old lane stopped the producer for good, without an error."""
 
     async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
         await producer.send(Message("a", {"n": 0}, order_key="k"))

@@ -1,4 +1,4 @@
-"""Shell. Messages of a listener with a higher priority go first, and hold up nothing once they are gone."""
+"""Shell. Messages of higher priority go first, and delay nothing once they are gone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.unit.client.test_producer import run
 from tests.unit.client.test_sharing import given_back
 
 SUBJECTS = {"a": 0, "b": 1, "c": 9}
-"""With the priorities of their listeners."""
+"""Subjects with the priorities of their listeners."""
 
 
 class Calls:
-    """A consumer with a listener for each subject; each call ends when a test says so."""
+    """Consumer with a listener per subject, whose calls end on request."""
 
     def __init__(self, metaserver: FakeMetaserver, subjects: str) -> None:
         self.client = consumer_of(metaserver)
@@ -36,12 +36,12 @@ class Calls:
         await self._open[message.subject][-1]
 
     def end(self, subject: str) -> None:
-        """End the call of this subject that began first."""
+        """End the oldest call of this subject."""
         self._open[subject].pop(0).set_result(None)
 
     async def until(self, *began: str) -> None:
         await until_async(lambda: len(self.began) >= len(began))
-        for _ in range(20):  # whatever else begins does so within a few turns
+        for _ in range(20):  # any other call would begin within a few turns
             await asyncio.sleep(0)
         assert self.began == list(began)
 
@@ -74,7 +74,7 @@ def in_cluster(test: Callable[[FakeBroker, Calls], Awaitable[None]], subjects: s
 
 
 async def one_class_waits_for_another(broker: FakeBroker, calls: Calls) -> None:
-    """A call of the higher one runs, a message waits behind it, and two of the lower one behind that."""
+    """Start a call of higher priority, with a message waiting behind it, and two messages of lower priority."""
     fill(broker, range(2), "b")
     await calls.until("b0")
     fill(broker, range(2), "a")
@@ -128,7 +128,7 @@ def test_next_priority_follows_the_highest():
 
 
 def test_idle_workers_are_not_woken():
-    """It has nothing to do, and there may be thousands of workers."""
+    """A wake-up would cost something with thousands of idle workers."""
 
     async def test(broker: FakeBroker, calls: Calls) -> None:
         await until_async(lambda: calls.listener("a")._subscription is not None and calls.subscription("a")._takers)

@@ -1,4 +1,4 @@
-"""Shell. The producer against brokers that lose answers, refuse, change and die, over real sockets."""
+"""Shell. Producer against brokers that lose answers, refuse, change and fail, over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import settle, until_async
 from tests.unit.client.fakes import TOKEN, Attempt, FakeBroker, FakeMetaserver, cluster
 
 WAIT_S = 120.0
-"""Far beyond what a test needs: it bounds a hang, it measures nothing."""
+"""Far above the time of a test: it limits a hang, it measures nothing."""
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -45,7 +45,7 @@ def numbered(count: int, subject: str = "a") -> list[Message]:
 
 
 class Hold:
-    """Keeps answers of a broker back until they are released."""
+    """Holds answers of a broker until they are released."""
 
     def __init__(self, broker: FakeBroker) -> None:
         self.held: list[tuple[Connection, Packet, Attempt]] = []
@@ -312,7 +312,7 @@ async def test_advised_batches_are_small():
 
         async def largest(batch_bytes: int, messages: list[Message]) -> int:
             broker.batch_bytes = batch_bytes
-            await producer.send(Message("a", {"n": "x"}))  # its answer says what is so now
+            await producer.send(Message("a", {"n": "x"}))  # its answer has the current advice
             begin = len(broker.attempts)
             assert (await producer.send_many(messages)).all_stored
             return max(len(attempt.body) for attempt in broker.attempts[begin:])
@@ -331,7 +331,7 @@ async def test_advised_batches_are_small():
 
 
 async def test_advice_ends_with_readonly():
-    """Nothing is sent to it, so no answer of its own would ever say so."""
+    """Regression: without requests, no answer would withdraw the advice."""
 
     async with cluster("g1", "g2") as (metaserver, [away, there]), producer_of(metaserver) as producer:
         away.batch_bytes = 64 << 10

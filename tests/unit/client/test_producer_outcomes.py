@@ -1,4 +1,4 @@
-"""Shell. Every message given to a producer gets its outcome: without a route, in full queues, when it is closed."""
+"""Shell. Every message gets its outcome: without a route, in full queues, at the end of the producer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_missing_routes_delay_no_other_subject():
 
 
 async def test_stuck_send_many_ends_early():
-    """A call with many batches for a subject that nobody takes ends about when its first batch does."""
+    """A call with many batches for an unserved subject ends about when its first batch does."""
 
     async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=0.5) as producer:
         metaserver.refuse["nowhere"] = "no broker group"
@@ -90,7 +90,7 @@ async def test_stuck_send_many_ends_early():
 
 
 async def test_rested_group_is_used_again():
-    """Gap of QMQ, section 2: what a refusal set to unavailable stays so until the route changes."""
+    """Gap of QMQ, section 2: a group marked unavailable by a refusal stays so until the route changes."""
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         for _ in range(3):
@@ -163,7 +163,7 @@ async def test_full_queue_refuses_at_the_deadline():
                 producer.send_nowait(message, done.append)
             with pytest.raises(QueueFull):
                 producer.send_nowait(Message("a", {"n": 5}), done.append)
-            patient_ms, producer._timeout_ms = producer._timeout_ms, 200  # less than those before it have
+            patient_ms, producer._timeout_ms = producer._timeout_ms, 200  # less than the earlier ones have
             receipt = await producer.send(Message("a", {"n": "waits"}))
             assert receipt.outcome is qmq.Outcome.REFUSED and not done
             producer._timeout_ms = patient_ms
@@ -225,7 +225,7 @@ async def test_flush_of_a_closed_producer_is_refused():
 
 @pytest.mark.parametrize("cancels", [1, 2], ids=["cancelled", "cancelled while it disconnects, too"])
 async def test_cancelled_close_resolves_all_messages(cancels):
-    """Gap of QMQ, section 2: what is left at shutdown is neither sent nor told."""
+    """Gap of QMQ, section 2: messages left at shutdown are neither sent nor reported."""
 
     async with cluster("g1") as (metaserver, [broker]):
         producer = await producer_of(metaserver, in_flight_max=1).__aenter__()
@@ -355,7 +355,7 @@ async def test_a_callback_may_send_the_next_message():
 
 
 async def test_resending_callback_blocks_no_other():
-    """The loop went round in one call for ever: refused, sent again, refused."""
+    """Regression: endless loop in one call, refused and sent again."""
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, readonly_wait_s=0.0) as producer:
         await producer.send(Message("a", {"n": "connected"}))

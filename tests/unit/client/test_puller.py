@@ -17,7 +17,7 @@ from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
 
 
 def counted_sweeps():
-    """The calls that send what was done amid a piece."""
+    """Calls that send done messages inside pieces."""
     sweep = group_session.GroupSession._sweep
     return patch.object(group_session.GroupSession, "_sweep", autospec=True, side_effect=sweep)
 
@@ -64,11 +64,11 @@ async def test_slow_message_delays_only_its_piece():
 
 
 async def test_consecutive_pieces_share_an_ack():
-    """Each message that a tag chooses stands alone in the log; what it costs must not be that of a batch."""
+    """Each message selected by a tag is a batch of its own in the log; it must not cost as much as a batch."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.passed = {n for n in range(100) if n % 10 not in (3, 4, 7)}
-        broker.times["a", "g"][53] = 1  # so this one was delivered before, and cannot be held with the others
+        broker.times["a", "g"][53] = 1  # delivered before, so it cannot be held with the others
         fill(broker, range(100))
         consumer = consumer_of(metaserver, consumer_id="c1")
         async with consumer.pull("a", group="g", start="earliest") as puller:
@@ -114,7 +114,7 @@ async def test_partial_piece_is_acked_after_the_ack_delay(monkeypatch):
                 await until_async(lambda done=number: len(broker._held_acks) == done + 1)
             with counted_sweeps() as sweeps:
                 await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
-                await until_async(lambda: sweeps.call_count)  # the moment for it comes, and no request may be sent
+                await until_async(lambda: sweeps.call_count)  # the ack is due, and no request may be sent
             broker.release_acks()
             progress = broker.subscribers["a", "g", "c1"]
             await until_async(lambda: list(progress.pulled.values()) == [group_session.REQUESTS_IN_FLIGHT])
@@ -204,7 +204,7 @@ async def test_partial_piece_is_acked_after_reconnect(monkeypatch):
             await broker.stop()
             with counted_sweeps() as sweeps:
                 await puller.ack(messages[1:])
-                await until_async(lambda: sweeps.call_count)  # it found nobody
+                await until_async(lambda: sweeps.call_count)  # it found no broker
             await broker.start(broker.port)
             progress = broker.subscribers["a", "g", "c1"]
             await until_async(lambda: list(progress.pulled.values()) == [0])
@@ -218,7 +218,7 @@ async def test_restart_with_same_id_gets_unacked_messages():
         await puller.ack((await pull_all(puller, 10))[:3])
         await puller.flush()
         assert first._connections is not None
-        await first._connections.close()  # as a crash: no unsubscribe
+        await first._connections.close()  # as in a crash: no unsubscribe
         second = consumer_of(metaserver, consumer_id="c1")
         async with second.pull("a", group="g") as again:
             assert subscribes(broker)[0]["held_end"] == 0
@@ -252,7 +252,7 @@ async def test_not_master_is_retried():
         fill(broker, range(5))
         broker.refuse_with = NotMaster("not yet")
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            await until_async(lambda: len(metaserver.requests) >= 2)  # it asked for routes again
+            await until_async(lambda: len(metaserver.requests) >= 2)  # it requested routes again
             broker.refuse_with = None
             assert ns(await pull_all(puller, 5)) == list(range(5))
 
@@ -433,7 +433,7 @@ async def test_cancelled_woken_task_wakes_another():
 
 
 async def test_timed_out_pulls_leave_no_waiters():
-    """A puller that looks now and then at a subject where nothing happens grew by each look, for weeks."""
+    """Regression: a puller that polled an idle subject grew with each call."""
 
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, [0])
@@ -479,7 +479,7 @@ async def test_most_once_acks_only_pulled_messages():
 
 
 async def test_most_once_cancelled_pull_is_returned_next():
-    """Nobody can call such acks back: the messages were lost, without a crash."""
+    """Such acks cannot be taken back: the messages would be lost without a crash."""
 
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(8))

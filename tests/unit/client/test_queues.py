@@ -1,4 +1,4 @@
-"""Core. What waits in a producer: fair shares of the room, and messages in order."""
+"""Core. Queues of a producer: fair shares of the room, and order."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_route_without_groups_moves_no_key():
     st.lists(st.tuples(st.sampled_from(["add", "send", "answer", "back", "route"]), st.integers(0, 11)), max_size=120)
 )
 def test_key_order_survives_faults(steps):
-    """No retry overtakes and no change of groups does: a slow model keeps each key's order of storing."""
+    """Neither retries nor changes of groups overtake: a slow model keeps each key's order of storing."""
     lanes, under_way = lanes_of(), {}
     stored_of: dict[str, list[int]] = defaultdict(list)
     given_of: dict[str, int] = defaultdict(int)

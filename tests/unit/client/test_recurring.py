@@ -1,4 +1,4 @@
-"""Shell. A producer and recurring schedules at several delay groups, over real sockets."""
+"""Shell. Producer and recurring schedules at several delay groups, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. For how long a producer waits while all broker groups of a subject refuse."""
+"""Core. Wait of a producer while all broker groups of a subject refuse."""
 
 from __future__ import annotations
 

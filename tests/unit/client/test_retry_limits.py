@@ -1,4 +1,4 @@
-"""Shell. How often a message is delivered: its own limit counts, else its group's, however each delivery ended."""
+"""Shell. Delivery limits: a message's own, otherwise its group's, however each delivery ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_own_retry_limit_applies(own, expected):
     "own, given, is_handled", [(None, 3, True), (None, 4, False), (5, 5, True), (5, 6, False), (1, 2, False)]
 )
 async def test_vanished_consumers_count_as_deliveries(own, given, is_handled):
-    """Nobody said what became of it: whoever gets it next looks before a handler begins with it."""
+    """No consumer decided it: the next client checks the limit before a handler begins."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.add("a", encode_message(qmq.Message("a", {"n": 0}, id="m", retries_max=own), 0))

@@ -1,4 +1,4 @@
-"""Core. What becomes of messages that failed."""
+"""Core. Decisions on failed messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRY, DEAD = Verdict.RETRY, Verdict.DEAD_LETTER
 
 
 class Handed:
-    """A message that was delivered so often."""
+    """Message with a number of deliveries."""
 
     def __init__(self, times: int, own: str | None = None) -> None:
         self.times = times

@@ -1,4 +1,4 @@
-"""Shell. Where routes come from: a stream, resumed by version; HTTP where gRPC is blocked; never from an error."""
+"""Shell. Sources of routes: a stream, resumed by version; HTTP where gRPC is blocked; never an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.client.test_producer import Hold, producer_of
 
 
 class Client:
-    """A watch and what it brought."""
+    """A watch and its routes."""
 
     def __init__(self, metaserver: FakeMetaserver, *subjects: str, token: str = TOKEN) -> None:
         self.routing, self.brought = Routing(), []
@@ -72,12 +72,12 @@ async def test_new_stream_brings_changed_routes():
         await metaserver.start_grpc()
         await until_async(lambda: any(said.subjects for said in metaserver.requests) and len(client.brought) > 2)
         assert set(client.brought[2:]) == {"b"}
-        first = next(request for request in metaserver.requests if request.subjects)  # not what it had to confirm
+        first = next(request for request in metaserver.requests if request.subjects)  # without confirmations
         assert set(first.subjects) == set(first.held) == {"a", "b"}
 
 
 async def test_routes_in_use_are_confirmed():
-    """Weakness 20: nobody can say how many of QMQ's producers still use an old route."""
+    """Weakness 20: QMQ does not report how many producers still use an old route."""
 
     async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
         await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
@@ -128,7 +128,7 @@ async def test_an_error_never_empties_a_route():
 
 
 async def test_no_groups_on_purpose_are_no_groups():
-    """Weakness 19: with QMQ, nobody can tell "none on purpose" from an error."""
+    """Weakness 19: with QMQ, an empty route and an error look the same."""
 
     async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
         await until_async(lambda: client.writable("a") == {"g1": True})
@@ -179,10 +179,10 @@ async def test_wrong_token_is_recognised_over_http():
 
 @pytest.mark.parametrize("way", ["a stream", "a stream, behind an error of gRPC's own", "HTTP"])
 async def test_rejected_token_is_logged(way, caplog):
-    """A consumer has no receipt that could say so, and waits: a metaserver may not know a new token yet."""
+    """A consumer has no receipt for this error, and waits: a metaserver may not have a new token yet."""
 
     class Hasty(FakeMetaserver):
-        """What a client sends may break on a call that has ended: then the first end is gRPC's own."""
+        """A request may fail on a call that has ended: then gRPC's own error comes first."""
 
         calls = 0
 
@@ -216,7 +216,7 @@ async def test_many_subjects_are_polled_in_several_requests():
 
 
 async def test_all_readonly_route_reaches_producers():
-    """Weakness 19: QMQ's producers go on with the old route then, so that the operator's order has no effect."""
+    """Weakness 19: QMQ's producers then keep the old route, so the operator's order has no effect."""
 
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, timeout_s=3.0) as producer:
         assert (await producer.send(Message("a", {}))).is_stored
@@ -265,7 +265,7 @@ async def test_requests_move_to_the_next_stream(monkeypatch):
 
 
 async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
-    """Its answer is the older one, and the metaserver would not send the newer one again."""
+    """The poll's answer is older, and the metaserver would not send the newer one again."""
 
     async with cluster("g1") as (metaserver, [broker]):
         await metaserver.block_grpc()
@@ -293,7 +293,7 @@ async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
 
 
 async def test_refreshes_are_rate_limited():
-    """Each attempt to connect says that routes may be old; a thousand clients of one dead broker are a storm."""
+    """Each failed connect asks for fresh routes; a thousand clients of one dead broker would be a storm."""
 
     async with cluster("g1") as (metaserver, _), watching(metaserver, "a", "b") as client:
         await until_async(lambda: len(metaserver.confirmed()) == 2)
@@ -307,7 +307,7 @@ async def test_refreshes_are_rate_limited():
 
 
 async def test_subject_added_during_a_write_is_requested():
-    """Else its first message waits until something else changes."""
+    """Otherwise its first message waits until something else changes."""
 
     watch = Client(FakeMetaserver(), "a").watch
     requests = watch._requests(asyncio.Event())
@@ -346,7 +346,7 @@ async def test_refused_subject_is_requested_again(monkeypatch):
         async with watching(metaserver, "a", "b") as client:
             await until_async(lambda: client.watch.refusals == {"b": "one subject too many"})
             assert client.writable("a") == {"g1": True}
-            del metaserver.refuse["b"]  # and nobody tells
+            del metaserver.refuse["b"]  # without a notification
             await until_async(lambda: client.writable("b"))
             assert client.watch.refusals == {} and client.watch.trouble == ""
 

@@ -1,4 +1,4 @@
-"""Core. Which group takes the next batch."""
+"""Core. Choice of the group for the next batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. A session's states: the drawing, what each knows, what cannot happen; and what a real one went through."""
+"""Core. Session states: drawing, facts, illegal events, and the history of a real session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core, Shell. Where handlers become slow, what was prefetched for fast ones goes back to the group, uncounted."""
+"""Core, Shell. Slow handlers: excess prefetched messages go back to the group, uncounted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_pace_counts_messages_under_load(arrived, taken, pace):
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5, 0.9])
 def test_pausing_fast_handlers_keep_messages(pause_s):
-    """A thousand messages, taken at 2,000 a second; in the midst nothing happens for a while."""
+    """A thousand messages, taken at 2,000 a second, with a pause in between."""
     pacer, looks = Pacer(), round((pause_s + 10) / LOOK_S)
     for look in range(looks):
         now_s = look * LOOK_S
@@ -85,7 +85,7 @@ def test_pace_bounds_unfinished_calls():
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """As if a second were a tenth of one."""
+    """Seconds shortened to a tenth."""
     for name in ("AHEAD_S", "PACE_S", "WAITS_S_MAX"):
         monkeypatch.setattr(prefetch, name, getattr(prefetch, name) / 10)
     monkeypatch.setattr(listener_module, "LOOK_S", LOOK_S / 10)
@@ -94,7 +94,7 @@ def hurried(monkeypatch):
 
 
 class Slow:
-    """A first consumer, whose handlers take up to `FAST` messages at once, and then none before `gate` is set."""
+    """First consumer, whose handlers take up to `FAST` messages at once, and then none before `gate` is set."""
 
     def __init__(self, metaserver: FakeMetaserver, **options: object) -> None:
         self.client, self.gate = consumer_of(metaserver, consumer_id="slow"), asyncio.Event()
@@ -119,7 +119,7 @@ class Slow:
     async def begin(
         self, broker: FakeBroker, messages: int = MESSAGES, *, delivered: int = MESSAGES
     ) -> asyncio.Task[None]:
-        """Run until its handlers are slow and so many messages were delivered to it, or went back again."""
+        """Run until its handlers are slow and this many messages were delivered to it or returned."""
         task = asyncio.create_task(self.client.run())
         fill(broker, range(FAST))
         await until_async(lambda: len(self.done) == FAST)
@@ -138,7 +138,7 @@ def given_back(broker: FakeBroker) -> list[NackEntry]:
 
 
 def joining(metaserver: FakeMetaserver, **options: object) -> tuple[qmq.Consumer, list[tuple[int, int]]]:
-    """Return a second consumer, and what it gets."""
+    """Return a second consumer, and its received messages."""
     client, done = consumer_of(metaserver), []
 
     @client.listen("a", group="g", start="earliest", **options)
@@ -158,7 +158,7 @@ def joining(metaserver: FakeMetaserver, **options: object) -> tuple[qmq.Consumer
     ],
 )
 async def test_slow_listener_returns_excess_uncounted(hurried, options, kept):
-    """A second consumer got nothing as long as the first had any of its thousand messages."""
+    """Regression: a second consumer got nothing while the first had any of its thousand messages."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = True
@@ -192,7 +192,7 @@ async def test_pace_is_measured_after_a_pause(hurried):
 
 
 async def test_single_consumer_returns_little(hurried):
-    """Pulls that are on their way ask for as much as fast handlers had."""
+    """Pulls in flight ask for as much as fast handlers had."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = True
@@ -209,7 +209,7 @@ async def test_single_consumer_returns_little(hurried):
 
 
 async def test_new_messages_follow_returned_ones(hurried):
-    """A pull that was on its way brings newer messages before the broker has those that go back."""
+    """A pull in flight brings newer messages before the broker has the returned ones."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = True
@@ -234,8 +234,7 @@ async def test_new_messages_follow_returned_ones(hurried):
 
 
 async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
-    """A handler that goes on at that very moment has the next pull sent; what goes back goes first, or what the broker
-    has still to give would come before it."""
+    """A handler that goes on at that moment causes the next pull; returned messages must be sent first."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = True
@@ -260,7 +259,7 @@ async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
 
 
 async def test_double_prefetch_stays(hurried):
-    """Or handlers that take now longer and now shorter would have messages come and go."""
+    """Otherwise handlers of varying speed would have messages come and go."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = True
@@ -274,7 +273,7 @@ async def test_double_prefetch_stays(hurried):
 
 
 async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
-    """Let what would be given back be given back."""
+    """Let excess messages be given back."""
     end_s = asyncio.get_running_loop().time() + 5 * prefetch.PACE_S
     while asyncio.get_running_loop().time() < end_s and not is_over():
         await asyncio.sleep(0.01)
@@ -301,7 +300,7 @@ async def test_unshared_listener_keeps_messages(hurried, begins, options):
 
 
 async def test_messages_behind_suspected_are_returned(hurried):
-    """It is handled alone, so the others wait for it, whatever they are."""
+    """It is handled alone, so all others wait for it."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, {*range(FAST, 40)}

@@ -1,4 +1,4 @@
-"""Shell. Suspected messages are handled alone, and said to be begun; what nobody has begun with goes back at once."""
+"""Shell. Suspected messages are announced and handled alone; unbegun messages go back at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_suspected_message_is_announced_and_alone(suspected):
 
 
 async def test_acks_precede_a_suspected_message():
-    """A process that dies with one takes no acks of its neighbours along: they would die with it in the end."""
+    """A process that dies with one must not lose acks of its neighbours, or they would become dead letters too."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, set(range(5))
@@ -87,7 +87,9 @@ async def test_drain_end_stops_waiting_suspected_message():
 
 
 def slow_and_fast(metaserver: FakeMetaserver, *, concurrency: int):
-    """Return two consumers of a group, what the first has begun and what lets it end, and what the second has done."""
+    """Return two consumers of a group, the messages begun by the first with the event that ends them, and those of the
+    second.
+    """
     first, second, gate = consumer_of(metaserver), consumer_of(metaserver), asyncio.Event()
     began: list[int] = []
     done: list[tuple[int, int]] = []
@@ -106,7 +108,7 @@ def slow_and_fast(metaserver: FakeMetaserver, *, concurrency: int):
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
 async def test_draining_returns_waiting_suspected_messages(suspected):
-    """It began with that when its turn came, in the midst of the drain."""
+    """Regression: it began with that message when its turn came, during the drain."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins, broker.suspected = True, suspected
@@ -141,7 +143,7 @@ async def test_dropped_suspected_message_is_not_begun(suspected, batch):
         async with listening(consumer):
             await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
             session = consumer._connections._subscriptions[0]._sessions["g1", "a"]
-            session._reset(InvalidAck("not yours"))  # as an answer to any request may have it
+            session._reset(InvalidAck("not yours"))  # as in an answer to any request
             gate.set()
             await until_async(lambda: len(began) >= 3 and not broker.subscribers["a", "g", "c1"].pulled)
         assert began[0] == (0, False) and sorted(began[1:]) == [(0, False), (1, False)]
@@ -149,7 +151,7 @@ async def test_dropped_suspected_message_is_not_begun(suspected, batch):
 
 @pytest.mark.parametrize("begins", [True, False], ids=["broker", "older broker"])
 async def test_draining_returns_unbegun_messages(begins):
-    """It held on to that until its last handler had ended, for up to 20 s."""
+    """Regression: it held that message until its last handler had ended, for up to 20 s."""
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = begins

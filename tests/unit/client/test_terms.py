@@ -1,4 +1,4 @@
-"""Core. Arguments of listeners and pullers, refused before anything begins."""
+"""Core. Arguments of listeners and pullers, rejected at once."""
 
 from __future__ import annotations
 

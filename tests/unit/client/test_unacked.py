@@ -1,4 +1,4 @@
-"""Core. What a consumer holds, acks and nacks, against plain sets."""
+"""Core. Unsettled messages, acks and nacks of a consumer, against plain sets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Acker:
 
 
 class Broker:
-    """The rules of a broker about acks and nacks, as plainly as they can be written."""
+    """Model of a broker's rules for acks and nacks."""
 
     def __init__(self) -> None:
         self.handed: set[int] = set()
@@ -156,7 +156,7 @@ def settle(broker: Broker, unacked: Unacked, acks: list[SentAck], nacks: list[Se
 
 
 def pieces(unacked: Unacked, *counts: int) -> list[UnackedPiece]:
-    """Hold pieces of so many messages each, one behind the other."""
+    """Hold consecutive pieces of these sizes."""
     made = []
     for count in counts:
         received = unacked.received(unacked.held_end, count, 1, Acker(), "g1")
@@ -297,7 +297,7 @@ def test_invalid_bytes_raise_on_access():
 
 
 def settled(unacked: Unacked, acker: Acker) -> None:
-    """The broker confirms whatever there is to say."""
+    """Confirm every ack and nack."""
     while ack := unacked.next_ack(everything=True):
         unacked.acked(ack)
     while nack := unacked.next_nack(0):
@@ -305,7 +305,7 @@ def settled(unacked: Unacked, acker: Acker) -> None:
 
 
 def test_lost_decisions_are_sent_again():
-    """A master that was alone confirmed them, and its successor goes on without them."""
+    """The old master confirmed them alone, and its successor goes on without them."""
     unacked, acker = Unacked(), Acker()
     piece, _ = unacked.received(100, 6, 1, acker, "g")
     for at in (0, 1, 3):

@@ -1,4 +1,4 @@
-"""Shell. What a beginner types wrong is refused where it stands, in words that say what to write instead."""
+"""Shell. Beginners' mistakes raise at the call, with the remedy in the text."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_broadcast_with_a_group_is_refused(way):
 @pytest.mark.parametrize("name", ["retries_max", "prefetch_messages", "prefetch_bytes", "unacked_max"])
 @pytest.mark.parametrize("wrong", [1000 / 2, "500", True])
 def test_message_counts_are_whole_numbers(way, name, wrong):
-    """Half of a thousand is a float, with which a worker failed at its first long list, and its follower as well."""
+    """Regression: half of a thousand is a float, with which a worker failed at its first long list."""
     with pytest.raises(qmq.InvalidRequest, match=f"^{name} is a whole number"):
         getattr(consumer(), way)("a", group="g", **{name: wrong})
 
@@ -186,7 +186,7 @@ def test_the_pause_between_attempts_is_seconds(wrong):
 
 
 async def test_reason_must_be_a_str():
-    """It was found out when the nack was to be sent; after four of these the consumer sent none any more."""
+    """Regression: it failed when the nack was sent; after four of these the consumer sent none."""
 
     async with qmq.testing.Broker() as broker:
         async with qmq.Producer(metaserver=broker.metaserver, app="a") as sender:

@@ -1,4 +1,4 @@
-"""The broker in memory does what brokers do, and what a test asks of it."""
+"""The in-memory broker behaves as a broker, and serves a test's requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def listening(broker, handler, *, subject="s", group="g", consumer_id=None
 
 
 def run(test):
-    """Make a plain function of a coroutine function, so that no plugin is needed here either."""
+    """Make a plain function of a coroutine function, so that no plugin is needed here."""
 
     def plain(broker):
         asyncio.run(test(broker))
@@ -57,7 +57,7 @@ def run(test):
     return plain
 
 
-# What is stored.
+# Stored messages.
 
 
 @run
@@ -210,7 +210,7 @@ def test_vanished_consumer_loses_its_messages(broker):
             await producer.send_many(message(n) for n in range(2))
         async with pulling("stays") as puller:
             held = await puller.pull(1, timeout=5)
-            gone = await asyncio.to_thread(other.run, take(vanishing))  # nobody runs that loop any more after this
+            gone = await asyncio.to_thread(other.run, take(vanishing))  # that loop never runs again
             assert sorted(numbers(held + gone)) == [0, 1]
             broker.drop_connections()
             await broker.wait_until_subscribed("s", "g")
@@ -247,7 +247,7 @@ async def test_progress_outlives_a_change_of_masters(broker):
     assert numbers(broker.messages("s")) == list(range(6))
 
 
-# What goes wrong on purpose.
+# Planted faults.
 
 
 @run
@@ -274,7 +274,7 @@ async def test_refusal_follows_its_class(broker):
     assert numbers(broker.messages("s")) == [2, 3, 4]
 
 
-# Waiting in vain.
+# Timeouts.
 
 
 @run
@@ -306,7 +306,7 @@ async def test_time_does_not_go_back(broker):
         broker.advance(-1)
 
 
-# A broker's own life.
+# Lifetime of a broker.
 
 
 def test_broker_opens_once():
@@ -352,7 +352,7 @@ with qmq.testing.BlockingBroker() as broker:
     with qmq.blocking.Producer(metaserver=broker.metaserver, app="test", timeout_s=3.0) as producer:
         print("numpy: install qmq[testing]" in producer.send(qmq.Message("s"), delay=1).reason)
 """
-    quiet = os.environ | {"GRPC_VERBOSITY": "NONE"}  # gRPC may tell that the broker hung up on the producer's watch
+    quiet = os.environ | {"GRPC_VERBOSITY": "NONE"}  # gRPC may report that the broker closed the producer's watch
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=quiet)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "stored\nTrue\n", "")
 

@@ -1,4 +1,4 @@
-"""The files of docs/testing.md, run as a reader of it would run them: by pytest, in a folder of their own."""
+"""The files of docs/testing.md, run as by a reader: by pytest, in a folder of their own."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MINUTELY = {"name": "minutely", "cron": "* * * * *", "timezone": "UTC"}
 
 
 def pass_first(broker, schedule):
-    """Go on to half a minute after the first occurrence: no minute begins while the test runs on from there."""
+    """Advance to half a minute after the first occurrence: no minute begins while the test runs on from there."""
     broker.advance((schedule.next_at - datetime.now(UTC)).total_seconds() + 30)
 
 

@@ -1,4 +1,4 @@
-"""The example of docs/delay.md, run as its reader would run it: by pytest, where it lies."""
+"""The example of docs/delay.md, run in place by pytest."""
 
 from __future__ import annotations
 
