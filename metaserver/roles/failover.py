@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions.shapes import parts_json
@@ -28,6 +29,7 @@ from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.settings import MetaserverSettings
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.metaserver.storage.errors import CommitUnknown, StaleTerm, UnknownGroup
+from qmq.states import Machine, TransitionTable
 from qmq.ticking import until_next_second
 
 log = logging.getLogger("qmq.metaserver")
@@ -47,6 +49,50 @@ TRIES_MAX = 10
 """Retries of an operator's failover after a changed row; the automatic one retries with the next second."""
 
 
+class FailoverState(Enum):
+    """Automatic failover of one group at one metaserver."""
+
+    MASTER_UP = auto()
+    TRYING = auto()
+    WAITING = auto()
+    OUTDATED = auto()
+
+
+class FailoverEvent(Enum):
+    """Changes of that state."""
+
+    MASTER_GONE = auto()
+    MASTER_RETURNED = auto()
+    """Or failover was switched off, or the group was removed."""
+    ATTEMPT_ENDED = auto()
+    WAIT_ENDED = auto()
+
+
+FAILOVER = TransitionTable(
+    FailoverState.MASTER_UP,
+    {
+        (FailoverState.MASTER_UP, FailoverEvent.MASTER_GONE): FailoverState.TRYING,
+        (FailoverState.TRYING, FailoverEvent.ATTEMPT_ENDED): FailoverState.WAITING,
+        (FailoverState.TRYING, FailoverEvent.MASTER_RETURNED): FailoverState.OUTDATED,
+        (FailoverState.WAITING, FailoverEvent.WAIT_ENDED): FailoverState.TRYING,
+        (FailoverState.WAITING, FailoverEvent.MASTER_RETURNED): FailoverState.MASTER_UP,
+        (FailoverState.OUTDATED, FailoverEvent.MASTER_GONE): FailoverState.TRYING,
+        (FailoverState.OUTDATED, FailoverEvent.ATTEMPT_ENDED): FailoverState.MASTER_UP,
+    },
+)
+"""OUTDATED: the master returned while an attempt runs, which finds that out by itself."""
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Attempts for one group while its master is gone."""
+
+    life: Machine[FailoverState] = field(default_factory=lambda: Machine(FAILOVER))
+    tries: int = 0
+    again_at_s: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+
 class Failovers:
     """Automatic failover of all groups that have it on. Made by main; `run` ends when it is cancelled."""
 
@@ -54,10 +100,8 @@ class Failovers:
         self._registry = registry
         self._brokers = brokers
         self._settings = settings
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._again_at: dict[str, float] = {}
-        self._tries: dict[str, int] = {}
-        """Attempts since the master is gone."""
+        self._attempts: dict[str, _Attempts] = {}
+        """Groups in any state but MASTER_UP."""
 
     async def run(self) -> None:
         """Watch the masters of all groups."""
@@ -72,8 +116,9 @@ class Failovers:
                     except TimeoutError:
                         pass
         finally:
-            for task in self._running.values():
-                task.cancel()
+            for attempts in self._attempts.values():
+                if attempts.task is not None:
+                    attempts.task.cancel()
 
     def _pause_s(self) -> float | None:
         """Return the time until a master may have been silent for too long; short while one is gone.
@@ -87,7 +132,7 @@ class Failovers:
         now_ms, silence_ms = registry.now_ms(), self._settings.failover_silence_ms
         masters = [group.master.key for group in groups if group.master]
         quiet_ms = registry.liveness.quiet_ms(now_ms=now_ms, silence_ms=silence_ms, brokers=masters)
-        quiet_s = 0.0 if self._again_at else quiet_ms / 1000
+        quiet_s = 0.0 if self._attempts else quiet_ms / 1000
         return max(LOOK_S, min(quiet_s, until_next_second(asyncio.get_running_loop().time())))
 
     def _look(self) -> None:
@@ -95,23 +140,43 @@ class Failovers:
         if registry.is_stopping:
             return
         groups = registry.directory.groups
-        for name in self._again_at.keys() | self._tries.keys() | registry.no_failover.keys():
-            if name not in groups:
-                self._forget(name)
+        for name in (self._attempts.keys() | registry.no_failover.keys()) - groups.keys():
+            self._reset(name)
         for name, group in groups.items():
-            if not self._is_on(group) or not self._cause(group):
-                self._forget(name)
-            elif now_s >= self._again_at.get(name, 0.0) and name not in self._running:
-                tries = self._tries[name] = self._tries.get(name, 0) + 1
-                self._again_at[name] = now_s + AGAINS_S[min(tries, len(AGAINS_S)) - 1]
-                task = self._running[name] = asyncio.create_task(self._try(name))
-                task.add_done_callback(lambda _, name=name: self._running.pop(name))  # type: ignore[misc]
+            if self._is_on(group) and self._cause(group):
+                self._try_again(name, now_s)
+            else:
+                self._reset(name)
 
-    def _forget(self, group: str) -> None:
-        """Reset a group: its master is up, its failover is off, or it was removed."""
-        self._again_at.pop(group, None)
-        self._tries.pop(group, None)
-        self._registry.no_failover.pop(group, None)
+    def _try_again(self, name: str, now_s: float) -> None:
+        """Begin an attempt, unless one runs or the next one is not due."""
+        attempts = self._attempts.setdefault(name, _Attempts())
+        state = attempts.life.state
+        if state is FailoverState.OUTDATED:
+            attempts.life.on(FailoverEvent.MASTER_GONE)
+        elif state is not FailoverState.TRYING and now_s >= attempts.again_at_s:
+            is_first = state is FailoverState.MASTER_UP
+            attempts.life.on(FailoverEvent.MASTER_GONE if is_first else FailoverEvent.WAIT_ENDED)
+            attempts.tries += 1
+            attempts.again_at_s = now_s + AGAINS_S[min(attempts.tries, len(AGAINS_S)) - 1]
+            attempts.task = asyncio.create_task(self._try(name, attempts))
+            attempts.task.add_done_callback(lambda _: self._ended(name, attempts))
+
+    def _ended(self, name: str, attempts: _Attempts) -> None:
+        if attempts.life.on(FailoverEvent.ATTEMPT_ENDED) is FailoverState.MASTER_UP:
+            del self._attempts[name]
+
+    def _reset(self, name: str) -> None:
+        """Note that the master is up, failover is off, or the group was removed."""
+        self._registry.no_failover.pop(name, None)
+        attempts = self._attempts.get(name)
+        if attempts is None:
+            return
+        attempts.tries = 0
+        attempts.again_at_s = 0.0
+        if attempts.life.may(FailoverEvent.MASTER_RETURNED):
+            if attempts.life.on(FailoverEvent.MASTER_RETURNED) is FailoverState.MASTER_UP:
+                del self._attempts[name]
 
     def _is_on(self, group: Group) -> bool:
         return group.failover == "on" or (self._settings.failover and group.failover != "off")
@@ -122,14 +187,14 @@ class Failovers:
             return ""
         return self._registry.is_gone(group.master, self._settings.failover_silence_ms)
 
-    async def _try(self, name: str) -> None:
+    async def _try(self, name: str, attempts: _Attempts) -> None:
         try:
             await self.fail_over(name)
         except (DatabaseAway, CommitUnknown, OutcomeUnknown) as error:
-            self._again_at[name] = time.monotonic() + NOT_STORED_AGAIN_S
+            attempts.again_at_s = time.monotonic() + NOT_STORED_AGAIN_S
             self._refuse(name, Refusal.NOT_STORED, f"{NOT_STORED}: {error}")
         except StaleTerm:
-            self._again_at.pop(name, None)  # another metaserver was first, or a registration was stored: retry
+            attempts.again_at_s = 0.0  # another metaserver was first, or a registration was stored: retry
         except QmqError as error:
             self._refuse(name, Refusal.SLAVE_DOWN, str(error))
         except Exception:

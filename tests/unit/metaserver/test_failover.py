@@ -14,7 +14,7 @@ import pytest
 
 from qmq.errors import OperatorError, OutcomeUnknown
 from qmq.metaserver.model import BrokerKey
-from qmq.metaserver.roles.failover import Failovers
+from qmq.metaserver.roles.failover import Failovers, FailoverState
 from qmq.metaserver.roles.promotion import Refusal
 from qmq.metaserver.roles.renewal import Promises, begin_life
 from qmq.metaserver.storage.database import DatabaseAway
@@ -80,8 +80,8 @@ async def test_group_failover_overrides_setting(tmp_path, monkeypatch, setting, 
     (group,) = await world.done("ListBrokerGroups")
     assert group["failover"] == of_the_group
     failovers._look()
-    assert bool(failovers._running) == (new_master == "g1-b")
-    tried = list(failovers._running.values())
+    assert bool(failovers._attempts) == (new_master == "g1-b")
+    tried = [attempts.task for attempts in failovers._attempts.values()]
     for task in tried:
         task.cancel()
     await asyncio.gather(*tried, return_exceptions=True)
@@ -102,17 +102,28 @@ async def test_enabled_failover_acts_at_once(tmp_path, monkeypatch):
     await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_switched_off_failover_ends_with_its_attempt(tmp_path):
+    world, failovers = await a_master_is_gone(tmp_path)
+    failovers._look()
+    (attempts,) = failovers._attempts.values()
+    failovers._settings = replace(world.settings, failover=False)
+    failovers._look()
+    assert attempts.life.state is FailoverState.OUTDATED
+    await asyncio.gather(attempts.task)
+    assert not failovers._attempts and row(world)[1] == "g1-a"
+
+
 async def test_removed_group_is_reset(tmp_path):
     world, failovers = await a_master_is_gone(tmp_path)
     await world.running_copies("g2")
     world.stop("g1-b")
     failovers._look()
-    await asyncio.gather(*failovers._running.values())
-    assert world.registry.no_failover.keys() == failovers._again_at.keys() == failovers._tries.keys() == {"g1"}
+    await asyncio.gather(*(attempts.task for attempts in failovers._attempts.values()))
+    assert world.registry.no_failover.keys() == failovers._attempts.keys() == {"g1"}
     for name in ("g1-b", "g1-a"):
         await world.done("RemoveBroker", hostname=name, servePort=20881, force="true")
     failovers._look()
-    assert not world.registry.no_failover and not failovers._again_at and not failovers._tries
+    assert not world.registry.no_failover and not failovers._attempts
 
 
 async def test_no_promotion_without_readable_points(tmp_path, monkeypatch):
@@ -156,7 +167,7 @@ async def test_refused_failover_backs_off(tmp_path, monkeypatch):
     monkeypatch.setattr("qmq.metaserver.roles.failover.AGAINS_S", (0.125, 0.25, 0.5, 1.0))
     while now_s < 3:
         failovers._look()
-        await asyncio.gather(*failovers._running.values())
+        await asyncio.gather(*(attempts.task for attempts in failovers._attempts.values()))
         now_s += 0.125
     assert tried_s == [0, 0.125, 0.375, 0.875, 1.875, 2.875]
 
