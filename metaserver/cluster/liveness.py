@@ -19,13 +19,16 @@ have been silent by the wall clock, and be marked down.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from qmq.errors import OperatorError
 from qmq.metaserver.cluster.damping import Damping
 from qmq.metaserver.cluster.metaservers import Peers
 from qmq.metaserver.model import Broker, BrokerKey, Group, ReplicaState, SightingRow
+from qmq.states import TRANSITIONS_KEPT, Machine, Transition, TransitionTable
 
 ASK_AGAIN_MS = 200
 ASK_EACH_MS = 10
@@ -45,6 +48,93 @@ class PlaceTaken(OperatorError):
     """Another process with another data directory serves as this broker. Stop one of them, then start again."""
 
 
+class SightingState(Enum):
+    """State of a broker's newest session, at one metaserver."""
+
+    DOWN = auto()
+    HEARD = auto()
+    SILENT = auto()
+    LOST = auto()
+    LEFT = auto()
+    ELSEWHERE = auto()
+    DOUBTED = auto()
+    SUSPECTED = auto()
+    UNREAD = auto()
+
+
+class SightingEvent(Enum):
+    """Changes of that state."""
+
+    JOIN = auto()
+    BEAT = auto()
+    LEAVE = auto()
+    ROW_UP = auto()
+    ROW_UP_OURS = auto()
+    """The row names this metaserver, but no stream is open."""
+    ROW_DOWN = auto()
+    SILENCE = auto()
+    """Of the broker, of its metaserver, or of the database."""
+    SILENCE_ENDS = auto()
+    SUSPICION = auto()
+    """A slave here lost its connection to this master."""
+    ANSWER = auto()
+    ANSWER_TO_US = auto()
+    """The broker is up, and its newest session was here."""
+    NO_ANSWER = auto()
+
+
+_S, _E = SightingState, SightingEvent
+SIGHTING = TransitionTable(
+    _S.DOWN,
+    {
+        (_S.DOWN, _E.JOIN): _S.HEARD,
+        (_S.DOWN, _E.ROW_UP): _S.ELSEWHERE,
+        (_S.DOWN, _E.ROW_UP_OURS): _S.LEFT,
+        (_S.DOWN, _E.SILENCE): _S.UNREAD,
+        (_S.HEARD, _E.LEAVE): _S.LEFT,
+        (_S.HEARD, _E.SILENCE): _S.SILENT,
+        (_S.SILENT, _E.BEAT): _S.HEARD,
+        (_S.SILENT, _E.SILENCE_ENDS): _S.HEARD,
+        (_S.SILENT, _E.LEAVE): _S.LEFT,
+        (_S.SILENT, _E.ANSWER_TO_US): _S.SILENT,
+        (_S.SILENT, _E.NO_ANSWER): _S.LOST,
+        (_S.LOST, _E.BEAT): _S.HEARD,
+        (_S.LOST, _E.LEAVE): _S.DOWN,
+        (_S.LEFT, _E.SUSPICION): _S.LEFT,
+        (_S.LEFT, _E.ANSWER_TO_US): _S.LEFT,
+        (_S.LEFT, _E.NO_ANSWER): _S.DOWN,
+        (_S.LEFT, _E.ROW_DOWN): _S.DOWN,
+        (_S.ELSEWHERE, _E.SILENCE): _S.DOUBTED,
+        (_S.ELSEWHERE, _E.SUSPICION): _S.SUSPECTED,
+        (_S.ELSEWHERE, _E.ROW_DOWN): _S.DOWN,
+        (_S.DOUBTED, _E.SILENCE_ENDS): _S.ELSEWHERE,
+        (_S.DOUBTED, _E.SUSPICION): _S.SUSPECTED,
+        (_S.DOUBTED, _E.ANSWER): _S.DOUBTED,
+        (_S.DOUBTED, _E.NO_ANSWER): _S.DOWN,
+        (_S.DOUBTED, _E.ROW_DOWN): _S.DOWN,
+        (_S.SUSPECTED, _E.SUSPICION): _S.SUSPECTED,
+        (_S.SUSPECTED, _E.ANSWER): _S.DOUBTED,
+        (_S.SUSPECTED, _E.NO_ANSWER): _S.DOWN,
+        (_S.SUSPECTED, _E.ROW_DOWN): _S.DOWN,
+        (_S.UNREAD, _E.SILENCE_ENDS): _S.DOWN,
+        (_S.UNREAD, _E.ROW_UP): _S.ELSEWHERE,
+        (_S.UNREAD, _E.ANSWER): _S.DOUBTED,
+        (_S.UNREAD, _E.ANSWER_TO_US): _S.LEFT,
+        (_S.UNREAD, _E.NO_ANSWER): _S.UNREAD,
+    },
+)
+"""The stream is open here in HEARD, SILENT and LOST; in LOST the broker did not answer a query.
+
+LEFT: the stream here ended, and the broker is asked. ELSEWHERE: another metaserver has the stream. DOUBTED: that one is
+silent. UNREAD: the broker is down, and asked because the database is away, so no row would report its return."""
+
+LIVE = frozenset({_S.HEARD, _S.SILENT, _S.LOST})
+UP = frozenset({_S.HEARD, _S.SILENT, _S.LEFT, _S.ELSEWHERE, _S.DOUBTED, _S.SUSPECTED})
+QUIET = frozenset({_S.HEARD, _S.LOST})
+"""Nothing is asked, and no other metaserver has the stream."""
+ASKED = frozenset({_S.SILENT, _S.LEFT, _S.DOUBTED, _S.SUSPECTED, _S.UNREAD})
+
+
 @dataclass(slots=True)
 class Sighting:
     """Newest known session of a broker."""
@@ -52,20 +142,36 @@ class Sighting:
     session: str
     metaserver: str
     incarnation: str
-    up: bool
+    life: Machine[SightingState]
     state: ReplicaState | None = None
     """None until the first heartbeat."""
     seen_ms: int = 0
-    live: bool = False
-    """The stream is open here."""
-    ask_ms: int | None = None
-    """Time of the next query; None: a metaserver receives heartbeats."""
+    ask_ms: int = 0
+    """Time of the next query, while the broker is asked."""
+    asked: int = 0
+    """Queries since then."""
     stored: str = ""
     """Session in the stored row."""
-    asked: int = 0
-    """Queries since the last heartbeat."""
-    suspected: bool = False
-    """A slave here lost the broker: it is asked once, though its own metaserver is alive."""
+
+    @property
+    def live(self) -> bool:
+        return self.life.state in LIVE
+
+    @property
+    def up(self) -> bool:
+        return self.life.state in UP
+
+    @property
+    def is_asked(self) -> bool:
+        return self.life.state in ASKED
+
+    def on(self, event: SightingEvent, *, now_ms: int) -> None:
+        """Change the state. A broker that is asked from now on is asked at once."""
+        was_asked = self.is_asked
+        self.life.on(event, at_ms=now_ms)
+        if self.is_asked and not was_asked:
+            self.ask_ms = now_ms
+            self.asked = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +202,7 @@ class Liveness:
         self._presumed_brokers: dict[BrokerKey, str] = {}
         """Incarnations of brokers that may still reconnect after our start; empty once that time is over."""
         self._sightings: dict[BrokerKey, Sighting] = {}
+        self._history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
         self._claims: dict[BrokerKey, tuple[str, int]] = {}
         self._dirty: dict[BrokerKey, None] = {}
         self._sessions = 0
@@ -136,16 +243,16 @@ class Liveness:
         self._claims.pop(key, None)
         before = self._sightings.get(key)
         session = self._new_session()
-        self._sightings[key] = Sighting(
+        sighting = self._sightings[key] = Sighting(
             session,
             self.own,
             incarnation,
-            up=True,
+            Machine(SIGHTING, self._history),
             seen_ms=now_ms,
-            live=True,
             state=before.state if before and before.incarnation == incarnation else None,
             stored=before.stored if before else "",
         )
+        sighting.on(SightingEvent.JOIN, now_ms=now_ms)
         self._changed(key)
         return session
 
@@ -156,8 +263,10 @@ class Liveness:
             return False
         state = self._damping.damped(key, state, now_ms=now_ms)
         before, was_up = sighting.state, sighting.up
-        sighting.seen_ms, sighting.state, sighting.up = now_ms, state, True
-        sighting.ask_ms, sighting.asked = None, 0
+        sighting.seen_ms = now_ms
+        sighting.state = state
+        if sighting.life.state is not SightingState.HEARD:
+            sighting.on(SightingEvent.BEAT, now_ms=now_ms)
         if not was_up or before is None or (before is not state and essence(before) != essence(state)):
             self._changed(key)
         return True
@@ -166,8 +275,7 @@ class Liveness:
         """Record the end of a stream. The process has ended or changes its metaserver, so the broker is asked."""
         sighting = self._sightings.get(key)
         if sighting is not None and sighting.live and _same_stream(sighting.session, session):
-            sighting.live = False
-            sighting.ask_ms = now_ms if sighting.up else None
+            sighting.on(SightingEvent.LEAVE, now_ms=now_ms)
 
     # -- rows of other metaservers --------------------------------------------------------------------------------
 
@@ -204,17 +312,18 @@ class Liveness:
             self._dirty[key] = None
 
     def _adopt(self, row: SightingRow, *, now_ms: int) -> None:
-        ours = row.up and row.metaserver == self.own  # a session of ours that ended before its row was read back
-        self._sightings[row.key] = Sighting(
+        sighting = self._sightings[row.key] = Sighting(
             row.session,
             row.metaserver,
             row.incarnation,
-            row.up,
+            Machine(SIGHTING, self._history),
             row.state,
             seen_ms=now_ms,
             stored=row.session,
-            ask_ms=now_ms if ours else None,
         )
+        if row.up:  # ours: a session that ended here before its row was read back
+            ours = row.metaserver == self.own
+            sighting.on(SightingEvent.ROW_UP_OURS if ours else SightingEvent.ROW_UP, now_ms=now_ms)
         self._dirty.pop(row.key, None)
         self.version += 1
 
@@ -223,9 +332,8 @@ class Liveness:
         if row.key in self._dirty:
             return  # our unstored row is newer
         if sighting.live:
-            if (
-                sighting.up and not row.up
-            ):  # marked down elsewhere while our heartbeats continue: publish it in a new session
+            if sighting.up and not row.up:
+                # Marked down elsewhere while our heartbeats continue: publish it in a new session.
                 stream, _, number = sighting.session.partition("+")
                 sighting.session = f"{stream}+{int(number or 0) + 1}"
                 self._changed(row.key)
@@ -235,7 +343,10 @@ class Liveness:
         if row.up and sighting.metaserver == self.own:
             return  # our own row
         if (sighting.up, sighting.state) != (row.up, row.state):
-            sighting.up, sighting.state, sighting.seen_ms = row.up, row.state, now_ms
+            if sighting.up != row.up:
+                sighting.on(SightingEvent.ROW_UP if row.up else SightingEvent.ROW_DOWN, now_ms=now_ms)
+            sighting.state = row.state
+            sighting.seen_ms = now_ms
             self.version += 1
 
     def forget(self, keys: Iterable[BrokerKey]) -> None:
@@ -267,12 +378,9 @@ class Liveness:
             self._presumed_brokers = {}
             self.version += 1  # clients must see that the presumption is over
         for sighting in self._sightings.values():
-            if sighting.up and sighting.metaserver == self.own and not sighting.live:
-                continue  # already being asked, since its stream ended
-            if not self._is_doubtful(sighting, now_ms):
-                sighting.ask_ms, sighting.asked = None, 0
-            elif sighting.ask_ms is None:
-                sighting.ask_ms = now_ms
+            is_doubtful = self._is_doubtful(sighting, now_ms)
+            if is_doubtful != sighting.is_asked:
+                sighting.on(SightingEvent.SILENCE if is_doubtful else SightingEvent.SILENCE_ENDS, now_ms=now_ms)
 
     def quiet_ms(
         self, *, now_ms: int, silence_ms: int | None = None, brokers: Iterable[BrokerKey] | None = None
@@ -283,19 +391,24 @@ class Liveness:
         Defaults: all brokers, and the timeout.
         """
         known = self._sightings
-        if self._presumed_brokers or any(not seen.live or seen.ask_ms is not None for seen in known.values()):
+        if self._presumed_brokers or any(
+            seen.life.state is not SightingState.HEARD and seen.life.state is not SightingState.LOST
+            for seen in known.values()
+        ):
             return 0
         timed = known.values() if brokers is None else [known[key] for key in brokers if key in known]
         oldest_ms = min((sighting.seen_ms for sighting in timed), default=now_ms)
         return max(0, oldest_ms + (silence_ms or self.timeout_ms) - now_ms)
 
     def _is_doubtful(self, sighting: Sighting, now_ms: int) -> bool:
+        """Return whether the broker should be asked, now that time has passed."""
+        state = sighting.life.state
+        if state in (SightingState.LEFT, SightingState.SUSPECTED):
+            return True
         if sighting.live:
             return sighting.up and now_ms - sighting.seen_ms > self.timeout_ms
-        if not sighting.up:  # without the database no row would report its return
+        if not sighting.up:
             return self.peers.is_unread(now_ms=now_ms)
-        if sighting.suspected:
-            return True
         return now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
 
     def suspect(self, key: BrokerKey, *, now_ms: int) -> bool:
@@ -305,8 +418,7 @@ class Liveness:
         sighting = self._sightings.get(key)
         if sighting is None or sighting.live or not sighting.up:
             return False
-        sighting.suspected = True
-        sighting.ask_ms = sighting.ask_ms or now_ms
+        sighting.on(SightingEvent.SUSPICION, now_ms=now_ms)
         return True
 
     def to_ask(self, *, now_ms: int) -> list[Question]:
@@ -316,7 +428,7 @@ class Liveness:
         due = [
             Question(key, sighting.session, sighting.incarnation)
             for key, sighting in self._sightings.items()
-            if sighting.ask_ms is not None and sighting.ask_ms <= now_ms
+            if sighting.is_asked and sighting.ask_ms <= now_ms
         ]
         for question in due:
             sighting = self._sightings[question.key]
@@ -328,23 +440,28 @@ class Liveness:
     def doubt(self, key: BrokerKey) -> Question | None:
         """Return the query that may free a place; None: the place is free, or heartbeats come from its holder."""
         sighting = self._sightings.get(key)
-        if sighting is None or not sighting.up or sighting.ask_ms is None:
+        if sighting is None or not sighting.up or not sighting.is_asked:
             return None
         return Question(key, sighting.session, sighting.incarnation)
 
     def answered(self, question: Question, state: ReplicaState | None, *, now_ms: int) -> None:
         """Record the result of a query; None: no answer, or one of another process."""
         sighting = self._sightings.get(question.key)
-        if sighting is None or sighting.session != question.session or sighting.ask_ms is None:
+        if sighting is None or sighting.session != question.session or not sighting.is_asked:
             return  # heartbeats have resumed, here or at another metaserver
-        sighting.suspected = False
-        if state is None and sighting.up:
-            sighting.up, sighting.asked = False, 0
-            self._changed(question.key)
-        elif state is not None and (not sighting.up or not sighting.state or essence(sighting.state) != essence(state)):
-            if not sighting.up:
+        was_up = sighting.up
+        if state is None:
+            sighting.on(SightingEvent.NO_ANSWER, now_ms=now_ms)
+            if was_up:
+                self._changed(question.key)
+            return
+        ours = sighting.metaserver == self.own
+        sighting.on(SightingEvent.ANSWER_TO_US if ours else SightingEvent.ANSWER, now_ms=now_ms)
+        if not was_up or not sighting.state or essence(sighting.state) != essence(state):
+            if not was_up:
                 self._dirty.pop(question.key, None)  # the unstored "down" is obsolete
-            sighting.up, sighting.state, sighting.seen_ms = True, state, now_ms
+            sighting.state = state
+            sighting.seen_ms = now_ms
             self.version += 1
 
     # -- rows to store --------------------------------------------------------------------------------------------
