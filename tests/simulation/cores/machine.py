@@ -259,7 +259,6 @@ class Process:
         self.name = machine.name
         self.broker = machine.broker
         self._events = machine.world.events
-        limits = self.world.swarm.limits
         self.is_alive = True
         self.performing: Commit | None = None
         self.seen_master: BrokerMaster | None = None
@@ -273,15 +272,16 @@ class Process:
         self.stirs = 0
         """Number of events so far."""
         self._tick_doze = Doze(self, lambda: self.node.quiet_ms())
-        identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}", instance=machine.name)
-        self.log = WatchedLog(
-            machine.disk,
-            owner=machine.name,
-            oracle=self.world.oracle,
-            segment_bytes=limits.segment_bytes,
-            tail_bytes=limits.tail_bytes,
-        )
-        settings = limits.settings(machine.broker)
+        self._build()
+        if self.log.torn_bytes:
+            self._events.count("torn tail")
+        if self.log.damage is not None:
+            self._events.count("damage found in recovery")
+
+    def _build(self) -> None:
+        """Make the log, the node and the keeper."""
+        identity, self.log = self._identity(), self._watched_log()
+        settings = self.world.swarm.limits.settings(self.broker)
         self.keeper: Keeper = Retention(settings)
         self.node = Node(
             message_log=self.log,
@@ -290,10 +290,20 @@ class Process:
             settings=settings,
             promote=partial(BrokerMaster, settings=settings, counters=Counters()),
         )
-        if self.log.torn_bytes:
-            self._events.count("torn tail")
-        if self.log.damage is not None:
-            self._events.count("damage found in recovery")
+
+    def _identity(self) -> IdentityFile:
+        machine = self.machine
+        return IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}", instance=machine.name)
+
+    def _watched_log(self) -> WatchedLog:
+        limits = self.world.swarm.limits
+        return WatchedLog(
+            self.machine.disk,
+            owner=self.name,
+            oracle=self.world.oracle,
+            segment_bytes=limits.segment_bytes,
+            tail_bytes=limits.tail_bytes,
+        )
 
     def begin(self) -> None:
         self._events.note(f"{self.name} starts end={self.log.end} torn={self.log.torn_bytes} damage={self.log.damage}")

@@ -8,12 +8,9 @@ from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.upkeep import Filing, Keeping
-from qmq.replication.copy_repair import Sources
-from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Promotion
 from qmq.replication.node import Node
 from tests.simulation.cores.machine import Doze, Machine, Process
-from tests.simulation.cores.watched_log import WatchedLog
 from tests.simulation.delay.brokers import GroupSenders
 from tests.simulation.disk import SimulatedDisk
 
@@ -52,52 +49,26 @@ class DelayProcess(Process):
     machine: DelayMachine
     world: DelayWorld
 
-    def __init__(self, machine: DelayMachine) -> None:
-        self.machine = machine
-        self.world = machine.world
-        self.name = machine.name
-        self.broker = machine.broker
-        self._events = machine.world.events
-        world, limits = self.world, self.world.swarm.limits
-        self.is_alive = True
-        self.performing = self.seen_master = None
-        self.heard_points = []
-        self._sources = Sources()
-        self.seen_high = 0
+    def _build(self) -> None:
         self.alone_end = 0
-        """End of the frames written without a slave, or with one that was lost: plans before it may be sent without a
-        slave.
-        """
-        self._pass_is_due = False
-        self._master_link = None
-        self._connecting = 0
-        self.stirs = 0
-        self._tick_doze = Doze(self, lambda: self.node.quiet_ms())
+        """End of the frames written without a slave, or with one that was lost: plans before it may be sent alone."""
         self._beat_doze = Doze(self, self._quiet_ms)
         self.counters = Counters()
-        self.log = WatchedLog(
-            machine.disk,
-            owner=machine.name,
-            oracle=world.oracle,
-            segment_bytes=limits.segment_bytes,
-            tail_bytes=limits.tail_bytes,
-        )
-        self.settings = world.settings(machine.name)
-        self.senders = GroupSenders(world, self)
+        self.log = self._watched_log()
+        self.settings = self.world.settings(self.name)
+        self.senders = GroupSenders(self.world, self)
         self.node: Node[DelayMaster] = Node(
             message_log=self.log,
             host=self,
             settings=self.settings,
             promote=self._promote,
-            identity=IdentityFile(
-                machine.disk, new_incarnation=f"{machine.name}{machine.lives}", instance=machine.name
-            ),
+            identity=self._identity(),
         )
         self.filing = Filing(
             self.log,
             self,
             make=self._make,
-            discard=lambda: discard(machine.shelf),
+            discard=lambda: discard(self.machine.shelf),
             found_damage=self.node.found_damage,
         )
         self.keeper = Keeping(lambda: self.filing, self.settings)

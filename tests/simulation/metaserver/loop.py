@@ -12,9 +12,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from random import Random
+from dataclasses import dataclass
 from typing import Any
+
+from tests.simulation.loop import VirtualLoop
 
 WHOSE: contextvars.ContextVar[Any] = contextvars.ContextVar("whose")
 """Errand that a job belongs to."""
@@ -43,40 +44,19 @@ class Job:
             self.future.set_result(result)
 
 
-class _NothingToSelect:
-    """Selector of a loop without sockets."""
-
-    def select(self, timeout: float | None) -> list[Any]:
-        return []
-
-
-@dataclass
-class _State:
-    now: float = 1_000.0
-    dice: Random = field(default_factory=lambda: Random(1))
-    jobs: list[Job] = field(default_factory=list)
-
-
-class Loop(asyncio.BaseEventLoop):
-    """Event loop whose time stands still until the world advances it."""
+class JobLoop(VirtualLoop):
+    """Loop whose time stands still until the world advances it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._selector = _NothingToSelect()
-        self.state = _State()
-        self.on_job: Callable[[Job], None] = lambda job: self.state.jobs.append(job)
-        self.errors: list[dict[str, Any]] = []
+        super().__init__(seed=1)
+        self.on_job: Callable[[Job], None]
+        """Called with each new job."""
+        self.failed: list[dict[str, Any]] = []
+        """Contexts of unhandled errors."""
         self.tasks: dict[asyncio.Task[Any], Any] = {}
         """Unfinished task -> its errand."""
         self.set_task_factory(self._make_task)
-        self.set_exception_handler(lambda _, context: self.errors.append(context))
-
-    def time(self) -> float:
-        return self.state.now
-
-    def _process_events(self, events: list[Any]) -> None: ...
-
-    def _write_to_self(self) -> None: ...
+        self.set_exception_handler(lambda _, context: self.failed.append(context))
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         job = Job(WHOSE.get(), lambda: func(*args), self.create_future(), writes=WRITES.get())
@@ -115,16 +95,16 @@ class Loop(asyncio.BaseEventLoop):
     def own_clock(self) -> Iterator[None]:
         """Replace clocks and dice by the loop's."""
         real = time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand  # type: ignore[attr-defined]
-        nanoseconds = lambda: round(self.state.now * 1e9)
+        nanoseconds = lambda: round(self.now_s * 1e9)
         time.monotonic, time.monotonic_ns, time.time_ns = self.time, nanoseconds, nanoseconds
-        secrets._sysrand = self.state.dice  # type: ignore[attr-defined]
+        secrets._sysrand = self.rng  # type: ignore[attr-defined]
         try:
             yield
         finally:
             time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand = real  # type: ignore[attr-defined]
 
     def _due(self) -> bool:
-        return any(not handle.cancelled() and handle.when() <= self.state.now for handle in self._scheduled)
+        return any(not handle.cancelled() and handle.when() <= self.now_s for handle in self._scheduled)
 
     def next_timer(self) -> float | None:
         return min((handle.when() for handle in self._scheduled if not handle.cancelled()), default=None)

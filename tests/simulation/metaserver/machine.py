@@ -615,7 +615,7 @@ class Machine:
 
     def check_groups_work(self) -> None:
         """Check, without faults, that each group takes messages, or that Doctor names a remedy that works."""
-        world, dice = self.world, self.world.loop.state.dice
+        world, dice = self.world, self.world.loop.rng
         self.all_is_well(3)
         for group in list(world.oracle.decided.states):
             self.lose_for_good(group, how_many=dice.choice([0, 0, 1, 1, 2]))
@@ -647,7 +647,7 @@ class Machine:
     def lose_for_good(self, group: str, how_many: int) -> None:
         """Lose machines of a group, with their disks."""
         keys = self.world.oracle.decided.roles_of(group).all
-        for name, _ in self.world.loop.state.dice.sample(keys, min(how_many, len(keys))):
+        for name, _ in self.world.loop.rng.sample(keys, min(how_many, len(keys))):
             box = self.world.brokers.boxes[name]
             self.world.note(f"{name} of {group} is lost for good")
             self.world.stop_box(box, closes=True)

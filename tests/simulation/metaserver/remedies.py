@@ -165,7 +165,7 @@ class Operator:
         world, master = self.world, self.master
         assert master
         row = world.oracle.decided.places[master.key]
-        if world.loop.state.dice.random() < 0.5:
+        if world.loop.rng.random() < 0.5:
             number = next(at for at, disk in enumerate(master.disks) if disk.incarnation == row.incarnation)
             world.note(f"{master.name} gets its disk back")
             world.stop_box(master, closes=True)

@@ -29,7 +29,7 @@ from qmq.rights import Caller, TokenRole
 from qmq.types import Role
 from tests.simulation.metaserver.boxes import Box, Brokers, Disk, Process, Refused
 from tests.simulation.metaserver.database import AWAY, FINE, Access, Fate, Template, read_tables
-from tests.simulation.metaserver.loop import WRITES, Job, Loop
+from tests.simulation.metaserver.loop import WRITES, Job, JobLoop
 from tests.simulation.metaserver.oracle import Oracle
 
 TIMEOUT_S = 2.0
@@ -267,7 +267,7 @@ class World:
     """One world, with the trace of its steps."""
 
     def __init__(self, template: Template) -> None:
-        self.loop = Loop()
+        self.loop = JobLoop()
         self.loop.on_job = self._job
         self.copies: list[sqlite3.Connection] = []
         """Copies of the database, the newest last."""
@@ -331,7 +331,7 @@ class World:
 
     def run(self) -> None:
         self.loop.run_ready()
-        for context in self.loop.errors:
+        for context in self.loop.failed:
             raise AssertionError(f"an unhandled error of a task: {context}") from context.get("exception")
         while self.dead:
             self.dead.pop().kill()
@@ -410,7 +410,7 @@ class World:
         else:
             raise AssertionError(f"tasks do not end: {tasks}")
         self.actions = [errand for errand in self.actions if errand.process is not process]
-        self.loop.errors.clear()
+        self.loop.failed.clear()
 
     def strike(self, errand: Errand, fate: Fate | None) -> None:
         """Carry out an action up to its write; that one fails, or is withheld."""
@@ -459,7 +459,7 @@ class World:
                 self.finish()
             timer = self.loop.next_timer()
             step = min(spoke + 0.5, end, end if timer is None else timer)
-            self.loop.state.now = self.brokers.now = max(step, self.loop.time() + 0.001)
+            self.loop.now_s = self.brokers.now = max(step, self.loop.time() + 0.001)
             self.run()
         for job in self.jobs if stuck else []:
             job.whose.failures += 1
@@ -470,7 +470,7 @@ class World:
             if box.process and box.name not in self.streams and not box.is_cut_off:
                 running = [server for server in self.servers if server.process]
                 if running:
-                    self.connect(box, running[self.loop.state.dice.randrange(len(running))])
+                    self.connect(box, running[self.loop.rng.randrange(len(running))])
             if box.name in self.streams:
                 self.take_assignments(box)
             if box.name in self.streams:
@@ -604,7 +604,7 @@ class World:
 def add_groups(template: Template) -> None:
     """Fill the template with a group of two copies, one of three, and four subjects."""
     world = World(template)
-    world.loop.state.dice = Random(2)  # or copies would draw the same names again
+    world.loop.rng = Random(2)  # or copies would draw the same names again
     world.start()
     for group, names in (("g1", "ab"), ("g2", "cde")):
         for role, name in zip((Role.MASTER, Role.SLAVE, Role.SLAVE), names):

@@ -13,7 +13,7 @@ from qmq.client.received import ReceivedMessage
 from qmq.outbox.dbapi import Database
 from qmq.outbox.schema import create_statements
 from qmq.outbox.table import DEFAULT_TABLE
-from tests.simulation.shells.loop import current
+from tests.simulation.loop import current
 from tests.simulation.shells.machines import URL, Application
 from tests.simulation.shells.stand_ins import SINCE_1970_S, give_virtual_time
 

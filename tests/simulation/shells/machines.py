@@ -28,7 +28,7 @@ from qmq.server.service import Service
 from qmq.watchdog import main as watchdog_main
 from qmq.watchdog.settings import WatchdogSettings
 from tests.simulation.disk import Medium, SimulatedSystem
-from tests.simulation.shells.loop import Killed, Process, current
+from tests.simulation.loop import Killed, Process, current
 from tests.simulation.shells.stand_ins import GRPC_PORT, HTTP_PORT
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tests.simulation.shells.loop import Process, VirtualLoop, current
+from tests.simulation.loop import Process, VirtualLoop, current
 
 GIVEN_UP_S = 15.0
 FIN, RST = "FIN", "RST"

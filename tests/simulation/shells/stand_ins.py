@@ -25,7 +25,7 @@ from alembic.script import ScriptDirectory
 from qmq.client.batch import BatchLife
 from qmq.client.session_life import SessionLife
 from qmq.watchdog import database
-from tests.simulation.shells.loop import Killed, Threads, VirtualLoop, current
+from tests.simulation.loop import Killed, Threads, VirtualLoop, current
 from tests.simulation.shells.network import Network
 from tests.simulation.shells.rpc import Channel, RpcServer
 

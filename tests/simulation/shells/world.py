@@ -27,9 +27,9 @@ from qmq.client.session_life import SESSION
 from qmq.log import RealDisk
 from qmq.metaserver.storage.engine import open_database
 from tests.simulation.events import KEPT_EVENTS, Met, Violation
+from tests.simulation.loop import current
 from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.shells.applications import GROUP, SUBJECTS, ConsumerProgram, ProducerProgram, Shop, ShopProgram
-from tests.simulation.shells.loop import current
 from tests.simulation.shells.machines import (
     SERVE_PORT,
     SYNC_PORT,

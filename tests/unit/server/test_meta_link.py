@@ -22,7 +22,7 @@ from qmq.server.meta_link import RETRIES_S, MetaLink
 from qmq.server.patience import SILENT_S, SILENT_S_MAX, Patience
 from qmq.server.service import Service
 from qmq.types import Role
-from tests.simulation.shells.loop import VirtualLoop
+from tests.simulation.loop import VirtualLoop
 
 SETTINGS = BrokerSettings(hostname="g1-a", data="unused", token="t")
 
