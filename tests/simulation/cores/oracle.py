@@ -18,6 +18,7 @@ from qmq.types import NO_EPOCH, Epoch
 from tests.simulation.cores.clients import TAG, is_tagged, order_key
 from tests.simulation.cores.watched_log import WatchedLog
 from tests.simulation.events import Events, Violation
+from tests.simulation.ledger import Ledger, Place
 from tests.simulation.states import Legality
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ class Committed:
     epoch: Epoch = NO_EPOCH
 
 
-class Oracle:
+class Oracle(Ledger):
     """Made per seed. Raises Violation."""
 
     def __init__(self, events: Events) -> None:
+        super().__init__()
         self._events = events
         self._legality = Legality()
         self.machines: list[Machine] = []
@@ -50,11 +52,6 @@ class Oracle:
         self._ackers: dict[Epoch, str] = {}
         self._lives: dict[int, WatchedLog] = {}
         """Term -> log of its master's process, in groups of more than two copies."""
-        self.acked: dict[str, tuple[str, int]] = {}
-        """Message id -> (subject, sequence) of the receipt."""
-        self.sent: dict[str, str] = {}
-        """Message id -> subject."""
-        self.delivered: dict[tuple[str, int], str] = {}
         self._begins: dict[tuple[str, str], int] = {}
         """(subject, consumer group) -> first sequence that its last master gave it, unless an operator moved it."""
         self.copies = self.min_copies = 2
@@ -336,17 +333,14 @@ class Oracle:
         if self.first_answers.setdefault(batch, produced.first_sequence) != produced.first_sequence:
             raise Violation(f"I18: batch {batch} was stored twice")
         for i, identity in enumerate(stored):
-            self.acked[identity] = (subject, produced.first_sequence + i)
+            self.note_receipt(identity, (subject, produced.first_sequence + i))
 
     def received(self, consumer: Consumer, sequence: int, message: bytes) -> None:
         """Check and note a delivered message."""
         envelope, group, subject = decode_envelope(message), consumer.group, consumer.subject
         if consumer.is_choosy and TAG not in envelope.tags:
             raise Violation(f"I23: {group}, which asks for the tag {TAG}, gets {subject} {sequence} without it")
-        if self.sent.get(envelope.id) != subject:
-            raise Violation(f"I10: {envelope.id} was never sent to {subject}")
-        if self.delivered.setdefault((subject, sequence), envelope.id) != envelope.id:
-            raise Violation(f"I7: sequence {sequence} of {subject} is two messages")
+        self.note_delivery(envelope.id, (subject, sequence))
         self._deliveries += 1
         self._delivered_last[group, subject, sequence] = self._deliveries
 
@@ -448,20 +442,12 @@ class Oracle:
         kept: dict[str, int] = {}
         for subject, sequence in stored:
             kept[subject] = min(sequence, kept.get(subject, sequence))
-        seen: dict[str, tuple[str, int]] = {}
-        for place, identity in stored.items():
-            if seen.setdefault(identity, place) != place:
-                raise Violation(f"I18: {identity} is stored at {seen[identity]} and at {place}")
-            if self.sent.get(identity) != place[0]:
-                raise Violation(f"I10: {identity} was never sent to {place[0]}")
-        for identity, (subject, sequence) in self.acked.items():
-            oldest = kept.get(subject, log.state.next_sequence.get(subject, 0))
-            if sequence >= oldest and stored.get((subject, sequence)) != identity:
-                raise Violation(f"I1: {identity}, acknowledged as {subject} {sequence}, is lost")
-        for (subject, sequence), identity in self.delivered.items():
-            oldest = kept.get(subject, log.state.next_sequence.get(subject, 0))
-            if sequence >= oldest and stored.get((subject, sequence)) != identity:
-                raise Violation(f"I6: {identity} was delivered as {subject} {sequence} and is not in the log")
+
+        def is_kept(place: Place) -> bool:
+            subject, sequence = place
+            return bool(sequence >= kept.get(subject, log.state.next_sequence.get(subject, 0)))
+
+        self.check_stored(stored, is_kept)
         if log.end < self.committed.end or not self._has_committed(log):
             raise Violation(f"I1: the log ends at {log.end}, without {self.committed}")
 

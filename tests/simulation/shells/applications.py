@@ -98,9 +98,9 @@ class ProducerProgram:
         message, due_s = world.new_message(subject, self._name), None
         if world.swarm.delays and world.loop.rng.random() < DELAYED:
             due_s = SINCE_1970_S + world.loop.now_s + world.loop.rng.uniform(*DELAY_S)
-        oracle.sent(self._name, message, due_s)
+        oracle.begin_send(self._name, message, due_s)
         receipt = await producer.send(message, at=None if due_s is None else datetime.fromtimestamp(due_s, UTC))
-        oracle.received(self._name, message, receipt)
+        oracle.end_send(self._name, message, receipt)
 
 
 class ShopProgram:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from qmq import Message
@@ -11,6 +12,7 @@ from qmq.codec import decode_message, split_batch
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
 from tests.simulation.events import Violation
+from tests.simulation.ledger import Ledger, Place
 from tests.simulation.shells.stand_ins import SINCE_1970_S
 from tests.simulation.states import illegal_moves
 
@@ -18,24 +20,21 @@ if TYPE_CHECKING:
     from tests.simulation.shells.world import World
 
 
-class Oracle:
+class Oracle(Ledger):
     """Made per seed. Applications report to it; a broken promise ends the run."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
         self._illegal = illegal_moves()
         self.waiting: dict[str, tuple[str, int]] = {}
         """Message id -> (producer, number of its process)."""
-        self.acked: dict[str, tuple[str, str, int]] = {}
-        """Message id -> (subject, broker group, sequence)."""
         self.delayed: dict[str, float] = {}
         """Message id -> due time in seconds since 1970, once it is sent."""
         self.kept: set[str] = set()
         """Acknowledged messages of `delayed`."""
         self.rows: set[str] = set()
         """Ids given to transactions; the shop's database has those that were committed."""
-        self.ids: dict[tuple[str, str, int], str] = {}
-        self.texts: dict[str, str] = {}
         self.keyed: dict[tuple[str, str], dict[str, tuple[str, str, int]]] = {}
         """(subject, order key) -> acknowledged messages with this key."""
         self.done: set[str] = set()
@@ -48,21 +47,27 @@ class Oracle:
 
     # Reports of applications.
 
-    def sent(self, name: str, message: Message, due_s: float | None) -> None:
+    def _try(self, note: Callable[[str, Place], None], id: str, place: Place) -> None:
+        try:
+            note(id, place)
+        except Violation as broken:
+            self._world.fail(str(broken))
+
+    def begin_send(self, name: str, message: Message, due_s: float | None) -> None:
         assert message.id is not None
         if due_s is not None:
             self.delayed[message.id] = due_s
         self.waiting[message.id] = name, self._world.machine(name).starts
-        self.texts[message.id] = message.subject
+        self.sent[message.id] = message.subject
         self._sent_after[message.id] = self._last_acked.get((name, message.subject))
 
     def staged(self, messages: list[Message]) -> None:
         for message in messages:
             assert message.id is not None
             self.rows.add(message.id)
-            self.texts[message.id] = message.subject
+            self.sent[message.id] = message.subject
 
-    def received(self, name: str, message: Message, receipt: Receipt) -> None:
+    def end_send(self, name: str, message: Message, receipt: Receipt) -> None:
         assert message.id is not None
         self.waiting.pop(message.id)
         self._world.note(f"{name} {message.id} {receipt.outcome} {receipt.sequence}")
@@ -70,14 +75,12 @@ class Oracle:
             self._world.counts["not stored"] += 1
             return
         place = message.subject, receipt.broker_group, receipt.sequence
-        if self.ids.setdefault(place, message.id) != message.id:
-            self._world.fail(f"I7: {place} is both {message.id} and {self.ids[place]}")
         self._check_disks(message.id, receipt.broker_group)
         if message.id in self.delayed:
             self.kept.add(message.id)
             self._world.counts["delayed"] += 1
             return
-        self.acked[message.id] = place
+        self._try(self.note_receipt, message.id, place)
         if message.order_key is not None:
             self.keyed.setdefault((message.subject, message.order_key), {})[message.id] = place
         before = self._sent_after[message.id]
@@ -100,18 +103,14 @@ class Oracle:
         self._world.note(f"{name} gets {message.id} {message.times}")
         if message.times > 1:
             self._world.counts["came again"] += 1
-        if message.id not in self.texts:
-            self._world.fail(f"I10: {name} received {message.id}, which was never sent")
-        if self.texts[message.id] != message.subject or message.properties.get("text") != message.id:
+        self._try(self.note_delivery, message.id, (message.subject, message.broker_group, message.sequence))
+        if message.properties.get("text") != message.id:
             self._world.fail(f"I3: {name} received {message.id} with other content")
         if message.id in self.rows and message.id not in self._world.shop.orders():
             self._world.fail(f"outbox: {name} received {message.id}, whose transaction was not committed")
         early_s = self.delayed.get(message.id, 0.0) - SINCE_1970_S - self._world.loop.now_s
         if early_s > 0 and not self._world.counts["clock"]:
             self._world.fail(f"I11: {name} received {message.id} {early_s:.3f} s before it is due")
-        place = message.subject, message.broker_group, message.sequence
-        if self.ids.setdefault(place, message.id) != message.id:
-            self._world.fail(f"I7: {place} is {message.id}, and was {self.ids[place]}")
         if message.order_key is not None:
             self._check_key(name, message)
 
@@ -153,41 +152,31 @@ class Oracle:
 
         Messages of delay servers and watchdogs may be stored twice, anywhere: a batch of unknown outcome is sent again.
         """
-        places: dict[str, tuple[str, int]] = {}
+        may_repeat = self.delayed.keys() | self.rows
         for name, message_log in logs.items():
-            if (found := self._read(name, message_log)) is None:
+            if (found := self._read(name, group, message_log)) is None:
                 continue
-            places = {}
-            for text, place in found:
-                if text in self.delayed or text in self.rows:
-                    self._world.counts["sent twice"] += text in places
-                    self._sent_on.add(text)
-                elif text in places:
-                    raise Violation(f"I18: {text} is stored twice at {name}: {places[text]}, {place}")
-                places[text] = place
-            for text, elsewhere in self._stored.items():
-                if text in places and elsewhere != group:
-                    raise Violation(f"I18: {text} is stored in {elsewhere} and in {group}")
-            for text, (subject, where, sequence) in self.acked.items():
-                if where == group and places.get(text) != (subject, sequence):
-                    found = places.get(text)
-                    raise Violation(f"I1: {text} was acknowledged at {(subject, sequence)}; {name} has it at {found}")
-        self._stored |= dict.fromkeys(places.keys() - self.delayed.keys() - self.rows, group)
+            try:
+                self.check_stored(found, lambda place: place[1] == group, may_repeat)
+            except Violation as broken:
+                raise Violation(f"{broken}, in the log of {name}") from None
+            self._sent_on |= may_repeat & set(found.values())
+            for id in set(found.values()) - may_repeat:
+                if (elsewhere := self._stored.setdefault(id, group)) != group:
+                    raise Violation(f"I18: {id} is stored in {elsewhere} and in {group}")
 
-    def _read(self, name: str, message_log: MessageLog) -> list[tuple[str, tuple[str, int]]] | None:
-        """Return (id, (subject, sequence)) of all messages of a copy; None: a flipped bit that no process has
-        read yet.
-        """
+    def _read(self, name: str, group: str, message_log: MessageLog) -> dict[Place, str] | None:
+        """Return place -> id of all messages of a copy; None: it has a flipped bit that no process has read yet."""
         try:
-            return [
-                (text, (subject, sequence))
-                for subject in sorted(set(self.texts.values()))
-                for text, sequence in stored(message_log, subject)
-            ]
+            return {
+                (subject, group, sequence): id
+                for subject in sorted(set(self.sent.values()))
+                for id, sequence in stored(message_log, subject)
+            }
         except CorruptFrame:
             if not self._world.copy(name).medium.flipped:
                 raise
-            self._world.counts["damage that nobody read"] += 1
+            self._world.counts["unread damage"] += 1
             return None
 
     def check_whole(self) -> None:
