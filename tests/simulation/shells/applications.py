@@ -65,8 +65,6 @@ TIMEOUT_S = 10.0
 DELAYED = 0.3
 """Share of delayed messages, where a delay group exists."""
 DELAY_S = 0.0, 15.0
-MORE_S = 20.0
-"""Time that a send may take beyond its timeout: its process may be stopped meanwhile."""
 
 
 def _producer(world: World, name: str) -> Producer:
