@@ -18,6 +18,12 @@ def test_planted_bug_is_found(bug: Bug) -> None:
     print(f"{bug.name}: seed {outcome.seed}: {outcome.failure.splitlines()[0]}")
 
 
+def test_planted_bugs_fit_the_product() -> None:
+    for bug in BUGS.values():
+        with bug.planted():
+            pass
+
+
 def test_planted_bugs_name_faults_of_their_scenario() -> None:
     for bug in BUGS.values():
         assert bug.favoured in ("", *SCENARIOS[bug.scenario].faults)

@@ -28,6 +28,7 @@ from qmq.replication.identity import Identity, IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.points import PointFile
 from qmq.replication.readonly import Reason
+from qmq.replication.role_change import RoleChange
 from qmq.replication.slave import Slave
 from qmq.tools.recover_group import Copy
 from qmq.types import Epoch
@@ -257,7 +258,7 @@ def any_slave_is_chosen() -> list[Patch]:
             for name, table in tables.items()
         ),
         mock.patch.object(promotion, "_is_behind", lambda facts: False),
-        mock.patch.object(Node, "prepare_failover", lambda self, term, **_: None),
+        mock.patch.object(RoleChange, "prepare_failover", lambda self, term, **_: None),
     ]
 
 
@@ -317,16 +318,16 @@ def acknowledged_point_has_another_chain() -> list[Patch]:
 @bug("cores", favoured="cut_off_master", copies=3)
 def confirms_after_promising() -> list[Patch]:
     """A copy that promised goes on following its master."""
-    real = Node.prepare_failover
+    real = RoleChange.prepare_failover
 
-    def prepare(self: Node[Any], term: int, **words: Any) -> None:
+    def prepare(self: RoleChange, term: int, **words: Any) -> None:
         with (
             mock.patch.object(Slave, "leave_master", lambda self, why: None),
             mock.patch.object(Process, "role_changed", lambda self: None),
         ):
             real(self, term, **words)
 
-    return [mock.patch.object(Node, "prepare_failover", prepare)]
+    return [mock.patch.object(RoleChange, "prepare_failover", prepare)]
 
 
 @bug("cores", first=3, copies=3)

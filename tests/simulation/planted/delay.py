@@ -8,8 +8,7 @@ from unittest import mock
 from qmq.delayserver.decisions import Decisions
 from qmq.delayserver.dispatching import Dispatching
 from qmq.delayserver.due_clock import DueClock
-from qmq.delayserver.schedule import Filed
-from qmq.delayserver.schedule import state as frames_filed
+from qmq.delayserver.schedule import Filed, state
 from qmq.delayserver.schedule.record import read_batch
 from qmq.delayserver.schedule.state import Book
 from qmq.delayserver.upkeep import Keeping
@@ -57,6 +56,6 @@ def due_times_go_by_this_machine_alone() -> list[Patch]:
 def carried_message_pends_twice() -> list[Patch]:
     def carry(book: Book, frame: Any, body: Any) -> Filed:
         records = read_batch(frame, body, batch_begin(frame.count, True), book.position(frame.subject))
-        return Filed(added=frames_filed._add(book, records))
+        return Filed(added=state._add(book, records))
 
-    return [mock.patch.dict(frames_filed._KINDS, {FrameKind.CARRY: carry})]
+    return [mock.patch.dict(state._CHANGES, {FrameKind.CARRY: carry})]
