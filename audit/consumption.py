@@ -107,23 +107,23 @@ class Passing:
                 got.append((begin, end))
         key = progress.group, progress.consumer, frame.epoch
         if passed or (got and key in self._open):
-            yield from self._hold(key, frame, got, passed)
+            yield from self._compare(key, frame, got, passed)
         if got:
             self._got[key] = got
 
-    def _hold(self, key: Key, frame: Frame, got: list[Range], passed: list[Range]) -> Iterator[Complaint]:
+    def _compare(self, key: Key, frame: Frame, got: list[Range], passed: list[Range]) -> Iterator[Complaint]:
         """Compare passed-over messages with those delivered by this pull, the one before and the one after."""
         handed_out = self._tags_of(got)
         before = self._tags_of(self._got.get(key, ()))
         waiting = self._open.pop(key, []) if handed_out else []
         for begin, end in passed:
             passed_over = _Passed(frame, begin, end - begin, self._tags_of([(begin, end)]))
-            if _wants(handed_out, passed_over.tags):
+            if _selects(handed_out, passed_over.tags):
                 yield _complain(passed_over)
-            elif _wants(before, passed_over.tags) and not handed_out:
+            elif _selects(before, passed_over.tags) and not handed_out:
                 self._open.setdefault(key, []).append(passed_over)
         for passed_over in waiting:
-            if _wants(handed_out, passed_over.tags):
+            if _selects(handed_out, passed_over.tags):
                 yield _complain(passed_over)
 
     def _tags_of(self, ranges: Iterable[Range]) -> frozenset[int]:
@@ -143,7 +143,7 @@ class Passing:
         return found | ({UNTAGGED} if tagged < end - begin else set())
 
 
-def _wants(got: frozenset[int], tags: frozenset[int]) -> bool:
+def _selects(got: frozenset[int], tags: frozenset[int]) -> bool:
     """Return whether a consumer that got messages with the tags `got` also gets some with `tags`."""
     return bool(tags) and (UNTAGGED in got or not got.isdisjoint(tags))
 

@@ -191,7 +191,7 @@ class PathCopy:
         try:
             size = os.fstat(self._file(last)).st_size
             end, frame = tail_of(self, last, last + size)
-            torn = self._stored_behind(end, last + size)
+            torn = self._torn_bytes(end, last + size)
             if frame is None and len(there) > 1:
                 _, frame = tail_of(self, there[-2], last)
         except OSError as error:
@@ -203,10 +203,10 @@ class PathCopy:
 
     def _acknowledged(self) -> int:
         """Return the acknowledged point that the broker stored beside its log; 0 without one."""
-        life, own = self._beside(COPY).get("life", 0), self._beside(POINTS)
+        life, own = self._json_beside(COPY).get("life", 0), self._json_beside(POINTS)
         return Point.from_list(own["own"]).end if own.get("own") and own["life"] == life else 0
 
-    def _beside(self, name: str) -> dict[str, Any]:
+    def _json_beside(self, name: str) -> dict[str, Any]:
         try:
             return decode_checked((self._folder.parent / name).read_bytes())
         except (OSError, ValueError):
@@ -233,7 +233,7 @@ class PathCopy:
         except FileNotFoundError:
             return b""
 
-    def _stored_behind(self, end: int, limit: int) -> int:
+    def _torn_bytes(self, end: int, limit: int) -> int:
         """Count the bytes from `end` to the last nonzero one."""
         torn, at = 0, end
         while at < limit and (data := self.window(at, 16 << 20)):
@@ -289,7 +289,7 @@ class BrokerCopy:
         try:
             status = self._stub.ReplicaStatus(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise (Away if error.code() in _AWAY else CannotRead)(self._said(error)) from None
+            raise (Away if error.code() in _AWAY else CannotRead)(self._error_text(error)) from None
         return Owner(status.broker_group, status.incarnation, status.role, frozenset(status.in_step))
 
     def hold(self) -> None:
@@ -297,13 +297,13 @@ class BrokerCopy:
         try:
             next(self._held)
         except grpc.RpcError as error:
-            raise CannotRead(self._said(error)) from None
+            raise CannotRead(self._error_text(error)) from None
 
     def describe(self) -> Description:
         try:
             answer = self._stub.DescribeLog(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise CannotRead(self._said(error)) from None
+            raise CannotRead(self._error_text(error)) from None
         chain = answer.start_chain if answer.HasField("start_chain") else None
         damaged = tuple((damage.begin, damage.end, damage.reason) for damage in answer.damaged)
         return Description(
@@ -327,8 +327,8 @@ class BrokerCopy:
             return b"".join(chunk.data for chunk in self._stub.ReadLog(request, metadata=self._metadata))[:size]
         except grpc.RpcError as error:
             if error.code() in _DAMAGE:
-                raise OSError(self._said(error)) from None
-            raise CannotRead(self._said(error)) from None
+                raise OSError(self._error_text(error)) from None
+            raise CannotRead(self._error_text(error)) from None
 
     def derived(self, base: int) -> Derived:
         return self._derived(base)
@@ -341,7 +341,7 @@ class BrokerCopy:
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 return NOTHING
-            raise CannotRead(self._said(error)) from None
+            raise CannotRead(self._error_text(error)) from None
         return Derived(b"".join(part.index for part in parts), b"".join(part.snapshot for part in parts))
 
     def window(self, offset: int, size: int) -> bytes:
@@ -370,13 +370,13 @@ class BrokerCopy:
                 self._waiting = next(self._stream, None)
             except grpc.RpcError as error:
                 self._stream = None
-                text = self._said(error)
+                text = self._error_text(error)
                 if error.code() in _DAMAGE:
                     raise OSError(text) from None
                 raise CannotRead(text) from None
         return self._waiting
 
-    def _said(self, error: Any) -> str:
+    def _error_text(self, error: Any) -> str:
         return f"broker {self._address}: {error.code().name}: {error.details()}"
 
     def resume(self, offset: int) -> int:

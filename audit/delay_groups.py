@@ -99,7 +99,7 @@ def account_for(
         broken = {
             FindingKind.EARLY: early_messages(rows),
             FindingKind.UNSENT: unsent,
-            FindingKind.LOST: _not_there(spark, rows, targets),
+            FindingKind.LOST: _find_absent_batches(spark, rows, targets),
         }
         findings, more = _listed({kind: table for kind, table in broken.items() if table is not None})
         return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})], more)
@@ -137,7 +137,7 @@ def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[
         yield f"{messages} wait for broker groups that take none: {names}"
 
 
-def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> DataFrame | None:
+def _find_absent_batches(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> DataFrame | None:
     """Return acknowledged batches that targets lack (`absent_batches`), or None without targets to check."""
     asked = {
         row["target"]: row["at_ms"]

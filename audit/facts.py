@@ -106,7 +106,7 @@ class Gathering:
             alike, taken = list(group), 0
             if kind == FrameKind.MESSAGES and next_damage is None and len(alike) >= ALIKE_MIN:
                 self._frame(alike[0], window)
-                taken = len(alike) if self._alike(alike[1:]) else 1
+                taken = len(alike) if self._take_alike(alike[1:]) else 1
             for frame in alike[taken:]:
                 while next_damage is not None and next_damage < frame.offset:
                     self._lost()
@@ -142,7 +142,7 @@ class Gathering:
         elif frame.kind == FrameKind.RETENTION:
             self._retention(frame, window)
 
-    def _alike(self, frames: list[Frame]) -> bool:
+    def _take_alike(self, frames: list[Frame]) -> bool:
         """Take messages frames of the current epoch at once; return False and take none if one is wrong."""
         by_subject: dict[str, list[Frame]] = {}
         for frame in frames:

@@ -48,7 +48,7 @@ class FrameOrder:
     _timed: Frame | None = None
     """The frame with time `time_ms`; `_before_ms` is the time before it."""
 
-    def behind(self, before: FrameOrder) -> FrameOrder:
+    def after(self, before: FrameOrder) -> FrameOrder:
         """Return the state at the end of this piece, given the state `before` at its beginning."""
         return replace(
             self,
@@ -185,7 +185,7 @@ class PieceBorders:
                 yield from (problem for problem in self._frame_order.check(frame) if problem.what is FindingKind.TIME)
         self._end = row["end"]
         self._chain = row["chain"]
-        self._frame_order = frame_order.behind(self._frame_order)
+        self._frame_order = frame_order.after(self._frame_order)
 
     def _continues(self, row: dict[str, Any], first: Frame) -> Iterator[Problem]:
         if row["offset"] != self._end:

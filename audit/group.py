@@ -158,7 +158,7 @@ def _audit_all(spark: SparkSession, groups: Sequence[Group], options: Options, k
     audits = [_Audit(group, _new(group)) for group in groups]
     try:
         _each(audits, lambda audit: _prepare(audit, options))
-        _ask(spark, audits, options)
+        _read_and_judge(spark, audits, options)
         _each(audits, lambda audit: _judge(audit, options))
         _compare(spark, audits, options)
         _each(audits, lambda audit: _conclude(audit, options))
@@ -217,7 +217,7 @@ def _prepare(audit: _Audit, options: Options) -> None:
     )
 
 
-def _ask(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
+def _read_and_judge(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
     """Read and judge all groups in one Spark action, and collect each group's answer. Storing takes two more
     actions."""
     asked = [audit for audit in audits if audit.job is not None and audit.result.unreadable is None]
@@ -353,7 +353,7 @@ def _finish(spark: SparkSession, audit: _Audit, options: Options) -> None:
         else:
             firsts = {name: {subject: row["first"] for subject, row in rows.items()} for name, rows in subjects.items()}
         check_journal(spark, group, firsts, ends, result, options.journal, are_all=are_all)
-    _add_met(group, result)
+    _add_reported_damage(group, result)
     if result.found:
         _check_kept(group, result)
     describe_findings(group.name, group.places, result.logs, result.findings)
@@ -407,7 +407,7 @@ def _check_kept(group: Group, result: Result) -> None:
             raise CannotRead(f"the {name} cut off {span} while it was read, as after a failover: audit it again")
 
 
-def _add_met(group: Group, result: Result) -> None:
+def _add_reported_damage(group: Group, result: Result) -> None:
     """Add damage that a running broker has reported since the audit began and that no reader met.
 
     Bytes read twice may be repaired before the reader that would report them.

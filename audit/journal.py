@@ -44,7 +44,7 @@ def due_messages(
     return due
 
 
-def not_behind(
+def without_late_copies(
     found: Iterable[dict[str, Any]], ends: Mapping[str, Mapping[str, int]], *, min_copies: int
 ) -> list[dict[str, Any]]:
     """Return the findings without messages after a copy's end that enough others have: it did not acknowledge them.
@@ -125,7 +125,7 @@ def check_journal(
     ]
     messages = reduce(DataFrame.unionByName, sides)
     found = [row.asDict() for row in broken_promises(due, messages, few=lines).collect()]
-    found = not_behind(found, ends, min_copies=group.min_copies)
+    found = without_late_copies(found, ends, min_copies=group.min_copies)
     result.take(merge_copies(((row["copy"], row) for row in found), tuple(group.places)))
     if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
         result.notes.append(f"{older} of the journal's messages may be older than what the copies keep: not looked for")

@@ -94,7 +94,7 @@ class Messages:
         """Yield messages that do not decode, messages of another subject, and wrong labels."""
         dead = [number for number, frame in enumerate(self._frames) if frame.flags & FLAG_DEAD]
         copies = {letter.offset for letter in self.letters()} if dead else set()
-        bad = set(np.flatnonzero(~self.fields.whole).tolist()) | set(self._not_text())
+        bad = set(np.flatnonzero(~self.fields.whole).tolist()) | set(self._invalid_texts())
         for at in sorted(bad):
             yield self._undecodable(at)
         for at in np.flatnonzero(self.fields.whole & ~self._same_subject()).tolist():
@@ -205,7 +205,7 @@ class Messages:
             rows, at = rows[more], end[more]
         return key_at, key_bytes
 
-    def _not_text(self) -> Iterator[int]:
+    def _invalid_texts(self) -> Iterator[int]:
         """Yield the messages with invalid UTF-8: all texts of the window are decoded at once."""
         text = self._data.copy()
         begins, fields = self._begins, self.fields

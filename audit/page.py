@@ -278,7 +278,7 @@ def _finding(entry: Entry, row: dict[str, Any]) -> str:
     where += [f"{name} {row[name]}" for name in ("host", "segment", "offset", "epoch") if row.get(name) is not None]
     message = [f"{name} {row[name]}" for name in ("subject", "sequence", "id") if row.get(name) is not None]
     lines = ("<br>".join(escape(line) for line in lines) for lines in (where, message))
-    advice, command = what_to_do(row), _command(row)
+    advice, command = advice_for(row), _command(row)
     if not command and advice.endswith(":"):
         advice = f"{advice[:-1]}."
     return (
@@ -305,7 +305,7 @@ _SEED = frozenset(
 )
 
 
-def what_to_do(row: dict[str, Any]) -> str:
+def advice_for(row: dict[str, Any]) -> str:
     """Return the advice for a finding."""
     what = row["what"]
     if what == FindingKind.REPAIRED:

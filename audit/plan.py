@@ -134,10 +134,10 @@ def _rows_of(job: Job, begin: int, end: int | None) -> list[tuple[str, str, Any]
     try:
         return list(_derived_of(job, begin) if end is None else _facts_of(job, begin, end))
     except Exception as error:
-        return [(PROBLEM, ALL, _why(error, f"read at {begin}"))]
+        return [(PROBLEM, ALL, _reason(error, f"read at {begin}"))]
 
 
-def _why(error: Exception, what: str) -> str:
+def _reason(error: Exception, what: str) -> str:
     return str(error) if isinstance(error, CannotRead) else f"it could not be {what}: {type(error).__name__}: {error}"
 
 
@@ -247,7 +247,7 @@ class _KeyJudge:
             self._listing.add(number, step(self._judge))
         except Exception as error:
             self._judge = None
-            self._listing.add(number, [(ALL, JudgeRow(UNREAD, {"text": _why(error, f"judged ({key})")}))])
+            self._listing.add(number, [(ALL, JudgeRow(UNREAD, {"text": _reason(error, f"judged ({key})")}))])
 
 
 class _Listing:

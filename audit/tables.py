@@ -330,10 +330,10 @@ def _decisions(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
             yield from (
                 {"event": "replaced", "number": _number(at)} for at, _ in decode_places(body, frame.count) if at
             )
-        yield from _taken(frame, body, batch_begin(frame.count, is_carry))
+        yield from _taken_messages(frame, body, batch_begin(frame.count, is_carry))
 
 
-def _taken(frame: Frame, body: memoryview, begin: int) -> Iterator[dict[str, Any]]:
+def _taken_messages(frame: Frame, body: memoryview, begin: int) -> Iterator[dict[str, Any]]:
     """Yield each message taken by a delay server; its number is its offset."""
     end = len(body) - (labels_bytes(frame.count) if frame.flags & FLAG_LABELLED else 0)
     ends, _ = check_batch(body[begin:end], frame.count, FRAME_BYTES_MAX)

@@ -70,7 +70,7 @@ def deliveries(progress: DataFrame, stored: Iterable[Row]) -> DataFrame:
 def aftermath(progress: DataFrame, stored: Iterable[Row], pulls: Iterable[Row]) -> DataFrame:
     """Return later events of the delivered messages, and moves of their groups."""
     ends = [
-        _says_of(message, pull)
+        _ends_delivery(message, pull)
         for message in stored
         for pull in pulls
         if _is_of(pull, message) and pull["event"] == "pull"
@@ -97,7 +97,7 @@ def _goes_over(message: Row) -> Column:
     return found
 
 
-def _says_of(message: Row, pull: Row) -> Column:
+def _ends_delivery(message: Row, pull: Row) -> Column:
     number = F.lit(_number(message, pull))
     of_it = F.col("event").isin(*_OF_PULLS) & (F.col("pull") <= number) & (number < F.col("pull") + F.col("messages"))
     by_it = (F.col("consumer_group") == pull["consumer_group"]) & (F.col("consumer") == pull["consumer"])
@@ -127,7 +127,7 @@ def steps(stored: Iterable[Row], events: Iterable[Row]) -> list[Step]:
         groups = {event["consumer_group"] for event in events if _is_of(event, message)}
         for group in sorted(groups):
             of_group = [event for event in events if event["consumer_group"] == group and _is_of(event, message)]
-            found += _life(message, of_group, _buried(message, group, stored))
+            found += _message_steps(message, of_group, _dead_letter_offset(message, group, stored))
     return sorted(found, key=lambda step: (step.at_ms, step.broker_group, step.offset))
 
 
@@ -147,7 +147,7 @@ def _stored(message: Row) -> Step:
     )
 
 
-def _buried(message: Row, group: str, stored: Iterable[Row]) -> int | None:
+def _dead_letter_offset(message: Row, group: str, stored: Iterable[Row]) -> int | None:
     """Return the offset of the group's dead letter of the message, or None."""
     for other in stored:
         derived, properties = parse_derived(other["subject"]), other["properties"] or {}
@@ -159,7 +159,7 @@ def _buried(message: Row, group: str, stored: Iterable[Row]) -> int | None:
     return None
 
 
-def _life(message: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
+def _message_steps(message: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
     """Follow a message through one consumer group."""
     state, holder, number = LIFE.initial, "", -1
     for event in events:

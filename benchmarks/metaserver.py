@@ -70,12 +70,12 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, **words: Any) -> None:
+    def send(self, **words: Any) -> None:
         assert self._process.stdin
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
         self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
@@ -210,14 +210,14 @@ class Bench:
         self._start_brokers()
         self._say(f"clients bring {scale.subjects} subjects into being")
         fill = self._start("fill", connections=20, subjects=scale.subjects, each=min(1_000, scale.subjects))
-        seconds = fill.hear()["seconds"]
+        seconds = fill.receive()["seconds"]
         self._note("new_subjects_per_s", scale.subjects / seconds, "stored, and answered to who asked")
         self._end(fill)
 
     def _start_brokers(self) -> None:
         scale = self._scale
         brokers = self._start("brokers", connections=min(200, scale.groups), first=0, groups=scale.groups)
-        self._say(f"{brokers.hear()['ready']} brokers beat")
+        self._say(f"{brokers.receive()['ready']} brokers beat")
 
     def _restart(self) -> None:
         """Restart three times with all subjects in the database; brokers reconnect by themselves."""
@@ -240,7 +240,7 @@ class Bench:
     def _watch(self) -> None:
         scale = self._scale
         lookups = self._start("lookups", connections=50, subjects=scale.subjects)
-        lookups.hear()
+        lookups.receive()
         first = self._watchers(0, scale.first_watchers, scale.first_watchers)
         self._say(f"{scale.first_watchers} clients watch, each with a connection of its own")
         time.sleep(2)
@@ -254,22 +254,22 @@ class Bench:
         self._say(f"{scale.watchers} clients watch")
         time.sleep(5)
         self._idle()
-        lookups.tell(count=scale.look_ups, per_s=200, new=False)
-        self._note_spread("look_up", lookups.hear(), "one more subject on a stream that is open, 200 per second")
-        lookups.tell(count=scale.look_ups // 3, per_s=50, new=True)
-        self._note_spread("new_client", lookups.hear(), "a new stream and its first route, 50 per second")
+        lookups.send(count=scale.look_ups, per_s=200, new=False)
+        self._note_spread("look_up", lookups.receive(), "one more subject on a stream that is open, 200 per second")
+        lookups.send(count=scale.look_ups // 3, per_s=50, new=True)
+        self._note_spread("new_client", lookups.receive(), "a new stream and its first route, 50 per second")
         self._look_up_http()
         self._mark("", [first, *others])
-        lookups.tell(count=scale.look_ups, per_s=100, new=False)
+        lookups.send(count=scale.look_ups, per_s=100, new=False)
         self._mark("_busy", [first, *others])
-        self._note_spread("look_up_busy", lookups.hear(), "while every client is told of marks and confirms them")
+        self._note_spread("look_up_busy", lookups.receive(), "while every client is told of marks and confirms them")
         self._note("rss_mib", resident_bytes(self.server.pid) / MIB)
 
     def _watchers(self, first: int, count: int, connections: int) -> Process:
         process = self._start(
             "watchers", connections=connections, first=first, watchers=count, subjects=self._scale.subjects
         )
-        process.hear()
+        process.receive()
         return process
 
     def _idle(self) -> None:
@@ -296,24 +296,24 @@ class Bench:
         """Mark and unmark one of the hot subject's groups; all clients watch that subject."""
         name = _first_group(self.server.act("QuerySubjectRoute", subject=HOT))
         for process in watchers:
-            process.tell(group=name, writable=True)
+            process.send(group=name, writable=True)
         for process in watchers:
-            process.hear()
+            process.receive()
         for number in range(self._scale.marks):
             writable = number % 2 == 1
             for process in watchers:
-                process.tell(group=name, writable=writable)
+                process.send(group=name, writable=writable)
             time.sleep(0.2)  # the watchers have read their expectation by then
             pids = {"metaserver": self.server.pid, **{f"clients{n}": load.pid for n, load in enumerate(watchers)}}
             began, clock = time.monotonic(), Clock(pids)
             self.server.act("UnMarkReadonlyBrokerGroup" if writable else "MarkReadonlyBrokerGroup", brokerGroup=name)
             self._note(f"mark_answered{suffix}_s", time.monotonic() - began, "the operator has his answer")
-            heard = [process.hear() for process in watchers]
-            last = max(words["last"] for words in heard) - began
+            answers = [process.receive() for process in watchers]
+            last = max(words["last"] for words in answers) - began
             key = "mark_to_all_producers" if suffix == "_2000" else "route_to_all_watchers"
             self._note(f"{key}{suffix}_s", last, "from the operator's request to the last client")
-            self._note(f"first_told{suffix}_s", min(words["first"] for words in heard) - began)
-            self._note_cpu(suffix, clock.spent().cpu_s, sum(words["told"] for words in heard))
+            self._note(f"first_told{suffix}_s", min(words["first"] for words in answers) - began)
+            self._note_cpu(suffix, clock.spent().cpu_s, sum(words["told"] for words in answers))
             time.sleep(1.5)
 
     def _note_cpu(self, suffix: str, cpu_s: dict[str, float], informed: int) -> None:

@@ -44,7 +44,7 @@ def group_name(number: int) -> str:
     return f"group{number:04d}"
 
 
-def say(**words: Any) -> None:
+def emit(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
@@ -155,7 +155,7 @@ class Watchers:
             return
         self._seen[watcher] = time.monotonic()
         if len(self._seen) == len(self._watchers):
-            say(first=min(self._seen.values()), last=max(self._seen.values()), told=len(self._seen))
+            emit(first=min(self._seen.values()), last=max(self._seen.values()), told=len(self._seen))
             self._expected = None
 
     async def run(self) -> None:
@@ -165,7 +165,7 @@ class Watchers:
                 await watcher.begin()
             for _ in some:
                 await self._ready.get()
-        say(ready=len(self._watchers))
+        emit(ready=len(self._watchers))
         await on_lines(self._expect)
 
     async def _expect(self, words: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ class Brokers(Load):
             tasks += [asyncio.create_task(self._serve(number, role, ready)) for number in numbers for role in (0, 1)]
             for _ in range(len(numbers) * 2):
                 await ready.get()
-        say(ready=len(tasks))
+        emit(ready=len(tasks))
         await on_lines(None)
 
     async def _serve(self, number: int, role: int, ready: asyncio.Queue[int]) -> None:
@@ -251,7 +251,7 @@ class Fill(Load):
                 await self._bring(range(begin, begin + each))
 
         await asyncio.gather(*(work() for _ in range(FILL_AT_ONCE)))
-        say(seconds=time.monotonic() - began)
+        emit(seconds=time.monotonic() - began)
 
     async def _bring(self, numbers: range) -> None:
         stream = self.stub(numbers.start // len(numbers)).WatchRoutes(metadata=self.metadata)
@@ -272,7 +272,7 @@ class Lookups(Load):
             stream = self.stub(number).WatchRoutes(metadata=self.metadata)
             await self._ask(stream)
             self._streams.put_nowait(stream)
-        say(ready=len(self.channels))
+        emit(ready=len(self.channels))
         await on_lines(self._look_up)
 
     async def _look_up(self, words: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ class Lookups(Load):
         for number in range(words["count"]):
             await asyncio.sleep(max(0.0, began + number / words["per_s"] - time.monotonic()))
             tasks.append(asyncio.create_task(look_up(number)))
-        say(**spread(list(await asyncio.gather(*tasks))))
+        emit(**spread(list(await asyncio.gather(*tasks))))
 
     async def _on_an_open_stream(self, _: int) -> float:
         stream = await self._streams.get()

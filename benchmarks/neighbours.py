@@ -237,7 +237,7 @@ class Quiet:
         self._producer = producer
         self._ages_ms: list[float] = []
 
-    async def heard(self, message: qmq.ReceivedMessage) -> None:
+    async def on_message(self, message: qmq.ReceivedMessage) -> None:
         self._ages_ms.append((time.monotonic() - float(str(message["at"]))) * 1000)
 
     def _sent(self, receipt: qmq.Receipt) -> None:
@@ -262,7 +262,7 @@ async def measure(cluster: Cluster, elsewhere: Cluster, names: list[str], sizes:
     found: dict[str, dict[str, float]] = {}
     async with qmq.Producer(**client) as producer, asyncio.TaskGroup() as tasks:
         quiet, consumer = Quiet(producer), qmq.Consumer(**client)
-        consumer.listen("quiet", group="quiet", start="earliest")(quiet.heard)
+        consumer.listen("quiet", group="quiet", start="earliest")(quiet.on_message)
         tasks.create_task(consumer.run())
         await quiet.p99_ms(1.0)
         for name in names:

@@ -105,14 +105,14 @@ class Acceptor:
     def _guarded(self, role: TokenRole, answer: Answering) -> Answering:
         async def guarded(request: Request) -> Response:
             try:
-                (await self._whose(shown_token(request.headers))).require_role(role)
+                (await self._caller_of(shown_token(request.headers))).require_role(role)
                 return await answer(request)
             except QmqError as error:
                 return JSONResponse({"problem": str(error)}, _status(error))
 
         return guarded
 
-    async def _whose(self, token: str) -> Caller:
+    async def _caller_of(self, token: str) -> Caller:
         """Return the caller of a token, from the cache if possible."""
         if not token:
             raise AccessError(f"the API token is missing ({HEADERS})")
@@ -121,7 +121,7 @@ class Acceptor:
         until, caller = self._known.get(token, (0.0, CLUSTER))
         if time.monotonic() >= until:
             self._known.pop(token, None)
-            caller = await self._link.whose(token)
+            caller = await self._link.caller_of(token)
             if len(self._known) >= TOKENS_MAX:
                 self._known.clear()
             self._known[token] = time.monotonic() + TOKEN_VALID_S, caller

@@ -56,7 +56,7 @@ class MetaLink:
             for source in sound
         ], problems
 
-    async def whose(self, token: str) -> Caller:
+    async def caller_of(self, token: str) -> Caller:
         """Return the caller of a token; raise AccessError."""
         question = pb.TokenQuestion(token=token)
         answer = await self._ask(lambda stub, more: stub.CheckToken(question, **more))

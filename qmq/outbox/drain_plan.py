@@ -150,14 +150,14 @@ class Claim:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Numbering:
     """Batches of this leader to one broker group: a producer id of their own, and ascending numbers."""
 
     producer: int
     number: int = 0
 
 
-class _Hold(NamedTuple):
+class _Postponement(NamedTuple):
     """Postponement of a line that no group takes: its end by both clocks, its delay, and the reason."""
 
     until_ms: int
@@ -205,9 +205,9 @@ class DrainPlan:
     last_pass_ms: int | None = None
     """Time when a scan last reached the end of the table."""
     _claims: dict[str, Claim] = field(default_factory=dict)
-    _lanes: dict[str, _Lane] = field(default_factory=dict)
+    _numberings: dict[str, _Numbering] = field(default_factory=dict)
     _producers: set[int] = field(default_factory=set)
-    """Ids of all lanes so far."""
+    """Producer ids of all numberings so far."""
     _order: ClaimRows | None = None
     _new: dict[str, Claim] = field(default_factory=dict)
     """Claims in `_order`."""
@@ -229,7 +229,7 @@ class DrainPlan:
     _rest_until_ms: int = 0
     _is_passing_by: bool = False
     """Whether the pass leaves all rows alone for want of any group; once there is one, older rows go first."""
-    _holds: dict[Line, _Hold] = field(default_factory=dict)
+    _postponements: dict[Line, _Postponement] = field(default_factory=dict)
     """Postponements of lines without a stored batch since."""
     _suspects: set[int] = field(default_factory=set)
     """Rows of a batch rejected as invalid: each is sent alone, to find the invalid ones."""
@@ -347,7 +347,7 @@ class DrainPlan:
         self._new.clear()
         self._foreign.clear()
         self._unowned.clear()
-        self._lanes.clear()
+        self._numberings.clear()
         self._claims_after = ""
 
     def page(self, page: Page, now_ms: int) -> None:
@@ -366,7 +366,7 @@ class DrainPlan:
         for text, ids in got.items():
             claim, kept = new[text], set(ids)
             if claim.is_ordered and not kept:
-                self._hold(claim.line, "another process sends for its broker group", now_ms)
+                self._postpone(claim.line, "another process sends for its broker group", now_ms)
             claim.rows = [row for row in claim.rows if row.id in kept]
             if claim.rows:
                 self._claims[text] = claim
@@ -384,7 +384,7 @@ class DrainPlan:
                 self._count(end)
                 if isinstance(end, Released) and now_ms - claim.claimed_ms >= RELAY_MS:
                     # Another drain may have adopted it and still send it, so its number must not fall behind.
-                    self._lanes.pop(claim.name.group, None)
+                    self._numberings.pop(claim.name.group, None)
 
     def _count(self, end: Settled | Released) -> None:
         if isinstance(end, Settled):
@@ -480,27 +480,27 @@ class DrainPlan:
             self.last_pass_ms = now_ms
             self._rest_until_ms = now_ms + self.limits.rest_ms
             old_ms = now_ms - self.limits.postpone_ms_max
-            self._holds = {line: hold for line, hold in self._holds.items() if hold.until_ms > old_ms}
+            self._postponements = {line: hold for line, hold in self._postponements.items() if hold.until_ms > old_ms}
         if page.after is None or now_ms - self._pass_ms >= PASS_MS_MAX:
             self._after = None
             self._claims_after = ""
 
-    def _hold(self, line: Line, reason: str, now_ms: int) -> _Hold:
+    def _postpone(self, line: Line, reason: str, now_ms: int) -> _Postponement:
         """Postpone rows of a line, all until the same moment, so that they keep their order across pages.
 
         A line that no group takes then either is postponed for longer.
         """
-        hold = self._holds.get(line)
+        hold = self._postponements.get(line)
         if hold is None or hold.until_ms <= now_ms:
             last_ms = hold.delay_ms if hold else 0
             delay_ms = max(self.limits.postpone_ms, min(last_ms * 2, self.limits.postpone_ms_max))
             until_ms = now_ms + delay_ms
             due = Due(self._clock, until_ms - (self._clock_read_ms if self._clock is not None else now_ms))
-            hold = self._holds[line] = _Hold(until_ms, delay_ms, due, _reason(reason))
+            hold = self._postponements[line] = _Postponement(until_ms, delay_ms, due, _reason(reason))
         return hold
 
-    def _is_held(self, line: Line, now_ms: int) -> bool:
-        return line in self._holds and now_ms < self._holds[line].until_ms
+    def _is_postponed(self, line: Line, now_ms: int) -> bool:
+        return line in self._postponements and now_ms < self._postponements[line].until_ms
 
     def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Postponed]]:
         """Make claims of a subject's rows.
@@ -515,35 +515,35 @@ class DrainPlan:
         left: list[Candidate] = []
         postponed: list[Postponed] = []
         for home, some in homes.items():
-            why_not, rest = self._why_not((subject, home), groups, now_ms), some
-            if not why_not:
+            obstacle, rest = self._obstacle((subject, home), groups, now_ms), some
+            if not obstacle:
                 rest = self._spread(groups, some, now_ms) if home == "" else self._follow(subject, home, some, now_ms)
-                is_late = now_ms - self._page_ms >= self.limits.room_ms or self._is_held((subject, home), now_ms)
-                why_not = "no group has room for it" if is_late else ""
+                is_late = now_ms - self._page_ms >= self.limits.room_ms or self._is_postponed((subject, home), now_ms)
+                obstacle = "no group has room for it" if is_late else ""
             if not rest:
                 continue
-            if why_not:
-                hold = self._hold((subject, home), why_not, now_ms)
-                postponed.append(Postponed([row.id for row in rest], hold.due, hold.reason))
+            if obstacle:
+                postponement = self._postpone((subject, home), obstacle, now_ms)
+                postponed.append(Postponed([row.id for row in rest], postponement.due, postponement.reason))
             else:
                 left += rest
         return left, postponed
 
-    def _why_not(self, line: Line, groups: list[str], now_ms: int) -> str:
+    def _obstacle(self, line: Line, groups: list[str], now_ms: int) -> str:
         """Return the reason why no group takes rows of a line now, or ""."""
         subject, home = line
         if home == "":
             return "" if groups else self.brokers.why_not(subject)
         if home is None or home not in groups:
             return self.brokers.why_not(subject)
-        if self._is_held(line, now_ms):
-            return self._holds[line].reason  # until the older ones may go; these must not overtake them
-        under_way = self._lane(subject, home)
+        if self._is_postponed(line, now_ms):
+            return self._postponements[line].reason  # until the older ones may go; these must not overtake them
+        under_way = self._ordered_claim(subject, home)
         return "an earlier batch of its order key may be stored" if under_way and under_way.may_be_stored else ""
 
     def _follow(self, subject: str, home: str | None, rows: list[Candidate], now_ms: int) -> list[Candidate]:
         """Make a batch for a group's keys unless one is under way; return the remaining rows."""
-        return rows if home is None or self._lane(subject, home) else self._fill(home, rows, now_ms)
+        return rows if home is None or self._ordered_claim(subject, home) else self._fill(home, rows, now_ms)
 
     def _spread(self, groups: list[str], rows: list[Candidate], now_ms: int) -> list[Candidate]:
         """Make batches of rows for any of these groups; return the rows without room."""
@@ -556,7 +556,7 @@ class DrainPlan:
             rows = rest
         return rows
 
-    def _lane(self, subject: str, group: str) -> Claim | None:
+    def _ordered_claim(self, subject: str, group: str) -> Claim | None:
         """Return the ordered batch of a subject and group that is under way, or None."""
         claims = (*self._claims.values(), *self._new.values())
         return next(
@@ -572,19 +572,19 @@ class DrainPlan:
         """Make one batch for a group from the first rows; return the others, or all if the group has no room."""
         unsent = self._unsent_bytes(group)
         room = self.brokers.room(group) - unsent
-        lane = self._lanes.get(group)
-        if lane is None:
-            lane = self._lanes[group] = _Lane(self.new_producer())
-            self._producers.add(lane.producer)
-        if room <= 0 or lane.number + 1 - self._oldest_number(lane) >= NUMBERS_SPAN_MAX:
+        numbering = self._numberings.get(group)
+        if numbering is None:
+            numbering = self._numberings[group] = _Numbering(self.new_producer())
+            self._producers.add(numbering.producer)
+        if room <= 0 or numbering.number + 1 - self._oldest_number(numbering) >= NUMBERS_SPAN_MAX:
             return rows
         if rows[0].bytes > room and (unsent or self.brokers.in_flight(group)):
             return rows  # an idle group itself rejects rows that are too large
         if len(self._awaited(now_ms)) >= self.limits.claims_max:
             return rows
         taken = self._fitting(rows, min(room, BATCH_BYTES_MAX))
-        lane.number += 1
-        name = ClaimName(lane.producer, lane.number, self.term, group)
+        numbering.number += 1
+        name = ClaimName(numbering.producer, numbering.number, self.term, group)
         self._new[str(name)] = Claim(name, sorted(rows[:taken], key=lambda row: row.id), self._life(), now_ms, now_ms)
         return rows[taken:]
 
@@ -603,10 +603,10 @@ class DrainPlan:
                 return position
         return len(rows)
 
-    def _oldest_number(self, lane: _Lane) -> int:
+    def _oldest_number(self, numbering: _Numbering) -> int:
         claims = (*self._claims.values(), *self._new.values())
-        numbers = (claim.name.number for claim in claims if claim.name.producer == lane.producer)
-        return min(numbers, default=lane.number + 1)
+        numbers = (claim.name.number for claim in claims if claim.name.producer == numbering.producer)
+        return min(numbers, default=numbering.number + 1)
 
     # Sends and their outcomes.
 
@@ -651,9 +651,9 @@ class DrainPlan:
         return min(self.limits.repeat_ms << min(claim.attempts, 10), self.limits.repeat_ms_max)
 
     def _stored(self, claim: Claim, answer: Stored) -> None:
-        hold = self._holds.pop(claim.line, None)
+        hold = self._postponements.pop(claim.line, None)
         if hold is not None and claim.is_ordered:
-            self._holds[claim.line] = hold._replace(delay_ms=0)  # postponed rows are older than those to come
+            self._postponements[claim.line] = hold._replace(delay_ms=0)  # postponed rows are older than those to come
         refused = dict(answer.refused)
         stored = [row.id for position, row in enumerate(claim.rows) if position not in refused]
         parked = [
@@ -684,7 +684,7 @@ class DrainPlan:
 
     def _give_back(self, claim: Claim, reason: str, now_ms: int) -> None:
         """Release the rows without an error: the group is at fault, so they wait as rows that no group takes."""
-        hold = self._hold(claim.line, reason, now_ms)
+        hold = self._postpone(claim.line, reason, now_ms)
         self._released(claim, hold.due, reason, 0)
 
     def _release(self, claim: Claim, reason: str) -> None:

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from qmq.audit.findings import FindingKind
-from qmq.audit.page import page, page_json, what_to_do
+from qmq.audit.page import advice_for, page, page_json
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
 
 DAY_MS = 86_400_000
@@ -124,7 +124,7 @@ def test_group_that_was_never_verified_is_not_called_so() -> None:
 @pytest.mark.parametrize("kind", FindingKind)
 @pytest.mark.parametrize("copy", ["slave", "both"])
 def test_every_finding_has_advice(kind: FindingKind, copy: str) -> None:
-    assert what_to_do({"what": kind, "copy": copy}).endswith((".", ":"))
+    assert advice_for({"what": kind, "copy": copy}).endswith((".", ":"))
 
 
 DELAYED = {

@@ -21,7 +21,7 @@ from qmq.audit.group import (
     _take_differences,
 )
 from qmq.audit.history import History, ledger_entry, verified
-from qmq.audit.journal import not_behind
+from qmq.audit.journal import without_late_copies
 from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.ledger import PROVEN, Entry, Ledger, Piece, known_from
@@ -201,7 +201,7 @@ def lost(copy: str, sequence: int) -> dict[str, Any]:
 def test_late_copy_loses_no_acknowledged_message() -> None:
     ends = {"master": {"a": 9}, "slave": {"a": 9}, "slave2": {"a": 5}}
     found = [lost("slave2", 4), lost("slave2", 7), lost("slave2", 8), lost("slave", 8)]
-    assert not_behind(found, ends, min_copies=2) == [lost("slave2", 4), lost("slave2", 8), lost("slave", 8)]
-    assert not_behind(found, ends, min_copies=3) == found
+    assert without_late_copies(found, ends, min_copies=2) == [lost("slave2", 4), lost("slave2", 8), lost("slave", 8)]
+    assert without_late_copies(found, ends, min_copies=3) == found
     two = {name: ends[name] for name in ("master", "slave")}
-    assert not_behind([lost("slave", 12)], two, min_copies=2) == [lost("slave", 12)]
+    assert without_late_copies([lost("slave", 12)], two, min_copies=2) == [lost("slave", 12)]
