@@ -14,7 +14,7 @@ from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.group_starts import begin_at
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Directory, Group, Offline, Routes
-from qmq.metaserver.routes.dead_letters import why_not, wider_routes
+from qmq.metaserver.routes.placement import dead_letters_refusal, wider_routes
 from qmq.metaserver.storage.changes import (
     Change,
     DecidedOn,
@@ -65,7 +65,7 @@ def limit(directory: Directory, routes: Routes, after: OperatorLimits) -> Plan:
     """Replace the limits of a subject and consumer group."""
     before, others = limits_of(directory, after.key), [one for one in directory.limits if one.key != after.key]
     to = after.dead_letters_to if after.dead_letters_to != before.dead_letters_to else ""
-    if to and (reasons := why_not([*others, after], routes, after)):
+    if to and (reasons := dead_letters_refusal([*others, after], routes, after)):
         return refused(*reasons)
     route = routes.get(real_subject(after.subject))
     # Without this, two changes could form a circle, or undo each other.

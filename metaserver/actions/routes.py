@@ -14,7 +14,7 @@ from qmq.metaserver.actions.plan import Contents, Plan, refused
 from qmq.metaserver.actions.shapes import route_json, subject_json
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, Routes, SubjectInfo, has_route
-from qmq.metaserver.routes.dead_letters import sources_left
+from qmq.metaserver.routes.placement import sources_left
 from qmq.metaserver.storage.changes import AddSubject, Change, ForgetConsumerGroups, NoRouteSince, RemoveRoute, SetRoute
 from qmq.subjects import parse_derived, real_subject
 

@@ -5,11 +5,11 @@ away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from qmq.metaserver.cluster import old_database
-from qmq.metaserver.cluster.changes import Changes
 from qmq.metaserver.cluster.liveness import Liveness
 from qmq.metaserver.cluster.old_database import ReportedTerms
 from qmq.metaserver.cluster.reports import Reports
@@ -26,6 +26,33 @@ class Publish(Protocol):
     """Wakes tasks that wait for a change; see `Registry.publish`."""
 
     def __call__(self, *, news: bool = False) -> None: ...
+
+
+class Changes:
+    """One wake-up call for all streams; each then checks whether the change concerns it. Used from the loop only."""
+
+    def __init__(self) -> None:
+        self._watchers: dict[asyncio.Event, object] = {}  # ordered, so that a simulated run repeats
+
+    @contextmanager
+    def watch(self, about: object = None) -> Iterator[asyncio.Event]:
+        """Return an event that is set at each change. Clear it before reading state, so that no change is missed.
+
+        Args:
+            about: leave out changes that name other objects only.
+        """
+        event = asyncio.Event()
+        self._watchers[event] = about
+        try:
+            yield event
+        finally:
+            self._watchers.pop(event)
+
+    def publish(self, about: Collection[object] | None = None) -> None:
+        """Wake all watchers; with `about`, only those of these objects and those of everything."""
+        for event, what in self._watchers.items():
+            if about is None or what is None or what in about:
+                event.set()
 
 
 class DatabaseMirror:

@@ -15,9 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from qmq.metaserver.cluster import old_database
-from qmq.metaserver.cluster.changes import Changes
 from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
-from qmq.metaserver.cluster.mirror import DatabaseMirror, TakeTokens
+from qmq.metaserver.cluster.mirror import Changes, DatabaseMirror, TakeTokens
 from qmq.metaserver.cluster.old_database import OldRow, ReportedTerms
 from qmq.metaserver.cluster.registration import Registration
 from qmq.metaserver.cluster.reports import Reports

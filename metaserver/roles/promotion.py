@@ -267,7 +267,7 @@ def to_promise(group: Group, term: int) -> int:
 
 
 def changes_of(change: RoleChange, group: Group, chosen: Broker, state: ReplicaState) -> tuple[Change, ...]:
-    """Return the changes that promote a slave of `group`; `said`: the state of its copy.
+    """Return the changes that promote a slave of `group`; `state`: of its copy.
 
     With several slaves, its log end counts as acknowledged from now on: an older master may acknowledge it late.
     """

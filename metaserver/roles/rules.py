@@ -1,4 +1,4 @@
-"""Core. Rules for roles in a broker group: who may become master or slave, and by which operator's command.
+"""Core. Rules for roles in a broker group: which broker may become master or slave, and by which command.
 
 Each decision is a `RoleChange`: compare the term, raise it by one, set all roles at once. Safety comes from epochs: a
 term has one master, ever, and brokers reject older terms. These checks keep an operator from promoting a copy that

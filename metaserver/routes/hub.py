@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Protocol
 
 from qmq.errors import CallError, InvalidRequest, MissingRight, QmqError
-from qmq.metaserver.cluster.changes import Changes
+from qmq.metaserver.cluster.mirror import Changes
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, ReadonlyMark, Route
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.routes.audience import Audience, ClientInfo, Counts, Seat, Send, Topic, Watch

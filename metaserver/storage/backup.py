@@ -122,7 +122,7 @@ def _continue_terms(connection: Connection, rows: Rows, *, is_newer: bool) -> No
     A group without a stored row gets the dump's term: if its brokers have a newer one, they report it, and the row is
     repaired. The next term might be theirs already, with other roles or copies.
 
-    An accepted loss in either of them stays open: nobody may have acknowledged it.
+    An accepted loss in either of them stays open until an operator acknowledges it.
     """
     stored = {row["group_name"]: row for row in _rows(connection, tables.broker_group)}
     for row in rows:

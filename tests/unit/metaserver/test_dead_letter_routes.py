@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qmq.metaserver.model import Route
-from qmq.metaserver.routes.dead_letters import wider_routes
+from qmq.metaserver.routes.placement import wider_routes
 from qmq.metaserver.storage.changes import SetRoute
 from qmq.operator_limits import OperatorLimits
 

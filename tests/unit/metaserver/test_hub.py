@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from qmq.errors import NotServed
-from qmq.metaserver.cluster.changes import Changes
+from qmq.metaserver.cluster.mirror import Changes
 from qmq.metaserver.model import Broker, Directory, Group, ReadonlyMark, Route
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.routes import hub as watch_module
