@@ -582,7 +582,7 @@ class GroupSession:
                 receipt.reason,
             )
             due_ms = int((self._loop.time() + BROKER_DELAY_S_MAX) * 1000)
-            self.unacked.tell(Refusal(piece, at, due_ms, Verdict.RETRY, reason))
+            self.unacked.queue_nack(Refusal(piece, at, due_ms, Verdict.RETRY, reason))
         self.done(piece)
 
     def _carry(self, nack: SentNack) -> bool:
@@ -614,7 +614,7 @@ class GroupSession:
                 receipt.message_id,
                 receipt.reason,
             )
-            self.unacked.tell(refusal)
+            self.unacked.queue_nack(refusal)
         self.done(refusal.piece)
 
     def flush(self) -> None:

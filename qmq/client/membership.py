@@ -37,7 +37,7 @@ class MasterChanged:
     term: int
 
 
-TELL_S = 1.0
+ANNOUNCE_S = 1.0
 """Time for the broker to store that a handler begins. After it, the handler begins and the attempt may go uncounted."""
 
 
@@ -119,14 +119,14 @@ class Connections:
         for subscription in self._subscriptions:
             if subscription.terms.subject in subjects:
                 self._open_sessions(subscription)
-        self._tell_of_masters(routes)
+        self._report_masters(routes)
 
     def _forget(self, idle: set[str]) -> set[str]:
         gone = idle - {subscription.terms.subject for subscription in self._subscriptions}
         self._routing.forget(gone)
         return gone
 
-    def _tell_of_masters(self, routes: list[SubjectRoute]) -> None:
+    def _report_masters(self, routes: list[SubjectRoute]) -> None:
         """Report masters that changed. A group without a master keeps its last one for the comparison."""
         for group in (group for route in routes for group in route.groups):
             known = self._masters.get(group.broker_group)
@@ -327,5 +327,5 @@ async def announce(message: ReceivedMessage) -> None:
     """Announce a suspected message to its broker before its handler begins, and wait for the answer."""
     if (asked := message._piece.acker.begin(message._piece, message._at)) is not None:
         with suppress(QmqError, TimeoutError):  # the attempt goes uncounted
-            async with asyncio.timeout(TELL_S):
+            async with asyncio.timeout(ANNOUNCE_S):
                 await asked

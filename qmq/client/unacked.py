@@ -166,9 +166,9 @@ class Unacked:
         """Nack a message when it is due, unless it is decided or was given back."""
         piece = refusal.piece
         if not piece.is_dropped and piece.refuse(refusal.at):
-            self.tell(refusal)
+            self.queue_nack(refusal)
 
-    def tell(self, refusal: Refusal) -> None:
+    def queue_nack(self, refusal: Refusal) -> None:
         """Queue a nack of a message that is marked as nacked."""
         self._refusals.setdefault(refusal.reason, []).append(refusal)
 

@@ -18,8 +18,8 @@ from qmq.errors import ClientClosed, InvalidRequest, QmqError
 from qmq.message import Message
 from qmq.plain import plain, plain_text
 from qmq.subjects import dead_letter_subject
+from qmq.testing.conditions import Condition, consumed, delayed, subscribed
 from qmq.testing.machine import Machine
-from qmq.testing.standing import Wish, consumed, delayed, subscribed
 
 T = TypeVar("T")
 
@@ -231,13 +231,13 @@ class Broker(_Broker):
         """
         await self._wait(subscribed(subject, group, consumers), timeout)
 
-    async def _wait(self, wish: Wish, timeout: float) -> None:
-        self._ask(lambda machine: machine.watch(wish))
+    async def _wait(self, condition: Condition, timeout: float) -> None:
+        self._ask(lambda machine: machine.watch(condition))
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.wrap_future(wish.granted)
+                await asyncio.wrap_future(condition.met)
         except TimeoutError:
-            raise TimeoutError(self._ask(lambda machine: machine.give_up(wish, timeout))) from None
+            raise TimeoutError(self._ask(lambda machine: machine.give_up(condition, timeout))) from None
 
 
 class BlockingBroker(_Broker):
@@ -257,9 +257,9 @@ class BlockingBroker(_Broker):
         """Wait for consumers; see `Broker.wait_until_subscribed`."""
         self._wait(subscribed(subject, group, consumers), timeout)
 
-    def _wait(self, wish: Wish, timeout: float) -> None:
-        self._ask(lambda machine: machine.watch(wish))
+    def _wait(self, condition: Condition, timeout: float) -> None:
+        self._ask(lambda machine: machine.watch(condition))
         try:
-            wish.granted.result(timeout)
+            condition.met.result(timeout)
         except TimeoutError:
-            raise TimeoutError(self._ask(lambda machine: machine.give_up(wish, timeout))) from None
+            raise TimeoutError(self._ask(lambda machine: machine.give_up(condition, timeout))) from None

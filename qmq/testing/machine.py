@@ -20,9 +20,9 @@ from qmq.errors import NotServed, QmqError
 from qmq.message import Message
 from qmq.remoting.commands import Command
 from qmq.testing.acceptor import Acceptor
+from qmq.testing.conditions import Condition, GroupProgress, progress_of
 from qmq.testing.copies import Clock, Copies, Copy
 from qmq.testing.metaserver import Metaserver
-from qmq.testing.standing import Standing, Wish, standing
 
 if TYPE_CHECKING:
     from qmq.testing.delays import Delays
@@ -50,7 +50,7 @@ class Machine:
         self.refusals: deque[QmqError] = deque()
         self.metaserver = Metaserver(group, self._open_delays)
         self._clock = Clock()
-        self._wishes: list[Wish] = []
+        self._conditions: list[Condition] = []
         self._failure: Exception | None = None
         self._readonly: frozenset[str] = frozenset()
         self._delays: Delays | None = None
@@ -133,11 +133,13 @@ class Machine:
         batches = (split_batch(body, frame.count) for (frame, body), _ in found)
         return [decode_message(bytes(data)) for data in chain.from_iterable(batches)]
 
-    def standing(self, subject: str, group: str) -> Standing:
+    def progress_of(self, subject: str, group: str) -> GroupProgress:
         master = self._copies.master
         subscriptions = [found for found in master.subscriptions if (found.subject, found.group) == (subject, group)]
         consumers = {found.consumer for found in subscriptions}
-        return standing(self._copies.log.state, subject, group, consumers=len(consumers), now_ms=self._clock.now_ms())
+        return progress_of(
+            self._copies.log.state, subject, group, consumers=len(consumers), now_ms=self._clock.now_ms()
+        )
 
     def delayed(self, subject: str) -> list[Message]:
         return self._delays.messages(subject) if self._delays else []
@@ -175,25 +177,25 @@ class Machine:
 
     def _tell_routes(self) -> None:
         port = self._acceptors[self._copies.copies[0]].port
-        self.metaserver.tell(port=port, term=self._copies.term, readonly=self._readonly)
+        self.metaserver.publish(port=port, term=self._copies.term, readonly=self._readonly)
 
     # Wait conditions.
 
-    def watch(self, wish: Wish) -> Wish:
-        self._wishes.append(wish)
+    def watch(self, condition: Condition) -> Condition:
+        self._conditions.append(condition)
         self._happened()
-        return wish
+        return condition
 
-    def give_up(self, wish: Wish, timeout: float) -> str:
+    def give_up(self, condition: Condition, timeout: float) -> str:
         """Forget a condition; return the reason why it is not met."""
-        if wish in self._wishes:
-            self._wishes.remove(wish)
-        found = self.standing(wish.subject, wish.group).text(self._clock.now_ms())
-        return f"not {wish.what} within {timeout} s; {found}"
+        if condition in self._conditions:
+            self._conditions.remove(condition)
+        found = self.progress_of(condition.subject, condition.group).text(self._clock.now_ms())
+        return f"not {condition.what} within {timeout} s; {found}"
 
     def _happened(self) -> None:
         """Check the conditions soon, once for all events of this turn of the loop."""
-        if self._wishes and not self._looks_soon:
+        if self._conditions and not self._looks_soon:
             self._looks_soon = True
             asyncio.get_running_loop().call_soon(self._look)
 
@@ -201,15 +203,15 @@ class Machine:
         self._looks_soon = False
         if not self._copies.is_ready:
             return
-        for wish in list(self._wishes):
-            found = self.standing(wish.subject, wish.group)
-            if wish.granted.cancelled():
-                self._wishes.remove(wish)  # its waiter was cancelled
-            elif wish.is_met(found):
-                self._wishes.remove(wish)
-                if wish.granted.set_running_or_notify_cancel():
-                    wish.granted.set_result(None)
-            elif wish.skip_delays and found.delayed and not found.held:
+        for condition in list(self._conditions):
+            found = self.progress_of(condition.subject, condition.group)
+            if condition.met.cancelled():
+                self._conditions.remove(condition)  # its waiter was cancelled
+            elif condition.is_met(found):
+                self._conditions.remove(condition)
+                if condition.met.set_running_or_notify_cancel():
+                    condition.met.set_result(None)
+            elif condition.skip_delays and found.delayed and not found.held:
                 self.skip(found.next_due_ms - self._clock.now_ms())
 
     async def _tick(self) -> None:
@@ -221,7 +223,7 @@ class Machine:
 
     def _failed(self, error: Exception) -> None:
         self._failure = self._failure or error
-        wishes, self._wishes = self._wishes, []
-        for wish in wishes:
-            if wish.granted.set_running_or_notify_cancel():
-                wish.granted.set_exception(error)
+        conditions, self._conditions = self._conditions, []
+        for condition in conditions:
+            if condition.met.set_running_or_notify_cancel():
+                condition.met.set_exception(error)

@@ -24,7 +24,7 @@ from qmq.types import GroupKind
 
 
 class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no types
-    """Metaserver of a broker; ends with it. `tell` changes the routes and sends them to every client.
+    """Metaserver of a broker; ends with it. `publish` changes the routes and sends them to every client.
 
     Args:
         open_delays: starts the delay group, if it does not run; returns its name and port, or raises NotServed.
@@ -59,7 +59,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             writer.transport.abort()
         await asyncio.gather(*self._answering, return_exceptions=True)  # otherwise sockets stay open when the loop ends
 
-    def tell(self, *, port: int, term: int, readonly: frozenset[str]) -> None:
+    def publish(self, *, port: int, term: int, readonly: frozenset[str]) -> None:
         """Set the master's address and term, and the readonly subjects of the group."""
         self._port = port
         self._term = term

@@ -23,7 +23,7 @@ from qmq.message import text_of
 from qmq.outbox.row import decode_row, encode_row
 from qmq.outbox.table import table_name
 from qmq.subjects import dead_letter_subject, retry_subject
-from qmq.testing.standing import consumed
+from qmq.testing.conditions import consumed
 
 
 class Word(str, Enum):  # noqa: UP042

@@ -1,13 +1,24 @@
-"""Core. Arguments of listeners and pullers, rejected at once."""
+"""Core. Arguments of listeners and pullers, and decisions on failed messages."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 import qmq
-from qmq.client.terms import Terms, make_terms
+from qmq.client.terms import (
+    DELAY_S_MAX,
+    RetryPolicy,
+    Terms,
+    check_delay,
+    make_terms,
+    refused,
+    refused_by_error,
+    refused_for_good,
+)
+from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
+from qmq.remoting.commands import Verdict
 from tests.unit.client.fakes import TOKEN
 
 GOOD = {
@@ -112,3 +123,112 @@ def test_concurrency_has_its_bounds(concurrency):
     one.listen("a", group="g")(handle)
     with pytest.raises(qmq.InvalidRequest):
         one.listeners["a", "g"].concurrency = concurrency
+
+
+NOW = datetime(2026, 5, 1, tzinfo=UTC)
+POLICY = RetryPolicy(deliveries_max=3, delay_s=5.0)
+RETRY, DEAD = Verdict.RETRY, Verdict.DEAD_LETTER
+
+
+class Handed:
+    """Message with a number of deliveries."""
+
+    def __init__(self, times: int, own: str | None = None) -> None:
+        self.times = times
+        self.properties = {} if own is None else {"qmq_maxRetryNum": own}
+
+
+class Broken:
+    times = 2
+
+    @property
+    def properties(self) -> dict[str, str]:
+        raise InvalidMessage("garbage")
+
+
+@pytest.mark.parametrize(
+    ("times", "own", "expected"),
+    [
+        pytest.param(1, None, RETRY, id="the first of three"),
+        pytest.param(2, None, RETRY, id="the second of three"),
+        pytest.param(3, None, DEAD, id="the third of three"),
+        pytest.param(40, None, DEAD, id="more often than allowed"),
+        pytest.param(3, "5", RETRY, id="the message allows more"),
+        pytest.param(5, "5", DEAD, id="as often as the message allows"),
+        pytest.param(1, "1", DEAD, id="the message allows one"),
+        pytest.param(1, "0", DEAD, id="no retry is one delivery"),
+        pytest.param(2, "-1", RETRY, id="the message says nothing, as QMQ writes it"),
+        pytest.param(3, "many", DEAD, id="what the message says is no number"),
+    ],
+)
+def test_last_failed_delivery_makes_a_dead_letter(times, own, expected):
+    assert refused_by_error(Handed(times, own), POLICY, ValueError("x"), NOW).verdict == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "delay_s", "is_failure"),
+    [
+        pytest.param(ValueError("x"), 5.0, True, id="any exception: the listener's delay"),
+        pytest.param(RetryLater(0.25), 0.25, False, id="the handler's delay"),
+        pytest.param(RetryLater(at=NOW + timedelta(seconds=90)), 90.0, False, id="a moment"),
+        pytest.param(RetryLater(at=NOW - timedelta(seconds=90)), 0.0, False, id="a moment that is over"),
+        pytest.param(RetryLater(at=NOW + timedelta(days=2)), 5.0, True, id="longer than a broker waits"),
+    ],
+)
+def test_retry_later_sets_the_delay(error, delay_s, is_failure):
+    decision = refused_by_error(Handed(1), POLICY, error, NOW)
+    assert (decision.verdict, decision.delay_s, decision.is_failure) == (RETRY, delay_s, is_failure)
+
+
+def test_retry_later_is_no_way_around_the_limit():
+    decision = refused_by_error(Handed(3), POLICY, RetryLater(1), NOW)
+    assert (decision.verdict, decision.reason) == (DEAD, "delivered 3 times; retry in 1 s")
+
+
+def test_single_delivery_is_worded_once():
+    reason = refused_by_error(Handed(1, "1"), POLICY, ValueError("x"), NOW).reason
+    assert reason == "delivered once; ValueError('x')"
+
+
+def test_a_dead_letter_has_the_handlers_reason():
+    assert refused_by_error(Handed(1), POLICY, DeadLetter("no such order"), NOW)[:3] == (DEAD, 0.0, "no such order")
+    assert refused_for_good(Handed(1), POLICY, "why")[:3] == (DEAD, 0.0, "why")
+
+
+def test_failing_dead_letter_is_retried_forever():
+    without_limit = RetryPolicy(deliveries_max=0, delay_s=5.0)
+    for error in (ValueError("x"), DeadLetter("y"), RetryLater(5.0)):
+        assert refused_by_error(Handed(1_000, "3"), without_limit, error, NOW)[:2] == (RETRY, 5.0)
+
+
+def test_unreadable_message_fails_normally():
+    assert refused_by_error(Broken(), POLICY, InvalidMessage("garbage"), NOW).verdict == RETRY
+    assert refused_by_error(Broken(), RetryPolicy(2, 5.0), InvalidMessage("garbage"), NOW).verdict == DEAD
+
+
+def test_exception_with_failing_repr_has_a_reason():
+    class Unspeakable(Exception):
+        def __repr__(self) -> str:
+            raise ValueError
+
+    assert refused_by_error(Handed(1), POLICY, Unspeakable(), NOW).reason == "Unspeakable"
+    assert len(refused_by_error(Handed(1), POLICY, ValueError("x" * 100_000), NOW).reason) == 1_000
+
+
+@pytest.mark.parametrize("delay", [-0.1, 86_400.1, float("nan"), timedelta(days=2)])
+def test_a_delay_is_between_nothing_and_a_day(delay):
+    with pytest.raises(InvalidRequest):
+        refused(Handed(1), POLICY, "", delay)
+
+
+def test_mailbox_allows_delays_of_years():
+    policy = RetryPolicy(deliveries_max=3, delay_s=5.0, delay_s_max=DELAY_S_MAX)
+    assert refused(Handed(1), policy, "", timedelta(days=700)).delay_s == 700 * 86_400
+    assert refused_by_error(Handed(1), policy, RetryLater(700 * 86_400), NOW).delay_s == 700 * 86_400
+    with pytest.raises(InvalidRequest):
+        refused(Handed(1), policy, "", DELAY_S_MAX + 1)
+
+
+def test_a_day_is_a_delay():
+    assert check_delay(86_400) == 86_400
+    assert refused(Handed(1), POLICY, "", timedelta(minutes=1)).delay_s == 60

@@ -12,7 +12,7 @@ from qmq.plain import plain
 from qmq.subjects import parse_derived, retry_subject
 
 
-class Standing(NamedTuple):
+class GroupProgress(NamedTuple):
     """Unsettled messages of a consumer group, on a subject and the group's own `%RETRY%` subject."""
 
     subject: str
@@ -48,13 +48,13 @@ class Standing(NamedTuple):
         )
 
 
-def standing(state: State, subject: str, group: str, *, consumers: int, now_ms: int) -> Standing:
+def progress_of(state: State, subject: str, group: str, *, consumers: int, now_ms: int) -> GroupProgress:
     """Return the progress of `group` on `subject`.
 
     Args:
         consumers: number of connected ones.
     """
-    found = Standing(subject, group, (subject, group) in state.groups, consumers)
+    found = GroupProgress(subject, group, (subject, group) in state.groups, consumers)
     names = [subject] if parse_derived(subject) else [subject, retry_subject(subject, group)]
     for name in names:
         if (known := state.groups.get((name, group))) is None:
@@ -73,29 +73,29 @@ def standing(state: State, subject: str, group: str, *, consumers: int, now_ms: 
 
 
 @dataclass(eq=False)
-class Wish:
-    """Condition that a test waits for; `granted` is resolved when it is met."""
+class Condition:
+    """Condition that a test waits for; resolves the future `met`."""
 
     subject: str
     group: str
     what: str
-    is_met: Callable[[Standing], bool]
+    is_met: Callable[[GroupProgress], bool]
     skip_delays: bool = False
     """Whether the clock may advance to the next retry when only delayed messages are left."""
-    granted: Future[None] = field(default_factory=Future)
+    met: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.subject, self.group = plain(self.subject), plain(self.group)
 
 
-def consumed(subject: str, group: str, skip_delays: bool) -> Wish:
-    return Wish(subject, group, "consumed", lambda found: found.is_consumed, skip_delays)
+def consumed(subject: str, group: str, skip_delays: bool) -> Condition:
+    return Condition(subject, group, "consumed", lambda found: found.is_consumed, skip_delays)
 
 
-def delayed(subject: str, group: str, messages: int) -> Wish:
-    return Wish(subject, group, f"{messages} delayed", lambda found: found.delayed >= messages)
+def delayed(subject: str, group: str, messages: int) -> Condition:
+    return Condition(subject, group, f"{messages} delayed", lambda found: found.delayed >= messages)
 
 
-def subscribed(subject: str, group: str, consumers: int) -> Wish:
+def subscribed(subject: str, group: str, consumers: int) -> Condition:
     what = f"{consumers} consumers subscribed"
-    return Wish(subject, group, what, lambda found: found.is_known and found.consumers >= consumers)
+    return Condition(subject, group, what, lambda found: found.is_known and found.consumers >= consumers)

@@ -12,8 +12,8 @@ from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, listening
 from tests.unit.client.fakes import FakeBroker, FakeMetaserver, cluster
+from tests.unit.client.test_excess_return import given_back
 from tests.unit.client.test_producer import run
-from tests.unit.client.test_sharing import given_back
 
 SUBJECTS = {"a": 0, "b": 1, "c": 9}
 """Subjects with the priorities of their listeners."""

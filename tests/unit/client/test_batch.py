@@ -1,4 +1,4 @@
-"""Core. Batches, numbers, receipts: the rules against storing a message twice."""
+"""Core. Batches: numbers, lives, receipts, and the rules against storing a message twice."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qmq.client.batch import (
+    BATCH_LIFE,
     Batch,
+    BatchEvent,
+    BatchLife,
+    BatchState,
     MessageIds,
+    NotStored,
     Outcome,
     Receipts,
+    Stored,
+    Unknown,
+    answer_of,
     stored,
     unknown,
     with_labels,
@@ -20,7 +28,18 @@ from qmq.client.batch import (
 from qmq.client.bulk import encode_run
 from qmq.codec import batch_encoder, decode_labels, join_batch, label_of_message, labels_bytes, split_batch
 from qmq.errors import (
+    AccessError,
+    BrokerReadOnly,
+    Fenced,
+    IllegalTransition,
     InvalidMessage,
+    InvalidRequest,
+    MessageTooLarge,
+    NotMaster,
+    NotServed,
+    OutcomeUnknown,
+    Overloaded,
+    QmqError,
 )
 from qmq.message import Message
 from qmq.remoting.commands import Produced
@@ -140,3 +159,47 @@ def test_runs_are_bounded_and_complete():
         begin = run.end
     assert len({message.id for message in messages}) == 100
     assert max(sizes) <= (1 << 20) + 1000
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        pytest.param(OutcomeUnknown("lost"), Unknown, id="lost"),
+        pytest.param(BrokerReadOnly("slave_down"), NotStored, id="readonly"),
+        pytest.param(NotMaster("old"), NotStored, id="not master"),
+        pytest.param(Overloaded("full"), NotStored, id="overloaded"),
+        pytest.param(InvalidRequest("garbage"), NotStored, id="invalid"),
+        pytest.param(MessageTooLarge("2 MiB"), NotStored, id="too large"),
+        pytest.param(AccessError("token"), NotStored, id="token"),
+        pytest.param(NotServed("later"), Unknown, id="says not that nothing was stored"),
+        pytest.param(Fenced("newer epoch"), Unknown, id="fenced: maybe written"),
+        pytest.param(QmqError("broken"), Unknown, id="unknown error: maybe written"),
+    ],
+)
+def test_error_implies_an_answer(error, expected):
+    assert type(answer_of(error)) is expected
+
+
+ANSWERS = st.sampled_from([Stored(0, 1, []), NotStored(BrokerReadOnly("no slave")), Unknown("lost")])
+
+
+@given(st.booleans(), st.lists(ANSWERS, max_size=20))
+def test_not_stored_needs_the_first_answer(was_taken_over, answers):
+    life, before = BatchLife(BATCH_LIFE), []
+    if was_taken_over:
+        life.on(BatchEvent.TAKEN_OVER)
+    for answer in answers:
+        life.on(BatchEvent.SENT)
+        before.append(type(answer))
+        state = life.on(answer)
+        if state is BatchState.STORED:
+            assert before[-1] is Stored
+        if state is BatchState.NOT_STORED:
+            assert before == [NotStored] and not was_taken_over
+        if state is not BatchState.OUTCOME_UNKNOWN:
+            with pytest.raises(IllegalTransition):
+                life.on(BatchEvent.SENT)  # it has its outcome
+            return
+        assert life.may_be_stored and not life.is_in_flight
+    if life.state is BatchState.OUTCOME_UNKNOWN:
+        assert life.on(BatchEvent.GAVE_UP) is BatchState.GIVEN_UP
