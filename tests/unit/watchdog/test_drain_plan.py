@@ -353,7 +353,7 @@ def test_old_postponements_are_forgotten():
         drain.postponed(row(id, f"subject-{id}"))
     drain.now_ms += 10_000
     drain.page()
-    assert drain.core._holds == {}
+    assert drain.core._postponements == {}
 
 
 def test_rows_stay_unchanged_without_brokers():
