@@ -36,18 +36,18 @@ class Counters(ProduceCounters):
     acked_messages: int = 0
     nacked_messages: int = 0
     dead_letters: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Of each real subject and consumer group, wherever they go."""
+    """By real subject and consumer group, whichever subject stores them."""
     returned_consumers: int = 0
 
 
 KEPT_BYTES = 16 << 20
-"""Frames that were read last and stay in memory; within a mastership a log only grows, so they stay right."""
+"""Cache of the frames read last. A log only grows during a mastership, so cached frames stay valid."""
 
 Found = list[tuple[Frame, Buffer]]
 
 
 class _MissingFrames:
-    """Frames that one answer waits for."""
+    """Frames that one answer still has to read."""
 
     __slots__ = ("found", "_missing", "_done")
 
@@ -67,14 +67,14 @@ class _MissingFrames:
 
 
 class Bodies:
-    """Made by the delivery; ends with the mastership."""
+    """Cache and reader of frames. Made by the delivery; ends with the mastership."""
 
     def __init__(self, log: MessageLog, host: Host) -> None:
         self._log, self._host = log, host
         self._waiting: dict[int, list[_MissingFrames]] = {}
-        """By offset: who waits for a frame that is being read."""
+        """Offset of a frame that is being read -> answers that need it."""
         self._kept: dict[int, tuple[Frame, Buffer]] = {}
-        """By offset, the one used longest ago first."""
+        """By offset, least recently used first."""
         self._kept_bytes = 0
 
     def at_hand(self, offset: int) -> tuple[Frame, Buffer] | None:
@@ -85,9 +85,9 @@ class Bodies:
         return self._log.tail_body(offset)
 
     def read(self, refs: list[FrameRef], done: Callable[[Found | LogError], None]) -> None:
-        """Read frames that were not at hand: these are surely on disk, what the tail has may not be written yet.
+        """Read frames that are not in memory. They are on disk: only frames in the tail may be unwritten.
 
-        `done` is called once, with all of them in any order, or with the error that reading one of them met.
+        `done` is called once, with all frames in any order, or with the first error.
         """
         wanted = _MissingFrames(len(refs), done)
         new = [ref for ref in refs if ref.offset not in self._waiting]
@@ -116,7 +116,7 @@ class Bodies:
 
 
 class PullAnswer:
-    """An answer to a pull that waits for two things: that it is safe, and that its bytes were read."""
+    """Answer to one pull. It is sent once the messages are on enough copies and their bytes were read."""
 
     __slots__ = (
         "subscription",
@@ -142,7 +142,7 @@ class PullAnswer:
     ) -> None:
         self.subscription, self.packet, self.chosen = subscription, packet, chosen
         self.bytes = chosen.bytes()
-        """About how many it will have."""
+        """Approximate size."""
         self.bodies: dict[int, tuple[Frame, Buffer]] = {}
         self.is_read = True
         self._gate, self._settled, self._flags = gate, settled, 0
@@ -156,7 +156,7 @@ class PullAnswer:
             subscription.resend = min(subscription.resend, self.chosen.parts[0].pull_sequence)
             self._settled(subscription.link, self.bytes)
             self._is_over = True
-        # As of now: a slave that comes while the bytes are still being read has not confirmed the pull by that.
+        # The state at this moment: a slave that connects while the bytes are being read has not confirmed the pull.
         self._flags = FLAG_NO_SLAVE_IN_SYNC if self._gate.too_few_in_sync else 0
         self._is_safe = True
         self.subscription.answer_in_order()
@@ -167,7 +167,7 @@ class PullAnswer:
         self.subscription.answer_in_order()
 
     def send(self) -> bool:
-        """Send it if it is safe and read; return whether nothing is owed any more."""
+        """Send the answer if it is safe and read; return whether nothing more is owed."""
         if self._is_over:
             return True
         if not self._is_safe or not self.is_read:
@@ -200,9 +200,9 @@ class PullAnswer:
 
 
 class Sending:
-    """Made by the delivery; ends with the mastership. `writable_again` is called when a connection that was owed too
-    much
-    may have answers again."""
+    """Sender of pull answers. Made by the delivery; ends with the mastership. `writable_again` is called when a
+    connection that was owed too much may have answers again.
+    """
 
     def __init__(
         self, mastership: Mastership, counters: Counters, passes: Passes, writable_again: Callable[[Link], None]
@@ -212,7 +212,7 @@ class Sending:
         self._bodies = Bodies(mastership.log, mastership.host)
 
     def begin(self, subscription: Subscription, waiting: WaitingPull, chosen: Chosen) -> None:
-        """Answer a pull with what was written down for it, once that is safe and its bytes are at hand."""
+        """Answer a pull with the messages chosen for it, once that is safe and their bytes are read."""
         mastership = self._mastership
         subscription.in_flight += 1
         self._counters.pulled_messages += sum(part.end - part.begin for part in chosen.parts)
@@ -233,14 +233,14 @@ class Sending:
         mastership.gate.progress(mastership.log.end, chosen.data_end, answer.safe)
 
     def _settled(self, link: Link, size: int) -> None:
-        """An answer left, or will not; pulls of the same connection may have waited for that."""
+        """An answer was sent or dropped; pulls of the same connection may be waiting for that."""
         if link.owed_bytes >= OWED_BYTES_MAX > link.owed_bytes - size:
             self._writable_again(link)
         link.owed_bytes -= size
 
     def _bodies_read(self, answer: PullAnswer, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
         if isinstance(bodies, CorruptFrame):
-            # The messages stay un-acked; the consumer asks again after the repair.
+            # The messages stay unacked; the consumer pulls again after the repair.
             self._mastership.found_damage(bodies)
             answer.subscription.link.close("this copy is damaged there and is being repaired; ask again")
         elif isinstance(bodies, LogError):

@@ -1,9 +1,8 @@
-"""Core. Looks at the messages of a subject where they are stored, for people: no consumer group, no progress, nobody
-who consumes is disturbed.
+"""Core. Browsing: search of a subject's stored messages for operators, without a consumer group and without progress.
 
-One look is many small steps, so that nobody waits for it: `next_frames` says, on the loop, what to read; `look_through`
-goes through what was read, on any thread, and pauses for others often. Filters are byte strings that must stand in an
-encoded message, so that most frames are passed over without decoding anything.
+One browse is many small steps. `next_frames` runs on the loop and returns the frames to read; `look_through` searches
+them on any thread and pauses often. Filters are byte strings that an encoded message must contain, so most frames are
+passed over without decoding.
 """
 
 from __future__ import annotations
@@ -24,27 +23,28 @@ MESSAGES_MAX, MESSAGES_DEFAULT = 1_000, 100
 ANSWER_BYTES_MAX = 1 << 20
 """Of encoded messages; the first one always fits."""
 STEP_FRAMES, STEP_BYTES = 256, 4 << 20
-"""Read at a time."""
+"""Read in one step."""
 PAUSE_BYTES, MESSAGE_COST = 512 << 10, 8 << 10
-"""There is a pause after so many bytes were searched; looking at a message costs as much as searching so many. That is
-half a millisecond in which no other thread runs; without pauses it would be five at a time."""
+"""Bytes searched between pauses, and the cost of one message in searched bytes. This is half a millisecond in which no
+other thread runs; without pauses it would be five.
+"""
 
 
 class Filter(NamedTuple):
-    """Which messages are wanted: those with all of this. Empty: every one."""
+    """Filter of a browse: messages must match all of its parts. An empty filter matches every message."""
 
     id: str = ""
     tags: frozenset[str] = frozenset()
     properties: Mapping[str, str] = {}
 
     def needles(self) -> list[bytes]:
-        """Return what stands in the encoding of each message that is wanted."""
+        """Return the byte strings that the encoding of each matching message contains."""
         properties = [_string(name) + _string(value) for name, value in self.properties.items()]
         return [*([_string(self.id)] if self.id else []), *properties, *map(_string, self.tags)]
 
 
 class Found(NamedTuple):
-    """One message as it is stored. `offset` is that of its frame; `problem` says why it cannot be decoded."""
+    """One stored message. `offset` is its frame's; `problem` holds the decoding error, if any."""
 
     sequence: int
     offset: int
@@ -58,8 +58,11 @@ class Found(NamedTuple):
 
 
 def borders(log: MessageLog, subject: str) -> Generator[FrameRef, bool, int]:
-    """Look for a border between older and newer messages: yield frames, to be sent whether they are older; return the
-    first sequence that is not. Between the steps, messages may come and go."""
+    """Search for the border between older and newer messages.
+
+    Yields frames; the caller sends back whether each is older. Returns the first sequence that is not. Messages may
+    come and go between the steps.
+    """
     low, high = sequences_kept(log, subject)
     while low < high:
         refs = log.frames(subject, (low + high) // 2, 1)
@@ -85,10 +88,10 @@ def visible_end(log: MessageLog, subject: str, limit: int) -> int:
 
 @dataclass(slots=True)
 class Browse:
-    """One look at sequences `[begin, end)` of a subject; what is left of them when it stops is left to look at.
+    """One browse of sequences `[begin, end)` of a subject; afterwards the range holds the part not searched yet.
 
     Args:
-        limit: offset up to which both copies have the log: nothing behind it is shown.
+        limit: high watermark; messages behind it are not shown.
     """
 
     log: MessageLog
@@ -113,11 +116,11 @@ class Browse:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left, or the answer is full."""
+        """Whether the range is searched, or the answer is full."""
         return self.begin >= self.end or self._is_full
 
     def next_frames(self) -> list[FrameRef]:
-        """Say which frames to read next, in the order in which they lie; none: retention took what was left."""
+        """Return the next frames to read, by offset; none if retention deleted the rest."""
         begin = max(self.begin, self.end - STEP_FRAMES) if self.newest_first else self.begin
         refs = [ref for ref in self.log.frames(self.subject, begin, STEP_FRAMES) if ref.begin < self.end]
         if not refs:
@@ -132,7 +135,7 @@ class Browse:
         return sorted(ahead[:taken])
 
     def look_through(self, frames: list[tuple[Frame, Buffer]]) -> Iterator[None]:
-        """Take what is wanted out of frames that were read, until the answer is full; yield where there is a pause."""
+        """Collect matching messages of frames until the answer is full; yield for a pause."""
         needles, cost = self.wanted.needles(), 0
         for frame, body in reversed(frames) if self.newest_first else frames:
             for spent in self._look_into(frame, bytes(body), needles):
@@ -144,7 +147,7 @@ class Browse:
                 return
 
     def _look_into(self, frame: Frame, body: bytes, needles: list[bytes]) -> Iterator[int]:
-        """Look at the messages of one frame, until the answer is full; yield what each look costs."""
+        """Search the messages of one frame until the answer is full; yield the cost of each step."""
         first = frame.first_sequence
         low, high = max(self.begin, first), min(self.end, first + frame.count)
         yield len(body)
@@ -160,7 +163,7 @@ class Browse:
             self.begin = max(self.begin, high)
 
     def _take(self, frame: Frame, sequence: int, data: bytes, needles: list[bytes]) -> bool:
-        """Look at one message; return whether there is room for another."""
+        """Add a message if it matches; return whether there is room for another."""
         if all(needle in data for needle in needles):
             found = _decode(frame, sequence, data)
             if _is_wanted(found, self.wanted):
@@ -178,7 +181,7 @@ class Browse:
 
 
 def _string(text: str) -> bytes:
-    """A string in QMQ's encoding of a message: its length and UTF-8. Too long for one: nothing has it."""
+    """Encode a string as in a QMQ message: length and UTF-8. A string too long to be in any message never matches."""
     data = text.encode("utf-8", "surrogatepass")
     return min(len(data), 0xFFFF).to_bytes(2, "big") + data
 

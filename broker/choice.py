@@ -25,50 +25,51 @@ UNACKED_MESSAGES_MAX = 200_000
 """Per consumer; at the limit its pulls wait for its acks."""
 FRAMES_AT_ONCE = 256
 FRAMES_AT_FIRST = 4
-"""Frames looked up for a pull, twice as many each further time. To look 256 up at once was a sixth of the master's time
-when a backlog was read: nearly always the first or second of them is all that a pull has room for."""
+"""Frames looked up for a pull at first; each further look-up takes twice as many. Looking up 256 at once took a sixth
+of the master's time while a backlog was read: a pull nearly always fits into the first two.
+"""
 
 
 class Part(NamedTuple):
-    """Messages `[begin, end)`, by sequence, of one frame, numbered from `pull_sequence` on."""
+    """Messages `[begin, end)` of one frame, by sequence, with pull sequences from `pull_sequence` on."""
 
     pull_sequence: int
     begin: int
     end: int
     ref: FrameRef
     attempts: int
-    """Deliveries that count, this one included."""
+    """Counted deliveries, this one included."""
     suspected: int = 0
-    """Deliveries to consumers that vanished, without having said that they had begun."""
+    """Deliveries to consumers that vanished without reporting that they had begun."""
 
 
 @dataclass(slots=True)
 class Chosen:
-    """What a pull is answered with, and what must be written down for that. There may be nothing to answer with."""
+    """Messages for one pull, and the progress to write before they leave. May be empty."""
 
     parts: list[Part] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
-    """For a pull frame."""
+    """Entries of the pull frame."""
     gone: list[tuple[int, int]] = field(default_factory=list)
-    """Pull sequences of un-acked messages that retention took: nobody will ever ack them."""
+    """Pull sequences of unacked messages that retention deleted; no consumer can ack them."""
     dead: list[tuple[int, int]] = field(default_factory=list)
-    """Pull sequences that were delivered too often: they become dead letters instead of leaving once more."""
+    """Pull sequences that reached the delivery limit: they become dead letters instead of being delivered again."""
     skipped: int = 0
-    """Messages that the group never acked and that retention took."""
+    """Messages that retention deleted before the group acked them."""
     bodies: dict[int, tuple[Frame, Buffer]] = field(default_factory=dict)
-    """By offset: frames that had to be read to choose."""
+    """Frames that were read for this choice, by offset."""
 
     @property
     def data_end(self) -> int:
         return max(part.ref.offset + part.ref.length for part in self.parts)
 
     def bytes(self) -> int:
-        """Add up about how many the answer will have."""
+        """Return the approximate size of the answer."""
         return sum(part.ref.length * (part.end - part.begin) // (part.ref.end - part.ref.begin) for part in self.parts)
 
     @property
     def pull_ends(self) -> list[int]:
-        """Where the pull sequences end that are answered, gone and dead, of those that there are."""
+        """Ends of the pull sequences that are answered, gone and dead, as far as there are any."""
         ends = [kind[-1][1] for kind in (self.gone, self.dead) if kind]
         if self.parts:
             last = self.parts[-1]
@@ -89,16 +90,14 @@ def choose(
     now_ms: int,
     single: Callable[[Budget, Chosen], None] | None = None,
 ) -> Chosen | None:
-    """Choose what a pull gets now; None if there is nothing.
+    """Return the messages for a pull, or None if there are none.
 
     Args:
-        data_limit: only messages whose frame ends at or before this offset. While the slave is missing, that is the
-            high watermark.
-        now_ms: of `Mastership.retry_ms`, by which retries become due.
-        single: what chooses in place of `Choice.more` if it depends on each message what becomes of it
-            (broker.filtered_scan).
+        data_limit: deliver only frames that end at or before this offset; the high watermark while no slave is in sync.
+        now_ms: `Mastership.retry_ms`, the clock of retries.
+        single: replaces `Choice.more` if each message needs a decision of its own (broker.filtered_scan).
 
-    The caller writes everything down before it answers, and moves `subscription.resend` behind it.
+    The caller writes the choice to the log before it answers, and moves `subscription.resend` past it.
     """
     require(pull.messages_max > 0, "a pull that asks for nothing is refused before it waits")
     group = log.state.groups[subscription.subject, subscription.group]
@@ -116,7 +115,7 @@ def choose(
 
 
 class Choice:
-    """One decision, as it is made."""
+    """One decision in progress."""
 
     def __init__(self, log: MessageLog, subscription: Subscription, pull: Pull, data_limit: int) -> None:
         self._log, self._subscription = log, subscription
@@ -125,11 +124,11 @@ class Choice:
 
     @property
     def is_over(self) -> bool:
-        """Whether the pull gets no more, though there may be more."""
+        """Whether the pull gets no more, even if there is more."""
         return self.cut.is_stopped
 
     def again(self, consumer: Consumer) -> None:
-        """Deliver what the consumer has, from the pull sequence on that this connection was not given."""
+        """Redeliver the consumer's unacked messages, from the first pull sequence that this connection did not get."""
         limit, made = self._subscription.deliveries_max, self.made
         for one in consumer.overlapping(self._subscription.resend, consumer.next_pull):
             if limit and one.deliveries > limit:
@@ -146,7 +145,7 @@ class Choice:
                 return
 
     def more(self, group: Group, now_ms: int) -> None:
-        """Deliver what the group has to give: what came back and is due, then what is new."""
+        """Deliver the group's messages: requeued ones that are due, then new ones."""
         state, subscription, limit = self._log.state, self._subscription, self._subscription.deliveries_max
         pull_sequence = state.next_pull(group, subscription.consumer)
         for one in group.requeued.due(now_ms, self.cut.messages):
@@ -161,7 +160,7 @@ class Choice:
         self._give(group.position, state.next_sequence.get(subscription.subject, 0), pull_sequence, 1)
 
     def _give(self, begin: int, end: int, pull_sequence: int, attempts: int, suspected: int = 0) -> int:
-        """Deliver sequences `[begin, end)`, as far as budget and limit allow; return the next pull sequence."""
+        """Deliver sequences `[begin, end)` within budget and limit; return the next pull sequence."""
         entries, at = self.made.entries, begin
         while at < end and not self.is_over:
             part, at_next = self._next(at, end, pull_sequence, attempts, suspected)
@@ -179,9 +178,9 @@ class Choice:
         return pull_sequence
 
     def _next(self, begin: int, end: int, pull_sequence: int, attempts: int, suspected: int) -> tuple[Part | None, int]:
-        """Add the next part of `[begin, end)`; return it, and where the one behind it begins.
+        """Add the next part of `[begin, end)`; return it and the begin of the rest.
 
-        None: what lies before that is gone, because retention took it; or nothing more fits.
+        The part is None if retention deleted the messages before the returned begin, or if nothing more fits.
         """
         ref = self.cut.frame_at(self._log, self._subscription.subject, begin)
         if ref is None or ref.begin > begin:
@@ -195,10 +194,10 @@ class Choice:
 
 
 class Budget:
-    """What a pull may still get. The first message always fits, however large it is.
+    """Room that is left in a pull. The first message always fits, however large it is.
 
-    A frame is cut only for a pull that has less than half of what it asked for. What is cut is read twice, and gets a
-    copy and a CRC of its own each time; so who pulls about a frame's size at a time would pay for each message thrice.
+    A frame is cut only for a pull that is less than half full. A cut frame is read twice, and each part is copied and
+    gets a CRC of its own. A consumer that pulled about one frame at a time would pay for each message three times.
     """
 
     __slots__ = (
@@ -222,11 +221,11 @@ class Budget:
         self._ahead = FRAMES_AT_FIRST
 
     def frame_at(self, log: MessageLog, subject: str, sequence: int, most: int = FRAMES_AT_ONCE) -> FrameRef | None:
-        """Return the frame that holds `sequence`, or the next one behind it; look up to `most` of them up."""
+        """Return the frame that holds `sequence`, or the next one after it; look up at most `most` frames."""
         refs = self._refs
         while refs and refs[-1].end <= sequence:
             refs.pop()
-        if not refs or refs[-1].begin > sequence:  # perhaps there are others before it
+        if not refs or refs[-1].begin > sequence:  # others may lie before it
             self._refs = refs = log.frames(subject, sequence, min(self.messages, most, self._ahead))[::-1]
             self._ahead = min(2 * self._ahead, FRAMES_AT_ONCE)
         return refs[-1] if refs else None
@@ -245,5 +244,5 @@ class Budget:
         self.is_stopped = taken < wanted or taken == self.messages
         self.messages -= taken
         self.bytes -= int(mean * taken)
-        self.is_untouched = not taken  # once it is stopped, nobody asks
+        self.is_untouched = not taken  # not read after the budget stopped
         return taken

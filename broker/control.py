@@ -34,18 +34,18 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 500
 ANSWER_S = 10.0
-"""A metaserver waits for the masters of the route, and for its database, some seconds each."""
+"""The metaserver waits some seconds each for the masters of the route and for its database."""
 
 
 class Announcing:
-    """Made by main before the service; used on its loop."""
+    """Requests for the begin of new consumer groups. Made by main before the service; used on its loop."""
 
     def __init__(self) -> None:
         self._asked: list[tuple[NewGroup, Answered]] = []
         self._came = asyncio.Event()
 
     def ask(self, group: NewGroup, answered: Answered) -> None:
-        """Ask soon; see `qmq.broker.positions.Ask`."""
+        """Queue a request; see `qmq.broker.positions.Ask`."""
         self._asked.append((group, answered))
         self._came.set()
 
@@ -58,7 +58,7 @@ class Announcing:
                 answers = await _answers([group for group, _ in some], service.node.group, meta_link, settings.token)
                 for (_, answered), answer in zip(some, answers, strict=True):
                     for link, packet in answered(answer):
-                        assert isinstance(link, Connection)  # of this process
+                        assert isinstance(link, Connection)
                         service.packet_received(link, packet)
 
 
@@ -85,33 +85,35 @@ async def _answers(
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
-        reason = "the connection to the metaserver was closed"  # by its link, which failed
+        reason = "the connection to the metaserver was closed"  # the link closed it after a failure
     log.warning("new consumer groups wait groups=%d reason=%s", len(groups), reason)
     return [NotServed(f"{group.group} is new here, and waits for the metaserver: {reason}") for group in groups]
 
 
 CALLS_AT_ONCE = 2
-"""More wait for their turn: looking never takes more of a broker than this."""
+"""More calls wait for their turn, so browsing never uses more of a broker than this."""
 CALL_S = 1.0
-"""A call that has looked so long says how far it came."""
+"""A call that has searched so long returns its position."""
 PAUSE_S = 0.0005
 MESSAGES_AT_ONCE = 50
 _NO_END = 1 << 63
 
 
 class Browsing:
-    """Made by the control port; used on the loop."""
+    """Answers Browse: reads the disk on threads in small steps, so other work goes on. Made by the control port; used
+    on the loop.
+    """
 
     def __init__(self, service: Service[BrokerMaster]) -> None:
         self._service = service
         self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def answer(self, request: pb.BrowseRequest) -> pb.BrowseAnswer:
-        """Look for what is asked for.
+        """Search for the requested messages.
 
         Raises:
             NotMaster, NotServed: ask the master.
-            CallError: something that is asked for cannot be.
+            CallError: the request is invalid.
             CorruptFrame: this copy is damaged there.
         """
         async with self._turns:
@@ -148,7 +150,9 @@ class Browsing:
         )
 
     async def _stored_since(self, subject: str, since_ms: int) -> int:
-        """Return the first message that was stored at `since_ms` or later; where clocks went back, one of several."""
+        """Return the first message stored at `since_ms` or later. If clocks went back there are several; return one of
+        them.
+        """
         message_log = self._service.node.log
         search = borders(message_log, subject)
         try:
@@ -168,7 +172,7 @@ class Browsing:
                 await asyncio.to_thread(_step, browse, refs, in_tail)
             except CorruptFrame as problem:
                 if problem.offset >= browse.log.start:
-                    raise  # else retention took it meanwhile
+                    raise  # else retention deleted it meanwhile
 
 
 def _is_older(message_log: MessageLog, ref: FrameRef, since_ms: int) -> bool:
@@ -177,19 +181,19 @@ def _is_older(message_log: MessageLog, ref: FrameRef, since_ms: int) -> bool:
     except CorruptFrame:
         if ref.offset >= message_log.start:
             raise
-        return True  # retention took it meanwhile
+        return True  # retention deleted it meanwhile
 
 
 def _step(browse: Browse, refs: list[FrameRef], in_tail: dict[int, tuple[Frame, Buffer]]) -> None:
-    """Read frames and look through them. Blocks; runs on a thread."""
+    """Read frames and search them. Blocks; runs on a thread."""
     on_disk = browse.log.stored.read_bodies([ref for ref in refs if ref.offset not in in_tail])
     bodies = in_tail | {frame.offset: (frame, body) for frame, body in on_disk}
     for _ in browse.look_through([bodies[ref.offset] for ref in refs]):
-        time.sleep(PAUSE_S)  # the loop's thread runs meanwhile
+        time.sleep(PAUSE_S)  # lets the loop's thread run
 
 
 def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessage]:
-    """Write messages for the answer. Runs on a thread, and pauses as `_step` does."""
+    """Encode messages for the answer. Runs on a thread, and pauses as `_step` does."""
     messages = []
     for at, one in enumerate(found, start=1):
         messages.append(
@@ -215,12 +219,12 @@ def _properties(one: Found) -> list[pb.Property]:
 
 
 GROUPS_AT_A_TIME = 200
-"""Groups whose progress is looked up in one go: about 2 ms in which nobody else is served."""
+"""Groups looked up without a pause: about 2 ms in which the loop serves nothing else."""
 SAFE_S = 10.0
 
 
 class Control(CopyControl[BrokerMaster]):
-    """Made by main; its server ends with the process."""
+    """gRPC service of a broker. Made by main; its server ends with the process."""
 
     def __init__(self, service: Service[BrokerMaster], settings: BrokerSettings, samples: Samples) -> None:
         super().__init__(service, settings, samples)
@@ -240,7 +244,7 @@ class Control(CopyControl[BrokerMaster]):
                 if one.lag or one.dead_letters or not request.behind_max:
                     groups.append(one)
                 if number % GROUPS_AT_A_TIME == GROUPS_AT_A_TIME - 1:
-                    await asyncio.sleep(0)  # others want to be served meanwhile
+                    await asyncio.sleep(0)  # lets the loop serve others
             if request.behind_max:
                 groups = heapq.nlargest(request.behind_max, groups, key=lambda one: (one.lag, one.dead_letters))
             causes = [master.causes.of((one.subject, one.group)) for one in groups]
@@ -259,7 +263,7 @@ class Control(CopyControl[BrokerMaster]):
             except CorruptFrame:
                 if offset is not None and offset >= message_log.start:
                     raise
-                found.append(0)  # retention took it meanwhile
+                found.append(0)  # retention deleted it meanwhile
         return found
 
     async def Browse(self, request: pb.BrowseRequest, context: Any) -> pb.BrowseAnswer:
@@ -289,7 +293,7 @@ class Control(CopyControl[BrokerMaster]):
         return pb.MarkGroupsAnswer(known=known)
 
     async def ResetOffset(self, request: pb.ResetOffsetRequest, context: Any) -> pb.ResetOffsetAnswer:
-        """FAILED_PRECONDITION: refused, nothing changed. DEADLINE_EXCEEDED, UNAVAILABLE: it may or may not stay."""
+        """FAILED_PRECONDITION: refused, nothing changed. DEADLINE_EXCEEDED, UNAVAILABLE: the move may be lost again."""
         reset, safe = None, self._loop.create_future()
 
         def move() -> None:

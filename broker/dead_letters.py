@@ -1,9 +1,8 @@
-"""Core. Dead letters: messages that a group could not handle, stored once more where people look at them.
+"""Core. Dead letters: messages that a group could not handle, stored again where people look at them.
 
-The copy is a message of `%DEAD_RETRY%subject%group`, or of the subject that an operator chose, in the same log, with
-what is known of its fate among its properties (qmq.dead_letters); right behind it stands the ack of the original. A
-copy carries the original's sequence as its batch number: whoever finds the original still un-acked, because the process
-ended between the two, does not store it again.
+The copy goes to `%DEAD_RETRY%subject%group`, or to the subject that an operator chose, in the same log. Its properties
+describe its fate (qmq.dead_letters), and the ack of the original follows it in the log. The copy's batch number is the
+original's sequence: if the process ends between copy and ack, the next master does not store a second copy.
 
 Keeps I22.
 """
@@ -35,15 +34,15 @@ from qmq.subjects import dead_letter_subject, real_subject
 Key = tuple[str, str, str]
 
 READ_BYTES = 4 << 20
-"""Frames read at once; a larger one comes alone."""
+"""Frames read at once; a larger one is read alone."""
 READ_FRAMES = 64
 COPIES_PER_ACK = BATCHES_PER_PRODUCER
-"""Whoever finds copies without the ack behind them knows no more of them."""
+"""A new master finds at most so many copies without an ack behind them."""
 
 
 @dataclass(eq=False, slots=True)
 class _Burial:
-    """Pull sequences of a consumer that become dead letters."""
+    """Pull sequences of one consumer that become dead letters."""
 
     key: Key
     ranges: deque[tuple[int, int]]
@@ -51,11 +50,13 @@ class _Burial:
     answer: Answer | None
     is_reading: bool = False
     rests: bool = False
-    """Until what this copy cannot read was mended."""
+    """Until the part that this copy cannot read was repaired."""
 
 
 class DeadLetters:
-    """Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called when a subject got messages."""
+    """Writer of dead letters. Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called when a
+    subject got messages.
+    """
 
     def __init__(
         self,
@@ -70,37 +71,39 @@ class DeadLetters:
         self._burials: deque[_Burial] = deque()
         self._chosen: dict[tuple[str, str], str] = {}
         self._former: dict[int, dict[int, StoredBatch]] = {}
-        """What is known of copies from before this mastership, by producer: some may have no ack behind them."""
+        """Copies from before this mastership, by producer: some may have no ack behind them."""
 
     def limit(self, limits: Iterable[OperatorLimits]) -> None:
-        """From now on these are all operators' limits."""
+        """Replace all operators' limits."""
         self._chosen = dead_letter_subjects(limits)
 
     def bury(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer | None) -> None:
-        """Make dead letters of what the consumer `key` still holds of these pull sequences; then call `answer`."""
+        """Make dead letters of the messages that the consumer `key` still has among these pull sequences; then call
+        `answer`.
+        """
         same = (one for one in self._burials if one.key == key and one.answer is None) if answer is None else iter(())
         if (burial := next(same, None)) is None:
             burial = _Burial(key, deque(ranges), reason, answer)
             self._burials.append(burial)
-        else:  # each time that a consumer connects while the slave is missing, the same ones are found
+        else:  # each new connection of the consumer finds the same ones while the slave is missing
             known = set(burial.ranges)
             burial.ranges += [one for one in ranges if one not in known]
         self._go_on(burial)
 
     @property
     def has_any(self) -> bool:
-        """Whether messages are on their way to becoming dead letters."""
+        """Whether messages are waiting to become dead letters."""
         return bool(self._burials)
 
     def go_on(self) -> None:
-        """Take up what had to wait: for the next pass, for the slave, or for a swap that did not come."""
+        """Continue work that waited for the next pass, for the slave, or for the end of a swap."""
         is_damaged = self._mastership.log.damage is not None
         for burial in list(self._burials):
             burial.rests = burial.rests and is_damaged
             self._go_on(burial)
 
     def step_down(self, error: QmqError) -> None:
-        """The mastership is over: what is not done is still un-acked, and the next master's."""
+        """End the mastership: unfinished messages stay unacked and are the next master's."""
         burials, self._burials = self._burials, deque()
         for burial in burials:
             if burial.answer is not None:
@@ -118,11 +121,13 @@ class DeadLetters:
                 burial.answer(None)
 
     def _may_store(self) -> bool:
-        """Nothing new is stored on one copy alone, and nothing at all by whom is no master any more."""
+        """Return whether copies may be stored. Only the current master stores dead letters, and never on one copy
+        alone.
+        """
         return self._mastership.may_progress and not self._mastership.gate.too_few_in_sync
 
     def _step(self, burial: _Burial) -> None:
-        """Bury what lies in the next few frames; read them first if they are not in memory."""
+        """Store the messages of the next few frames; read the frames first if they are not in memory."""
         mastership, log, (subject, group, _) = self._mastership, self._mastership.log, burial.key
         if letters_producer(subject, group) not in self._former:
             self._settle_former(subject, group)
@@ -153,7 +158,7 @@ class DeadLetters:
     def _read(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
         burial.is_reading = False
         if burial not in self._burials:
-            return  # the mastership is over
+            return  # the mastership has ended
         if isinstance(bodies, CorruptFrame):
             self._damaged(burial, bodies)
             return
@@ -164,7 +169,7 @@ class DeadLetters:
         self._go_on(burial)
 
     def _damaged(self, burial: _Burial, problem: CorruptFrame) -> None:
-        """The messages stay un-acked; who asked asks again after the repair, and if nobody did, it goes on then."""
+        """Report damage. The messages stay unacked; a request is refused, other work continues after the repair."""
         self._mastership.found_damage(problem)
         if burial.answer is None:
             burial.rests = True
@@ -174,16 +179,15 @@ class DeadLetters:
         burial.answer(NotServed("this copy is damaged where it had to be read, and is being repaired; ask again"))
 
     def _held(self, burial: _Burial) -> tuple[int, int] | None:
-        """Return (sequence, messages) of what the consumer still holds at the beginning of the first range; None if
-        that is nothing."""
+        """Return (sequence, messages) that the consumer still has at the beginning of the first range, or None."""
         if (consumer := self._consumption.consumer(*burial.key)) is None:
             return None
         begin, end = burial.ranges[0]
         try:
             consumer.check_given(begin, end)
         except InvalidAck:
-            return None  # it left, and what it holds since is other messages
-        first = next(consumer.overlapping(begin, end), None)  # of perhaps 200,000 that lie scattered
+            return None  # it left, and these pull sequences now mean other messages
+        first = next(consumer.overlapping(begin, end), None)  # stops at the first: up to 200,000 may lie scattered
         if first is None:
             return None
         held = first.part(begin, end)
@@ -191,16 +195,16 @@ class DeadLetters:
         return held.first, held.count
 
     def _store(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]]) -> None:
-        """Store copies of what is still held in these frames, and settle it."""
+        """Store copies of the messages in these frames that are still unacked, and ack the originals."""
         for frame, body in bodies:
             while (found := self._held(burial) if burial.ranges else None) is not None:
                 sequence, messages = found
                 begin = sequence - frame.first_sequence
                 if begin >= frame.count:
-                    break  # the next frame has it
+                    break  # in the next frame
                 end = min(begin + min(messages, self._passes.copies_left, COPIES_PER_ACK), frame.count)
                 if not 0 <= begin < end:
-                    return  # it was settled meanwhile, or this pass had enough: look anew
+                    return  # settled meanwhile, or the pass is over: look again
                 cut = slice_batch(body, frame.count, begin, end)
                 labels = labels_of(frame, body)[begin:end]
                 for at, data in enumerate(split_batch(cut, end - begin)):
@@ -209,19 +213,19 @@ class DeadLetters:
                 self._settle(burial, end - begin, DEAD)
 
     def _copy(self, burial: _Burial, sequence: int, data: bytes, labels: Sequence[int]) -> None:
-        """Store the copy of one message; `labels`: its own, if it has one."""
+        """Store the copy of one message; `labels` holds its own label, if it has one."""
         mastership, (subject, group, _) = self._mastership, burial.key
         state, producer = mastership.log.state, letters_producer(subject, group)
         stored = self._former[producer].get(sequence)
         if stored is not None and stored.end > state.groups[subject, group].began:
-            return  # one from before the group was moved may be dealt with already: what fails anew is a new one
+            return  # a copy from before the group was moved may be handled already: store a new one
         whose = real_subject(subject), group
         chosen = self._chosen.get(whose)
         copy = with_fate(data, self._times(burial), burial.reason, sequence, whose if chosen else None)
-        if chosen and copy != data:  # who consumes that subject may ask for tags and order keys
+        if chosen and copy != data:  # consumers of that subject may filter by tags and order keys
             name, flags = chosen, FLAG_DEAD | (label_flags(labels) if labels else 0)
             body = join_batch([copy]) + (encode_labels(labels) if labels else b"")
-        else:  # also what nobody there could decode
+        else:  # also copies that consumers of the chosen subject could not decode
             name, flags, body = dead_letter_subject(subject, group), 0, join_batch([copy])
         mastership.log.append(
             FrameKind.MESSAGES,
@@ -243,14 +247,14 @@ class DeadLetters:
 
     def _times(self, burial: _Burial) -> int:
         consumer = self._consumption.consumer(*burial.key)
-        assert consumer is not None  # it holds what is copied
+        assert consumer is not None  # it has the copied messages unacked
         deliveries = consumer.range_of(burial.ranges[0][0]).deliveries
-        return deliveries - (burial.key[2] == PRUNER)  # no consumer got them for that
+        return deliveries - (burial.key[2] == PRUNER)  # the delivery to the pruner is not one
 
     def _settle_former(self, subject: str, group: str) -> None:
-        """Ack messages whose copies are older than this mastership, and have no ack behind them.
+        """Ack messages whose copies are older than this mastership and have no ack behind them.
 
-        The copies of this mastership push those out of the fold's window: it remembers them, the next one cannot.
+        New copies push older ones out of the fold's window. This master remembers those; the next one could not.
         """
         state, producer = self._mastership.log.state, letters_producer(subject, group)
         progress = state.groups.get((subject, group))
@@ -267,15 +271,15 @@ class DeadLetters:
                 self._mastership.append_progress(FrameKind.ACK, (subject, group, name), entries)
 
     def _settle(self, burial: _Burial, messages: int, settled: int) -> None:
-        """Ack the first messages of the burial's first range; `settled`: whether dead letters of them are stored."""
+        """Ack the first messages of the first range; `settled` is DEAD if dead letters of them are stored."""
         begin, end = burial.ranges[0]
         self._mastership.append_progress(FrameKind.ACK, burial.key, [(begin, begin + messages, settled)])
-        if begin + messages == end:  # the next range may be in the same frame; what is left of this one, `_held` finds
+        if begin + messages == end:  # the next range may be in the same frame; `_held` finds the rest of this one
             burial.ranges.popleft()
 
 
 def _few(refs: list[FrameRef]) -> list[FrameRef]:
-    """As many of the first frames as may be read at once."""
+    """Return as many of the first frames as one reading takes."""
     size = 0
     for at, ref in enumerate(refs):
         size += ref.length

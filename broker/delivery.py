@@ -1,7 +1,6 @@
-"""Core. A master's part towards consumers: write down who gets what, hand it over when that is safe, take acks.
+"""Core. Delivery to consumers: subscriptions, pulls and acks become frames of progress, then answers.
 
-Which messages a pull gets is decided in `broker.choice`; here it becomes frames of progress, in
-`broker.answers` answers.
+`broker.choice` decides which messages a pull gets; `broker.answers` sends them once that is safe.
 
 Keeps I9.
 """
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Delivery:
-    """Made by the master; ends with the mastership."""
+    """Consumer side of a master. Made by the master; ends with the mastership."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class Delivery:
         f = read_terms(packet)
         subject, group, consumer = key = f["subject"], f["group"], f["consumer"]
         position, began_ms = None, 0
-        # With `held_end` a group without a position is refused next, and does not begin.
+        # With `held_end` a group without a position is refused below, and does not begin.
         if key[:2] not in mastership.log.state.groups and not f["held_end"]:
             if self.beginning.is_first(key[:2]):
                 self._check_may_begin(link, subject, group)
@@ -114,21 +113,21 @@ class Delivery:
         self._filtering.joined(subscription)
         known = self.consumption.consumer(*subscription.key)
         if position is not None:
-            # The position of a new group is written down at once, or a restart would move it (W8).
+            # The position of a new group is written at once: a restart would move it otherwise (W8).
             self.beginning.begun(key[:2])
             entry = position, int(f["broadcast"]), began_ms
             mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
         elif known is not None and known.unacked and f["is_new"] and not f["held_end"]:
-            # A new process of an old name: what the old one began with counts as delivered, or a message that kills
-            # each process that gets it would never become a dead letter.
+            # A new process uses an old consumer id. The messages that the old one had begun count as delivered;
+            # otherwise a message that kills every process would never become a dead letter.
             self._consumer_leaves(subscription.key, told=False)
             known = None
         elif known is not None and (dead := known.delivered_more_than(subscription.deliveries_max)):
-            self._bury(subscription, dead)  # the former master was about to
+            self._bury(subscription, dead)  # the former master did not get to it
         self.consumption.says(subscription)
         joined = mastership.log.state.groups[subject, group]
         if joined.is_broadcast and consumer not in joined.consumers:
-            # Or nobody would know that it was there, and left, while nothing came for it.
+            # Records the consumer, so that its absence is noticed even if no message came for it.
             mastership.append_progress(FrameKind.PULL, subscription.key, [])
         unacked = known.unacked_below(f["held_end"], subscription.deliveries_max) if known else []
         answer = commands.encode_json(
@@ -142,15 +141,16 @@ class Delivery:
         mastership.answer_when_safe(link, packet, answer)
 
     def _check_may_begin(self, link: Link, subject: str, group: str) -> None:
-        """Count a new group, which is in the log and in memory for good; the group's own retry subject comes with it.
-        Raises Overloaded: it is one too many for its token."""
+        """Count a new group against its token's ration: it stays in the log and in memory. The group's own retry
+        subject is free. Raises Overloaded: the ration is used up.
+        """
         real = real_subject(subject)
         is_own_retry = subject != real and subject == retry_subject(real, group)
         if not (is_own_retry and (real, group) in self._mastership.log.state.groups):
             link.ration.begin_group()
 
     def begins_at(self, key: Key, begin: Begin) -> int:
-        """Return where a group begins that has no position here. Raises NotServed: this copy is damaged there."""
+        """Return where a group without a position begins. Raises NotServed: this copy is damaged there."""
         log, (subject, _) = self._mastership.log, key
         if (noted := self.beginning.noted(begin, key)) is not None:
             return noted
@@ -189,7 +189,7 @@ class Delivery:
         mastership.answer_when_safe(link, packet, commands.encode_acked(consumer.acked_end))
 
     def nack(self, link: Link, packet: Packet) -> None:
-        """Give messages back for a later delivery, or for good; the answer comes when that is done."""
+        """Requeue messages or make dead letters of them; the answer follows when that is done."""
         mastership = self._mastership
         mastership.check_may_progress()
         nack = commands.decode_nack(packet.body)
@@ -233,15 +233,16 @@ class Delivery:
         self._dead_letters.bury(subscription.key, dead, nack.reason, answer)
 
     def _over_unhandled(self, subscription: Subscription, expired: list[tuple[int, int]]) -> None:
-        """A consumer found that these have expired: they are over, unless they become dead letters."""
+        """Settle messages that a consumer found expired, unless they become dead letters."""
         self.pruning.note_expired(subscription.key[:2], sum(end - begin for begin, end in expired))
         if not self.pruning.expired_die(subscription.subject):
             entries = [(begin, end, EXPIRED) for begin, end in expired]
             self._mastership.append_progress(FrameKind.ACK, subscription.key, entries)
 
     def begin(self, link: Link, packet: Packet) -> None:
-        """Take note of what a consumer begins with now. It is not written down: a master that is swapped at that very
-        moment counts one attempt too few."""
+        """Note which messages a consumer begins with. This is not stored: after a swap at that moment one attempt is
+        missing from the count.
+        """
         begun = commands.decode_ack(packet.body)
         subscription = self.consumption.find(link, begun.subscription, self._mastership.host.monotonic_ms())
         consumer = self._consumer(subscription)
@@ -251,7 +252,9 @@ class Delivery:
         link.answer(packet)
 
     def _check_may_postpone(self, subscription: Subscription) -> None:
-        """What is postponed beyond the bound is for a delay group, or stays with its consumer; what is new goes on."""
+        """Raise PostponesTooMuch at the limit of requeued ranges. The client then uses a delay group, or keeps the
+        messages.
+        """
         key = subscription.key[:2]
         if len(self._mastership.log.state.groups[key].requeued) >= group_status.REQUEUED_RANGES_MAX:
             raise PostponesTooMuch(
@@ -260,7 +263,7 @@ class Delivery:
             )
 
     def _facts(self, key: tuple[str, str]) -> group_status.Facts | None:
-        """What stops or slows a group follows from these."""
+        """Return the facts from which the causes of a group follow, or None if the group does not exist."""
         mastership, (subject, name) = self._mastership, key
         state, gate = mastership.log.state, mastership.gate
         if (group := state.groups.get(key)) is None:
@@ -296,11 +299,11 @@ class Delivery:
         return self.consumption.consumer(*subscription.key) or Consumer()
 
     def _changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
-        """Progress is about to be written: what is settled frees its key, for others of the group too."""
+        """Prepare for progress that is about to be written: settled messages free their order keys."""
         self._filtering.changing(kind, key, entries)
         if not key[2]:  # the group's own position
             self.pruning.changing(key[:2], is_known=bool(entries))
-            if not entries:  # nobody looks at the group again
+            if not entries:  # the group is forgotten
                 self.backlogs.forget(key[:2])
                 self.causes.forget(key[:2])
                 self.consumption.skipped.pop(key[:2], None)
@@ -318,15 +321,15 @@ class Delivery:
         answer: Answer,
         begin: Begin | None = None,
     ) -> positions.Reset:
-        """Let `group` go on elsewhere on `subject`; `answer` is called once both copies know it.
+        """Move `group` to another position of `subject`; `answer` is called once both copies have that.
 
-        `begin` is set if the cluster knows the group. If it has no position here, it gets one.
+        `begin` is set if the cluster knows the group. A group without a position here gets one.
 
-        Messages that the group had acked are only kept by age: the slave may have dropped some that are still here, and
-        if it becomes the master before the group has them, they are skipped, and counted so.
+        Retention deletes messages that the group had acked by age alone. The slave may have deleted some that this copy
+        still has; if it is promoted before the group has consumed them, they are skipped and counted as skipped.
 
         Raises:
-            OperatorError, NotServed, NotMaster: that cannot be done now; says why. Nothing changed.
+            OperatorError, NotServed, NotMaster: not possible now. Nothing changed.
         """
         mastership = self._mastership
         mastership.check_may_progress()
@@ -339,7 +342,7 @@ class Delivery:
             mastership.found_damage(problem)
             raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
         if mastership.gate.too_few_in_sync:
-            # Consumers would act on it at once, and a master that never heard of it would undo it.
+            # Consumers would act on the move at once, and a promoted slave without it would undo it.
             raise OperatorError(f"the slave of {mastership.group} is missing and would not know it: start it first")
         if not dry_run:
             assert known is not None  # else it is refused
@@ -371,15 +374,15 @@ class Delivery:
     # Events.
 
     def wake(self, subject: str) -> None:
-        """Messages of `subject` came or came back; at the end of the pass those who wait for them are served."""
+        """Mark a subject that got new or requeued messages: waiting pulls are served at the end of the pass."""
         self._woken[subject] = None
 
     def serve_all(self) -> None:
-        """Whoever waits may have something to get now."""
+        """Serve every waiting pull again."""
         self._line_up(self.consumption.all_waiting())
 
     def writable_again(self, link: Link) -> None:
-        """The connection takes answers again."""
+        """Serve the pulls of a connection that accepts answers again."""
         self._line_up(self.consumption.waiting_at(link))
 
     def _line_up(self, entries: Iterable[Subscription | tuple[str, str]]) -> None:
@@ -388,7 +391,7 @@ class Delivery:
         self._mastership.host.pass_soon()
 
     def run_pass(self) -> None:
-        """At the end of a pass of the loop: serve who waits for what came, as long as one of ours may take."""
+        """Serve waiting pulls at the end of a pass of the loop, within its budget."""
         passes, tired = self._passes, self._filtering.tired
         has_more_letters = passes.copies_left <= 0
         passes.begin()
@@ -406,12 +409,12 @@ class Delivery:
             self._mastership.host.pass_soon()
 
     def _take_turn(self, entry: Subscription | tuple[str, str]) -> bool:
-        """Serve one pull; return whether there may be more for them."""
+        """Serve one pull; return whether there may be more for the same group or consumer."""
         if isinstance(entry, Subscription):
             return self._serve_or_tell(entry)
         for subscription in self.consumption.waiting_in(*entry):
             if self._serve(subscription):
-                # Else 199 of a group's 200 consumers would be tried in vain for each message.
+                # Otherwise each message would try 199 of 200 consumers of a group in vain.
                 return self._may_have_more(*entry)
         return False
 
@@ -423,7 +426,7 @@ class Delivery:
     def apply_operator_settings(
         self, *, limits: tuple[OperatorLimits, ...], offline: Iterable[tuple[str, str, str]]
     ) -> None:
-        """From now on these are the operators' limits, and those that are handed nothing; all others are served."""
+        """Replace operators' limits and the list of switched-off consumers, then serve the others."""
         self.pruning.limit(by_key(limits))
         self._dead_letters.limit(limits)
         self._rates.limit(by_key(limits), self._mastership.host.monotonic_ms())
@@ -435,7 +438,7 @@ class Delivery:
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
 
     def quiet_ms(self) -> int:
-        """See `Master.quiet_ms`: no pull is overdue until then, no lease ends, and nothing comes again."""
+        """See `Master.quiet_ms`: until then no pull is overdue, no lease ends, and no retry is due."""
         mastership, now_ms = self._mastership, self._mastership.host.monotonic_ms()
         if not mastership.has_begun or self._dead_letters.has_any or self._filtering.has_unwritten:
             return 0
@@ -447,7 +450,7 @@ class Delivery:
         return min(self.consumption.quiet_ms(now_ms), due_in_ms, self.pruning.due_in_ms(now_ms))
 
     def tick(self, now_ms: int) -> None:
-        """Retries that are due, consumers that are gone, groups that nobody needs. `now_ms` never jumps."""
+        """Handle due retries, expired leases and forgotten broadcasts. `now_ms` never jumps."""
         self.consumption.ticked(now_ms)
         if self._mastership.may_progress:
             retry_ms = self._mastership.retry_ms()
@@ -468,7 +471,7 @@ class Delivery:
             self._mastership.found_damage(problem)
 
     def _forget_broadcasts(self) -> None:
-        """A broadcast consumer that stays away would pin the log, and its like would fill the memory (W20)."""
+        """Forget broadcast consumers that stay away: they would pin the log and fill the memory (W20)."""
         mastership = self._mastership
         oldest_ms = mastership.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
         for (subject, name), group in list(mastership.log.state.groups.items()):
@@ -476,7 +479,7 @@ class Delivery:
                 mastership.append_progress(FrameKind.POSITION, (subject, name, ""), [])
 
     def step_down(self, error: QmqError) -> None:
-        """The mastership is over: whoever waits asks the next master."""
+        """End the mastership: refuse all waiting requests, which go to the next master."""
         self._dead_letters.step_down(error)
         self.beginning.step_down(error)
         for subscription in self.consumption.all_waiting():
@@ -484,17 +487,17 @@ class Delivery:
                 waiting = self.consumption.take_waiting(subscription)
                 subscription.link.refuse(waiting.packet, error)
 
-    # Handing over.
+    # Serving.
 
     def _offer(self, subscription: Subscription) -> None:
-        """Serve a subscription at once, or in a later pass if this one has done enough."""
+        """Serve a subscription now, or in a later pass if this one has spent its budget."""
         while self._passes.has_time:
             if not self._serve_or_tell(subscription):
                 return
         self._line_up([subscription])
 
     def _serve_or_tell(self, subscription: Subscription) -> bool:
-        """Serve a subscription; if there is nothing for it, answer the pulls that do not want to wait."""
+        """Serve a subscription; if there is nothing for it, answer its pulls that do not wait."""
         if self._serve(subscription):
             return True
         if self._filtering.is_looking(subscription):
@@ -505,7 +508,7 @@ class Delivery:
         return False
 
     def _serve(self, subscription: Subscription) -> bool:
-        """Answer the oldest pull that waits, if there is something for it; return whether there was."""
+        """Answer the oldest waiting pull if there are messages for it; return whether there were."""
         if not subscription.waiting or not self._mastership.may_progress or subscription.key in self._offline:
             return False
         if subscription.exclusive_ms and not self.consumption.has_its_turn(subscription, self._is_offline):
@@ -527,7 +530,7 @@ class Delivery:
         return False
 
     def _next_pull(self, subscription: Subscription) -> Pull | None:
-        """Return the oldest pull that waits and may be answered; what is overdue costs no work and no message."""
+        """Return the oldest pull that may be answered. Overdue pulls get NO_MESSAGE first, and cost no message."""
         link, now_ms = subscription.link, self._mastership.host.monotonic_ms()
         while subscription.waiting and link.writable and link.owed_bytes < OWED_BYTES_MAX:
             waiting = subscription.waiting[0]
@@ -546,7 +549,7 @@ class Delivery:
             single = partial(self._filtering.choose, subscription, now_ms)
         try:
             return choose(mastership.log, subscription, pull, data_limit=limit, now_ms=now_ms, single=single)
-        except CorruptFrame as problem:  # an index had to be made again, and its segment is damaged
+        except CorruptFrame as problem:  # an index is rebuilt, and its segment is damaged
             mastership.found_damage(problem)
             return None
         finally:
@@ -554,7 +557,7 @@ class Delivery:
                 self._read_on()
 
     def _read_on(self) -> None:
-        """Read what pulls wait for, to see which messages are theirs."""
+        """Start the readings that filtered pulls wait for."""
         if self._filtering.tired:
             self._mastership.host.pass_soon()
         for reading in self._filtering.take_readings():
@@ -562,7 +565,7 @@ class Delivery:
 
     def _was_read(self, reading: Reading, found: LabelsRead | LogError) -> None:
         self._filtering.was_read(reading, found)
-        if isinstance(found, CorruptFrame):  # or retention took it meanwhile; who waits is served soon in either case
+        if isinstance(found, CorruptFrame):  # or retention deleted it; waiting pulls are served soon in either case
             self._mastership.found_damage(found)
         elif isinstance(found, LogError):
             raise found
@@ -573,11 +576,11 @@ class Delivery:
         mastership = self._mastership
         if chosen.entries:
             if self._filtering.asks_for_others(subscription):
-                # Or nobody who reads the log could tell why it is not given what it was given before.
+                # Otherwise the log would not show why a redelivery was skipped.
                 mastership.append_progress(FrameKind.PULL, subscription.key, [])
             mastership.append_progress(FrameKind.PULL, subscription.key, chosen.entries)
             self._filtering.delivered(subscription)
-        if chosen.gone:  # or they would be looked for and counted again by every consumer that comes back
+        if chosen.gone:  # else each returning consumer would search for them and count them again
             mastership.append_progress(FrameKind.ACK, subscription.key, _entries(chosen.gone))
         if chosen.skipped:
             self.consumption.note_skipped(subscription.subject, subscription.group, chosen.skipped)
@@ -590,10 +593,10 @@ class Delivery:
         self._dead_letters.bury(subscription.key, dead, reason, None)
 
     def _consumer_leaves(self, key: tuple[str, str, str], *, told: bool) -> None:
-        """What the consumer did not ack goes back to its group; others get it next (W1).
+        """Requeue the unacked messages of a consumer that leaves (W1).
 
         Args:
-            told: it said that it did not begin with any of that; else nobody knows what it did before it vanished.
+            told: the consumer reported that it had begun none of them; otherwise it vanished.
         """
         mastership = self._mastership
         mastership.append_progress(FrameKind.POSITION, key, self.consumption.departure(key, told=told))
@@ -602,8 +605,9 @@ class Delivery:
 
 
 def _is_held(group: Group) -> bool:
-    """Return whether the group, a broadcast, has a consumer: each is written down when it subscribes, and when it is
-    gone. What expires may be with one that is none."""
+    """Return whether a broadcast group has a consumer: subscribing and leaving are both written. The pruner counts only
+    while it has unacked messages.
+    """
     return any(name != PRUNER or consumer.unacked for name, consumer in group.consumers.items())
 
 

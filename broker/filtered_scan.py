@@ -39,33 +39,33 @@ from qmq.log.requeued import RequeuedRange
 log = logging.getLogger(__name__)
 
 LOOKS_AHEAD = 20_000
-"""Messages whose labels are read at once, at most one frame more."""
+"""Messages whose labels are read at once, exceeded by at most one frame."""
 LOOKS_AT_ONCE = 1_000
-"""Messages of a frame, so that a pull of a few does not look through all of a large one."""
+"""Messages of one frame looked at in one step, so a pull of a few does not scan a large frame."""
 LOOKS_PER_BODY = 10
-"""What it counts for to read a message's tags, against a look at its label."""
+"""Cost of reading a message's tags, in label checks."""
 LOOKS_PER_DEAD = 10
-"""What a range counts for that was delivered too often: of 100,000 that lie scattered, the fold takes one in 50 us."""
+"""Cost of a range that reached the delivery limit: with 100,000 scattered ranges the fold takes 50 µs for each."""
 DEFERRED_MESSAGES_MAX = 50_000
-"""Per group; a group with so many messages behind busy keys gets nothing new until a key is free."""
+"""Per group. At the limit it gets no new messages until a key is free."""
 PASSED_MESSAGES = 10_000
-"""After so many it is written down at once that they did not match."""
+"""After so many non-matching messages the position is written at once."""
 NEW = -1
-"""In place of how often a message was delivered before: it was not even passed over."""
+"""Stands for the delivery count of a message that is new to the group."""
 READ_FRAMES = 512
 """Frames whose labels are read at once."""
 
 
 class MissingFrames(NamedTuple):
-    """What has to be read before the scan can go on."""
+    """Frames that have to be read before the scan can continue."""
 
     refs: list[FrameRef]
     rule: TagRule | None
-    """Bodies are wanted where the labels say that something may match it."""
+    """Read bodies of frames whose labels may match this rule."""
 
 
 class FilteredScan:
-    """Made for one pull. It changes its group's keys: what it decides is written down, or the filter given up."""
+    """Scan for one pull. It changes its group's keys: the caller writes its decisions, or drops the filter."""
 
     def __init__(
         self,
@@ -93,25 +93,25 @@ class FilteredScan:
         self._pull_sequence = state.next_pull(self._group, subscription.consumer)
         self._entries: list[Entry] = []
         self._is_border = True
-        """Whether the next entry is one of its own: it comes from another place of the group's progress."""
+        """Whether the next entry starts a new one: it comes from another place of the group's progress."""
         self.looks = looks
-        """Messages that may still be looked at."""
+        """Label checks that are left."""
         self.wanted: MissingFrames | None = None
         self._passed: list[tuple[int, int]] = []
-        """What came back and is over now, as far as it did not free its keys yet."""
+        """Requeued messages that were passed over and still hold their keys."""
         self._suspected = 0
-        """Of what is decided now: see `RequeuedRange`."""
+        """Suspicions of the current range: see `RequeuedRange`."""
         self._piece_end = 0
-        """Where the range of what came back ends that is decided now."""
+        """End of the requeued range in progress."""
         self._looked_to = 0
-        """Where looking at messages of a frame ended, if not at the end of what was to be looked at."""
+        """Where the search of a frame ended early."""
 
     @property
     def _is_over(self) -> bool:
         return self._cut.is_stopped or self.looks <= 0 or self.wanted is not None
 
     def go(self) -> None:
-        """Decide, as far as what is known goes; `wanted` says what is missing."""
+        """Decide until the pull is full or bytes are missing; `wanted` then holds the missing frames."""
         if missing := made_again(self._group_filter, self._log, self._label_cache):
             self.wanted = MissingFrames(missing, None)
             return
@@ -120,7 +120,7 @@ class FilteredScan:
         self._new()
         self._made.entries += self._entries
 
-    # What came back.
+    # Requeued messages.
 
     def _returned(self) -> None:
         group_filter, done_end = self._group_filter, 0
@@ -137,7 +137,7 @@ class FilteredScan:
             group_filter.note(first, last, 0)
 
     def _piece(self, one: RequeuedRange) -> int:
-        """Decide on requeued messages of one range; return where it stopped."""
+        """Decide about the requeued messages of one range; return where the scan stopped."""
         begin, end, times, self._suspected = one.first, one.end, one.attempts, one.suspected
         self._piece_end = end
         limit, at, self._is_border = self._subscription.deliveries_max, begin, True
@@ -156,7 +156,7 @@ class FilteredScan:
         self._passed.clear()
         return at
 
-    # What is new.
+    # New messages.
 
     def _new(self) -> None:
         group, group_filter = self._group, self._group_filter
@@ -180,14 +180,14 @@ class FilteredScan:
             group_filter.seen_ms = 0
 
     def _may_wait(self, messages: int) -> bool:
-        """Whether it need not be written down yet that so many messages were passed over."""
+        """Return whether writing the position past non-matching messages can wait."""
         since_ms = self._group_filter.seen_ms or self._now_ms
         return messages < PASSED_MESSAGES and 0 <= self._now_ms - since_ms < PASSED_MS
 
-    # What becomes of messages of one frame.
+    # Messages of one frame.
 
     def _look(self, ref: FrameRef, begin: int, end: int, times: int) -> int:
-        """Decide on these, all new or all delivered `times` times before; return where it stopped."""
+        """Decide about messages of a frame, all new or all delivered `times` times; return where the scan stopped."""
         end = min(end, begin + LOOKS_AT_ONCE)
         is_keyed = times == NEW and self._ordered_from is not None and end > self._ordered_from
         labels: array[int] | None = NO_LABELS
@@ -209,7 +209,7 @@ class FilteredScan:
         return reached
 
     def _matching(self, ref: FrameRef, labels: array[int], begin: int, end: int) -> Iterator[int] | None:
-        """Return the places of messages that match, found one by one; None: the body is needed for that."""
+        """Return an iterator over the places of matching messages; None if the body has to be read first."""
         rule = self._rule
         assert rule is not None
         first, last = begin - ref.begin, end - ref.begin
@@ -235,9 +235,9 @@ class FilteredScan:
     def _choose(
         self, ref: FrameRef, begin: int, end: int, times: int, places: Iterator[int], labels: array[int]
     ) -> int:
-        """Deliver or defer the messages at `places`, pass over the others; return where it stopped.
+        """Deliver or defer the messages at `places`, pass over the others; return where the scan stopped.
 
-        What came back has the key that it holds: its labels are not needed.
+        Requeued messages already hold their keys: their labels are not needed.
         """
         keys, at, self._looked_to = self._keys, begin, end
         for place in places:
@@ -270,7 +270,7 @@ class FilteredScan:
         return keys
 
     def _want(self, ref: FrameRef, times: int) -> None:
-        """Read this frame, and some that will be looked at next."""
+        """Request this frame and some that the scan needs next."""
         following: Iterable[FrameRef]
         if times == NEW:
             following = self._log.frames(self._subject, ref.end, READ_FRAMES - 1)
@@ -287,10 +287,10 @@ class FilteredScan:
             messages += one.end - one.begin
         self.wanted = MissingFrames([refs[offset] for offset in sorted(refs)], self._rule)
 
-    # Putting it together.
+    # Parts and entries.
 
     def _frame(self, at: int) -> FrameRef | None:
-        """Return the frame that holds `at`, which is there; None: it may not leave yet."""
+        """Return the frame that holds `at`, or None if it may not be delivered yet."""
         ref = self._cut.frame_at(self._log, self._subject, at)
         assert ref is not None
         if ref.offset + ref.length > self._cut.data_limit:
@@ -299,7 +299,7 @@ class FilteredScan:
         return ref
 
     def _over_gap(self, at: int, end: int) -> int:
-        """Go over messages that retention took; return the first one behind them."""
+        """Pass over messages that retention deleted; return the first one after them."""
         ref = self._cut.frame_at(self._log, self._subject, at, min(end - at, FRAMES_AT_ONCE))
         first = min(ref.begin, end) if ref else end
         if first > at:
@@ -308,7 +308,7 @@ class FilteredScan:
         return max(at, first)
 
     def _take_run(self, ref: FrameRef, begin: int, end: int, times: int) -> int:
-        """Deliver as many of these as fit; return where they end."""
+        """Deliver as many of these messages as fit; return where they end."""
         last = begin + self._cut.allows(ref, end - begin)
         if last > begin:
             self._part(ref, begin, last, times)
@@ -326,7 +326,7 @@ class FilteredScan:
         self._number(begin, end)
 
     def _number(self, begin: int, end: int) -> None:
-        """Give messages to the consumer under its next numbers."""
+        """Number messages with the consumer's next pull sequences."""
         self._enter(self._pull_sequence, begin, end - begin)
         self._pull_sequence += end - begin
 
@@ -339,7 +339,7 @@ class FilteredScan:
         if not self._is_border:
             last = entries[-1]
             is_alike = last[0] == kind if kind >= NUMBERS_END else last[0] < NUMBERS_END
-            if is_alike:  # and so it continues the last one: of a place nothing is left out
+            if is_alike:  # an entry of the same kind continues the last one: no message of a place is left out
                 entries[-1] = last[0], last[1], last[2] + messages
                 return
         entries.append((kind, sequence, messages))
@@ -355,7 +355,9 @@ class Reading(NamedTuple):
 
 
 class Filtering:
-    """Made by `broker.delivery`; ends with the mastership. `connected` says who has a connection now."""
+    """Filters of all groups of a broker. Made by `broker.delivery`; ends with the mastership. `connected` returns the
+    subscriptions with a connection.
+    """
 
     def __init__(
         self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]], passes: Passes
@@ -364,25 +366,25 @@ class Filtering:
         self._label_cache = LabelCache(message_log)
         self._filters: dict[tuple[str, str], GroupFilter] = {}
         self._asked: dict[tuple[str, str], TagRule | None] = {}
-        """What the last consumer that subscribed asked for, per group."""
+        """Rule of the last SUBSCRIBE, per group."""
         self._rules: dict[tuple[str, str], dict[str, TagRule | None]] = {}
-        """What consumers asked for when they were last delivered anything, by group, until they leave."""
+        """Rule of each consumer at its last delivery, by group, until it leaves."""
         self._warned: set[tuple[str, str]] = set()
         self._readings: list[Reading] = []
         self.tired: dict[str, None] = {}
-        """Subjects of which there is more to look at, in another pass."""
+        """Subjects with more messages to scan in another pass."""
 
     def concerns(self, subscription: Subscription) -> bool:
-        """Return whether single messages have to be chosen for it."""
+        """Return whether its messages have to be chosen one by one."""
         return subscription.rule is not None or subscription.subject in self._log.state.ordered
 
     def is_looking(self, subscription: Subscription) -> bool:
-        """Return whether nobody knows yet if there is something for it."""
+        """Return whether the scan for it is not finished."""
         group_filter = self._filters.get(subscription.key[:2])
         return group_filter is not None and (group_filter.is_reading or subscription.subject in self.tired)
 
     def joined(self, subscription: Subscription) -> None:
-        """A consumer subscribed; one group whose consumers ask for different tags is most likely a mistake."""
+        """Warn if consumers of one group ask for different tags: that is most likely a mistake."""
         key = subscription.key[:2]
         before, self._asked[key] = self._asked.get(key, subscription.rule), subscription.rule
         if before == subscription.rule or key in self._warned:
@@ -396,18 +398,18 @@ class Filtering:
             )
 
     def asks_for_others(self, subscription: Subscription) -> bool:
-        """Return whether this consumer asks for other messages than when it was last delivered any."""
+        """Return whether this consumer's rule changed since its last delivery."""
         rules = self._rules.get(subscription.key[:2])
         return rules is not None and rules.get(subscription.consumer, subscription.rule) != subscription.rule
 
     def delivered(self, subscription: Subscription) -> None:
-        """A pull of this consumer was written down."""
+        """Note that a pull of this consumer was written."""
         key, consumer = subscription.key[:2], subscription.consumer
-        if consumer in self._log.state.groups[key].consumers:  # so that a frame will say when it leaves
+        if consumer in self._log.state.groups[key].consumers:  # so a frame will record its departure
             self._rules.setdefault(key, {})[consumer] = subscription.rule
 
     def choose(self, subscription: Subscription, now_ms: int, cut: Budget, made: Chosen) -> None:
-        """Add to `made` what this subscription gets; its caller writes that down at once."""
+        """Add to `made` the messages of this subscription; the caller writes them at once."""
         key = subscription.key[:2]
         group_filter = self._filters.setdefault(key, GroupFilter(*key))
         if group_filter.is_reading or group_filter.rests(now_ms):
@@ -428,7 +430,7 @@ class Filtering:
         try:
             scan.go()
         except BaseException:
-            del self._filters[key]  # half a decision is none; what it did to the keys must not stay
+            del self._filters[key]  # an unfinished scan must not change the keys
             raise
         self._passes.looks_left = scan.looks
         if scan.wanted is not None:
@@ -436,11 +438,11 @@ class Filtering:
             self._readings.append(Reading(*key, partial(read_labels_of, self._log, *scan.wanted)))
         elif scan.looks <= 0:
             self.tired[subscription.subject] = None
-        else:  # if anything was found, the log is longer once that is written down
+        else:  # a scan that found something makes the log longer when that is written
             group_filter.idle_at = subscription.rule, self._log.end, cut.data_limit
 
     def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
-        """Progress of `key` is about to be written: take note which messages that will concern."""
+        """Note the messages that are concerned by progress about to be written."""
         if not key[2] and not entries:  # the group is forgotten
             self._asked.pop(key[:2], None)
             self._warned.discard(key[:2])
@@ -453,12 +455,12 @@ class Filtering:
         if group_filter is None:
             return
         if not key[2] or (kind == FrameKind.POSITION and key[2] == PRUNER):
-            # The group is moved, or forgotten; or gets back what was taken for its burial without regard to order keys.
+            # The group is moved or forgotten; or it gets messages back from the pruner, which ignored order keys.
             del self._filters[key[:2]]
             return
         group = self._log.state.groups[key[:2]]
         if kind == FrameKind.PULL:
-            # A scan keeps its own books; what expires or overflows frees its key here.
+            # A scan keeps its own record; expired and overflowed messages free their keys here.
             if entries and entries[0][0] in (EXPIRED, OVERFLOWED):
                 group_filter.catch_up(group)
                 group_filter.changing += [
@@ -470,15 +472,15 @@ class Filtering:
         ranges = [(0, consumer.next_pull)] if kind == FrameKind.POSITION else [entry[:2] for entry in entries]
         group_filter.changing += [held for begin, end in ranges for held in sequences_unacked(consumer, begin, end)]
 
-    # Reading, and other passes.
+    # Readings, and later passes.
 
     def take_readings(self) -> list[Reading]:
-        """Take away and return what has to be read; each comes back to `was_read`."""
+        """Take and return the pending readings; each result goes to `was_read`."""
         readings, self._readings = self._readings, []
         return readings
 
     def was_read(self, reading: Reading, found: LabelsRead | LogError) -> None:
-        """Take what was read; those who wait for it are to be served now."""
+        """Store the result of a reading; the caller serves the waiting pulls."""
         group_filter = self._filters.get((reading.subject, reading.group))
         if group_filter is not None:
             group_filter.is_reading = False
@@ -494,6 +496,7 @@ class Filtering:
         return any(group_filter.will_be_overdue for group_filter in self._filters.values())
 
     def overdue(self, now_ms: int) -> list[str]:
-        """Return the subjects of groups that passed over messages a while ago and did not write it down, or could not
-        read a while ago."""
+        """Return the subjects of overdue groups: a position was not written for a while, or a failed reading is due
+        again.
+        """
         return [group_filter.subject for group_filter in self._filters.values() if group_filter.is_overdue(now_ms)]

@@ -23,14 +23,16 @@ from qmq.ranges import Range
 
 
 class Keys:
-    """Made by a group's filter. A key is a label's upper half, 1 or more."""
+    """Order keys of one group: their holders, and the messages behind them. A key is the upper half of a label, at
+    least 1.
+    """
 
     def __init__(self) -> None:
         self._holder: dict[int, int] = {}
         self._key: dict[int, int] = {}
         self._behind: dict[int, deque[int]] = {}
         self.deferred = 0
-        """Messages that stand behind others."""
+        """Messages that wait behind the holder of their key."""
 
     def __len__(self) -> int:
         """Return how many keys are held."""
@@ -40,12 +42,12 @@ class Keys:
         return key in self._holder
 
     def hold(self, key: int, sequence: int) -> None:
-        """A message of a key that nobody holds is delivered."""
+        """Give a free key to a message that is delivered."""
         self._holder[key] = sequence
         self._key[sequence] = key
 
     def defer(self, key: int, sequence: int) -> None:
-        """A later message of a busy key has to wait."""
+        """Queue a later message of a busy key."""
         behind = self._behind.get(key)
         if behind is None:
             behind = self._behind[key] = deque()
@@ -53,7 +55,7 @@ class Keys:
         self.deferred += 1
 
     def settled(self, sequence: int) -> int | None:
-        """A message is over for the group; return the one that holds its key from now on, and may be delivered."""
+        """Free the key of a settled message; return the next holder, which may be delivered, or None."""
         key = self._key.pop(sequence, None)
         if key is None:
             return None
@@ -70,46 +72,46 @@ class Keys:
 
 
 PASSED_MS = 1_000
-"""After so long it is written down that nothing matched: a restart does not look again."""
+"""After this time the position past non-matching messages is written, so a restart does not scan them again."""
 FAILED_MS = 1_000
-"""How long nothing is read for a group after that failed."""
+"""Pause after a failed reading."""
 
 
 class GroupFilter:
-    """What is kept of one group."""
+    """Filter state of one group."""
 
     def __init__(self, subject: str, group: str) -> None:
         self.subject, self.group = subject, group
         self.keys: Keys | None = None
-        """None: not known yet (`broker.group_filter`)."""
+        """None until the keys are restored (`restore_keys`)."""
         self.labels_before: dict[int, array[int]] = {}
-        """Labels read for `keys` to be made, until they are."""
+        """Labels read to restore `keys`."""
         self.is_reading = self.has_failed = False
         self._again_ms = 0
-        """When to read again after that failed; 0: it did not."""
+        """When to read again after a failure; 0: the last reading succeeded."""
         self.changing: list[tuple[int, int]] = []
-        """Messages of the last frame of progress, which was not applied yet when they were noted."""
+        """Messages of the last progress frame; it was not applied yet when they were noted."""
         self.seen_rule: TagRule | None = None
         self.seen_end = 0
-        """From the group's position to here nothing matches `seen_rule`; not written down."""
+        """No message from the group's position to here matches `seen_rule`; not written yet."""
         self.seen_ms = 0
-        """Since when something of that is not written down; 0: nothing is."""
+        """Since when part of that is unwritten; 0: everything is written."""
         self.idle_at: tuple[TagRule | None, int, int] | None = None
-        """Under which rule, at which end of the log and with which limit nothing was found."""
+        """Rule, log end and data limit of the last scan without a result."""
         self._ready: list[tuple[int, int]] = []
-        """Heap of [begin, end): where messages may be returned, due, and the next of their keys. The fold decides."""
+        """Heap of [begin, end): ranges that may be requeued, due, and first of their keys. The fold decides."""
         self._later: list[tuple[int, int, int]] = []
         """Heap of (due, begin, end)."""
 
     def note(self, begin: int, end: int, due_ms: int) -> None:
-        """Messages `[begin, end)` wait with what was returned, none behind another of its key."""
+        """Note requeued messages `[begin, end)`, none of them behind another of its key."""
         if due_ms:
             heappush(self._later, (due_ms, begin, end))
         else:
             heappush(self._ready, (begin, end))
 
     def rests(self, now_ms: int) -> bool:
-        """Return whether a reading failed a moment ago: a copy that is damaged is not read again for each packet."""
+        """Return whether a reading failed a moment ago: a damaged copy is not read again for each packet."""
         if self.has_failed:
             self.has_failed, self._again_ms = False, now_ms + FAILED_MS
         if now_ms < self._again_ms:
@@ -122,12 +124,12 @@ class GroupFilter:
         return bool(self.seen_ms or self._again_ms or self.has_failed)
 
     def is_overdue(self, now_ms: int) -> bool:
-        """Return whether its pulls are to be served, though nothing came for them."""
+        """Return whether its pulls must be served although nothing came for them."""
         is_unwritten = self.seen_ms and not 0 <= now_ms - self.seen_ms < PASSED_MS
         return bool(is_unwritten) or self.has_failed or 0 < self._again_ms <= now_ms
 
     def is_idle(self, rule: TagRule | None, log_end: int, data_limit: int, now_ms: int) -> bool:
-        """Return whether nothing happened since nothing was found: a group's consumers ask one after the other."""
+        """Return whether nothing changed since a scan found nothing: the consumers of a group ask one after another."""
         is_due = self._later and self._later[0][0] <= now_ms or self.seen_ms
         return not is_due and self.idle_at == (rule, log_end, data_limit)
 
@@ -141,7 +143,7 @@ class GroupFilter:
         return sorted(self._ready[:most])
 
     def catch_up(self, group: Group) -> None:
-        """The last frame of progress was applied: what came back waits, what is settled frees its key."""
+        """Apply the noted messages of the last progress frame: requeued ones wait, settled ones free their keys."""
         changed, self.changing = self.changing, []
         if self.keys is None:
             return
@@ -158,22 +160,22 @@ class GroupFilter:
             for sequence in range(begin, end):
                 following = keys.settled(sequence)
                 while following is not None and not group.requeued.overlapping(following, following + 1):
-                    following = keys.settled(following)  # it was given up while it stood behind the other
+                    following = keys.settled(following)  # it was given up while it waited behind the other
                 if following is not None:
                     self.note(following, following + 1, 0)
 
 
 def sequences_unacked(consumer: Consumer, begin: int, end: int) -> Iterator[Range]:
-    """Yield the sequences of what a consumer has of pull sequences `[begin, end)`."""
+    """Yield the sequences of a consumer's unacked messages within pull sequences `[begin, end)`."""
     for one in consumer.overlapping(begin, end):
         part = one.part(begin, end)
         yield part.first, part.end
 
 
 def made_again(group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> list[FrameRef]:
-    """See to it that the group's filter knows its keys, and what waits; return the frames whose labels that needs.
+    """Restore the group's keys and requeued ranges; return the frames whose labels have to be read first.
 
-    They are asked for once: what the group has not settled only becomes less until its keys are known.
+    They are requested once: until the keys are known, the set of unsettled messages only shrinks.
     """
     if group_filter.keys is None:
         making = _Making(group_filter, log, label_cache)
@@ -192,7 +194,7 @@ class _Making:
         self._held = sorted((one.first, one.end) for consumer in consumers for one in consumer.unacked)
 
     def missing(self) -> list[FrameRef]:
-        """Return the frames, of those with messages that are not settled, whose labels have to be read."""
+        """Return the frames with unsettled messages whose labels have to be read."""
         first = self._ordered_from
         if first is None:
             return []
@@ -202,7 +204,9 @@ class _Making:
         return [refs[offset] for offset in sorted(refs) if self._labels(refs[offset]) is None]
 
     def make(self) -> None:
-        """Whoever has a message of a key holds it; then what came back, in order, and behind it what was deferred."""
+        """Give each key to the unacked message that has it; then add requeued ranges, in order, and deferred
+        messages.
+        """
         group_filter = self._group_filter
         keys = group_filter.keys = Keys()
         for begin, end in self._held:
@@ -227,12 +231,12 @@ class _Making:
         return self._label_cache.labels(ref) if before is None else before
 
     def _keyed(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (key, begin, end): messages with a key one by one, others as ranges with key 0."""
+        """Yield (key, begin, end): messages with a key one by one, ranges without keys with key 0."""
         if self._ordered_from is None or end <= self._ordered_from:
             yield 0, begin, end
             return
         for ref in self._refs(begin, end):
-            if ref.begin > begin:  # retention took what is before it
+            if ref.begin > begin:  # retention deleted the messages before it
                 yield 0, begin, ref.begin
                 begin = ref.begin
             labels, last = self._labels(ref), min(end, ref.end)
@@ -251,7 +255,7 @@ class _Making:
 
 
 def frames_of(message_log: MessageLog, subject: str, begin: int, end: int) -> Iterator[FrameRef]:
-    """Yield the frames that hold `[begin, end)`, as far as they are there."""
+    """Yield the frames that hold `[begin, end)`, as far as they exist."""
     while begin < end:
         refs = message_log.frames(subject, begin, min(end - begin, FRAMES_AT_ONCE))
         for ref in refs:

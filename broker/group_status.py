@@ -27,17 +27,17 @@ from qmq.subjects import matching
 log = logging.getLogger(__name__)
 
 REQUEUED_RANGES_MAX = 250_000
-"""Per group: 11 MB in memory. 30 messages a second that ask for "again in an hour" are 108,000."""
+"""Per group: 11 MB in memory. At 30 messages a second postponed by an hour, 108,000 ranges wait."""
 LOOKED_AT_ONCE = 200
-"""Groups in one tick, well below a millisecond: 100,000 are looked at every 50 s."""
+"""Groups checked in a tick, well below a millisecond: 100,000 take 50 s."""
 NAMED_MAX = 1_000
 """Groups whose causes are kept for the metric, the log and Doctor."""
 LASTS_MS = 60_000
-"""A cause that is no alarm is logged when it has lasted for so long: most of them come and go."""
+"""A cause that is no alarm is logged after this time: most of them pass."""
 
 
 class Cause(StrEnum):
-    """What stops or slows a consumer group; `CAUSES` says when."""
+    """Causes that stop or slow a consumer group; `CAUSES` defines each."""
 
     MASTER = "master"
     OFFLINE = "offline"
@@ -56,9 +56,9 @@ class Cause(StrEnum):
 
 
 class Facts(NamedTuple):
-    """What the causes of a group follow from, at one moment.
+    """Facts from which a group's causes follow, at one moment.
 
-    new, due: messages that were never delivered; requeued ones that may come again now, 0 or 1.
+    new, due: messages never delivered; requeued messages that are due, 0 or 1.
     """
 
     group: Group
@@ -68,7 +68,7 @@ class Facts(NamedTuple):
     has_slave: bool
     is_slowed: bool
     is_handed_on: bool
-    """No consumer has its turn: the one before may still be at work."""
+    """No exclusive consumer may get messages: the former one may still be at work."""
     is_looking: bool
     is_ordered: bool
     new: int
@@ -80,13 +80,14 @@ class Facts(NamedTuple):
 
     @property
     def waiting(self) -> list[Subscription]:
-        """Consumers that ask for messages and may get some."""
+        """Consumers with waiting pulls that are not switched off."""
         return [one for one in self.connected if one.waiting and not self.is_offline(one)]
 
 
 class Rule(NamedTuple):
-    """`is_alarm`: somebody should look at it, and nothing else says it. Consumers that wait for their own handlers, or
-    are away, are no alarm; a slave or master that is missing is another one."""
+    """Definition of a cause. `is_alarm`: an operator should look at it, and no other alarm covers it. Consumers that
+    are busy or away are no alarm; a missing slave or master has its own.
+    """
 
     holds: Callable[[Facts], bool]
     is_alarm: bool
@@ -178,37 +179,38 @@ CAUSES: dict[Cause, Rule] = {
 
 
 def causes(facts: Facts) -> list[Cause]:
-    """Name what stops or slows a group now, the most likely first."""
+    """Return the causes that stop or slow a group now, the most likely first."""
     return [cause for cause, rule in CAUSES.items() if rule.holds(facts)]
 
 
 class Causes:
-    """Looks at all groups in turn. Made by `broker.delivery`; ends with the mastership.
+    """Checks all groups in turn. Made by `broker.delivery`; ends with the mastership.
 
     Args:
-        facts: of a (subject, consumer group), None if there is none any more.
+        facts: returns the facts of a (subject, consumer group), or None if it does not exist.
     """
 
     def __init__(self, facts: Callable[[tuple[str, str]], Facts | None]) -> None:
         self._facts = facts
         self._round: Iterator[tuple[str, str]] = iter(())
         self.found: dict[tuple[str, str], list[Cause]] = {}
-        """Of up to NAMED_MAX groups, and as many more that have an alarm."""
+        """Causes of up to NAMED_MAX groups, and as many more with an alarm."""
         self._to_log: dict[tuple[str, str], dict[Cause, int]] = {}
-        """Of these groups, causes that are not logged yet, and when they will be (monotonic ms)."""
+        """Causes not logged yet, by group, and when they will be (monotonic ms)."""
 
     def of(self, key: tuple[str, str]) -> list[Cause]:
         facts = self._facts(key)
         return causes(facts) if facts is not None else []
 
     def forget(self, key: tuple[str, str]) -> None:
-        """A group is gone."""
+        """Forget a group."""
         self.found.pop(key, None)
         self._to_log.pop(key, None)
 
     def look(self, groups: Iterable[tuple[str, str]], now_ms: int) -> list[tuple[str, str]]:
-        """Look at the next ones, and return which; `groups` are all of them, of which a round is made when the last one
-        has ended. `now_ms` never jumps."""
+        """Check the next groups and return them. `groups` are all groups; a new round starts with them when the last
+        one has ended. `now_ms` never jumps.
+        """
         keys = list(islice(self._round, LOOKED_AT_ONCE))
         if not keys:
             self._round = iter(list(groups))
@@ -222,7 +224,7 @@ class Causes:
         return keys
 
     def _look(self, key: tuple[str, str], now_ms: int) -> list[Cause]:
-        """Return what is to be logged of a group now."""
+        """Return the causes of a group to log now."""
         found, known, to_log = self.of(key), self.found.pop(key, []), self._to_log.pop(key, {})
         has_alarm = any(CAUSES[cause].is_alarm for cause in found)
         if not found or len(self.found) >= (2 if has_alarm else 1) * NAMED_MAX:
@@ -241,7 +243,7 @@ def _logged_after_ms(cause: Cause) -> int:
 
 
 def _log(cause: Cause, keys: list[tuple[str, str]]) -> None:
-    """An alarm is a line for each group. The rest may be true of all of them at once, as a slave that is missing."""
+    """Log one line per group for an alarm. Other causes may concern all groups at once, such as a missing slave."""
     text = CAUSES[cause].text
     if CAUSES[cause].is_alarm:
         for key in keys:
@@ -252,7 +254,7 @@ def _log(cause: Cause, keys: list[tuple[str, str]]) -> None:
 
 
 READ_AT_ONCE = 50
-"""Frames, a fraction of a millisecond of a thread, most often in memory; of 10,000 busy groups, all within 20 s."""
+"""Frames: a fraction of a millisecond on a thread, mostly in memory. 10,000 busy groups are covered within 20 s."""
 AGES_MAX = 100
 """Groups whose age is shown: those with the oldest messages."""
 
@@ -268,7 +270,7 @@ class Backlog(NamedTuple):
 
     @classmethod
     def of(cls, group: Group, end: int) -> Backlog:
-        """Of a group of a subject that ends at sequence `end`."""
+        """Return the backlog of a group whose subject ends at sequence `end`."""
         waiting = end - group.position + group.requeued.messages
         return cls(waiting, sum(consumer.unacked_messages for consumer in group.consumers.values()))
 
@@ -279,21 +281,21 @@ class _Oldest(NamedTuple):
 
 
 class Backlogs:
-    """Made by `broker.delivery`; ends with the mastership.
+    """Backlogs of all groups. Made by `broker.delivery`; ends with the mastership.
 
     Args:
-        always: subjects whose groups are always shown; one that ends in `*` stands for all that begin so.
+        always: subjects whose groups are always shown; a trailing `*` matches any ending.
     """
 
     def __init__(self, mastership: Mastership, always: Sequence[str]) -> None:
         self._mastership, self._is_always = mastership, matching(always)
         self._known: dict[Key, Backlog] = {}
-        """Of groups that have not acked everything."""
+        """Groups with unacked or waiting messages."""
         self._oldest: dict[Key, _Oldest] = {}
         self._is_reading = False
 
     def look(self, keys: Iterable[Key]) -> None:
-        """Look at these groups.
+        """Update the backlogs of these groups.
 
         Raises:
             CorruptFrame: this copy is damaged.
@@ -315,7 +317,7 @@ class Backlogs:
             self._read(wanted)
 
     def forget(self, key: Key) -> None:
-        """The group is no more."""
+        """Forget a group."""
         self._known.pop(key, None)
         self._oldest.pop(key, None)
 
@@ -335,7 +337,7 @@ class Backlogs:
         self._mastership.host.read(lambda: [_stored(message_log, *one) for one in wanted], done)
 
     def copy(self) -> Backlogs:
-        """As they are now, for another thread to ask."""
+        """Return a snapshot for another thread."""
         twin = copy(self)
         twin._known, twin._oldest = dict(self._known), dict(self._oldest)
         return twin
@@ -346,15 +348,15 @@ class Backlogs:
         return dict(found) | {key: one for key, one in self._known.items() if self._is_always(key[0])}
 
     def ages_ms(self, now_ms: int) -> dict[Key, int]:
-        """Return how old the oldest messages are that groups have not acked: the oldest, and those always shown."""
+        """Return the ages of the oldest messages not acked: the highest ages, and those always shown."""
         found = nsmallest(AGES_MAX, self._oldest.items(), key=lambda one: one[1].stored_ms)
         found += [one for one in self._oldest.items() if self._is_always(one[0][0])]
         return {key: max(0, now_ms - oldest.stored_ms) for key, oldest in found}
 
 
 def _stored(message_log: MessageLog, key: Key, sequence: int, offset: int) -> tuple[Key, _Oldest] | CorruptFrame:
-    """Say when a message was stored. Blocks; may run on a thread."""
+    """Read when a message was stored. Blocks; may run on a thread."""
     try:
         return key, _Oldest(sequence, message_log.timestamp_at(offset))
-    except CorruptFrame as problem:  # or retention took it meanwhile
+    except CorruptFrame as problem:  # or retention deleted it meanwhile
         return problem

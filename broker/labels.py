@@ -23,7 +23,7 @@ from qmq.log.index import FrameRef
 
 
 class TagRule(NamedTuple):
-    """What one consumer asks for. Rules that ask for the same are equal."""
+    """Tag filter of one consumer. Equal filters compare equal."""
 
     words: frozenset[bytes]
     is_all: bool
@@ -31,15 +31,15 @@ class TagRule(NamedTuple):
 
     @classmethod
     def of(cls, tags: Iterable[str], *, is_all: bool) -> TagRule | None:
-        """Return the rule for these tags; None, which filters nothing, for none."""
+        """Return the rule for these tags, or None without tags."""
         words = frozenset(tag.encode() for tag in tags)
         return cls(words, is_all and len(words) > 1, tag_bits(tags)) if words else None
 
     def candidates(self, labels: array[int], begin: int, end: int) -> Sequence[int]:
         """Return the places in `[begin, end)` whose messages may match, from the labels of their batch.
 
-        A look at each label in turn was a fifth of what it cost a master to select one message in a hundred. Here the
-        bytes of all labels that matter are looked at together: 5 ns a label.
+        Checking label by label took a fifth of a master's time when it selected one message in a hundred. This checks
+        the relevant bytes of all labels together, at 5 ns a label.
         """
         rows = memoryview(labels).cast("B")[8 * begin : 8 * end]
         columns = [
@@ -55,14 +55,14 @@ class TagRule(NamedTuple):
         return places
 
     def matches(self, message: bytes) -> bool:
-        """Return whether an encoded message has the tags; one whose bytes are no message has none."""
+        """Return whether an encoded message has the tags; bytes that are no message have none."""
         found = tag_words(message)
         return self.words.issubset(found) if self.is_all else not self.words.isdisjoint(found)
 
 
 @cache
 def _table(bits: int, is_all: bool) -> bytes:
-    """Return what to translate a byte of each label by: to 1 if it has the bits, else to 0."""
+    """Return a table that translates a label's byte to 1 if it has the bits, else to 0."""
     return bytes(byte & bits == bits if is_all else byte & bits != 0 for byte in range(256))
 
 
@@ -72,7 +72,7 @@ def _together(columns: list[bytes], operation: Callable[[int, int], int]) -> byt
 
 
 def tag_words(message: bytes) -> Sequence[bytes]:
-    """Read the tags of an encoded message, as they stand there, and nothing else of it."""
+    """Read the tags of an encoded message, and nothing else of it."""
     if not message or not message[0] & FLAG_TAGS:
         return ()
     try:
@@ -90,35 +90,35 @@ def tag_words(message: bytes) -> Sequence[bytes]:
 
 LABEL_BYTES_MAX = 16 << 20
 BODY_BYTES_MAX = 32 << 20
-"""Over all groups. What one reading found may be more, and stays until the next one."""
+"""Over all groups. The result of one reading may be larger, and stays until the next one."""
 ENTRY_BYTES = 200
-"""What a frame's labels count for beside their bytes."""
+"""Cost of a frame's labels besides their bytes."""
 READ_BYTES_MAX = 16 << 20
-"""Bodies read at once; a larger frame comes alone."""
+"""Bodies read at once; a larger frame is read alone."""
 
 NO_LABELS = array("Q")
-"""Of a frame without a label section: no order keys, and tags are read from its messages."""
+"""Labels of a frame without a label section: no order keys, and tags are read from its messages."""
 
 Body = tuple[Frame, Buffer]
 ENDS = struct.Struct("<II")
-"""Where a message of a batch begins and ends (qmq.codec)."""
+"""Begin and end of a message in a batch (qmq.codec)."""
 K = TypeVar("K")
 T = TypeVar("T")
 
 
 class LabelsRead(NamedTuple):
-    """What a reading found, by offset of the frame."""
+    """Result of a reading, by offset of the frame."""
 
     rule: TagRule | None
     labels: dict[int, array[int]]
     bodies: dict[int, Body]
-    """Under a rule. What does not match it is left out: it is a message of no bytes there."""
+    """Bodies of frames that may match the rule. Messages that do not match are replaced by empty ones."""
 
 
 def read_labels_of(log: MessageLog, refs: Sequence[FrameRef], rule: TagRule | None) -> LabelsRead:
-    """Read labels, and under a rule what matches in as many frames as one reading takes. Blocks.
+    """Read labels and, with a rule, matching messages of as many frames as one reading takes. Blocks.
 
-    Frames are read one by one: memory that was just used costs half of what 8 MiB of fresh memory cost.
+    Frames are read one by one: reusing memory costs half as much as 8 MiB of fresh memory.
 
     Raises:
         CorruptFrame: this copy is damaged there.
@@ -140,7 +140,7 @@ def read_labels_of(log: MessageLog, refs: Sequence[FrameRef], rule: TagRule | No
 
 
 def _without_others(rule: TagRule, body: Buffer, count: int, places: Sequence[int]) -> Buffer:
-    """Return a batch of as many messages, of which only those at `places` that match have their bytes."""
+    """Return the same batch with only the matching messages at `places`; all others become empty."""
     view, base = memoryview(body), 4 * (count + 1)
     ends, kept, size = array("I"), [], 0
     for place in places:
@@ -156,7 +156,7 @@ def _without_others(rule: TagRule, body: Buffer, count: int, places: Sequence[in
 
 
 class LabelCache:
-    """One for all groups of a broker; ends with the mastership."""
+    """Cache of labels and bodies, one per broker; ends with the mastership."""
 
     def __init__(self, log: MessageLog) -> None:
         self._log = log
@@ -174,24 +174,24 @@ class LabelCache:
         return labels_of(*found)
 
     def body(self, ref: FrameRef, rule: TagRule) -> Body | None:
-        """Return the frame with what matches `rule`, perhaps with more; None: it has to be read."""
+        """Return the frame with at least the messages that match `rule`; None: it has to be read."""
         return self._log.tail_body(ref.offset) or self._bodies.get((ref.offset, rule))
 
     def is_on_disk(self, ref: FrameRef) -> bool:
-        """Return whether a reading may be asked for it: what the tail has may not be written yet."""
+        """Return whether the frame can be read from disk: frames in the tail may be unwritten."""
         return self._log.tail_body(ref.offset) is None
 
 
 def labels_of(frame: Frame, body: Buffer) -> array[int]:
     """Return the labels of a whole frame."""
     if frame.flags & FLAG_LABELLED:
-        with contextlib.suppress(ValueError):  # they were wrong when they came; what is whole is no damage
+        with contextlib.suppress(ValueError):  # wrong labels in an intact frame are not damage
             return decode_labels(body, frame.count)
     return NO_LABELS
 
 
 class _Recent(Generic[K, T]):
-    """What was used last, up to a number of bytes."""
+    """Least-recently-used cache, bounded in bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -206,7 +206,7 @@ class _Recent(Generic[K, T]):
         return found[0]
 
     def add(self, values: dict[K, tuple[T, int]]) -> None:
-        """Keep all of these, and of the others as many as fit."""
+        """Add all values, then drop old ones that do not fit."""
         for key, value in values.items():
             self._bytes += value[1] - self._kept.pop(key, (None, 0))[1]
             self._kept[key] = value

@@ -1,4 +1,4 @@
-"""Shell. Starts one broker: joins the parts of a broker around its log."""
+"""Shell. Starts one broker: builds its parts and joins them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLIENT_COMMANDS = frozenset(
 
 
 def main() -> int:
-    """Run until SIGTERM or SIGINT; returns the exit status: 0 told to stop, 2 wrong settings, 1 could not start."""
+    """Run until SIGTERM or SIGINT; return the exit status: 0 stopped, 2 wrong settings, 1 could not start."""
     return run("broker", BrokerSettings, "QMQ_BROKER", "One broker: master or slave of its group.", _build)
 
 

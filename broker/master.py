@@ -1,8 +1,7 @@
-"""Core. The master of a broker group, for one mastership: it stores what producers send and hands it to consumers.
+"""Core. Master of a broker group, for one mastership: it stores messages of producers and delivers them to consumers.
 
-producer ── qmq.server.producing ──┐
-consumer ── broker.delivery ───────┼── qmq.replication.mastership: log, epoch, gate, reasons for readonly
-slave ───── qmq.replication.master ┘
+producer ── qmq.server.producing ──┐ consumer ── broker.delivery ───────┼── qmq.replication.mastership: log, epoch,
+gate, readonly reasons slave ───── qmq.replication.master ┘
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from qmq.server.producing import Producing
 
 
 class BrokerMaster(Master):
-    """One mastership. Made by the node; `counters` goes on from one mastership to the next.
+    """One mastership. Made by the node; `counters` outlives it.
 
     Args:
-        ask: asks the cluster where consumer groups begin; None: this broker group is all of it.
+        ask: requests the begin of a consumer group from the cluster; None if this broker group is the whole cluster.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class BrokerMaster(Master):
         self._delivery.writable_again(link)
 
     def end_of_pass(self) -> None:
-        """Wake pulls before everything is shipped: one confirmation then covers messages and pull frames."""
+        """Serve pulls before frames are shipped: one confirmation then covers messages and pull frames."""
         self._delivery.run_pass()
         super().end_of_pass()
 
@@ -70,7 +69,7 @@ class BrokerMaster(Master):
         return min(super().quiet_ms(), self._delivery.quiet_ms())
 
     def tick(self, now_ms: int) -> None:
-        """Called about every 100 ms: deadlines, the slave's lag, leases, retries."""
+        """Check deadlines, the slave's lag, leases and retries; called about every 100 ms."""
         self._delivery.answer_overdue(now_ms)
         super().tick(now_ms)
         self._delivery.tick(now_ms)
@@ -80,17 +79,17 @@ class BrokerMaster(Master):
         self._delivery.step_down(self._another_master())
 
     def apply_operator_settings(self, assignment: Assignment) -> None:
-        """Take over what operators marked readonly, switched off and limited."""
+        """Apply operators' readonly marks, switched-off consumers and limits."""
         super().apply_operator_settings(assignment)
         self._delivery.apply_operator_settings(limits=assignment.limits, offline=assignment.offline)
 
     def mark_groups(self, mark: str, keys: Iterable[Key]) -> list[bool]:
-        """MarkGroups: note where subjects end now; return which consumer groups have a position."""
+        """Note where subjects end now, for MarkGroups; return which consumer groups have a position."""
         self._mastership.check_may_progress()
         return self._delivery.beginning.note(mark, keys)
 
     def begins_at(self, key: Key, begin: Begin) -> int:
-        """Return where a consumer group that has no position begins."""
+        """Return where a consumer group without a position begins."""
         return self._delivery.begins_at(key, begin)
 
     def move_group(
@@ -104,7 +103,7 @@ class BrokerMaster(Master):
         answer: Answer,
         begin: Begin | None = None,
     ) -> positions.Reset:
-        """ResetOffset: see `Delivery.move_group`."""
+        """Move a group, for ResetOffset: see `Delivery.move_group`."""
         return self._delivery.move_group(subject, group, to, value, dry_run=dry_run, answer=answer, begin=begin)
 
     @property
@@ -113,25 +112,25 @@ class BrokerMaster(Master):
 
     @property
     def causes(self) -> Causes:
-        """What stops or slows consumer groups."""
+        """Causes that stop or slow consumer groups."""
         return self._delivery.causes
 
     @property
     def expired(self) -> dict[tuple[str, str], int]:
-        """Messages that expired, per (subject, consumer group)."""
+        """Expired messages per (subject, consumer group)."""
         return self._delivery.pruning.expired
 
     @property
     def backlogs(self) -> Backlogs:
-        """How far behind consumer groups are."""
+        """Backlogs of consumer groups."""
         return self._delivery.backlogs
 
     @property
     def overflowed(self) -> dict[tuple[str, str], int]:
-        """Messages that were given up because too many waited, per (subject, consumer group)."""
+        """Messages given up because too many waited, per (subject, consumer group)."""
         return self._delivery.pruning.overflowed
 
     @property
     def skipped(self) -> dict[tuple[str, str], int]:
-        """Messages that retention took before the group acked them, per (subject, consumer group)."""
+        """Messages that retention deleted before the group acked them, per (subject, consumer group)."""
         return self._delivery.consumption.skipped

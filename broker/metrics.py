@@ -1,4 +1,4 @@
-"""Shell. A broker's own metrics, besides those of every copy. docs/metrics.md maps QMQ's names to these."""
+"""Shell. Metrics of a broker, besides those of every copy. docs/metrics.md maps QMQ's names to these."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         yield from super().copied()
         state, master, now_ms = self._service.node.log.state, self._service.node.master, self._service.now_ms()
         backlogs = master.backlogs.copy() if master is not None else None
-        if len(state.groups) <= self._shown_max:  # of few groups, how it is; of many, how it was at the last look
+        if len(state.groups) <= self._shown_max:  # few groups: computed now; many: as found by the last round
             ends = state.next_sequence
             found = {key: Backlog.of(group, ends.get(key[0], 0)) for key, group in state.groups.items()}
             yield lambda: self._lags(found)

@@ -25,7 +25,7 @@ from qmq.subjects import dead_letter_subject, real_subject, retry_subject
 
 
 class To(StrEnum):
-    """Where a group may be moved to."""
+    """Targets of a move."""
 
     EARLIEST = "earliest"
     LATEST = "latest"
@@ -34,14 +34,14 @@ class To(StrEnum):
 
 
 class Reset(NamedTuple):
-    """What moving a group changes."""
+    """Effect of moving a group."""
 
     before: int
     after: int
     skipped: int
-    """Messages that it has not acked and will not get."""
+    """Messages not acked that the group will not get."""
     repeated: int
-    """Messages that it has acked and will get again."""
+    """Acked messages that the group will get again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ConsumerProgress:
     consumer: str
     unacked: int
     peer: str
-    """Other end of its connection; empty while it has none."""
+    """Address of its connection; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,19 @@ class GroupProgress:
     subject: str
     group: str
     first_sequence: int
-    """The oldest message of the subject that is still in the log."""
+    """The oldest message of the subject in the log."""
     next_sequence: int
     position: int
     returned: int
     lag: int
-    """Messages that are not acked."""
+    """Messages not acked."""
     oldest_offset: int | None
-    """The frame of the oldest of them that is still in the log."""
+    """Frame of the oldest of them that is in the log."""
     consumers: list[ConsumerProgress]
     dead_letters: int
-    """Messages in the group's own dead-letter subject that were not given back; and the group's newest ones in a
-    subject that an operator chose, as many as are remembered of a producer, given back or not. 0 of a derived one."""
+    """Messages in the group's own dead-letter subject that were not redriven. Plus the newest in a subject chosen by an
+    operator, as many as the fold remembers of a producer, redriven or not. 0 for derived subjects.
+    """
 
 
 def of_groups(
@@ -79,8 +80,8 @@ def of_groups(
     group: str = "",
     lacking: Mapping[tuple[str, str], int] = MappingProxyType({}),
 ) -> Iterator[GroupProgress]:
-    """Say how far each group is; an empty name stands for all. Those that are `lacking` begin at a sequence when they
-    subscribe here.
+    """Yield the progress of groups; an empty name matches all. Groups of `lacking` have no position here yet, but this
+    begin.
 
     Raises:
         CorruptFrame: this copy is damaged.
@@ -131,8 +132,9 @@ def _dead_letters(log: MessageLog, subject: str, group: str) -> int:
 
 
 def _dead_letters_elsewhere(log: MessageLog, subject: str, group: str) -> int:
-    """Others write to a chosen subject, too: whose its messages are stands in their frames, and in what the fold keeps
-    of their producers."""
+    """Count the group's dead letters in a chosen subject. It has other producers too, so the fold's record of the
+    group's own producer identifies them.
+    """
     count, own = 0, dead_letter_subject(subject, group)
     for source in (subject, retry_subject(subject, group)):
         for stored in log.state.producers.get(letters_producer(source, group), {}).values():
@@ -143,19 +145,19 @@ def _dead_letters_elsewhere(log: MessageLog, subject: str, group: str) -> int:
 
 
 def sequences_kept(log: MessageLog, subject: str) -> tuple[int, int]:
-    """Return which messages of `subject` are in the log: `[first, end)`."""
+    """Return the range `[first, end)` of messages of `subject` in the log."""
     end = log.state.next_sequence.get(subject, 0)
     refs = log.frames(subject, 0, 1)
     return refs[0].begin if refs else end, end
 
 
 def plan_reset(log: MessageLog, subject: str, group: str, known: Group | None, to: str, value: int) -> Reset:
-    """Say what moving `group`, which stands as `known`, on `subject` changes.
+    """Return the effect of moving `group`, whose state is `known`, on `subject`.
 
-    What retention took is not to be had: the oldest message is next.
+    Messages that retention deleted cannot be delivered: the group goes to the oldest one instead.
 
     Raises:
-        OperatorError: that cannot be done; says why.
+        OperatorError: the move is not possible; states why.
         CorruptFrame: this copy is damaged where it had to be read.
     """
     if known is None:
@@ -186,9 +188,9 @@ def _counted(group: Group, after: int, first: int, end: int) -> Reset:
 
 
 def first_since(log: MessageLog, subject: str, since_ms: int) -> int:
-    """Return the first message of `subject` that was stored at `since_ms` or later, by the clock of its master.
+    """Return the first message of `subject` stored at `since_ms` or later, by its master's clock.
 
-    Where clocks went back, there are several such borders between earlier and later messages, and this is one of them.
+    If clocks went back there are several borders between earlier and later messages; this is one of them.
 
     Raises:
         CorruptFrame: this copy is damaged there.
@@ -206,16 +208,16 @@ def first_since(log: MessageLog, subject: str, since_ms: int) -> int:
 
 
 Key = tuple[str, str]
-"""Subject, consumer group."""
+"""(subject, consumer group)"""
 NOTED_MAX = 10_000
-"""Ends that were noted and are kept. A group whose end was dropped begins by time, some messages earlier."""
+"""Noted ends that are kept. A group whose noted end was dropped begins by time, some messages earlier."""
 WAITING_MAX = 1_000
 NOW = "now"
-"""A mark that names the end of the subject as it is."""
+"""Mark that names the current end of the subject."""
 
 
 class NewGroup(NamedTuple):
-    """What a SUBSCRIBE asks for of a group that has no position here."""
+    """Request of a SUBSCRIBE for a group without a position here."""
 
     subject: str
     group: str
@@ -225,8 +227,9 @@ class NewGroup(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """Where a group begins: with the first message stored at `since_ms` or later (0: with the first that is kept), or,
-    if the end of the subject was noted under `mark`, there. `began_ms`: when it began in the cluster; 0: not known."""
+    """Begin of a group: the end noted under `mark`, or else the first message stored at `since_ms` or later (0: the
+    first in the log). `began_ms`: when it began in the cluster; 0: unknown.
+    """
 
     since_ms: int
     mark: str = ""
@@ -239,40 +242,43 @@ class Begin(NamedTuple):
 
 Waiting = list[tuple[Link, Packet]]
 Answered = Callable[[Begin | QmqError | None], Waiting]
-"""Takes the answer; returns the packets to be handled now, as if they had just come."""
+"""Takes the answer; returns the packets to handle again now."""
 Ask = Callable[[NewGroup, Answered], None]
-"""Asks the metaserver; the answer comes later, once. None: it is of a version that stores no consumer groups."""
+"""Sends the request to the metaserver; the answer comes later, once. None: its version stores no consumer groups."""
 
 
 class Beginning:
-    """Made with a mastership, ends with it. `ask` is None if this broker group is all of the cluster."""
+    """Begins of new groups. Made with a mastership, ends with it. `ask` is None if this broker group is the whole
+    cluster.
+    """
 
     def __init__(self, message_log: MessageLog, ask: Ask | None) -> None:
         self._log, self._ask = message_log, ask
         self._waiting: dict[Key, Waiting] = {}
         self._answers: dict[Key, Begin] = {}
-        """Of groups that begin with the next SUBSCRIBE."""
+        """Begins of groups that wait for their next SUBSCRIBE."""
         self._asked_for: set[Key] = set()
-        """Groups that are counted in their token's ration, and have not begun."""
+        """Groups counted in their token's ration that have not begun."""
         self._noted: dict[tuple[str, Key], int] = {}
 
     def _must_ask(self, f: dict[str, Any]) -> bool:
-        """Return whether the cluster decides where this SUBSCRIBE begins. It does not for consumers that never come
-        back, nor for a retry or dead-letter subject from its beginning: that is the same everywhere, at any time."""
+        """Return whether the cluster decides where this SUBSCRIBE begins. It does not for ephemeral consumers, nor for
+        a retry or dead-letter subject from its beginning, which is the same everywhere.
+        """
         is_derived = real_subject(f["subject"]) != f["subject"]
         return not f["ephemeral"] and not (is_derived and f["start"] == "earliest")
 
     def is_first(self, key: Key) -> bool:
-        """Return whether no SUBSCRIBE of this group came before; it counts as come from now on."""
+        """Return whether this is the group's first SUBSCRIBE, and remember it."""
         is_first = key not in self._asked_for
         if self._ask is not None:
             self._asked_for.add(key)
         return is_first
 
     def answer_for(self, f: dict[str, Any], link: Link, packet: Packet) -> Begin | None:
-        """Return where the group of a SUBSCRIBE begins; None: the packet waits until the metaserver has answered.
+        """Return the begin for a SUBSCRIBE; None: the packet waits for the metaserver's answer.
 
-        Groups that wait already are not asked for again.
+        Each group is requested once, however many of its consumers wait.
         """
         key = f["subject"], f["group"]
         as_asked = Begin.as_asked(f["start"], f["since_ms"])
@@ -296,17 +302,17 @@ class Beginning:
             for link, packet in waiting:
                 link.refuse(packet, answer)
             return []
-        if waiting:  # else the mastership is over, or its consumers left
+        if waiting:  # else the mastership ended, or its consumers left
             self._answers[key] = answer
         return waiting
 
     def begun(self, key: Key) -> None:
-        """The group has a position."""
+        """Forget the begin of a group that has a position now."""
         self._asked_for.discard(key)
         self._answers.pop(key, None)
 
     def note(self, mark: str, keys: Iterable[Key]) -> list[bool]:
-        """Note where subjects end now; return which groups have a position already."""
+        """Note where subjects end now; return which groups have a position."""
         state, known = self._log.state, list[bool]()
         for key in keys:
             known.append(key in state.groups)
@@ -316,13 +322,13 @@ class Beginning:
         return known
 
     def noted(self, begin: Begin, key: Key) -> int | None:
-        """Return what was noted of a group under the mark of `begin`; None: nothing, or no more."""
+        """Return the end noted for a group under the mark of `begin`, or None."""
         if begin.mark == NOW:
             return self._log.state.next_sequence.get(key[0], 0)
         return self._noted.get((begin.mark, key))
 
     def step_down(self, error: QmqError) -> None:
-        """The mastership is over: who waits asks the next master."""
+        """End the mastership: refuse the waiting packets, which go to the next master."""
         for waiting in self._waiting.values():
             for link, packet in waiting:
                 link.refuse(packet, error)

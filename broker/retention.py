@@ -1,7 +1,7 @@
-"""Core. What of a broker's log may go: by age and by size, and not what a consumer group has not consumed.
+"""Core. Retention of a broker's log: by age and by size, but not before every consumer group has consumed it.
 
-Not consumed is what a group was never delivered, has in flight, or has requeued. It stays, and so does all behind it,
-unless the setting `unconsumed` is "drop"; a disk that gets full by that makes the broker group readonly.
+Not consumed are messages that a group was never delivered, has unacked, or has requeued. They stay, with everything
+behind them, unless the setting `unconsumed` is "drop". A disk that fills up this way makes the broker group readonly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DROP = "drop"
 
 
 class Needed(NamedTuple):
-    """Offset of the oldest message that a consumer group has not consumed, and whose it is."""
+    """Offset of the oldest message that a consumer group has not consumed, and that group."""
 
     offset: int
     key: Key
@@ -37,13 +37,13 @@ def _needed_by(message_log: MessageLog, key: Key) -> Needed | None:
 
 
 def needed(message_log: MessageLog) -> Needed | None:
-    """Return the oldest message that some group has not consumed; groups that have all cost no look-up."""
+    """Return the oldest message not consumed by some group. Groups without a backlog cost no look-up."""
     found = (_needed_by(message_log, key) for key in message_log.state.groups)
     return min((need for need in found if need is not None), default=None)
 
 
 def lost_by(message_log: MessageLog, start: int) -> dict[Key, int]:
-    """Count the messages before the segment at `start` that each group has not consumed."""
+    """Count, for each group, the unconsumed messages before the segment at `start`."""
     lost = {}
     for key, group in message_log.state.groups.items():
         subject = key[0]
@@ -57,17 +57,17 @@ def lost_by(message_log: MessageLog, start: int) -> dict[Key, int]:
 
 
 class Retention:
-    """What a broker keeps of its log. Made by main; asked by the service every few seconds."""
+    """Retention of one broker. Made by main; called by the service every few seconds."""
 
     def __init__(self, settings: BrokerSettings) -> None:
         self._settings = settings
         self._unconsumed_age_ms = settings.unconsumed_hours * HOUR_MS
         self.held_bytes = 0
-        """What is past retention and stays because of `holder`."""
+        """Bytes past retention that stay because of `holder`."""
         self.holder: Key | None = None
 
     def due(self, message_log: MessageLog, now_ms: int) -> Due | None:
-        """Return what may go. Raises CorruptFrame: this copy is damaged."""
+        """Return the segments that may be deleted. Raises CorruptFrame: this copy is damaged."""
         due, held, need = None, 0, None
         for begin, end, rule in old_segments(message_log, self._settings, now_ms):
             if due is None and need is None:
@@ -86,8 +86,9 @@ class Retention:
         return message_log.end
 
     def _need_before(self, message_log: MessageLog, end: int) -> Needed | None:
-        """Who held the log before probably still does. To ask all groups takes 1.5 s when 10,000 of them lack something
-        in 30 segments, and nobody else is served meanwhile; so that is done once, when nothing is in the way."""
+        """Return the oldest needed message before `end`, or a newer one. The last holder is tried first: checking all
+        groups takes 1.5 s with 10,000 groups behind in 30 segments, and blocks the loop.
+        """
         if self.holder is not None:
             need = _needed_by(message_log, self.holder)
             if need is not None and need.offset < end:

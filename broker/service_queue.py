@@ -21,56 +21,57 @@ from qmq.operator_limits import OperatorLimits
 from qmq.subjects import RETRY, parse_derived, real_subject
 
 PASS_BYTES = 1 << 20
-"""What a pass may deliver. With four times as much, a group beside a large backlog waited half as long again."""
+"""Bytes delivered in a pass. With four times as much, a group beside a large backlog waited 1.5 times as long."""
 TRY_BYTES = 4 << 10
-"""What looking for something counts for, found or not: 256 looks are a pass."""
+"""Cost of a look-up, with or without a result: 256 of them fill a pass."""
 DELIVERY_BYTES = 48 << 10
-"""What a delivery counts for besides its bytes: frame of progress, answer, bookkeeping."""
+"""Cost of a delivery besides its bytes: progress frame, answer, bookkeeping."""
 LOOKS_PER_PASS = 20_000
 """Messages looked at one by one, over all groups: about 2 ms."""
 COPIES_PER_PASS = 500
-"""A consumer may give up on 200,000 messages at once; meanwhile the loop goes on with everybody else."""
+"""A consumer may give up 200,000 messages at once; others are served between passes."""
 OWED_BYTES_MAX = 16 << 20
-"""Answers under way to one connection; at the limit its pulls wait. One that reads nothing costs this and what its
-socket takes, however much it asks for."""
+"""Unsent answers of one connection; at the limit its pulls wait. A connection that reads nothing costs this much memory
+and its socket buffer, however much it pulls.
+"""
 
 Entry: TypeAlias = Subscription | tuple[str, str]
-"""One consumer; or (subject, group): whichever of its consumers was served longest ago."""
+"""One consumer; or (subject, group): the consumer of it that was served longest ago."""
 
 
 class Passes:
-    """Who waits to be served. Made by the delivery; ends with the mastership."""
+    """Queue of consumers to serve, with the budgets of a pass. Made by the delivery; ends with the mastership."""
 
     def __init__(self) -> None:
         self._queue: dict[Entry, None] = {}
         self.begin()
 
     def begin(self) -> None:
-        """What every pass may do anew."""
+        """Renew the budgets of a pass."""
         self._left = PASS_BYTES
         self.looks_left = LOOKS_PER_PASS
         self.copies_left = COPIES_PER_PASS
-        """Dead letters that may still be stored."""
+        """Dead letters that this pass may still store."""
 
     @property
     def has_time(self) -> bool:
-        """Whether this pass may go on."""
+        """Whether this pass may continue."""
         return self._left > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits to be served."""
+        """Whether the queue is empty."""
         return not self._queue
 
     def add(self, entry: Entry) -> None:
-        """Put behind all others, unless it waits already."""
+        """Append to the queue, unless it is in it."""
         self._queue.setdefault(entry)
 
     def spend(self, size: int) -> None:
         self._left -= size
 
     def next(self) -> Entry | None:
-        """Take away and return who comes next; None if nobody does in this pass."""
+        """Take and return the next entry; None if the queue is empty or the pass is over."""
         if not self._queue or self._left <= 0:
             return None
         entry = next(iter(self._queue))
@@ -82,8 +83,9 @@ ANY = "*"
 
 
 class Offline:
-    """Rules (subject, consumer group, consumer); `*` in a place stands for all. A rule for a subject is one for its
-    retry and dead-letter subjects, too: they belong to its consumers."""
+    """Switched-off consumers, as rules (subject, consumer group, consumer); `*` matches all. A rule for a subject
+    covers its retry and dead-letter subjects too.
+    """
 
     def __init__(self, rules: Iterable[tuple[str, str, str]] = ()) -> None:
         self._rules = frozenset(rules)
@@ -97,9 +99,9 @@ class Offline:
 
 
 BURST_S = 0.2
-"""Two ticks: with one, a tick that is late would lower the rate."""
+"""Two ticks: with one, a late tick would lower the rate."""
 DRY_MS = 2_000
-"""How long a group counts as slowed after it found its bucket empty: at one message a second it does each second."""
+"""How long a group counts as slowed after its bucket was empty; at one message a second it is empty each second."""
 
 Key = tuple[str, str]
 
@@ -110,19 +112,19 @@ class _Bucket:
     filled_ms: int
     level: float = 1.0
     dry_ms: int | None = None
-    """When it was found empty last."""
+    """When it was last found empty."""
 
 
 class Rates:
-    """Made by `broker.delivery`; ends with the mastership. `now_ms` never jumps."""
+    """Buckets of all groups with a rate. Made by `broker.delivery`; ends with the mastership. `now_ms` never jumps."""
 
     def __init__(self) -> None:
         self._buckets: dict[Key, _Bucket] = {}
         self._dry: dict[Key, None] = {}
-        """(subject as it was asked for, consumer group) of those who found theirs empty since the last tick."""
+        """(requested subject, consumer group) with an empty bucket since the last tick."""
 
     def limit(self, limits: dict[Key, OperatorLimits], now_ms: int) -> None:
-        """From now on these are all limits; a rate that stays goes on."""
+        """Replace all limits; the bucket of an unchanged rate stays."""
         known, self._buckets = self._buckets, {}
         for key, one in limits.items():
             if one.per_second:
@@ -132,7 +134,7 @@ class Rates:
                 self._buckets[key] = before
 
     def allows(self, key: Key, now_ms: int) -> int | None:
-        """Return how many messages the group may get now; None: as many as there are."""
+        """Return how many messages the group may get now; None: no limit."""
         if not self._buckets or (bucket := self._of(key)) is None:
             return None
         room = 1 + bucket.per_second * BURST_S
@@ -149,16 +151,16 @@ class Rates:
 
     @property
     def has_dry(self) -> bool:
-        """Whether somebody is to be served again with the next tick."""
+        """Whether the next tick has groups to serve again."""
         return bool(self._dry)
 
     def take_dry(self) -> list[Key]:
-        """Take away and return those who found nothing in their bucket: they are to be served again."""
+        """Take and return the groups that found their bucket empty; the caller serves them again."""
         dry, self._dry = self._dry, {}
         return list(dry)
 
     def is_slowed(self, key: Key, now_ms: int) -> bool:
-        """Return whether its rate keeps messages from the group now."""
+        """Return whether its rate holds back messages of the group now."""
         bucket = self._of(key)
         return bucket is not None and bucket.dry_ms is not None and now_ms - bucket.dry_ms < DRY_MS
 

@@ -41,17 +41,17 @@ from qmq.subjects import is_dead_letter_subject, real_subject
 log = logging.getLogger(__name__)
 
 FRAMES_PER_TICK = 4_000
-"""About 10 ms, of which there are ten in a second; so of limited subjects, 20,000 batches a second are kept up with."""
+"""About 10 ms, ten times a second: enough for 20,000 batches a second of limited subjects."""
 FRAMES_PER_LOOK_UP = 2_000
 RANGES_SUMMED = 1_000
-"""Requeued ranges of a group that count, the oldest of them."""
+"""Requeued ranges of a group that are summed, the oldest ones."""
 REQUEUED_FRAMES = 2_000
-"""So many frames of them, at most; with the look-ups, half of what is walked in a tick."""
+"""Frames of these ranges at most; with the look-ups, half of the walk of a tick."""
 WALKED_PER_TICK = 12_000
-"""Frames that are walked for requeued messages, and to give up the oldest: at most some 30 ms of a tick."""
+"""Frames walked for requeued messages and for overflow: at most 30 ms of a tick."""
 WALKED_AT_ONCE = 100
 LOOK_UP = 3
-"""Frames that could be walked while one is looked up."""
+"""Cost of a look-up, in walked frames."""
 
 Key = tuple[str, str]
 
@@ -67,7 +67,7 @@ class _Counted:
 
 @dataclass(slots=True)
 class _Summed:
-    """Bytes of `requeued` when it had changed so often, and frames were kept from `start` on."""
+    """Bytes of `requeued`, valid for this count of its changes and this start of the log."""
 
     requeued: Requeued
     changes: int
@@ -76,14 +76,14 @@ class _Summed:
 
 
 class Lengths:
-    """Made by `broker.subject_limits`; ends with the mastership."""
+    """Byte counts of waiting messages. Made by `SubjectLimits`; ends with the mastership."""
 
     def __init__(self, log: MessageLog) -> None:
         self._log = log
         self._counted: dict[Key, _Counted] = {}
         self._summed: dict[Key, _Summed] = {}
         self._unfinished: dict[Key, None] = {}
-        """Counts that have not met the subject's end; the one that went on last is the last."""
+        """Counts that have not reached the subject's end, the most recently continued last."""
         self._left, self._walk_left = FRAMES_PER_TICK, WALKED_PER_TICK
 
     @property
@@ -92,11 +92,11 @@ class Lengths:
 
     @property
     def is_spent(self) -> bool:
-        """Whether less is left of this tick than a look may need."""
+        """Whether less of this tick is left than one look-up may need."""
         return self._walk_left < WALKED_PER_TICK // 2
 
     def new_tick(self) -> None:
-        """Go on with what is not finished.
+        """Continue unfinished counts.
 
         Raises:
             CorruptFrame: this copy is damaged.
@@ -115,7 +115,7 @@ class Lengths:
             known.pop(key, None)
 
     def waiting(self, key: Key, group: Group) -> int:
-        """Return how many bytes wait for a group: what it was not delivered, and what is requeued.
+        """Return the bytes that wait for a group: messages not delivered, and requeued ones.
 
         Raises:
             CorruptFrame: this copy is damaged.
@@ -123,8 +123,8 @@ class Lengths:
         return self._new(key, group.position) + self._requeued(key, group.requeued)
 
     def covering(self, subject: str, ranges: Iterable[tuple[int, int]], size: int) -> int:
-        """Return how many of the first messages of these ranges, (first, count), have `size` bytes; fewer if more
-        frames would have to be walked than is done in a tick.
+        """Return how many of the first messages of these ranges, (first, count), make up `size` bytes; fewer if a
+        tick's budget of frames ends before.
 
         Raises:
             CorruptFrame: this copy is damaged.
@@ -152,8 +152,9 @@ class Lengths:
         return size
 
     def _parts(self, subject: str, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, FrameRef | None]]:
-        """Yield what each frame has of these ranges, in order: messages before it that retention took, messages in it,
-        and the frame; None: there is none any more."""
+        """Yield the parts of these ranges in order: messages deleted by retention, then messages in the frame, and the
+        frame; None if there is no frame any more.
+        """
         refs: deque[FrameRef] = deque()
         for at, count in ranges:
             end = at + count
@@ -195,10 +196,10 @@ class Lengths:
         return counted.bytes - _part(first, max(position - first.begin, 0))
 
     def _leave(self, subject: str, counted: _Counted, begin: int) -> bool:
-        """Count what lies before `begin` no more; return whether that is done."""
+        """Subtract the frames before `begin`; return whether that is finished."""
         while counted.begin < begin and self._left > 0:
             refs = self._take(subject, counted.begin)
-            if refs[0].begin != counted.begin:  # retention took some that were counted
+            if refs[0].begin != counted.begin:  # retention deleted counted frames
                 counted.begin, counted.end, counted.bytes = begin, begin, 0
                 return True
             gone = [ref for ref in refs if ref.begin < begin]
@@ -218,16 +219,18 @@ def _part(ref: FrameRef, messages: int) -> int:
 
 PRUNE_EVERY_MS = 1_000
 SUBJECTS_AT_ONCE = 50
-"""Limited subjects looked at in a tick, at most a few milliseconds; so with more than 500 a round takes longer."""
+"""Limited subjects checked in a tick, at most a few milliseconds; with more than 500, a round takes over a second."""
 RANGES_AT_ONCE = 1_000
-"""Requeued ranges of a group that are given up at once: one frame, folded in less than a millisecond."""
+"""Requeued ranges of a group given up at once: one frame, folded in less than a millisecond."""
 BURIED_AT_ONCE = 5_000
-"""Expired messages of a group that wait to become dead letters: ten passes of the loop."""
+"""Expired messages of a group waiting to become dead letters: ten passes of the loop."""
 REASON = "expired"
 
 
 class Pruning:
-    """Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called when a group went on."""
+    """Enforcer of the subjects' limits. Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called
+    when a group advanced.
+    """
 
     def __init__(
         self, mastership: Mastership, clocks: Clocks, dead_letters: DeadLetters, wake: Callable[[str], None]
@@ -235,18 +238,18 @@ class Pruning:
         self._mastership, self._clocks, self._dead_letters, self._wake = mastership, clocks, dead_letters, wake
         self._limits: dict[str, OperatorLimits] = {}
         self._groups: dict[str, dict[str, None]] = {}
-        """Subject -> its consumer groups: those of a few limited subjects are found among 100,000."""
+        """Subject -> its consumer groups: finds those of a few limited subjects among 100,000."""
         self._lengths = Lengths(mastership.log)
         self._pruned_ms = 0
         self._left: deque[str] = deque()
-        """Subjects that are still looked at in this round."""
+        """Subjects still to be checked in this round."""
         self.expired: dict[Key, int] = {}
-        """(subject, consumer group) -> messages that expired."""
+        """(subject, consumer group) -> expired messages."""
         self.overflowed: dict[Key, int] = {}
-        """(subject, consumer group) -> messages that were given up because too many waited."""
+        """(subject, consumer group) -> messages given up because too many waited."""
 
     def take_over(self) -> None:
-        """The mastership begins: these are the groups that the log knows."""
+        """Begin the mastership with the groups in the log."""
         for subject, name in self._mastership.log.state.groups:
             self._groups.setdefault(subject, {})[name] = None
 
@@ -254,7 +257,7 @@ class Pruning:
         self._limits = {subject: one for (subject, group), one in limits.items() if group == OF_SUBJECT}
 
     def changing(self, key: Key, *, is_known: bool) -> None:
-        """A group begins or is moved, or is about to be forgotten."""
+        """Follow a group that begins, is moved, or is about to be forgotten."""
         subject, name = key
         if is_known:
             self._groups.setdefault(subject, {})[name] = None
@@ -265,24 +268,24 @@ class Pruning:
             self._lengths.forget(key)
 
     def expired_die(self, subject: str) -> bool:
-        """Return whether what expires becomes a dead letter; of a group's mailbox, as of its subject."""
+        """Return whether expired messages become dead letters; a retry subject follows its real subject."""
         limits = self._limits.get(real_subject(subject))
         return limits is not None and limits.expired_die and not is_dead_letter_subject(subject)
 
     def note_expired(self, key: Key, messages: int) -> None:
-        """Count messages of a group that expired; the log names it once."""
+        """Count expired messages of a group; the first time is logged."""
         if key not in self.expired:
             log.warning("messages expire subject=%s consumer_group=%s", *key)
         self.expired[key] = self.expired.get(key, 0) + messages
 
     def due_in_ms(self, now_ms: int) -> int:
-        """Return for how long nothing is looked at."""
+        """Return for how long no check is due."""
         if self._left or self._lengths.has_unfinished:
             return 0
         return max(0, self._pruned_ms + PRUNE_EVERY_MS - now_ms) if self._limits else PRUNE_EVERY_MS
 
     def tick(self, now_ms: int) -> None:
-        """Give up what has expired. `now_ms` never jumps."""
+        """Give up expired and overflowing messages. `now_ms` never jumps."""
         try:
             self._lengths.new_tick()
         except CorruptFrame as problem:
@@ -305,7 +308,7 @@ class Pruning:
                     self._mastership.found_damage(problem)
 
     def check_room(self, subject: str) -> None:
-        """Raise SubjectFull if as many messages as may wait for one of its consumer groups."""
+        """Raise SubjectFull if a consumer group is at its limit of waiting messages or bytes."""
         limits = self._limits.get(subject)
         if limits is None or limits.drops_oldest or not (limits.messages_max or limits.bytes_max):
             return
@@ -345,7 +348,7 @@ class Pruning:
             return 0
 
     def _gone(self, subject: str, group: Group) -> int:
-        """Return how many of those that wait are none any more, because retention took them."""
+        """Return how many of the waiting messages retention has deleted."""
         try:
             first, _ = positions.sequences_kept(self._mastership.log, subject)
         except CorruptFrame as problem:
@@ -368,7 +371,7 @@ class Pruning:
                 self.overflowed[subject, name] = self.overflowed.get((subject, name), 0) + messages
 
     def _give_up(self, key: Key, why: int, ranges: Iterable[tuple[int, int]]) -> int:
-        """Give up these of what a group has to give, as (first, count); return how many messages that was."""
+        """Give up (first, count) ranges of a group; return the number of messages."""
         entries = [(why, first, count) for first, count in ranges]
         if entries:
             self._mastership.append_progress(FrameKind.PULL, (*key, PRUNER), entries)
@@ -376,7 +379,7 @@ class Pruning:
         return sum(count for _, _, count in entries)
 
     def clock_is_right(self) -> bool:
-        """Return whether another clock was heard, and none disagrees with ours: else nothing is over for its age."""
+        """Return whether another clock reported, and none disagrees with this one: nothing expires otherwise."""
         host = self._mastership.host
         ahead_ms = self._clocks.ahead_ms(now_ms=host.now_ms(), monotonic_ms=host.monotonic_ms())
         return bool(ahead_ms) and not self._clocks.disagreement(ahead_ms)
@@ -395,7 +398,9 @@ class Pruning:
                 self.note_expired((subject, name), messages)
 
     def _is_oldest_before(self, subject: str, since_ms: int) -> bool:
-        """Return whether the first of all that wait was stored before; a search costs twenty times as much."""
+        """Return whether the oldest waiting message was stored before `since_ms`; a search would cost twenty times as
+        much.
+        """
         message_log = self._mastership.log
         groups = [message_log.state.groups[subject, name] for name in self._groups[subject]]
         firsts = [group.position if group.requeued.first is None else group.requeued.first for group in groups]
@@ -403,7 +408,7 @@ class Pruning:
         return bool(refs) and message_log.timestamp_at(refs[0].offset) < since_ms
 
     def _bury(self, subject: str, name: str, group: Group, end: int) -> None:
-        """Give what has expired to the one who buries it; no more than it can soon be rid of."""
+        """Give expired messages to the pruner, which makes dead letters of them; no more than it can soon handle."""
         mastership, key = self._mastership, (subject, name, PRUNER)
         room = BURIED_AT_ONCE - group.consumers.get(PRUNER, Consumer()).unacked_messages
         pull_sequence, entries = mastership.log.state.next_pull(group, PRUNER), []
@@ -419,7 +424,7 @@ class Pruning:
 
 
 def _before(group: Group, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of what a group has to give before sequence `end`: requeued ranges, then what is new."""
+    """Yield (first, count) of the group's messages before sequence `end`: requeued ranges, then new ones."""
     for one in group.requeued.before(end, RANGES_AT_ONCE):
         yield one.first, one.count
     if group.position < end:
@@ -432,11 +437,11 @@ def _waiting(group: Group, end: int) -> int:
 
 
 def _oldest(group: Group, messages: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of the oldest that a group has to give, so many of them, as far as that is done at once."""
+    """Yield (first, count) of the oldest `messages` that wait for the group, as far as one frame holds them."""
     for one in group.requeued.before(group.position, RANGES_AT_ONCE):
         if messages <= 0:
             return
         yield one.first, min(one.count, messages)
         messages -= one.count
-    if messages > 0 and len(group.requeued) <= RANGES_AT_ONCE:  # else older ones are requeued: they come first
+    if messages > 0 and len(group.requeued) <= RANGES_AT_ONCE:  # else older ones are requeued and go first
         yield group.position, messages

@@ -29,7 +29,7 @@ from qmq.subjects import check_name, check_subject, is_dead_letter_subject
 
 
 def read_terms(packet: Packet) -> dict[str, Any]:
-    """Read a SUBSCRIBE; raises InvalidRequest or InvalidName, before anything is looked up for it."""
+    """Decode and check a SUBSCRIBE; raises InvalidRequest or InvalidName."""
     f = commands.decode_json(
         packet.body,
         subject=str,
@@ -68,16 +68,16 @@ def _is_word(tag: object) -> bool:
 
 
 PULLS_IN_FLIGHT_MAX = 64
-"""Per subscription; more are refused, so that one consumer cannot fill the broker's memory."""
+"""Per subscription; more are refused, so one consumer cannot fill the broker's memory."""
 
 LOOKS_WITHIN_MS = 30_000
-"""A subscription that ended is remembered no longer than this, however long its pulls were to wait."""
+"""An ended subscription stays in memory no longer than this, however long its pulls would have waited."""
 LOOKS_IN_LEASE = 4
-"""Consumers say that they live thrice in a lease, so that one is never ended by what it said in time."""
+"""Consumers send three heartbeats per lease, so one late heartbeat does not end it."""
 NEVER_MS = NOT_BEGUN
-"""Later than all times; what is not begun with is due at once."""
+"""Later than all times; a message that was not begun is due at once."""
 LOOKING_MS = 1_000
-"""How much longer a pull waits while the broker looks for messages that its consumer asks for."""
+"""How much longer a pull waits while a scan for it is unfinished."""
 
 
 def _replaced(consumer: str) -> SubscriptionReplaced:
@@ -99,24 +99,23 @@ class Subscription:
     group: str
     consumer: str
     resend: int
-    """First pull sequence that this connection was not given."""
+    """First pull sequence that this connection has not got."""
     deliveries_max: int = 0
     """Deliveries of a message before it becomes a dead letter; 0: no limit."""
     begins: bool = False
-    """Its client says which suspected messages it begins with."""
+    """Whether its client reports which suspected messages it begins with."""
     rule: TagRule | None = None
-    """Which messages it asks for by their tags; None: every message."""
+    """Filter by tags; None: every message."""
     exclusive_ms: int = 0
-    """It takes its turn with others that ask for all of the group's messages, the one that began first first; 0: it
-    shares them."""
+    """When it asked to be the exclusive consumer: the earliest one gets all messages. 0: it shares them."""
     waiting: deque[WaitingPull] = field(default_factory=deque)
     in_flight: int = 0
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
-    """Answers under way, oldest first; each sends itself once it can, and says whether it did."""
+    """Pending answers, oldest first; each sends itself once it can, and returns whether it did."""
     noted_ms: int | None = None
-    """When somebody looks which of its pulls have waited long enough."""
+    """When its waiting pulls are next checked for their deadline."""
     over: InvalidAck | None = None
-    """Why nothing that was delivered before counts any more: its group was moved, or its consumer's lease ended."""
+    """Why earlier deliveries do not count any more: the group was moved, or the lease ended."""
     key: tuple[str, str, str] = field(init=False)
     """(subject, consumer group, consumer)"""
 
@@ -124,14 +123,15 @@ class Subscription:
         self.key = self.subject, self.group, self.consumer
 
     def answer_in_order(self) -> None:
-        """Send what can be sent. A consumer takes a later pull sequence as the end of the earlier ones: an answer that
-        overtook another, whose bytes are still being read, would make it drop those messages and ack them."""
+        """Send the answers that are ready, in order. A consumer takes a later pull sequence as the end of the earlier
+        ones: it would drop and ack the messages of an answer that was overtaken.
+        """
         while self.owed and self.owed[0]():
             self.owed.popleft()
 
 
 class Consumption:
-    """Subscriptions of a broker and what each may have next. Used on the loop only; ends with the mastership."""
+    """Subscriptions, leases and waiting pulls of a broker. Used on the loop only; ends with the mastership."""
 
     def __init__(self, log: MessageLog, *, lease_ms: int, now_ms: int) -> None:
         self._log = log
@@ -141,27 +141,29 @@ class Consumption:
         self._by_link: dict[Link, dict[int, Subscription]] = {}
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
         self._by_group: dict[tuple[str, str], dict[Subscription, None]] = {}
-        """(subject, group) -> those of them that are its."""
+        """(subject, group) -> its subscriptions."""
         self._exclusive: dict[Subscription, None] = {}
         self._waiting: dict[str, dict[str, dict[Subscription, None]]] = {}
-        """Subject -> group -> those with pulls that wait, the one served longest ago first."""
+        """Subject -> group -> subscriptions with waiting pulls, the one served longest ago first."""
         self._deadlines: list[tuple[int, int, Subscription]] = []
-        """Heap of (ms, id, subscription), one for each that waits: a thousand subjects must cost a tick nothing."""
+        """Heap of (ms, id, subscription), one for each with waiting pulls: a tick costs nothing with a thousand
+        subjects.
+        """
         self.skipped: dict[tuple[str, str], int] = {}
-        """(subject, consumer group) -> messages that retention took before the group acked them."""
+        """(subject, consumer group) -> messages that retention deleted before the group acked them."""
         self._due: list[tuple[int, str, str]] = []
-        """(ms of `Mastership.retry_ms`, subject, group): when requeued messages may come again, soonest first."""
+        """(ms of `Mastership.retry_ms`, subject, group): when requeued messages are due, soonest first."""
         self._soonest: dict[tuple[str, str], int] = {}
-        """(subject, group) -> the entry of `_due` that counts: a group has one, however much of it waits."""
+        """(subject, group) -> its valid entry in `_due`, one per group."""
         self._silent: set[tuple[str, str, str]] = set()
-        """(subject, group, consumer) of clients that do not say what they begin with."""
+        """(subject, group, consumer) of clients that do not report which messages they begin with."""
         self._begun: dict[tuple[str, str, str], list[Range]] = {}
-        """Pull sequences of suspected messages that consumers began with, as far as they said so to this master."""
+        """Pull sequences of suspected messages that consumers reported to this master as begun."""
         self._seen: dict[tuple[str, str, str], int] = {}
-        """(subject, group, consumer) -> when its lease began, in ms of the host's monotonic clock."""
+        """(subject, group, consumer) -> begin of its lease, in ms of the host's monotonic clock."""
 
     def take_over(self, now_ms: int) -> None:
-        """The mastership begins, and with it the leases of all consumers that the log knows, and their retries."""
+        """Begin the mastership: start leases of all consumers in the log, and schedule their retries."""
         for (subject, name), group in self._log.state.groups.items():
             self.note_due(subject, name, group.requeued.next_due_ms(0))
             for consumer in group.consumers:
@@ -183,11 +185,11 @@ class Consumption:
         rule: TagRule | None = None,
         exclusive_ms: int = 0,
     ) -> Subscription:
-        """Begin to serve `consumer` on this connection; an older connection of it is served no more.
+        """Serve `consumer` on this connection; its older connection is not served any more.
 
         Raises:
-            InvalidAck: what the consumer holds was not delivered in this history, or given to others. It must forget
-                it, or what this history delivered in its place would never reach it.
+            InvalidAck: the consumer has messages not delivered in this history, or given to others. It must
+                forget them, or messages with the same pull sequences would never reach it.
         """
         key = (subject, group, consumer)
         self._check_held(*key, held_end)
@@ -211,8 +213,10 @@ class Consumption:
         return subscription
 
     def _check_held(self, subject: str, name: str, consumer: str, held_end: int) -> None:
-        """A master that is deposed and does not know it delivers what is safe, as the next one does with other
-        numbers. Who left, or whose group was moved, holds nothing any more."""
+        """Raise InvalidAck unless the log knows all that the consumer has. A deposed master may have delivered safe
+        messages under other pull sequences than the next one. A consumer that left, or whose group was moved, has no
+        unacked messages.
+        """
         known = self.consumer(subject, name, consumer)
         if known is None:
             if held_end:
@@ -233,11 +237,11 @@ class Consumption:
 
     def heartbeat(self, link: Link, now_ms: int) -> None:
         for subscription in self._by_link.get(link, {}).values():
-            if self._by_consumer.get(subscription.key) is subscription:  # not for the one that took its place
+            if self._by_consumer.get(subscription.key) is subscription:  # not for a replaced subscription
                 self._seen[subscription.key] = now_ms
 
     def forget(self, subscription: Subscription) -> None:
-        """Serve this subscription no more; its consumer's lease goes on."""
+        """Stop serving this subscription; its consumer's lease continues."""
         self._by_link.get(subscription.link, {}).pop(subscription.id, None)
         if self._by_consumer.get(subscription.key) is subscription:
             del self._by_consumer[subscription.key]
@@ -257,24 +261,24 @@ class Consumption:
         self._by_link.pop(link, None)
 
     def move(self, subject: str, group: str) -> None:
-        """The group begins elsewhere: its consumers forget what they hold, and subscribe again."""
+        """End the group's subscriptions: its consumers drop their messages and subscribe again."""
         for subscription in [one for one in self._by_consumer.values() if one.key[:2] == (subject, group)]:
             self._end(subscription, InvalidAck(f"an operator moved {group}; begin anew"))
         for key in [key for key in self._seen if key[:2] == (subject, group)]:
             self.left(*key)
 
     def _end(self, subscription: Subscription, why: InvalidAck) -> None:
-        """What it was handed is others' from now on; who still holds it must not hear that an ack of it counts."""
+        """End a subscription whose messages go to others: its later acks must fail."""
         for waiting in subscription.waiting:
             subscription.link.refuse(waiting.packet, why)
         subscription.over = why
         self.forget(subscription)
 
     def ticked(self, now_ms: int) -> None:
-        """From one tick to the next at most a quarter of a lease goes by, however long that took.
+        """Count at most a quarter of a lease from one tick to the next.
 
-        If it took longer, it was we who stood still (a stopped process, a virtual machine that was moved): what
-        consumers said meanwhile waits in our sockets, and all leases would end before anybody reads it.
+        A longer gap means that this process stood still: it was stopped, or its virtual machine was moved. The
+        consumers' heartbeats wait in its sockets, and all leases would end before they are read.
         """
         stood_still_ms = now_ms - self._ticked_ms - self._lease_ms // LOOKS_IN_LEASE
         self._ticked_ms = now_ms
@@ -283,7 +287,7 @@ class Consumption:
                 self._seen[key] = min(seen_ms + stood_still_ms, now_ms)
 
     def quiet_ms(self, now_ms: int) -> int:
-        """Return for how long no pull's time is over, no lease ends, and the clock need not be looked at."""
+        """Return for how long no pull is overdue, no lease ends, and no tick is needed."""
         looks_ms = self._lease_ms // LOOKS_IN_LEASE
         if looks_ms <= 2 * QUIET_MS:
             return 0
@@ -292,9 +296,9 @@ class Consumption:
         return max(0, min(QUIET_MS, lease_end_ms - now_ms, overdue_ms - now_ms))
 
     def expired(self, now_ms: int) -> list[tuple[str, str, str]]:
-        """Return (subject, group, consumer) of those whose lease ended; the caller writes down that they left.
+        """Return (subject, group, consumer) whose lease ended; the caller writes their departure.
 
-        Those still connected subscribe again: else their pulls, which wait, would get messages without a lease.
+        Consumers that are still connected must subscribe again: their waiting pulls would get messages without a lease.
         """
         gone = [key for key, seen_ms in self._seen.items() if now_ms - seen_ms > self._lease_ms]
         for key in gone:
@@ -306,7 +310,9 @@ class Consumption:
         return [key for key in gone if self.consumer(*key) is not None]
 
     def left(self, subject: str, group: str, consumer: str) -> None:
-        """Its lease is over. What it said counts until its departure is written down, if the log knows it."""
+        """Forget a lease. The consumer's reports count until its departure is written, if the log knows the
+        consumer.
+        """
         key = (subject, group, consumer)
         self._seen.pop(key, None)
         if self.consumer(*key) is None:
@@ -317,19 +323,19 @@ class Consumption:
         self._silent.discard(key)
 
     def says(self, subscription: Subscription) -> None:
-        """From now on its client decides what counts if the consumer vanishes."""
+        """Note whether the client's reports decide what counts if the consumer vanishes."""
         (self._silent.discard if subscription.begins else self._silent.add)(subscription.key)
 
     def begin(self, subscription: Subscription, begun: list[Range]) -> None:
-        """Its consumer begins with these pull sequences, and may be gone the next moment."""
+        """Note that the consumer begins with these pull sequences; it may vanish the next moment."""
         key = subscription.key
-        settled = [(0, (self.consumer(*key) or Consumer()).acked_end)]  # or this would grow as long as it stays
+        settled = [(0, (self.consumer(*key) or Consumer()).acked_end)]  # else this would grow
         self._begun[key] = ranges.difference(ranges.union([*self._begun.get(key, ()), *begun]), settled)
 
     def departure(self, key: tuple[str, str, str], *, told: bool) -> list[Entry]:
-        """Return how the departure of a consumer is written down, and forget what it began with.
+        """Return the entries that record a consumer's departure, and forget its reports.
 
-        A new master knows neither who says it nor what was said: it counts nothing, and goes on suspecting.
+        A new master has no reports yet: it counts nothing and keeps suspecting.
         """
         begun, is_silent = self._begun.get(key, []), key in self._silent
         self._forget_said(key)
@@ -351,8 +357,8 @@ class Consumption:
     def has_its_turn(self, subscription: Subscription, is_offline: Callable[[Subscription], bool]) -> bool:
         """Return whether an exclusive subscription may get messages of its group now.
 
-        It is the one that began first, by its own clock: so all broker groups choose the same one. And nobody else of
-        the group has anything un-acked: the former one may still be at work.
+        It must have asked first, by the consumers' clocks: so all broker groups choose the same one. And no other
+        consumer of the group may have unacked messages: the former one may still be at work.
         """
         subject, group = subscription.key[:2]
         others = self._by_group[subject, group]
@@ -366,15 +372,15 @@ class Consumption:
 
     @property
     def exclusive_waiting(self) -> list[Subscription]:
-        """Exclusive ones with pulls that wait: it may have become their turn."""
+        """Exclusive subscriptions with waiting pulls: it may be their turn now."""
         return [one for one in self._exclusive if one.waiting]
 
     @property
     def connected(self) -> Collection[Subscription]:
-        """One for each consumer that has a connection."""
+        """One subscription for each consumer with a connection."""
         return self._by_consumer.values()
 
-    # Pulls that wait.
+    # Waiting pulls.
 
     def wait(self, subscription: Subscription, waiting: WaitingPull, now_ms: int) -> None:
         if len(subscription.waiting) + subscription.in_flight >= PULLS_IN_FLIGHT_MAX:
@@ -403,22 +409,22 @@ class Consumption:
                 del self._waiting[subject]
 
     def groups_waiting_on(self, subject: str) -> list[tuple[str, str]]:
-        """Return (subject, group) of each group with pulls that wait on `subject`."""
+        """Return (subject, group) of each group with waiting pulls on `subject`."""
         return [(subject, group) for group in self._waiting.get(subject, ())]
 
     def waiting_in(self, subject: str, group: str) -> list[Subscription]:
-        """Return the group's subscriptions with pulls that wait, the one served longest ago first."""
+        """Return the group's subscriptions with waiting pulls, the one served longest ago first."""
         return list(self._waiting.get(subject, {}).get(group, ()))
 
     def all_waiting(self) -> list[Subscription]:
         return [one for groups in self._waiting.values() for waiting in groups.values() for one in waiting]
 
     def waiting_at(self, link: Link) -> list[Subscription]:
-        """Return the connection's subscriptions with pulls that wait."""
+        """Return the connection's subscriptions with waiting pulls."""
         return [one for one in self._by_link.get(link, {}).values() if one.waiting]
 
     def take_waiting(self, subscription: Subscription) -> WaitingPull:
-        """Remove the oldest pull that waits, and put the subscription behind the others of its group."""
+        """Take the oldest waiting pull, and move the subscription behind the others of its group."""
         waiting = subscription.waiting.popleft()
         self._leave_line(subscription)
         if subscription.waiting:
@@ -426,22 +432,22 @@ class Consumption:
         return waiting
 
     def give_up(self, subscription: Subscription, waiting: WaitingPull) -> None:
-        """Remove a pull that waits for nothing any more."""
+        """Remove a pull that is answered without messages."""
         subscription.waiting.remove(waiting)
         if not subscription.waiting:
             self._leave_line(subscription)
 
     def overdue(self, now_ms: int, is_looking: Callable[[Subscription], bool]) -> list[WaitingPull]:
-        """Take away and return the pulls whose time is over; they are answered with NO_MESSAGE.
+        """Take and return the pulls whose deadline passed; the caller answers them with NO_MESSAGE.
 
-        Those for which the broker `is_looking` get a little more: there may be messages, and a pull that does not wait
-        would never see them.
+        Pulls with an unfinished scan (`is_looking`) wait a little longer: a pull with a short timeout would never get
+        the result.
         """
         over: list[WaitingPull] = []
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             noted_ms, _, subscription = heappop(self._deadlines)
             if noted_ms != subscription.noted_ms:
-                continue  # a pull with an earlier deadline came, and was noted too
+                continue  # a pull with an earlier deadline was noted later
             subscription.noted_ms = None
             late_ms = now_ms - (LOOKING_MS if is_looking(subscription) else 0)
             for waiting in [waiting for waiting in subscription.waiting if waiting.deadline_ms <= late_ms]:
@@ -452,27 +458,27 @@ class Consumption:
                 self._look_at(subscription, max(soonest_ms, now_ms + 1), now_ms)
         return over
 
-    # Returned messages.
+    # Requeued messages.
 
     def note_due(self, subject: str, group: str, due_ms: int | None) -> None:
-        """Messages of the group wait until `due_ms`, at the soonest; None: none do."""
+        """Note when the first requeued message of a group is due; None: it has none."""
         key = (subject, group)
         if due_ms and due_ms < self._soonest.get(key, NEVER_MS):
             self._soonest[key] = due_ms
             heappush(self._due, (due_ms, *key))
 
     def due_in_ms(self, now_ms: int) -> int:
-        """Return for how long no message may come again."""
+        """Return for how long no requeued message is due."""
         return max(0, min(QUIET_MS, self._due[0][0] - now_ms)) if self._due else QUIET_MS
 
     def due(self, now_ms: int) -> list[str]:
-        """Take away and return the subjects with messages that may be due by now."""
+        """Take and return the subjects with requeued messages that may be due."""
         subjects: dict[str, None] = {}
         while self._due and self._due[0][0] <= now_ms:
             due_ms, *key = heappop(self._due)
             subject, group = key
             if self._soonest.get((subject, group)) != due_ms:
-                continue  # an earlier one came, and was noted too
+                continue  # an earlier time was noted later
             del self._soonest[subject, group]
             subjects[subject] = None
             if (known := self._log.state.groups.get((subject, group))) is not None:
@@ -480,5 +486,5 @@ class Consumption:
         return list(subjects)
 
     def note_skipped(self, subject: str, group: str, messages: int) -> None:
-        """Count messages that the group will never get because they are gone."""
+        """Count messages that were deleted before the group got them."""
         self.skipped[subject, group] = self.skipped.get((subject, group), 0) + messages
