@@ -12,7 +12,7 @@ from tests.simulation.cores.clones import CLONE_FAULTS
 from tests.simulation.cores.many_copies import MANY_FAULTS
 from tests.simulation.delay import nemesis as delay_nemesis
 from tests.simulation.delay import world as delay_world
-from tests.simulation.metaserver import machine as metaserver
+from tests.simulation.metaserver import walk as metaserver
 from tests.simulation.outbox import world as outbox_world
 from tests.simulation.outcome import Outcome
 from tests.simulation.shells import nemesis as shell_nemesis

@@ -264,10 +264,8 @@ class Metaserver:
         def goes_on() -> bool:
             return self.is_up and self.life == life and not events.chance(0.05)
 
-        reach = self._reach
-
         def prepare() -> None:
-            process = reach(master)
+            process = self._reach(master)
             if process is None or not goes_on():
                 return
             try:
@@ -278,7 +276,7 @@ class Metaserver:
             events.between(0, 20, drained)
 
         def drained() -> None:
-            process = reach(master)
+            process = self._reach(master)
             if process is None or not goes_on() or events.now_ms > deadline_ms:
                 return cancel()
             if process.node.master is None or not process.node.master.is_drained_to(""):
@@ -287,7 +285,7 @@ class Metaserver:
             events.between(0, 50, compare)
 
         def compare() -> None:
-            process = reach(slave)
+            process = self._reach(slave)
             if process is None or not goes_on():
                 return cancel()
             try:
@@ -307,7 +305,7 @@ class Metaserver:
                 events.count("swapped")
 
         def cancel() -> None:
-            process = reach(master)
+            process = self._reach(master)
             if process is not None and events.chance(0.7):
                 process.guarded(process.node.changes.cancel_swap)
 

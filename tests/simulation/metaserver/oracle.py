@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from qmq.types import Role
 from tests.simulation.events import Violation
-from tests.simulation.metaserver.boxes import Brokers
+from tests.simulation.metaserver.brokers import Brokers
 from tests.simulation.metaserver.database import COLUMNS, Tables
 
 Record = Mapping[str, Any]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.simulation.metaserver.database import Template
+from tests.simulation.metaserver.operator import Operator
 from tests.simulation.metaserver.oracle import DONE, REFUSED, UNKNOWN
-from tests.simulation.metaserver.remedies import Operator
 from tests.simulation.metaserver.world import Errand, World, add_groups, place, populate
 
 

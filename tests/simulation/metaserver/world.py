@@ -27,9 +27,9 @@ from qmq.metaserver.storage import database
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, TokenRole
 from qmq.types import Role
-from tests.simulation.metaserver.boxes import Box, Brokers, Disk, Process, Refused
+from tests.simulation.metaserver.brokers import Box, Brokers, Disk, Process, Refused
 from tests.simulation.metaserver.database import AWAY, FINE, Access, Fate, Template, read_tables
-from tests.simulation.metaserver.loop import WRITES, Job, JobLoop
+from tests.simulation.metaserver.jobs import WRITES, Job, JobLoop
 from tests.simulation.metaserver.oracle import Oracle
 
 TIMEOUT_S = 2.0

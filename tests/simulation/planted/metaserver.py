@@ -23,7 +23,7 @@ from qmq.metaserver.storage.repository import Repository
 from qmq.metaserver.storage.sql import BadRows
 from qmq.tools import recover_group
 from tests.simulation.bugs import Patch, bug
-from tests.simulation.metaserver.boxes import Brokers, Process
+from tests.simulation.metaserver.brokers import Brokers, Process
 
 
 @bug("metaserver", first=115)

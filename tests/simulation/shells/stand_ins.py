@@ -161,11 +161,8 @@ def _watched(loop: VirtualLoop, kind: type) -> Any:
     return mock.patch.object(kind, "__init__", init)
 
 
-@contextlib.contextmanager
-def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> Iterator[None]:
-    dice, state = Random(seed), random.getstate()
-    random.seed(seed)
-    patches = [
+def _patches(loop: VirtualLoop, network: Network, make_disk: Any, dice: Random) -> list[Any]:
+    return [
         *(mock.patch.object(time, name, lambda: _monotonic(loop)) for name in ("monotonic",)),
         mock.patch.object(time, "monotonic_ns", lambda: int(_monotonic(loop) * 1e9)),
         mock.patch.object(time, "time", lambda: _wall(loop)),
@@ -214,6 +211,14 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
         _watched(loop, SessionLife),
         _watched(loop, BatchLife),
     ]
+
+
+@contextlib.contextmanager
+def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> Iterator[None]:
+    """Replace them while the context lasts."""
+    state = random.getstate()
+    random.seed(seed)
+    patches = _patches(loop, network, make_disk, Random(seed))
     gc.disable()
     try:
         with contextlib.ExitStack() as stack:

@@ -15,10 +15,10 @@ from zlib import crc32
 from qmq.metaserver.actions import doctor
 from qmq.metaserver.roles import rules
 from tests.simulation.events import KEPT_EVENTS, Violation
-from tests.simulation.metaserver.boxes import Box
+from tests.simulation.metaserver.brokers import Box
 from tests.simulation.metaserver.database import AWAY, FINE, LOST, Fate, Template, read_tables
+from tests.simulation.metaserver.operator import Operator
 from tests.simulation.metaserver.oracle import Key, differing
-from tests.simulation.metaserver.remedies import Operator
 from tests.simulation.metaserver.world import Errand, World, add_groups, place, populate
 from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.steering import UNSTEERED, Steering
@@ -94,7 +94,7 @@ def fault(kind: str, weight: int, **values: Any) -> Callable[[F], F]:
 Ideas = list[tuple[str, dict[str, str]]]
 
 
-class Machine:
+class Walk:
     """One walk. Each step and each fault is a method."""
 
     def __init__(self, template: Template) -> None:
@@ -669,30 +669,30 @@ ROTA = "", "database", "", "fillings", "", "losses", "", "emptied"
 STEPS_OF_A_WALK = 50
 
 
-def walk(machine: Machine, seed: int, skipped: frozenset[int], faults: str) -> None:
+def take_walk(walk: Walk, seed: int, skipped: frozenset[int], faults: str) -> None:
     """Take the steps of a seed, then repair everything and check that all groups return to work.
 
     Args:
         skipped: numbers of steps that are drawn and not taken.
         faults: kind of the faults that follow steps. They have dice of their own, so other walks do not change.
     """
-    dice, world = Random(seed), machine.world
+    dice, world = Random(seed), walk.world
     more, others = Random(f"{seed} {faults}"), [fault for fault in FAULTS.get(faults, ()) for _ in range(fault[1])]
 
     def take(name: str, offered: dict[str, Any], rng: Random) -> None:
         words = {key: pick(values, rng) for key, values in offered.items()}
         if world.counts["strike"] not in skipped:
-            machine.do(name, words)
+            walk.do(name, words)
         world.counts["strike"] += 1
 
-    machine.begin(populated=dice.random() < 0.8)
+    walk.begin(populated=dice.random() < 0.8)
     for _ in range(STEPS_OF_A_WALK):
         name = dice.choice(NAMES)
         take(name, STEPS[name][1], dice)
         if others and more.random() < OFTEN:
             name, _, offered = more.choice(others)
             take(name, offered, more)
-    machine.converge()
+    walk.converge()
 
 
 def simulate(seed: int, *, steering: Steering = UNSTEERED, faults: str | None = None, copies_max: int = 3) -> Outcome:
@@ -707,10 +707,10 @@ def simulate(seed: int, *, steering: Steering = UNSTEERED, faults: str | None = 
     with contextlib.ExitStack() as stack:
         for module in (rules, doctor):
             stack.enter_context(mock.patch.object(module, "COPIES_MAX", copies_max))
-        machine = Machine(_template())
-        stack.callback(machine.world.close)
-        failure = failure_of(lambda: walk(machine, seed, steering.skipped, kind))
-        world = machine.world
+        walk = Walk(_template())
+        stack.callback(walk.world.close)
+        failure = failure_of(lambda: take_walk(walk, seed, steering.skipped, kind))
+        world = walk.world
         recent = tuple(world.trace[-KEPT_EVENTS:]) if failure else ()
         return Outcome(
             seed,

@@ -8,7 +8,7 @@ from typing import Any
 
 from qmq.tools.recover_group import decide, read_copies
 from tests.simulation.events import Violation
-from tests.simulation.metaserver.boxes import Acknowledged, Box
+from tests.simulation.metaserver.brokers import Acknowledged, Box
 from tests.simulation.metaserver.oracle import DONE, Key
 from tests.simulation.metaserver.world import Server, World, place
 
