@@ -16,7 +16,7 @@ import qmq
 from qmq.deploy.copies import read_copy
 from qmq.deploy.plan import HOST
 from qmq.deploy.processes import suspend
-from qmq.errors import ErrorCode, OperatorError
+from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, FrameKind
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command
@@ -150,24 +150,6 @@ def test_consumption_goes_on_without_the_slave_and_is_marked_alone(cluster, subj
             FrameKind(one.kind) for one in copy.frames if one.flags & FLAG_NO_SLAVE_IN_SYNC and one.subject == subject
         ]
         assert alone == [FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK]
-
-
-def test_what_only_the_master_has_is_neither_acknowledged_nor_handed_out(cluster, subject):
-    """W3, W13."""
-    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
-    send_all(cluster, subject, 3)
-    with Wire(master.serve_port, token=cluster.token) as sender, Wire(master.serve_port, token=cluster.token) as wire:
-        subscription = subscribe(wire, subject)
-        suspend(cluster.service(slave.hostname).pid)
-        sender.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
-        until(lambda: state(cluster, master).log_end > state(cluster, master).matched_end, "it is written")
-        end(cluster, slave.hostname)
-        until(lambda: "slave_down" in reasons(cluster, master), "readonly")
-        assert [(piece.sequence, piece.count) for piece in pull(wire, subscription)] == [(0, 3)]
-        assert pull(wire, subscription, timeout_ms=300) == []
-        begin(cluster, slave.hostname)
-        assert commands.decode_produced(sender.answer().body).first_sequence == 3
-        assert [(piece.sequence, piece.count) for piece in pull(wire, subscription, timeout_ms=30_000)] == [(3, 1)]
 
 
 def test_slave_that_stands_still_makes_the_group_readonly_until_it_goes_on(cluster, subject):
@@ -349,41 +331,3 @@ def _answers(cluster):
         return cluster.manage("ListBrokers")
     except qmq.QmqError:
         return None
-
-
-def test_metaserver_that_is_killed_forgets_nothing(tmp_path):
-    with running(tmp_path, groups=("g1", "g2")) as cluster:
-        send_all(cluster, "s", 20)
-        cluster.swap_roles("g2")
-        cluster.manage("MarkReadonlyBrokerGroup", brokerGroup="g1")
-        cluster.wait_writable("g2")
-
-        def told():
-            rows = cluster.manage("ListBrokerGroups", details="true")
-            brokers = [
-                {name: value for name, value in row.items() if name != "up"}
-                for row in cluster.manage("ListBrokers", details="true")
-            ]
-            return [(row["groupName"], row["term"], row["master"], row["readonlySubjects"]) for row in rows], brokers
-
-        before = told()
-        end(cluster, "metaserver")
-        begin(cluster, "metaserver")
-        until(lambda: _answers(cluster), "the metaserver is back")
-        assert told() == before
-        cluster.wait_writable("g2")
-        assert reasons(cluster, cluster.broker("g1", "master")) == ["operator"]
-        with pytest.raises(OperatorError, match="already|SwapRoles"):
-            place(cluster, "AddBroker", cluster.broker("g2", "slave"), 0)
-
-
-def test_swap_back_and_forth_keeps_every_message_and_its_order(cluster, subject):
-    """P4; W2, W13: an ack of before the swap hits the same messages after it."""
-    with_ids = []
-    for turn in range(4):
-        with_ids += send_all(cluster, subject, 25, name=f"turn{turn}")
-        cluster.swap_roles("g1")
-        cluster.wait_writable()
-        got = consume_all(cluster, subject, "g", 25, consumer_id="c1")
-        assert got == [(25 * turn + n, f"turn{turn}-{n}") for n in range(25)]
-    assert [receipt.sequence for receipt in with_ids] == list(range(100))

@@ -8,10 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Timer
 from zlib import crc32
@@ -19,7 +17,6 @@ from zlib import crc32
 import pytest
 
 import qmq
-from qmq.client.group_session import SWEEP_S
 from qmq.codec import batch_encoder, join_batch
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
@@ -77,26 +74,6 @@ async def dead_letters(cluster, subject, group, count):
     return dead
 
 
-async def test_what_failed_comes_again_after_its_delay_with_its_number_raised(cluster):
-    await send(cluster, "delayed", 20)
-    client, handed = consumer(cluster), []
-
-    @client.listen("delayed", group="g", start="earliest", retry_delay=1.5)
-    async def handle(message):
-        handed.append((int(message["n"]), message.times, time.monotonic()))
-        if message["n"] == "7" and message.times < 3:
-            raise ValueError("not now")
-
-    async with listening(client):
-        await happens(lambda: len(handed) == 22)
-    assert Counter(n for n, _, _ in handed) == Counter({n: 3 if n == 7 else 1 for n in range(20)})
-    of_seven = [(times, at) for n, times, at in handed if n == 7]
-    assert [times for times, _ in of_seven] == [1, 2, 3]
-    waits = [after[1] - before[1] for before, after in zip(of_seven, of_seven[1:], strict=False)]
-    assert min(waits) >= 1.5, "not before its delay is over"
-    assert handed[-1][0] == 7, "nobody waited for it"
-
-
 async def test_what_fails_for_good_is_a_dead_letter_that_tells_its_story(cluster):
     await send(cluster, "dead", 4, tags=lambda n: ["pay"], retries_max=lambda n: 2 if n == 3 else None)
     client, times = consumer(cluster), Counter()
@@ -146,20 +123,6 @@ async def test_bytes_that_are_no_message_are_given_up_as_they_are(cluster):
     assert (dead._data, dead.id) == (bad, "bad")
 
 
-CRASHING = """
-import asyncio, os, sys, qmq
-consumer = qmq.Consumer(metaserver=sys.argv[1], app="test")
-
-@consumer.listen(sys.argv[2], group="g", start="earliest", concurrency=3, retry_delay=0.1)
-async def handle(message):
-    print("began", message["n"], message.times, flush=True)
-    await asyncio.sleep(1000 if int(message["n"]) % 20 == 0 else 0)
-    print("ended", message["n"], message.times, flush=True)
-
-asyncio.run(consumer.run())
-"""
-
-
 @contextmanager
 def consumer_process(cluster, script, subject):
     with subprocess.Popen(
@@ -186,32 +149,6 @@ def lines_until(process, condition):
         assert line, "the process ended"
         lines.append(tuple(line.split()))
     return lines
-
-
-async def test_what_a_dead_consumer_had_goes_to_others_and_what_it_had_done_does_not(cluster):
-    """It hangs in three messages: the acks of the others do not wait for them."""
-    await send(cluster, "crash", 300)
-    with consumer_process(cluster, CRASHING, "crash") as process:
-        lines = lines_until(process, lambda lines: sum(int(n) % 20 == 0 for _, n, _ in lines) == 3)
-        await asyncio.sleep(SWEEP_S + 0.5)  # its acks are on their way
-        process.kill()
-        lines += [tuple(line.split()) for line in process.stdout.read().splitlines()]
-    ended = {n for what, n, _ in lines if what == "ended"}
-    began = {n for what, n, _ in lines if what == "began"}
-    assert len(began - ended) == 3 and len(ended) > 10
-
-    client, handed = consumer(cluster), []
-
-    @client.listen("crash", group="g", concurrency=10)
-    async def handle(message):
-        handed.append((message["n"], message.is_suspected))
-
-    async with listening(client):
-        await happens(lambda: {n for n, _ in handed} | ended == {str(n) for n in range(300)})
-    suspected = dict(handed)
-    assert all(suspected[n] for n in began - ended), "a consumer that vanished had them"
-    assert not ended & suspected.keys()
-    assert max(Counter(n for n, _ in handed).values()) == 1
 
 
 async def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
@@ -315,26 +252,6 @@ async def test_a_broadcast_retries_within_its_own_consumer(cluster):
     assert (Counter(handed[0]), Counter(handed[1])) == ({1: 10, 2: 10}, {1: 10})
 
 
-async def test_a_group_starts_where_its_first_consumer_says(cluster):
-    await send(cluster, "since", 10)
-    await asyncio.sleep(0.3)
-    between = datetime.now(UTC)
-    await asyncio.sleep(0.3)
-    await send(cluster, "since", 10, begin=10)
-    for start, expected in (
-        ("earliest", range(20)),
-        (between, range(10, 20)),
-        (between + timedelta(hours=1), range(0)),
-    ):
-        async with consumer(cluster).pull("since", group=f"g-{len(expected)}", start=start) as puller:
-            got = []
-            async with asyncio.timeout(WAIT_S):
-                while (messages := await puller.pull(100, timeout=1.0)) or len(got) < len(expected):
-                    got += [int(message["n"]) for message in messages]
-                    await puller.ack(messages)
-        assert sorted(got) == list(expected)
-
-
 async def test_offline_gives_everything_to_the_others_and_online_takes_part_again(cluster):
     await send(cluster, "line", 400)
     first, second = consumer(cluster), consumer(cluster, online=False)
@@ -407,24 +324,3 @@ def test_sigterm_loses_and_repeats_nothing_that_was_finished(cluster):
     assert ended == Counter(str(n) for n in range(1_000))
     failed = {n for what, n, _ in lines if what == "failed"}
     assert {n for what, n, times in lines if what == "ended" and times == "2"} == failed
-
-
-async def test_a_swap_is_told_and_loses_no_decision(cluster):
-    await send(cluster, "swap", 600)
-    client, handed, events = consumer(cluster), [], []
-    client.on_master_changed(events.append)
-
-    @client.listen("swap", group="g", start="earliest", concurrency=10, retry_delay=0.2)
-    async def handle(message):
-        handed.append((int(message["n"]), message.times))
-        await asyncio.sleep(0.002)
-        if int(message["n"]) % 50 == 0 and message.times == 1:
-            raise ValueError("again")
-
-    async with listening(client):
-        await happens(lambda: len(handed) > 50)
-        await asyncio.to_thread(cluster.swap_roles, "g1")
-        await happens(lambda: len({n for n, times in handed if times == 2 or n % 50}) == 600)
-        await happens(lambda: events)
-    assert [event.broker_group for event in events] == ["g1"]
-    assert {n for n, times in handed if times >= 2} >= set(range(0, 600, 50))

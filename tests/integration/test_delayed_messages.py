@@ -66,22 +66,6 @@ async def test_messages_come_when_they_are_due_although_the_delay_master_dies(cl
         assert await producer.cancel(receipts[7]) is DelayOutcome.SENT
 
 
-def test_roles_of_the_delay_group_swap_while_messages_wait(cluster):
-    with qmq.blocking.Producer(**client(cluster)) as producer:
-        receipt = producer.send(Message("swap.late", {"n": 1}), delay=4)
-        kept = producer.send(Message("swap.late", {"n": 2}), delay=timedelta(days=700), key="k")
-        cluster.swap_roles("d1")
-        assert receipt.is_stored and kept.is_stored
-        assert producer.cancel(subject="swap.late", key="k") is DelayOutcome.CANCELLED
-        too_far = producer.send(Message("swap.late"), delay=timedelta(days=731))
-        assert too_far.outcome is qmq.Outcome.REFUSED and "730" in too_far.reason
-        consumer = qmq.blocking.Consumer(**client(cluster))
-        with consumer.pull("swap.late", group="g", start="earliest") as puller:
-            (message,) = puller.pull(1, timeout=WAIT_S)
-            assert message["n"] == "1" and now_ms() >= receipt.due_ms
-            puller.ack([message])
-
-
 async def test_a_delayed_message_to_a_mailbox_reaches_its_consumer_group_alone(cluster):
     """The way of retries of more than a day (docs/decisions/0015), in two seconds."""
 

@@ -149,45 +149,6 @@ async def test_a_mark_says_whether_delayed_messages_have_another_group(world):
 
 
 @in_world
-async def test_a_drained_delay_group_takes_nothing_and_the_last_one_is_not_drained(world):
-    await world.copies("g1")
-    await world.copies("g2")
-    master, _ = await world.delay_copies("d1")
-    assert "no other group would be left" in await world.refused("DrainGroup", brokerGroup="d1")
-    await world.delay_copies("d2")
-    async with world.watch("s", kind=DELAY) as watch:
-        await watch.next()
-        await world.done("DrainGroup", brokerGroup="d1")
-        await watch.until(lambda routes: watch.writable("s") == {"d1": False, "d2": True})
-        await master.until_assigned(lambda assignment: list(assignment.readonly_subjects) == ["*"])
-
-
-@in_world
-async def test_roles_of_delay_servers_are_swapped_while_they_run(world):
-    master, slave = await world.delay_copies()
-    async with world.watch("s", kind=DELAY) as watch:
-        await watch.next()
-        answer = await world.done("SwapRoles", brokerGroup="d1")
-        assert (answer["master"]["hostname"], answer["master"]["role"]) == ("d1-b", "DELAY_MASTER")
-        await slave.until_term(answer["term"])
-        assert slave.assignment.role == Role.MASTER
-        await watch.until(
-            lambda routes: watch.writable("s") == {"d1": True} and routes["s"].groups[0].term == answer["term"]
-        )
-
-
-@in_world
-async def test_a_dead_delay_slave_is_replaced_under_its_own_role(world):
-    _, slave = await world.delay_copies()
-    await slave.stop()
-    await world.replace("d1", 6, "d1-c")
-    third = await world.broker("d1-c", kind=2)
-    assert third.assignment.role == Role.SLAVE
-    shown = {row["hostname"]: row["role"] for row in await world.done("ListBrokers", brokerGroup="d1")}
-    assert shown == {"d1-a": "DELAY_MASTER", "d1-c": "DELAY_SLAVE"}
-
-
-@in_world
 async def test_what_a_client_holds_is_not_sent_again(world):
     await world.delay_copies()
     async with world.watch("s", kind=DELAY) as watch:

@@ -17,7 +17,6 @@ from qmq.broker.master import BrokerMaster
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings
 from qmq.codec import encode_message, join_batch
-from qmq.errors import QmqError
 from qmq.log import MessageLog, RealDisk
 from qmq.message import Message
 from qmq.remoting import commands
@@ -163,40 +162,6 @@ async def test_a_hole_that_opens_right_after_the_login_is_noticed(tmp_path, monk
     async with a_group(tmp_path) as (a, _, cable):
         cable.swallow_answers = True
         await until_async(lambda: not a.node.writable)
-
-
-async def outcome(service: Service[BrokerMaster], batch: int) -> str:
-    try:
-        await produce(service, batch)
-    except QmqError as error:
-        return type(error).__name__
-    return "acknowledged"
-
-
-@pytest.mark.parametrize("lost", ["what the master sends", "what the slave sends"])
-@in_loop
-async def test_of_two_masters_behind_a_hole_that_passes_one_direction_at_most_one_acknowledges(tmp_path, lost):
-    """The old master does not hear that the slave was promoted; what it shipped may be on both disks all the same."""
-    async with a_group(tmp_path) as (a, b, cable):
-        await produce(a, 1)
-        cable.swallow_answers, cable.swallow_questions = lost == "what the master sends", lost == "what the slave sends"
-        olds = [asyncio.ensure_future(outcome(a, batch)) for batch in range(2, 12)]
-        await until_async(lambda: not a.node.writable)
-        port = a._settings.serve_port
-        master, slave = Address("127.0.0.1", port + 4, port + 5, 1), Address("127.0.0.1", port, port + 1, 1)
-        b.node.assign(Assignment("g1", 2, Role.MASTER, master, (slave,)))
-        await until_async(lambda: b.node.master is not None and a.node.master is not None)
-        news = [asyncio.ensure_future(outcome(b, batch)) for batch in range(12, 22)]
-        await until_async(lambda: all(new.done() for new in news))
-        olds += [asyncio.ensure_future(outcome(a, batch)) for batch in range(22, 32)]
-        await until_async(lambda: all(old.done() for old in olds[10:]))
-        assert a.node.master is not None, "all that time both were masters"
-        assert "acknowledged" not in {one.result() for one in (*olds, *news) if one.done()}
-        a.node.assign(Assignment("g1", 2, Role.SLAVE, master, (slave,)))  # it hears of it at last
-        await until_async(lambda: b.node.writable)
-        await produce(b, 32)
-        await until_async(lambda: (a.node.log.end, a.node.log.chain) == (b.node.log.end, b.node.log.chain))
-        assert "acknowledged" not in [await old for old in olds]
 
 
 @in_loop

@@ -6,22 +6,18 @@ import asyncio
 
 import qmq
 from qmq.deploy.copies import read_copy
-from qmq.remoting.commands import Command
 from tests.integration.cluster_world import (
-    Wire,
     begin,
     consume_all,
     data_of,
     end,
     log_of,
-    produce_body,
     producer,
     running,
     state,
 )
 from tests.support.waiting import until, until_async
 
-MORE = 200
 FAILOVER = {"failover": True}
 
 
@@ -53,43 +49,6 @@ def check_copies(cluster):
     first, *others = [read_copy(data_of(cluster, plan)) for plan in cluster.plan.brokers]
     assert all(other == first for other in others)
     return first
-
-
-def test_a_slave_is_killed_and_producing_goes_on_at_once(tmp_path):
-    with running(tmp_path / "cluster", copies=3) as cluster:
-        all_in_step(cluster)
-        master = cluster.broker("g1", "master")
-        with Wire(master.serve_port, token=cluster.token) as wire:
-
-            def produce():
-                for at in range(MORE):
-                    answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": str(at)}))
-                    assert answer.code == 0, bytes(answer.body)
-
-            produce()
-            for slave in slaves(cluster):
-                end(cluster, slave)
-                produce()  # each was acknowledged; none was refused for a moment
-                until(lambda slave=slave: in_step(cluster) == set(slaves(cluster)) - {slave}, f"{slave} is missed")
-                produce()
-                assert state(cluster, master).writable and not state(cluster, master).readonly_reasons
-                begin(cluster, slave)
-                all_in_step(cluster)
-        assert len([one for one in check_copies(cluster).messages if one[0] == "s"]) == 5 * MORE
-
-
-def test_both_slaves_are_killed_and_nothing_more_is_stored_until_one_is_back(tmp_path):
-    with running(tmp_path / "cluster", copies=3) as cluster:
-        all_in_step(cluster)
-        master, (first, second) = cluster.broker("g1", "master"), slaves(cluster)
-        with Wire(master.serve_port, token=cluster.token) as wire:
-            assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "1"})).code == 0
-            end(cluster, first, second)
-            until(lambda: list(state(cluster, master).readonly_reasons) == ["slave_down"], "readonly")
-            assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "2"})).code != 0
-            begin(cluster, second)
-            until(lambda: state(cluster, master).writable, "two are enough")
-            assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "3"})).code == 0
 
 
 async def send_until(cluster, is_over, stored):
