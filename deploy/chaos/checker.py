@@ -334,10 +334,11 @@ def _stored(history: History, logs: Logs) -> Iterator[Finding]:
 
 
 def _order(history: History) -> Iterator[str]:
-    """Messages with an order key travel in batches of their own: `_sent_by_key` checks these."""
+    """Messages with an order key travel in batches of their own, so their subjects are checked by `_sent_by_key`."""
+    keyed = {message.sending.subject for message in history.messages.values() if message.sending.order_key}
     last: dict[tuple[str, str, str], int] = {}
     for message in history.messages.values():
-        if message.outcome == STORED and not message.sending.order_key:
+        if message.outcome == STORED and message.sending.subject not in keyed:
             subject, group, sequence = message.place
             key = (message.sending.sender, subject, group)
             if sequence <= last.get(key, -1):

@@ -116,13 +116,13 @@ def test_messages_without_an_outcome_may_be_there_or_not():
         pytest.param(given("bb", 1, 3, group="other"), id="handled in another group alone"),
     ],
 )
-def test_a_stored_message_that_no_group_member_ended_is_lost(handed):
+def test_stored_message_that_no_member_handled_is_lost(handed):
     assert kinds(TWO, joined(), joined(group="other"), given("a", 0, 2), given("a", 0, 2, group="other"), handed) == {
         "lost"
     }
 
 
-def test_what_nobody_consumes_is_lost_too():
+def test_message_without_a_consumer_is_lost():
     assert kinds(TWO) == {"lost"}
 
 
@@ -132,7 +132,7 @@ def test_a_dead_letter_is_not_lost():
     assert kinds(TWO, joined(), given("a", 0, 2), dead) == set(), "its limit was reached by those who vanished with it"
 
 
-def test_who_asks_for_tags_must_get_those_and_no_others():
+def test_consumer_with_tags_gets_exactly_these():
     red, blue = sent("a", 0, tags=["red"]), list(sent("bb", 1, tags=["blue"]))
     history = [*red, *blue]
     assert kinds(history, joined(tags=["red"]), given("a", 0, 2)) == set()
@@ -149,19 +149,19 @@ def again(*between, decision=DONE, kept=0.2, at=3.0, consumer="c2"):
     return kinds(sent("a", 0), joined(), joined("c2"), first, between, given("a", 0, at, times=2, consumer=consumer))
 
 
-def test_a_message_whose_ack_was_confirmed_does_not_come_again():
+def test_message_is_not_redelivered_after_its_confirmed_ack():
     assert again() == {"duplicated"}
     causes = [Gone(2.5, "c1", KILLED), Stalled(2.1, 2.9, "c1"), Fault(2.0, 3.0, "kill master", "g1", False)]
     assert again(*causes) == {"duplicated"}, "nothing of that excuses it"
 
 
-def test_only_the_loss_of_the_only_copy_excuses_that_an_ack_is_forgotten():
+def test_lost_ack_is_excused_by_a_lost_copy():
     assert again(Fault(2.0, 3.0, "lose the master's disk", "g1", True)) == set()
     assert again(Fault(2.0, 3.0, "lose the master's disk", "g2", True)) == {"duplicated"}
     assert again(Fault(2.3, 3.0, "lose the master's disk", "g1", True)) == {"duplicated"}, "both had it by then"
 
 
-def test_what_was_not_confirmed_comes_again_for_a_cause_only():
+def test_redelivery_of_an_unconfirmed_message_needs_a_cause():
     assert again(kept=None) == {"duplicated"}
     assert again(decision=None) == {"duplicated"}
     assert again(decision=RETRY) == set()
@@ -177,7 +177,7 @@ def test_what_was_not_confirmed_comes_again_for_a_cause_only():
         Fault(2.5, 3.0, "kill metaserver", "", False),
     ],
 )
-def test_what_befell_the_consumer_or_its_broker_explains_a_second_handover(cause):
+def test_fault_of_consumer_or_broker_causes_a_redelivery(cause):
     assert again(cause, kept=None) == set()
     assert again(cause, decision=None) == set()
 
@@ -193,16 +193,16 @@ def test_what_befell_the_consumer_or_its_broker_explains_a_second_handover(cause
         Fault(3.1, 3.2, "kill master", "g1", False),
     ],
 )
-def test_what_came_later_or_befell_others_explains_nothing(no_cause):
+def test_later_faults_and_faults_of_others_excuse_nothing(no_cause):
     assert again(no_cause, kept=None) == {"duplicated"}
 
 
-def test_a_consumer_is_gone_from_when_it_was_first_asked_to_go():
+def test_consumer_is_gone_from_its_first_request_to_leave():
     assert again(Gone(3.5, "c1", LEFT), Gone(2.5, "c1", LEFT), kept=None) == set()
     assert again(Gone(3.5, "c1", LEFT), kept=None) == {"duplicated"}
 
 
-def test_one_dead_letter_is_enough_and_none_is_right_after_an_ack():
+def test_second_dead_letter_is_a_duplicate():
     dead = DeadLetter(9.0, "s", "g", "g1", 0, "a", 1)
     assert kinds(sent("a", 0), joined(), given("a", 0, 2, decision=DEAD), dead, dead) == {"duplicated"}
     assert kinds(sent("a", 0), joined(), given("a", 0, 2), dead) == {"duplicated"}
@@ -222,7 +222,7 @@ def test_one_dead_letter_is_enough_and_none_is_right_after_an_ack():
         pytest.param(given("other", 1, 3), id="of another subject"),
     ],
 )
-def test_what_was_never_sent_like_that_is_unexpected(handed):
+def test_message_that_was_not_sent_is_unexpected(handed):
     unsure = [Sending(1.0, "p", "s", id, "", [], len(id)) for id in ("bb", "twice")]
     refused = sent("refused", -1, outcome=REFUSED)
     elsewhere = [*sent("elsewhere", 0, broker_group="g2"), *given("elsewhere", 0, 2, broker_group="g2")]
@@ -240,7 +240,7 @@ def test_a_dead_letter_of_another_message_is_unexpected():
 # Reordered.
 
 
-def test_a_consumer_that_takes_one_by_one_gets_the_older_first():
+def test_serial_consumer_gets_older_messages_first():
     backwards = [*given("bb", 1, 2), *given("a", 0, 3)]
     assert kinds(TWO, joined(), backwards) == {"reordered"}
     assert kinds(TWO, joined(concurrency=2), backwards) == set()
@@ -259,7 +259,7 @@ KEYED = [*sent("a", 0, key="k"), *sent("bb", 1, key="k"), *sent("ccc", 2, key="o
 THIRD = given("ccc", 2, 2)
 
 
-def test_messages_of_a_key_wait_for_those_in_front_of_them():
+def test_message_of_a_key_waits_for_its_predecessors():
     many = joined(concurrency=8)
     assert kinds(KEYED, many, THIRD, given("a", 0, 2), given("bb", 1, 2.2)) == set()
     assert kinds(KEYED, many, THIRD, given("a", 0, 2), given("bb", 1, 2.05)) == {"reordered"}, "it was not done"
@@ -268,7 +268,7 @@ def test_messages_of_a_key_wait_for_those_in_front_of_them():
     assert kinds(KEYED, many, THIRD, retried, given("bb", 1, 5)) == set()
 
 
-def test_a_late_hand_of_a_stalled_consumer_is_no_new_order():
+def test_late_handler_of_a_stalled_consumer_is_not_reordering():
     stale = [Stalled(1.0, 7.9, "c1"), *given("a", 0, 8, kept=None), *given("a", 0, 4, times=2, consumer="c2")]
     assert kinds(KEYED, joined(), joined("c2"), THIRD, stale, given("bb", 1, 5)) == set()
     two = joined(), joined("c2")
@@ -286,7 +286,7 @@ def test_behind_a_dead_letter_a_key_goes_on():
     assert kinds(KEYED, joined(), joined("c2"), THIRD, vanished, given("bb", 1, 3, consumer="c2")) == set()
 
 
-def test_messages_of_a_key_are_stored_in_the_order_of_sending_and_in_one_place():
+def test_messages_of_a_key_are_stored_in_order():
     handed = [*given("a", 1, 4), *given("bb", 0, 3)]
     assert kinds(sent("a", 1, key="k"), sent("bb", 0, key="k"), joined(), handed) == {"reordered"}
     elsewhere = [*given("a", 0, 2), *given("bb", 0, 3, broker_group="g2")]
@@ -308,7 +308,7 @@ def test_an_acked_position_never_goes_back():
     assert kinds(joined(), loss, position(1, 5), position(2, 4)) == set()
 
 
-def test_a_sequence_that_was_jumped_over_is_named_even_if_nobody_knows_its_message():
+def test_skipped_sequence_is_reported():
     assert kinds(sent("a", 0), sent("bb", 2), joined(), given("a", 0, 2), given("bb", 2, 3)) == {"poll skipped"}
 
 
@@ -324,7 +324,7 @@ def test_each_handover_of_a_message_has_a_higher_number():
 # Records.
 
 
-def test_a_file_that_a_kill_tore_is_read_up_to_there():
+def test_torn_file_is_read_up_to_the_tear():
     line = line_of(joined())
     assert list(records_of([line, line[:-5]])) == [joined()]
     assert list(records_of([line, line[:-1]])) == [joined()], "a whole line ends with its newline"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.chaos.clones import run_trial
 
 
-def test_of_two_processes_with_one_directory_one_has_the_part_and_nothing_is_lost(tmp_path):
+def test_copied_directory_gives_one_master_and_loses_nothing(tmp_path):
     told = []
     findings = run_trial(tmp_path, rounds=2, groups=2, seed=1, say=told.append)
     assert not findings.lost and not findings.accused, [findings, *told]

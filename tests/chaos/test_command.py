@@ -58,7 +58,7 @@ def test_a_run_ends_with_a_verdict_and_a_picture(tmp_path, possible, faults):
         (["--settings", "no such file.toml"], "No such file"),
     ],
 )
-def test_a_run_that_cannot_be_is_told_why(tmp_path, arguments, why):
+def test_impossible_run_is_refused_with_its_reason(tmp_path, arguments, why):
     run = qmq(*arguments, "--dir", str(tmp_path / "run"))
     assert run.returncode == 2 and why in run.stderr
     assert not (tmp_path / "run").exists()
@@ -74,7 +74,7 @@ def test_a_run_that_cannot_be_is_told_why(tmp_path, arguments, why):
         (b"lease_ms 1", "Expected '='"),
     ],
 )
-def test_settings_that_a_broker_refuses_are_refused_in_its_words(tmp_path, written, why):
+def test_invalid_broker_settings_are_refused(tmp_path, written, why):
     (settings := tmp_path / "broker.toml").write_bytes(written)
     run = qmq("--settings", str(settings), "--dir", str(tmp_path / "run"))
     assert run.returncode == 2 and why in run.stderr and "Traceback" not in run.stderr
@@ -95,7 +95,7 @@ def test_a_run_of_no_time_is_refused(tmp_path, minutes):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_group_is_not_called_well_while_the_slave_that_was_killed_is_down(tmp_path):
+def test_group_with_a_killed_slave_is_not_well(tmp_path):
     """The master takes messages until it notes the loss: that is no time of recovery."""
     down = []
 
@@ -118,7 +118,7 @@ def test_a_folder_that_is_no_runs_is_not_emptied(tmp_path):
     assert (tmp_path / "mine").read_text() == "1"
 
 
-def test_a_group_that_does_not_become_well_and_a_copy_that_cannot_be_read_are_findings(tmp_path, monkeypatch):
+def test_unrecovered_group_and_unreadable_copy_are_findings(tmp_path, monkeypatch):
     """Nobody starts a slave that ended, and somebody writes into its log."""
     monkeypatch.setattr(nemesis, "WELL_S", 3.0)
     monkeypatch.setattr(trial, "EQUAL_S", 3.0)
@@ -143,7 +143,7 @@ def test_settings_that_brokers_refuse_are_named(tmp_path):
     assert run.returncode == 2 and "lease_ms" in run.stderr
 
 
-def test_acknowledgement_by_one_copy_is_named_within_a_minute(tmp_path):
+def test_acknowledgement_by_one_copy_is_found_within_a_minute(tmp_path):
     """A broker that acknowledges before its slave has the message: the first fault of a run shows it."""
 
     def strike(nemesis, is_over):

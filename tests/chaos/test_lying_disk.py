@@ -112,7 +112,7 @@ def send_and_cut_power(cluster, rounds, name):
     cluster.end(*(plan.hostname for one in rounds for plan in one.copies))
 
 
-def test_all_lose_power_and_one_disk_has_lied(tmp_path):
+def test_power_cut_with_one_lying_disk_loses_nothing(tmp_path):
     rng, expected = random.Random(ROUNDS), []
     with running_apart(tmp_path / "cluster", GROUPS, copies=3, rejoin_wait_s=WAIT_S) as cluster:
         for number in range(ROUNDS // len(GROUPS)):

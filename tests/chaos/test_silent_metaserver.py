@@ -8,7 +8,7 @@ from tests.chaos.silent_metaserver import GROUPS, trial
 from tests.support.promises import Tries
 
 
-def test_slaves_of_masters_that_end_beside_a_silent_metaserver_are_masters_in_time(tmp_path, mariadb):
+def test_slaves_are_promoted_beside_a_silent_metaserver(tmp_path, mariadb):
     """docs/failover.md."""
     for number in (tries := Tries(7.0, "each slave is the master")):
         folder = tmp_path / str(number)

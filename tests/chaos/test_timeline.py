@@ -38,7 +38,7 @@ def names(text):
     return [(float(x), float(x) + len(name) * LETTER, y) for x, y, name in drawn]
 
 
-def test_faults_stand_where_they_began_and_those_at_once_below_each_other():
+def test_faults_begin_at_their_time_and_overlaps_stack():
     text = page(
         history(fault("a", "g1", 100.0, 104.0), fault("b", "", 102.0, 103.0), fault("c", "", 105.0, 106.0)), [], ""
     )
@@ -59,7 +59,7 @@ def test_the_names_of_short_faults_can_be_read():
     assert all(y != next_y or end <= begin for (_, end, y), (begin, _, next_y) in pairwise(drawn))
 
 
-def test_what_struck_consumers_stands_below_what_struck_brokers():
+def test_faults_of_consumers_are_below_those_of_brokers():
     text = page(history(Window(100.0, 101.0, "consumer stands still", ""), fault("a", "g1", 107.0, 108.0)), [], "")
     assert [(y, name) for _, y, name in bars(text)] == [("0", "a g1"), ("16", "stands still")]
     assert '<text x="0" y="11" fill="#616e7c">faults<' in text
@@ -72,10 +72,10 @@ def test_each_outcome_has_its_curve():
     assert drawn == {"acknowledged": 2, "refused": 1, "unknown": 0, "delivered": 1}
 
 
-def test_findings_are_named_and_what_they_say_is_text():
+def test_findings_are_shown_as_text():
     text = page(history(), [Finding("lost-copy", "<b>m1</b>")], "seed 1")
     assert ">1 finding<" in text and "lost-copy" in text and "&lt;b&gt;m1&lt;/b&gt;" in text
 
 
-def test_a_run_in_which_nothing_was_sent_has_a_page():
+def test_run_without_messages_has_a_page():
     assert "Nothing was sent" in page(History(), [], "seed 1")

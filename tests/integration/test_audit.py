@@ -87,7 +87,7 @@ def both(folder: Path, **options: Any) -> tuple[LogWriter, LogWriter]:
     return write(folder / "master", **options), write(folder / "slave", **options)
 
 
-def test_equal_copies_are_proven_equal_and_every_message_is_counted(spark: SparkSession, tmp_path: Path) -> None:
+def test_equal_copies_are_proven_equal(spark: SparkSession, tmp_path: Path) -> None:
     log = write(tmp_path / "master")
     write(tmp_path / "slave", segment_bytes=23_000)
     result = audit(spark, tmp_path, parquet=tmp_path / "out")
@@ -101,7 +101,7 @@ def test_equal_copies_are_proven_equal_and_every_message_is_counted(spark: Spark
     assert "Every byte of [0, " in as_markdown([result], 1.0)
 
 
-def test_counts_that_are_listed_do_not_grow_with_the_log(
+def test_listed_counts_do_not_grow_with_the_log(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qmq.audit.group.HOURS_MAX", 5)
@@ -266,13 +266,13 @@ def cases(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Case
     return {plant: Case(folders[plant], planted[plant], result) for plant, result in zip(folders, results)}
 
 
-def test_every_damage_of_a_copy_is_named_and_nothing_else(cases: Cases) -> None:
+def test_every_damage_is_found_and_nothing_else(cases: Cases) -> None:
     _, planted, result = cases[damaged_in_many_ways]
     assert result.status == 1
     assert named(result) == planted
 
 
-def test_truncated_log_lacks_what_was_promised(cases: Cases) -> None:
+def test_truncated_log_lacks_acknowledged_messages(cases: Cases) -> None:
     _, (slave, cut), result = cases[truncated]
     assert set(result.found) == {"missing"}
     assert cut == min(named(result), key=lambda finding: finding[2] or 0)
@@ -388,9 +388,7 @@ def _no_batch(log: LogWriter) -> None:
     log.sequences[A] = 1200
 
 
-def test_batch_that_is_none_is_a_finding_also_where_the_journal_is_looked_up(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_invalid_batch_is_a_finding_with_a_journal(spark: SparkSession, tmp_path: Path) -> None:
     """Its CRC is right: it came so from a master that is wrong."""
     log, _ = both(tmp_path, plant=_no_batch)
     broken = next(frame for frame in log.frames if frame.count == 1000)
@@ -401,7 +399,7 @@ def test_batch_that_is_none_is_a_finding_also_where_the_journal_is_looked_up(
     assert named(result) == {("damaged", "both", broken.offset)}
 
 
-def test_ack_beyond_what_was_pulled_is_named(spark: SparkSession, tmp_path: Path) -> None:
+def test_ack_beyond_pulled_messages_is_found(spark: SparkSession, tmp_path: Path) -> None:
     offsets: list[int] = []
 
     def plant(log: LogWriter) -> None:
@@ -437,7 +435,7 @@ def test_breaks_at_the_border_of_two_pieces_are_named(spark: SparkSession, tmp_p
     assert named(result) == expected | {("epoch_frame", "both", 0)}
 
 
-def test_frame_that_only_the_slave_has_below_the_watermark_is_extra(cases: Cases) -> None:
+def test_slave_only_frame_below_the_watermark_is_extra(cases: Cases) -> None:
     _, master_end, result = cases[longer_slave]
     assert set(result.found) == {"extra"}
     assert result.findings[0]["offset"] == master_end
@@ -450,9 +448,7 @@ def test_tail_past_the_watermark_is_a_note(cases: Cases) -> None:
     assert any("1 frames past the high watermark" in note for note in result.notes)
 
 
-def test_acknowledged_message_that_both_copies_lack_is_lost_and_one_with_another_content_altered(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_messages_missing_or_altered_on_both_copies_are_found(spark: SparkSession, tmp_path: Path) -> None:
     """Both logs are equal and whole: only who sent the messages can say so. Its last line is torn by a crash."""
     both(tmp_path)
     reader = TableReader({"path": str(tmp_path / "slave"), "subject": A}, ["sequence", "message"])
@@ -482,9 +478,7 @@ def _give_up_the_first_segment(log: LogWriter) -> None:
     log.frame(FrameKind.RETENTION, "", encode_retention(RetentionDecision(start, "age", {}, {})))
 
 
-def test_messages_of_the_journal_that_the_log_is_too_young_for_are_not_called_present(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_journal_older_than_the_log_is_not_counted(spark: SparkSession, tmp_path: Path) -> None:
     logs, snapshots = both(tmp_path, plant=_give_up_the_first_segment), dict[Path, bytes]()
     for log in logs:
         derive(log.folder.parent)
@@ -507,7 +501,7 @@ def test_messages_of_the_journal_that_the_log_is_too_young_for_are_not_called_pr
     assert any(note.startswith("1 of the journal's messages") for note in result.notes)
 
 
-def test_copies_with_other_retention_are_compared_from_the_later_start(spark: SparkSession, tmp_path: Path) -> None:
+def test_copies_are_compared_from_the_later_start(spark: SparkSession, tmp_path: Path) -> None:
     both(tmp_path, plant=_give_up_the_first_segment)
     first, second = sorted((tmp_path / "slave/log").glob("*.log"))[:2]
     first.unlink()
@@ -516,9 +510,7 @@ def test_copies_with_other_retention_are_compared_from_the_later_start(spark: Sp
     assert any(f"[0, {second.stem.lstrip('0')})" in note for note in result.notes)
 
 
-def test_a_copy_without_its_first_segment_is_not_proven_if_nobody_gave_that_up(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_missing_first_segment_prevents_the_proof(spark: SparkSession, tmp_path: Path) -> None:
     both(tmp_path)
     first, second = sorted((tmp_path / "slave/log").glob("*.log"))[:2]
     first.unlink()
@@ -638,7 +630,7 @@ def test_retention_takes_nothing_that_is_to_be_read(spark: SparkSession, tmp_pat
     assert result.read["slave"]["messages"] == 800
 
 
-def test_copy_that_was_let_go_while_it_was_read_is_no_finding_and_is_read_again(
+def test_copy_released_while_read_is_read_again(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logs = both(tmp_path, plant=_give_up_the_first_segment)
@@ -656,7 +648,7 @@ def test_copy_that_was_let_go_while_it_was_read_is_no_finding_and_is_read_again(
     assert any(let_go in note for note in again.notes)
 
 
-def test_brokers_that_both_give_less_than_is_due_are_not_proven_equal(spark: SparkSession, tmp_path: Path) -> None:
+def test_short_reads_of_both_brokers_prevent_the_proof(spark: SparkSession, tmp_path: Path) -> None:
     """What is left is equal, and whole up to the border of a piece."""
     brokers = [Broker(log, tmp_path / copy) for log, copy in zip(both(tmp_path), ("master", "slave"))]
     for broker in brokers:

@@ -109,7 +109,7 @@ def write(data: Path) -> LogWriter:
     return log
 
 
-def test_job_on_a_standalone_cluster_names_what_differs(cluster: Cluster, tmp_path: Path) -> None:
+def test_standalone_cluster_job_finds_differences(cluster: Cluster, tmp_path: Path) -> None:
     """The executors run elsewhere than this checkout, so that they import the code that the job ships to them."""
     good, bad = write(tmp_path / "master"), write(tmp_path / "slave")
     write(tmp_path / "copy")
@@ -165,9 +165,7 @@ def environment_archive(folder: Path) -> Path:
     return Path(shutil.make_archive(str(folder / "environment"), "gztar", env))
 
 
-def test_a_submitted_job_keeps_its_settings_and_runs_in_the_environment_that_was_sent(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_submitted_job_keeps_settings_and_environment(cluster: Cluster, tmp_path: Path) -> None:
     """`--archives` as docs/spark.md says. Nothing of ours is in that environment. The JVM is there before our program,
     and has neither its PYTHONPATH nor the settings of its session."""
     write(tmp_path / "master")

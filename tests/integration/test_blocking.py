@@ -56,7 +56,7 @@ def test_threads_that_share_a_producer_all_get_their_receipts(broker, producer):
     assert sorted(numbers(broker.messages("s"))) == list(range(160))
 
 
-def test_send_many_stores_in_order_and_reads_the_iterable_in_the_callers_thread(broker, producer):
+def test_send_many_reads_the_iterable_in_the_calling_thread(broker, producer):
     threads = set()
 
     def source():
@@ -71,7 +71,7 @@ def test_send_many_stores_in_order_and_reads_the_iterable_in_the_callers_thread(
     assert [receipt.sequence for receipt in receipts[9_998:10_002]] == [9_998, 9_999, 10_000, 10_001]
 
 
-def test_send_many_tells_which_message_was_refused(broker, producer):
+def test_send_many_names_the_refused_message(broker, producer):
     receipts = producer.send_many([message(0), qmq.Message("s", {"n": "x" * 40_000}), message(2)])
     assert [receipt.outcome for receipt in receipts] == [Outcome.STORED, Outcome.REFUSED, Outcome.STORED]
 
@@ -94,7 +94,7 @@ def test_send_nowait_brings_receipts_by_future_and_by_callback(broker, producer)
     assert numbers(broker.messages("s")) == list(range(3_000))
 
 
-def test_a_message_that_can_never_be_sent_fails_its_future_alone(broker, producer):
+def test_invalid_message_fails_only_its_own_future(broker, producer):
     bad = producer.send_nowait(qmq.Message("s", {"n": "x" * 40_000}))
     worse = producer.send_nowait(qmq.Message(None))
     good = producer.send_nowait(message(1))
@@ -103,7 +103,7 @@ def test_a_message_that_can_never_be_sent_fails_its_future_alone(broker, produce
     assert good.result(5).is_stored
 
 
-def test_send_nowait_refuses_what_exceeds_its_bounds_and_loses_nothing_of_the_rest(broker):
+def test_send_nowait_refuses_messages_over_its_bounds(broker):
     broker.readonly()
     with qmq.blocking.Producer(metaserver=broker.metaserver, queue_messages_max=10, **APP) as producer:
         futures = [producer.send_nowait(message(n)) for n in range(10)]
@@ -154,7 +154,7 @@ def test_a_refusal_of_the_broker_is_a_receipt(broker, producer):
     assert receipt.outcome is Outcome.REFUSED and "not today" in receipt.reason
 
 
-def test_a_producer_connects_when_it_is_first_used_and_is_closed_for_good(broker):
+def test_producer_connects_on_first_use_and_closes_once(broker):
     producer = qmq.blocking.Producer(metaserver=broker.metaserver, **APP)
     assert producer.send(message(1)).is_stored
     producer.close()
@@ -188,7 +188,7 @@ def running(consumer):
         run.result(60)
 
 
-def test_a_listener_is_a_plain_function_in_a_thread_of_its_own(broker, producer, consumer):
+def test_listener_is_a_function_in_its_own_thread(broker, producer, consumer):
     seen = []
 
     @consumer.listen("s", group="g", start="earliest")
@@ -228,7 +228,7 @@ def test_handlers_block_side_by_side(broker, producer, consumer):
         broker.wait_until_consumed("s", "g", timeout=120)
 
 
-def test_a_handler_that_raises_is_tried_again_and_its_message_becomes_a_dead_letter(broker, producer, consumer):
+def test_failing_handler_is_retried_until_a_dead_letter(broker, producer, consumer):
     seen = []
 
     @consumer.listen("s", group="g", start="earliest", retries_max=3)
@@ -276,7 +276,7 @@ def test_filters_wrap_plain_handlers(broker, producer, consumer):
     assert seen == ["7", "7"]
 
 
-def test_a_listener_stops_resumes_and_changes_its_concurrency_while_it_runs(broker, producer, consumer):
+def test_listener_stops_resumes_and_changes_concurrency(broker, producer, consumer):
     seen = []
 
     @consumer.listen("s", group="g", start="earliest")
@@ -297,7 +297,7 @@ def test_a_listener_stops_resumes_and_changes_its_concurrency_while_it_runs(brok
     assert seen == ["1"] and listener.concurrency == 3
 
 
-def test_a_listener_that_is_added_while_the_consumer_runs_begins_at_once(broker, producer, consumer):
+def test_listener_added_to_a_running_consumer_starts(broker, producer, consumer):
     @consumer.listen("s", group="g")
     def on_message(message): ...
 
@@ -326,7 +326,7 @@ def test_coroutine_functions_and_second_runs_are_refused(broker, consumer):
             consumer.run()
 
 
-def test_run_raises_what_ends_its_subscription(broker):
+def test_run_raises_the_error_of_its_subscription(broker):
     consumers = [qmq.blocking.Consumer(metaserver=broker.metaserver, consumer_id="same", **APP) for _ in range(2)]
     for one in consumers:
         one.listen("s", group="g")(lambda message: None)
@@ -340,7 +340,7 @@ def test_run_raises_what_ends_its_subscription(broker):
         second.result(10)
 
 
-def test_a_change_of_masters_is_told(broker, producer, consumer):
+def test_master_change_is_reported(broker, producer, consumer):
     events = SimpleQueue()
     consumer.on_master_changed(events.put)
 
@@ -411,7 +411,7 @@ def test_each_thread_gets_the_answer_to_its_own_request(producer, consumer, requ
         assert numbers(one.result() for one in ask) == [2 * n for n in range(50)]
 
 
-def test_a_request_that_nobody_answers_ends_in_time_and_a_closed_requester_asks_nothing(requester):
+def test_request_times_out_and_closed_requester_sends_nothing(requester):
     with pytest.raises(NoAnswer):
         requester.request(message(1, "ask"), timeout=0.2)
     requester.close()

@@ -79,7 +79,7 @@ def copies_are_whole(cluster):
     return mine.frames == other.frames
 
 
-def test_bad_blocks_of_closed_segments_are_mended_while_consumers_go_on(cluster, subject, sent):
+def test_bad_blocks_are_repaired_while_consumers_go_on(cluster, subject, sent):
     master = cluster.broker("g1", "master")
     bases = [base for base in bases_of(cluster, master) if base >= sent]
     assert len(bases) > 2
@@ -97,7 +97,7 @@ def test_bad_blocks_of_closed_segments_are_mended_while_consumers_go_on(cluster,
 
 
 @pytest.mark.parametrize("role", ["master", "slave"])
-def test_bad_block_met_at_a_start_is_mended_before_the_broker_takes_its_part(cluster, subject, sent, role):
+def test_bad_block_at_start_is_repaired_before_registration(cluster, subject, sent, role):
     """In the newest segment, with whole frames behind it: nothing is cut, and the process does not end again."""
     broker = cluster.broker("g1", role)
     until(lambda: send_all(cluster, subject, 20, size=200) and written(cluster, broker) > 4 * BLOCK, "a few blocks")

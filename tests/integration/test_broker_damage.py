@@ -88,7 +88,7 @@ def both_copies(cluster):
 
 
 @pytest.mark.parametrize("where", ["header", "subject", "body"])
-def test_damage_in_a_closed_segment_is_found_when_read_and_mended_while_consumers_go_on(cluster, subject, ids, where):
+def test_damage_in_a_closed_segment_is_repaired_when_read(cluster, subject, ids, where):
     master = cluster.broker("g1", "master")
     data = data_of(cluster, master)
     quarantined = set(data.glob("quarantine/*.json"))
@@ -108,7 +108,7 @@ def test_damage_in_a_closed_segment_is_found_when_read_and_mended_while_consumer
     assert [id for name, _, id in mine.messages if name == subject][:COUNT] == ids
 
 
-def test_damage_makes_the_group_readonly_until_it_is_mended(cluster, subject, ids):
+def test_damage_makes_the_group_readonly_until_repaired(cluster, subject, ids):
     """While the other copy is away nothing can be mended: readonly, with the reason, and what is whole is served."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     damage(data_of(cluster, master), subject)
@@ -124,7 +124,7 @@ def test_damage_makes_the_group_readonly_until_it_is_mended(cluster, subject, id
 
 
 @pytest.mark.parametrize("role", ["master", "slave"])
-def test_a_segment_whose_file_is_gone_comes_back_from_the_other_copy(cluster, subject, ids, role):
+def test_missing_segment_file_is_fetched_from_the_other_copy(cluster, subject, ids, role):
     """Also the oldest: without a list of the segments, a log that begins later looks like one after retention."""
     broker = cluster.broker("g1", role)
     data = data_of(cluster, broker)
@@ -141,7 +141,7 @@ def test_a_segment_whose_file_is_gone_comes_back_from_the_other_copy(cluster, su
     assert [id for _, id in consume_all(cluster, subject, f"all {role}", COUNT)] == ids
 
 
-def test_damage_on_the_slave_is_mended_once_it_is_the_master(cluster, subject, ids):
+def test_damage_on_a_slave_is_repaired_after_its_promotion(cluster, subject, ids):
     slave = cluster.broker("g1", "slave")
     offset = damage(data_of(cluster, slave), subject)
     cluster.swap_roles("g1")
@@ -156,7 +156,7 @@ def test_damage_on_the_slave_is_mended_once_it_is_the_master(cluster, subject, i
 
 @pytest.mark.parametrize("role", ["master", "slave"])
 @pytest.mark.parametrize("where", ["header", "body"])
-def test_damage_found_at_start_is_mended_before_the_broker_takes_its_part(cluster, subject, ids, role, where):
+def test_damage_at_start_is_repaired_before_registration(cluster, subject, ids, role, where):
     """A frame in the newest segment, with frames behind it: damage, no torn tail, so nothing is cut (W4)."""
     broker = cluster.broker("g1", role)
     for _ in range(5):

@@ -98,7 +98,7 @@ def test_failed_fsync_ends_the_broker_and_acknowledges_nothing(cluster, role):
     assert not {id for _, id in log} & {one.message_id for one in sent if one.outcome == REFUSED}
 
 
-def test_broker_whose_disk_fails_at_start_does_not_serve(cluster):
+def test_broker_with_a_failing_disk_does_not_start(cluster):
     slave = cluster.broker("g1", "slave")
     end(cluster, slave.hostname)
     fail_disk(cluster, slave)

@@ -33,7 +33,7 @@ def test_all_complaints_come_at_once_and_nothing_is_made(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path):
+def test_missing_or_invalid_settings_file_is_named(tmp_path):
     for config in (tmp_path / "none.toml", tmp_path / "broken.toml"):
         (tmp_path / "broken.toml").write_text("data = \n")
         ended = run(config, QMQ_BROKER_HOSTNAME="a", QMQ_BROKER_TOKEN="t", QMQ_BROKER_DATA=str(tmp_path / "data"))

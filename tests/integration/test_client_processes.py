@@ -97,12 +97,12 @@ def run(start):
     return run
 
 
-def test_what_was_sent_is_stored_before_the_interpreter_ends(broker, run):
+def test_sent_messages_are_stored_before_exit(broker, run):
     run("for n in range(1_000): producer.send_nowait(message(n))")
     assert numbers(broker.messages("s")) == list(range(1_000))
 
 
-def test_a_callback_that_exits_is_told_and_ends_nothing(broker, start):
+def test_callback_that_exits_is_reported_and_harmless(broker, start):
     process = start("""
         producer.send_nowait(message(1), lambda receipt: sys.exit(1)).result()
         print(producer.send(message(2)).outcome.value)
@@ -126,7 +126,7 @@ def test_threads_that_outlive_the_main_thread_lose_nothing(broker, run):
     assert numbers(broker.messages("s")) == [100, *range(100)]
 
 
-def test_a_client_that_begins_after_the_main_thread_works_or_is_refused(broker, run):
+def test_client_after_the_main_thread_works_or_is_refused(broker, run):
     """From Python 3.12 on, no thread begins once the main thread has ended."""
     out = run(
         """
@@ -146,7 +146,7 @@ def test_a_client_that_begins_after_the_main_thread_works_or_is_refused(broker, 
         assert stored == [0] and out == []
 
 
-def test_what_is_sent_while_the_interpreter_ends_is_stored(broker, run):
+def test_messages_sent_during_exit_are_stored(broker, run):
     run(
         """
         import atexit
@@ -191,7 +191,7 @@ def test_what_is_sent_while_the_interpreter_ends_is_stored(broker, run):
     ],
     ids=["blocking", "outbox", "asyncio.run", "closed loop"],
 )
-def test_messages_that_a_process_did_not_send_are_counted_in_its_log(broker, start, code, said):
+def test_unsent_messages_are_counted_in_the_log(broker, start, code, said):
     broker.readonly()
     began = time.monotonic()
     process = start(LEAVE_OPEN + textwrap.dedent(code))
@@ -251,7 +251,7 @@ print(*codes)
     assert numbers(broker.messages("s")).count(2) == FORKS // 2
 
 
-def test_forked_workers_that_open_one_producer_are_different_producers(broker, run):
+def test_forked_workers_get_separate_producers(broker, run):
     """Brokers took the first batch of each for a repeat, and acknowledged four messages of which they kept one."""
     run(
         """
@@ -273,7 +273,7 @@ def test_forked_workers_that_open_one_producer_are_different_producers(broker, r
     assert len({message.id for message in broker.messages("s")}) == 4
 
 
-def test_forked_workers_that_run_one_consumer_are_different_consumers(broker, producer, start):
+def test_forked_workers_get_separate_consumers(broker, producer, start):
     process = start(
         """
         import asyncio
@@ -303,7 +303,7 @@ def test_forked_workers_that_run_one_consumer_are_different_consumers(broker, pr
     assert (process.returncode, err) == (0, "")
 
 
-def test_clients_that_a_parent_opened_are_refused_in_its_child(run):
+def test_inherited_clients_are_refused_in_a_child(run):
     out = run(
         """
         import asyncio
@@ -334,7 +334,7 @@ def test_clients_that_a_parent_opened_are_refused_in_its_child(run):
 
 
 @pytest.mark.parametrize("module", ["qmq", "qmq.blocking"])
-def test_sigterm_ends_the_child_of_a_running_consumer_and_not_its_parent(broker, producer, start, module):
+def test_sigterm_to_a_child_leaves_its_parent_running(broker, producer, start, module):
     process = start(
         f"""
         import asyncio, {module}
@@ -428,7 +428,7 @@ sys.modules["celery.signals"] = celery_signals
 """
 
 
-def test_a_forked_process_has_a_loop_and_a_producer_of_its_own(broker, run):
+def test_forked_process_gets_its_own_loop_and_producer(broker, run):
     out = run(
         """
         producer.send(message(0))
@@ -445,7 +445,7 @@ def test_a_forked_process_has_a_loop_and_a_producer_of_its_own(broker, run):
     assert len(set(ids)) == 3
 
 
-def test_a_forked_process_neither_repeats_nor_awaits_what_its_parent_sent(broker, start):
+def test_forked_process_repeats_nothing_of_its_parent(broker, start):
     broker.readonly()
     process = start(
         """
@@ -540,7 +540,7 @@ except KeyboardInterrupt:
         broker.wait_until_consumed("s", "g", timeout=0.1)
 
 
-def test_a_consumer_in_a_daemon_thread_is_drained_at_the_end(broker, producer, start):
+def test_consumer_in_a_daemon_thread_is_drained_at_exit(broker, producer, start):
     producer.send(message(0))
     process = start(
         "is_told = False\n"
@@ -588,7 +588,7 @@ def test_forked_workers_are_consumers_of_their_own(broker, producer, start):
 PAGE = Path(__file__).parents[2] / "docs" / "blocking.md"
 
 
-def test_the_programs_of_the_page_run_as_they_are_printed(broker, tmp_path, launch):
+def test_programs_of_the_page_run_as_printed(broker, tmp_path, launch):
     files = dict(re.findall(r"^```python (\S+\.py)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     assert list(files) == ["shop.py", "billing.py", "report.py", "quote.py"]
 

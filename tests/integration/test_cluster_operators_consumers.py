@@ -93,7 +93,7 @@ def test_slave_does_not_answer_for_the_group(cluster, subject):
 
 
 @pytest.mark.parametrize("holds", ["everything acked", "a full buffer"])
-def test_connected_consumer_gets_what_the_new_position_says(cluster, subject, holds):
+def test_connected_consumer_continues_at_the_new_position(cluster, subject, holds):
     """Its pulls are refused, or its next ack: then it forgets what it holds and is served anew."""
     send_all(cluster, subject, COUNT)
     prefetch = 8 if holds == "a full buffer" else 100
@@ -129,7 +129,7 @@ async def take(puller, count):
     return got
 
 
-def test_group_is_moved_to_a_time_and_that_survives_a_swap_and_kills(cluster, subject):
+def test_moved_position_survives_a_swap_and_kills(cluster, subject):
     """W19."""
     send_all(cluster, subject, COUNT)
     time.sleep(0.01)
@@ -174,9 +174,7 @@ def test_operator_moves_a_group_through_the_metaserver(cluster, subject):
 
 
 @pytest.mark.parametrize("consumer_id", ["c", "*"])
-def test_consumer_that_is_switched_off_gets_nothing_also_after_a_restart_until_it_is_switched_on(
-    cluster, subject, consumer_id
-):
+def test_switched_off_consumer_gets_nothing_after_a_restart(cluster, subject, consumer_id):
     rule = {"subject": subject, "consumerGroup": "g", "clientId": consumer_id}
 
     def switch(state):

@@ -55,7 +55,7 @@ def silent(stack, port, count):
     return [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(count)]
 
 
-def test_connections_that_say_nothing_keep_out_nobody_who_has_a_token(cluster):
+def test_silent_connections_keep_no_token_holder_out(cluster):
     send_all(cluster, "s", 1)
     master = cluster.broker("g1", "master")
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def test_connections_that_say_nothing_keep_out_nobody_who_has_a_token(cluster):
 
 
 @pytest.mark.parametrize("port", ["serve_port", "sync_port"])
-def test_who_does_not_say_who_it_is_is_closed_soon(cluster, port):
+def test_unauthenticated_connection_is_closed_soon(cluster, port):
     with socket.create_connection(("127.0.0.1", getattr(cluster.broker("g1", "slave"), port)), timeout=60) as stranger:
         assert stranger.recv(1) == b""
 
@@ -93,7 +93,7 @@ def _hears(stranger):
 
 
 @needs_slices
-def test_a_brokers_loop_gets_a_core_before_its_threads_that_read(cluster):
+def test_broker_loop_runs_before_its_reading_threads(cluster):
     loop = cluster.service(cluster.broker("g1", "master").hostname).pid
     send_all(cluster, "s", 1)
     until(lambda: READ_NICE in nices_of(loop), "a thread that reads")
@@ -110,7 +110,7 @@ def timer_of_accepted(port, peer):
     return None
 
 
-def test_the_kernel_asks_whether_who_connected_is_still_there(cluster):
+def test_kernel_probes_idle_connections(cluster):
     master = cluster.broker("g1", "master")
     with ExitStack() as stack:
         for port in (master.serve_port, master.sync_port):
@@ -118,7 +118,7 @@ def test_the_kernel_asks_whether_who_connected_is_still_there(cluster):
             until(lambda port=port, own=own: timer_of_accepted(port, own) == 2, "a timer that asks")
 
 
-def test_one_token_has_so_many_connections_and_is_told_by_name(cluster):
+def test_connections_of_one_token_are_bounded(cluster):
     port = cluster.broker("g1", "master").serve_port
     one, other = (cluster.manage("AddToken", name=name, role="client")["token"] for name in ("one", "other"))
     with ExitStack() as stack:
@@ -191,7 +191,7 @@ def too_many_new_subjects(cluster):
         assert said == [0, 0, ErrorCode.OVERLOADED]
 
 
-def test_consumer_groups_that_a_token_begins_have_the_bound_of_its_subjects(cluster):
+def test_consumer_groups_of_a_token_are_bounded(cluster):
     """A token that may only consume filled the log, and the memory of both brokers, with groups of no subject."""
     token = cluster.manage("AddToken", name="curious", role="client", subjects="consume:curious.*")["token"]
     master = cluster.broker("g1", "master")
@@ -222,14 +222,14 @@ def too_large_a_message(cluster):
         assert why.endswith("bytes are more than 32768 (message_bytes_max)")
 
 
-def test_a_message_that_is_too_large_is_named_to_its_producer_and_in_the_log_and_counted(cluster):
+def test_oversized_message_is_reported_and_counted(cluster):
     master = cluster.broker("g1", "master")
     too_large_a_message(cluster)
     until(lambda: metrics(cluster, master)['qmq_broker_refused_messages_total{broker_group="g1"}'] > 0, "it is counted")
     assert "(message_bytes_max)" in log_of(cluster, master.hostname)
 
 
-def test_a_subject_that_is_full_is_named_by_its_limit(cluster):
+def test_full_subject_is_refused_with_its_limit(cluster):
     """Its producers were refused, and nothing on the broker said so."""
     master = cluster.broker("g1", "master")
     with client_of(cluster, "filling") as wire:
@@ -256,7 +256,7 @@ REACHES = {
 
 
 @pytest.mark.parametrize(("setting", "reach"), REACHES.items())
-def test_a_bound_that_a_client_reaches_is_named_in_the_metrics_the_log_and_by_doctor(cluster, setting, reach):
+def test_reached_bound_is_in_metrics_log_and_doctor(cluster, setting, reach):
     send_all(cluster, "s", 1)
     reach(cluster)
     master = cluster.broker("g1", "master")
@@ -275,7 +275,7 @@ OFF = 'qmq_broker_client_clocks_off{broker_group="g1"}'
 
 
 @pytest.mark.parametrize(("ahead_ms", "how"), [(HOUR_MS, "s ahead of"), (-HOUR_MS, "s behind")])
-def test_a_client_whose_clock_is_wrong_is_named_while_it_is_connected(cluster, ahead_ms, how):
+def test_client_with_a_wrong_clock_is_listed(cluster, ahead_ms, how):
     """What it delays comes an hour late, or at once, and no other clock is to blame."""
     master = cluster.broker("g1", "master")
     with Wire(master.serve_port) as wire:
@@ -292,7 +292,7 @@ def test_a_client_whose_clock_is_wrong_is_named_while_it_is_connected(cluster, a
     until(lambda: metrics(cluster, master)[OFF] == 0, "it is gone")
 
 
-def test_clients_say_what_time_it_is(cluster):
+def test_clients_send_their_clock(cluster):
     with qmq.blocking.Producer(metaserver=cluster.metaserver, app="right", token=cluster.token) as producer:
         assert producer.send(qmq.Message("s", {})).is_stored
         page = get_connections(cluster)

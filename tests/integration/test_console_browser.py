@@ -29,7 +29,7 @@ ADDRESSES = [
 
 
 @pytest.mark.parametrize("state", ["data", "empty", "database away"])
-def test_every_page_can_be_used_with_keyboard_and_screen_reader_and_keeps_the_policy(tmp_path, state):
+def test_every_page_works_with_keyboard_and_screen_reader(tmp_path, state):
     asyncio.run(_with_browser(tmp_path, state, _look_at_every_page))
 
 
@@ -114,7 +114,7 @@ def _tab_to(browser, text):
     raise AssertionError(f"Tab does not lead to {text}")
 
 
-def test_what_is_drawn_renews_itself_until_it_is_paused(tmp_path):
+def test_pages_refresh_until_paused(tmp_path):
     asyncio.run(_with_browser(tmp_path, "data", _watch_it_renew))
 
 

@@ -82,7 +82,7 @@ def was_gone_already(world, server):
 
 
 @pytest.mark.parametrize("breaks", [was_gone_already, dies_before_its_row_of_the_trail, dies_as_it_commits])
-def test_a_change_is_made_whole_or_not_at_all_says_so_and_is_repeated_safely(database_server, breaks):
+def test_change_is_atomic_and_safely_repeated(database_server, breaks):
     async def test(world):
         confirm = await planned(world)
         breaks(world, database_server)

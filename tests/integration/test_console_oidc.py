@@ -99,7 +99,7 @@ async def log_in(world, who, **words):
 
 
 @pytest.mark.parametrize("who, role", [("anna", "operator"), ("root", "admin"), ("vera", "viewer")])
-def test_whoever_the_provider_sends_has_the_role_of_the_claims(tmp_path, issuer, who, role):
+def test_login_has_the_role_of_its_claims(tmp_path, issuer, who, role):
     async def test(world):
         form = await world.browser.get("/console/login?next=/console/trail")
         assert "/console/oidc/login?next=%2Fconsole%2Ftrail" in form.text
@@ -133,7 +133,7 @@ def test_whoever_the_provider_sends_has_the_role_of_the_claims(tmp_path, issuer,
         ("refuses", "the provider refused: access_denied they said no"),
     ],
 )
-def test_a_login_that_is_not_good_is_refused_with_its_reason_and_logged(tmp_path, issuer, caplog, who, why):
+def test_bad_login_is_refused_and_logged(tmp_path, issuer, caplog, who, why):
     async def test(world):
         before = world.metrics.refused_tokens._value.get()
         answer = await log_in(world, who)
@@ -145,7 +145,7 @@ def test_a_login_that_is_not_good_is_refused_with_its_reason_and_logged(tmp_path
     in_console(tmp_path, issuer, test)
 
 
-def test_a_state_is_good_once_in_time_and_in_the_browser_that_began(tmp_path, issuer, monkeypatch):
+def test_state_is_valid_once_and_in_one_browser(tmp_path, issuer, monkeypatch):
     async def test(world):
         address = await to_provider(world)
         back = await asyncio.to_thread(sent_back, address, "anna")
@@ -172,7 +172,7 @@ def test_a_state_is_good_once_in_time_and_in_the_browser_that_began(tmp_path, is
     in_console(tmp_path, issuer, test)
 
 
-def test_a_code_is_of_no_use_without_its_verifier_and_leads_nowhere_else(tmp_path, issuer):
+def test_code_requires_its_verifier(tmp_path, issuer):
     async def test(world):
         query = parse_qs(urlsplit(await to_provider(world)).query)
         assert query["code_challenge_method"] == ["S256"] and len(query["code_challenge"][0]) == 43
@@ -188,7 +188,7 @@ def test_a_code_is_of_no_use_without_its_verifier_and_leads_nowhere_else(tmp_pat
     in_console(tmp_path, issuer, test)
 
 
-def test_a_provider_that_is_away_or_another_one_logs_nobody_in(tmp_path, issuer):
+def test_absent_or_foreign_provider_logs_nobody_in(tmp_path, issuer):
     async def test(world):
         answer = await world.browser.get("/console/oidc/login")
         assert answer.status_code == 503 and "the provider does not answer" in answer.text
@@ -248,7 +248,7 @@ def test_a_metaservers_settings_become_a_provider(issuer):
     assert make_provider(MetaserverSettings(cluster_token="a secret of all")) is None
 
 
-def test_roles_lie_where_the_setting_says():
+def test_roles_are_read_from_the_configured_claim():
     keycloak = wanted("http://p", roles_claim="realm_access.roles")
     assert role_of({"realm_access": {"roles": ["on-call"]}}, keycloak) == TokenRole.OPERATOR
     auth0 = wanted("http://p", roles_claim="https://shop.example/roles")

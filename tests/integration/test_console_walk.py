@@ -63,7 +63,7 @@ def test_was_last_night_proven(night):
         assert text.count("audit@mq1") == 9
 
 
-def test_what_did_the_operator_change_at_that_time(night):
+def test_operator_change_is_found_by_time(night):
     _, browser = night
     now = datetime.now(UTC)
     with within_a_minute(browser):
@@ -77,7 +77,7 @@ def test_what_did_the_operator_change_at_that_time(night):
         assert "Nothing was changed then" in browser.click("Show")
 
 
-def test_which_messages_died_and_with_what_error(night):
+def test_dead_letters_are_shown_with_their_error(night):
     _, browser = night
     with within_a_minute(browser):
         assert "mail.wanted mail 0" in browser.click("Consumers"), "who gave up stands there, behind or not"
@@ -107,7 +107,7 @@ def do(browser, link, **fields):
     return plan, browser.click("Do it")
 
 
-def test_what_is_done_there_is_planned_and_stands_in_the_trail(night):
+def test_console_action_is_planned_and_in_the_trail(night):
     """Unmark, redrive, pause a consumer group, send a parked row again, swap: each says first whom it reaches."""
     cluster, browser = night
     browser.open(f"{cluster.metaserver}/console/group?name=g2")

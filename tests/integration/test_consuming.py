@@ -74,7 +74,7 @@ async def dead_letters(cluster, subject, group, count):
     return dead
 
 
-async def test_what_fails_for_good_is_a_dead_letter_that_tells_its_story(cluster):
+async def test_dead_letter_has_its_history(cluster):
     await send(cluster, "dead", 4, tags=lambda n: ["pay"], retries_max=lambda n: 2 if n == 3 else None)
     client, times = consumer(cluster), Counter()
 
@@ -100,7 +100,7 @@ async def test_what_fails_for_good_is_a_dead_letter_that_tells_its_story(cluster
         assert int(one["qmq_deadSequence"]) >= 0
 
 
-async def test_bytes_that_are_no_message_are_given_up_as_they_are(cluster):
+async def test_undecodable_bytes_become_a_dead_letter(cluster):
     """Properties cannot be added to them; whoever reads the dead letter finds the bytes that were sent."""
     good = batch_encoder("garbage", 1)(qmq.Message("garbage", {"n": 7}, id="bad"))
     bad = good[:-3] + b"\0\x09" + good[-1:]  # the value's length is wrong
@@ -151,7 +151,7 @@ def lines_until(process, condition):
     return lines
 
 
-async def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
+async def test_slow_message_does_not_delay_other_acks(cluster):
     await send(cluster, "slow", 2_000)
 
     async def dies():
@@ -189,7 +189,7 @@ def sessions_of(client):
     return [session for one in client._connections._subscriptions for session in one._sessions.values()]
 
 
-async def test_at_most_once_nothing_comes_twice_whatever_happens(cluster):
+async def test_at_most_once_never_redelivers(cluster):
     await send(cluster, "once", 500)
     handled = []
 
@@ -252,7 +252,7 @@ async def test_a_broadcast_retries_within_its_own_consumer(cluster):
     assert (Counter(handed[0]), Counter(handed[1])) == ({1: 10, 2: 10}, {1: 10})
 
 
-async def test_offline_gives_everything_to_the_others_and_online_takes_part_again(cluster):
+async def test_offline_consumer_passes_its_messages_on(cluster):
     await send(cluster, "line", 400)
     first, second = consumer(cluster), consumer(cluster, online=False)
     handed = {first.id: [], second.id: []}

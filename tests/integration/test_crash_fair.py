@@ -25,7 +25,7 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-def test_one_poison_message_among_a_thousand_is_one_dead_letter(cluster, tmp_path):
+def test_poison_message_becomes_a_single_dead_letter(cluster, tmp_path):
     send_all(cluster, "poisoned", COUNT, name="p")
     poison, ended = "p-500", 0
     command = [sys.executable, "-m", "tests.integration.poisoned_process", cluster.metaserver, cluster.token]

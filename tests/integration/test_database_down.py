@@ -75,7 +75,7 @@ def stopped(server):
 
 
 @pytest.mark.parametrize("away", [stopped, lambda server: server.paused()], ids=["stopped", "hangs"])
-def test_weakness_15_16_17_routes_marks_and_heartbeats_go_on_without_the_database(world, mariadb, away):
+def test_weakness_15_16_17_metaserver_works_without_the_database(world, mariadb, away):
     """Weakness 15: a stalled database stalls unrelated clients. Weakness 16: the slave's address dies with the first
     database error. Weakness 17: subjects with too few groups depend on the database at each poll.
     """
@@ -119,7 +119,7 @@ def resident_bytes(pid):
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-def test_new_subject_gets_a_clear_answer_and_its_route_by_itself(world, mariadb):
+def test_new_subject_waits_for_the_database(world, mariadb):
     url = world.metaservers[0].url
     with stopped(mariadb):
         all_know(world, up=False)
@@ -130,7 +130,7 @@ def test_new_subject_gets_a_clear_answer_and_its_route_by_itself(world, mariadb)
     until(lambda: routes(url, "born.in.the.outage")["born.in.the.outage"].get("groups"), "it has a route")
 
 
-def test_operators_change_is_refused_with_the_reason_and_changes_nothing(world, mariadb):
+def test_operator_change_without_the_database_changes_nothing(world, mariadb):
     with stopped(mariadb):
         all_know(world, up=False)
         for service in world.metaservers:
@@ -141,7 +141,7 @@ def test_operators_change_is_refused_with_the_reason_and_changes_nothing(world, 
     assert [group["readonlySubjects"] for group in world.look(world.url)] == [[]]
 
 
-async def test_weakness_18_a_failing_database_never_empties_what_a_client_has(world, mariadb):
+async def test_weakness_18_failing_database_empties_no_client(world, mariadb):
     """Weakness 18: refusal answers empty the consumer's groups."""
 
     service = world.metaservers[0]
@@ -160,7 +160,7 @@ async def test_weakness_18_a_failing_database_never_empties_what_a_client_has(wo
         call.cancel()
 
 
-def test_broker_that_dies_meanwhile_is_known_to_be_down_and_stays_so(world, mariadb):
+def test_broker_lost_during_the_outage_stays_down(world, mariadb):
     with stopped(mariadb):
         all_know(world, up=False)
         end(world.brokers[1], signal.SIGKILL)
@@ -200,7 +200,7 @@ def is_snapshot_of_all_so_far(world):
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
-def test_weakness_23_metaserver_starts_from_its_snapshot_while_the_database_is_away(world, mariadb, how):
+def test_weakness_23_metaserver_starts_from_its_snapshot(world, mariadb, how):
     """Weakness 23: no start without the database."""
     service = world.metaservers[0]
     is_snapshot_of_all_so_far(world)
@@ -229,7 +229,7 @@ def test_metaserver_ends_in_order_while_the_database_stands_still(world, mariadb
     until(lambda: world.answers(service.url), "it is back")
 
 
-def test_weakness_23_without_database_and_snapshot_it_says_so_and_ends(tmp_path, mariadb):
+def test_weakness_23_metaserver_without_database_and_snapshot_exits(tmp_path, mariadb):
     """Weakness 23: a metaserver that cannot serve fails in a way that nobody understands."""
     url = mariadb.create_database()
     (service,) = Installation(tmp_path, url, metaservers=1).metaservers
@@ -241,7 +241,7 @@ def test_weakness_23_without_database_and_snapshot_it_says_so_and_ends(tmp_path,
     assert "the database does not answer" in said and "no snapshot" in said and "Traceback" not in said
 
 
-def test_sqlite_whose_file_is_destroyed_is_served_from_memory(tmp_path):
+def test_destroyed_sqlite_file_is_served_from_memory(tmp_path):
     """What SQLite keeps beside its file goes as well; the process has it open, and must not mind."""
     file = tmp_path / "m.db"
     with installation(tmp_path, f"sqlite:///{file}", metaservers=1) as world:

@@ -56,7 +56,7 @@ def test_migrations_make_the_tables_from_an_empty_database(database_url):
     engine.dispose()
 
 
-def test_between_two_statements_a_migration_may_take_longer_than_a_change(database_url, monkeypatch):
+def test_migration_statement_may_outlast_a_change(database_url, monkeypatch):
     """A machine that is busy stands still for some seconds; nobody's failover waits for a metaserver that starts."""
     stamp = command.stamp
 

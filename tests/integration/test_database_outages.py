@@ -80,7 +80,7 @@ def at_commit(engine, act):
 
 
 @pytest.mark.parametrize("direction", ["cut_questions", "cut_answers"])
-def test_change_whose_commit_broke_is_called_unknown_and_reading_tells(wired, cable, engine, direction):
+def test_broken_commit_has_an_unknown_outcome(wired, cable, engine, direction):
     repository, witness = Repository(wired), Repository(engine)
     at_commit(wired, lambda: setattr(cable, direction, True))
     with pytest.raises(CommitUnknown, match="as a whole or not at all"):
@@ -93,7 +93,7 @@ def test_change_whose_commit_broke_is_called_unknown_and_reading_tells(wired, ca
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["arrives later", "is lost"])
-def test_change_whose_commit_is_still_on_its_way_is_called_stored_exactly_if_it_is(cable, url, engine, lost):
+def test_commit_in_flight_is_stored_exactly_if_found(cable, url, engine, lost):
     """The connection broke, and the server has not heard the commit yet: its absence at this moment proves nothing."""
 
     async def change():
@@ -127,7 +127,7 @@ def test_change_whose_commit_is_still_on_its_way_is_called_stored_exactly_if_it_
     assert len(witness.audit_trail()) == int(told)
 
 
-def test_settling_waits_for_a_change_that_only_writes_down_what_was_done(engine, url):
+def test_settling_waits_for_a_change_that_records(engine, url):
     other = open_database(url)
     is_stored, may_end = threading.Event(), threading.Event()
 
@@ -147,7 +147,7 @@ def test_settling_waits_for_a_change_that_only_writes_down_what_was_done(engine,
     other.dispose()
 
 
-def test_change_whose_server_died_at_its_commit_is_called_unknown(database_server, engine):
+def test_commit_on_a_killed_server_has_an_unknown_outcome(database_server, engine):
     repository = Repository(engine)
     at_commit(engine, database_server.kill)
     with pytest.raises(CommitUnknown):
@@ -157,7 +157,7 @@ def test_change_whose_server_died_at_its_commit_is_called_unknown(database_serve
     assert repository.audit_trail() == []
 
 
-def test_change_that_a_cluster_undid_at_its_commit_is_made_again(engine):
+def test_commit_undone_by_a_cluster_is_repeated(engine):
     """Galera notices only at the commit that another node changed the same row, and says so with these codes."""
     undone = pymysql.err.OperationalError(1213, "Deadlock found when trying to get lock")
 
@@ -169,7 +169,7 @@ def test_change_that_a_cluster_undid_at_its_commit_is_made_again(engine):
     assert len(Repository(engine).audit_trail()) == 1
 
 
-def test_change_that_breaks_before_its_commit_is_made_once_on_a_new_connection(wired, cable, engine):
+def test_change_broken_before_its_commit_is_repeated_once(wired, cable, engine):
     tries = []
 
     def cut_first(_connection, _cursor, statement, *_):
@@ -183,7 +183,7 @@ def test_change_that_breaks_before_its_commit_is_made_once_on_a_new_connection(w
     assert len(Repository(engine).audit_trail()) == 1
 
 
-def test_database_that_is_away_is_an_error_at_once_and_used_again_when_it_is_back(database_server, engine):
+def test_absent_database_fails_at_once_and_recovers(database_server, engine):
     repository = Repository(engine)
     repository.load()
     database_server.kill()
@@ -197,7 +197,7 @@ def test_database_that_is_away_is_an_error_at_once_and_used_again_when_it_is_bac
     assert repository.load().marks == {MARK}
 
 
-def test_change_that_stands_still_holds_up_others_only_for_a_while(url, engine):
+def test_hanging_change_delays_others_for_a_bounded_time(url, engine):
     stopped = open_database(url)
     with stopped.connect() as connection:
         connection.begin()

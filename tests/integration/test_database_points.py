@@ -31,7 +31,7 @@ def stored(repository, group="g1"):
     return repository.load_points(group)
 
 
-def test_points_only_rise_and_belong_to_one_group_and_one_disk(repository):
+def test_points_only_rise_per_group_and_disk(repository):
     assert stored(repository) == Points()
     repository.store_points({("g1", "a"): OLDER[0], ("g1", "b"): OLDER[2], ("g2", "a"): OLDER[1]})
     repository.store_points({("g1", "a"): NEWEST})
@@ -42,7 +42,7 @@ def test_points_only_rise_and_belong_to_one_group_and_one_disk(repository):
     assert stored(repository, "g2") == Points({"a": OLDER[1]})
 
 
-def test_what_an_operator_gave_up_is_not_remembered_and_what_comes_after_is(repository):
+def test_points_given_up_are_forgotten(repository):
     repository.change([SetRoles(rules.add_broker(repository.load(), MASTER))])
     repository.store_points({("g1", "a"): NEWEST, ("g2", "a"): NEWEST})
     repository.change([AcceptLoss("g1", 4)])

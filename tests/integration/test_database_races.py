@@ -61,7 +61,7 @@ def attempt(change, *errors):
     return True
 
 
-def test_of_several_decisions_on_one_term_one_is_stored(race, engine):
+def test_concurrent_decisions_of_a_term_store_a_single_row(race, engine):
     repository = Repository(engine)
     for _ in range(10):
         group = repository.load().groups["g1"]
@@ -73,7 +73,7 @@ def test_of_several_decisions_on_one_term_one_is_stored(race, engine):
     assert len(repository.audit_trail()) == 10, "who lost wrote nothing down"
 
 
-def test_of_several_changes_of_one_route_one_is_stored(race, engine):
+def test_concurrent_changes_of_a_route_store_a_single_row(race, engine):
     repository = Repository(engine)
     repository.store_routes([("s", ("g1",), 0)])
     for version in range(1, 11):
@@ -82,7 +82,7 @@ def test_of_several_changes_of_one_route_one_is_stored(race, engine):
     assert repository.load_routes()[1][0].version == 11
 
 
-def test_new_subjects_get_one_route_that_all_metaservers_agree_on(race, engine):
+def test_metaservers_agree_on_routes_of_new_subjects(race, engine):
     subjects = [f"s{number}" for number in range(200)]
 
     def create(own, number):
@@ -98,7 +98,7 @@ def test_new_subjects_get_one_route_that_all_metaservers_agree_on(race, engine):
     }
 
 
-def test_marks_that_are_set_and_removed_at_once_leave_one_answer(race, engine):
+def test_concurrent_marks_leave_a_single_answer(race, engine):
     mark = ReadonlyMark("s", "g1")
 
     def flip(own, number):
@@ -119,7 +119,7 @@ def test_a_subject_is_announced_once(race):
     assert sum(race(lambda own, _: attempt(lambda: own.change([AddSubject("s", "t")]), AlreadyThere))) == 1
 
 
-def test_who_reads_only_what_changed_ends_with_all_of_it(race, engine):
+def test_incremental_reader_sees_every_change(race, engine):
     """A version is raised inside the transaction, under a lock: none becomes visible after a later one."""
     writers_left = [METASERVERS - 1]
     lock = threading.Lock()
@@ -149,7 +149,7 @@ def test_who_reads_only_what_changed_ends_with_all_of_it(race, engine):
     assert len(stored) == 30 * (METASERVERS - 1) + 30
 
 
-def test_a_group_is_removed_or_a_route_takes_it_in_but_not_both(race, engine):
+def test_group_removal_and_route_extension_exclude_each_other(race, engine):
     repository = Repository(engine)
     for turn in range(5):
         name = f"empty{turn}"
@@ -167,7 +167,7 @@ def test_a_group_is_removed_or_a_route_takes_it_in_but_not_both(race, engine):
         assert (name in repository.load().groups) == bool(uses)
 
 
-def test_a_newer_session_of_a_broker_is_not_overwritten_by_an_older_one(race, engine):
+def test_older_session_does_not_overwrite_a_newer(race, engine):
     repository, key = Repository(engine), BrokerKey("g1-a", 20881)
     old = SightingRow(key, "old", "m1", "disk", up=True, begins=True)
     repository.store_sightings([old])
@@ -193,7 +193,7 @@ def swap_until(url, term):
     return given
 
 
-def test_of_several_processes_one_gives_out_each_term(engine, database_url):
+def test_each_term_is_issued_by_a_single_process(engine, database_url):
     with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as pool:
         given = [one for many in pool.map(swap_until, [database_url] * 3, [60] * 3) for one in many]
     terms = dict(given)

@@ -83,7 +83,7 @@ def test_route_that_does_not_parse_stops_no_other(engine, repository, caplog, co
     assert {route.subject: route.groups for route in repository.load_routes()[1]}["bad"] == ("g2",)
 
 
-def test_row_repaired_in_sql_reaches_who_reads_what_changed(engine, repository):
+def test_row_repaired_in_sql_reaches_incremental_readers(engine, repository):
     repository.store_routes([("bad", ("g1",), 0), ("good", ("g1",), 0)])
     run(engine, "UPDATE subject_route SET broker_group_json = 'x' WHERE subject_info = 'bad'")
     seen, _ = repository.load_routes()
@@ -96,7 +96,7 @@ def test_row_repaired_in_sql_reaches_who_reads_what_changed(engine, repository):
 
 @pytest.mark.parametrize("of_group", ["kind = 99", "term = 0"])
 @pytest.mark.parametrize("of_broker", ["role = 99", "control_port = 70000", "metrics_port = -1"])
-def test_group_or_broker_that_makes_no_sense_stops_no_other(engine, repository, of_group, of_broker):
+def test_invalid_group_or_broker_affects_no_other(engine, repository, of_group, of_broker):
     """Weakness 1: an unknown kind stops all refreshes."""
     run(engine, f"UPDATE broker_group SET {of_group} WHERE group_name = 'g1'")
     run(engine, f"UPDATE broker SET {of_broker} WHERE hostname = 'g2-b'")
@@ -159,7 +159,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_does_not_fit_is_refused_before_sql_and_nothing_is_cut(repository, change):
+def test_oversized_value_is_refused_before_sql(repository, change):
     """Weakness 2: insert-ignore cuts names, and the answer is "ok"."""
     before = everything(repository)
     with pytest.raises((ValueRefused, InvalidName)):
@@ -176,7 +176,7 @@ def test_broker_that_does_not_fit_is_refused(repository):
     assert everything(repository) == before
 
 
-def test_data_source_that_exists_gets_the_new_user_and_password(repository):
+def test_existing_data_source_gets_new_credentials(repository):
     """Weakness 2: AddDb of a known url answers "register success" and changes nothing."""
     for password in ("old", "new"):
         repository.change([AddDataSource(DataSource("mmm://h:1", "user of " + password, password))])
@@ -231,7 +231,7 @@ def test_names_that_differ_only_in_case_are_different_names(repository):
 # -- 6 ------------------------------------------------------------------------------------------------------------
 
 
-def test_changes_of_one_action_are_all_made_or_none(repository):
+def test_changes_of_an_action_are_atomic(repository):
     """Weakness 6: `*` actions are not transactional and are left half done."""
     repository.store_routes([(f"s{number}", ("g1",), 0) for number in range(10)])
     repository.change([SetRoute("s9", ("g1", "g2"), 1)])  # somebody else, after the decision was made
@@ -262,7 +262,7 @@ def test_group_that_is_being_emptied_is_marked_as_such(repository):
 # -- 8 ------------------------------------------------------------------------------------------------------------
 
 
-def test_group_can_be_removed_once_nothing_uses_it_and_its_term_goes_on(repository):
+def test_unused_group_can_be_removed_and_keeps_its_term(repository):
     """Weakness 8: groups and brokers cannot be deleted."""
     repository.store_routes([("s", ("g1", "g2"), 0)])
     repository.change([SetMark(ReadonlyMark("*", "g1"))])
@@ -303,7 +303,7 @@ def test_subject_can_be_removed_and_come_again(repository):
 # -- 9, 10 --------------------------------------------------------------------------------------------------------
 
 
-def test_route_takes_in_no_group_that_cannot_serve_it(engine, repository):
+def test_route_excludes_groups_that_cannot_serve(engine, repository):
     """Weakness 9: routes name groups that do not exist, or delay groups, and are never repaired."""
     add_group(repository, "delay")
     run(engine, "UPDATE broker_group SET kind = 2 WHERE group_name = 'delay'")
@@ -315,7 +315,7 @@ def test_route_takes_in_no_group_that_cannot_serve_it(engine, repository):
     assert [route.subject for route in repository.load_routes()[1]] == ["s"]
 
 
-def test_group_that_a_route_names_already_stays_until_it_is_taken_out(engine, repository):
+def test_group_named_by_a_route_stays(engine, repository):
     repository.store_routes([("s", ("g1",), 0)])
     run(engine, 'UPDATE subject_route SET broker_group_json = \'["g1","gone"]\'')
     assert repository.store_routes([("s", ("g1", "gone", "g2"), 1)])[0].groups == ("g1", "gone", "g2")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tests.chaos.delay_trial import run_trial
 
 
-def test_what_comes_due_while_delay_servers_are_killed_and_swapped_is_received_once(tmp_path):
+def test_delayed_messages_arrive_once_despite_kills_and_swaps(tmp_path):
     ledgers = run_trial(tmp_path, messages=3_000, kills=4, swaps=1, spread_s=10.0, say=lambda line: None)
     assert len(ledgers.stored) == 3_000 and (ledgers.kills, ledgers.swaps) == (4, 1)
     assert (ledgers.lost, ledgers.doubled, ledgers.early, ledgers.unknown) == ([], [], [], [])

@@ -40,7 +40,7 @@ def stats(cluster, **words):
     return group, answer
 
 
-def test_what_pends_is_counted_listed_and_cancelled_with_a_true_answer(cluster):
+def test_pending_messages_are_counted_listed_and_cancelled(cluster):
     before, _ = stats(cluster)
     ids = send(cluster, 5, delay=3600)
     (by_key,) = send(cluster, 1, delay=7200, key="order 4711")
@@ -61,7 +61,7 @@ def test_what_pends_is_counted_listed_and_cancelled_with_a_true_answer(cluster):
     assert results == ["done", "begun"]
 
 
-def test_a_cancel_that_comes_too_late_says_that_the_message_was_sent(cluster):
+def test_late_cancel_reports_the_message_as_sent(cluster):
     (id,) = send(cluster, 1, delay=0.05, subject="soon")
     until(lambda: not cluster.manage("ListDelayed", subject="soon")["messages"], "it is sent")
 
@@ -101,7 +101,7 @@ def test_the_only_delay_group_is_not_drained(cluster):
         cluster.manage("DrainGroup", brokerGroup="d1")
 
 
-def test_a_mark_of_the_only_delay_group_says_that_delayed_messages_have_nowhere_to_go(cluster):
+def test_mark_of_the_only_delay_group_warns(cluster):
     said = tool(cluster, "MarkReadonly", "--brokerGroup=d1", "--wait=5", "--yes")
     assert "no other group of delay servers" in said
     until(lambda: not cluster.writable("d1"), "the delay master knows")
@@ -110,7 +110,7 @@ def test_a_mark_of_the_only_delay_group_says_that_delayed_messages_have_nowhere_
     send(cluster, 1, delay=3600, subject="after.the.mark")
 
 
-def test_metrics_say_what_pends_and_how_late_messages_went(cluster):
+def test_metrics_show_pending_and_late_messages(cluster):
     send(cluster, 3, delay=0.05, subject="measured")
     send(cluster, 1, delay=3600, subject="measured")
     found = until(lambda: _sent(metrics(cluster)), "messages are sent")
@@ -135,7 +135,7 @@ def metrics(cluster):
     return {name.partition("{")[0]: float(value) for name, value in pairs}
 
 
-def test_roles_are_swapped_and_what_pends_stays(cluster):
+def test_swap_keeps_pending_messages(cluster):
     (id,) = send(cluster, 1, delay=3600, subject="kept")
     cluster.swap_roles("d1")
     until(lambda: cluster.writable("d1"), "the new master takes messages")

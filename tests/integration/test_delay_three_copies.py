@@ -40,7 +40,7 @@ def fail_over(cluster, **words):
     assert cluster.broker("d1", "master") != before
 
 
-def test_a_delay_group_of_three_copies_is_swapped_failed_over_recovered_and_filled(tmp_path):
+def test_delay_group_of_three_is_swapped_and_recovered(tmp_path):
     with running(tmp_path / "cluster", groups=(), delay_groups=("d1",), copies=3) as cluster:
         all_in_step(cluster)
         cluster.manage("SetCopies", brokerGroup="d1", minCopies=3)

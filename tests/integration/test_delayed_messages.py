@@ -33,7 +33,7 @@ def now_ms():
     return time.time_ns() // 1_000_000
 
 
-def test_the_example_cancels_the_order_that_nobody_paid(cluster):
+def test_example_cancels_the_unpaid_order(cluster):
     environment = {**os.environ, "RUN_DIR": str(cluster.run_dir)}
     command = [sys.executable, "docs/examples/unpaid_orders/orders.py", "--minutes", "0.2"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -42,7 +42,7 @@ def test_the_example_cancels_the_order_that_nobody_paid(cluster):
     assert lines[3:] == ["A-1: paid", "A-2: paid", "A-3: cancelled", "A-3, paid too late: not accepted"]
 
 
-async def test_messages_come_when_they_are_due_although_the_delay_master_dies(cluster):
+async def test_delayed_messages_arrive_despite_a_killed_master(cluster):
     consumer = qmq.Consumer(**client(cluster))
     async with qmq.Producer(**client(cluster)) as producer:
         due = datetime.now(UTC) + timedelta(seconds=25)  # a machine with much to do starts the master slowly
@@ -66,7 +66,7 @@ async def test_messages_come_when_they_are_due_although_the_delay_master_dies(cl
         assert await producer.cancel(receipts[7]) is DelayOutcome.SENT
 
 
-async def test_a_delayed_message_to_a_mailbox_reaches_its_consumer_group_alone(cluster):
+async def test_delayed_mailbox_message_reaches_its_group_alone(cluster):
     """The way of retries of more than a day (docs/decisions/0015), in two seconds."""
 
     consumer = qmq.Consumer(**client(cluster))

@@ -35,7 +35,7 @@ def test_the_main_job_is_done_and_proven(tmp_path):
     assert len((tmp_path / "run" / "acknowledged.ndjson").read_text().splitlines()) == ROWS
 
 
-def test_the_proof_notices_what_is_not_in_the_logs(tmp_path, monkeypatch):
+def test_proof_finds_missing_messages(tmp_path, monkeypatch):
     """Nothing was sent, although the file has rows and the journal says that one of them was acknowledged."""
     monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", submit_arguments())
     (tmp_path / "rows.csv").write_text("city\nUlm\nUlm\n")

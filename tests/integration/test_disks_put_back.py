@@ -139,9 +139,7 @@ def check_nothing_is_lost(cluster, more):
         pytest.param("zeroed end", "up", "killed at once", 1, id="nobody remembers, zeroed end"),
     ],
 )
-def test_master_without_its_last_fsynced_write_does_not_cost_the_slave_its_good_copy(
-    cluster, tmp_path, more, metaserver, memory, lost
-):
+def test_master_without_its_last_write_keeps_the_slaves_copy(cluster, tmp_path, more, metaserver, memory, lost):
     """The log ends on a frame's end, so the disk itself tells nothing; the slave returns after `slave_wait_ms`."""
     master, slave = copies(cluster)
     end(cluster, master.hostname, slave.hostname)
@@ -166,7 +164,7 @@ def test_master_without_its_last_fsynced_write_does_not_cost_the_slave_its_good_
     assert "rolled back" not in log_of(cluster, slave.hostname)
 
 
-def test_old_backup_on_the_master_accuses_nobody_else(cluster, tmp_path):
+def test_old_backup_on_the_master_accuses_no_other(cluster, tmp_path):
     """Several masterships and many segments later."""
     master, slave = copies(cluster)
     end(cluster, master.hostname, slave.hostname)
@@ -234,7 +232,7 @@ def swap_words(slave):
 
 
 @pytest.mark.parametrize("complete", [pytest.param(True, id="whole once"), pytest.param(False, id="from before that")])
-def test_slave_that_fell_silent_after_its_disk_was_put_back_is_not_swapped_in_without_a_word(cluster, complete):
+def test_silent_rolled_back_slave_is_not_promoted(cluster, complete):
     """It begins while its master stands still, so only the metaserver remembers; then nobody answers any more."""
     master, slave = copies(cluster)
     remembered(cluster)
@@ -251,7 +249,7 @@ def test_slave_that_fell_silent_after_its_disk_was_put_back_is_not_swapped_in_wi
 
 
 @pytest.mark.parametrize("complete", [pytest.param(True, id="whole once"), pytest.param(False, id="from before that")])
-def test_master_by_a_swap_whose_disk_was_put_back_meanwhile_waits_for_the_other_copy(cluster, complete):
+def test_rolled_back_master_waits_for_the_other_copy(cluster, complete):
     """The disk is put back while both are stopped, so nobody can know; the new master does not begin without it."""
     master, slave = copies(cluster)
     remembered(cluster)
@@ -266,7 +264,7 @@ def test_master_by_a_swap_whose_disk_was_put_back_meanwhile_waits_for_the_other_
     assert "went on without its slave" not in log_of(cluster, slave.hostname)
 
 
-def test_what_left_the_log_is_listed_measured_and_cleared(cluster):
+def test_quarantine_is_listed_measured_and_cleared(cluster):
     _, slave = copies(cluster)
     end(cluster, slave.hostname)
     message = [frame for frame in read_copy(data_of(cluster, slave)).frames if frame.subject == "s"][-1]

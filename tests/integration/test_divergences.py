@@ -217,17 +217,17 @@ def cases(run: tuple[Cases, int]) -> Cases:
     return run[0]
 
 
-def test_all_groups_whose_copies_differ_take_two_actions(run: tuple[Cases, int]) -> None:
+def test_diverged_groups_are_repaired_by_two_actions(run: tuple[Cases, int]) -> None:
     """One reads and judges them all, one compares what differs, frame by frame."""
     assert run[1] == 2
 
 
-def test_all_that_are_other_on_one_copy_are_found(cases: Cases) -> None:
+def test_all_differences_of_a_copy_are_found(cases: Cases) -> None:
     expected, result = cases[others]
     assert found(result) == expected
 
 
-def test_eight_in_many_places_of_both_copies_hide_nothing_of_each_other(cases: Cases) -> None:
+def test_eight_scattered_differences_are_all_found(cases: Cases) -> None:
     """Pieces, segments, subjects, copies: of each, more than one has something that nothing else tells of."""
     expected, result = cases[eight]
     about = {"damaged"}  # where in the frame it begins, and so which message it is about, is not what this is for
@@ -240,12 +240,12 @@ def test_eight_in_many_places_of_both_copies_hide_nothing_of_each_other(cases: C
     assert {row["copy"] for row in result.findings if row["what"] == "damaged"} == {"master", "slave"}
 
 
-def test_each_slave_is_named_for_what_it_has_other(cases: Cases) -> None:
+def test_each_diverged_slave_is_named(cases: Cases) -> None:
     expected, result = cases[two_slaves]
     assert found(result) == expected
 
 
-def test_one_frame_more_on_one_copy_is_two_findings_and_hides_no_other(cases: Cases) -> None:
+def test_extra_frame_is_two_findings(cases: Cases) -> None:
     (expected, moved), result = cases[one_more]
     begin = min(at for _, _, at, _, _ in expected)
     assert {(row["what"], row["offset"]) for row in result.findings} == {
@@ -255,7 +255,7 @@ def test_one_frame_more_on_one_copy_is_two_findings_and_hides_no_other(cases: Ca
     assert "bytes further on" in next(row["text"] for row in result.findings if row["what"] == "shifted")
 
 
-def test_one_frame_less_on_one_copy_is_two_findings(cases: Cases) -> None:
+def test_missing_frame_is_two_findings(cases: Cases) -> None:
     behind, result = cases[one_less]
     missing, shifted = result.findings
     assert (missing["what"], missing["offset"], shifted["what"]) == ("missing", behind, "shifted")

@@ -133,7 +133,7 @@ def make_tables(url):
     [("transaction", "sqlite"), ("transaction", "mariadb"), ("transaction", "postgresql"), ("thread", "postgresql")],
     indirect=["database_url"],
 )
-def test_in_the_handlers_transaction_each_message_has_its_effect_exactly_once(cluster, tmp_path, kind, database_url):
+def test_handler_transaction_has_exactly_one_effect(cluster, tmp_path, kind, database_url):
     engine = make_tables(database_url)
     url = async_url(database_url) if kind == "transaction" else database_url
     run = Run(cluster, tmp_path, kind=kind, url=url, steps=STEPS)
@@ -146,7 +146,7 @@ def test_in_the_handlers_transaction_each_message_has_its_effect_exactly_once(cl
 
 
 @pytest.mark.parametrize("store", ["mariadb", "redis"])
-def test_with_keys_of_their_own_only_a_crash_right_behind_the_work_repeats_it(cluster, tmp_path, request, store):
+def test_own_keys_repeat_only_after_a_crash(cluster, tmp_path, request, store):
     if store == "redis":
         url = request.getfixturevalue("redis_server").url
     else:

@@ -56,7 +56,7 @@ async def nothing(producer, message):
     pass
 
 
-async def test_an_application_sends_and_handles_messages_while_it_runs():
+async def test_application_sends_and_handles_while_it_runs():
     handled = []
 
     async def handle(producer, message):
@@ -87,7 +87,7 @@ async def test_the_end_waits_for_handlers_which_can_still_send():
         await broker.wait_until_consumed("order", "g")
 
 
-async def test_health_says_when_a_consumer_has_ended_and_the_application_goes_on():
+async def test_health_reports_an_ended_consumer():
     async with Broker() as broker:
         async with serving(application(broker, nothing, consumer_id="same")) as web:
             await broker.wait_until_subscribed("order", "g")
@@ -101,7 +101,7 @@ async def test_health_says_when_a_consumer_has_ended_and_the_application_goes_on
                 assert (await web.post("/orders/1")).json() == "stored"
 
 
-async def test_an_application_whose_consumer_cannot_begin_does_not_begin():
+async def test_application_without_its_consumer_does_not_start():
     async with Broker() as broker:
         options = {"metaserver": broker.metaserver, "app": "shop"}
         producer = qmq.Producer(**options)
@@ -144,7 +144,7 @@ def broker():
         yield broker
 
 
-def test_sigterm_to_a_real_server_lets_the_handler_finish_and_its_message_be_acked(broker):
+def test_sigterm_finishes_the_handler_and_its_ack(broker):
     [port] = free_ports(1)
     send(broker, "order")
     command = [sys.executable, "-c", SERVER, broker.metaserver, str(port)]

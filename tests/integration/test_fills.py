@@ -30,7 +30,7 @@ def ask(cluster, command, slave):
     return qmq(cluster, command, "g1", host=key(slave))
 
 
-def test_a_new_slave_is_filled_when_it_is_asked_for_and_the_filling_is_stopped_halfway(tmp_path):
+def test_new_slave_is_filled_on_request_and_stopped_halfway(tmp_path):
     with running(tmp_path / "cluster", copies=3, **RATE) as cluster:
         all_in_step(cluster)
         master, slave, other = (plan for plan in cluster.plan.brokers)

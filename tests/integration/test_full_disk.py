@@ -24,7 +24,7 @@ COUNT = 300
 
 
 @pytest.mark.parametrize("role", ["master", "slave"])
-def test_a_full_disk_makes_the_group_readonly_and_consumers_go_on(tmp_path, role):
+def test_full_disk_makes_the_group_readonly(tmp_path, role):
     with running(tmp_path, segment_bytes=1 << 20, disk_free_limit=0) as cluster:
         broker = cluster.broker("g1", role)
         master = cluster.broker("g1", "master")

@@ -31,7 +31,7 @@ def opened(cluster, role, token=None):
 
 
 @pytest.mark.parametrize("role", ["master", "slave"])
-def test_held_log_keeps_its_segments_until_it_is_let_go(cluster, role):
+def test_held_log_keeps_its_segments_until_released(cluster, role):
     held, other = (opened(cluster, role) for _ in range(2))
     held.hold()
     begin = held.describe()
@@ -48,7 +48,7 @@ def test_held_log_keeps_its_segments_until_it_is_let_go(cluster, role):
 
 
 @pytest.mark.parametrize("role", ["master", "slave"])
-def test_one_frame_is_given_alone(cluster, role):
+def test_single_frame_is_read_alone(cluster, role):
     """Originals of dead letters lie anywhere: a stream that is cut off would have sent more."""
     copy = opened(cluster, role)
     begin = copy.describe().start
@@ -78,7 +78,7 @@ def test_log_is_described_though_its_oldest_snapshot_is_damaged(cluster):
         copy.close()
 
 
-def test_all_who_read_share_one_rate(cluster):
+def test_all_readers_share_the_rate(cluster):
     """So an audit takes no more of a broker's disk and processor than it may."""
     send_all(cluster, "held", 40, size=600, name="rate")
     copies = [opened(cluster, "slave") for _ in range(3)]
@@ -91,14 +91,14 @@ def test_all_who_read_share_one_rate(cluster):
         copy.close()
 
 
-def test_log_is_held_for_nobody_whose_token_is_unknown(cluster):
+def test_log_is_held_only_for_valid_tokens(cluster):
     copy = opened(cluster, "master", token="another")
     with pytest.raises(CannotRead, match="UNAUTHENTICATED"):
         copy.hold()
     copy.close()
 
 
-def test_brokers_send_what_lies_beside_their_segments_and_it_follows_from_the_log(cluster):
+def test_index_files_follow_from_the_log(cluster):
     copies = {role: opened(cluster, role) for role in ("master", "slave")}
     for copy in copies.values():
         copy.hold()

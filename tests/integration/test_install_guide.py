@@ -167,7 +167,7 @@ def reader(mariadb, tmp_path):
         mariadb.execute("DROP USER IF EXISTS 'qmq'@'%'")
 
 
-def test_reader_comes_from_nothing_to_messages_a_swap_an_upgrade_one_metaserver_less_and_delay_servers(reader):
+def test_reader_follows_the_guide_from_nothing_to_delay_servers(reader):
     for step in (2, 4, 5, 6):
         reader.follow(step)
     secret = [path for path in reader.etc.iterdir() if path.stat().st_mode & 0o077 == 0]
@@ -212,7 +212,7 @@ def masters(reader):
     return re.findall(r"\b(b\d)\b", "\n".join(line for line in said.splitlines() if "MASTER" in line))
 
 
-def test_every_block_is_of_a_known_kind_and_what_is_not_run_has_one_that_is():
+def test_every_block_of_the_guide_has_a_known_kind():
     blocks = read_blocks()
     assert {block.kind for block in blocks} == RUN | NOT_RUN
     assert len(blocks) == GUIDE.read_text().count("```") / 2
@@ -227,7 +227,7 @@ def test_every_block_is_of_a_known_kind_and_what_is_not_run_has_one_that_is():
 
 
 @pytest.mark.parametrize("module", ["metaserver", "broker", "delayserver"])
-def test_unit_runs_what_the_guide_runs_by_hand(module):
+def test_unit_runs_the_command_of_the_guide(module):
     unit = RawConfigParser(strict=False)
     unit.optionxform = str
     unit.read(UNITS / f"qmq-{module}.service")

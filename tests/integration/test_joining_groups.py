@@ -62,7 +62,7 @@ class Story:
         ("ephemeral", {"broadcast": True}, None, True),
     ],
 )
-async def test_an_existing_group_gets_all_that_a_joined_broker_group_stores(cluster, name, terms, consumer_id, runs):
+async def test_existing_group_gets_messages_of_a_joined_group(cluster, name, terms, consumer_id, runs):
     world = Story(cluster, f"join.{name}", terms, consumer_id=consumer_id)
     async with producer(cluster) as sender:
         await world.send(sender, 1)  # from before the consumer group: not for it
@@ -89,7 +89,7 @@ async def test_an_existing_group_gets_all_that_a_joined_broker_group_stores(clus
     assert rows == (0 if name == "ephemeral" else 1,)
 
 
-async def test_a_new_group_that_starts_at_latest_gets_nothing_from_before_on_any_broker_group(cluster):
+async def test_group_at_latest_gets_nothing_older_from_any_broker(cluster):
     world = Story(cluster, "join.latest", {"group": "late"})
     async with producer(cluster) as sender:
         await world.send(sender, 1)

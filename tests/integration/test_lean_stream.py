@@ -35,7 +35,7 @@ class LeanWatch:
 
 
 @in_world
-async def test_watchers_over_lean_streams_are_told_what_grpc_aio_is_told(world):
+async def test_lean_streams_send_the_updates_of_grpc_aio(world):
     for name in ("g1", "g2"):
         await world.copies(name)
     connection = await connect(await world.address(), PATH, METADATA)
@@ -53,7 +53,7 @@ async def test_watchers_over_lean_streams_are_told_what_grpc_aio_is_told(world):
 
 
 @in_world
-async def test_what_a_lean_stream_confirms_counts(world):
+async def test_confirmation_over_a_lean_stream_counts(world):
     await world.copies("g1")
     connection = await connect(await world.address(), PATH, METADATA)
     lean = LeanWatch(connection)

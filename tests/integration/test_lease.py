@@ -25,7 +25,7 @@ def ask(repository, node, seen=None, *, take=False, release=False):
     return repository.hold_lease(wish, take=take, release=release)
 
 
-def test_a_lease_is_kept_taken_by_compare_and_set_and_given_back(repository):
+def test_lease_is_renewed_taken_and_returned(repository):
     first = ask(repository, "a")
     assert (first.node, first.term, first.beat, first.address) == ("a", 1, 0, "a:1")
     kept = ask(repository, "a", first)
@@ -44,7 +44,7 @@ def test_a_lease_is_kept_taken_by_compare_and_set_and_given_back(repository):
     assert (ask(repository, "a", kept).node, repository.leases()[0].term) == ("a", 3)
 
 
-def test_of_many_who_take_it_at_once_one_gets_it(repository):
+def test_concurrent_claims_of_a_lease_have_a_single_winner(repository):
     for round_number in range(1, 6):
         seen = repository.leases()[0] if repository.leases() else None
         names = [f"n{round_number}-{number}" for number in range(8)]

@@ -54,7 +54,7 @@ def whats(result: Result) -> set[tuple[str, str]]:
     return {(row["what"], row["copy"]) for row in result.findings}
 
 
-def test_second_night_reads_what_is_new_and_a_seventh(spark: SparkSession, tmp_path: Path) -> None:
+def test_second_night_reads_new_frames_and_a_seventh(spark: SparkSession, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger")
     both(tmp_path, 40)
     first = audit(spark, tmp_path)

@@ -42,7 +42,7 @@ def is_gone(pid):
         return True
 
 
-def test_a_cluster_comes_up_stays_up_and_goes_on_with_its_data(tmp_path):
+def test_cluster_starts_and_restarts_with_its_data(tmp_path):
     with local(tmp_path) as cluster:
         first = read(tmp_path)
         assert first["metaserver"] == cluster.metaserver and first["token"] == cluster.token
@@ -105,7 +105,7 @@ def start_runner(run_dir):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_of_it(tmp_path, number):
+def test_signal_ends_all_processes(tmp_path, number):
     runner = start_runner(tmp_path / "run")
     try:
         running = pids(read(tmp_path / "run"))
@@ -117,7 +117,7 @@ def test_a_signal_ends_all_of_it(tmp_path, number):
         subprocess.run(command(tmp_path / "run", "stop"), cwd=ROOT, check=True, capture_output=True)
 
 
-def test_when_a_master_dies_its_slave_becomes_the_master_by_itself(tmp_path):
+def test_slave_is_promoted_when_its_master_is_killed(tmp_path):
     run_dir = tmp_path / "run"
     runner = start_runner(run_dir)
     try:
@@ -130,7 +130,7 @@ def test_when_a_master_dies_its_slave_becomes_the_master_by_itself(tmp_path):
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["runner lives", "runner was killed"])
-def test_make_stop_ends_all_of_it(tmp_path, killed):
+def test_make_stop_ends_all_processes(tmp_path, killed):
     run_dir = tmp_path / "run"
     runner = start_runner(run_dir)
     running = pids(read(run_dir))

@@ -41,7 +41,7 @@ def spark() -> Iterator[SparkSession]:
         yield session
 
 
-def test_a_filter_of_a_query_keeps_segments_from_being_read(spark: SparkSession, tmp_path: Path) -> None:
+def test_query_filter_skips_segments(spark: SparkSession, tmp_path: Path) -> None:
     write(tmp_path)
     ruin(tmp_path, 1)
     ruin(tmp_path, 2)
@@ -55,7 +55,7 @@ def test_a_filter_of_a_query_keeps_segments_from_being_read(spark: SparkSession,
         spark.sql(f"SELECT count(*) FROM messages WHERE subject = '{A}'").collect()
 
 
-def test_a_stream_that_failed_and_went_on_gives_each_message_once(spark: SparkSession, tmp_path: Path) -> None:
+def test_failed_stream_yields_each_message_once(spark: SparkSession, tmp_path: Path) -> None:
     """The second batch fails when half of it was taken; the next query goes on from the checkpoint."""
     log, batches = LogWriter(tmp_path / "data"), tmp_path / "checkpoint"
     log.mastership(Epoch(1, 1))
@@ -111,7 +111,7 @@ def lived(data: Path) -> None:
     log.close()
 
 
-def test_what_became_of_a_message_is_found_by_its_id(spark: SparkSession, tmp_path: Path) -> None:
+def test_history_of_a_message_is_found_by_id(spark: SparkSession, tmp_path: Path) -> None:
     """Its neighbours' acks are not its, though their frames lie beside."""
     lived(tmp_path)
     found = find_trail(spark, [{"path": str(tmp_path)}], f"{A}-3")
@@ -175,7 +175,7 @@ def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]
     return log, numbers
 
 
-def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was_sent_to(
+def test_every_delayed_message_has_a_single_state(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the audit of both groups, whose copies are equal. A directory is judged at the time of its last decision."""

@@ -15,7 +15,7 @@ def has_groups(subject):
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["it runs on", "it restarts"])
-async def test_brokers_and_clients_go_on_while_the_database_is_empty(tmp_path, restarts):
+async def test_cluster_goes_on_with_an_empty_database(tmp_path, restarts):
     world = await World(tmp_path / "database", snapshot=str(tmp_path / "snapshot")).start()
     try:
         await world.copies()
@@ -55,7 +55,7 @@ async def _is_set_aside(world):
     return bool((await world.http.get("/health/ready")).json().get("trouble"))
 
 
-async def test_a_metaserver_without_memory_refuses_nobody_on_an_empty_database(tmp_path):
+async def test_metaserver_without_memory_serves_an_empty_database(tmp_path):
     world = await World(tmp_path / "database", snapshot="none").start()
     try:
         identity = pb.BrokerIdentity(

@@ -70,7 +70,7 @@ def test_file_that_is_written_is_missed_and_comes_back(cluster, role, how):
     assert [id for _, id in consume_all(cluster, subject, "g", COUNT + 1)][:COUNT] == sent
 
 
-def test_what_reading_made_brokers_repair_is_reported_as_repaired(cluster):
+def test_repairs_caused_by_the_audit_are_reported(cluster):
     """A file that is gone on one copy, a flipped bit on the other; no scrub comes by for a week.
 
     Behind the others: what masters wrote that had lost their newest file is no finding.

@@ -33,7 +33,7 @@ def names(prefix: str, subjects: int = SUBJECTS) -> list[str]:
     return [f"{prefix}.s{number:05d}" for number in range(subjects)]
 
 
-def test_one_subject_too_many_harms_no_other_at_a_producer_a_delay_group_or_a_watchdog(tmp_path):
+def test_subject_over_the_limit_harms_no_other(tmp_path):
     application = Application(f"sqlite:///{tmp_path / 'app.db'}")
     with cluster_world.running(
         tmp_path / "cluster", groups=("g1", "g2"), delay_groups=("d1",), metaserver=BOUND
@@ -63,7 +63,7 @@ def test_one_subject_too_many_harms_no_other_at_a_producer_a_delay_group_or_a_wa
     )
 
 
-def test_a_producer_of_five_times_as_many_sends_to_each_of_them_over_swaps(tmp_path):
+def test_producer_with_many_subjects_survives_swaps(tmp_path):
     """100,000 are as many as a client may use by default."""
     subjects = names("now", 5 * SUBJECTS)
     bound = {"watch_subjects_max": len(subjects)}

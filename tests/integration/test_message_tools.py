@@ -181,7 +181,7 @@ def test_each_message_that_is_sent_has_its_outcome(cluster, subject):
     assert all((one["tags"], one["properties"]) == (["x"], {"a": "1"}) for one in shown)
 
 
-def test_what_is_wrong_is_refused_alone_and_the_exit_status_says_so(cluster, subject):
+def test_invalid_lines_are_refused_alone(cluster, subject):
     text = '{"n": 1}\n{bad\n{"qmq_x": 1}\n{"properties": {"n": 2}, "id": "mine", "orderKey": "k"}\n'
     ended = tool(cluster, "Produce", "--json", "--file=-", stdin=text, subject=subject)
     sent = lines(ended, REFUSED)
@@ -192,7 +192,7 @@ def test_what_is_wrong_is_refused_alone_and_the_exit_status_says_so(cluster, sub
 
 
 @pytest.mark.parametrize("place", ["file", "standard input"])
-def test_a_line_that_is_not_valid_unicode_is_refused_alone(cluster, subject, tmp_path, place):
+def test_line_with_invalid_unicode_is_refused_alone(cluster, subject, tmp_path, place):
     content = b'{"n": 1}\n{"n": "\xe9"}\n\xff\n{"properties": {}, "id": "\xe9"}\n{"n": 3}\n'
     (file := tmp_path / "lines").write_bytes(content)
     with open(file, "rb") as stdin:
@@ -215,7 +215,7 @@ def test_a_line_that_is_not_valid_unicode_is_refused_alone(cluster, subject, tmp
     assert sorted(one["properties"]["n"] for one in browse(cluster, subject=subject)) == ["1", "3"]
 
 
-def test_an_interrupted_produce_does_not_say_that_nothing_was_changed(cluster, subject):
+def test_interrupted_produce_reports_an_unknown_outcome(cluster, subject):
     producing = subprocess.Popen(
         [TOOLS, "Produce", f"--metaserver={cluster.metaserver}", f"--subject={subject}", "--file=-"],
         env=environment(cluster.token, PYTHONUNBUFFERED="1"),
@@ -232,7 +232,7 @@ def test_an_interrupted_produce_does_not_say_that_nothing_was_changed(cluster, s
     assert producing.returncode == UNKNOWN and "before anything was changed" not in said
 
 
-def test_a_produce_whose_outcomes_cannot_be_written_does_not_say_that_nothing_was_changed(cluster, subject):
+def test_produce_with_unwritable_outcomes_reports_unknown(cluster, subject):
     command = [TOOLS, "Produce", f"--metaserver={cluster.metaserver}", f"--subject={subject}", "--json-body={}"]
     with open("/dev/full", "w") as full:
         environ = environment(cluster.token, PYTHONUNBUFFERED="1")
@@ -248,7 +248,7 @@ def test_a_dry_run_sends_nothing(cluster, subject):
     assert browse(cluster, subject=subject) == []
 
 
-def test_who_is_away_or_does_not_let_us_in_is_named(cluster, subject, tokens):
+def test_unreachable_or_refusing_server_is_named(cluster, subject, tokens):
     (closed,) = free_ports(1)
     for command in (
         "Produce --property a=1",
@@ -269,7 +269,7 @@ def test_who_is_away_or_does_not_let_us_in_is_named(cluster, subject, tokens):
 # Browse.
 
 
-def test_messages_are_found_by_place_time_id_property_and_tag(cluster, subject):
+def test_messages_are_found_by_each_filter(cluster, subject):
     receipts = send(
         cluster, *[qmq.Message(subject, {"no": n, "kind": n % 3}, id=f"m{n}", tags={f"t{n % 2}"}) for n in range(6)]
     )
@@ -315,7 +315,7 @@ def test_looking_needs_the_right_to_consume(cluster, tokens):
     assert "may not use broker group 'g1'" in refused.stdout + refused.stderr
 
 
-def test_a_broker_group_that_does_not_answer_is_named_and_the_others_are_shown(cluster, subject):
+def test_silent_broker_group_is_named_beside_the_others(cluster, subject):
     receipts = send(cluster, *[qmq.Message(subject, {}, id=f"m{n}") for n in range(COUNT)])
     end(cluster, cluster.broker("g2", "master").hostname)
     try:
@@ -327,7 +327,7 @@ def test_a_broker_group_that_does_not_answer_is_named_and_the_others_are_shown(c
     until(lambda: tool(cluster, "Browse", subject=subject).returncode == DONE, "it is back")
 
 
-def test_a_call_to_a_broker_is_bounded_and_only_its_master_answers(cluster, subject):
+def test_call_to_a_broker_is_bounded(cluster, subject):
     send_all(cluster, subject, COUNT)
 
     def call(role, **fields):
@@ -356,7 +356,7 @@ def test_a_call_to_a_broker_is_bounded_and_only_its_master_answers(cluster, subj
 # Tail.
 
 
-def test_tail_shows_what_is_stored_from_now_on_in_all_groups_and_over_a_swap(cluster, subject, process):
+def test_tail_shows_new_messages_over_a_swap(cluster, subject, process):
     send(cluster, *[qmq.Message(subject, {"n": n}, id=f"old{n}") for n in range(5)])
     tail = process(cluster, "Tail", "--last=2", "--json", subject=subject)
     first = [json.loads(tail.stdout.readline())["id"] for _ in range(2)]
@@ -373,7 +373,7 @@ def test_tail_shows_what_is_stored_from_now_on_in_all_groups_and_over_a_swap(clu
     assert tail.communicate(timeout=120)[0] == "" and tail.returncode == DONE
 
 
-def test_tail_leaves_no_consumer_group_behind_and_ends_at_its_limit(cluster, subject, process):
+def test_tail_leaves_no_consumer_group(cluster, subject, process):
     tail = process(cluster, "Tail", "--last=0", "--limit=2", "--tag=x", subject=subject)
     while tail.poll() is None:
         send(cluster, qmq.Message(subject, {"n": 1}, tags={"x"}), qmq.Message(subject, {"n": 2}, tags={"y"}))
@@ -387,7 +387,7 @@ def test_tail_leaves_no_consumer_group_behind_and_ends_at_its_limit(cluster, sub
 # Consume.
 
 
-def test_what_is_only_looked_at_comes_again_and_what_is_acked_does_not(cluster, subject):
+def test_browsed_messages_come_again_and_acked_do_not(cluster, subject):
     send_all(cluster, subject, COUNT)
     options = {"group": "g", "start": "earliest", "wait": 60, "subject": subject}
     assert len(lines(tool(cluster, "Consume", "--json", f"--limit={COUNT}", **options))) == COUNT
@@ -407,7 +407,7 @@ def test_without_a_group_everybody_sees_everything(cluster, subject):
     assert sorted(ids(odd)) == ["m1", "m3", "m5"]
 
 
-def test_the_logs_of_all_groups_are_a_table_and_a_stream(cluster, subject):
+def test_logs_are_a_table_and_a_stream(cluster, subject):
     """As Spark's tasks read them, by the metaserver's word, from brokers over the network."""
     send_all(cluster, subject, COUNT, name="m")
     options = {"metaserver": cluster.metaserver, "token": cluster.token, "subject": subject}
@@ -433,7 +433,7 @@ def test_the_logs_of_all_groups_are_a_table_and_a_stream(cluster, subject):
 # Dead letters.
 
 
-def test_dead_letters_are_looked_at_and_go_back_by_choice(cluster, subject, tmp_path):
+def test_dead_letters_are_browsed_and_redriven_by_choice(cluster, subject, tmp_path):
     """The whole way: sent, failed, looked at, planned, given back with a receipt, consumed."""
     failed(cluster, subject)
     letters = browse(cluster, "--deadLetters", "--limit=100", subject=subject, group="g")
@@ -463,7 +463,7 @@ def test_dead_letters_are_looked_at_and_go_back_by_choice(cluster, subject, tmp_
     assert (nothing["deadLetters"], nothing["moved"]) == (0, [])
 
 
-def test_dead_letters_go_to_a_chosen_subject_are_consumed_there_and_go_back(cluster, subject):
+def test_dead_letters_are_redriven_over_a_chosen_subject(cluster, subject):
     chosen, limit = f"{subject}.dead", {"subject": subject, "group": "g"}
     send_all(cluster, chosen, 1, name="own")
     assert cluster.manage("LimitGroup", deadLettersTo=chosen, **limit)["deadLettersTo"] == chosen
@@ -513,7 +513,7 @@ def test_tags_and_order_keys_go_back_as_they_were(cluster, subject):
     ]
 
 
-def test_two_redrives_at_once_give_no_dead_letter_back_twice(cluster, subject, process):
+def test_concurrent_redrives_return_each_dead_letter_once(cluster, subject, process):
     failed(cluster, subject, 60)
     both = [process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=200) for _ in range(2)]
     moved = [one["id"] for redrive in both for one in json.loads(redrive.communicate(timeout=120)[0])["moved"]]
@@ -522,7 +522,7 @@ def test_two_redrives_at_once_give_no_dead_letter_back_twice(cluster, subject, p
     assert sorted(moved) == sorted(f"m-{at}" for at in range(60)) == sorted(ids(mailbox(cluster, subject)))
 
 
-def test_the_metaserver_gives_dead_letters_back_as_the_command_does(cluster, subject):
+def test_metaserver_redrives_as_the_command_does(cluster, subject):
     failed(cluster, subject, 6)
     words = {"subject": subject, "group": "g", "reason": "timeout"}
     found = cluster.manage("Browse", subject=subject, deadLettersOf="g")["messages"]
@@ -564,7 +564,7 @@ def test_a_redrive_that_dies_in_between_loses_nothing(cluster, subject):
     assert sorted(ids(mailbox(cluster, subject))) == sorted(sent * 2)
 
 
-def test_a_redrive_whose_receipt_cannot_be_written_does_not_say_that_nothing_was_changed(cluster, subject, tmp_path):
+def test_redrive_with_unwritable_receipt_reports_unknown(cluster, subject, tmp_path):
     failed(cluster, subject, 3)
     typed = f"{TOOLS} Redrive --metaserver={cluster.metaserver} --subject={subject} --group=g --yes --out={tmp_path}/r"
     ended = subprocess.run(
@@ -589,7 +589,7 @@ def test_a_redrive_that_is_killed_loses_nothing(cluster, subject, process):
     until(all_are_back, "the rest goes back")
 
 
-def test_an_interrupted_redrive_tells_what_it_did_and_the_rest_stays(cluster, subject, process, tmp_path):
+def test_interrupted_redrive_reports_its_progress(cluster, subject, process, tmp_path):
     failed(cluster, subject, 40)
     out = tmp_path / "receipt.json"
     slow = process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=2, out=out)
@@ -607,7 +607,7 @@ def test_an_interrupted_redrive_tells_what_it_did_and_the_rest_stays(cluster, su
     assert set(ids(mailbox(cluster, subject))) == {f"m-{at}" for at in range(40)}
 
 
-def test_of_too_many_to_hold_the_first_are_passed_over(cluster, subject, monkeypatch, capsys):
+def test_redrive_passes_over_messages_above_its_memory(cluster, subject, monkeypatch, capsys):
     monkeypatch.setattr("qmq.tools.messages.redrive.HELD_MAX", 5)
     monkeypatch.setattr("qmq.redrive.dead_letters.PULL_MESSAGES", 4)
     failed(cluster, subject, 40)
@@ -659,7 +659,7 @@ def test_a_redrive_needs_a_right_of_its_own(cluster, subject):
     assert len(receipt["moved"]) == len(mailbox(cluster, subject)) == 2
 
 
-def test_dead_letters_go_to_another_subject_in_their_order_also_at_another_broker_group(cluster, subject):
+def test_dead_letters_keep_their_order_on_another_subject(cluster, subject):
     """Of one broker group, as of one order key; the other subject is at the other group alone."""
     elsewhere = f"{subject}.repaired"
     send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", order_key="k") for n in range(6)])
@@ -690,7 +690,7 @@ def test_dead_letters_go_to_another_subject_in_their_order_also_at_another_broke
     assert mailbox(cluster, subject) == [] and lines(redrive(cluster, subject, "--yes"))[0]["deadLetters"] == 0
 
 
-def test_dead_letters_go_to_no_subject_that_nobody_uses(cluster, subject):
+def test_redrive_to_an_unused_subject_is_refused(cluster, subject):
     failed(cluster, subject, 2)
     for how in ("--dry-run", "--yes"):
         ended = redrive(cluster, subject, how, to=f"{subject}.typo")
@@ -699,7 +699,7 @@ def test_dead_letters_go_to_no_subject_that_nobody_uses(cluster, subject):
     assert lines(redrive(cluster, subject, "--yes"))[0]["deadLetters"] == 2
 
 
-def test_at_a_terminal_the_plan_is_shown_and_asked_for(cluster, subject):
+def test_plan_is_confirmed_at_a_terminal(cluster, subject):
     failed(cluster, subject, 3)
     for answer in ("n", ""):
         said = run_at_terminal(
@@ -712,7 +712,7 @@ def test_at_a_terminal_the_plan_is_shown_and_asked_for(cluster, subject):
     assert len(mailbox(cluster, subject)) == 3
 
 
-def test_what_cannot_go_back_now_stays_and_is_named(cluster, subject):
+def test_unredrivable_message_stays_and_is_named(cluster, subject):
     failed(cluster, subject, 8)
     letters = browse(cluster, "--deadLetters", subject=subject, group="g")
     name = letters[0]["brokerGroup"]

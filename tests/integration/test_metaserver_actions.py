@@ -28,7 +28,7 @@ async def confirm(watch, subject):
 
 
 @in_world
-async def test_a_mark_counts_and_awaits_the_clients_of_every_metaserver(world):
+async def test_mark_waits_for_clients_of_every_metaserver(world):
     """Weakness 20: an order to keep away from a group is known to be followed, wherever clients are connected."""
     await world.copies("g1")
     await world.copies("g2")
@@ -72,7 +72,7 @@ async def test_clients_of_every_metaserver_are_listed(world):
 
 
 @in_world
-async def test_a_change_at_one_metaserver_is_seen_at_once_by_who_asks_the_other(world):
+async def test_change_is_visible_at_the_other_metaserver(world):
     other = await second(world)
     try:
         for number in range(3):

@@ -70,7 +70,7 @@ async def test_second_process_claiming_a_live_broker_is_refused(world):
 
 
 @in_world
-async def test_stream_of_a_broker_ends_whose_part_was_given_to_a_copy_at_another_place(world):
+async def test_stream_ends_when_a_copy_gets_the_part(world):
     """By another metaserver, say. And no process is told of a term that another one got while it registered."""
     master, slave = await world.copies()
     registry = world.server.registry
@@ -96,7 +96,7 @@ async def test_stream_of_a_broker_ends_whose_part_was_given_to_a_copy_at_another
 
 
 @in_world
-async def test_master_with_an_emptied_disk_is_refused_and_a_slave_is_not(world):
+async def test_emptied_master_is_refused_and_emptied_slave_accepted(world):
     master, slave = await world.copies()
     await master.stop()
     await slave.stop()
@@ -107,7 +107,7 @@ async def test_master_with_an_emptied_disk_is_refused_and_a_slave_is_not(world):
 
 
 @in_world
-async def test_broker_of_another_group_or_with_illegal_words_is_refused(world):
+async def test_broker_with_wrong_group_or_words_is_refused(world):
     await world.add("g1", 0, "a")
     broker = FakeBroker(world, "a", 20881)
     broker.control_port = 5
@@ -132,12 +132,12 @@ async def _is_stored(world, group, incarnation):
 
 
 @in_world
-async def test_broker_that_changes_its_directory_within_a_stream_is_refused(world):
+async def test_broker_that_changes_its_directory_is_refused(world):
     await _is_refused_and_others_points_are_stored(world, incarnation="x" * 300)
 
 
 @in_world
-async def test_broker_with_a_point_that_no_database_takes_is_refused(world):
+async def test_broker_with_an_unstorable_point_is_refused(world):
     await _is_refused_and_others_points_are_stored(
         world, acknowledged=pb.AcknowledgedPoint(term=2, boot=1, end=1 << 63)
     )
@@ -165,7 +165,7 @@ async def _is_refused_and_others_points_are_stored(world, **said):
 
 
 @in_world
-async def test_new_stream_of_the_same_broker_replaces_the_old_one(world):
+async def test_new_stream_replaces_the_old_stream(world):
     master, _ = await world.copies()
     again = await world.broker("g1-a")
     assert (await master.until_gone()).code() == grpc.StatusCode.ABORTED
@@ -197,7 +197,7 @@ async def test_heartbeat_replies_carry_the_clock_and_changed_roles(world):
 
 
 @in_world(password_keys=[KEY])
-async def test_databases_of_watchdogs_are_read_again_only_when_they_may_have_changed(world):
+async def test_watchdog_databases_are_reread_only_after_changes(world):
     reads, database = [], world.server._database
     read = database.read
 
@@ -236,7 +236,7 @@ async def test_restart_keeps_terms_and_roles(world):
 
 
 @in_world
-async def test_wiped_slave_is_not_complete_on_the_word_of_a_master_that_has_not_noticed(world):
+async def test_wiped_slave_is_incomplete_despite_its_master(world):
     master, slave = await world.copies()
     registry = world.server.registry
 
@@ -257,7 +257,7 @@ async def test_wiped_slave_is_not_complete_on_the_word_of_a_master_that_has_not_
 
 
 @in_world(database_timeout_ms=500)
-async def test_heartbeats_go_on_while_every_call_to_the_database_hangs(world):
+async def test_heartbeats_go_on_while_the_database_hangs(world):
     """Weakness 15: SQL on the threads that serve heartbeats."""
     master, _ = await world.copies()
     registry = world.server.registry

@@ -18,7 +18,7 @@ DELAY = GroupKind.DELAY
 
 
 @in_world
-async def test_operators_see_delay_roles_and_the_process_itself_master_and_slave(world):
+async def test_operators_see_delay_roles_of_delay_servers(world):
     master, slave = await world.delay_copies()
     assert (master.assignment.role, slave.assignment.role) == (Role.MASTER, Role.SLAVE)
     shown = {row["hostname"]: row["role"] for row in await world.done("ListBrokers", brokerGroup="d1")}
@@ -27,7 +27,7 @@ async def test_operators_see_delay_roles_and_the_process_itself_master_and_slave
 
 
 @in_world
-async def test_a_group_is_of_one_kind(world):
+async def test_group_has_a_single_kind(world):
     await world.delay_copies()
     await world.copies("g1")
     assert "group of delay servers" in await world.refused("AddBroker", **_place("d1", 1, "x"))
@@ -54,13 +54,13 @@ def test_the_wrong_program_is_not_let_in(tmp_path, role, kind, program):
 
 
 @in_world
-async def test_a_delay_server_that_nobody_added_is_told_the_roles_of_its_kind(world):
+async def test_unknown_delay_server_gets_the_command_to_add(world):
     with pytest.raises(grpc.aio.AioRpcError, match="--role=5 .master. or 6 .slave."):
         await world.broker("d1-a", kind=2)
 
 
 @in_world
-async def test_delayed_messages_of_any_subject_go_to_all_delay_groups_and_no_route_is_stored(world):
+async def test_delayed_messages_have_all_delay_groups_as_route(world):
     await world.copies("g1")
     await world.delay_copies("d1")
     await world.delay_copies("d2")
@@ -73,7 +73,7 @@ async def test_delayed_messages_of_any_subject_go_to_all_delay_groups_and_no_rou
 
 
 @in_world
-async def test_an_illegal_subject_has_no_route_of_that_kind_either(world):
+async def test_illegal_subject_has_no_delay_route(world):
     await world.delay_copies()
     async with world.watch("a\nb", kind=DELAY) as watch:
         await watch.next()
@@ -81,7 +81,7 @@ async def test_an_illegal_subject_has_no_route_of_that_kind_either(world):
 
 
 @in_world
-async def test_a_delay_group_that_comes_is_told_at_once(world):
+async def test_new_delay_group_is_pushed_at_once(world):
     await world.copies("g1")
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
@@ -102,7 +102,7 @@ async def test_a_removed_delay_group_is_gone_from_the_routes(world):
 
 
 @in_world
-async def test_a_dead_delay_master_is_told(world):
+async def test_dead_delay_master_is_pushed(world):
     master, _ = await world.delay_copies()
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
@@ -111,7 +111,7 @@ async def test_a_dead_delay_master_is_told(world):
 
 
 @in_world
-async def test_marks_of_a_delay_group_reach_its_producers_within_a_second(world):
+async def test_mark_of_a_delay_group_arrives_within_a_second(world):
     master, _ = await world.delay_copies()
     await world.copies("g1")
     async with world.watch("s", "t", kind=DELAY) as watch, world.watch("s") as normal:
@@ -137,7 +137,7 @@ async def test_marks_of_a_delay_group_reach_its_producers_within_a_second(world)
 
 
 @in_world
-async def test_a_mark_says_whether_delayed_messages_have_another_group(world):
+async def test_mark_warns_without_another_delay_group(world):
     await world.delay_copies("d1")
     await world.copies("g1")
     answer = await world.done("MarkReadonlyBrokerGroup", details="true", brokerGroup="d1")
@@ -149,7 +149,7 @@ async def test_a_mark_says_whether_delayed_messages_have_another_group(world):
 
 
 @in_world
-async def test_what_a_client_holds_is_not_sent_again(world):
+async def test_held_route_is_not_sent_again(world):
     await world.delay_copies()
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
@@ -186,7 +186,7 @@ class Client:
 
 
 @pytest.mark.parametrize("is_walled", [False, True], ids=["over gRPC", "over HTTP"])
-def test_a_client_watches_delay_groups_and_confirms_what_it_uses(tmp_path, monkeypatch, is_walled):
+def test_client_watches_and_confirms_delay_groups(tmp_path, monkeypatch, is_walled):
     monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05 if is_walled else 60)
     monkeypatch.setattr(route_watch, "POLL_S", 0.1)
     if is_walled:
@@ -217,6 +217,6 @@ async def _is(value):
 
 
 @in_world
-async def test_http_refuses_a_kind_it_does_not_know(world):
+async def test_http_refuses_an_unknown_kind(world):
     answer = await world.http.get("/meta/routes?subject=s&kind=BACKUP", headers={"X-Api-Token": TOKEN})
     assert answer.status_code == 400

@@ -54,7 +54,7 @@ def add(process, hostname="a", role=0):
     return post(process, "AddBroker", **words, servePort=1, syncPort=2).json()
 
 
-def test_the_installed_grpc_knows_the_engine_that_the_metaserver_chooses(tmp_path, monkeypatch):
+def test_installed_grpc_supports_the_chosen_engine(tmp_path, monkeypatch):
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
     monkeypatch.setenv("GRPC_VERBOSITY", "error")  # its default; who has another environment imports grpc itself
     assert "experiment" not in said(tmp_path).lower()
@@ -71,7 +71,7 @@ def said(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stops_in_order_when_told(tmp_path, number):
+def test_process_stops_in_order_on_sigterm(tmp_path, number):
     with metaserver(tmp_path) as process:
         process.send_signal(number)
         assert process.wait(WAIT_S) == 0

@@ -18,7 +18,7 @@ from tests.support.waiting import until_async
 
 
 @in_world
-async def test_swap_exchanges_the_roles_of_running_brokers_under_one_new_term(world):
+async def test_swap_exchanges_roles_under_a_new_term(world):
     master, slave = await world.copies()
     swapped = await world.done("SwapRoles", brokerGroup="g1")
     assert (swapped["term"], swapped["logEnd"], swapped["chain"]) == (3, 4096, f"{77:016x}")
@@ -40,7 +40,7 @@ async def test_swap_is_refused_when_the_master_cannot_prepare(world):
 
 
 @in_world(swap_finish_ms=1500)
-async def test_swap_whose_new_master_does_not_report_has_an_unknown_outcome(world):
+async def test_swap_without_a_report_has_an_unknown_outcome(world):
     _, slave = await world.copies()
     slave.report_new_terms = False
     answer = await world.post("SwapRoles", brokerGroup="g1")
@@ -49,7 +49,7 @@ async def test_swap_whose_new_master_does_not_report_has_an_unknown_outcome(worl
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "not stored"])
-def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, monkeypatch, stored):
+def test_swap_with_an_unanswered_commit_is_resolved(tmp_path, monkeypatch, stored):
     @in_world
     async def find_out(world):
         master, _ = await world.copies()
@@ -70,7 +70,7 @@ def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, monkeypatch, sto
     find_out(tmp_path)
 
 
-def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(tmp_path, monkeypatch):
+def test_swap_during_a_database_outage_is_unknown(tmp_path, monkeypatch):
     @in_world
     async def lose(world):
         await world.copies()
@@ -92,7 +92,7 @@ def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(tmp_pat
 
 
 @in_world
-async def test_swap_loses_against_a_change_made_while_it_prepared(world):
+async def test_swap_loses_against_a_concurrent_change(world):
     """Two metaservers share the database: what decides is the compare-and-set, not a lock in one process."""
     master, slave = await world.copies()
     other = await World(world.settings.database.removeprefix("sqlite:///")).start()
@@ -120,7 +120,7 @@ async def test_swap_loses_against_a_change_made_while_it_prepared(world):
 
 
 @in_world
-async def test_of_ten_replacements_at_once_exactly_one_wins_each_term(world):
+async def test_concurrent_replacements_get_a_term_each(world):
     await world.add("g1", 0, "a")
     await world.add("g1", 1, "b")
     other = await World(world.settings.database.removeprefix("sqlite:///")).start()
@@ -154,7 +154,7 @@ async def test_half_swapped_group_has_a_master_and_no_slave(world):
 
 
 @in_world(heartbeat_timeout_ms=300_000)
-async def test_broker_that_may_be_coming_back_after_our_restart_is_not_replaced(world):
+async def test_returning_broker_is_not_replaced(world):
     await world.copies()
     await world.stop()
     await world.start()

@@ -26,7 +26,7 @@ async def test_new_subject_gets_all_groups_that_take_messages(world):
 
 
 @in_world
-async def test_new_subject_gets_two_groups_although_only_one_takes_messages(world):
+async def test_new_subject_gets_two_groups(world):
     await world.copies("g1")
     await world.add("g2", 0, "g2-a")
     async with world.watch("s") as watch:
@@ -35,7 +35,7 @@ async def test_new_subject_gets_two_groups_although_only_one_takes_messages(worl
 
 
 @in_world(heartbeat_timeout_ms=300_000)
-async def test_dead_master_is_pushed_when_its_stream_ends_not_when_its_time_is_over(world):
+async def test_dead_master_is_pushed_when_its_stream_ends(world):
     master, _ = await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
@@ -106,7 +106,7 @@ ILLEGAL = {"slash": "a/b", "cr": "a\rb", "lf": "a\nb", "300 characters": "s" * 3
 
 
 @in_world
-async def test_illegal_subjects_are_refused_one_by_one_and_stored_nowhere(world):
+async def test_illegal_subjects_are_refused_alone(world):
     await world.copies()
     async with world.watch("good", *ILLEGAL.values()) as watch:
         await watch.next()
@@ -117,7 +117,7 @@ async def test_illegal_subjects_are_refused_one_by_one_and_stored_nowhere(world)
 
 
 @in_world(watch_subjects_max=2)
-async def test_a_subject_too_many_is_refused_and_the_others_are_served(world):
+async def test_subject_over_the_limit_is_refused_alone(world):
     master, _ = await world.copies()
     async with world.watch("one", "two", "three") as watch:
         await watch.until(lambda routes: len(routes) == 3)
@@ -144,7 +144,7 @@ async def test_restart_does_not_stop_producers(world):
 
 
 @in_world
-async def test_a_new_stream_brings_what_differs_from_what_is_held(world):
+async def test_new_stream_gets_only_changed_routes(world):
     """Weakness 25: no push, no version to make polls cheap; every poll of QMQ carries the whole answer."""
     await world.copies()
     async with world.watch("a", "b") as watch:
@@ -202,7 +202,7 @@ class HttpClient:
         return {group.broker_group: group.writable for group in self.routing.groups_of(subject)}
 
 
-def test_a_client_behind_a_wall_for_grpc_gets_routes_and_their_changes_over_http(tmp_path, monkeypatch):
+def test_routes_are_served_over_http(tmp_path, monkeypatch):
     monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05)
     monkeypatch.setattr(route_watch, "POLL_S", 0.1)
 
@@ -233,7 +233,7 @@ async def _counted(world):
 
 
 @in_world
-async def test_http_refuses_what_it_cannot_read_and_whom_it_does_not_know(world):
+async def test_http_refuses_bad_requests_and_unknown_clients(world):
     headers = {"X-Api-Token": TOKEN}
     for query in ("", "subject=a&held=a", "subject=a&held=a:xyz", "subject=a&held=a:" + "1" * 17):
         answer = await world.http.get(f"/meta/routes?{query}", headers=headers)

@@ -213,7 +213,7 @@ def check_order(old, new):
     assert max(one.asked_s for one in old) < min(one.told_s for one in new)
 
 
-def test_a_metaserver_that_is_paused_with_its_choice_made_comes_too_late(world):
+def test_paused_metaserver_with_an_old_choice_is_refused(world):
     cables = world.to_database
     with asked_all_the_time(world) as producers:
         for cable in cables.values():
@@ -237,7 +237,7 @@ def test_a_metaserver_that_is_paused_with_its_choice_made_comes_too_late(world):
         check_order(producers.acknowledged["b0"], producers.acknowledged[new])
 
 
-def test_while_the_database_is_away_behind_the_promises_nobody_acknowledges(world, mariadb):
+def test_group_does_not_acknowledge_while_promises_are_stale(world, mariadb):
     """The old master was only paused, and wakes up before anybody can be chosen."""
     old = world.brokers[0]
     with asked_all_the_time(world) as producers:
@@ -262,7 +262,7 @@ def test_while_the_database_is_away_behind_the_promises_nobody_acknowledges(worl
         assert [one for one in told if one.asked_s > promised_s] == []
 
 
-def test_of_two_masters_behind_a_one_way_hole_one_acknowledges(world):
+def test_two_masters_behind_a_one_way_hole_do_not_both_acknowledge(world):
     """The old master hears its slaves' goodbye and its clients, and nobody hears it."""
     old = world.brokers[0]
     with asked_all_the_time(world) as producers:

@@ -177,7 +177,7 @@ def allowed_for(operation, role):
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role or "anonymous")
-def test_who_may_not_changes_nothing_and_hears_why(running, role):
+def test_forbidden_action_changes_nothing(running, role):
     before = running.facts()
     denied = [operation for operation in running.operations() if not allowed_for(operation, role)]
     try_all(running, denied, role, REFUSED_EXAMPLES, refuses_only(403 if role else 401))
@@ -186,7 +186,7 @@ def test_who_may_not_changes_nothing_and_hears_why(running, role):
 
 
 @pytest.mark.parametrize("role", [TokenRole.CLIENT, TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.ADMIN])
-def test_who_may_gets_what_the_document_says_and_a_refusal_changes_nothing(running, role):
+def test_allowed_action_answers_as_documented(running, role):
     allowed = [operation for operation in running.operations() if allowed_for(operation, role)]
     facts, seen = running.facts(), set()
 

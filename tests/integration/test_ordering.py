@@ -24,7 +24,7 @@ async def send(cluster, messages):
         assert (await sender.send_many(messages)).all_stored
 
 
-async def test_tags_choose_among_batches_in_closed_segments_and_new_ones(cluster):
+async def test_tags_select_in_closed_and_new_segments(cluster):
     async def take(count, **terms):
         found = []
         async with consumer(cluster).pull("tagged", start="earliest", **terms) as puller:

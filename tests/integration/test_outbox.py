@@ -123,9 +123,7 @@ async def issue_tickets(cluster, engine, subject, messages):
     [("sqlite", True), ("mariadb", False), ("postgresql", False)],
     indirect=["database_url"],
 )
-def test_a_shop_that_dies_at_each_step_has_a_ticket_for_each_paid_order_once(
-    process, cluster, tmp_path, engine, shop, blocking
-):
+def test_crashing_shop_has_a_ticket_per_paid_order(process, cluster, tmp_path, engine, shop, blocking):
     subject = f"paid.{tmp_path.name}"
     crashes, deaths = dict(CRASHES), 0
     while (status := pay(process, cluster, engine, subject, crashes, blocking=blocking)) != 0:

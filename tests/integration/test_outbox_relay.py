@@ -110,7 +110,7 @@ def application(database_url):
     made.close()
 
 
-def test_rows_left_in_an_outage_or_by_a_killed_process_are_sent_by_the_producer(tmp_path, database_url, application):
+def test_producer_sends_rows_of_an_outage_or_crash(tmp_path, database_url, application):
     url, log = async_url(database_url), tmp_path / "shop.log"
     with running(tmp_path / "cluster") as cluster:
         port = kept_port()  # while those of the metaserver are in use

@@ -67,7 +67,7 @@ def cluster(tmp_path):
         yield cluster
 
 
-def test_producer_that_ignores_its_window_is_read_no_faster_than_it_is_answered(cluster):
+def test_producer_over_its_window_is_throttled(cluster):
     send_all(cluster, "s", 1)
     slave = cluster.service(cluster.broker("g1", "slave").hostname)
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
@@ -83,7 +83,7 @@ def test_producer_that_ignores_its_window_is_read_no_faster_than_it_is_answered(
     assert set(codes) == {0}, "it was not even asked too much"
 
 
-def test_producer_beside_others_has_no_more_before_the_disks_than_its_share(cluster):
+def test_producer_gets_only_its_share_of_the_disks(cluster):
     slave, port = cluster.service(cluster.broker("g1", "slave").hostname), cluster.broker("g1", "master").serve_port
     with ExitStack() as wires:
         loud, *others = [wires.enter_context(Wire(port, token=cluster.token)) for _ in range(8)]
@@ -126,7 +126,7 @@ class Stalled:
         self._open.close()
 
 
-def test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itself(cluster):
+def test_memory_limit_stops_producers_only(cluster):
     send_all(cluster, "s", 1200, size=10_000)
     master = cluster.broker("g1", "master")
 
@@ -147,7 +147,7 @@ def test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itsel
     until(lambda: reasons(cluster, master) == [] and connections(cluster, "blocked") == 0, "it has ended by itself")
 
 
-def test_blocked_producer_is_told_why(cluster):
+def test_blocked_producer_gets_the_reason(cluster):
     master = cluster.broker("g1", "master")
     with Wire(master.serve_port, token=cluster.token) as wire, Stalled(cluster):
         until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
@@ -173,7 +173,7 @@ def test_full_disk_refuses_producers_and_serves_consumers(cluster):
 
 
 READONLY = {
-    "memory_limit": test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itself,
+    "memory_limit": test_memory_limit_stops_producers_only,
     "disk_free_limit": test_full_disk_refuses_producers_and_serves_consumers,
 }
 """Setting -> what drives it over; tests/unit/test_limits_driven.py looks that each limit is in such a table."""

@@ -133,7 +133,7 @@ def machine(wheel, tmp_path_factory):
     return get
 
 
-def test_the_wheel_has_one_root_and_all_files_and_no_link(wheel):
+def test_wheel_has_one_root_and_no_link(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = {entry.filename: entry for entry in archive.infolist()}
         metadata = archive.read(f"qmq-{VERSION}.dist-info/METADATA").decode()
@@ -169,7 +169,7 @@ def test_the_client_needs_nothing_of_the_servers(machine):
 
 
 @pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.extra] + ["ListBrokers"])
-def test_a_program_that_is_not_installed_says_what_to_type(machine, name):
+def test_missing_program_names_its_install_command(machine, name):
     extra = PROGRAMS[name].extra if name in PROGRAMS else "tools"
     ended = machine().run("qmq", name, "--help")
     assert (ended.returncode, ended.stdout) == (CANNOT_START, "")
@@ -177,13 +177,13 @@ def test_a_program_that_is_not_installed_says_what_to_type(machine, name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_it_says_to_install_is_enough(machine, name):
+def test_named_extras_are_enough(machine, name):
     extras = PROGRAMS[name].extra
     ended = machine(*extras.split(",")).run("qmq", name, "--help") if extras else machine().run("qmq", name, "--help")
     assert ended.returncode == 0 and ended.stdout.startswith(f"usage: qmq {name} ["), ended.stderr
 
 
-def test_every_completed_word_is_one_that_the_program_takes(machine):
+def test_every_completion_is_accepted(machine):
     for name, program in PROGRAMS.items():
         extras = filter(None, program.extra.split(","))
         usage = machine(*extras).run("qmq", name, "--help").stdout
@@ -218,7 +218,7 @@ with Broker() as broker:
     assert machine("testing").python(code) == "stored 1"
 
 
-def test_a_metaserver_runs_from_the_wheel_and_makes_its_tables(machine):
+def test_metaserver_runs_from_the_wheel(machine):
     server = machine("server")
     http_port, grpc_port = free_ports(2)
     (server.directory / "m.toml").write_text(

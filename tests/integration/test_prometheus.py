@@ -233,7 +233,7 @@ def test_from_the_start_everybody_is_scraped(world):
     assert kinds == ["broker"] * 2 + ["delayserver"] * 2 + ["metaserver", "watchdog"]
 
 
-def test_every_metric_of_a_rule_or_a_page_is_one_that_a_process_exports(world):
+def test_every_metric_of_a_rule_is_exported(world):
     exported = set(world.get("metadata"))
     rules, queries = expressions()
     read = {
@@ -254,7 +254,7 @@ def test_every_query_of_a_page_has_an_answer(world, page):
         assert world.get(f"label/{variable.name}/values", **{"match[]": variable.metric})
 
 
-def test_a_slave_that_is_killed_is_alerted_by_its_name_and_nothing_else_is(world):
+def test_killed_slave_is_alerted_by_name(world):
     assert world.ever_fired() == set()
     slave = world.cluster.service(world.cluster.broker("g1", "slave").hostname)
     slave.is_held = True
@@ -269,7 +269,7 @@ def test_a_slave_that_is_killed_is_alerted_by_its_name_and_nothing_else_is(world
     assert world.ever_fired() == {"QmqBrokerDown"}
 
 
-def test_an_audit_with_findings_and_a_night_without_a_watchdog_are_alerted(world):
+def test_audit_findings_and_missing_watchdog_are_alerted(world):
     assert world.nightly("audit", "sh", "-c", "exit 1").wait(60) == 1
     until(lambda: world.firing() == {("QmqAuditFoundDifferences", "audit")}, "somebody is told of the findings")
     watchdog = world.cluster.service("watchdog")
@@ -338,7 +338,7 @@ def two_days_old(text):
     return re.sub(r"(timestamp_seconds{.*} )(\d+)", lambda found: found[1] + str(int(found[2]) - 2 * 86_400), text)
 
 
-def test_a_consumer_group_that_does_not_go_on_is_alerted_by_its_name(world):
+def test_stuck_consumer_group_is_alerted_by_name(world):
     expr = f'ALERTS{{alertstate="firing", consumer_group="{STALLED}"}}'
     until(lambda: world.get("query", query=expr)["result"], "it fires")
     (found,) = world.get("query", query=expr)["result"]
@@ -354,7 +354,7 @@ def test_the_first_message_that_dies_is_alerted(world):
 
 
 @pytest.mark.parametrize("name", ["metaserver", "watchdog", "broker", "delay server"])
-def test_log_level_of_a_running_process_is_changed_by_a_signal(world, name):
+def test_signal_changes_the_log_level(world, name):
     group = {"broker": "g1", "delay server": "d1"}.get(name)
     service = world.cluster.service(world.cluster.broker(group, "slave").hostname if group else name)
     for level in ("DEBUG", "INFO"):

@@ -74,7 +74,7 @@ def send(cluster, subject):
     ]
 
 
-def test_the_mark_of_an_operator_outlives_a_change_of_masters_and_is_taken_away(cluster):
+def test_readonly_mark_outlives_a_change_of_masters(cluster):
     _, slaves = plans_of(cluster)
     cluster.manage("MarkReadonlyBrokerGroup", brokerGroup="g1")
     cluster.swap_roles("g1", to=slaves[0].hostname)
@@ -83,7 +83,7 @@ def test_the_mark_of_an_operator_outlives_a_change_of_masters_and_is_taken_away(
     cluster.wait_writable()
 
 
-def test_one_slave_that_stands_still_is_passed_over_and_two_make_the_group_readonly(cluster):
+def test_group_of_three_tolerates_a_single_stopped_slave(cluster):
     master, (first, second) = plans_of(cluster)
     suspend(cluster.service(first.hostname).pid)
     send_all(cluster, "lag", 10)
@@ -98,7 +98,7 @@ def test_one_slave_that_stands_still_is_passed_over_and_two_make_the_group_reado
     cluster.wait_writable()
 
 
-def test_slaves_that_never_return_are_removed_and_another_one_is_added(cluster):
+def test_lost_slaves_are_removed_and_replaced(cluster):
     master, (gone, other) = plans_of(cluster)
     ids = send(cluster, "gone")
     end(cluster, gone.hostname, other.hostname)
@@ -126,7 +126,7 @@ def test_damage_on_the_master_is_mended_from_any_slave(cluster):
     assert [id for _, id in consume_all(cluster, "damaged", "after", COUNT)] == ids
 
 
-def test_a_master_whose_disk_was_put_back_waits_for_a_slave_and_has_all_again(cluster, tmp_path):
+def test_rolled_back_master_is_restored_from_a_slave(cluster, tmp_path):
     master, slaves = plans_of(cluster)
     names = [master.hostname, *(plan.hostname for plan in slaves)]
     end(cluster, *names)

@@ -169,7 +169,7 @@ def test_the_newer_copy_never_returns(cluster):
     assert "what newer acknowledged" in trail
 
 
-def test_one_disk_is_saved_and_put_into_a_new_machine(cluster, tmp_path):
+def test_disk_is_moved_to_a_new_machine(cluster, tmp_path):
     """It is an older backup: what it lacks is lost with the other two disks, and that has to be said."""
     master, slave = copies(cluster, "saved")
     end(cluster, master.hostname, slave.hostname)

@@ -81,7 +81,7 @@ def test_all_three_stop_and_return_in_any_order(cluster):
     check_all_is_there(cluster, "all")
 
 
-def test_a_failover_that_is_switched_off_is_one_command(cluster):
+def test_failover_switched_off_is_a_single_command(cluster):
     master, *slaves = plans_of(cluster, "off")
     end(cluster, master.hostname)
     done = qmq(cluster, "Failover", "off")
@@ -150,7 +150,7 @@ def test_none_of_three_disks_returns(cluster):
     assert not any(check["name"] == "loss of none" for check in cluster.manage("Doctor")["checks"])
 
 
-def test_after_a_power_cut_the_database_is_an_old_copy(tmp_path):
+def test_old_database_copy_after_a_power_cut_is_recovered(tmp_path):
     """Three brokers without a part wait for a row that is as new as they are: Doctor names the one command."""
     with running(tmp_path / "cluster", copies=3) as cluster:
         database = tmp_path / "cluster" / "metaserver" / "metaserver.db"

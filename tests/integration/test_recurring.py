@@ -36,7 +36,7 @@ async def pulled(cluster, subject, count):
     return ids
 
 
-async def test_occurrence_comes_once_although_the_masters_of_all_delay_groups_die(cluster):
+async def test_occurrence_arrives_once_despite_killed_masters(cluster):
     async with qmq.Producer(**client(cluster)) as producer:
         names = [f"n{at}" for at in range(10)]
         for name in names:
@@ -53,7 +53,7 @@ async def test_occurrence_comes_once_although_the_masters_of_all_delay_groups_di
         assert {(one.next_at.month, one.next_at.day, one.next_at.hour) for one in listed} == {(12, 31, 23)}
 
 
-async def test_schedule_goes_on_behind_a_swap_and_ends_when_it_is_deleted(cluster):
+async def test_schedule_survives_a_swap_and_ends_when_deleted(cluster):
     async with qmq.Producer(**client(cluster)) as producer:
         await producer.put_recurring(Message("recur.swap"), name="a", owner="billing", **YEARLY)
         for group in ("d1", "d2"):
@@ -66,7 +66,7 @@ async def test_schedule_goes_on_behind_a_swap_and_ends_when_it_is_deleted(cluste
         assert await producer.reschedule(subject="recur.swap", id="recurring:a", delay=0) is DelayOutcome.CANCELLED
 
 
-def test_operators_see_schedules_among_delayed_messages_and_delete_them(cluster):
+def test_operators_list_and_delete_schedules(cluster):
     with qmq.blocking.Producer(**client(cluster)) as producer:
         producer.put_recurring(Message("recur.tools"), name="a", **YEARLY)
         rows = until(lambda: cluster.manage("ListDelayed", subject="recur.tools")["messages"], "it is listed")

@@ -60,7 +60,7 @@ def report(cluster):
     return ended.returncode, {row["role"]: row for row in json.loads(ended.stdout)}
 
 
-def test_a_report_of_copies_that_are_whole_is_clean_and_one_that_is_silent_is_no_finding(cluster):
+def test_report_of_whole_copies_is_clean(cluster):
     status, rows = report(cluster)
     assert status == DONE and rows.keys() == {"MASTER", "SLAVE"}
     assert all(row["why"] == "" and not row["damaged"] and not row["late"] for row in rows.values())
@@ -74,7 +74,7 @@ def test_a_report_of_copies_that_are_whole_is_clean_and_one_that_is_silent_is_no
 
 @pytest.mark.parametrize("role", ["master", "slave"])
 @pytest.mark.parametrize("what", ["unlinked", "flipped", "exchanged", "of another history"])
-def test_damage_that_nobody_reads_is_found_and_mended_by_name(cluster, role, what):
+def test_unread_damage_is_found_and_repaired(cluster, role, what):
     subject = f"{role}.{what.replace(' ', '-')}"
     sent = [receipt.message_id for receipt in send_all(cluster, subject, COUNT, size=900)]
     send_all(cluster, "behind", 1)  # all of them may have gone as one batch: their segment is closed by what comes next

@@ -48,7 +48,7 @@ def waiting(client):
     return sum(one.waiting_messages for one in client._connections._subscriptions)
 
 
-async def test_a_second_consumer_has_half_of_what_was_prefetched_before_handlers_became_slow(cluster):
+async def test_second_consumer_gets_half_of_the_prefetched(cluster):
     """It had nothing as long as the first one had any of its thousand messages: of 900 of 0.2 s, for three minutes."""
     messages = FAST + 300
 
@@ -98,7 +98,7 @@ async def test_two_consumers_share_a_hundred_slow_messages(cluster):
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
-async def test_messages_of_a_key_stay_in_order_when_what_waits_is_given_back(cluster, concurrency):
+async def test_key_order_survives_returned_messages(cluster, concurrency):
     """Each key has two messages, and the second one of none may come before the first one is done."""
     keys, subject = 400, f"keyed.{concurrency}"
 

@@ -65,7 +65,7 @@ def page(tmp_path):
     assert ended == 0
 
 
-def test_each_paid_order_gets_one_ticket_whatever_is_killed(page):
+def test_each_paid_order_gets_a_single_ticket(page):
     buttons = re.findall(r'data-post="([^"]+)"', page.get("/"))
     assert len(buttons) == 7
     deaths = 0

@@ -37,7 +37,7 @@ def failed_checks(cluster, plan):
     return {check["name"]: check["remedy"] for check in checks if not check["ok"] and plan.hostname in check["name"]}
 
 
-def test_a_slave_whose_copy_differs_is_named_and_filled_again(tmp_path):
+def test_diverged_slave_is_named_and_refilled(tmp_path):
     """It confirmed what was taken for lost while it was away. It gives that up to nobody; it is set aside."""
     with running(tmp_path / "cluster", copies=3) as cluster:
         cluster.manage("AddNewSubject", subject="s.g1", tag="g1")
@@ -77,7 +77,7 @@ def test_a_slave_whose_copy_differs_is_named_and_filled_again(tmp_path):
         assert {f"lost-{at}" for at in range(COUNT)} <= {id for _, _, id in read_copy(aside).messages}
 
 
-def test_a_slave_with_a_full_disk_is_passed_over_until_there_is_room(tmp_path):
+def test_slave_with_a_full_disk_is_passed_over(tmp_path):
     with running(tmp_path / "cluster", copies=3, segment_bytes=SEGMENT_BYTES, disk_free_limit=0) as cluster:
         until(lambda: in_step(cluster) == 2, "both slaves are in sync")
         master, slave = cluster.broker("g1", "master"), cluster.broker("g1", "slave")

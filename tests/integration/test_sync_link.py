@@ -136,7 +136,7 @@ async def test_a_connection_that_a_box_forgets_is_made_anew(tmp_path):
 
 
 @in_loop
-async def test_a_link_that_is_lost_is_made_anew_at_once_in_each_term(tmp_path, monkeypatch):
+async def test_lost_link_is_reopened_in_each_term(tmp_path, monkeypatch):
     """Of two copies nothing is acknowledged meanwhile. The second wait is longer than the test."""
     monkeypatch.setattr(service, "RECONNECTS_S", (0.0,) * 100)
     async with a_group(tmp_path) as (a, b, cable):
@@ -156,7 +156,7 @@ async def test_a_link_that_is_lost_is_made_anew_at_once_in_each_term(tmp_path, m
 
 
 @in_loop
-async def test_a_hole_that_opens_right_after_the_login_is_noticed(tmp_path, monkeypatch):
+async def test_hole_after_the_login_is_noticed(tmp_path, monkeypatch):
     """The slave heard its master beat once, in the same piece as the answer that let it in."""
     monkeypatch.setattr(pulse, "BEAT_S", 1.0)
     async with a_group(tmp_path) as (a, _, cable):
@@ -165,7 +165,7 @@ async def test_a_hole_that_opens_right_after_the_login_is_noticed(tmp_path, monk
 
 
 @in_loop
-async def test_a_disk_without_room_is_held_by_nobody(tmp_path):
+async def test_full_disk_blocks_no_other_slave(tmp_path):
     """An audit that hangs would fill it, and a full disk makes the group readonly: the slave's, too."""
     async with a_group(tmp_path) as (a, b, _):
         b.log_holders.add("an audit that hangs")
@@ -182,7 +182,7 @@ async def test_a_disk_without_room_is_held_by_nobody(tmp_path):
 
 
 @in_loop
-async def test_each_copy_hears_what_time_the_other_has(tmp_path):
+async def test_copies_exchange_their_clocks(tmp_path):
     async with a_group(tmp_path) as (a, b, _):
         await until_async(lambda: "slave" in a.node.clocks_ahead_ms() and "master" in b.node.clocks_ahead_ms())
         b.now_ms = lambda: Service.now_ms(b) + 400 * 86_400_000
@@ -202,7 +202,7 @@ async def test_a_link_that_is_quiet_and_alive_stays(tmp_path):
 
 
 @in_loop
-async def test_a_slave_that_does_not_beat_is_of_an_older_version_and_kept(tmp_path, monkeypatch):
+async def test_slave_without_heartbeats_is_kept_as_older_version(tmp_path, monkeypatch):
     beat, masters_beats = pulse.Pulse._beat, []
 
     def of_the_master_alone(self):
@@ -218,7 +218,7 @@ async def test_a_slave_that_does_not_beat_is_of_an_older_version_and_kept(tmp_pa
 
 
 @in_loop
-async def test_a_loop_that_stood_still_does_not_take_that_for_silence(tmp_path, monkeypatch):
+async def test_stalled_loop_is_not_taken_for_silence(tmp_path, monkeypatch):
     async with a_group(tmp_path) as (a, _, __):
         link = a.node.master.slaves.all[0].follower.connected.shipper.link
         acceptor = link._acceptor

@@ -109,7 +109,7 @@ def test_json_of_a_refusal_is_printed_too():
     assert json.loads(ended.stdout) == {"error": "it is there", "data": {"name": "s"}}
 
 
-def test_an_answer_of_another_version_is_shown_as_it_came():
+def test_answer_of_another_version_is_shown_raw():
     """What is done is done: that its wording is not known makes no refusal of it."""
     with Stub(planned("success")) as stub:
         ended = run("MarkReadonly", stub.address, "--yes", brokerGroup="g1")
@@ -146,7 +146,7 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 @pytest.mark.parametrize("status, exit_status", [(-1, REFUSED), (-2, UNKNOWN), (-3, UNREACHABLE)])
-def test_exit_status_says_what_became_of_a_change(status, exit_status):
+def test_exit_status_reports_the_outcome_of_a_change(status, exit_status):
     """Weakness 33: QMQ's tools end with 0 whatever became of an action."""
     answer = planned(MARKED)
     said = {"status": status, "message": "because", "data": None}
@@ -166,7 +166,7 @@ def test_exit_status_says_what_became_of_a_change(status, exit_status):
         pytest.param(["Explode"], id="unknown command"),
     ],
 )
-def test_wrong_usage_ends_with_2_and_asks_nobody(words):
+def test_wrong_usage_ends_with_2(words):
     """Weakness 33: QMQ's tools end with 0 on usage errors."""
     command, *options = words
     with Stub(lambda _: ok(None)) as stub:
@@ -206,7 +206,7 @@ def test_answer_that_is_lost_after_sending(command, answer, status):
 
 
 @pytest.mark.parametrize("buffered", ["", "1"])
-def test_what_is_done_and_cannot_be_told_ends_with_4_and_says_where_to_look(tmp_path, buffered):
+def test_unprintable_result_ends_with_4(tmp_path, buffered):
     environ = environment(PYTHONUNBUFFERED=buffered)
     with Stub(planned(MARKED)) as stub, open("/dev/full", "w") as full:
         marking = [TOOLS, "MarkReadonly", f"--metaserver={stub.address}", "--yes", "--brokerGroup=g1"]
@@ -230,7 +230,7 @@ def test_a_list_that_cannot_be_written_ends_with_2(buffered):
     assert ended.returncode == USAGE and "No space left" in ended.stderr
 
 
-def test_doctor_keeps_what_it_found_when_operators_actions_do_not_get_through():
+def test_doctor_keeps_findings_when_actions_fail():
     """As behind a balancer that passes GET on and nothing else."""
     with Stub(None) as stub:
         ended = run("Doctor", stub.address, "--json")
@@ -256,13 +256,13 @@ AWAY = {"database": "b", "problem": "no answer in time"}
         pytest.param(None, UNREACHABLE, id="no answer"),
     ],
 )
-def test_exit_status_says_whether_a_watchdog_told_what_is_stuck(told, status):
+def test_exit_status_reports_a_silent_watchdog(told, status):
     with watchdog(told) as address:
         assert run("OutboxStuck", "127.0.0.1:1", watchdog=address).returncode == status
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_retry_of_which_one_database_did_not_answer_is_of_unknown_outcome(failed):
+def test_retry_without_a_database_has_an_unknown_outcome(failed):
     done = {"retried": {"a": 2}, "notAsked": {"b": "no answer in time"} if failed else {}}
     partly = {"status": -2, "message": "not of every database: b: no answer in time", "data": done}
     with Stub(lambda words: partly if failed and "dryRun" not in words else ok(done)) as stub:
@@ -274,7 +274,7 @@ def test_a_retry_of_which_one_database_did_not_answer_is_of_unknown_outcome(fail
 # Tokens and passwords.
 
 
-def test_token_comes_from_the_environment_a_file_or_standard_input(tmp_path):
+def test_token_comes_from_environment_file_or_stdin(tmp_path):
     (file := tmp_path / "token").write_text(f"{TOKEN}\n")
     file.chmod(0o600)
     with Stub(lambda _: ok([])) as stub:
@@ -287,7 +287,7 @@ def test_token_comes_from_the_environment_a_file_or_standard_input(tmp_path):
     assert [(way.returncode, way.stderr) for way in ways] == [(DONE, "")] * 4 and stub.tokens == [TOKEN] * 4
 
 
-def test_token_on_the_command_line_works_as_in_qmq_with_a_warning():
+def test_token_on_the_command_line_warns():
     with Stub(lambda _: ok([])) as stub:
         ended = run("ListBrokers", stub.address, f"--token={TOKEN}", token=None)
     assert (ended.returncode, stub.tokens) == (DONE, [TOKEN]) and "stands in the process list" in ended.stderr
@@ -309,7 +309,7 @@ def test_a_file_without_a_token_is_wrong_usage(tmp_path, content):
     assert ended.returncode == USAGE and str(file) in ended.stderr
 
 
-def test_a_token_with_a_line_end_is_the_token_and_what_no_header_can_hold_is_none(tmp_path):
+def test_token_with_a_line_end_is_stripped(tmp_path):
     with Stub(lambda _: ok([])) as stub:
         assert run("ListMetaservers", stub.address, token="token\n").returncode == DONE
         (file := tmp_path / "token").write_text("日")
@@ -324,7 +324,7 @@ def test_a_change_without_a_token_is_wrong_usage():
     assert ended.returncode == USAGE and "needs a token" in ended.stderr
 
 
-def test_a_list_that_is_refused_without_a_token_says_where_one_comes_from():
+def test_refused_list_names_the_source_of_tokens():
     """It is asked all the same: metaservers may leave their lists open."""
     with Stub(lambda _: {"status": -1, "message": "the API token is missing"}) as stub:
         ended = run("ListBrokers", stub.address, token=None)
@@ -335,7 +335,7 @@ def test_a_list_that_is_refused_without_a_token_says_where_one_comes_from():
 DB = {"host": "db1", "port": 3306, "username": "qmq"}
 
 
-def test_password_comes_from_a_file_standard_input_or_a_prompt(tmp_path):
+def test_password_comes_from_file_stdin_or_prompt(tmp_path):
     (file := tmp_path / "password").write_text("pass word\n")
     file.chmod(0o600)
     with Stub(planned({"result": "register success"})) as stub:
@@ -356,7 +356,7 @@ def test_password_is_shown_nowhere():
     assert missing.returncode == USAGE and "--password-file" in missing.stderr
 
 
-def test_standard_input_gives_one_thing_only():
+def test_stdin_is_read_for_a_single_purpose():
     ended = run("AddDb", "127.0.0.1:1", "--yes", token=None, token_file="-", password_file="-", stdin="x", **DB)
     assert ended.returncode == USAGE and "one thing only" in ended.stderr
 
@@ -377,7 +377,7 @@ def test_backup_is_written_whole_for_its_owner_alone(tmp_path):
     assert os.listdir(tmp_path) == ["backup.json"]
 
 
-def test_a_failed_backup_leaves_the_old_one(tmp_path):
+def test_failed_backup_keeps_the_old_file(tmp_path):
     (old := tmp_path / "backup.json").write_text("old")
     with Stub(lambda _: {"status": -3, "message": "the database does not answer", "data": None}) as stub:
         assert run("Backup", stub.address, file=old).returncode == UNREACHABLE
@@ -389,7 +389,7 @@ def test_backup_can_go_through_a_pipe():
         assert json.loads(run("Backup", stub.address, file="-").stdout) == DUMP
 
 
-def test_a_path_that_cannot_be_written_fails_before_anything_is_asked(tmp_path):
+def test_unwritable_path_fails_before_any_request(tmp_path):
     with Stub(planned({})) as stub:
         ended = run("AddToken", stub.address, "--yes", name="a", role="viewer", out=tmp_path / "no" / "token")
         directory = run("Backup", stub.address, file=tmp_path)
@@ -397,7 +397,7 @@ def test_a_path_that_cannot_be_written_fails_before_anything_is_asked(tmp_path):
     assert "nothing was changed" in ended.stderr
 
 
-def test_a_new_token_goes_into_its_file_and_nowhere_else(tmp_path):
+def test_new_token_is_written_to_its_file_only(tmp_path):
     made = {"id": "i1", "name": "shop", "role": "client", "token": "qmq_i1_secret"}
     with Stub(planned(made)) as stub:
         kept = run("AddToken", stub.address, "--yes", name="shop", role="client", out=tmp_path / "token")
@@ -433,7 +433,7 @@ def test_arguments_arrive_as_they_were_typed(tmp_path):
     assert [words.get("who", "") for words in stub.asked] == ["two  words", "*", 'it\'s "quoted" $HOME `id` \\n', ""]
 
 
-def test_script_runs_from_anywhere_through_links_and_on_the_python_it_is_given(tmp_path):
+def test_script_runs_from_any_directory_and_link(tmp_path):
     """Weakness 38: QMQ's script sets JAVA_HOME to nothing, whatever the environment says."""
     (link := tmp_path / "my tools").symlink_to(TOOLS)
     with Stub(lambda _: ok([])) as stub:

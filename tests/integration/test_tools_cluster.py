@@ -67,7 +67,7 @@ def test_lag_consumers_and_a_reset_that_works(cluster):
     assert consumers.splitlines()[1].split()[:2] == ["order.changed", "billing"]
 
 
-def test_a_mark_waits_until_every_producer_knows_it(cluster):
+def test_mark_waits_for_every_producer(cluster):
     with Probe(cluster) as probe:
         (client,) = data(cluster, "Clients", subject="probe")["clients"]
         assert client["produces"] and client["app"] == "test"
@@ -106,7 +106,7 @@ def test_doctor_finds_nothing_wrong_with_a_cluster_that_works(cluster):
     assert sum(finding["step"] == "broker ports" for finding in found) == 4
 
 
-def test_doctor_names_the_broker_that_is_down_once_with_the_command(cluster):
+def test_doctor_names_the_broker_that_is_down(cluster):
     end(cluster, "g2-b")
     until(lambda: not all(row["up"] for row in data(cluster, "ListBrokers")), "the metaserver notices")
     status, found = findings(cluster)
@@ -120,7 +120,7 @@ def test_doctor_names_the_broker_that_is_down_once_with_the_command(cluster):
     until(lambda: findings(cluster)[0] == DONE, "all is well again")
 
 
-def test_doctor_names_the_step_that_keeps_it_from_going_on(cluster):
+def test_doctor_names_the_missing_step(cluster):
     (closed,) = free_ports(1)
     metrics = cluster.broker("g1", "master").metrics_port
     for options, step in (
@@ -133,7 +133,7 @@ def test_doctor_names_the_step_that_keeps_it_from_going_on(cluster):
         assert status == REFUSED and failed(found) == {step} and found[-1]["step"] == step, found
 
 
-def test_a_metaserver_that_is_away_changes_nothing_and_ends_with_3(cluster):
+def test_absent_metaserver_ends_with_3(cluster):
     (closed,) = free_ports(1)
     ended = tool(cluster, "MarkReadonly", "--yes", metaserver=f"127.0.0.1:{closed}", brokerGroup="g1")
     assert ended.returncode == UNREACHABLE and "Nothing was changed" in ended.stderr

@@ -33,7 +33,7 @@ def cells(text):
 
 
 @in_world
-async def test_life_of_a_group_as_an_operator_types_it(world):
+async def test_operator_runs_the_life_of_a_group(world):
     await change(world, "AddBroker", **broker(0, "a"))
     added = await change(world, "AddBroker", **broker(1, "b"))
     assert added == "b:20881 is now the SLAVE of g1\n"
@@ -124,7 +124,7 @@ async def test_tokens_are_made_used_and_revoked(world):
 
 
 @in_world
-async def test_the_audit_trail_says_who_changed_what(world):
+async def test_audit_trail_lists_changes_by_user(world):
     await world.copies()
     await change(world, "AddNewSubject", subject="a", tag="fast")
     await change(world, "MarkReadonly", brokerGroup="g1", subject="a")
@@ -147,7 +147,7 @@ async def test_a_backup_is_restored(world):
 
 
 @in_world
-async def test_status_of_brokers_that_are_down_says_so(world):
+async def test_status_lists_brokers_that_are_down(world):
     _, slave = await world.copies()
     await slave.stop()
     status = await tool(world, "ReplicaStatus")
@@ -163,7 +163,7 @@ async def test_status_of_brokers_that_are_down_says_so(world):
         pytest.param(4100, 70, "a slave lacks 0 bytes", id="slave was asked later"),
     ],
 )
-def test_status_tells_a_lag_from_a_difference(tmp_path, end, chain, said):
+def test_status_distinguishes_a_lag_from_a_difference(tmp_path, end, chain, said):
     @in_world
     async def tell(world):
         _, slave = await world.copies()
@@ -174,7 +174,7 @@ def test_status_tells_a_lag_from_a_difference(tmp_path, end, chain, said):
 
 
 @in_world(swap_finish_ms=1500)
-async def test_swap_with_a_lost_report_ends_with_4_and_says_where_to_look(world):
+async def test_swap_with_a_lost_report_ends_with_4(world):
     _, slave = await world.copies()
     slave.report_new_terms = False
     ended = await tool(world, "SwapRoles", "--yes", brokerGroup="g1")

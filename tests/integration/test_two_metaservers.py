@@ -29,7 +29,7 @@ def steady(seconds=STEADY_S):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_weakness_11_either_metaserver_ends_under_load_and_nobody_notices(world, number, how):
+def test_weakness_11_metaserver_ends_under_load_unnoticed(world, number, how):
     """Weakness 11: a broker that changes metaserver is marked down by the one it left.
 
     Weaknesses 23 and 24: no graceful stop, so that every planned stop looks like a crash.
@@ -49,7 +49,7 @@ def test_weakness_11_either_metaserver_ends_under_load_and_nobody_notices(world,
         tries.took(observers.slowest_s)
 
 
-def test_metaserver_that_stands_still_makes_nobody_go_down(world):
+def test_paused_metaserver_marks_no_broker_down(world):
     service = world.metaservers[0]
     with Observers(world) as observers:
         until(lambda: observers.sent > 20 and observers.looks > 2, "the observers are at work")
@@ -67,7 +67,7 @@ def test_metaserver_that_stands_still_makes_nobody_go_down(world):
     assert said == [] and not any("message" in problem for problem in observers.problems)
 
 
-def test_weakness_11_restarts_of_both_never_forget_that_a_group_is_down(world):
+def test_weakness_11_restarts_keep_a_group_down(world):
     """Weakness 11: after a restart, a metaserver never marks a group down that does not beat."""
     for broker in world.brokers:
         end(broker, signal.SIGKILL)
@@ -86,7 +86,7 @@ def test_weakness_11_restarts_of_both_never_forget_that_a_group_is_down(world):
         until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
 
 
-def test_both_say_the_same_of_a_broker_that_only_one_hears(world):
+def test_metaservers_agree_on_a_broker_of_the_other(world):
     """Weakness 14: slaves are invisible. Each metaserver shows both brokers, whoever hears them."""
     end(world.brokers[1], signal.SIGKILL)
     for service in world.metaservers:
@@ -101,12 +101,12 @@ def test_both_say_the_same_of_a_broker_that_only_one_hears(world):
         until(lambda url=service.url: world.up(url) == {"b0": True, "b1": True}, f"{service.name} knows")
 
 
-def test_master_names_the_disk_of_the_slave_that_is_in_step(world):
+def test_master_reports_the_disk_of_its_slave(world):
     states = [broker_state(f"127.0.0.1:{broker.control}", TOKEN, timeout_s=20) for broker in world.brokers]
     assert states[0].in_step == [states[1].incarnation] != [""] and states[1].in_step == []
 
 
-def test_mark_made_at_one_is_seen_at_the_other_within_a_second(world):
+def test_mark_reaches_the_other_metaserver_within_a_second(world):
     first, second = world.metaservers
     for _ in (tries := Tries(1.0, "the other one knows")):
         manage(first.url, TOKEN, "MarkReadonlyBrokerGroup", brokerGroup="g1")
@@ -115,7 +115,7 @@ def test_mark_made_at_one_is_seen_at_the_other_within_a_second(world):
         until(lambda: world.writable(first.url), "the first one knows")
 
 
-def test_weakness_12_and_13_only_the_place_that_was_added_counts(world):
+def test_weakness_12_and_13_only_added_places_count(world):
     """Weakness 12: a dead address can become a group's master. Weakness 13: any process can claim any group."""
     place = world.brokers[0].place
     rows = world.look(world.url, "ListBrokers")
@@ -124,7 +124,7 @@ def test_weakness_12_and_13_only_the_place_that_was_added_counts(world):
     assert {row["role"] for row in rows} == {"MASTER", "SLAVE"}
 
 
-def test_nginx_names_both_metaservers_each_with_its_own_grpc_address(world):
+def test_nginx_lists_both_metaservers(world):
     def named():
         """For two seconds nginx does not ask one that did not answer."""
         return {httpx.get(f"{world.url}/meta/address", trust_env=False, timeout=20).text for _ in range(20)}
@@ -137,7 +137,7 @@ def test_nginx_repeats_no_change_that_reached_a_metaserver(world):
     assert "proxy_next_upstream error timeout http_502 http_503;" in text and "non_idempotent" not in text
 
 
-def test_metaserver_that_ends_in_order_leaves_the_list_of_those_alive(world):
+def test_ended_metaserver_leaves_the_live_list(world):
     first, second = world.metaservers
     mine = first.url.removeprefix("http://")
 

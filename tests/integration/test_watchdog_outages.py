@@ -22,9 +22,7 @@ def application(database_server):
     database_server.drop_database(str(made.engine.url))
 
 
-def test_databases_that_die_or_hang_are_drained_when_they_are_back_and_hold_up_nobody(
-    tmp_path, application, database_server
-):
+def test_lost_databases_are_drained_once_back(tmp_path, application, database_server):
     other = Application(f"sqlite:///{tmp_path}/other.db")
     with running(tmp_path / "cluster") as cluster, WatchdogProcess(cluster, tmp_path, page_rows=50) as watchdog:
         application.write(SUBJECT, names(3_000))
@@ -46,7 +44,7 @@ def test_databases_that_die_or_hang_are_drained_when_they_are_back_and_hold_up_n
     other.close()
 
 
-def test_masters_and_metaservers_that_die_make_no_message_come_twice(tmp_path):
+def test_killed_masters_and_metaservers_cause_no_duplicates(tmp_path):
     application = Application(f"sqlite:///{tmp_path}/shop.db")
     with running(tmp_path / "cluster", groups=("g1", "g2")) as cluster:
         with WatchdogProcess(cluster, tmp_path, page_rows=50) as watchdog:

@@ -57,7 +57,7 @@ def plan_of(application, statement):
         return "\n".join(str(tuple(row)) for row in connection.execute(text(f"{explain} {statement}")))
 
 
-def test_a_row_that_is_younger_than_what_a_scan_may_see_is_not_claimed(application):
+def test_row_too_young_for_a_scan_is_not_claimed(application):
     """It got the id of one that the scan saw: its database has lost the commit of that one meanwhile."""
     application.write(SUBJECT, names(2))
     outbox = Outbox(application.engine, application.source)
@@ -93,7 +93,7 @@ def test_scans_use_an_index(application, outbox):
     assert "qmq_msg_queue_due" in parked, parked
 
 
-def test_pages_go_through_the_whole_table_in_order_and_end(application, outbox):
+def test_pages_cover_the_whole_table(application, outbox):
     application.write(SUBJECT, names(25))
     seen, after = [], None
     while True:
@@ -104,7 +104,7 @@ def test_pages_go_through_the_whole_table_in_order_and_end(application, outbox):
     assert len(seen) == 25 == len(set(seen))
 
 
-def test_a_page_has_a_bound_of_bytes_and_one_row_at_least(application, outbox):
+def test_page_is_bounded_and_has_a_row(application, outbox):
     application.write_rows(['{"messageId": "x", "subject": "s", "attrs": {"a": "%s"}}' % ("x" * 3_000_000)] * 3)
     first = outbox.do(ReadPage(None, 10))
     assert len(first.rows) == 1 and first.after is not None
@@ -127,7 +127,7 @@ def test_young_rows_are_left_to_their_application(application):
     assert old.do(ReadPage(None, 10)) == Page([], None)
 
 
-def test_a_claim_takes_each_row_once_and_passes_over_what_others_have(application, outbox):
+def test_claim_takes_each_free_row_once(application, outbox):
     application.write(SUBJECT, names(6))
     ids = ids_of(outbox.do(ReadPage(None, 10)))
     assert outbox.do(ClaimRows({"1:1:1:g1": ids[:4]}, [], [])) == {"1:1:1:g1": ids[:4]}
@@ -145,7 +145,7 @@ def test_a_row_that_another_transaction_locks_is_left_out(application, outbox):
         assert outbox.do(ClaimRows({"1:1:1:g1": ids}, [], [])) == {"1:1:1:g1": [ids[0], ids[2]]}
 
 
-def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
+def test_write_of_a_deposed_leader_changes_no_row(application, outbox):
     application.write(SUBJECT, names(2))
     [first, second] = ids_of(outbox.do(ReadPage(None, 10)))
     outbox.do(ClaimRows({"1:1:1:g1": [first, second]}, [], []))
@@ -175,7 +175,7 @@ def test_released_and_postponed_rows_wait_and_come_again(application, outbox):
     assert [(row.error, row.reason) for row in application.rows()][:2] == [(1, "later"), (0, "?")]
 
 
-def test_rows_that_are_put_off_together_come_in_their_order_however_long_each_write_took(application, outbox):
+def test_postponed_rows_keep_their_order(application, outbox):
     application.write(SUBJECT, names(4))
     page = outbox.do(ReadPage(None, 10))
     ids, due = ids_of(page), Due(page.clock, 1_200)
@@ -187,7 +187,7 @@ def test_rows_that_are_put_off_together_come_in_their_order_however_long_each_wr
     until(lambda: ids_of(outbox.do(ReadPage(None, 10))) == ids, "all of them are due, the first one first")
 
 
-def test_more_claims_than_one_answer_has_are_read_on(application, outbox):
+def test_claims_over_the_answer_limit_are_read_on(application, outbox):
     application.write(SUBJECT, names(CLAIMS_MAX + 5))
     ids = ids_of(outbox.do(ReadPage(None, 1_000)))
     outbox.do(ClaimRows({f"1:{number:x}:1:g1": [id] for number, id in enumerate(ids)}, [], []))
@@ -213,9 +213,7 @@ def test_questions_count_list_and_retry(application, outbox):
     assert questions.retry(ids[:1]) == 0, "a claimed row is left to its claim"
 
 
-def test_rows_whose_claim_nobody_can_read_are_parked_a_part_at_a_time_and_may_be_sent_again(
-    application, outbox, monkeypatch
-):
+def test_undecodable_rows_are_parked_and_retried(application, outbox, monkeypatch):
     monkeypatch.setattr("qmq.outbox.statements.DISOWNED_MAX", 2)
     application.write(SUBJECT, names(5))
     ids = ids_of(outbox.do(ReadPage(None, 10)))
@@ -229,7 +227,7 @@ def test_rows_whose_claim_nobody_can_read_are_parked_a_part_at_a_time_and_may_be
     assert sorted(ids_of(outbox.do(ReadPage(None, 10)))) == ids[:4]
 
 
-def test_a_retry_of_all_rows_ends_though_they_are_parked_again_at_once(application, outbox, monkeypatch):
+def test_retry_of_all_rows_terminates(application, outbox, monkeypatch):
     questions = Questions(application.engine, application.source)
     application.write_rows(["poison"] * 3)
     ids = ids_of(outbox.do(ReadPage(None, 10)))

@@ -11,7 +11,7 @@ from tests.integration.watchdog_world import Application, WatchdogProcess, regis
 SUBJECT = "order.paid"
 
 
-def test_operators_see_what_is_stuck_look_for_it_in_the_logs_and_send_it_again(tmp_path):
+def test_operators_find_and_resend_stuck_rows(tmp_path):
     application = Application(f"sqlite:///{tmp_path}/shop.db")
     with running(tmp_path / "cluster") as cluster:
 
