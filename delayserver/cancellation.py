@@ -34,21 +34,21 @@ from qmq.replication.mastership import Mastership
 log = logging.getLogger(__name__)
 
 LOOKS_MAX = 5
-"""How often messages are looked for that are written elsewhere meanwhile."""
+"""Searches per request, as messages may be written elsewhere meanwhile."""
 NAMES_MAX = 5_000
-"""That are looked for together: each that is found is read, and 5,000 requests take the loop 5 ms to gather."""
+"""Names in one search: each message found is read, and gathering 5,000 requests takes the loop 5 ms."""
 DECIDED_AT_ONCE = 200
-"""Requests, and messages that were found for them, which one step decides about: 2 to 3 ms."""
+"""Requests and found messages in one step of decisions: 2 to 3 ms."""
 MOVED_BYTES = 1 << 20
-"""Of messages in one frame that moves them; as many may wait under one key as somebody sent."""
+"""Bytes of messages in one frame that moves them; any number of messages may share a key."""
 CANCELLED_MAX = 65_536
-"""Messages that one frame cancels, a mebibyte."""
+"""Messages cancelled by one frame: a mebibyte."""
 ASKED_MAX = 10_000
-"""Requests that wait at the same time."""
+"""Requests waiting at the same time."""
 
 
 class Named(NamedTuple):
-    """Messages that somebody names. `due_ms` says where to look first; 0: nobody knows."""
+    """Names of messages. `due_ms` is a hint where to search first; 0: no hint."""
 
     subject: str
     ids: Sequence[str] = ()
@@ -57,7 +57,7 @@ class Named(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A message that has the name: position of the name, the record, its bytes if it was readable and pends."""
+    """Message with a requested name: position of the name, record, state, and bytes if they are readable."""
 
     name: int
     number: int
@@ -68,13 +68,13 @@ class _Found(NamedTuple):
 
 
 Fates = Callable[[list[DelayState] | QmqError], None]
-"""Gets the fate of each name, ids first, then keys."""
+"""Takes the fate of each name, ids first, then keys."""
 States = dict[int, State]
-"""Number -> what became of the message by now; none of one whose segment was deleted, as everything in it was over."""
+"""Number -> state of the message; none if its segment was deleted, because everything in it was over."""
 
 
 class _Asked(NamedTuple):
-    """A request. `due_ms`: when what is found is to be due; None: never. `ration`: what may be written for who asks."""
+    """A request. `due_ms`: new due time of the messages; None: cancel them. `ration`: write budget of the caller."""
 
     named: Named
     due_ms: int | None
@@ -86,7 +86,7 @@ class _Asked(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """What was found for a request in a schedule that had all before `filed_end`."""
+    """Result of a search in a schedule that contained all frames before `filed_end`."""
 
     schedule: Schedule
     filed_end: int
@@ -95,7 +95,7 @@ class _Looked(NamedTuple):
 
 
 class Cancelling:
-    """Made by the master; ends with the mastership."""
+    """Handler of cancel and reschedule requests. Made by the master; ends with the mastership."""
 
     def __init__(self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters) -> None:
         self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
@@ -103,23 +103,23 @@ class Cancelling:
         self._is_looking = False
         self.looked: deque[_Looked] = deque()
         self._cancelled: dict[str, dict[int, Any]] = {}
-        """Subject -> number -> record, of what this step cancels and no frame says yet."""
+        """Subject -> number -> record: cancelled in this step, not written yet."""
 
     def cancel(self, named: Named, answer: Fates) -> None:
-        """Cancel what these names mean and pends."""
+        """Cancel the pending messages with these names."""
         self._ask(named, None, Ration(), answer)
 
     def reschedule(self, named: Named, due_ms: int, ration: Ration, answer: Fates) -> None:
-        """Let what these names mean and pends be due at `due_ms`, if `ration` allows to write it once more."""
+        """Move the pending messages with these names to `due_ms`, within the write budget of `ration`."""
         self._ask(named, due_ms, ration, answer)
 
     def step_down(self) -> None:
-        """The mastership is over; who waits asks the next master."""
+        """End the mastership: refuse all requests, which go to the next master."""
         asked, self._asked = [*(one.asked for one in self.looked), *self._asked], deque()
         self.looked.clear()
         _refuse(asked, NotMaster(f"{self._mastership.group} has a newer master: fetch the route again"))
 
-    # Looking.
+    # Searching.
 
     def _ask(self, named: Named, due_ms: int | None, ration: Ration, answer: Fates) -> None:
         self._mastership.check_has_begun()
@@ -139,7 +139,7 @@ class Cancelling:
                 _refuse(together, error)
 
     def _next(self) -> list[_Asked]:
-        """Return who is looked for next: at least one."""
+        """Take the requests of the next search, at least one."""
         together, names = list[_Asked](), 0
         while self._asked:
             named = self._asked[0].named
@@ -172,7 +172,7 @@ class Cancelling:
         mastership.host.read(partial(look, message_log), done)
 
     def _what_to_say(self, problem: QmqError, schedule: Schedule) -> QmqError:
-        """Return the error for who asked; damage is repaired."""
+        """Return the error for the callers; damage is reported for repair."""
         if isinstance(problem, CorruptFrame):
             self._mastership.found_damage(problem)
             return NotServed("this copy is damaged and being repaired; ask again in a moment")
@@ -182,7 +182,7 @@ class Cancelling:
         return problem
 
     def _file_all(self) -> None:
-        """States are exact when the schedule has what is on our disk, and the decisions know the rest."""
+        """File everything on this disk: then the schedule's states are exact, and the decisions cover later frames."""
         flushed_end = self._mastership.log.flushed_end
         self._filing.go_on(flushed_end)
         self._decisions.filed(self._filing.schedule.filed_end)
@@ -192,7 +192,7 @@ class Cancelling:
     # Deciding.
 
     def go_on(self) -> None:
-        """Decide about some of what was found; the next pass goes on."""
+        """Decide about some of the found messages; the next pass continues."""
         some, size = list[_Looked](), 0
         while self.looked and size < DECIDED_AT_ONCE:
             some.append(self.looked.popleft())
@@ -213,7 +213,7 @@ class Cancelling:
         self._decide(some, now)
 
     def _decide(self, some: list[_Looked], now: States) -> None:
-        """Write down what becomes of all these, and answer when both disks have it."""
+        """Write the decisions, and answer when both disks have them."""
         answers = list[tuple[Fates, list[DelayState]]]()
         for looked in some:
             asked = looked.asked
@@ -222,7 +222,7 @@ class Cancelling:
                 if looked.schedule is not self._filing.schedule:
                     raise NotServed("the schedule is made anew; ask again in a moment")
                 if asked.due_ms is not None:
-                    self._write_cancelled()  # so that nothing is moved that was cancelled just now
+                    self._write_cancelled()  # so nothing is moved that was cancelled in this step
                 if not self._is_behind(looked, now):
                     answers.append((asked.answer, self._fates(looked, now)))
                 elif asked.looks > 1:
@@ -236,10 +236,10 @@ class Cancelling:
         self._look_next()
 
     def _is_behind(self, looked: _Looked, now: States) -> bool:
-        """Return whether something happened to a message since it was looked for that has to be looked at again: it is
-        written elsewhere now, or the schedule does not know yet what a frame decides about it.
+        """Return whether a search must be repeated: a found message was written elsewhere meanwhile, or an unfiled
+        frame decides about it.
 
-        The look saw the messages that were filed by `filed_end`, but their states as they were a little later.
+        The search covers messages filed by `filed_end`, but reads their states a little later.
         """
         found, names = looked.found, self._decisions.names
         if looked.filed_end < self._decisions.moved_end:
@@ -251,12 +251,12 @@ class Cancelling:
         )
 
     def _fates(self, looked: _Looked, now: States) -> list[DelayState]:
-        """Return the fate of each name; what pends is cancelled or moved."""
+        """Return the fate of each name; pending messages are cancelled or moved."""
         named, found = looked.asked.named, looked.found
         fates = [DelayState.UNKNOWN] * (len(named.ids) + len(named.keys))
         pending: dict[int, _Found] = {}
         last: dict[tuple[int, int], _Found] = {}
-        """What was written last of each message: a broker may have refused what counts as sent before."""
+        """The last entry of each message: a broker may have refused an earlier one that counts as sent."""
         for one in sorted(found, key=_number):
             if one.message and now.get(one.number) == State.PENDING:
                 pending[one.number] = one
@@ -306,7 +306,9 @@ class Cancelling:
 
 
 class _Look:
-    """A question of several requests at once; made on the loop, called on a thread. `log_start`: of the log then."""
+    """One search for several requests; made on the loop, called on a thread. `log_start`: start of the log when
+    made.
+    """
 
     def __init__(self, together: Sequence[_Asked], schedule: Schedule, log_start: int) -> None:
         self._together, self._log_start = [one.named for one in together], log_start
@@ -321,7 +323,7 @@ class _Look:
         )
 
     def __call__(self, message_log: MessageLog) -> list[list[_Found]]:
-        """Return what is found for each request; raises LogError."""
+        """Return the messages found for each request; raises LogError."""
         found: list[list[_Found]] = [[] for _ in self._together]
         self._add(found, self._find.near(), message_log, {*range(len(found))})
         missing = {at for at, named in enumerate(self._together) if not _are_all_there(named, found[at])}
@@ -332,7 +334,7 @@ class _Look:
     def _add(
         self, found: list[list[_Found]], candidates: list[Candidate], message_log: MessageLog, wanted: set[int]
     ) -> None:
-        """Keep those candidates that have the name itself, not its hash alone, for requests that want them."""
+        """Keep candidates whose name matches, not just its hash, for the requests in `wanted`."""
         for by_key, index, record, state in candidates:
             at, place = self._keys[index] if by_key else self._ids[index]
             if at not in wanted or int(record["subject"]) != self._subjects[at]:
@@ -341,7 +343,8 @@ class _Look:
             name = place + len(named.ids) if by_key else place
             message = _read(message_log, record)
             if message is None:
-                # The log let it go, and its hash has to do. If only since the look began, what pended is elsewhere now.
+                # The log has deleted it, so only its hash can match. If deleted since the search began, a pending one
+                # was moved.
                 if state in (State.SENT, State.CANCELLED) or int(record["number"]) >= self._log_start:
                     found[at].append(_found(name, record, state, b""))
             elif _has_name(message, named, by_key, place):
@@ -353,13 +356,14 @@ def _found(name: int, record: Any, state: State, message: bytes) -> _Found:
 
 
 def _are_all_there(named: Named, found: Sequence[_Found]) -> bool:
-    """Return whether each name means one message, and all of them pend: what was sent or moved may be elsewhere again,
-    and a key may mean several."""
+    """Return whether each name has one message, all of them pending. A sent or moved message may exist elsewhere too,
+    and a key may have several.
+    """
     return not named.keys and len({one.name for one in found if one.state == State.PENDING}) == len(named.ids)
 
 
 def _read(message_log: Any, record: Any) -> bytes | None:
-    """Read a message; None if retention took it."""
+    """Read a message; None if retention deleted it."""
     if record["number"] < message_log.start:
         return None
     wanted = Messages([int(record["number"])], [int(record["size"])], [int(record["crc"])])
@@ -382,7 +386,7 @@ def _has_name(message: bytes, named: Named, by_key: bool, index: int) -> bool:
 
 
 def _parts(found: Iterable[_Found]) -> Iterator[list[_Found]]:
-    """Cut messages into what one frame has: one of them at least."""
+    """Split messages into the contents of frames, at least one message each."""
     part, size = list[_Found](), 0
     for one in found:
         if part and size + len(one.message) > MOVED_BYTES:
@@ -399,7 +403,7 @@ def _number(found: _Found) -> int:
 
 
 def _past(state: State | None) -> DelayState | None:
-    """What became of a message that does not pend; None: it was written again, and is found there."""
+    """Return the fate of a message that does not pend; None: it was written again elsewhere."""
     if state == State.CANCELLED:
         return DelayState.CANCELLED
     return None if state == State.MOVED else DelayState.SENT

@@ -1,4 +1,4 @@
-"""Shell. The delay server's gRPC port: what every process of a group answers, and delayed messages for operators."""
+"""Shell. gRPC control port of a delay server: the calls of every copy, and delayed messages for operators."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class DelayControl(CopyControl[DelayMaster]):
         return await asyncio.to_thread(_read_what_is_there, message_log, wanted)
 
     async def CancelDelayed(self, request: pb.CancelDelayedRequest, context: Any) -> pb.CancelDelayedAnswer:
-        """DEADLINE_EXCEEDED: it may or may not be done; repeat it. Others: see qmq.proto."""
+        """DEADLINE_EXCEEDED: the outcome is unknown; repeat the call. Others: see qmq.proto."""
         ids, keys = list(request.ids), list(request.keys)
         if not 0 < len(ids) + len(keys) <= NAMED_MAX:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"name 1 to {NAMED_MAX} messages by id or key")
@@ -120,7 +120,7 @@ class DelayControl(CopyControl[DelayMaster]):
         return await asyncio.wait_for(safe, SAFE_S)
 
     async def _answered(self, context: Any, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask, and end the call with the right status if there is no answer."""
+        """Await an answer, and translate errors to gRPC statuses."""
         try:
             return await ask()
         except CorruptFrame as problem:
@@ -148,7 +148,7 @@ def _settle(future: asyncio.Future[T], result: T | QmqError | LogError) -> None:
 
 
 def _read_what_is_there(message_log: MessageLog, wanted: Messages) -> list[bytes]:
-    """Read messages; empty where one went between being listed and being read. Blocks; runs on a thread."""
+    """Read messages; a message that was deleted since it was listed is empty. Blocks; runs on a thread."""
     try:
         return read_messages(message_log, wanted)
     except CorruptFrame:
@@ -179,7 +179,7 @@ def _schedule(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
     try:
         template = read_template(message, subject)
     except InvalidMessage:
-        return shown  # it has the label by mistake, or was carried: `problem` says that
+        return shown  # wrong label, or carried meanwhile: `problem` states which
     shown.schedule.name, shown.schedule.owner = template.name, template.owner
     shown.schedule.cron, shown.schedule.timezone = template.expression, template.timezone
     return shown

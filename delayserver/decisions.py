@@ -31,25 +31,25 @@ class Counters(ProduceCounters):
     sent_messages: int = 0
     sent_batches: int = 0
     not_stored_batches: int = 0
-    """Batches that a broker group certainly did not store; their messages were due again."""
+    """Batches that a broker group surely did not store; their messages became due again."""
     unknown_answers: int = 0
-    """Attempts after which nobody knew; the same batch was repeated."""
+    """Attempts with unknown outcome; the same batch was repeated."""
     refused_messages_later: int = 0
-    """Messages that a broker never takes as they are; they are tried again much later."""
+    """Messages that brokers refuse as they are; tried again much later."""
     cancelled_messages: int = 0
     rescheduled_messages: int = 0
     carried_messages: int = 0
     recurred_messages: int = 0
     """Occurrences of recurring schedules."""
     skipped_occurrences: int = 0
-    """Those that were missed while nobody was there, and are not sent."""
+    """Occurrences missed during an outage, which are not sent."""
     lateness_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(LATENESS_MS_BUCKETS) + 1))
-    """Messages sent, by time from due until stored; the last place is for those later than every bucket."""
+    """Sent messages by time from due to stored; the last place is above every bucket."""
     lateness_ms_sum: int = 0
 
 
 class Recurrence(NamedTuple):
-    """A template, when it is due next, and what it sends now."""
+    """A template, its next due time, and the message to send now."""
 
     template: bytes
     next_ms: int
@@ -58,17 +58,17 @@ class Recurrence(NamedTuple):
 
 
 class Decisions:
-    """Made by the master; ends with the mastership."""
+    """Writer of decision frames. Made by the master; ends with the mastership."""
 
     def __init__(self, mastership: Mastership) -> None:
         self._mastership = mastership
         self._unfiled: deque[tuple[int, list[int]]] = deque()
         self._named: set[int] = set()
         self._derived: dict[int, tuple[int, int]] = {}
-        """What follows from another message: number -> (own end, end of the message it follows from)."""
+        """Messages that follow from another: number -> (own end, end of the message they follow from)."""
         self._safe = 0
         self.moved_end = 0
-        """End of the last frame of this mastership that writes messages in place of others."""
+        """End of the last frame of this mastership that moves messages."""
         self._templates_end: dict[str, int] = {}
 
     def templates_end(self, subject: str) -> int:
@@ -76,7 +76,7 @@ class Decisions:
         return self._templates_end.get(subject, 0)
 
     def names(self, number: int) -> bool:
-        """Return whether a frame that the schedule does not have yet decides about the message."""
+        """Return whether an unfiled frame decides about the message."""
         return number in self._named
 
     def not_named(self, records: Records) -> Records:
@@ -86,7 +86,7 @@ class Decisions:
         return records
 
     def filed(self, end: int) -> None:
-        """The schedule has all frames before `end`."""
+        """Note that the schedule contains all frames before `end`."""
         while self._unfiled and self._unfiled[0][0] <= end:
             self._named.difference_update(self._unfiled.popleft()[1])
         safe = self._mastership.gate.high_watermark
@@ -95,7 +95,7 @@ class Decisions:
             self._derived = {number: ends for number, ends in self._derived.items() if ends[0] > safe}
 
     def data_end(self, records: Records) -> int:
-        """Return before which place of the log lies all that nobody could make anew from what lies before it."""
+        """Return the offset both copies must have to be able to restore these messages."""
         ends = records["number"] + records["size"]
         if not self._derived:
             return int(ends.max())
@@ -103,7 +103,7 @@ class Decisions:
         return max(self._derived[number][1] if number in self._derived else end for number, end in numbers)
 
     def is_with_both(self, records: Records) -> npt.NDArray[np.bool_]:
-        """Return which of these messages both copies have, or could make anew from what they have."""
+        """Return which of these messages both copies have or can derive."""
         high = self._mastership.gate.high_watermark
         with_both: npt.NDArray[np.bool_] = records["number"] + records["size"] <= np.uint64(high)
         if self._derived and not with_both.all():
@@ -122,7 +122,7 @@ class Decisions:
         return frame
 
     def dispatch(self, subject: str, group: str, records: Records, *, producer: int, batch: int) -> Frame:
-        """These messages go to `group` as one batch, under these numbers."""
+        """Write a dispatch of these messages to `group` as one batch with these numbers."""
         body = delay_frames.encode_dispatch(group, _places_of(records))
         frame = self._mastership.append(
             FrameKind.DISPATCH, subject, body, count=len(records), producer=producer, batch=batch
@@ -130,11 +130,11 @@ class Decisions:
         return self._note(frame, records)
 
     def settle(self, settled: Sequence[Settlement]) -> Frame:
-        """These batches were stored, or were not."""
+        """Write the outcomes of batches."""
         return self._mastership.append(FrameKind.SETTLED, "", delay_frames.encode_settled(settled), count=len(settled))
 
     def cancel(self, subject: str, records: Records) -> Frame:
-        """These messages are not sent any more."""
+        """Write a cancel of these messages."""
         frame = self._mastership.append(FrameKind.CANCEL, subject, _places_of(records), count=len(records))
         return self._note(frame, records)
 
@@ -147,9 +147,9 @@ class Decisions:
         *,
         replaces: bool = True,
     ) -> Frame:
-        """Messages of one subject once more, in place of `records`: due when they were, or at `dues`.
+        """Write messages of one subject again, in place of `records`, with their due times or with `dues`.
 
-        Those that are in flight are replaced by what settles their batch: then `replaces` is false.
+        `replaces` is False for messages in flight: the settled frame of their batch replaces those.
         """
         if dues is not None:
             messages = [with_due(message, due) for message, due in zip(messages, dues)]
@@ -161,10 +161,10 @@ class Decisions:
         return self._note(frame, records)
 
     def recur(self, subject: str, records: Records, recurrences: Sequence[Recurrence]) -> Frame:
-        """Recurring schedules of a subject are due: their occurrences, and `records` themselves for the next time.
+        """Write occurrences of due recurring schedules, and `records` again for their next times.
 
-        One frame, so that there are both or none. If it is lost with the only copy that has it, the other copy makes it
-        anew from what `records` follow from; so both are as safe as that.
+        One frame holds both, so a crash leaves both or none. If only a lost copy has it, the other copy derives it
+        again from the messages that `records` follow from, so both are as safe as those.
         """
         count, places = len(records), _places_of(records) + bytes(delay_frames.PLACE_BYTES * len(records))
         data_ends = [self.data_end(records[at : at + 1]) for at in range(count)]
@@ -182,7 +182,7 @@ class Decisions:
         return self._note(frame, records)
 
     def template(self, subject: str, records: Records, template: bytes, due_ms: int) -> Frame:
-        """A new template, in place of those `records`, of which there is one at most."""
+        """Write a template in place of `records`, which has at most one entry."""
         places = _places_of(records) if len(records) else bytes(delay_frames.PLACE_BYTES)
         body = join_batch([with_due(template, due_ms)])
         frame = self._mastership.append(
@@ -193,5 +193,5 @@ class Decisions:
 
 
 def _places_of(records: Records) -> bytes:
-    """Return (number, due time) of each record, as they stand in frames."""
+    """Return (number, due time) of each record as stored in frames."""
     return np.column_stack((records["number"], records["due"])).astype("<u8").tobytes()

@@ -50,31 +50,32 @@ log = logging.getLogger(__name__)
 BATCH_MESSAGES_MAX = 500
 BATCH_BYTES_MAX = 512 * 1024
 IN_FLIGHT_MAX = 5_000
-"""Messages on their way to one broker group: what others' messages wait for at most. The rest stays in its queue, 50
-bytes each. A group that has died keeps these, and takes nobody else's place."""
+"""Messages in flight to one broker group: the most that other messages wait for. The rest stays in its queue at 50
+bytes each. A group that stopped keeps its messages, and takes no other group's room.
+"""
 LANES = 16
-"""Producer ids per broker group. Subjects share them; one whose batch stays without an outcome holds up a sixteenth."""
+"""Producer ids per broker group, shared by subjects. A batch without outcome delays one sixteenth of them."""
 SPAN_MAX = 48
-"""Numbers between a lane's oldest open batch and its newest. A broker remembers 64 (qmq.log.fold)."""
+"""Distance of a lane's newest batch number from its oldest open one. A broker remembers 64 (qmq.log.fold)."""
 REFUSED_MS = 300_000
-"""When a message that a broker refused is tried again."""
+"""When a refused message is tried again."""
 REST_MS = (50, 100, 200, 500, 1000, 2000, 5000)
-"""How long a subject rests after failures in a row, and a batch of unknown outcome before it is repeated."""
+"""Pauses of a subject after consecutive failures, and of a batch of unknown outcome before it is repeated."""
 LOOK_MS = 50
-"""How soon a subject looks again that found no group; later if many do, so that looking takes a third of the time."""
+"""Pause of a subject that found no group; longer if many do, so that searching takes a third of the time."""
 LOOKS_PER_MS = 50
 LOOKS_MAX = 1000
-"""Subjects that look for a group in one pass: 5 to 10 ms in which nobody else is served."""
+"""Subjects that search for a group in one pass: 5 to 10 ms in which the loop serves nothing else."""
 PASS_MESSAGES = 5000
-"""Planned in one pass: 20 ms. Then answers, intake and what just came due are looked after."""
+"""Planned in one pass: 20 ms. Then the loop handles answers, intake and newly due messages."""
 QUANTUM = 512 * 1024
-"""What a subject may spend in a round: about a full batch. A message costs its bytes and MESSAGE_COST."""
+"""Credit of a subject per round: about a full batch. A message costs its bytes and MESSAGE_COST."""
 MESSAGE_COST = 1024
-"""To plan, read, send and settle a message of 200 bytes takes about five times as long as to copy its bytes."""
+"""Planning, reading, sending and settling a message of 200 bytes takes five times as long as copying its bytes."""
 
 
 class _Batch:
-    """Messages of one subject on their way to one broker group, for ever under the same numbers."""
+    """Messages of one subject in flight to one broker group, under fixed numbers."""
 
     __slots__ = (
         "producer",
@@ -99,14 +100,14 @@ class _Batch:
         self.producer, self.number, self.subject, self.group = producer, number, subject, group
         self.records, self.end = records, end
         self.oldest_ms = int(records["due"].min()) if len(records) else 0
-        """`end`: of the log; what is before it has to be safe before the batch is sent."""
+        """`end`: offset of the log; everything before it must be safe before the batch is sent."""
         self.is_safe, self.life = False, life
         self.numbered: NumberedBatch | None = None
         self.tries, self.next_ms = 0, 0
         self.sent_ms: int | None = None
-        """When this mastership sent it first."""
+        """When this mastership first sent it."""
         self.unsent_bytes = 0
-        """For which its group has no room any more, although it does not have them yet."""
+        """Bytes that are reserved at its group and not sent yet."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -118,17 +119,17 @@ class _Batch:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether messages of it have order keys."""
+        """Whether it has messages with order keys."""
         return bool(keys_of(self.records).any())
 
 
 class Dispatching:
-    """Made by the master; ends with the mastership.
+    """Dispatcher of due messages. Made by the master; ends with the mastership.
 
     Args:
-        subject_name: says what a record's subject is.
-        planned: told the numbers and messages of each batch: whoever files its frame then knows them.
-        leftovers: makes what keeps the queues short, from what says how much a subject's queue holds.
+        subject_name: returns the name of a record's subject.
+        planned: receives numbers and messages of each batch, which saves a look-up when its frame is filed.
+        leftovers: makes the `Leftovers`, given a function that returns the length of a subject's queue.
     """
 
     def __init__(
@@ -147,39 +148,40 @@ class Dispatching:
         self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
         """The last transitions of its batches."""
         self.open: dict[tuple[int, int], _Batch] = {}
-        """Planned and not settled, by producer id and number."""
+        """Planned and unsettled batches, by producer id and number."""
         self._queues: dict[int, PendingQueue] = {}
         self._named: dict[str, PendingQueue] = {}
         self.leftovers = leftovers(lambda subject: self._queues[subject].count)
         self._shares = FairShares[int](QUANTUM)
-        """Subjects with something in their queue, the next one first."""
+        """Subjects with a non-empty queue, the next one first."""
         self._lanes: dict[int, dict[int, None]] = {}
         """Producer id -> its open numbers, ascending."""
         self._next: dict[int, int] = {}
         self._producers: dict[tuple[str, int], int] = {}
         self._ordered: dict[tuple[str, str], set[tuple[int, int]]] = {}
-        """(subject, group) -> batches with order keys that hold up the next one: open, or not stored and not filed."""
+        """(subject, group) -> batches with order keys that block the next one: open, or not stored and not filed."""
         self._began_ms = mastership.host.now_ms()
         self._settled: list[Settlement] = []
         self._refused_messages: list[tuple[str, Records, bytes]] = []
         self._retry: dict[_Batch, None] = {}
         self._crowded: dict[str, dict[int, None]] = {}
-        """Broker group -> subjects that found no room there, the one that waits longest first."""
+        """Broker group -> subjects that found no room there, the longest-waiting first."""
         self._in_flight_of: dict[str, int] = {}
         """Broker group -> messages in open batches."""
         self._unsent_bytes_of: dict[str, int] = {}
         self._is_over = False
 
-    # What comes in.
+    # Intake.
 
     def expect(self, records: Records) -> None:
-        """These will be due soon: learn where their subjects go."""
+        """Request the routes of messages that are due soon."""
         for subject in np.unique(records["subject"]).tolist():
             self._queue(subject)
 
     def due(self, records: Records) -> None:
-        """Put messages into their queues, the earliest first. What a frame decides about that is not filed yet is left
-        out when it is planned."""
+        """Put messages into their queues, the earliest first. Messages that an unfiled frame decides about are left out
+        when a batch is planned.
+        """
         subjects = records["subject"]
         if (subjects == subjects[0]).all():
             self._put(int(subjects[0]), records)
@@ -211,7 +213,7 @@ class Dispatching:
         self._shares.join(subject)
 
     def remove(self, records: Records) -> None:
-        """Take messages out of their queues: they were cancelled, or written again elsewhere."""
+        """Take messages out of their queues: they were cancelled, or moved."""
         for subject in np.unique(records["subject"]).tolist():
             rest = self.leftovers.gone(subject, records)
             if subject in self._shares:
@@ -222,7 +224,7 @@ class Dispatching:
                 self.leftovers.ran_low(subject, queue.count)
 
     def resume(self, producer: int, number: int, subject: str, group: str, records: Records) -> None:
-        """Take up a batch that an earlier mastership planned and did not settle: it may be stored already."""
+        """Resume a batch that an earlier mastership planned and did not settle: it may be stored already."""
         mastership = self._mastership
         batch = _Batch(producer, number, subject, group, records, mastership.log.end, self._life())
         batch.life.on(BatchEvent.TAKEN_OVER)
@@ -232,7 +234,7 @@ class Dispatching:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is due, under way, or to be written down."""
+        """Whether nothing is due, in flight, or to be written."""
         return self.leftovers.is_empty and not (
             len(self._shares) or self.open or self._settled or self._refused_messages
         )
@@ -244,15 +246,15 @@ class Dispatching:
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """Messages on their way, by broker group."""
+        """Messages in flight, by broker group."""
         return {group: count for group, count in self._in_flight_of.items() if count}
 
     def why_not(self, subject: str) -> str:
-        """Say why no broker group takes messages of the subject; empty if one does."""
+        """Return why no broker group takes messages of the subject; empty if one does."""
         return "" if self._senders.groups(subject) else self._senders.why_not(subject)
 
     def overdue(self, on_wheel: int, first_on_wheel_ms: int | None) -> Overdue:
-        """Return what is due and not sent; see `Overdue.of`."""
+        """Return the due and unsent messages; see `Overdue.of`."""
         queues = (self._queues[subject] for subject in self._shares)
         on_disk = [(self._queues[subject].subject, Part(*part)) for subject, *part in self.leftovers.parts()]
         return Overdue.of(queues, self.open.values(), on_wheel, first_on_wheel_ms, on_disk)
@@ -260,7 +262,7 @@ class Dispatching:
     # Planning.
 
     def go_on(self, now_ms: int) -> None:
-        """Write down outcomes, repeat what may be stored, and plan what may go. `now_ms` is monotonic."""
+        """Write outcomes, repeat batches that may be stored, and plan new ones. `now_ms` is monotonic."""
         self._write_settled()
         for batch in [batch for batch in self._retry if batch.next_ms <= now_ms]:
             del self._retry[batch]
@@ -268,7 +270,7 @@ class Dispatching:
         self._plan_fairly(now_ms)
 
     def _plan_fairly(self, now_ms: int) -> None:
-        """Let all subjects that can send go on in rounds, until nobody can or this pass is long enough."""
+        """Let all subjects that can send take turns until none can, or the pass is long enough."""
         queues, looks, planned = self._queues, 0, 0
         if not self._shares:
             return
@@ -285,7 +287,7 @@ class Dispatching:
             planned += self._spend(subject, queues[subject], now_ms)
 
     def _spend(self, subject: int, queue: PendingQueue, now_ms: int) -> int:
-        """Plan what a subject may send in this round; return how many messages."""
+        """Plan batches of a subject within its credit; return the number of messages."""
         planned = 0
         while queue.count and queue.looks_ms <= now_ms and self._shares.has_credit(subject):
             records = self._plan_what_can_go(queue, now_ms)
@@ -294,7 +296,7 @@ class Dispatching:
                 break
             planned += len(records)
             self._shares.spend(subject, 1 + _bytes(records) + MESSAGE_COST * len(records))
-            if queue.failures:  # one batch tries whether it works again
+            if queue.failures:  # a single batch tests whether the group works again
                 queue.looks_ms = now_ms + REST_MS[min(queue.failures, len(REST_MS) - 1)]
         if not queue.count:
             self._shares.leave(subject)
@@ -302,7 +304,7 @@ class Dispatching:
         return planned
 
     def _cannot_go(self, subject: int, queue: PendingQueue, now_ms: int) -> None:
-        """There is no group for any of it now."""
+        """Pause a subject for which no group has room."""
         queue.looks_ms = now_ms + LOOK_MS + len(self._shares) // LOOKS_PER_MS
         if groups := self._senders.groups(queue.subject):
             for group in groups:
@@ -325,7 +327,7 @@ class Dispatching:
                 continue
             chosen = queue.take(at, self._cut(group, piece.records, fits))
             queue.complained = False
-            if len(chosen := self._decisions.not_named(chosen)):  # others were cancelled just now, or moved
+            if len(chosen := self._decisions.not_named(chosen)):  # others were cancelled or moved just now
                 self._write(queue, group, chosen)
             return chosen
         return None
@@ -333,14 +335,14 @@ class Dispatching:
     def _choose(
         self, queue: PendingQueue, piece: Piece, free: str | None, homes: list[str | None], now_ms: int
     ) -> tuple[str | None, Fits]:
-        """Return the group for the first of these messages that can go now, and which ones can go there with it.
+        """Return the group of the first message that can go now, and which messages can join it.
 
         Args:
-            free: the group that takes messages without order key, if one does.
-            homes: the same for those that have one, by their home.
+            free: the group for messages without order key, or None.
+            homes: for each home of order keys, the group itself, or None if it takes nothing now.
         """
         can_go: Fits = np.array([*(home is not None for home in homes), free is not None])[piece.homes]
-        if self._mastership.gate.too_few_in_sync:  # only what both copies have goes on
+        if self._mastership.gate.too_few_in_sync:  # continue only with messages that both copies have
             can_go &= self._decisions.is_with_both(piece.records)
         can_go &= piece.records["due"] <= self._mastership.retry_ms()  # not so if a wrong clock stepped back
         if not can_go.any():
@@ -361,20 +363,20 @@ class Dispatching:
         return min(names, key=self._senders.in_flight, default=None)
 
     def _takes_keys(self, queue: PendingQueue, home: str | None) -> bool:
-        """Return whether messages can go now whose order keys belong to this group: no such message is on its way."""
+        """Return whether this group takes messages with order keys now: none of the subject are in flight there."""
         if home is None or self._ordered.get((queue.subject, home)):
             return False
         return home in self._senders.groups(queue.subject) and self._has_room(home, queue)
 
     def _cut(self, group: str, records: Records, fits: Fits) -> npt.NDArray[np.intp]:
-        """Return which of these messages the next batch has."""
+        """Return the places of the messages in the next batch."""
         places = np.flatnonzero(fits)[:BATCH_MESSAGES_MAX]
         sizes = np.cumsum(records["size"][places].astype(np.int64) + 16)
         most = max(min(BATCH_BYTES_MAX, self._room(group)), int(sizes[0]))
         return places[: int(np.searchsorted(sizes, most, "right"))]
 
     def _has_room(self, group: str, queue: PendingQueue) -> bool:
-        """Return whether a group takes one batch more, and a number is free for it."""
+        """Return whether a group takes another batch, and a number is free for it."""
         if self._in_flight_of.get(group, 0) >= IN_FLIGHT_MAX or not self._room(group):
             return False
         producer = self._producer(group, queue.subject)
@@ -382,7 +384,7 @@ class Dispatching:
         return not numbers or self._next[producer] - next(iter(numbers)) < SPAN_MAX
 
     def _room(self, group: str) -> int:
-        """Return how many bytes a group takes now, besides what is planned for it and not sent."""
+        """Return how many bytes a group takes now, besides planned and unsent ones."""
         return max(0, self._senders.room(group) - self._unsent_bytes_of.get(group, 0))
 
     def _no_longer_unsent(self, batch: _Batch) -> None:
@@ -391,10 +393,10 @@ class Dispatching:
             batch.unsent_bytes = 0
 
     def _producer(self, group: str, subject: str) -> int:
-        """The producer id of a lane: of this mastership alone, so that its numbers begin with 1.
+        """Return the producer id of a lane, unique to this mastership, so its numbers begin with 1.
 
-        Its epoch alone does not name it: a disk that was put back uses that again. A group would take other messages
-        for the batch that had their number, and they would count as sent.
+        The epoch alone is not unique: a restored disk uses it again. A broker group would then take new messages for
+        the batch that had their number, and they would count as sent.
         """
         mastership, lane = self._mastership, crc32(subject.encode()) % LANES
         producer = self._producers.get((group, lane))
@@ -406,7 +408,7 @@ class Dispatching:
         return producer
 
     def _write(self, queue: PendingQueue, group: str, records: Records) -> None:
-        """Write the plan down; the batch is sent once that is safe."""
+        """Write the plan; the batch is sent once that is safe."""
         producer = self._producer(group, queue.subject)
         number = self._next[producer] = self._next.get(producer, 0) + 1
         frame = self._decisions.dispatch(queue.subject, group, records, producer=producer, batch=number)
@@ -431,15 +433,16 @@ class Dispatching:
     # Sending.
 
     def _when_safe(self, batch: _Batch) -> None:
-        """Send it when both copies have its plan. Without a slave, what both copies had goes on, and what only we have
-        is due again (P3), unless an earlier mastership may have sent it."""
+        """Send the batch when both copies have its plan. Without a slave, messages that both copies have go on.
+        Messages of this copy alone become due again (P3), unless an earlier mastership may have sent them.
+        """
 
         def answer(error: QmqError | None) -> None:
             if self._is_over:
                 return
             if error is None:
                 batch.is_safe = True
-                self._read(batch)  # now our disk has all of it
+                self._read(batch)  # this disk has everything now
             elif batch.life.may_be_stored:
                 self._later(batch)
             else:
@@ -464,7 +467,7 @@ class Dispatching:
         self._mastership.host.read(lambda: read_messages(message_log, numbers), done)
 
     def _not_read(self, batch: _Batch, error: LogError) -> None:
-        """Our copy is damaged there: it is repaired from the other one, then these go on."""
+        """Report damage: the copy is repaired, then the batch is retried."""
         if isinstance(error, CorruptFrame):
             self._mastership.found_damage(error)
         log.error("messages not read subject=%s messages=%d: %s", batch.subject, len(batch.records), error)
@@ -477,11 +480,11 @@ class Dispatching:
 
     def _send(self, batch: _Batch) -> None:
         if Reason.FENCED in self._mastership.readonly:
-            return  # the next master has this plan, or sends these messages by one of its own
+            return  # the next master has this plan, or plans these messages itself
         if not batch.is_safe:
             self._when_safe(batch)  # the slave was missing
         elif batch.numbered is None:
-            self._read(batch)  # it could not be read before
+            self._read(batch)  # an earlier read failed
         else:
             if batch.sent_ms is None:
                 batch.sent_ms = self._mastership.host.monotonic_ms()
@@ -512,11 +515,11 @@ class Dispatching:
             self._is_unknown(batch, why)
 
     def _is_at_fault(self, batch: _Batch, answer: NotStored) -> bool:
-        """Return whether no other batch that its only message is in would be taken."""
+        """Return whether its only message would be refused in any batch."""
         return len(batch.records) == 1 and isinstance(answer.error, InvalidMessage)
 
     def _is_unknown(self, batch: _Batch, why: str) -> None:
-        """Repeat it to its group; after a long time let its messages go elsewhere, and maybe twice."""
+        """Repeat the batch at its group; after a long time let its messages go elsewhere, at the risk of duplicates."""
         now_ms = self._mastership.host.monotonic_ms()
         self._counters.unknown_answers += 1
         if batch.sent_ms is not None and now_ms - batch.sent_ms >= self._unknown_ms and self._may_go_elsewhere(batch):
@@ -535,7 +538,9 @@ class Dispatching:
         self._later(batch)
 
     def _may_go_elsewhere(self, batch: _Batch) -> bool:
-        """Return whether another group takes these messages; under new numbers, this one would store them twice."""
+        """Return whether another group takes these messages. The same group would store them twice under new
+        numbers.
+        """
         if batch.is_ordered:
             keys = np.unique(keys_of(batch.records)).tolist()
             homes = {self._senders.home(batch.subject, key << KEY_SHIFT) for key in keys if key}
@@ -566,7 +571,7 @@ class Dispatching:
             self.filed(batch.subject, batch.group, batch.key)
 
     def _wake_next(self, group: str) -> None:
-        """There is room again: it is for whoever waits longest."""
+        """Give free room to the longest-waiting subject."""
         crowd = self._crowded.get(group)
         while crowd:
             subject = next(iter(crowd))
@@ -576,7 +581,9 @@ class Dispatching:
                 return
 
     def filed(self, subject: str, group: str, key: tuple[int, int]) -> None:
-        """The schedule knows that a batch is settled: messages that were not stored are due again."""
+        """Unblock order keys: the schedule has filed the batch as settled, and made messages that were not stored due
+        again.
+        """
         waiting = self._ordered.get((subject, group))
         if waiting is not None and key not in self.open:
             waiting.discard(key)
@@ -596,7 +603,7 @@ class Dispatching:
         counters.lateness_ms_sum += int(late_ms.sum())
 
     def _refused(self, batch: _Batch, refused: Sequence[tuple[int, str]]) -> None:
-        """Messages that a broker never takes as they are stay with us: an operator may raise its limits."""
+        """Keep messages that a broker refuses as they are: an operator may raise its limits."""
         assert batch.numbered is not None
         messages = [bytes(one) for one in split_batch(batch.numbered.blocks[0], len(batch.records))]
         for position, reason in refused:
@@ -614,11 +621,11 @@ class Dispatching:
             self._decisions.settle(settled)
 
     def step_down(self) -> None:
-        """The mastership is over; the next master takes up what is open."""
+        """End the mastership; the next master resumes the open batches."""
         self._is_over = True
 
     def forget_queues(self) -> None:
-        """What is due comes again, from a schedule that is made anew."""
+        """Empty all queues: due messages come again from a rebuilt schedule."""
         self._shares.clear()
         self._queues.clear()
         self._named.clear()

@@ -1,14 +1,14 @@
-"""Core. The clock by which messages come due: the middle one of three.
+"""Core. Due clock: the median of three clocks, by which messages come due.
 
-Compared are this machine's clock, the other copy's, and the metaserver's, as heartbeats bring them
-(qmq.replication.clocks). A message is due when two of the three say so: one wrong clock, whoever's it is, sends nothing
-early and nothing late. Between readings the time goes on by our monotonic clock, so nothing that is set here shows.
+The three are this machine's clock, the other copy's and the metaserver's, as heartbeats carry them
+(qmq.replication.clocks). A message is due when two of the three agree: one wrong clock sends nothing early and nothing
+late. Between readings time follows the monotonic clock, so setting a clock does not show.
 
-    heard      the due time
-    two        goes by the middle clock of three: steps back to it at once, for what is due by one clock alone is early;
-               catches up with it little by little, as fast as it is behind
-    one        before there were ever three in this mastership: by the earlier of two; after that it goes on as it was
-    nobody     goes on as it was; at first by this machine's clock
+    others     the due time
+    two        follows the median of three: steps back to it at once, because a message due by one clock alone is early;
+               catches up gradually, as fast as it is behind
+    one        before this mastership ever had three: follows the earlier of two; afterwards it continues as it was
+    none       continues as it was; at first by this machine's clock
 
 Source: docs/decisions/0030-a-message-is-due-by-two-clocks-of-three.md.
 """
@@ -20,11 +20,11 @@ from collections import deque
 from qmq.replication.clocks import MASTER, METASERVER, SLAVE
 
 WINDOW_MS = 5_000
-"""A reading was on its way for a while, so it is behind; of those of so long the one that was fastest counts."""
+"""Readings arrive late by their travel time; the fastest of this window counts."""
 DEAD_BAND_MS = 20
-"""Smaller differences are the ways of the readings."""
+"""Smaller differences are travel times."""
 CATCH_UP_MS = 10_000
-"""Half of what it is behind is caught up in about 7 s, and each ms adds at least one."""
+"""Half of a lag is caught up in about 7 s; each ms adds at least one."""
 
 
 class DueClock:
@@ -32,28 +32,28 @@ class DueClock:
 
     def __init__(self) -> None:
         self.heard: tuple[str, ...] = ()
-        """Whose clocks it goes by, besides this machine's."""
+        """Other clocks that count now, besides this machine's."""
         self.is_settled = False
-        """Whether it goes as the clocks that it goes by: only they can change when something is due."""
+        """Whether it agrees with these clocks: then only they can change when a message is due."""
         self._offset_ms: int | None = None
         """Due time minus monotonic time."""
         self._last_ms = 0
         self._had_three = False
         self._offsets: dict[str, deque[tuple[int, int]]] = {}
-        """Whose -> (monotonic ms, clock minus monotonic time) of the last readings."""
+        """Clock -> (monotonic ms, clock minus monotonic time) of the last readings."""
 
     @property
     def offset_ms(self) -> int:
-        """Due time minus monotonic time; `compare` was called."""
+        """Due time minus monotonic time. Call `compare` first."""
         assert self._offset_ms is not None
         return self._offset_ms
 
     def compare(self, *, own_ms: int, monotonic_ms: int, ahead_ms: dict[str, int]) -> None:
-        """Go by these clocks from now on.
+        """Follow these clocks from now on.
 
         Args:
             own_ms: this machine's clock.
-            ahead_ms: how far that is ahead of each clock that was heard lately (`Clocks.ahead_ms`).
+            ahead_ms: how far it is ahead of each clock that reported lately (`Clocks.ahead_ms`).
         """
         own = own_ms - monotonic_ms
         others = {name: own - ahead_ms[whose] for name, whose in _others(ahead_ms).items()}
@@ -68,7 +68,7 @@ class DueClock:
         self.is_settled = target is None or abs(target - self._offset_ms) <= DEAD_BAND_MS
 
     def _note(self, others: dict[str, int], monotonic_ms: int) -> None:
-        """Keep the readings of a window; of a clock that is not heard none, as it may be set until it is."""
+        """Keep the readings of the window. Drop those of clocks that stopped reporting: they may be set meanwhile."""
         self._offsets = {name: readings for name, readings in self._offsets.items() if name in others}
         for name, offset in others.items():
             readings = self._offsets.setdefault(name, deque())
@@ -96,8 +96,9 @@ class DueClock:
 
 
 def _others(ahead_ms: dict[str, int]) -> dict[str, str]:
-    """Return whose clocks there are, by the place that they take: what the other copy said as master, before it was our
-    slave, is its clock as well."""
+    """Return the other clocks by their role. Readings of the other copy as master, before it was a slave, count as its
+    clock too.
+    """
     copy = min((whose for whose in ahead_ms if whose.startswith(SLAVE)), default=MASTER)
     places = {"metaserver": METASERVER, "copy": copy}
     return {name: whose for name, whose in places.items() if whose in ahead_ms}

@@ -1,4 +1,4 @@
-"""Shell. Starts one delay server: joins the parts of a delay server around its log."""
+"""Shell. Starts one delay server: builds its parts and joins them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from qmq.server.service import Service
 from qmq.types import GroupKind
 
 BEAT_S = 0.01
-"""How often the clock is looked at while something is due: half of it is added to a message's lateness."""
+"""Interval of clock checks while messages are due: half of it adds to their lateness."""
 CLIENT_COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 
 
 def main() -> int:
-    """Run until SIGTERM or SIGINT; returns the exit status: 0 told to stop, 2 wrong settings, 1 could not start."""
+    """Run until SIGTERM or SIGINT; return the exit status: 0 stopped, 2 wrong settings, 1 could not start."""
     return run("delayserver", DelaySettings, "QMQ_DELAY", "One delay server: master or slave of its group.", _build)
 
 
@@ -75,13 +75,13 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
 
 
 async def _send(senders: NumberedSender) -> None:
-    """Keep the ways to the broker groups open."""
+    """Keep connections to the broker groups open."""
     async with senders:
         await asyncio.Event().wait()
 
 
 async def _beat(service: Service[DelayMaster], filing: Filing) -> None:
-    """Look at the clock as master, follow the log as slave, and write the schedule down."""
+    """Beat the master, or let a slave file its log; and flush the schedule."""
 
     def beat() -> None:
         master = service.node.master

@@ -1,13 +1,13 @@
-"""Core. The master of a group of delay servers, during one mastership: takes messages, keeps them until they are due,
-and sends them to the broker groups of their subjects.
+"""Core. Master of a delay group, for one mastership: it stores delayed messages, and sends each to a broker group of
+its subject when it is due.
 
     producer ── qmq.server.producing ──────┐
-    cancels  ── delayserver.cancellation ────┼── the log ── delayserver.upkeep ── schedule ── wheel
+    cancels  ── delayserver.cancellation ──┼── the log ── delayserver.upkeep ── schedule ── wheel
     brokers  ◄─ delayserver.dispatching ───┘                                                 │
-                        ▲────────────────────────────── what is due ─────────────────────────┘
+                        ▲────────────────────────────── due messages ────────────────────────┘
 
-Everything that is decided about a message is a frame (delayserver.decisions). The schedule follows the frames, the
-wheel follows the schedule: after a crash or a swap the next master is where this one was.
+Every decision about a message is a frame (delayserver.decisions). The schedule follows the frames and the wheel follows
+the schedule: after a crash or a swap the next master continues at the same place.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from qmq.server.producing import Producing
 log = logging.getLogger(__name__)
 
 DUE_AT_ONCE = 65_536
-"""Messages taken from the wheel in one pass, 5 ms: many more than are planned in one, so that what just came due is
-soon seen behind a million that are due before it."""
+"""Messages taken from the wheel in one pass, 5 ms. That is many more than one pass plans, so newly due messages reach
+their queues soon even behind a million others.
+"""
 
 
 class DelayMaster(Master):
-    """One mastership. Made by the node; `counters`, `filing` and `senders` go on from one mastership to the next."""
+    """One mastership. Made by the node; `counters`, `filing` and `senders` outlive it."""
 
     def __init__(
         self, promotion: Promotion, settings: DelaySettings, counters: Counters, filing: Filing, senders: BatchSender
@@ -88,7 +89,7 @@ class DelayMaster(Master):
         return self._filing.schedule.subjects[index]
 
     def _check(self, batch: Buffer, count: int, message_bytes_max: int) -> list[tuple[int, str]]:
-        """Check each message, and when it is due; a time that has passed is due at once."""
+        """Check each message and its due time; a past time means due at once."""
         now_ms = self._mastership.retry_ms()
         return check_delayed(
             batch, count, message_bytes_max=message_bytes_max, now_ms=now_ms, longest_ms=self._longest_ms
@@ -98,7 +99,7 @@ class DelayMaster(Master):
         self._filing.schedule.planned(producer, batch, records)
 
     def _follow(self) -> None:
-        """Begin with an empty wheel, and hear of what is filed from here on."""
+        """Start with an empty wheel, and subscribe to what is filed from here on."""
         self._filing.told, self._filing.anew = self._filed, self._made_anew
         self._filing.schedule.forget_loads()
         self.wheel = Wheel()
@@ -128,10 +129,10 @@ class DelayMaster(Master):
 
     def committed(self, end: int, chain: int) -> None:
         super().committed(end, chain)
-        self._mastership.host.pass_soon()  # what is on our disk now is filed
+        self._mastership.host.pass_soon()  # files what is on this disk now
 
     def end_of_pass(self) -> None:
-        """File what is on our disk, then plan what is due; plans and answers leave with what else was written."""
+        """File frames on this disk, then plan due messages; plans and answers leave with the other frames."""
         self.go_on()
         super().end_of_pass()
 
@@ -150,10 +151,10 @@ class DelayMaster(Master):
             self._cancelling.go_on()
 
     def _begin(self, flushed_end: int) -> bool:
-        """Take up what earlier masterships planned, once everything they wrote is filed."""
+        """Resume plans of earlier masterships once all their frames are filed."""
         if flushed_end <= self._mastership.log.state.epochs[-1].offset:
             return False
-        if not self._has_resumed:  # later, what the schedule does not know to be settled is ours
+        if not self._has_resumed:  # later, open dispatches in the schedule are of this mastership
             for flight in list(self._filing.schedule.in_flight.values()):
                 self._dispatching.resume(flight.producer, flight.batch, flight.subject, flight.group, flight.records)
         self._has_begun = self._has_resumed = True
@@ -183,9 +184,9 @@ class DelayMaster(Master):
             self._dispatching.due(records)
 
     def due_in_ms(self) -> int:
-        """Return for how long nothing is due unless something comes; 0: something waits for a time that is near.
+        """Return for how long nothing is due unless something comes in; 0: work waits for a time that is near.
 
-        Not even the next message: the clock that due times go by is as it will be, and everything has been filed.
+        It is positive only if the due clock is settled and everything is filed.
         """
         mastership, filing = self._mastership, self._filing
         is_idle = self._due_clock.is_settled and filing.reaches(mastership.log.flushed_end) and self._has_begun
@@ -196,7 +197,7 @@ class DelayMaster(Master):
         return QUIET_MS if next_ms is None else max(0, min(QUIET_MS, next_ms - mastership.retry_ms()))
 
     def beat(self) -> None:
-        """Called about every 10 ms, or when `due_in_ms` says: something may be due, or rested enough."""
+        """Start a pass, about every 10 ms or after `due_in_ms`: messages may be due, or pauses over."""
         self._mastership.host.pass_soon()
 
     def tick(self, now_ms: int) -> None:
@@ -205,7 +206,7 @@ class DelayMaster(Master):
         self._watch_due()
 
     def _watch_due(self) -> None:
-        """What is due stays in memory, as much as may be loaded, and more on disk: then operators hear of it."""
+        """Log a warning when due messages exceed the limit in memory: the rest stays on disk."""
         waiting, most = self._dispatching.waiting, self._settings.loaded_messages_max
         if not self._has_much_due and waiting > most:
             self._has_much_due = True
@@ -219,7 +220,7 @@ class DelayMaster(Master):
             self._has_much_due = False
 
     def _watch_clock(self) -> None:
-        """Operators hear of it when this machine's clock is not the one by which messages come due."""
+        """Log when this machine's clock differs from the due clock, and when it agrees again."""
         if not self._mastership.has_begun:
             return
         off_ms = self.clock_off_ms
@@ -237,7 +238,7 @@ class DelayMaster(Master):
                 log.warning("clock agrees again group=%s", self._mastership.group)
 
     def _compare_clocks(self) -> None:
-        """Let due times go by the clocks that are heard (delayserver.due_clock)."""
+        """Let the due clock follow the clocks that report (delayserver.due_clock)."""
         host = self._mastership.host
         own_ms, monotonic_ms = host.now_ms(), host.monotonic_ms()
         if self._compared_ms == monotonic_ms:
@@ -249,7 +250,7 @@ class DelayMaster(Master):
 
     @property
     def clock_off_ms(self) -> int:
-        """How far this machine's clock is ahead of the one by which messages come due; 0 before there is one."""
+        """How far this machine's clock is ahead of the due clock; 0 before the mastership has begun."""
         mastership = self._mastership
         return mastership.host.now_ms() - mastership.retry_ms() if mastership.has_begun else 0
 
@@ -287,7 +288,7 @@ class DelayMaster(Master):
         self._cancelling.reschedule(named, due_ms, link.ration, answer)
 
     def check_due(self, due_ms: int) -> None:
-        """Raise InvalidRequest for a time that lies too far ahead."""
+        """Raise InvalidRequest for a due time that is too far ahead."""
         ahead_ms = max(-DUE_MAX_MS, min(due_ms, DUE_MAX_MS)) - self._mastership.retry_ms()  # JSON has longer numbers
         if not 0 <= due_ms or ahead_ms > self._longest_ms:
             most = f"{self._settings.delay_days_max:g} (delay_days_max)"
@@ -296,7 +297,7 @@ class DelayMaster(Master):
     # For operators.
 
     def cancel(self, subject: str, ids: Sequence[str], keys: Sequence[str], due_ms: int, answer: Fates) -> None:
-        """Cancel messages; `answer` gets what became of each, ids first, or an error."""
+        """Cancel messages; `answer` gets the fate of each, ids first, or an error."""
         self._cancelling.cancel(Named(subject, ids, keys, due_ms), answer)
 
     def list(
@@ -308,7 +309,7 @@ class DelayMaster(Master):
         after: tuple[int, int] | None,
         done: Callable[[Records | LogError], None],
     ) -> None:
-        """List what is due in [begin_ms, end_ms), ascending by (due, number); `after` is the last one seen."""
+        """List messages due in [begin_ms, end_ms), ascending by (due, number), after the position `after`."""
         self._mastership.check_has_begun()
         schedule = self._filing.schedule
 
@@ -320,7 +321,7 @@ class DelayMaster(Master):
         self._mastership.host.read(schedule.list(begin_ms, end_ms, subject, most, after=after), listed)
 
     def list_recurring(self, subject: str | None, most: int, done: Callable[[Records | LogError], None]) -> None:
-        """List templates by (due, number); ordinary messages that have their label by mistake are among them."""
+        """List templates by (due, number), among them ordinary messages with their label by mistake."""
         self._mastership.check_has_begun()
         schedule = self._filing.schedule
         look = schedule.pending_labelled(subject, LABEL)
@@ -337,7 +338,7 @@ class DelayMaster(Master):
         self._mastership.host.read(job, listed)
 
     def stats(self) -> dict[str, Any]:
-        """Return how much pends, is loaded, due and under way."""
+        """Return counts of pending, loaded, due and in-flight messages."""
         schedule, dispatching = self._filing.schedule, self._dispatching
         overdue = dispatching.overdue(self._loading.due, self.wheel.next_due_ms)
         now_ms = self._mastership.retry_ms() if self._mastership.has_begun else 0

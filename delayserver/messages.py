@@ -26,17 +26,19 @@ def dues_of(data: Buffer, begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
 
 
 def with_due(message: bytes, due_ms: int) -> bytes:
-    """Return the same message, due at another time."""
+    """Return the message with another due time."""
     return message[:DUE_AT] + _DUE.pack(due_ms) + message[DUE_AT + 8 :]
 
 
 def check_delayed(
     batch: Buffer, count: int, *, message_bytes_max: int, now_ms: int, longest_ms: int
 ) -> list[tuple[int, str]]:
-    """Check a batch as a broker does, and that each message says when it is due, at most `longest_ms` from now.
+    """Check a batch as brokers do, and that each message has a due time at most `longest_ms` from now.
+
+    Returns (position, fault) of each wrong message.
 
     Raises:
-        InvalidRequest: the end offsets make no sense, so nothing of the batch can be stored.
+        InvalidRequest: the end offsets are invalid, so the batch cannot be stored.
     """
     wrong = dict(check_messages(batch, count, message_bytes_max))
     data_at = 4 * (count + 1)
@@ -63,11 +65,11 @@ Records = npt.NDArray[Any]
 """Entries of the schedule (delayserver.schedule.record)."""
 
 GAP_BYTES = 16 * 1024
-"""Messages that lie closer together are read in one go."""
+"""Messages closer than this are read together."""
 
 
 class Messages(NamedTuple):
-    """Which messages to read: plain values, so that the job that reads them may run on a thread."""
+    """Messages to read, as plain values: a thread may use them."""
 
     numbers: list[int]
     sizes: list[int]
@@ -79,7 +81,7 @@ class Messages(NamedTuple):
 
 
 def read_messages(message_log: MessageLog, wanted: Messages) -> list[bytes]:
-    """Return the bytes of each message, in the order asked for. Blocks; may run on a thread.
+    """Return the bytes of each message, in the requested order. Blocks; may run on a thread.
 
     Raises:
         CorruptFrame: this copy is damaged there.

@@ -1,4 +1,4 @@
-"""Shell. A delay server's own metrics, besides those of every copy: what is pending, and how late it is sent."""
+"""Shell. Metrics of a delay server, besides those of every copy: pending messages, and lateness."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DelayCollector(CopyCollector[DelayMaster]):
         yield from self._overdue(stats)
 
     def _overdue(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        """By broker group, and by subject: those that wait longest."""
+        """Yield ages and counts by broker group, and by subject for the longest-waiting ones."""
         flights = self.gauges("in_flight_messages", "Messages under way to a broker group", "to_group")
         flight_age = self.gauges("in_flight_age_seconds", "For how long the oldest of them is due", "to_group")
         for name, (messages, age_ms) in stats["overdue_groups"].items():
@@ -117,6 +117,6 @@ def open_http(
     settings: DelaySettings,
     refusals: Callable[[], Sized],
 ) -> HttpPort:
-    """Open the HTTP port. `refusals`: subjects whose route is refused; called on the loop."""
+    """Open the HTTP port. `refusals` returns subjects whose route is refused; called on the loop."""
     loop = asyncio.get_running_loop()
     return http_port(DelayCollector(service, counters, filing, loop, refusals, settings), service, settings)

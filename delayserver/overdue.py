@@ -1,7 +1,7 @@
-"""Core. What is due and not sent: how much, and since when, in all, by subject and by broker group.
+"""Core. Overdue messages: due and not sent, counted in all, by subject and by broker group, with the oldest due time.
 
-A message counts from its due time until a broker group has stored it: while it is on the wheel, in its subject's queue
-or left on disk, and on its way. So a backlog shows here, whatever it waits for.
+A message counts from its due time until a broker group has stored it: on the wheel, in its subject's queue, on disk, or
+in flight. So every backlog shows here, whatever its cause.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple, Protocol
 from qmq.delayserver.pending_queue import PendingQueue
 
 SUBJECTS_MAX = 20
-"""Subjects that are named: those that wait longest. A subject is a metric series, and there may be 100,000."""
+"""Subjects that are listed, the longest-waiting ones. Each is a metric series, and there may be 100,000 subjects."""
 
 
 class InFlight(Protocol):
-    """A batch on its way; `oldest_ms` is when its first message was due."""
+    """Batch in flight; `oldest_ms` is the earliest due time of its messages."""
 
     subject: str
     group: str
@@ -28,7 +28,7 @@ class InFlight(Protocol):
 
 
 class Part(NamedTuple):
-    """Messages that are due and not sent. `oldest_ms`: when the first of them was due."""
+    """Number of overdue messages, and the earliest due time of them."""
 
     messages: int
     oldest_ms: int
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 class Overdue(NamedTuple):
-    """`oldest_ms`: when the oldest of all was due, None without any; `subjects`: at most SUBJECTS_MAX."""
+    """`oldest_ms`: the earliest due time of all, None if there are none; `subjects`: at most SUBJECTS_MAX."""
 
     messages: int
     oldest_ms: int | None
@@ -54,11 +54,11 @@ class Overdue(NamedTuple):
         first_on_wheel_ms: int | None,
         on_disk: Iterable[tuple[str, Part]] = (),
     ) -> Overdue:
-        """Count.
+        """Count overdue messages.
 
         Args:
-            on_disk: what is due and on disk alone, by subject.
-            on_wheel: messages that are due and still on the wheel; `first_on_wheel_ms`: when the first of them was due.
+            on_disk: overdue messages that are on disk only, by subject.
+            on_wheel: overdue messages on the wheel; `first_on_wheel_ms`: their earliest due time.
         """
         subjects, groups = dict[str, Part](), dict[str, Part]()
         for queue in queues:

@@ -37,18 +37,18 @@ from qmq.errors import LogError
 from qmq.replication.ports import Host
 
 KEY_SHIFT = 32
-"""A label's upper half is the hash of its order key, 0 without one (qmq.codec)."""
+"""The upper half of a label is the hash of the order key, 0 without one (qmq.codec)."""
 PIECE_MAX = 5000
-"""Messages of one piece: what is looked through for what can go next."""
+"""Messages of one piece: the range that is searched for the next batch."""
 GONE_LEAST = 1000
-"""Fewer messages are not worth looking for them."""
+"""With fewer removed messages, the queue is not cleaned."""
 FREE = -1
-"""In place of the home of a message without order key: any group takes it."""
+"""Home of a message without order key: any group takes it."""
 
 Home = Callable[[int], str | None]
-"""Label of a message with an order key -> the broker group that it goes to."""
+"""Label of a message with an order key -> its home broker group."""
 Homes = npt.NDArray[np.int16]
-"""Where each message belongs: a position in `PendingQueue.homes`, or FREE."""
+"""Home of each message: a position in `PendingQueue.homes`, or FREE."""
 Fits = npt.NDArray[np.bool_]
 
 
@@ -74,7 +74,7 @@ class Piece:
 
 
 class PendingQueue:
-    """Made by Dispatching when something of the subject is due first; ends with it."""
+    """Queue of one subject. Made by `Dispatching` for its first due message; ends with it."""
 
     __slots__ = (
         "subject",
@@ -92,38 +92,38 @@ class PendingQueue:
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
-        """What it is called; records name it by a number."""
+        """The name; records hold a number."""
         self.pieces: deque[Piece] = deque()
         self.count = 0
         self.homes: list[str | None] = []
-        """The groups that messages of this queue belong to."""
+        """Home groups of the messages in this queue."""
         self.failures = self.rests_until_ms = 0
-        """Failures one after the other, and until when nothing is tried because of the last one."""
+        """Consecutive failures, and the end of the pause after the last one."""
         self.looks_ms = 0
-        """When it looks next for a group that takes some of it."""
+        """When it next searches for a group."""
         self.avoided: dict[str, int] = {}
-        """Group -> until when nothing new goes there: a batch to it was given up, and may be stored there."""
+        """Group -> until when it gets no new batch: one was given up there, and may be stored."""
         self.complained = False
         self._sharers: Sequence[str] = ()
         self._gone = set[int]()
-        """Numbers of messages that are not to be sent any more: left out when they are taken."""
+        """Numbers of removed messages: left out when messages are taken."""
 
     @property
     def waiting(self) -> int:
-        """Messages that wait here and are not gone."""
+        """Waiting messages, without removed ones."""
         return max(0, self.count - len(self._gone))
 
     @property
     def oldest_ms(self) -> int:
-        """When the first of them was due; there is one."""
+        """Due time of the first message. The queue must not be empty."""
         return int(self.pieces[0].records["due"][0])
 
     def put(self, records: Records, sharers: Sequence[str], home: Home) -> None:
-        """Put messages into the queue; `sharers` are the groups among which `home` chooses."""
+        """Put messages into the queue; `sharers` are the groups that `home` chooses from."""
         self.know(sharers, home)
         at = len(self.pieces)
         while at and self.pieces[at - 1].records["due"][0] > records["due"][0]:
-            at -= 1  # these were not stored: what has their order keys stays behind them
+            at -= 1  # these were not stored: others with the same order keys stay behind them
         homes, is_last = self._homes_of(records, home), at == len(self.pieces)
         for begin in range(0, len(records), PIECE_MAX):
             end = begin + PIECE_MAX
@@ -133,7 +133,7 @@ class PendingQueue:
             self._join_small()
 
     def _join_small(self) -> None:
-        """What comes one by one makes few pieces: one of a single message takes ten times its 50 bytes."""
+        """Join small pieces: a piece of a single message takes ten times its 50 bytes."""
         pieces = self.pieces
         while len(pieces) > 1 and len(pieces[-2].records) <= 2 * len(pieces[-1].records):
             if len(pieces[-2].records) + len(pieces[-1].records) > PIECE_MAX:
@@ -142,7 +142,7 @@ class PendingQueue:
             pieces[-1] = pieces[-1].followed_by(last)
 
     def know(self, sharers: Sequence[str], home: Home) -> None:
-        """Find out anew what belongs where, if other groups share the order keys than before."""
+        """Compute the homes again if other groups share the order keys now."""
         if sharers == self._sharers:
             return
         self._sharers, self.homes = sharers, []
@@ -163,7 +163,7 @@ class PendingQueue:
         return self.homes.index(name)
 
     def take(self, at: int, places: npt.NDArray[np.intp]) -> Records:
-        """Take these messages, which ascend, out of the piece `at`."""
+        """Take the messages at these ascending places out of piece `at`."""
         piece = self.pieces[at]
         if places[-1] == len(places) - 1:
             chosen = piece.records[: len(places)]
@@ -190,7 +190,7 @@ class PendingQueue:
         return chosen if fits.all() else chosen[fits]
 
     def place(self, at: int) -> tuple[int, int]:
-        """Return due time and number of about the message with `at` others before it; there are more than that."""
+        """Return due time and number of roughly the message at position `at`, which exists."""
         for piece in self.pieces:
             if at < len(piece.records):
                 one = piece.records[order_of(piece.records["due"], piece.records["number"])[at]]
@@ -199,7 +199,7 @@ class PendingQueue:
         raise IndexError(at)
 
     def give_up(self, which: Callable[[Records], Fits]) -> int:
-        """Take messages out; return how many of them were not gone."""
+        """Take out the messages that `which` selects; return how many of them were not removed before."""
         if self._gone:
             self._drop_gone()
         before = self.count
@@ -207,10 +207,10 @@ class PendingQueue:
         return before - self.count
 
     def remove(self, numbers: npt.NDArray[np.uint64]) -> None:
-        """Leave these out from now on: they were cancelled, or written again elsewhere.
+        """Leave these messages out from now on: they were cancelled, or moved.
 
-        They are not looked for: that would take as long as the queue is. When so many are gone that the queue would
-        mostly be them, it is looked through once for all of them.
+        They are not searched for, which would take as long as the queue is. The queue is cleaned once when removed
+        messages would be most of it.
         """
         self._gone.update(numbers.tolist())
         if 2 * len(self._gone) > max(self.count, GONE_LEAST):
@@ -231,29 +231,31 @@ K = TypeVar("K")
 
 
 class FairShares(dict[K, int]):
-    """Key -> what it may spend, in the order of the round; only these functions change it. Used on its owner's loop."""
+    """Fair shares: key -> credit, in the order of the round; changed only by these methods. Used on its owner's
+    loop.
+    """
 
     def __init__(self, quantum: int) -> None:
         super().__init__()
         self._quantum = quantum
 
     def join(self, key: K) -> None:
-        """It has something to send; behind the others, if it had nothing."""
+        """Add a key with work, behind the others, unless it is present."""
         self.setdefault(key, 0)
 
     def leave(self, key: K) -> None:
-        """It has nothing to send any more; debts are forgotten."""
+        """Remove a key without work; its debt is forgotten."""
         self.pop(key, None)
 
     def has_credit(self, key: K) -> bool:
         return self.get(key, 0) > 0
 
     def spend(self, key: K, cost: int) -> None:
-        """It has sent something; the next pass begins with the others."""
+        """Charge a key; the next pass begins with the others."""
         self[key] = self.pop(key) - cost
 
     def rounds(self, candidates: list[K]) -> Iterator[K]:
-        """Yield who may spend next, round by round; whoever has spent nothing by then is out of the coming rounds.
+        """Yield the keys that may spend, round by round. A key that spends nothing leaves the coming rounds.
 
         Args:
             candidates: keys that may be able to send now, in the order of the round.
@@ -272,19 +274,19 @@ class FairShares(dict[K, int]):
 
 
 PAGE_MAX = 500_000
-"""Messages read at a time, 24 MB: looking through a segment takes as long for a few."""
+"""Messages read at a time, 24 MB: searching a segment for a few takes as long."""
 BACK_MAX = 65_536
-"""Messages that come back in one pass, 10 ms."""
+"""Messages that return in one pass, 10 ms."""
 
 
 class Place(NamedTuple):
-    """A place in the order in which messages come due."""
+    """Position in the order of due times."""
 
     due_ms: int
     number: int
 
     def behind(self, records: Records) -> Fits:
-        """Return which of these are here or behind; templates never, which wait elsewhere (delayserver.recurring)."""
+        """Return which records are here or behind. Templates never are: they wait elsewhere (delayserver.recurring)."""
         dues = records["due"]
         later = (dues > self.due_ms) | ((dues == self.due_ms) & (records["number"] >= self.number))
         fits: Fits = later & (records["label"] != LABEL)
@@ -293,7 +295,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Leftover:
-    """What of a subject is due and on disk alone. `least`: with fewer in its queue, it is read."""
+    """Due messages of a subject that are on disk only. They are read when its queue has fewer than `least` messages."""
 
     begin: Place
     messages: int
@@ -302,7 +304,9 @@ class Leftover:
 
 @dataclass(slots=True)
 class _Page:
-    """What is being read, or was: the next messages of some subjects, and what came off the wheel meanwhile."""
+    """Page of the next messages of some subjects, being read or read; with the messages that left the wheel
+    meanwhile.
+    """
 
     schedule: Schedule
     subjects: set[int]
@@ -313,11 +317,11 @@ class _Page:
 
 
 class Leftovers:
-    """Made by the master; ends with the mastership.
+    """Due messages on disk only. Made by the master; ends with the mastership.
 
     Args:
         most: messages that the queues may hold.
-        waiting: says how many a subject's queue holds.
+        waiting: returns the length of a subject's queue.
     """
 
     def __init__(
@@ -338,24 +342,24 @@ class Leftovers:
 
     @property
     def messages(self) -> int:
-        """Messages that are due and on disk alone."""
+        """Due messages that are on disk only."""
         return sum(left.messages for left in self._of.values())
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield subject, messages, and when the first of them was due, of each subject."""
+        """Yield subject, number of messages, and earliest due time, for each subject."""
         for subject, left in self._of.items():
             yield subject, left.messages, left.begin.due_ms
 
     def forget(self) -> None:
-        """The schedule is another one, and nothing is in a queue."""
+        """Forget everything: the schedule was rebuilt, and the queues are empty."""
         self._of.clear()
         self._wanted.clear()
         self._page = None
 
-    # What the queues get, and give up.
+    # Queues gain and lose messages.
 
     def arrived(self, subject: int, records: Records) -> Records:
-        """These are due: return what belongs into the queue."""
+        """Return those of the newly due messages that belong into the queue."""
         self._came += len(records)
         left = self._of.get(subject)
         if left is None or not (stays := left.begin.behind(records)).any():
@@ -366,7 +370,7 @@ class Leftovers:
         return records[~stays]
 
     def gone(self, subject: int, records: Records) -> Records:
-        """These pend no more: return what may be in the queue."""
+        """Return those of the settled messages that may be in the queue."""
         left = self._of.get(subject)
         if left is None:
             return records
@@ -375,13 +379,13 @@ class Leftovers:
         return records[~stays]
 
     def ran_low(self, subject: int, count: int) -> None:
-        """The queue of a subject has `count` messages left."""
+        """Note a queue that has `count` messages left."""
         left = self._of.get(subject)
         if left is not None and count < left.least:
             self._wanted[subject] = None
 
     def make_room(self, queues: Iterable[tuple[int, PendingQueue]]) -> None:
-        """Cut the longest queues, if they hold too much; looks only now and then."""
+        """Cut the longest queues if they hold too much; checks only now and then."""
         if self._came < max(1, self._most // 16):
             return
         self._came, queues = 0, list(queues)
@@ -399,21 +403,21 @@ class Leftovers:
         if not cut:
             return
         if self._page is not None:
-            self._page.subjects.discard(subject)  # it is read from further on
+            self._page.subjects.discard(subject)  # it will be read from further on
         left = self._of.get(subject)
         if left is not None:
             cut, begin = cut + left.messages, min(begin, left.begin)
         self._of[subject] = Leftover(begin, cut, max(1, queue.count // 2))
         self.ran_low(subject, queue.count)
 
-    # What comes back.
+    # Messages return.
 
     def go_on(self, taken_ms: int, *, all_taken: bool) -> Records:
-        """Return what comes back now, maybe nothing.
+        """Return the messages that return now, maybe none.
 
         Args:
-            taken_ms: what is due by then was taken off the wheel, or is next.
-            all_taken: nothing of it is on the wheel.
+            taken_ms: messages due by then were taken off the wheel, or are next.
+            all_taken: none of them is on the wheel.
         """
         self._taken_ms = taken_ms
         if not all_taken:
@@ -428,7 +432,7 @@ class Leftovers:
         return no_records()
 
     def _read(self) -> None:
-        """Read a page of all subjects whose queue runs low."""
+        """Read a page for all subjects with a short queue."""
         wanted, self._wanted = self._wanted, {}
         low = {subject for subject in wanted if subject in self._of and self._is_low(subject)}
         if not low:
@@ -481,7 +485,7 @@ class Leftovers:
         return self._decisions.not_named(page.schedule.that_pend(records[fits]))
 
     def _moved(self, subject: int, end: Place | None, count: int) -> None:
-        """`count` messages came back, all before `end`; None: all there are."""
+        """Account for `count` returned messages, all before `end`; None: none are left."""
         if end is None:
             del self._of[subject]
             return
@@ -490,13 +494,13 @@ class Leftovers:
 
 
 def _by_place(records: Records) -> Records:
-    """Return each once, in the order in which they come due."""
+    """Return each record once, in the order of due times."""
     once = records[np.unique(records["number"], return_index=True)[1]]
     return once.take(order_of(once["due"], once["number"]))
 
 
 def _level(counts: npt.NDArray[np.int64], most: int) -> int:
-    """Return to which length queues are cut, that about `most` messages are left in all; at least one."""
+    """Return the length to which queues are cut so that about `most` messages are left in all; at least one."""
     ascending = np.sort(counts)
     before = np.cumsum(ascending) - ascending
     levels = (most - before) // np.arange(len(ascending), 0, -1)

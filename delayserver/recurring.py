@@ -1,12 +1,12 @@
-"""Core. Recurring schedules: put, deleted, listed; and what happens when one is due.
+"""Core. Recurring schedules: put, delete and list requests, and the work when a schedule is due.
 
-A template that comes off the wheel is read; then one frame says both: its occurrence, which is a delayed message like
-any other, due now, and the template again, due at its next time, in place of itself. A crash or a swap leaves both or
-none of it, so each occurrence is sent once, and the next one exists. Of occurrences that were missed, the latest is
-sent: however long nobody was there, a schedule never sends more than one message for it.
+When a template leaves the wheel, one frame writes both its occurrence, an ordinary delayed message due now, and the
+template again, due at its next time. A crash or a swap leaves both or neither, so each occurrence is sent once and the
+next one exists. Of missed occurrences only the latest is sent: an outage of any length costs at most one message per
+schedule.
 
-Requests are handled one after the other, each when the schedule has what the one before has written; so one name of a
-subject never means two templates.
+Requests are handled one after another, each when the schedule has filed the previous one's frames. So a name of a
+subject never has two templates.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from qmq.subjects import check_subject
 log = logging.getLogger(__name__)
 
 FIRED_AT_ONCE = 100
-"""Templates read and put forward together, on a thread: about 10 ms of its time."""
+"""Templates fired together, on a thread: about 10 ms of its time."""
 FIRED_BYTES = 1 << 20
 REST_MS = 1000
-"""When a template is tried again whose occurrence cannot be written now."""
+"""Retry pause of a template whose occurrence cannot be written now."""
 UNREADABLE_MS = 300_000
-"""When one is tried again that this machine cannot read: its time zone may be installed by then."""
+"""Retry pause of a template that this machine cannot read: its time zone may be installed by then."""
 AGAIN_MS = 50
 REQUESTS_MAX = 1000
-"""That wait at the same time."""
+"""Requests waiting at the same time."""
 
 
 class _Firing(NamedTuple):
-    """What a template that is due says: the occurrence at `at_ms`, and when it is due next."""
+    """Firing of a due template: the occurrence at `at_ms`, and the next due time."""
 
     template: Template
     at_ms: int
@@ -74,7 +74,7 @@ class _Asked(NamedTuple):
 
 
 class _Waiting:
-    """A template that is due and not put forward yet."""
+    """Due template that has not fired yet."""
 
     __slots__ = ("record", "next_ms", "is_unreadable")
 
@@ -83,7 +83,7 @@ class _Waiting:
 
 
 class _Found(NamedTuple):
-    """A template that pends, or did when it was looked for."""
+    """Template that was pending when the search ran."""
 
     record: Any
     template: Template
@@ -94,14 +94,16 @@ class _Found(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """How many templates a subject has; those that were asked for."""
+    """Number of a subject's templates, and the requested ones."""
 
     count: int  # type: ignore[assignment]  # shadows tuple.count
     found: list[_Found]
 
 
 class Recurring:
-    """Made by the master; ends with the mastership. `not_recurring` takes what is due and has the label by mistake."""
+    """Handler of recurring schedules. Made by the master; ends with the mastership. `not_recurring` takes due messages
+    that have the label by mistake.
+    """
 
     def __init__(
         self,
@@ -119,37 +121,37 @@ class Recurring:
         self._is_firing = self._is_looking = False
         self._asked: deque[_Asked] = deque()
         self._look_end, self._look_ms = 0, 0
-        """What has to be filed, and how late it has to be, before the next look."""
+        """Offset that must be filed, and time that must pass, before the next search."""
 
-    # When one is due.
+    # Due templates.
 
     def due(self, records: Records) -> None:
-        """Take templates that are due."""
+        """Add due templates."""
         for record in records:
             self._due.setdefault(int(record["number"]), _Waiting(record))
 
     def remove(self, numbers: npt.NDArray[np.uint64]) -> None:
-        """They were deleted, or others stand in their place."""
+        """Remove templates that were deleted or replaced."""
         if self._due:
             for number in numbers.tolist():
                 self._due.pop(number, None)
 
     def forget(self) -> None:
-        """The schedule is another one; what is due comes again."""
+        """Forget due templates: a rebuilt schedule delivers them again."""
         self._due.clear()
 
     @property
     def waiting(self) -> int:
-        """Templates that are due and not put forward yet, but for those that this machine cannot read."""
+        """Due templates that have not fired, without unreadable ones."""
         return sum(not one.is_unreadable for one in self._due.values())
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is due or asked."""
+        """Whether no template is due and no request waits."""
         return not (self._due or self._asked)
 
     def go_on(self, now_ms: int) -> None:
-        """Put forward what is due, and look for what was asked. `now_ms` is monotonic."""
+        """Fire due templates, and search for the next request. `now_ms` is monotonic."""
         if self._due and not self._is_firing:
             ready = [one for one in self._due.values() if one.next_ms <= now_ms and self._is_safe(one.record)]
             if ready:
@@ -159,7 +161,7 @@ class Recurring:
             self._look()
 
     def _is_safe(self, record: Any) -> bool:
-        """Without a slave, what follows from what both copies had goes on; what only we have has to wait (P3)."""
+        """Return whether a template may fire. Without a slave it must follow from frames on both copies (P3)."""
         return not self._mastership.gate.too_few_in_sync or bool(self._decisions.is_with_both(np.array([record])).all())
 
     def _fire(self, ready: Sequence[_Waiting]) -> None:
@@ -183,7 +185,7 @@ class Recurring:
         self._mastership.host.read(job, done)
 
     def _not_read(self, ready: Sequence[_Waiting], error: LogError) -> None:
-        """Our copy is damaged there: it is repaired from the other one, then these go on."""
+        """Report damage: the copy is repaired, then the templates are retried."""
         if isinstance(error, CorruptFrame):
             self._mastership.found_damage(error)
         log.error("recurring schedules not read count=%d: %s", len(ready), error)
@@ -194,7 +196,7 @@ class Recurring:
             one.next_ms = self._mastership.host.monotonic_ms() + ms
 
     def _fired(self, ready: Sequence[_Waiting], firings: Sequence[_Firing | QmqError]) -> None:
-        """Write down what may be written: a frame per subject."""
+        """Write one frame of occurrences per subject."""
         by_subject: dict[str, list[tuple[Any, _Firing]]] = {}
         for one, firing in zip(ready, firings):
             number = int(one.record["number"])
@@ -234,7 +236,7 @@ class Recurring:
     # Requests.
 
     def request(self, link: Link, packet: Packet) -> None:
-        """Put, delete or list; raises QmqError for what can be refused at once."""
+        """Queue a put, delete or list; raises QmqError for requests that can be refused at once."""
         mastership, recur = self._mastership, commands.decode_recur(packet.body)
         check_subject(recur.subject)
         mastership.check_may_progress()
@@ -248,12 +250,12 @@ class Recurring:
         mastership.host.pass_soon()
 
     def _check_deletes(self, recur: Recur) -> None:
-        """What an operator marked takes nothing new; but one may take schedules out of it."""
+        """Raise if an operator's mark forbids a delete of schedules of the subject."""
         if recur.action is RecurAction.DELETE:
             self._mastership.readonly.check_change(self._mastership.group, recur.subject)
 
     def _look(self) -> None:
-        """Find the templates of the subject that is asked about."""
+        """Search for the templates of the first request."""
         mastership, schedule, asked = self._mastership, self._filing.schedule, self._asked[0]
         look, message_log = schedule.pending_labelled(asked.recur.subject, LABEL), mastership.log
         filed_end, self._is_looking = schedule.filed_end, True
@@ -269,7 +271,7 @@ class Recurring:
         def done(result: _Looked | LogError) -> None:
             self._is_looking = False
             if not self._asked or self._asked[0] is not asked:
-                return  # the mastership is over
+                return  # the mastership has ended
             try:
                 is_late = filed_end < self._decisions.templates_end(asked.recur.subject)
                 if self._is_vain(schedule, result) or is_late or schedule is not self._filing.schedule:
@@ -285,12 +287,12 @@ class Recurring:
         mastership.host.read(job, done)
 
     def _is_vain(self, schedule: Schedule, result: _Looked | LogError) -> bool:
-        """Return whether what was found has to be looked for again, as it was changed meanwhile."""
+        """Return whether the search must be repeated: the log or the schedule changed meanwhile."""
         if isinstance(result, DamagedSchedule):
             self._filing.is_damaged(schedule, result)
         elif isinstance(result, CorruptFrame):
             if result.offset < self._mastership.log.start:
-                return True  # carried, and its segment went
+                return True  # carried, and its segment was deleted
             self._mastership.found_damage(result)
         return False
 
@@ -305,7 +307,7 @@ class Recurring:
         self._mastership.host.pass_soon()
 
     def _decide(self, asked: _Asked, looked: _Looked) -> None:
-        """Nothing has changed these templates since they were looked for; raises QmqError."""
+        """Handle a request; its templates have not changed since the search. Raises QmqError."""
         recur = asked.recur
         self._mastership.check_may_progress()
         self._check_deletes(recur)
@@ -320,7 +322,9 @@ class Recurring:
             self._put(asked, named, looked.count)
 
     def _is_about_to_fire(self, found: _Found) -> bool:
-        """Return whether it is due, and what it sends is not written down yet: that comes before it changes or goes."""
+        """Return whether a template is due and its occurrence is not written: it must fire before it is changed or
+        deleted.
+        """
         waiting = self._due.get(int(found.record["number"]))
         if waiting is not None and waiting.is_unreadable:
             return False
@@ -335,7 +339,9 @@ class Recurring:
         self._answer(asked, [one.schedule for one in named])
 
     def _put(self, asked: _Asked, named: Sequence[_Found], count: int) -> None:
-        """Put it, unless it is there: applications put the same as they start, also while nobody may write."""
+        """Put a schedule, unless the same one exists: applications repeat the put at each start, even while writes are
+        refused.
+        """
         mastership, template, subject = self._mastership, asked.template, asked.recur.subject
         assert template is not None
         if len(named) == 1 and named[0].template.is_same_as(template) and self._is_safe(named[0].record):
@@ -358,7 +364,7 @@ class Recurring:
         self._answer(asked, [template.due(due_ms)])
 
     def _answer(self, asked: _Asked, schedules: Sequence[RecurringSchedule]) -> None:
-        """Answer when both disks have everything written by now."""
+        """Answer when both disks have everything written so far."""
         body = commands.encode_recurring(schedules)
 
         def answer(error: QmqError | None) -> None:
@@ -371,7 +377,7 @@ class Recurring:
         self._next()
 
     def step_down(self) -> None:
-        """The mastership is over; the next master has all that was written."""
+        """End the mastership: refuse all requests; the next master has all written frames."""
         while self._asked:
             asked = self._asked.popleft()
             asked.link.refuse(
@@ -381,7 +387,7 @@ class Recurring:
 
 
 def _firing(message: bytes, subject: str, due_ms: int, now_ms: int) -> _Firing | QmqError:
-    """Say what is to be sent by now. Runs on a thread."""
+    """Compute the occurrence of a template. Runs on a thread."""
     try:
         template = read_template(message, subject)
         cron = template.cron()

@@ -41,20 +41,20 @@ from qmq.subjects import NAME_BYTES_MAX, check_name
 
 EXPRESSION_CHARS_MAX = 200
 SKIPPED_MAX = 1000
-"""Missed occurrences are counted up to here."""
+"""Limit of the count of missed occurrences."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _BEGIN = datetime(2000, 1, 1)
 _DAY, _SECOND, _MS = timedelta(days=1), timedelta(seconds=1), timedelta(milliseconds=1)
 _WINDOWS_DAYS = (1 / 24, 1, 8, 32, 366)
 _OF_A_MACHINE = ("localtime", "posixrules")
-"""Names that are files, yet mean another zone on each machine."""
+"""Names of files that mean another zone on each machine."""
 
 
 class Cron:
-    """An expression in a time zone; immutable, used on any thread."""
+    """Cron expression in a time zone; immutable, usable on any thread."""
 
     def __init__(self, expression: str, timezone: str) -> None:
-        """Raises InvalidRequest, which says what is wrong with either."""
+        """Check both arguments; raises InvalidRequest, which names the fault."""
         self.expression, self.timezone = expression, timezone
         self._zone = zone_of(timezone)
         fields = expression.split()
@@ -70,15 +70,16 @@ class Cron:
         self._is_fixed = not (fields[0].startswith("*") or fields[1].startswith("*"))
 
     def next_ms(self, after_ms: int) -> int:
-        """Return the first occurrence after this moment; raises InvalidRequest if there is none in 50 years."""
+        """Return the first occurrence after a moment; raises InvalidRequest if there is none in 50 years."""
         for moment in self._after(after_ms):
             return moment
         raise InvalidRequest(f"cron expression {self.expression!r} is never due: no such day in 50 years")
 
     def latest(self, due_ms: int, now_ms: int) -> tuple[int, int]:
-        """Return the last occurrence until `now_ms`, and how many before it from `due_ms` on, which is one, are missed.
+        """Return the last occurrence up to `now_ms`, and the number of occurrences before it from `due_ms` on, which is
+        one.
 
-        They are counted up to `SKIPPED_MAX`.
+        The count ends at `SKIPPED_MAX`.
         """
         last, missed = due_ms, 0
         for moment in islice(self._after(due_ms), SKIPPED_MAX):
@@ -88,7 +89,7 @@ class Cron:
         return max(last, self._last(now_ms)), missed
 
     def _last(self, now_ms: int) -> int:
-        """Look back, first over an hour, then further: few steps, however long nobody was there."""
+        """Search back over growing windows: few steps, however long the outage was."""
         for days in _WINDOWS_DAYS:
             last = 0
             for moment in self._after(now_ms - int(days * 86_400_000)):
@@ -113,7 +114,7 @@ class Cron:
                 yield moment
 
     def _moment(self, wall: datetime) -> datetime:
-        """Return when the clock first shows this; of what it never shows, the moment at which it skips it."""
+        """Return when the clock first shows this time; if it skips it, the moment of the skip."""
         moment = wall.replace(tzinfo=self._zone, fold=0).astimezone(UTC)
         if self._wall(moment) == wall:
             return moment
@@ -130,14 +131,14 @@ class Cron:
                 if change is not None:  # the clock shows this itself at the change
                     at, wall, is_over = change, self._wall(change) - _SECOND, False
                     break
-                if moment > near:  # the days before it show no such time, whatever their offset is
+                if moment > near:  # the days before it show no such time at any offset
                     at, is_over = moment - _DAY, False
                     wall = self._wall(at)
                     break
                 at = moment
                 yield moment
 
-    # The clock on the wall.
+    # Wall clock.
 
     def _wall(self, moment: datetime) -> datetime:
         return moment.astimezone(self._zone).replace(tzinfo=None, fold=0)
@@ -146,7 +147,9 @@ class Cron:
         return moment.astimezone(self._zone).utcoffset() or timedelta()
 
     def _change(self, begin: datetime, end: datetime) -> datetime | None:
-        """Return the first moment in (begin, end] from which on the offset is not that of `begin`, to the second."""
+        """Return the first moment in (begin, end] with another offset than `begin`, to the second; None if there is
+        none.
+        """
         offset, low = self._offset(begin), begin
         while low < end:
             high = min(low + _DAY, end)
@@ -174,18 +177,18 @@ def zone_of(name: str) -> ZoneInfo:
 
 
 LABEL = (1 << 32) - 1
-"""Of templates: the bits of all tags, and no order key."""
+"""Label of templates: the bits of all tags, and no order key."""
 ID_PREFIX = "recurring:"
-"""A template's id is this and its name, so that whoever cancels messages by id can delete it."""
+"""Prefix of a template's id, before its name, so that a cancel by id can delete it."""
 _OVERHEAD_BYTES = 1024
-"""What a frame takes besides a template and its occurrence, and the two differ by: they are written together."""
+"""Size of a frame besides template and occurrence, with their size difference: one frame holds both."""
 _TIMES = struct.Struct(">qq")
 _LENGTH = struct.Struct(">H")
 _SUBJECT_AT = 17
 
 
 class Template(NamedTuple):
-    """A recurring schedule, as its message says it."""
+    """Recurring schedule, parsed from its message."""
 
     subject: str
     name: str
@@ -195,18 +198,18 @@ class Template(NamedTuple):
     message: bytes
 
     def cron(self) -> Cron:
-        """Raises InvalidRequest: this machine does not know its time zone, or cannot read its expression."""
+        """Return the cron expression; raises InvalidRequest if this machine lacks its time zone or cannot parse it."""
         return Cron(self.expression, self.timezone)
 
     def due(self, due_ms: int) -> RecurringSchedule:
         return RecurringSchedule(self.subject, self.name, self.owner, self.expression, self.timezone, due_ms)
 
     def is_same_as(self, other: Template) -> bool:
-        """Return whether both send the same at the same times; when they were made does not count."""
+        """Return whether both send the same message at the same times; creation times do not count."""
         return self.message[_SUBJECT_AT:] == other.message[_SUBJECT_AT:]
 
     def occurrence(self, at_ms: int, skipped: int) -> bytes:
-        """Return the message that is sent for the occurrence at `at_ms`; `skipped` before it are not."""
+        """Return the message of the occurrence at `at_ms`, with the number of occurrences skipped before it."""
         message = _with_id(self.message, occurrence_id(self.subject, self.name, at_ms))
         message = message[:1] + _TIMES.pack(at_ms, at_ms) + message[_SUBJECT_AT:]
         return with_properties(message, {RECUR_SKIPPED: str(skipped)}) if skipped else message
@@ -217,10 +220,10 @@ class Template(NamedTuple):
 
 
 def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
-    """Make a template of what somebody asks for.
+    """Build the template of a put request.
 
     Raises:
-        InvalidName, InvalidRequest, InvalidMessage: says what is wrong, and what to write instead.
+        InvalidName, InvalidRequest, InvalidMessage: the fault, and the remedy.
     """
     check_name("name of a recurring schedule", recur.name)
     _check_length("name of a recurring schedule", recur.name, RECUR_NAME_BYTES_MAX)
@@ -240,14 +243,14 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
     if (size := len(occurrence)) > most:
         raise MessageTooLarge(f"an occurrence has {size} bytes, more than {most}")
     for _, fault in check_messages(join_batch([occurrence]), 1, message_bytes_max):
-        raise InvalidMessage(f"no broker takes an occurrence of it: {fault}")  # and many tags would have our label
+        raise InvalidMessage(f"no broker takes an occurrence of it: {fault}")  # and many tags would equal our label
     return template
 
 
 def read_template(message: bytes, subject: str) -> Template:
-    """Read a template as it stands in the log among messages of `subject`; raises InvalidMessage if it is none.
+    """Parse a template of `subject` from its stored message; raises InvalidMessage if it is none.
 
-    Who may produce to one subject could name any other in the message, to which its occurrences would be sent.
+    The subject must match: otherwise a producer of one subject could send occurrences to any other.
     """
     envelope = decode_envelope(message)
     if envelope.subject != subject:
@@ -260,7 +263,7 @@ def read_template(message: bytes, subject: str) -> Template:
 
 
 def occurrence_id(subject: str, name: str, at_ms: int) -> str:
-    """Name an occurrence: readable, and at most 98 bytes."""
+    """Return the id of an occurrence: readable, at most 98 bytes."""
     at = (_EPOCH + timedelta(milliseconds=at_ms)).isoformat(timespec="milliseconds").removesuffix("+00:00")
     return f"{name}@{at}Z.{blake2b(subject.encode(), digest_size=6).hexdigest()}"
 
@@ -271,7 +274,7 @@ def _check_length(what: str, text: str, most: int) -> None:
 
 
 def _with_id(message: bytes, id: str) -> bytes:
-    """Return the same message with another id."""
+    """Return the message with another id."""
     (length,) = _LENGTH.unpack_from(message, _SUBJECT_AT)
     at = _SUBJECT_AT + 2 + length
     (length,) = _LENGTH.unpack_from(message, at)

@@ -34,17 +34,18 @@ log = logging.getLogger(__name__)
 
 PASS_BYTES = 1 << 20
 PASS_MESSAGES = 4_000
-"""Frames filed at a time, up to either: about 10 ms in which nobody else is served. A frame that dispatches messages
-names each with 16 bytes, and a slave looks each up: a mebibyte of these took a twentieth of a second, in which it
-confirmed nothing."""
+"""Limits of frames filed without a pause: about 10 ms in which the loop serves nothing else. A dispatch frame has 16
+bytes per message, and a slave looks each up: a mebibyte of them blocked its confirmations for 50 ms.
+"""
 READ_BYTES = 4 << 20
 
 
 class Filing:
-    """Made by main; used on the loop.
+    """Filing of log frames into the schedule, and its flushes. Made by main; used on the loop.
 
     Args:
-        make: opens the schedule for a log that starts at this offset; `discard`: deletes its files.
+        make: opens the schedule for a log that starts at this offset.
+        discard: deletes the schedule's files.
     """
 
     def __init__(
@@ -60,41 +61,41 @@ class Filing:
         self._make, self._discard = make, discard
         self.schedule = make(message_log.start)
         self.told: Callable[[Filed], None] | None = None
-        """Called with what each frame changed."""
+        """Called with the changes of each frame."""
         self.anew: Callable[[], None] | None = None
-        """Called when the schedule is another one, which begins to follow."""
+        """Called after the schedule was replaced."""
         self.is_reading = self._is_flushing = False
         self._why_anew = ""
-        """Why the schedule is to be made anew as soon as nothing is written."""
+        """Reason to rebuild the schedule after the current flush; empty without one."""
         self._log_start = -1
-        """Where the log began when it was last looked whether all is in it that pends."""
+        """Start of the log at the last check for pending messages before it."""
 
     def reaches(self, end: int) -> bool:
-        """Return whether all frames before `end` are filed, and nothing else: what was cut is forgotten before."""
+        """Return whether exactly the frames before `end` are filed."""
         return bool(self.schedule.filed_end >= end) and not self._is_held_up
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing can be filed just now: a read is out, a flush before the schedule is made anew, a repair."""
+        """Whether filing is blocked by a read, by a flush before a rebuild, or by a repair."""
         return self._is_held_up or self._log.damage is not None
 
     @property
     def _is_held_up(self) -> bool:
-        """Whether a read is out, or a flush before the schedule is made anew."""
+        """Whether filing is blocked by a read, or by a flush before a rebuild."""
         return self.is_reading or bool(self._why_anew)
 
     def quiet_ms(self) -> int:
-        """Return for how long a slave has nothing to file, unless something comes."""
+        """Return for how long a slave has nothing to file unless something comes in."""
         return QUIET_MS if self.reaches(self.known_end) else 0
 
     @property
     def known_end(self) -> int:
-        """What a slave may file up to: nothing cuts what was acknowledged."""
+        """Offset up to which a slave may file: acknowledged frames are never cut."""
         known = min(self._log.state.high_watermark, self._log.flushed_end)
         return max(known, self.schedule.filed_end)
 
     def go_on(self, end: int) -> None:
-        """File frames before `end`, as many as one pass allows; call again while `reaches` says no."""
+        """File frames before `end`, as many as one pass allows; call again until `reaches` is true."""
         message_log, filed_end = self._log, self.schedule.filed_end
         if self.is_waiting:
             return
@@ -126,12 +127,12 @@ class Filing:
         return filed_end == log.start or log.chain_is(filed_end, self.schedule.filed_chain)
 
     def is_damaged(self, schedule: Schedule, problem: DamagedSchedule) -> None:
-        """A question to a schedule met damage. What asked one that was replaced meanwhile found its files deleted."""
+        """Rebuild a schedule that a search found damaged. If it was replaced meanwhile, its files are just deleted."""
         if schedule is self.schedule:
             self.start_anew(str(problem))
 
     def start_anew(self, why: str) -> None:
-        """Make the schedule from the log, from its first frame on, once nobody writes into its files."""
+        """Rebuild the schedule from the first frame of the log, once no flush is running."""
         if self._is_flushing:
             self._why_anew = why
             return
@@ -144,7 +145,7 @@ class Filing:
         self._host.pass_soon()
 
     def _file(self, frame: Frame, body: Buffer) -> bool:
-        """File one frame; return False if a file of the schedule that had to be read is damaged."""
+        """File one frame; return False if a file of the schedule is damaged."""
         try:
             filed = self.schedule.file(frame, body)
         except DamagedSchedule as problem:
@@ -155,10 +156,10 @@ class Filing:
         return True
 
     def _read(self, end: int) -> None:
-        """What is not in memory any more is read from disk, a few MiB at a time."""
+        """Read frames that are no longer in memory, a few MiB at a time."""
         message_log, schedule, begin = self._log, self.schedule, self.schedule.filed_end
         if begin >= end:
-            return  # on its way to disk
+            return  # not written yet
         self.is_reading = True
 
         def done(result: Chunk | LogError) -> None:
@@ -176,7 +177,7 @@ class Filing:
         self._host.read(lambda: message_log.stored.read(begin, end, READ_BYTES), done)
 
     def keep(self, now_ms: int) -> None:
-        """Write down what was filed, now and then."""
+        """Start a flush if one is worth it."""
         if self._is_flushing:
             return
         schedule = self.schedule
@@ -194,28 +195,29 @@ class Filing:
             schedule.flushed(flush)
 
     def stop(self, now_ms: int) -> None:
-        """Write down everything that was filed, so that a restart need not file it again. Blocks."""
+        """Flush everything, so that a restart need not file it again. Blocks."""
         if not self._is_flushing and (flush := self.schedule.take_flush(now_ms, stop=True)) is not None:
             flush.perform()
 
 
 BORDER_BYTES = 4 << 20
-"""The schedule knows so exactly where in the log something pends: a little more is carried."""
+"""Resolution of the schedule's position of pending messages: a little more is carried."""
 CARRIED_MESSAGES = 2000
 CARRIED_BYTES = 1 << 20
-"""Carried at a time, ten times a second: producers notice 10 MB/s hardly."""
+"""Carried at a time, ten times a second: producers hardly notice 10 MB/s."""
 CARRY_MS = 100
 
 
 class Keeping:
-    """Made by main; asked by the service every few seconds, on master and slave."""
+    """Retention of a delay server's log. Made by main; called by the service every few seconds, on master and slave."""
 
     def __init__(self, filing: Callable[[], Filing], settings: DelaySettings) -> None:
         self._filing, self._settings = filing, settings
 
     def due(self, message_log: MessageLog, now_ms: int) -> Due | None:
-        """Return up to where all is old and done. What made it so stands in the log before the frame that says it, so
-        nothing is deleted because of what may still be cut."""
+        """Return the end of the segments that are old and done. The frames that settled them precede the retention
+        frame, so nothing is deleted because of a frame that may still be cut.
+        """
         due, done_end = None, -1
         for _, end, rule in old_segments(message_log, self._settings, now_ms):
             done_end = self.used_from(message_log) if done_end < 0 else done_end
@@ -225,12 +227,12 @@ class Keeping:
         return due
 
     def used_from(self, message_log: MessageLog) -> int:
-        """A copy files its log for itself, and a master sends what pends from it."""
+        """Return the first offset that this copy still needs: a master sends pending messages from there."""
         return self._filing().schedule.pending_from()
 
 
 class Carrying:
-    """Made by the master; ends with the mastership."""
+    """Carrier of old pending messages. Made by the master; ends with the mastership."""
 
     def __init__(
         self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings
@@ -243,11 +245,11 @@ class Carrying:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing was found that has to be carried."""
+        """Whether nothing is left to carry."""
         return not self._is_looking and (self._left is None or not len(self._left))
 
     def go_on(self, now_ms: int) -> None:
-        """Carry some messages, if the oldest segment is old. `now_ms` is monotonic."""
+        """Carry some messages if the oldest segment is old. `now_ms` is monotonic."""
         if self._is_looking or now_ms < self._next_ms:
             return
         self._next_ms = now_ms + CARRY_MS
@@ -259,7 +261,7 @@ class Carrying:
             self._next_ms = now_ms + 50 * CARRY_MS
 
     def _due_end(self) -> int | None:
-        """Return the end of the oldest segment, if it is old and its messages are to be carried."""
+        """Return the end of the oldest segment if its messages must be carried, else None."""
         message_log, schedule = self._mastership.log, self._filing.schedule
         oldest = next(old_segments(message_log, self._settings, self._mastership.host.now_ms()), None)
         if oldest is None or schedule.pending_from() >= oldest[1]:
@@ -282,7 +284,7 @@ class Carrying:
         self._mastership.host.read(schedule.pending_below(end + BORDER_BYTES), done)
 
     def _carry(self) -> None:
-        """Read the next ones; they are written when they were read, unless something became of them meanwhile."""
+        """Read the next messages; once read, those that still pend are written again."""
         assert self._left is not None
         fits = max(1, int(np.searchsorted(np.cumsum(self._left["size"][:CARRIED_MESSAGES]), CARRIED_BYTES)))
         some, self._left = self._left[:fits], self._left[fits:]
@@ -315,5 +317,5 @@ class Carrying:
             self._counters.carried_messages += len(places)
 
     def forget(self) -> None:
-        """The schedule is another one."""
+        """Forget the list: the schedule was replaced."""
         self._left = None

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _REST = np.dtype(
     [("number", "<u8"), ("label", "<u8"), ("size", "<u4"), ("subject", "<u4"), ("crc", "<u4"), ("row", "<u4")]
 )
-"""Due times have an array of their own, that searching needs no copy."""
+"""Due times have their own array, so searching needs no copy."""
 _REST_BYTES = np.dtype((np.void, _REST.itemsize))
 """As bytes, records are copied ten times as fast."""
 RUN_MAX = 65_536
@@ -41,7 +41,7 @@ REMOVED_MAX = 500
 """Messages removed at once: 1 to 2 ms."""
 _NEVER_MS = 1 << 63
 SAMPLES = 32_768
-"""From so many due times it is told when most of the others are due."""
+"""Sample of due times from which a cut is computed."""
 
 
 class _Run:
@@ -56,19 +56,19 @@ class _Run:
         return len(self.dues) - self.begin
 
     def end(self, now_ms: np.uint64, side: Literal["left", "right"]) -> int:
-        """Return where those end that are due before `now_ms` (left), or then as well (right)."""
+        """Return the end of the messages due before `now_ms` (left), or also at `now_ms` (right)."""
         return max(self.begin, int(np.searchsorted(self.dues, now_ms, side)))
 
     def take(self, count: int) -> tuple[Numbers, Records]:
         begin, self.begin = self.begin, self.begin + count
         end = self.begin
         taken = self.dues[begin:end], self.rest[begin:end]
-        if 2 * end > len(self.dues):  # give back the memory
+        if 2 * end > len(self.dues):  # frees the memory
             self.dues, self.rest, self.begin = self.dues[end:].copy(), self.rest[end:].copy(), 0
         return taken
 
     def cut(self, end_ms: np.uint64) -> int:
-        """Drop what is due at `end_ms` or later; return how many were dropped that nobody had removed."""
+        """Drop messages due at `end_ms` or later; return how many of them were not removed."""
         end = max(self.begin, int(np.searchsorted(self.dues, end_ms, "left")))
         dropped = int(np.count_nonzero(self.rest["size"][end:]))
         if end < len(self.dues):
@@ -106,7 +106,7 @@ class Wheel:
         self._removed: list[Records] = []
         self._removed_rows = 0
         self._due_from_ms = _NEVER_MS
-        """Nothing is due before; so a look costs nothing, however many runs there are."""
+        """No message is due before, so an empty look-up is free."""
 
     def __len__(self) -> int:
         self._apply_removed()
@@ -114,7 +114,7 @@ class Wheel:
 
     @property
     def rows(self) -> int:
-        """Messages on the wheel, and some that were removed just now."""
+        """Messages on the wheel, with some that were removed just now."""
         return self._count
 
     @property
@@ -123,11 +123,11 @@ class Wheel:
 
     @property
     def next_due_ms(self) -> int | None:
-        """When the next message is due, or maybe one that was removed; None: never."""
+        """Due time of the next message, which may be removed; None if the wheel is empty."""
         return min((int(run.dues[run.begin]) for run in self._runs), default=None)
 
     def add(self, records: Records) -> None:
-        """Add messages, of RECORD or as they were taken; none that was removed before."""
+        """Add messages, as RECORD or as `take` returned them; never one that was removed."""
         for begin in range(0, len(records), RUN_MAX):
             some = records[begin : begin + RUN_MAX]
             rest = np.empty(len(some), _REST)
@@ -138,7 +138,7 @@ class Wheel:
         if len(records):
             self._due_from_ms = min(self._due_from_ms, int(records["due"].min()))
         runs = self._runs
-        runs.sort(key=len, reverse=True)  # few are long, the others at least twice as long as the next
+        runs.sort(key=len, reverse=True)  # few runs are long, each other one at least twice as long as the next
         while len(runs) > 1 and len(runs[-2]) <= 2 * len(runs[-1]) and len(runs[-2]) + len(runs[-1]) <= RUN_MAX:
             merged = _merge(runs[-2], runs[-1])
             del runs[-2:]
@@ -146,9 +146,9 @@ class Wheel:
                 runs.append(merged)
 
     def take(self, now_ms: int, most: int) -> Records:
-        """Take up to `most` messages that are due at `now_ms`, the earliest first; none only if none is due.
+        """Take up to `most` messages due at `now_ms`, the earliest first; none only if none is due.
 
-        The hashes that their records had are not kept.
+        Hashes of their records are not kept.
         """
         if now_ms < self._due_from_ms:
             return no_records()
@@ -163,14 +163,14 @@ class Wheel:
         return no_records()
 
     def due(self, now_ms: int) -> int:
-        """Return how many messages are due and not taken yet; some of them may be removed."""
+        """Return how many messages are due and not taken; some may be removed."""
         now = np.uint64(max(now_ms, 0))
         return sum(run.end(now, "right") - run.begin for run in self._runs)
 
     def _take(self, due: list[_Run], now: np.uint64, most: int) -> list[tuple[Numbers, Records]]:
-        """Take about `most` that nothing else is due before; at least one.
+        """Take about `most` of the earliest messages; at least one.
 
-        However many runs there are, and whatever they hold, the time that it takes depends on what is taken alone.
+        The time depends only on the number taken, not on the number or content of the runs.
         """
         ends = [run.end(now, "right") for run in due]
         if sum(end - run.begin for run, end in zip(due, ends, strict=True)) <= most:
@@ -183,14 +183,14 @@ class Wheel:
             step = max(1, left // len(due))
             until = min(run.dues[min(run.begin + step, len(run.dues)) - 1] for run in due)
             counts = [run.end(until, "left") - run.begin for run in due]  # fewer than `step` of each
-            if not any(counts):  # what is first is due at one moment: it has no order
+            if not any(counts):  # the first ones are due at one moment: they have no order
                 counts = _first(left, [run.end(until, "right") - run.begin for run in due])
             taken += [run.take(count) for run, count in zip(due, counts, strict=True) if count]
             left = most - sum(len(dues) for dues, _ in taken)
         return taken
 
     def _join(self, parts: list[tuple[Numbers, Records]]) -> Records:
-        """Return what was taken and not removed, as records, by due time and number."""
+        """Return taken messages that were not removed, as records, by due time and number."""
         self._runs = [run for run in self._runs if len(run)]
         dues = np.concatenate([dues for dues, _ in parts])
         rest = np.concatenate([rest.view(_REST_BYTES) for _, rest in parts]).view(_REST)
@@ -200,9 +200,9 @@ class Wheel:
         return _join(dues[order], rest.take(order))
 
     def cut(self, most: int, least_ms: int) -> int:
-        """Drop what is due last, that about `most` messages are left; return when the first that was dropped is due.
+        """Drop the messages due last so that about `most` are left; return the earliest due time that was dropped.
 
-        Nothing is dropped that is due before `least_ms`, or first.
+        Messages due before `least_ms`, and the first one, are kept.
         """
         self._apply_removed()
         step = max(1, sum(map(len, self._runs)) // SAMPLES)
@@ -215,9 +215,9 @@ class Wheel:
         return end_ms
 
     def remove(self, records: Records) -> None:
-        """Remove messages, of RECORD or as they were taken; those that are not there are ignored.
+        """Remove messages, as RECORD or as `take` returned them; unknown ones are ignored.
 
-        That is done when something is due, or when they are many: each time, every run is looked into.
+        Removals are collected until something is due or they are many: applying them searches every run.
         """
         if len(records):
             self._removed.append(records)
@@ -236,7 +236,7 @@ class Wheel:
 
 
 def _first(most: int, counts: list[int]) -> list[int]:
-    """Return as many of each as together make `most`, those of the first ones first."""
+    """Return counts that add up to `most`, taken from the first entries first."""
     chosen = []
     for count in counts:
         chosen.append(min(count, most))
@@ -245,10 +245,9 @@ def _first(most: int, counts: list[int]) -> list[int]:
 
 
 def _remove(run: _Run, numbers: Numbers, dues: Numbers) -> int:
-    """Set the size of these messages to 0; return how many were there.
+    """Set the size of these messages to 0; return how many existed.
 
-    The time that it takes does not grow with what is due at the same moment: a run is in the order of the numbers
-    there, which is searched by halves.
+    Messages of one due time are ordered by number and found by binary search, so the time does not grow with them.
     """
     begins = np.maximum(np.searchsorted(run.dues, dues, "left"), run.begin)
     ends = np.searchsorted(run.dues, dues, "right")
@@ -269,7 +268,7 @@ def _remove(run: _Run, numbers: Numbers, dues: Numbers) -> int:
 
 
 class Loading:
-    """Made by the master, for one wheel and one schedule. `loaded` is told of each piece."""
+    """Loader of one wheel from one schedule. Made by the master. `loaded` is called with each piece."""
 
     def __init__(
         self, filing: Filing, wheel: Wheel, host: Host, settings: DelaySettings, loaded: Callable[[Records], None]
@@ -278,37 +277,37 @@ class Loading:
         self._filing, self._schedule, self._wheel, self._host = filing, filing.schedule, wheel, host
         self._ahead_ms = int(settings.load_ahead_minutes * 60_000)
         self._most = self._full = settings.loaded_messages_max
-        """`_full`: when some are dropped. More than may be, if most of them are due at one moment."""
+        """`_full`: size that triggers a drop. It exceeds the limit if most messages are due at one moment."""
         self._left_from_ms = self._kept_until_ms = 0
-        """What is due from when on was dropped last; what is due before is not dropped any more."""
+        """Earliest due time dropped last; and the due time before which nothing is dropped any more."""
         self._is_reading = False
         self.taken_ms = 0
-        """What is due by then was taken, or is next."""
+        """Messages due by then were taken, or are next."""
 
     def take(self, now_ms: int, most: int) -> Records:
-        """Take what is due off the wheel, the earliest first, as far as everything is loaded that is due before."""
+        """Take due messages off the wheel, the earliest first, as long as all earlier ones are loaded."""
         due_ms = min(now_ms, self._schedule.loaded_until_ms - 1)
-        self.taken_ms = max(self.taken_ms, due_ms)  # a clock that was wrong may have stepped back
+        self.taken_ms = max(self.taken_ms, due_ms)  # a wrong clock may have stepped back
         return self._wheel.take(due_ms, most)
 
     @property
     def due(self) -> int:
-        """Messages that are due and still on the wheel."""
+        """Due messages that are still on the wheel."""
         return self._wheel.due(self.taken_ms)
 
     @property
     def all_taken(self) -> bool:
-        """Whether none of them is."""
+        """Whether no due message is on the wheel."""
         next_ms = self._wheel.next_due_ms
         return next_ms is None or next_ms > self.taken_ms
 
     @property
     def is_idle(self) -> bool:
-        """Whether all is loaded that is to be by now."""
+        """Whether no read is running."""
         return not self._is_reading
 
     def go_on(self, now_ms: int) -> None:
-        """Load one piece more, if there is one to load and room for it. `now_ms` is the mastership's clock."""
+        """Load the next piece if there is one and room for it. `now_ms` is the mastership's clock."""
         if self._filing.schedule is not self._schedule:
             return
         if self._wheel.rows > self._full:
@@ -320,7 +319,7 @@ class Loading:
             if self._wheel.rows <= self._most // 4 and self._schedule.go_further():
                 log.warning("wheel is loading again messages=%d", len(self._wheel))
                 self._full = self._most
-                self._kept_until_ms = self._left_from_ms + 1  # else many of one moment come and go for ever
+                self._kept_until_ms = self._left_from_ms + 1  # else one moment would be dropped and loaded forever
                 self._host.pass_soon()
             return
         self._is_reading = True
@@ -340,7 +339,7 @@ class Loading:
         self._host.read(piece.read, done)
 
     def _drop(self) -> None:
-        """Drop a quarter, so that this is rare; nothing that is due already, and no moment for the second time."""
+        """Drop a quarter, so that drops are rare; never due messages, and no due time twice."""
         count = len(self._wheel)
         kept_until_ms = max(self.taken_ms + 1, self._kept_until_ms)
         self._left_from_ms = self._wheel.cut(self._most // 4 * 3, kept_until_ms)

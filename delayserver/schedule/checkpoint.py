@@ -44,7 +44,7 @@ from qmq.log.frame import NO_CHAIN
 
 _MAGIC = b"QDC1"
 CHECKPOINT = f"{FOLDER}/checkpoint"
-"""Beside the files that it counts on: when it is durable, so are their names."""
+"""In the same folder as the files whose lengths it states: an fsync of the folder covers their names too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _joined(arrays: Iterable[NDArray[Any]], dtype: Any) -> bytes:
 
 
 class _Reader:
-    """Yields one array after the other."""
+    """Reader of consecutive arrays."""
 
     def __init__(self, data: Buffer, at: int) -> None:
         self._data, self._at = data, at
@@ -137,12 +137,12 @@ class _Reader:
         return array
 
     def split(self, counts: Sequence[int], dtype: Any) -> list[NDArray[Any]]:
-        """Each with room of its own, so that none keeps all the others in memory."""
+        """Return copies, so that none keeps the whole checkpoint in memory."""
         return [self.take(count, dtype) for count in counts]
 
 
 def decode_checkpoint(data: Buffer) -> Checkpoint:
-    """Raises ValueError if it is damaged: the schedule is made again from the log."""
+    """Decode a checkpoint; raises ValueError if it is damaged: the schedule is then rebuilt from the log."""
     if len(data) < 12 or crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little") or data[4:8] != _MAGIC:
         raise ValueError("the checkpoint does not match its CRC")
     begin = 12 + int.from_bytes(data[8:12], "little")
@@ -170,7 +170,7 @@ def decode_checkpoint(data: Buffer) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class SegmentWrite:
-    """What is appended to the files of a segment: to its records from row `row`, to its marks from byte `marks_at`."""
+    """Data to append to the files of a segment: records from row `row`, marks from byte `marks_at`."""
 
     segment: Segment
     row: int
@@ -185,18 +185,20 @@ class SegmentWrite:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Made by `Schedule.take_flush`; `perform` runs on a thread, then the schedule is told (`flushed`)."""
+    """One write of the schedule to disk. Made by `Schedule.take_flush`; `perform` runs on a thread, then call
+    `Schedule.flushed`.
+    """
 
     disk: Disk
     writes: list[SegmentWrite]
     checkpoint: Checkpoint | None
     unsynced: set[str]
-    """Files that were written since the last checkpoint; this flush's own are added."""
+    """Files written since the last checkpoint; this flush adds its own."""
     gone: list[str]
     """Segments to delete after the checkpoint."""
 
     def perform(self) -> None:
-        """Raises DiskFailed: end the process, as for the log."""
+        """Write, and fsync before a checkpoint. Raises DiskFailed: the process must exit, as for the log."""
         for write in self.writes:
             self._write(write)
         if self.checkpoint is None:
@@ -218,13 +220,13 @@ class Flush:
 
     def _append(self, name: str, at: int, data: Buffer) -> None:
         if at == 0:
-            self.disk.create(name, 0, lasting=False)  # with 700 segments, 5 s less for the first flush
+            self.disk.create(name, 0, lasting=False)  # with 700 segments, this saves 5 s of the first flush
         self.disk.write(name, at, [data])
         self.unsynced.add(name)
 
 
 def restore(disk: Disk, *, segment_ms: int, log_start: int) -> tuple[Book, str]:
-    """Return the schedule as its checkpoint has it, or an empty one and why."""
+    """Return the schedule of the checkpoint and "", or an empty schedule and the reason."""
     try:
         return _from_checkpoint(disk, segment_ms, log_start), ""
     except (ValueError, KeyError, DamagedSchedule) as error:
@@ -233,7 +235,7 @@ def restore(disk: Disk, *, segment_ms: int, log_start: int) -> tuple[Book, str]:
 
 
 def discard(disk: Disk) -> None:
-    """Forget the schedule: the next one is made from the log's start."""
+    """Delete all files of the schedule."""
     disk.remove(CHECKPOINT)
     for name in disk.names(FOLDER):
         disk.remove(f"{FOLDER}/{name}")
@@ -266,7 +268,9 @@ def _segment(disk: Disk, saved: SavedSegment) -> Segment:
 
 
 def _check_files(disk: Disk, saved: Checkpoint) -> None:
-    """Delete files that the checkpoint does not know. What stands behind the bytes it counts is written over."""
+    """Check the lengths that the checkpoint states, and delete other files. Bytes behind a stated length are written
+    over.
+    """
     sizes = {records_name(one.name): one.written // BLOCK_ROWS * BLOCK_BYTES for one in saved.segments}
     sizes |= {marks_name(one.name): one.marks_bytes for one in saved.segments}
     for name, size in sizes.items():

@@ -1,6 +1,6 @@
-"""Core. What the schedule keeps of a delayed message: 48 bytes that say when it is due and where it lies.
+"""Core. Records: 48 bytes per delayed message, with its due time and its place in the log.
 
-A batch's records are made at once, column by column: a loop over its messages is left only for the two checksums.
+A batch's records are made column by column; only the checksums need a loop over its messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORD = np.dtype(
 RECORD_BYTES = RECORD.itemsize
 _BYTES = np.dtype((np.void, RECORD_BYTES))
 DUE_MAX_MS = 1 << 62
-"""Later due times are taken for this one. Intake refuses them long before; they must not break arithmetic."""
+"""Upper bound of stored due times, for safe arithmetic. Intake refuses such times long before."""
 
 Records = NDArray[np.void]
 """An array of RECORD."""
@@ -44,14 +44,14 @@ _KEY_NAME = DELAY_KEY.encode()
 
 
 class State(IntEnum):
-    """What became of a message. From SENT on it is over, and stays as it is."""
+    """State of a message. It is final from SENT on."""
 
     PENDING = 0
     IN_FLIGHT = 1
     SENT = 2
     CANCELLED = 3
     MOVED = 4
-    """Another copy of it, written later, stands in its place."""
+    """Replaced by a later copy of the message."""
 
 
 def id_hash(id: str) -> int:
@@ -59,7 +59,7 @@ def id_hash(id: str) -> int:
 
 
 def key_hash(key: str) -> int:
-    """Hash a caller's key; never 0, which stands for no key."""
+    """Hash a caller's key; never 0, which means no key."""
     return crc32(key.encode()) or 1
 
 
@@ -68,7 +68,7 @@ def no_records() -> Records:
 
 
 def join(parts: Sequence[Records]) -> Records:
-    """Put arrays of RECORD one behind the other, as bytes: numpy's own way takes 20 µs for each."""
+    """Concatenate arrays of RECORD, as bytes: by fields, numpy takes 20 µs for each."""
     if not parts:
         return no_records()
     joined: Records = np.concatenate([part.view(_BYTES) for part in parts]).view(RECORD)
@@ -78,7 +78,7 @@ def join(parts: Sequence[Records]) -> Records:
 def order_of(dues: Numbers, numbers: Numbers) -> NDArray[np.intp]:
     """Return the order by (due time, number).
 
-    Both go into one integer, which numpy sorts in a quarter of the time that it takes for two keys.
+    Both go into one integer: numpy sorts that four times as fast as two keys.
     """
     if not len(dues):
         return np.empty(0, np.intp)
@@ -91,10 +91,10 @@ def order_of(dues: Numbers, numbers: Numbers) -> NDArray[np.intp]:
 
 
 def read_batch(frame: Frame, body: Buffer, at: int, subject: int) -> Records:
-    """Make the records of the batch that begins at `body[at]`, in its order.
+    """Make the records of the batch at `body[at]`, in its order.
 
     Raises:
-        ValueError: the body does not hold what the header says; a frame of a checked log always does.
+        ValueError: the body does not match the header; in a checked log it always does.
     """
     count, data_at = frame.count, at + 4 * (frame.count + 1)
     data = np.frombuffer(body, np.uint8)
@@ -121,7 +121,7 @@ def read_batch(frame: Frame, body: Buffer, at: int, subject: int) -> Records:
 
 
 def _dues(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> Numbers:
-    """Gather the due times, big-endian, at byte 9 of each message."""
+    """Read the due times, big-endian, at byte 9 of each message."""
     dues = data[begins[:, None] + _DUE_AT].view(">i8").ravel()
     clipped: Numbers = np.clip(dues, 0, DUE_MAX_MS).astype(np.uint64)
     return clipped
@@ -130,7 +130,7 @@ def _dues(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> Numbers:
 def _ids(
     data: NDArray[np.uint8], begins: NDArray[np.int64], stops: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find where each message's id begins and ends: behind its subject."""
+    """Return begin and end of each message's id, which follows its subject."""
     at = np.minimum(begins + 19 + _lengths(data, begins + 17), stops - 2)
     id_begins = at + 2
     return id_begins, np.minimum(id_begins + _lengths(data, at), stops)

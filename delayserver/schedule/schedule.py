@@ -1,8 +1,8 @@
-"""Core. The schedule: which delayed messages of a log are not done, by due time. It follows from the log's frames.
+"""Core. Schedule: index of the delayed messages of a log that are not done, by due time. It follows the log's frames.
 
-Master and slave make it each for itself, from the frames below the high watermark, which are never cut: so nothing of
-it is ever taken back. What it loses in a crash it files again from the last checkpoint; what it finds damaged, from the
-log's start: whoever removes old parts of the log sees to it that no pending message lies in them (`pending_below`).
+Each copy makes its own schedule, from frames below the high watermark. Those are never cut, so the schedule never goes
+back. After a crash it continues from the last checkpoint; a damaged one is rebuilt from the log's start. So no part of
+the log with pending messages may be deleted (`pending_below`).
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ Views = tuple[list[SegmentView], int | None]
 
 FLUSH_ROWS = 65_536
 MARKS_LEAST = 256
-"""Fewer marks of a segment are not worth a write of their own: they stay in memory and in the checkpoint."""
+"""Fewer marks of a segment stay in memory and in the checkpoint."""
 PLANNED_MAX = 10_000
 CHECKPOINT_MS = 30_000
 CHECKPOINT_MESSAGES = 1_000_000
-"""A restart files at most about so many messages again, in two to three seconds."""
+"""After a restart about so many messages are filed again, in two to three seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a segment that is being loaded."""
+    """Range of rows of a segment that is being loaded."""
 
     segment: Segment
     rows: Rows
@@ -63,19 +63,19 @@ class Piece:
     end: int
 
     def read(self) -> Records:
-        """Call it on a thread, then `Schedule.handed` with the answer; raises DamagedSchedule."""
+        """Read the rows on a thread, then pass them to `Schedule.handed`; raises DamagedSchedule."""
         return self.rows.read(self.begin, self.end)
 
 
 class Schedule:
-    """Made by whoever keeps the log's copy, used on its loop; `perform`, `read` and questions run on threads."""
+    """Made by the owner of the log's copy, used on its loop; `perform`, `read` and questions run on threads."""
 
     def __init__(self, disk: Disk, *, segment_ms: int, log_start: int, keep_ms: int = 0) -> None:
-        """Begin with the checkpoint on the disk, else empty at `log_start`; `rebuilt` says why, or is empty.
+        """Start from the checkpoint on the disk, else empty at `log_start`; `rebuilt` holds the reason, or is empty.
 
         Args:
-            segment_ms: length of segments that are made from now on.
-            keep_ms: so long after its end a segment is kept in which everything is done, to answer what became of it.
+            segment_ms: length of new segments.
+            keep_ms: how long a finished segment is kept after its end, to answer for its messages.
         """
         self._disk, self._keep_ms = disk, keep_ms
         self._book, self.rebuilt = restore(disk, segment_ms=segment_ms, log_start=log_start)
@@ -88,7 +88,7 @@ class Schedule:
 
     @property
     def filed_end(self) -> int:
-        """Offset of the log up to which its frames are in the schedule."""
+        """Offset up to which the log's frames are filed."""
         return self._book.filed_end
 
     @property
@@ -97,7 +97,7 @@ class Schedule:
 
     @property
     def subjects(self) -> Names:
-        """Names of the numbers that records hold."""
+        """Subject names; records hold positions in this list."""
         return self._book.subjects
 
     @property
@@ -107,7 +107,7 @@ class Schedule:
 
     @property
     def pending_messages(self) -> int:
-        """Messages that are not done: they pend or are in flight."""
+        """Messages that are not done: pending or in flight."""
         return self._book.count_all().messages
 
     @property
@@ -120,24 +120,25 @@ class Schedule:
         return len(self._book.timeline.segments)
 
     def file(self, frame: Frame, body: Buffer) -> Filed:
-        """Take the frame at `filed_end`, which lies below the high watermark; raises DamagedSchedule."""
+        """File the frame at `filed_end`, which lies below the high watermark; raises DamagedSchedule."""
         return file_frame(self._book, frame, body)
 
     def planned(self, producer: int, batch: int, records: Records) -> None:
-        """A dispatch of exactly these messages, as they came off the wheel, was written: filing it need not look them
-        up, which takes most of its time. Nothing else depends on it."""
+        """Announce the records of a written dispatch, so that filing it skips the look-up, which is most of its time.
+        The result is the same without.
+        """
         if len(self._book.planned) >= PLANNED_MAX:
             self._book.planned.clear()
         self._book.planned[producer, batch] = records
 
     def decided(self, frame: Frame, records: Records) -> None:
-        """The same of a frame that cancels or moves exactly these messages, which pend."""
+        """Announce the records of a frame that cancels or moves these pending messages."""
         self.planned(0, frame.offset, records)  # no batch has producer 0
 
     # -- loading
 
     def forget_loads(self) -> None:
-        """Nothing is on a wheel any more: load from the beginning."""
+        """Start loading from the beginning: the wheel is empty."""
         self._book.loaded_until_ms = self._book.open_until_ms = 0
         self._book.horizon_ms = NEVER_MS
         self._piece = None
@@ -146,7 +147,7 @@ class Schedule:
 
     @property
     def loaded_until_ms(self) -> int:
-        """All that pends and is due before is on the wheel, or was."""
+        """All pending messages due before this are or were on the wheel."""
         book = self._book
         until_ms = min(book.loaded_until_ms, book.horizon_ms)
         for segment in book.timeline.segments:
@@ -158,11 +159,11 @@ class Schedule:
         return until_ms
 
     def leave(self, horizon_ms: int) -> None:
-        """There is no room for what is due at `horizon_ms` or later: it is taken off the wheel, and comes no more."""
+        """Leave out messages due at `horizon_ms` or later: the wheel dropped them and has no room."""
         self._book.horizon_ms = min(self._book.horizon_ms, horizon_ms)
 
     def go_further(self) -> bool:
-        """Let what was left come by pieces, once all other pieces were handed; return whether something was left."""
+        """Load the messages left out, once all pieces were handed; return whether there are any."""
         book, horizon_ms = self._book, self._book.horizon_ms
         if horizon_ms == NEVER_MS:
             return False
@@ -174,9 +175,10 @@ class Schedule:
         return True
 
     def next_piece(self, until_ms: int) -> Piece | None:
-        """Return what is to be read next of segments that begin before `until_ms`; None: nothing, or one is out.
+        """Return the next piece to read, of segments that begin before `until_ms`; None: there is none, or one is being
+        read.
 
-        From here on `file` gives what is added to these segments. So nothing falls between the two.
+        From here on `file` returns messages added to these segments, so none is missed between the two.
         """
         book = self._book
         book.settle()
@@ -199,7 +201,7 @@ class Schedule:
         return None
 
     def handed(self, piece: Piece, records: Records) -> Records:
-        """Return what of the piece that was read belongs on the wheel now; empty if loading began anew meanwhile."""
+        """Return the records of a piece that belong on the wheel; empty if loading was restarted meanwhile."""
         if piece is not self._piece or piece.segment.loading is None:
             return records[:0]
         self._piece = None
@@ -210,7 +212,9 @@ class Schedule:
     # -- disk
 
     def take_flush(self, now_ms: int, *, stop: bool = False) -> Flush | None:
-        """Return what is worth writing now; `stop`: everything, with a checkpoint. None: nothing, or one is out."""
+        """Return a flush if one is worth it; with `stop`, of everything, with a checkpoint. None: nothing, or one is
+        running.
+        """
         book = self._book
         if self._flush is not None:
             return None
@@ -230,7 +234,7 @@ class Schedule:
         return self._flush
 
     def flushed(self, flush: Flush) -> None:
-        """It was performed."""
+        """Note that a flush was performed."""
         require(flush is self._flush, "a flush was performed that is not the one that is out")
         for write in flush.writes:
             segment = write.segment
@@ -241,7 +245,7 @@ class Schedule:
         self._flush = None
 
     def _forget_old(self, now_ms: int) -> Names:
-        """Drop segments in which everything is over, but not one that is being read; return their names."""
+        """Drop finished segments, except one that is being read; return their names."""
         book, kept, gone = self._book, list[Segment](), Names()
         read = None if self._piece is None else self._piece.segment
         for segment in book.timeline.segments:
@@ -256,7 +260,7 @@ class Schedule:
         return gone
 
     def _checkpoint(self, writes: Sequence[SegmentWrite]) -> Checkpoint:
-        """Return all that is known now, as it will be when `writes` are on disk."""
+        """Return the state as it will be when `writes` are on disk."""
         book, by_name = self._book, {write.segment.name: write for write in writes}
         return Checkpoint(
             book.filed_end,
@@ -273,7 +277,7 @@ class Schedule:
     # -- questions
 
     def counts(self, begin_ms: int, end_ms: int, subject: str | None = None) -> dict[int, int]:
-        """Return messages not done, of the hours that share time with the range, by the ms at which the hour begins."""
+        """Return the number of messages not done, by begin of the hour in ms, of hours that overlap the range."""
         position = self._book.known_position(subject) if subject is not None else None
         if subject is not None and position is None:
             return {}
@@ -282,29 +286,32 @@ class Schedule:
     def find(
         self, subject: str | None, id_hashes: Sequence[int], key_hashes: Sequence[int], dues_ms: Sequence[int] = ()
     ) -> Find:
-        """Return a question for a thread: which messages have these hashes (`id_hash`, `key_hash`)?
+        """Return a question for a thread: the messages with these hashes (`id_hash`, `key_hash`).
 
-        Who knows when they are due, or some of them, asks `near` these times first.
+        With due times as hints, `near` searches those segments first.
         """
         views, position = self._views(0, DUE_MAX_MS + 1, subject)
         dues = np.array([min(due_ms, DUE_MAX_MS) for due_ms in dues_ms], np.uint64)
         return Find(views, dues, position, id_hashes, key_hashes, self._indexes)
 
     def position(self, subject: str) -> int | None:
-        """Return the number that stands for the subject in records; None: it has none."""
+        """Return the number of a subject in records, or None."""
         return self._book.known_position(subject)
 
     def list(
         self, begin_ms: int, end_ms: int, subject: str | None, most: int, after: tuple[int, int] | None = None
     ) -> Listing:
-        """Return a question for a thread: the first `most` messages not done, by (due, number), behind `after`."""
+        """Return a question for a thread: the first `most` messages not done, by (due, number), after the position
+        `after`.
+        """
         begin_ms = max(begin_ms, after[0] if after else 0, 0)
         views, position = self._views(begin_ms, max(end_ms, 0), subject)
         return Listing(views, begin_ms, max(end_ms, 0), position, most, after)
 
     def pending_of(self, begins: Mapping[int, tuple[int, int]], end_ms: int, most: int) -> PendingOf:
-        """Return a question for a thread: the first `most` messages, by (due, number), that pend and are due before
-        `end_ms`, of these subjects (their position -> (due, number) of the first one that is asked for)."""
+        """Return a question for a thread: the first `most` pending messages due before `end_ms`, by (due, number), from
+        the given position of each subject on (position in `subjects` -> (due, number)).
+        """
         dues, numbers = np.full(len(self.subjects), end_ms, np.uint64), np.zeros(len(self.subjects), np.uint64)
         for position, begin in begins.items():
             dues[position], numbers[position] = begin
@@ -312,7 +319,7 @@ class Schedule:
         return PendingOf(views, dues, numbers, end_ms, most)
 
     def that_pend(self, records: Records) -> Records:
-        """Return those that pend, in their order if that is by due time; of a segment that was deleted none does.
+        """Return the pending ones of `records`, in their order if that is by due time; none of a deleted segment.
 
         Raises DamagedSchedule.
         """
@@ -321,13 +328,13 @@ class Schedule:
         return join([part[segment.states_of(part["row"]) == State.PENDING] for segment, part in parts])
 
     def pending_below(self, offset: int) -> PendingBelow:
-        """Return a question for a thread: which messages lie before `offset` of the log and pend (not in flight)?"""
+        """Return a question for a thread: the pending messages before `offset` of the log, not in flight."""
         self._book.settle()
         segments = [one for one in self._book.timeline.segments if one.undone and one.first_number < offset]
         return PendingBelow([view_of(segment, self._book.gone) for segment in segments], offset)
 
     def pending_labelled(self, subject: str | None, label: int) -> PendingLabelled:
-        """Return a question for a thread: which messages of the subject, None: of all, pend and have this label?"""
+        """Return a question for a thread: the pending messages with this label, of one subject or (None) of all."""
         self._book.settle()
         position = self._book.known_position(subject) if subject is not None else None
         is_known = subject is None or position is not None
@@ -335,12 +342,12 @@ class Schedule:
         return PendingLabelled([view_of(segment, self._book.gone) for segment in segments], position, label)
 
     def pending_from(self) -> int:
-        """Return an offset of the log below which every message is done; it may be up to 4 MiB too low."""
+        """Return an offset of the log below which every message is done; up to 4 MiB too low."""
         lowest = self._book.count_all().lowest()
         return self.filed_end if lowest is None else min(lowest, self.filed_end)
 
     def states_of(self, records: Records) -> dict[int, State]:
-        """Return what became of messages by now, by number; of a segment that was deleted nothing, all in it was over.
+        """Return the current state by number; messages of deleted segments, which were all over, are missing.
 
         Raises DamagedSchedule.
         """

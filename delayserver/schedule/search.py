@@ -31,7 +31,7 @@ from qmq.delayserver.schedule.segment import (
 )
 
 ROW_BYTES = 16
-"""Of a message with a key; one without has half."""
+"""Per message with a key; without a key half of it."""
 INDEX_BYTES_MAX = 128 << 20
 """Of all indexes together: eight million messages."""
 INDEXED_LEAST = 2048
@@ -41,7 +41,7 @@ _ROWS = np.uint64(0xFFFFFFFF)
 
 
 class Hashes:
-    """Hashes of one kind: sorted pieces, the longest first."""
+    """Hashes of one kind, in sorted pieces, the longest first."""
 
     def __init__(self) -> None:
         self._pieces: list[Numbers] = []
@@ -69,7 +69,7 @@ class Hashes:
 
 
 class SegmentIndex:
-    """Covers the rows before `end`."""
+    """Index of the rows before `end`."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -80,7 +80,7 @@ class SegmentIndex:
         return self.ids.bytes + self.keys.bytes
 
     def extend(self, rows: Rows) -> None:
-        """Cover all of these rows; raises DamagedSchedule, and is as it was."""
+        """Extend the index to all of these rows; raises DamagedSchedule and stays unchanged."""
         borders = [*range(self.end, len(rows), READ_ROWS), len(rows)]
         parts = [_hashes(rows.read(begin, end)) for begin, end in pairwise(borders)]
         if not parts:
@@ -92,7 +92,7 @@ class SegmentIndex:
 
 
 def _hashes(records: Records) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """Copies: whoever keeps them does not keep the records."""
+    """Copies, so the records are not kept."""
     return records["row"].copy(), records["id_hash"].copy(), records["key_hash"].copy()
 
 
@@ -102,7 +102,7 @@ class Indexes:
     def __init__(self, bytes_max: int = INDEX_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._indexes: dict[str, SegmentIndex] = {}
-        """By the segment's name; what was asked for longest ago comes first."""
+        """By the segment's name, least recently used first."""
         self._dropped = deque[str]()
 
     @property
@@ -110,16 +110,16 @@ class Indexes:
         return sum(index.bytes for index in self._indexes.values())
 
     def drop(self, names: Iterable[str]) -> None:
-        """These segments were deleted. The next question forgets them: one may be under way."""
+        """Drop the indexes of deleted segments, with the next question: one may be running."""
         self._dropped.extend(names)
 
     def find(
         self, rows: Rows, ids: Sequence[int], keys: Sequence[int], *, replaces: bool
     ) -> list[tuple[bool, int, int]] | None:
-        """Return (is it by key, position among those looked for, row), or None if the segment has no index.
+        """Return (by key, position in the question, row), or None if the segment has no index.
 
         Args:
-            replaces: whether another segment's index goes if there is no room.
+            replaces: whether another segment's index is dropped if there is no room.
 
         Raises:
             DamagedSchedule: a file that had to be read.
@@ -149,7 +149,7 @@ HashColumn = NDArray[np.uint32]
 
 
 class Candidate(NamedTuple):
-    """A message whose id or key has the hash that was looked for: read it to see whether it is the one."""
+    """Message with a requested hash; its id or key must still be compared."""
 
     by_key: bool
     position: int
@@ -159,7 +159,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SegmentView:
-    """A segment at one moment. The states go on changing; they are read when they are needed."""
+    """Segment at one moment. States continue to change; they are read when needed."""
 
     end_ms: int
     rows: Rows
@@ -167,10 +167,12 @@ class SegmentView:
     states: States | None
     """None: they have to be read."""
     gone: set[str]
-    """Segments that were deleted since then."""
+    """Segments deleted since then."""
 
     def look(self, into: Callable[[SegmentView], T], nothing: T) -> T:
-        """Return what `into` finds; nothing in a segment that is deleted meanwhile: there everything was over."""
+        """Return the result of `into`, or `nothing` if the segment was deleted meanwhile: all its messages were
+        over.
+        """
         try:
             return into(self)
         except DamagedSchedule:
@@ -190,13 +192,13 @@ class SegmentView:
         return found
 
     def parts(self) -> Iterator[Records]:
-        """Read all rows, some at a time."""
+        """Yield all rows, some at a time."""
         for at in range(0, len(self.rows), READ_ROWS):
             yield self.rows.read(at, min(at + READ_ROWS, len(self.rows)))
 
 
 def view_of(segment: Segment, gone: set[str]) -> SegmentView:
-    """Return what is to be seen of a segment; the same until it changes, as there may be many."""
+    """Return the view of a segment, which is reused until the segment changes."""
     if segment.view is None:
         segment.view = SegmentView(segment.end_ms, segment.rows, segment.marked, segment.known_states(), gone)
     view: SegmentView = segment.view
@@ -204,7 +206,7 @@ def view_of(segment: Segment, gone: set[str]) -> SegmentView:
 
 
 class HashTable:
-    """Hashes that are looked for. Most records are told apart by a table of 65,536 bits; the rest by search."""
+    """Requested hashes. A table of 65,536 bits rejects most records; binary search decides about the rest."""
 
     def __init__(self, hashes: Sequence[int]) -> None:
         self._hashes = np.array(hashes, np.uint32)
@@ -217,7 +219,7 @@ class HashTable:
         return len(self._hashes)
 
     def matches(self, hashes: HashColumn) -> Iterator[tuple[int, int]]:
-        """Yield (position in `hashes`, position among those looked for)."""
+        """Yield (position in `hashes`, position in the question)."""
         maybe = np.flatnonzero(self._table[hashes & 0xFFFF])
         first = np.searchsorted(self._sorted, hashes[maybe], "left")
         last = np.searchsorted(self._sorted, hashes[maybe], "right")
@@ -227,15 +229,15 @@ class HashTable:
 
 
 Found = list[tuple[bool, int, np.void]]
-"""(is it by key, position among those looked for, record)"""
+"""(by key, position in the question, record)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """Look for messages by the hashes of their ids and keys: `near` their supposed due time, then where that is not.
+    """Search for hashes of ids and keys: `near` the expected due times, then `far`.
 
-    Two ids may have the same hash, and a message may have moved: whoever does not find near what it wants looks far.
-    A few are found by an index, in time that does not grow with the segment; so many that most blocks have one are not.
+    Two ids may have the same hash, and a message may have moved, so a caller that misses something searches far. An
+    index finds a few in time independent of the segment's size. For many, reading all blocks is as fast.
     """
 
     views: list[SegmentView]
@@ -246,15 +248,15 @@ class Find:
     indexes: Indexes
 
     def __call__(self) -> list[Candidate]:
-        """Look everywhere; raises DamagedSchedule."""
+        """Search everywhere; raises DamagedSchedule."""
         return self.near() + self.far()
 
     def near(self) -> list[Candidate]:
-        """Look into the segments of the due times; raises DamagedSchedule."""
+        """Search the segments of the due times; raises DamagedSchedule."""
         return self._look([view for view in self.views if self._is_near(view)], replaces=True)
 
     def far(self) -> list[Candidate]:
-        """Look into all others; raises DamagedSchedule."""
+        """Search all other segments; raises DamagedSchedule."""
         return self._look([view for view in self.views if not self._is_near(view)], replaces=False)
 
     def _is_near(self, view: SegmentView) -> bool:
@@ -300,7 +302,7 @@ Matching = Callable[[Records], NDArray[np.bool_]]
 
 
 def _earliest(views: list[SegmentView], most: int, matching: Matching, below: State) -> Records:
-    """Return the first `most` records, by (due, number), that match and whose state is lower than `below`."""
+    """Return the first `most` matching records by (due, number) whose state is lower than `below`."""
     parts, count = [no_records()], 0
     for view in views:
         parts.append(view.look(lambda one: _earliest_in(one, most, matching, below), no_records()))
@@ -329,7 +331,7 @@ def _first(parts: list[Records], most: int) -> Records:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Messages that are not done, by (due, number)."""
+    """Question: messages not done, by (due, number)."""
 
     views: list[SegmentView]
     begin_ms: int
@@ -339,7 +341,7 @@ class Listing:
     after: tuple[int, int] | None
 
     def __call__(self) -> Records:
-        """Raises DamagedSchedule."""
+        """Run on a thread; raises DamagedSchedule."""
         return _earliest(self.views, self.most, self._matching, State.SENT)
 
     def _matching(self, records: Records) -> NDArray[np.bool_]:
@@ -355,9 +357,9 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class PendingOf:
-    """The first `most` messages that pend and are due before `end_ms`, by (due, number), of some subjects.
+    """Question: the first `most` pending messages due before `end_ms`, by (due, number), of some subjects.
 
-    `dues` and `numbers` say from which place on, by the subject's position; of others, from `end_ms` on.
+    `dues` and `numbers` hold the first position by subject; subjects not asked for have `end_ms`.
     """
 
     views: list[SegmentView]
@@ -367,8 +369,8 @@ class PendingOf:
     most: int
 
     def __call__(self) -> Records:
-        """Raises DamagedSchedule."""
-        return _earliest(self.views, self.most, self._matching, State.IN_FLIGHT)  # PENDING alone is lower
+        """Run on a thread; raises DamagedSchedule."""
+        return _earliest(self.views, self.most, self._matching, State.IN_FLIGHT)  # only PENDING is lower
 
     def _matching(self, records: Records) -> NDArray[np.bool_]:
         due, begins = records["due"], self.dues[records["subject"]]
@@ -379,13 +381,13 @@ class PendingOf:
 
 @dataclass(frozen=True, slots=True)
 class PendingBelow:
-    """Messages that pend and lie before an offset of the log, by number."""
+    """Question: pending messages before an offset of the log, by number."""
 
     views: list[SegmentView]
     offset: int
 
     def __call__(self) -> Records:
-        """Raises DamagedSchedule."""
+        """Run on a thread; raises DamagedSchedule."""
         found = join([view.look(self._in_segment, no_records()) for view in self.views])
         return found.take(np.argsort(found["number"]))
 
@@ -401,14 +403,14 @@ class PendingBelow:
 
 @dataclass(frozen=True, slots=True)
 class PendingLabelled:
-    """Messages of a subject, None: of all, that pend and have exactly this label, in no order."""
+    """Question: pending messages with exactly this label, of one subject or (None) of all, in no order."""
 
     views: list[SegmentView]
     subject: int | None
     label: int
 
     def __call__(self) -> Records:
-        """Raises DamagedSchedule."""
+        """Run on a thread; raises DamagedSchedule."""
         return join([view.look(self._in_segment, no_records()) for view in self.views])
 
     def _in_segment(self, view: SegmentView) -> Records:

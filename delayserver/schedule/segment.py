@@ -42,9 +42,9 @@ _STEP = 65_536
 
 
 class Growing:
-    """Elements are only appended, so a `view` may be read on another thread while more are.
+    """Array that grows at its end. A `view` stays valid on another thread while it grows.
 
-    Records are copied as bytes: numpy takes ten times as long to copy them field by field.
+    Records are copied as bytes: by fields, numpy takes ten times as long.
     """
 
     __slots__ = ("_dtype", "_room", "_count")
@@ -63,14 +63,14 @@ class Growing:
         return room if room.dtype is self._dtype else room.view(self._dtype)
 
     def item(self, at: int) -> int:
-        """Return one number; much faster than by a view."""
+        """Return one number; much faster than through a view."""
         if at >= self._count:
             raise IndexError(at)
         number: int = self._room.item(at)
         return number
 
     def put(self, at: int, number: int) -> None:
-        """Replace one number, which is there; much faster than by a view."""
+        """Replace an existing number; much faster than through a view."""
         if at >= self._count:
             raise IndexError(at)
         self._room[at] = number
@@ -84,7 +84,7 @@ class Growing:
         self._count += 1
 
     def append(self, more: NDArray[Any]) -> None:
-        """`more` has the same type."""
+        """Append an array of the same type."""
         end = self._count + len(more)
         if end > len(self._room):
             room = np.empty(max(_LEAST, end, min(2 * len(self._room), end + max(_STEP, end // 4))), self._room.dtype)
@@ -99,7 +99,9 @@ def _plain(elements: NDArray[Any]) -> NDArray[Any]:
 
 
 BLOCK_ROWS = 64
-"""A look-up of one message reads one block, 3 KiB; what does not fill one stays in memory and in the checkpoint."""
+"""Rows of a block. Looking up a message reads one block, 3 KiB; an unfinished block stays in memory and the
+checkpoint.
+"""
 BLOCK_BYTES = (BLOCK_ROWS + 1) * RECORD_BYTES
 _MAGIC = int.from_bytes(b"QDR1", "little")
 _HEAD = np.dtype([("crc", "<u4"), ("magic", "<u4"), ("begin_ms", "<u8"), ("row", "<u8"), ("zeros", "V24")])
@@ -110,11 +112,11 @@ _ROW_MASK = np.uint64((1 << 56) - 1)
 
 
 class DamagedSchedule(LogError):
-    """A file of the schedule is not as it was written. Discard the schedule and make it again from the log."""
+    """A file of the schedule is damaged. Discard the schedule and rebuild it from the log."""
 
 
 def encode_blocks(begin_ms: int, row: int, records: Records) -> bytearray:
-    """Pack whole blocks of records, the first of which has row `row`."""
+    """Pack whole blocks of records, from row `row` on."""
     count = len(records) // BLOCK_ROWS
     rows = np.zeros((count, BLOCK_ROWS + 1), RECORD)
     rows[:, 1:] = records.reshape(count, BLOCK_ROWS)
@@ -129,7 +131,7 @@ def encode_blocks(begin_ms: int, row: int, records: Records) -> bytearray:
 
 
 def decode_blocks(name: str, begin_ms: int, blocks: NDArray[np.int64], data: Buffer) -> Records:
-    """Unpack whole blocks, which have these positions in their file; raises DamagedSchedule."""
+    """Unpack whole blocks at these positions of their file; raises DamagedSchedule."""
     if len(data) != len(blocks) * BLOCK_BYTES:
         raise DamagedSchedule(f"{name} ends within a block")
     view = memoryview(data)
@@ -144,7 +146,7 @@ def decode_blocks(name: str, begin_ms: int, blocks: NDArray[np.int64], data: Buf
 
 
 def marks_bytes(count: int) -> int:
-    """Return the size of a block of marks; none has no block."""
+    """Return the size of a block of marks; 0 without marks."""
     return _MARKS_HEAD.size + 8 * count if count else 0
 
 
@@ -177,7 +179,7 @@ def make_mark(row: int, state: int) -> int:
 
 
 def split_marks(marks: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the rows, and the states."""
+    """Return rows and states."""
     return marks & _ROW_MASK, marks >> STATE_SHIFT
 
 
@@ -186,21 +188,22 @@ FOLDER = "segments"
 States = NDArray[np.uint8]
 NO_NUMBER = (1 << 64) - 1
 READ_BLOCKS = 512
-"""32,768 rows, 1.5 MiB: what is read of a file at once; to put them on a wheel takes about 2 ms."""
+"""Blocks read at once: 32,768 rows, 1.5 MiB; putting them on a wheel takes about 2 ms."""
 READ_ROWS = READ_BLOCKS * BLOCK_ROWS
 
 
 @dataclass(slots=True)
 class Loading:
-    """How far the segment is on the wheel: what is due before `from_ms`, rows below `handed` and from `end` on; the
-    others are still to be read. What is due from the schedule's horizon on is on no wheel."""
+    """Loading of a segment onto the wheel. Loaded are messages due before `from_ms`, rows below `handed`, and rows from
+    `end` on, as far as the schedule's horizon allows; the others are still to be read.
+    """
 
     handed: int
     end: int
     from_ms: int = 0
 
     def has(self, records: Records) -> NDArray[np.bool_]:
-        """Return which of these no piece will bring any more."""
+        """Return which of these records no later piece contains."""
         rows = records["row"]
         has: NDArray[np.bool_] = (rows < self.handed) | (rows >= self.end) | (records["due"] < self.from_ms)
         return has
@@ -208,7 +211,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The records of a segment at one moment, for a thread: some are in the file, the others in `memory`."""
+    """Records of a segment at one moment, for a thread: some in the file, the others in `memory`."""
 
     disk: Disk
     name: str
@@ -238,7 +241,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """What became of a segment's messages, by a moment: in the file, and in memory."""
+    """States of a segment's messages at one moment: marks in the file and in memory."""
 
     disk: Disk
     name: str
@@ -299,7 +302,7 @@ class Segment:
         self.firsts = Growing(dtype=np.uint64)  # number of the first record of each block
         self.marks = Growing(dtype=np.uint64)  # not in the file yet
         self.view: Any = None
-        """What questions see of it (search.SegmentView), until it changes."""
+        """View for questions (search.SegmentView), until the segment changes."""
         self._disk = disk
         self._states: Growing | None = None
 
@@ -308,7 +311,7 @@ class Segment:
 
     @property
     def first_number(self) -> int:
-        """The lowest number of all its messages; it has some."""
+        """The lowest number of its messages. The segment must not be empty."""
         for numbers in (self.firsts.view, self.flushing["number"], self.tail.view["number"]):
             if len(numbers):
                 return int(numbers[0])
@@ -319,18 +322,18 @@ class Segment:
         return Rows(self._disk, self.name, self.begin_ms, self.written, (self.flushing, self.tail.view))
 
     def add(self, records: Records) -> None:
-        """File messages, in the order of the log; gives them their rows."""
+        """Add messages in the order of the log, and assign their rows."""
         records["row"] = np.arange(len(self), len(self) + len(records))
         self.tail.append(records)
         self.undone += len(records)
         self.view = None
 
     def known_states(self) -> States | None:
-        """Return what became of each row, as `states` does, if it does not have to be read."""
+        """Return the states if they need not be read, else None."""
         return None if self._states is None and (self.marks_bytes or len(self.marks)) else self.states()
 
     def states(self) -> States:
-        """Return what became of each row; those past the end of the answer pend. Raises DamagedSchedule."""
+        """Return the state of each row; rows past the end of the result pend. Raises DamagedSchedule."""
         if self._states is None:
             if not self.marks_bytes and not len(self.marks):
                 return np.empty(0, np.uint8)
@@ -346,7 +349,7 @@ class Segment:
         states = self.states()
         try:
             return states[rows]
-        except IndexError:  # nothing became of some of them
+        except IndexError:  # some of them have no state yet
             pass
         found = np.zeros(len(rows), np.uint8)
         known = rows < len(states)
@@ -354,17 +357,17 @@ class Segment:
         return found
 
     def all_pend(self, rows: NDArray[np.uint32]) -> bool:
-        """Return whether nothing became of these. Raises DamagedSchedule."""
+        """Return whether all of these rows pend. Raises DamagedSchedule."""
         if len(rows) == 1 and self._states is not None and (row := rows.item(0)) < len(self._states):
-            return not self._states.item(row)  # as most cancels ask
+            return not self._states.item(row)  # the usual cancel
         return not self.states_of(rows).any()
 
     def change(self, rows: NDArray[np.uint32], state: State) -> None:
-        """Note what became of rows, which were not over before."""
+        """Set the state of rows that were not over."""
         if self._states is None:
             self.states()
         if len(rows) == 1 and self._states is not None and (row := rows.item(0)) < len(self._states):
-            self._states.put(row, state)  # as most cancels do
+            self._states.put(row, state)  # the usual cancel
             if state >= State.SENT:
                 self.marks.append_one(make_mark(row, state))
         else:
@@ -375,12 +378,12 @@ class Segment:
             self.undone -= len(rows)
 
     def _set(self, rows: NDArray[np.uint32] | Numbers, states: States | int) -> None:
-        """Note states. A view sees them, as long as they lie where they lay."""
+        """Set states in place: views see them."""
         if self._states is None:
             self._states, self.view = Growing(np.zeros(len(self), np.uint8)), None
         try:
             self._states.view[rows] = states
-        except IndexError:  # nothing became of some of them
+        except IndexError:  # some of them have no state yet
             missing = max(int(rows.max()) + 1, len(self)) - len(self._states)
             self._states.append(np.zeros(missing, np.uint8))
             self._states.view[rows] = states
@@ -399,7 +402,7 @@ class Segment:
         return records, found
 
     def _read_blocks(self, blocks: list[int]) -> Records:
-        """Read blocks here and there in the file, neighbours at once."""
+        """Read scattered blocks of the file, neighbours together."""
         data, at = [], 0
         while at < len(blocks):
             end = at + 1
@@ -410,7 +413,7 @@ class Segment:
         return decode_blocks(self.name, self.begin_ms, np.array(blocks), b"".join(data))
 
     def take_blocks(self) -> Records:
-        """Take what fills whole blocks out of the tail; it is `flushing` until it was written."""
+        """Move whole blocks from the tail to `flushing`, until they are written."""
         full = len(self.tail) // BLOCK_ROWS * BLOCK_ROWS
         if full:
             self.view = None
@@ -419,7 +422,7 @@ class Segment:
         return self.flushing
 
     def wrote_marks(self, count: int, end: int) -> None:
-        """The first `count` marks are in the file, which has `end` bytes."""
+        """Note that the first `count` marks are in the file, which has `end` bytes."""
         self.marks_bytes, self.marks = end, Growing(self.marks.view[count:].copy())
         self.view = None
 
@@ -430,7 +433,7 @@ class Segment:
 
 
 def _pick(part: Records, numbers: Numbers, records: Records, found: NDArray[np.bool_]) -> None:
-    """Take from `part`, whose numbers ascend, the records of `numbers`."""
+    """Copy the records of `numbers` from `part`, whose numbers ascend."""
     if not len(part):
         return
     known = part["number"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.ma  # np.unique imports it when it is first called: 0.2 s in which nobody is served
+import numpy.ma  # np.unique imports it on its first call: 0.2 s in which the loop serves nothing
 from numpy.typing import NDArray
 
 from qmq.codec import Buffer
@@ -32,7 +32,7 @@ NewSegment = Callable[[int, int], Segment]
 
 
 FEW = 200
-"""So many are looked up faster without numpy."""
+"""So few are looked up faster without numpy."""
 
 
 class Timeline:
@@ -51,7 +51,7 @@ class Timeline:
         self._ends = np.array([segment.end_ms for segment in segments], np.uint64)
 
     def index(self, dues: Numbers) -> NDArray[np.int64]:
-        """Return the position of each due time's segment; -1: there is none."""
+        """Return the position of each due time's segment; -1 without one."""
         if not self.segments:
             return np.full(len(dues), -1)
         at = np.searchsorted(self._begins, dues, "right") - 1
@@ -59,7 +59,7 @@ class Timeline:
         return at
 
     def make(self, dues: Numbers) -> None:
-        """Make the segments that are missing for `dues`."""
+        """Make the missing segments for `dues`."""
         while len(dues := dues[self.index(dues) < 0]):
             begins = dues // np.uint64(self._segment_ms)
             some = dues[
@@ -81,14 +81,14 @@ class Timeline:
         segments.insert(at, self._new(begin, end))
 
     def split(self, records: Records) -> Iterator[tuple[Segment, Records]]:
-        """Yield each segment with its part of `records`, in their order; drop those that have no segment."""
+        """Yield each segment with its part of `records`, in their order; records without a segment are dropped."""
         if len(records) == 0:
             return
         if (only := self.only(records["due"])) is not None:
             yield only, records
             return
         at = self.index(records["due"])
-        # Numpy sorts 16-bit integers fifteen times as fast; `take` copies records ten times as fast as indexing does.
+        # Numpy sorts 16-bit integers fifteen times as fast; `take` copies records ten times as fast as indexing.
         order = np.argsort(at.astype(np.int16) if len(self.segments) < 1 << 15 else at, kind="stable")
         at, records = at[order], records.take(order)
         bounds = [*(np.flatnonzero(at[1:] != at[:-1]) + 1).tolist(), len(at)]
@@ -99,7 +99,7 @@ class Timeline:
             begin = end
 
     def only(self, dues: Numbers) -> Segment | None:
-        """Return the segment of all these, if they are few and it is one: as of what is due now it mostly is."""
+        """Return the segment of a few due times if they share one, as newly due messages mostly do."""
         if not 0 < len(dues) <= FEW:
             return None
         few = dues.tolist()
@@ -107,18 +107,18 @@ class Timeline:
         return self.segments[at] if at >= 0 and max(few) < self.segments[at].end_ms else None
 
     def between(self, begin_ms: int, end_ms: int) -> list[Segment]:
-        """Return the segments that share some time with `[begin_ms, end_ms)`."""
+        """Return the segments that overlap `[begin_ms, end_ms)`."""
         return [segment for segment in self.segments if segment.begin_ms < end_ms and begin_ms < segment.end_ms]
 
 
 HOUR_MS = 3_600_000
 STRETCH_BITS = 22
-"""4 MiB: how exactly `lowest` knows where the oldest message lies. A TiB of log has 262,144 stretches."""
+"""4 MiB: resolution of `lowest`. A TiB of log has 262,144 stretches."""
 _HOUR_BITS = 42
 
 
 LATER_ROWS = 4096
-"""Counting takes 30 µs however few there are, so some are counted together; who reads the counts calls `settle`."""
+"""Rows counted together: counting takes 30 µs however few there are. Call `settle` before reading counts."""
 
 
 class Counts:
@@ -146,7 +146,7 @@ class Counts:
             self.settle()
 
     def settle(self) -> None:
-        """Count what was only noted."""
+        """Count noted records."""
         if self._added:
             self._count(join(self._added), 1)
         if self._removed:
@@ -176,11 +176,13 @@ class Counts:
             _change(self.stretches, stretch, sign * count)
 
     def lowest(self) -> int | None:
-        """Return an offset of the log below which every message is done, at most 4 MiB too low; None if all are."""
+        """Return an offset of the log below which every message is done, at most 4 MiB too low; None if all are
+        done.
+        """
         return min(self.stretches) << STRETCH_BITS if self.stretches else None
 
     def by_hour(self, begin_ms: int, end_ms: int, subject: int | None) -> dict[int, int]:
-        """Return messages per hour, by the ms at which it begins, of the hours that share time with the range."""
+        """Return messages per hour, by its begin in ms, of hours that overlap the range."""
         found = {}
         for hour in sorted(self.hours):
             if hour * HOUR_MS < end_ms and begin_ms < (hour + 1) * HOUR_MS:
@@ -201,12 +203,12 @@ def _change(counts: dict[int, int], key: int, by: int) -> None:
 
 NEVER_MS = 1 << 63
 SETTLE_ROWS = 8_192
-"""So many new messages are put into their segments at once: with 720 segments that takes 4 ms, 0.5 µs a message."""
+"""New messages put into their segments at once: with 720 segments that takes 4 ms, 0.5 µs a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A dispatch whose outcome is not known: exactly this batch is repeated to this group. `records` in its order."""
+    """Dispatch of unknown outcome: exactly this batch is repeated to this group. `records` are in its order."""
 
     producer: int
     batch: int
@@ -219,7 +221,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class Located:
-    """Messages that were looked up, in the order asked for; what was not found has zeros."""
+    """Result of a look-up, in the requested order; zeros where nothing was found."""
 
     records: Records
     found: NDArray[np.bool_]
@@ -233,7 +235,9 @@ class Located:
 
 @dataclass(slots=True)
 class Book:
-    """Made by Schedule, changed on its loop. New messages wait in `fresh` until `settle` puts them into segments."""
+    """State of the schedule. Made by Schedule, changed on its loop. New messages wait in `fresh` until `settle` puts
+    them into segments.
+    """
 
     disk: Disk
     segment_ms: int
@@ -244,21 +248,21 @@ class Book:
     counts: Counts = field(default_factory=Counts)
     timeline: Timeline = field(init=False)
     loaded_until_ms: int = 0
-    """Segments that begin before this are on the wheel, or come by pieces: also those that are still to be made."""
+    """Segments that begin before this are loaded or being loaded, also those still to be made."""
     open_until_ms: int = 0
-    """Where the last of them ends."""
+    """End of the last of them."""
     horizon_ms: int = NEVER_MS
-    """What is due from here on is on no wheel, although its segment is open: there was no room for it."""
+    """Messages due from here on are not on the wheel even if their segment is open: there was no room."""
     unsaved: int = 0
     """Messages filed since the last checkpoint."""
     _fresh: list[Records] = field(default_factory=list)
     _fresh_rows: int = 0
     _fresh_from: int = NEVER_MS
-    """Nothing fresh is due before."""
+    """No fresh message is due before."""
     gone: set[str] = field(default_factory=set)
     """Names of segments that were deleted, or soon will be."""
     planned: dict[tuple[int, int], Records] = field(default_factory=dict)
-    """Messages of dispatches that were written here and are not filed yet."""
+    """Records of written dispatches that are not filed yet."""
     _positions: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -266,7 +270,7 @@ class Book:
         self._positions = {subject: position for position, subject in enumerate(self.subjects)}
 
     def _new_segment(self, begin_ms: int, end_ms: int) -> Segment:
-        # A segment of the same time may have been deleted shortly before, and its files be there still.
+        # A deleted segment of the same time may have left its files.
         name = f"{begin_ms:016d}-{end_ms:016d}-{self.filed_end:016x}"
         segment = Segment(self.disk, begin_ms=begin_ms, end_ms=end_ms, name=name)
         if begin_ms < self.loaded_until_ms:
@@ -274,21 +278,22 @@ class Book:
         return segment
 
     def open(self, segment: Segment, from_ms: int = 0) -> None:
-        """From now on, new messages of the segment go to the wheel; those it has are still to be read, if they are due
-        at `from_ms` or later."""
+        """Load the segment: new messages go to the wheel at once, existing ones due at `from_ms` or later are still to
+        be read.
+        """
         count = len(segment)
         segment.loading = Loading(0 if segment.undone else count, count, from_ms)
         self.open_until_ms = max(self.open_until_ms, segment.end_ms)
 
     def open_for(self, records: Records) -> None:
-        """Make the segments of messages that are due soon at once: are they on the wheel, with these messages?"""
+        """Make the segments of messages that are due soon at once, so it is certain whether they are on the wheel."""
         dues = records["due"]
         soon = dues[dues < self.loaded_until_ms + self.segment_ms]
         if len(soon):
             self.timeline.make(soon)
 
     def position(self, subject: str) -> int:
-        """Return the number that stands for the subject in records."""
+        """Return the number of the subject in records."""
         position = self._positions.get(subject)
         if position is None:
             position = self._positions[subject] = len(self.subjects)
@@ -308,9 +313,9 @@ class Book:
             self.settle()
 
     def place(self, records: Records) -> Records:
-        """File new messages of segments that are open at once, and return those for the wheel, with their rows.
+        """File new messages of open segments at once; return those for the wheel, with their rows.
 
-        Those segments get no messages in any other way, so their numbers still ascend.
+        Open segments get messages only this way, so their numbers still ascend.
         """
         self.unsaved += len(records)
         self.counts.add(records)
@@ -324,7 +329,7 @@ class Book:
         return records if self.horizon_ms == NEVER_MS else records[records["due"] < self.horizon_ms]
 
     def settle(self) -> None:
-        """Put what is fresh into its segments. Whoever looks into segments or counts does this first."""
+        """Put fresh messages into their segments. Call it before reading segments or counts."""
         if not self._fresh:
             return
         records = join(self._fresh)
@@ -352,13 +357,13 @@ class Book:
         return located
 
     def change(self, records: Records, state: State) -> None:
-        """Note what became of messages that were not over; they are in segments."""
+        """Set the state of messages that are in segments and not over."""
         if not len(records):
             return
         self.change_parts(records, list(self.timeline.split(records)), state)
 
     def change_parts(self, records: Records, parts: list[tuple[Segment, Records]], state: State) -> None:
-        """Do the same with messages whose segments are known."""
+        """Set the state of messages whose segments are known."""
         for segment, part in parts:
             segment.change(part["row"], state)
         if state >= State.SENT:
@@ -366,7 +371,7 @@ class Book:
             self.unsaved += len(records)
 
     def count_all(self) -> Counts:
-        """Return the counts, with everything counted."""
+        """Return the complete counts."""
         self.settle()
         self.counts.settle()
         return self.counts
@@ -374,10 +379,10 @@ class Book:
 
 @dataclass(slots=True)
 class Filed:
-    """What a frame changed for a wheel.
+    """Changes of a frame that concern the wheel.
 
-    `added`: messages of segments that are loaded; others come when those are. `done`: cancelled or moved.
-    `settled`: dispatches that are over.
+    `added`: messages of loaded segments; others come when their segment is loaded. `done`: cancelled or moved.
+    `settled`: finished dispatches.
     """
 
     added: Records = field(default_factory=no_records)
@@ -386,10 +391,10 @@ class Filed:
 
 
 def file_frame(book: Book, frame: Frame, body: Buffer) -> Filed:
-    """Take the frame at `filed_end`.
+    """File the frame at `filed_end`.
 
     Raises:
-        ValueError: the body makes no sense; a frame of a checked log always does.
+        ValueError: the body is invalid; in a checked log it never is.
         DamagedSchedule: a file that had to be read.
     """
     if frame.offset != book.filed_end:
@@ -405,7 +410,7 @@ def _messages(book: Book, frame: Frame, body: Buffer) -> Filed:
 
 
 def _carry(book: Book, frame: Frame, body: Buffer) -> Filed:
-    """Messages in place of others. Of one that was dispatched or cancelled meanwhile there must not be a second."""
+    """Replace messages by later copies, except those that were dispatched or cancelled meanwhile."""
     records = read_batch(frame, body, batch_begin(frame.count, True), book.position(frame.subject))
     if (planned := _planned(book, (0, frame.offset), body, frame.count, 0)) is not None:
         book.change_parts(*planned, State.MOVED)
@@ -442,14 +447,14 @@ def _dispatch(book: Book, frame: Frame, body: Buffer) -> Filed:
 
 
 class _Pending(NamedTuple):
-    """Messages that pend, and the same by segment."""
+    """Pending messages, and the same by segment."""
 
     records: Records
     parts: list[tuple[Segment, Records]]
 
 
 def _pending(book: Book, key: tuple[int, int], body: Buffer, count: int, at: int) -> _Pending:
-    """Look up which of the messages pend that a frame names at `body[at:]`, unless its writer said which they are."""
+    """Return the pending ones of the messages named at `body[at:]`, without a look-up if the writer announced them."""
     if (planned := _planned(book, key, body, count, at)) is not None:
         return planned
     located = book.locate(*_places(body, count, at))
@@ -458,7 +463,7 @@ def _pending(book: Book, key: tuple[int, int], body: Buffer, count: int, at: int
 
 
 def _planned(book: Book, key: tuple[int, int], body: Buffer, count: int, at: int) -> _Pending | None:
-    """Return what was said before about this frame, if that is still so."""
+    """Return the announced records of this frame if all of them still pend, else None."""
     records = book.planned.pop(key, None)
     if records is None or len(records) != count:
         return None
@@ -486,7 +491,7 @@ def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:
 
 
 def _on_wheel(dispatched: list[tuple[Segment, Records]]) -> list[Records]:
-    """Return those that no piece will bring any more."""
+    """Return the records that no later piece contains."""
     parts = []
     for segment, part in dispatched:
         if (loading := segment.loading) is not None:
@@ -501,9 +506,9 @@ def _cancel(book: Book, frame: Frame, body: Buffer) -> Filed:
 
 
 def _places(body: Buffer, count: int, at: int) -> tuple[Numbers, Numbers]:
-    """Return numbers and due times; of a message that is named twice, the second time as one that nobody knows.
+    """Return numbers and due times. A number named twice becomes 0 the second time, which no message has.
 
-    The layout is that of qmq.log.delay_frames, which would make a list of pairs. Raises ValueError: the body is short.
+    The layout is that of qmq.log.delay_frames, whose decoder would build a list of pairs. Raises ValueError: too short.
     """
     both = np.frombuffer(body, "<u8", 2 * count, at).reshape(-1, 2)
     numbers, dues = both[:, 0].copy(), np.minimum(both[:, 1], np.uint64(DUE_MAX_MS))
