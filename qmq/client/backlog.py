@@ -56,7 +56,7 @@ class Backlog:
             return False
         return not self.messages or waiting + SHARES * (self.bytes + size) <= (SHARES + 1) * self.bytes_max
 
-    def moved(self) -> None:
+    def wake_waiters(self) -> None:
         waiters, self.waiters = self.waiters, []
         for wake in waiters:
             wake()

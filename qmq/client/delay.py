@@ -333,8 +333,8 @@ class DelayGroups:
                 connection.close(reason)
             except QmqError as error:
                 reason = str(error)
-                sender.complain(group, error)
-        raise NotServed(f"delay group {group} did not answer: {sender.complaint(group) or reason or 'no connection'}")
+                sender.report_failure(group, error)
+        raise NotServed(f"delay group {group} did not answer: {sender.rest_reason(group) or reason or 'no connection'}")
 
 
 def _rank(recur: Recur, group: str) -> bytes:

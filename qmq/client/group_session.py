@@ -272,7 +272,7 @@ class GroupSession:
         failures = self._life.now.failures if isinstance(self._life.now, Subscribing) else 0
         wait_s = min(RETRY_S_MIN * 2 ** min(failures, 10), RETRY_S_MAX)
         resting = Resting(failures + 1)
-        self._enter(SessionEvent.PUT_OFF, resting)
+        self._enter(SessionEvent.REFUSED, resting)
         self._loop.call_later(wait_s, self._rested, resting)
 
     def _rested(self, resting: Resting) -> None:
@@ -291,7 +291,7 @@ class GroupSession:
             self._link.broker_group,
             refusal,
         )
-        self._enter(SessionEvent.FORGOTTEN, Unsubscribed())
+        self._enter(SessionEvent.RESET, Unsubscribed())
         self.unacked.drop()
         self.unacked = Unacked()
         self._is_new = True
@@ -672,7 +672,7 @@ class GroupSession:
 
     def _nack_again(self, here: Subscribed, nack: SentNack) -> None:
         if here is self._life.now:
-            self.unacked.put_off(nack)
+            self.unacked.requeue_nack(nack)
             self._send()
 
     def _nacked(self, here: Subscribed, nack: SentNack, _: memoryview) -> None:

@@ -103,7 +103,7 @@ class Listener(Membership):
         """Start missing workers. Surplus ones end after their current message."""
         if subscription.is_closing:
             return
-        self._prefetch.concur(self._at_once)
+        self._prefetch.set_concurrency(self._at_once)
         subscription.prefetch_messages = self._prefetch.messages
         for _ in range(self._concurrency - len(self._workers)):
             worker = asyncio.create_task(self._work(subscription))
@@ -192,7 +192,7 @@ class Listener(Membership):
             finally:
                 gate.leave(alone=is_alone)
             if began_s is not None:
-                self._prefetch.measured((clock() - began_s) * (self._batch or 1) / len(taken))
+                self._prefetch.record_call((clock() - began_s) * (self._batch or 1) / len(taken))
                 subscription.prefetch_messages = self._prefetch.messages
             handled += 1
             if handled % HANDLED_IN_A_ROW == 0:
@@ -426,9 +426,9 @@ class ExcessReturn:
             return
         loop.call_later(LOOK_S, self._look)
         arrived = subscription.arrived_messages
-        if (pace := self._pacer.looked(loop.time(), arrived=arrived, taken=arrived - waiting)) is None:
+        if (pace := self._pacer.pace(loop.time(), arrived=arrived, taken=arrived - waiting)) is None:
             return
-        self._prefetch.seen(pace)
+        self._prefetch.record_pace(pace)
         subscription.prefetch_messages = self._prefetch.messages
         if pace.is_too_slow_for(waiting):
             subscription.give_back_excess()

@@ -204,7 +204,7 @@ class NumberedSender:
         known = self._groups.get(group)
         connection = known.link.connection if known else None
         if known is None or connection is None or not connection.is_open:
-            why = self._routing.complaint(group) or "no connection"
+            why = self._routing.rest_reason(group) or "no connection"
             done(NotStored(NotServed(f"{group}: {why}")))
             return
         size = sum(map(len, batch.blocks))
@@ -250,7 +250,7 @@ class NumberedSender:
             connection.close(f"unreadable answer to a produce: {unreadable}")
             self._end(group, flight, Unknown(f"{name}: {unreadable}"))
             return
-        self._routing.worked(name)
+        self._routing.succeeded(name)
         self._end(group, flight, Stored(produced.first_sequence, produced.stored, produced.refused))
 
     def _failed(self, name: str, error: QmqError) -> None:
@@ -306,7 +306,7 @@ class NumberedSender:
         group = self._groups[link.broker_group]
         group.limits = Limits(**{name: int(str(link.welcome.get(name, 1 << 20))) for name in Limits._fields})
         if group.breaker.state is BreakerState.CLOSED:  # otherwise it has to answer first
-            self._routing.worked(link.broker_group)
+            self._routing.succeeded(link.broker_group)
         self._changed()
 
     def link_lost(self, link: Link, reason: str) -> None:

@@ -43,20 +43,20 @@ class Prefetch:
         self._messages_max = messages_max
         self._handler_s: float | None = None
         self.messages = 1
-        self.concur(concurrency)
+        self.set_concurrency(concurrency)
 
-    def concur(self, concurrency: int) -> None:
+    def set_concurrency(self, concurrency: int) -> None:
         """Set the number of handlers that run at the same time."""
         self._concurrency = concurrency
         self._decide()
 
-    def measured(self, handler_s: float) -> None:
+    def record_call(self, handler_s: float) -> None:
         """Count the time of one handler call."""
         known = self._handler_s
         self._handler_s = handler_s if known is None else known + WEIGHT * (handler_s - known)
         self._decide()
 
-    def seen(self, pace: Pace) -> None:
+    def record_pace(self, pace: Pace) -> None:
         """Count a pace, as a lower bound of the handlers' time. Most calls are not timed, and none before it ends."""
         at_once = self._concurrency
         least_s = at_once * pace.seconds / (pace.messages + at_once)  # the last ones may have begun just now
@@ -98,7 +98,7 @@ class Pacer:
     def __init__(self) -> None:
         self._looks: deque[_Look] = deque()
 
-    def looked(self, now_s: float, *, arrived: int, taken: int) -> Pace | None:
+    def pace(self, now_s: float, *, arrived: int, taken: int) -> Pace | None:
         """Return the pace of the last `PACE_S`, or None if handlers may have waited for messages, or it is too early.
 
         Args:

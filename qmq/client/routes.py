@@ -188,12 +188,12 @@ class Routing:
         health = self._health.get(group.broker_group)
         return group.master is not None and (not group.writable or (health is not None and health.is_readonly))
 
-    def worked(self, broker_group: str) -> None:
+    def succeeded(self, broker_group: str) -> None:
         """End the rest of a group that stored a batch."""
         if broker_group in self._health:
             del self._health[broker_group]
 
-    def complaint(self, broker_group: str) -> str:
+    def rest_reason(self, broker_group: str) -> str:
         """Return the reason of a group's last rest; "" if it stored a batch since."""
         health = self._health.get(broker_group)
         return health.reason if health else ""
@@ -303,7 +303,7 @@ class RefusalClock:
         span.seen_ms = now_ms
         return now_ms - span.since_ms >= self._wait_ms
 
-    def worked(self, subject: str, group: str) -> None:
+    def succeeded(self, subject: str, group: str) -> None:
         """Reset the time: the group stored messages of this subject."""
         self._spans.pop((subject, ""), None)
         self._spans.pop((subject, group), None)

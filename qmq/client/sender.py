@@ -176,7 +176,7 @@ class Sender:
         self._waiting.clear()
         self._active.clear()
         self._crowded.clear()
-        self._backlog.moved()
+        self._backlog.wake_waiters()
 
     @property
     def is_idle(self) -> bool:
@@ -303,14 +303,14 @@ class Sender:
             return None
         return group.link.connection
 
-    def complain(self, name: str, error: QmqError) -> None:
+    def report_failure(self, name: str, error: QmqError) -> None:
         """Let a group rest that did not answer, and refresh its route."""
         self._routing.failed(name, str(error), now_ms=self.now_ms())
         self._watch.refresh()
 
-    def complaint(self, name: str) -> str:
+    def rest_reason(self, name: str) -> str:
         """Return the reason of a group's last rest, or ""."""
-        return self._routing.complaint(name)
+        return self._routing.rest_reason(name)
 
     # Choosing and sending.
 
@@ -366,7 +366,7 @@ class Sender:
                     break  # no group has room for any queue: all stay in line
                 self._wait_for_room(queue)
         if self._backlog.waiters:
-            self._backlog.moved()
+            self._backlog.wake_waiters()
 
     def _has_room(self, name: str) -> bool:
         return bool(self._takes(name) and self._groups[name].batches.room_bytes())
@@ -452,9 +452,9 @@ class Sender:
                 return
             group.batches.answered(batch, Stored)
             group.batches.advised(produced.batch_bytes)
-            self._routing.worked(group.name)
+            self._routing.succeeded(group.name)
             if self._refusal_clock is not None:
-                self._refusal_clock.worked(batch.subject, group.name)
+                self._refusal_clock.succeeded(batch.subject, group.name)
             self._end(group, batch, result)
         self._wake_crowd(group.name, WOKEN_BY_ANSWER)
         self._pump()
@@ -526,7 +526,7 @@ class Sender:
             now_ms = self.now_ms()
             for group in self._groups.values():
                 for batch in group.batches.expired(now_ms):
-                    why = self._routing.complaint(group.name)
+                    why = self._routing.rest_reason(group.name)
                     last = f"; last: {why}" if why else ""
                     self._give_up(group, batch, f"no answer of {group.name} before the deadline{last}")
                 if group.batches.load and self._loop.time() - group.progress_at > self._answer_timeout_s:
@@ -594,7 +594,7 @@ class Sender:
         group = self._groups[link.broker_group]
         group.batches.limits = Limits(**limits)
         if group.breaker.state is BreakerState.CLOSED:  # otherwise it has to answer first
-            self._routing.worked(link.broker_group)
+            self._routing.succeeded(link.broker_group)
         self._pump()
 
     def link_lost(self, link: Link, reason: str) -> None:

@@ -1,32 +1,32 @@
 """Core. Life of a consumer's session with one broker group, for one subject.
 
     UNSUBSCRIBED  (begins here)
-        ASKED     -> SUBSCRIBING
-        LOST      -> UNSUBSCRIBED
-        CLOSED    -> CLOSED
+        ASKED    -> SUBSCRIBING
+        LOST     -> UNSUBSCRIBED
+        CLOSED   -> CLOSED
     SUBSCRIBING
-        ACCEPTED  -> SUBSCRIBED
-        PUT_OFF   -> RESTING
-        FORGOTTEN -> UNSUBSCRIBED
-        LOST      -> UNSUBSCRIBED
-        CLOSED    -> CLOSED
+        ACCEPTED -> SUBSCRIBED
+        REFUSED  -> RESTING
+        RESET    -> UNSUBSCRIBED
+        LOST     -> UNSUBSCRIBED
+        CLOSED   -> CLOSED
     SUBSCRIBED
-        STOPPED   -> DRAINING
-        PUT_OFF   -> RESTING
-        FORGOTTEN -> UNSUBSCRIBED
-        LOST      -> UNSUBSCRIBED
-        CLOSED    -> CLOSED
+        STOPPED  -> DRAINING
+        REFUSED  -> RESTING
+        RESET    -> UNSUBSCRIBED
+        LOST     -> UNSUBSCRIBED
+        CLOSED   -> CLOSED
     DRAINING
-        PUT_OFF   -> RESTING
-        FORGOTTEN -> UNSUBSCRIBED
-        LOST      -> UNSUBSCRIBED
-        CLOSED    -> CLOSED
+        REFUSED  -> RESTING
+        RESET    -> UNSUBSCRIBED
+        LOST     -> UNSUBSCRIBED
+        CLOSED   -> CLOSED
     RESTING
-        RESTED    -> UNSUBSCRIBED
-        LOST      -> UNSUBSCRIBED
-        CLOSED    -> CLOSED
+        RESTED   -> UNSUBSCRIBED
+        LOST     -> UNSUBSCRIBED
+        CLOSED   -> CLOSED
     CLOSED
-        LOST      -> CLOSED
+        LOST     -> CLOSED
 
 Each state has a class for its facts (`Subscribed`, …). An answer that arrives in another state than its request was
 sent in is ignored, and requested again if needed.
@@ -53,9 +53,9 @@ class SessionEvent(Enum):
     ASKED = auto()
     ACCEPTED = auto()
     STOPPED = auto()  # the subscription takes no more messages
-    PUT_OFF = auto()  # the broker refuses for now, or does not have this subscription any more
+    REFUSED = auto()  # the broker refuses for now, or does not have this subscription any more
     RESTED = auto()
-    FORGOTTEN = auto()  # the broker does not count the acked messages as delivered to this consumer
+    RESET = auto()  # the broker does not count the acked messages as delivered to this consumer
     LOST = auto()  # the connection
     CLOSED = auto()
 
@@ -67,17 +67,17 @@ SESSION = TransitionTable(
         (SessionState.UNSUBSCRIBED, SessionEvent.LOST): SessionState.UNSUBSCRIBED,
         (SessionState.UNSUBSCRIBED, SessionEvent.CLOSED): SessionState.CLOSED,
         (SessionState.SUBSCRIBING, SessionEvent.ACCEPTED): SessionState.SUBSCRIBED,
-        (SessionState.SUBSCRIBING, SessionEvent.PUT_OFF): SessionState.RESTING,
-        (SessionState.SUBSCRIBING, SessionEvent.FORGOTTEN): SessionState.UNSUBSCRIBED,
+        (SessionState.SUBSCRIBING, SessionEvent.REFUSED): SessionState.RESTING,
+        (SessionState.SUBSCRIBING, SessionEvent.RESET): SessionState.UNSUBSCRIBED,
         (SessionState.SUBSCRIBING, SessionEvent.LOST): SessionState.UNSUBSCRIBED,
         (SessionState.SUBSCRIBING, SessionEvent.CLOSED): SessionState.CLOSED,
         (SessionState.SUBSCRIBED, SessionEvent.STOPPED): SessionState.DRAINING,
-        (SessionState.SUBSCRIBED, SessionEvent.PUT_OFF): SessionState.RESTING,
-        (SessionState.SUBSCRIBED, SessionEvent.FORGOTTEN): SessionState.UNSUBSCRIBED,
+        (SessionState.SUBSCRIBED, SessionEvent.REFUSED): SessionState.RESTING,
+        (SessionState.SUBSCRIBED, SessionEvent.RESET): SessionState.UNSUBSCRIBED,
         (SessionState.SUBSCRIBED, SessionEvent.LOST): SessionState.UNSUBSCRIBED,
         (SessionState.SUBSCRIBED, SessionEvent.CLOSED): SessionState.CLOSED,
-        (SessionState.DRAINING, SessionEvent.PUT_OFF): SessionState.RESTING,
-        (SessionState.DRAINING, SessionEvent.FORGOTTEN): SessionState.UNSUBSCRIBED,
+        (SessionState.DRAINING, SessionEvent.REFUSED): SessionState.RESTING,
+        (SessionState.DRAINING, SessionEvent.RESET): SessionState.UNSUBSCRIBED,
         (SessionState.DRAINING, SessionEvent.LOST): SessionState.UNSUBSCRIBED,
         (SessionState.DRAINING, SessionEvent.CLOSED): SessionState.CLOSED,
         (SessionState.RESTING, SessionEvent.RESTED): SessionState.UNSUBSCRIBED,

@@ -226,7 +226,7 @@ class Unacked:
         if not nack.refusals:
             self._nacks_sent.remove(nack)
 
-    def put_off(self, nack: SentNack) -> None:
+    def requeue_nack(self, nack: SentNack) -> None:
         """Queue a refused nack again."""
         self._nacks_sent.remove(nack)
         for refusal in nack.refusals:

@@ -35,7 +35,7 @@ MESSAGES, FAST = 300, 1
 def test_pace_counts_messages_under_load(arrived, taken, pace):
     pacer = Pacer()
     looks = [
-        pacer.looked(number * LOOK_S, arrived=one, taken=another)
+        pacer.pace(number * LOOK_S, arrived=one, taken=another)
         for number, (one, another) in enumerate(zip(arrived, taken, strict=True))
     ]
     assert looks[-1] == pace and looks[:6] == [None] * 6
@@ -48,7 +48,7 @@ def test_pausing_fast_handlers_keep_messages(pause_s):
     for look in range(looks):
         now_s = look * LOOK_S
         taken = int(2_000 * (min(now_s, 3.1) + max(0.0, now_s - 3.1 - pause_s)))
-        found = pacer.looked(now_s, arrived=taken + 1_000, taken=taken)
+        found = pacer.pace(now_s, arrived=taken + 1_000, taken=taken)
         assert found is None or not found.is_too_slow_for(1_000)
 
 
@@ -66,20 +66,20 @@ def test_slow_pace_is_recognised(pace, waiting, is_too_slow):
 
 def test_pace_only_lowers_the_prefetch():
     asked = Prefetch(1_000, 4)
-    asked.measured(1e-5)
-    asked.seen(Pace(20_000, PACE_S))
+    asked.record_call(1e-5)
+    asked.record_pace(Pace(20_000, PACE_S))
     assert asked.messages == 1_000
-    asked.seen(Pace(56, PACE_S))
+    asked.record_pace(Pace(56, PACE_S))
     assert asked.messages == 20, "half a second of work, at 10 messages a second each"
-    asked.seen(Pace(20_000, PACE_S))
+    asked.record_pace(Pace(20_000, PACE_S))
     assert asked.messages == 20, "what calls take says when it is more"
-    asked.seen(Pace(0, PACE_S))
+    asked.record_pace(Pace(0, PACE_S))
     assert asked.messages == 4
 
 
 def test_pace_bounds_unfinished_calls():
     asked = Prefetch(1_000, 2)
-    asked.seen(Pace(0, PACE_S))
+    asked.record_pace(Pace(0, PACE_S))
     assert asked.messages == 2
 
 
@@ -89,8 +89,8 @@ def hurried(monkeypatch):
     for name in ("AHEAD_S", "PACE_S", "WAITS_S_MAX"):
         monkeypatch.setattr(prefetch, name, getattr(prefetch, name) / 10)
     monkeypatch.setattr(listener_module, "LOOK_S", LOOK_S / 10)
-    measured = Prefetch.measured
-    monkeypatch.setattr(Prefetch, "measured", lambda self, _: measured(self, 1e-6))  # however busy the machine is
+    measured = Prefetch.record_call
+    monkeypatch.setattr(Prefetch, "record_call", lambda self, _: measured(self, 1e-6))  # however busy the machine is
 
 
 class Slow:

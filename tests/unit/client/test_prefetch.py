@@ -32,23 +32,23 @@ from tests.unit.client.fakes import cluster
 def test_prefetch_is_half_a_second_of_work(handler_s, concurrency, messages_max, wanted):
     prefetch = Prefetch(messages_max, concurrency)
     if handler_s is not None:
-        prefetch.measured(handler_s)
+        prefetch.record_call(handler_s)
     assert prefetch.messages == wanted
 
 
 def test_slow_handler_is_noticed_soon():
     prefetch = Prefetch(1000, 1)
-    prefetch.measured(1e-5)
+    prefetch.record_call(1e-5)
     assert prefetch.messages == 1000
     for _ in range(4):
-        prefetch.measured(0.2)
+        prefetch.record_call(0.2)
     assert prefetch.messages <= 2 * AHEAD_S / 0.2
 
 
 def test_more_handlers_at_once_ask_for_more():
     prefetch = Prefetch(1000, 1)
-    prefetch.measured(0.25)
-    prefetch.concur(10)
+    prefetch.record_call(0.25)
+    prefetch.set_concurrency(10)
     assert prefetch.messages == 20
 
 

@@ -63,7 +63,7 @@ def test_rest_doubles_until_success():
         now_ms = until_ms
     assert rests == [20, 40, 80, 160, 320, 640, 1280, 2000, 2000]
     routing.failed("g1", "no", now_ms=now_ms)
-    routing.worked("g1")
+    routing.succeeded("g1")
     assert not routing.resting("g1", now_ms)
 
 
@@ -174,7 +174,7 @@ def test_writable_group_resets_the_wait():
     routing, waiting = refusing(group("g1"))
     routing.failed("g1", "draining", now_ms=0, is_readonly=True)
     assert over_at(waiting, 0, 2_000, 4_000) == []
-    routing.worked("g1")
+    routing.succeeded("g1")
     assert over_at(waiting, 4_500) == []
     routing.failed("g1", "draining", now_ms=5_000, is_readonly=True)
     assert over_at(waiting, *range(5_000, 10_001, 1_000)) == [10_000]
@@ -206,8 +206,8 @@ def test_stored_message_splits_the_wait():
     routing, waiting = refusing(group("g1"), group("g2", writable=False))
     routing.failed("g1", "draining", now_ms=0, is_readonly=True)
     assert over_at(waiting, 0, 1_000) == over_at(waiting, 0, 1_000, only="g2") == []
-    routing.worked("g1")
-    waiting.worked("a", "g1")
+    routing.succeeded("g1")
+    waiting.succeeded("a", "g1")
     routing.failed("g1", "draining", now_ms=4_500, is_readonly=True)
     assert over_at(waiting, 4_500, 5_000, 9_499, 9_500) == [9_500]
     assert over_at(waiting, 5_000, only="g2") == [5_000], "the other one refused all the time"

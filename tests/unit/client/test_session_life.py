@@ -76,5 +76,5 @@ async def test_session_keeps_its_history():
             broker.refuse_with = None
             await until_async(lambda: session._life.state is SessionState.SUBSCRIBED)
         events = [one.event for one in session.history]
-        assert events[:6] == ["ASKED", "ACCEPTED", "PUT_OFF", "LOST", "ASKED", "PUT_OFF"]
+        assert events[:6] == ["ASKED", "ACCEPTED", "REFUSED", "LOST", "ASKED", "REFUSED"]
         assert events[-5:] == ["RESTED", "ASKED", "ACCEPTED", "STOPPED", "CLOSED"]

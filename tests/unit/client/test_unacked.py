@@ -372,5 +372,5 @@ def test_delayed_nacks_are_sent_separately():
     others = unacked.next_nack(8_999)
     assert [tuple(entry)[:2] for entry in others.entries] == [(1, 2), (2, 3)] and unacked.next_nack(8_999) is None
     unacked.nacked(others)
-    unacked.put_off(later)
+    unacked.requeue_nack(later)
     assert [tuple(entry)[:3] for entry in unacked.next_nack(9_000).entries] == [(0, 1, 0), (3, 4, 0)], "it is time"
