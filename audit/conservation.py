@@ -13,15 +13,16 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from qmq.audit.findings import HOUR_MS
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group
 from qmq.log.progress_frame import DEAD, EXPIRED, OVERFLOWED, PASSED, Progress
 
 STATES = ("acked", "dead", "in_flight", "requeued", "passed", "expired", "overflowed", "never")
-_WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired", OVERFLOWED: "overflowed"}
-_SETTLED = {EXPIRED: "expired", DEAD: "dead"}
-HOUR_MS, CLOCKS_MS = 3_600_000, 60_000
-"""CLOCKS_MS: maximum difference between clocks of brokers and metaservers."""
+WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired", OVERFLOWED: "overflowed"}
+SETTLED = {EXPIRED: "expired", DEAD: "dead"}
+CLOCKS_MS = 60_000
+"""Maximum difference between clocks of brokers and metaservers."""
 ENTRIES_MAX = 10_000
 """Above this number of ranges of one group, adjacent ones are joined."""
 
@@ -52,13 +53,13 @@ class Account:
             self.nacked = 0
         elif frame.kind == FrameKind.PULL:
             for number, sequence, messages in progress.entries:
-                if (state := _WITHOUT_A_CONSUMER.get(number)) is not None:
+                if (state := WITHOUT_A_CONSUMER.get(number)) is not None:
                     self._settle(sequence, sequence + messages, state)
         elif group is not None and (consumer := group.consumers.get(progress.consumer)) is not None:
             for begin, end, settled in progress.entries:
                 for low, high in _held_messages(consumer, begin, end):
                     if frame.kind == FrameKind.ACK:
-                        self._settle(low, high, _SETTLED.get(settled, "acked"))
+                        self._settle(low, high, SETTLED.get(settled, "acked"))
                     elif frame.kind == FrameKind.NACK:
                         self.nacked += high - low
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from qmq.audit.conservation import Account, broken_at, per_hour, skipped_at
 from qmq.audit.dead_letters import DeadLetter, DeadLetterHistory
-from qmq.audit.findings import FindingKind
+from qmq.audit.findings import FindingKind, Row
 from qmq.audit.messages import TAGGED, Ints
 from qmq.errors import QmqError
 from qmq.log.fold import State, apply
@@ -159,8 +159,6 @@ CONSERVED = "conserved"
 """In place of a kind of finding: a row of the equation."""
 ANY = 1 << 63
 """Above the number of messages in any subject."""
-
-Row = dict[str, Any]
 
 
 class ConsumptionJudge:

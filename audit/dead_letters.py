@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from qmq.audit.findings import FindingKind, JudgeRow, finding
+from qmq.audit.findings import FindingKind
 from qmq.audit.walk import Storage, Walk, Window
 from qmq.codec import decode_envelope, decode_properties, split_batch
 from qmq.dead_letters import GROUP, PRUNER, SUBJECT, fingerprint, original_subject
@@ -136,17 +136,6 @@ class Log(Storage, Protocol):
 
     def frame(self, offset: int, size: int) -> bytes:
         """Return the frame of `size` bytes at `offset`, or fewer bytes if there is none. Raise OSError."""
-
-
-class DeadLetterJudge:
-    """Passes problems of dead letters on as findings."""
-
-    def take(self, piece: int, problem: dict[str, Any], /) -> Iterator[JudgeRow]:
-        row = dict(problem)
-        yield finding(row.pop("what"), row.pop("text"), **row)
-
-    def finish(self) -> Iterable[JudgeRow]:
-        return ()
 
 
 def check_dead_letters(log: Log, bases: Sequence[int], letters: Sequence[DeadLetter]) -> Iterator[dict[str, Any]]:

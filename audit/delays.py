@@ -27,7 +27,7 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from qmq.audit.findings import FindingKind, JudgeRow, finding
+from qmq.audit.findings import HOUR_MS, FindingKind, JudgeRow, finding
 from qmq.audit.headers import NUMBER_MAX
 from qmq.codec import Buffer
 from qmq.log.delay_frames import Outcome, decode_dispatch, decode_places, decode_settled
@@ -102,7 +102,6 @@ DELAY_STATES = ("stored", "under_way", "cancelled", "replaced", "pending", "unse
 UNSENT_MS = 3_600_000
 """Grace period: a group without master, or a full disk, delays messages until it recovers; longer is a finding."""
 LATE_MS = 60_000
-HOUR_MS = 3_600_000
 MESSAGES = 1
 """FrameKind.MESSAGES."""
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from qmq.audit import delays
 from qmq.audit.dead_letters import DeadLetter
-from qmq.audit.findings import FindingKind
+from qmq.audit.findings import HOUR_MS, FindingKind, Row
 from qmq.audit.frame_order import FOREVER_MS, FrameOrder
 from qmq.audit.headers import TIME_MS_MAX
 from qmq.audit.messages import Ints, Messages, decode_error, id_or_none, subjects_of
@@ -44,14 +44,12 @@ from qmq.log.delay_frames import batch_begin
 from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
 from qmq.log.retention import decode_retention
 
-HOUR_MS = 3_600_000
 HOUR_MAX = TIME_MS_MAX // HOUR_MS
 NO_JSON = (ValueError, OverflowError, RecursionError)
 """Exceptions for invalid JSON, or for a number in it."""
 PROBLEMS_MAX = 1000
 """Problems of one kind listed per piece."""
 
-Row = dict[str, Any]
 SubjectFacts = tuple[list[Row], dict[int, list[int]]]
 
 

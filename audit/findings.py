@@ -172,6 +172,7 @@ UNREAD = "unread"
 """text: the reason why a piece was not read"""
 
 Row = dict[str, Any]
+HOUR_MS = 3_600_000
 
 
 class JudgeRow(NamedTuple):

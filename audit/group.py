@@ -33,6 +33,7 @@ from qmq.audit.findings import (
     SLAVE,
     UNVERIFIED,
     FindingKind,
+    Row,
 )
 from qmq.audit.frame_order import AHEAD_MS_MAX
 from qmq.audit.history import (
@@ -68,7 +69,6 @@ _SHORT = UNVERIFIED | {
     FindingKind.HISTORY,
 }
 """Kinds that explain why fewer bytes were read than due; other kinds concern bytes that were read."""
-Row = dict[str, Any]
 
 
 @dataclass(slots=True)

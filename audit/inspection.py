@@ -22,7 +22,7 @@ from pyspark.storagelevel import StorageLevel
 from qmq.audit.comparison import COLUMNS, compare
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.facts import LogRange
-from qmq.audit.findings import BOTH, COPIES, DERIVED, MASTER, SLAVE, FindingKind
+from qmq.audit.findings import BOTH, COPIES, DERIVED, MASTER, SLAVE, FindingKind, Row
 from qmq.audit.walk import HEADER_BYTES_MAX, Walk, Window
 from qmq.codec import batch_ends, decode_envelope, labels_bytes
 from qmq.errors import QmqError
@@ -33,8 +33,6 @@ _OF_PAIR = pa.schema([("pair", pa.int32()), ("side", pa.string()), ("due", pa.bo
 _ROWS = pa.schema([*_OF_PAIR, *((name, pa.string() if name in _TEXTS else pa.int64()) for name in COLUMNS)])
 _NO_RANGE = "SELECT 0 AS d_pair, '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
 _RANGES = "d_pair int, d_copy string, d_offset long, d_end long"
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ from pyspark.sql import DataFrame, SparkSession
 
 from qmq.audit.consumption import CONSERVED
 from qmq.audit.copies import CannotRead, Copy, open_copy
-from qmq.audit.dead_letters import DeadLetterJudge, check_dead_letters
+from qmq.audit.dead_letters import check_dead_letters
 from qmq.audit.delays import DelayJudge, spread_delayed
 from qmq.audit.derived import DerivedFilesJudge, check_segment
 from qmq.audit.facts import ALL, PieceFacts, Reading
-from qmq.audit.findings import FINDING, FINDINGS_MAX, HOUR, MORE, UNREAD, Judge, JudgeRow
-from qmq.audit.rules import DuplicateJudge, JudgePerCopy, LogJudge, SubjectJudge, spread_stored
+from qmq.audit.findings import FINDING, FINDINGS_MAX, HOUR, MORE, UNREAD, Judge, JudgeRow, finding
+from qmq.audit.rules import DuplicateJudge, JudgePerCopy, LogJudge, PassOn, SubjectJudge, spread_stored
 from qmq.log.frame import Frame
 
 HOURS_MAX = 20_000
@@ -57,7 +57,6 @@ _JUDGED_ROWS = pa.schema(
     ]
 )
 
-Row = dict[str, Any]
 Task = tuple[int, int, int | None]
 """(job, begin, end) of a piece; (job, base, None) for the files beside a segment."""
 
@@ -134,7 +133,7 @@ def _rows_of(job: Job, begin: int, end: int | None) -> list[tuple[str, str, Any]
     try:
         return list(_derived_of(job, begin) if end is None else _facts_of(job, begin, end))
     except Exception as error:
-        return [(PROBLEM, ALL, _reason(error, f"read at {begin}"))]
+        return [(PROBLEM, ALL, JudgeRow(UNREAD, {"text": _reason(error, f"read at {begin}")}))]
 
 
 def _reason(error: Exception, what: str) -> str:
@@ -167,7 +166,7 @@ def _dead_letters_of(
         if letters := facts.letters():
             for name in copies if copy == ALL else (copy,):
                 for wrong in check_dead_letters(copies[name], job.bases[name], letters):
-                    yield LETTERS, name, wrong
+                    yield LETTERS, name, finding(wrong.pop("what"), wrong.pop("text"), **wrong)
 
 
 def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:
@@ -178,25 +177,13 @@ def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:
             yield DERIVED, name, wrong
 
 
-class _UnreadJudge:
-    """Passes on the reason why a piece was not read."""
-
-    def take(self, piece: int, reason: str, /) -> Iterator[JudgeRow]:
-        yield JudgeRow(UNREAD, {"text": reason})
-
-    def finish(self) -> Iterable[JudgeRow]:
-        return ()
-
-
 def _judge_of(job: Job, key: str) -> Judge:
     if key == GROUP:
         return LogJudge(job.reading.until_ms, job.begins, job.reading.begin, before=job.before, kept=job.kept)
-    if key == PROBLEM:
-        return _UnreadJudge()
+    if key in (PROBLEM, LETTERS):
+        return PassOn()
     if key == DERIVED:
         return DerivedFilesJudge()
-    if key == LETTERS:
-        return DeadLetterJudge()
     if key.startswith(STORED):
         return DuplicateJudge()
     if key.startswith(DELAYED):

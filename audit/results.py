@@ -26,12 +26,12 @@ from qmq.audit.findings import (
     SUBJECT,
     UNREAD,
     FindingKind,
+    Row,
 )
 from qmq.audit.frame_order import FOREVER_MS
 from qmq.audit.selection import split_range
 from qmq.ledger import Piece
 
-Row = dict[str, Any]
 READ = ("messages", "bytes", "due_bytes", "frames")
 """Counts per copy; `due_bytes` lie below the high watermark."""
 _FIELDS = ("what", "offset", "end", "subject", "sequence", "id", "text")

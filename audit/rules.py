@@ -30,6 +30,7 @@ from qmq.audit.findings import (
     FindingKind,
     Judge,
     JudgeRow,
+    Row,
     finding,
 )
 from qmq.audit.frame_order import NO_FRAME, PieceBorders
@@ -38,8 +39,6 @@ from qmq.log.frame import Frame
 
 TWICE_MAX = 20_000
 """Listed duplicates: more than other findings, as the ids of a duplicate batch are later left out."""
-
-Row = dict[str, Any]
 
 
 class JudgePerCopy:
@@ -62,6 +61,16 @@ class JudgePerCopy:
         for name, judge in self._judges.items():
             for row in judge.finish():
                 yield name, row
+
+
+class PassOn:
+    """Passes on rows that the readers have judged."""
+
+    def take(self, piece: int, row: JudgeRow) -> Iterator[JudgeRow]:
+        yield row
+
+    def finish(self) -> Iterable[JudgeRow]:
+        return ()
 
 
 class LogJudge:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from qmq.audit.conservation import SETTLED, WITHOUT_A_CONSUMER
 from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
 from qmq.audit.selection import Selection
 from qmq.audit.walk import Walk, Window
@@ -19,12 +20,8 @@ from qmq.errors import CorruptFrame, QmqError
 from qmq.log.delay_frames import Outcome, batch_begin, decode_dispatch, decode_places, decode_settled
 from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
 from qmq.log.progress_frame import (
-    DEAD,
     DEFERRED,
-    EXPIRED,
     NOT_BEGUN,
-    OVERFLOWED,
-    PASSED,
     Departure,
     Entry,
     decode_progress,
@@ -281,8 +278,7 @@ def _progress(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
         yield of | event
 
 
-_WITHOUT_A_CONSUMER = {PASSED: "passed", DEFERRED: "deferred", EXPIRED: "expired", OVERFLOWED: "overflowed"}
-_SETTLED = {EXPIRED: "expired", DEAD: "dead"}
+_WITHOUT_A_CONSUMER = WITHOUT_A_CONSUMER | {DEFERRED: "deferred"}
 
 
 def _entries(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[dict[str, Any]]:
@@ -296,7 +292,7 @@ def _entries(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[d
             event = _WITHOUT_A_CONSUMER.get(one, "pull")
             yield {"event": event, "pull": one if event == "pull" else None, "sequence": two, "messages": three}
         elif kind == FrameKind.ACK:
-            yield {"event": _SETTLED.get(three, "ack"), "pull": one, "messages": two - one}
+            yield {"event": SETTLED.get(three, "ack"), "pull": one, "messages": two - one}
         else:
             due_ms = None if three == NOT_BEGUN else three
             yield {"event": "nack", "pull": one, "messages": two - one, "due_ms": due_ms}

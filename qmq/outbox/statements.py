@@ -26,7 +26,7 @@ from qmq.outbox.claims import (
     Work,
     candidate_of,
 )
-from qmq.outbox.table import Flavor, Rows
+from qmq.outbox.table import Flavor, Rows, ids_text
 
 
 class Dialect(NamedTuple):
@@ -169,7 +169,7 @@ class Statements:
     def _candidates(self, ids: Sequence[int]) -> dict[int, Candidate]:
         if not ids:
             return {}
-        statement = f"SELECT id, content FROM {self._table} WHERE id IN ({_list(ids)})"
+        statement = f"SELECT id, content FROM {self._table} WHERE id IN ({ids_text(ids)})"
         now_ms = time.time_ns() // 1_000_000
         return {id: candidate_of(id, content, 0, now_ms) for id, content in self._run(statement)}
 
@@ -219,14 +219,14 @@ class Statements:
             return set()
         is_old = f"update_time <= {self._dialect.moment.format(-self._age_ms)}"
         statement = (
-            f"SELECT id, {is_old} FROM {self._table} WHERE id IN ({_list(sorted(ids))}){_FREE}{self._dialect.lock}"
+            f"SELECT id, {is_old} FROM {self._table} WHERE id IN ({ids_text(sorted(ids))}){_FREE}{self._dialect.lock}"
         )
         return {id for id, is_old in self._run(statement) if is_old}
 
     def _settle(self, work: SettleClaims) -> None:
         for settled in work.settled:
             if settled.stored:
-                where = f"id IN ({_list(sorted(settled.stored))}) AND claim = :claim"
+                where = f"id IN ({ids_text(sorted(settled.stored))}) AND claim = :claim"
                 self._run(f"DELETE FROM {self._table} WHERE {where}", claim=settled.claim)
             for reason, ids in _by_reason(settled.parked):
                 setting = f"{self._parking()}, error = error + 1"
@@ -263,7 +263,7 @@ class Statements:
 
     def _update(self, ids: Sequence[int], setting: str, more: str = "", **values: Any) -> None:
         if ids:
-            where = f"id IN ({_list(sorted(ids))}){more}"
+            where = f"id IN ({ids_text(sorted(ids))}){more}"
             self._run(f"UPDATE {self._table} SET {setting} WHERE {where}", **values)
 
 
@@ -285,7 +285,3 @@ def _by_reason(parked: Sequence[tuple[int, str]]) -> Iterator[tuple[str, list[in
     for id, reason in parked:
         found.setdefault(reason, []).append(id)
     yield from found.items()
-
-
-def _list(ids: Sequence[int]) -> str:
-    return ", ".join(str(int(id)) for id in ids)

@@ -155,7 +155,7 @@ class Rows:
                 f"SUBSTR(content, 1, {size}) IN ({', '.join(islice(marks, len(list(some))))})"
                 for size, some in groupby(heads, len)
             )
-            self._execute(f"DELETE FROM {self._table} WHERE id IN ({_list(sorted(ids))}) AND ({same})", heads)
+            self._execute(f"DELETE FROM {self._table} WHERE id IN ({ids_text(sorted(ids))}) AND ({same})", heads)
 
     def heads(self, inserted: Iterable[Inserted]) -> set[str]:
         """Return the heads of the rows that exist.
@@ -167,7 +167,7 @@ class Rows:
             for ids, heads in _joined(inserted)
             for row in self._execute(
                 f"SELECT SUBSTR(content, 1, {max(map(len, heads)) + len(_AFTER_HEAD)}) FROM {self._table}"
-                f" WHERE id IN ({_list(sorted(set(ids)))})",
+                f" WHERE id IN ({ids_text(sorted(set(ids)))})",
                 (),
             )
         }
@@ -177,7 +177,7 @@ class Rows:
         return [
             (row[0], row[1])
             for part in _cut(ids)
-            for row in self._execute(f"SELECT id, content FROM {self._table} WHERE id IN ({_list(part)})", ())
+            for row in self._execute(f"SELECT id, content FROM {self._table} WHERE id IN ({ids_text(part)})", ())
         ]
 
 
@@ -216,5 +216,6 @@ def _cut(ids: Sequence[int]) -> Iterator[list[int]]:
         yield part
 
 
-def _list(ids: Sequence[int]) -> str:
+def ids_text(ids: Sequence[int]) -> str:
+    """Return ids as text for `IN (…)`."""
     return ", ".join(str(int(id)) for id in ids)
