@@ -212,10 +212,11 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
         ),
         "marks": sorted(directory.marks),
         "offline": sorted(directory.offline),
-        "limits": [one._asdict() for one in sorted(directory.limits)],
+        "limits": [limit._asdict() for limit in sorted(directory.limits)],
         "subjects": (_values(info) for info in directory.subjects.values()),
         "routes": (
-            (one.subject, one.groups, one.version, one.changed, one.update_time_ms) for one in snapshot.routes.values()
+            (route.subject, route.groups, route.version, route.changed, route.update_time_ms)
+            for route in snapshot.routes.values()
         ),
         "routes_version": snapshot.routes_version,
         "sightings": ({**_named(row), "state": _optional(row.state)} for row in snapshot.sightings),

@@ -322,7 +322,7 @@ def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleC
     return replace(
         _unchanged(group),
         master=replace(slave, role=Role.MASTER, complete=False),
-        slaves=tuple(old_master if one is slave else replace(one, complete=False) for one in group.slaves),
+        slaves=tuple(old_master if other is slave else replace(other, complete=False) for other in group.slaves),
     )
 
 

@@ -209,8 +209,15 @@ class Audience:
 
     def clients(self) -> list[ClientInfo]:
         return [
-            ClientInfo(one.app, one.client_id, one.caller.peer, tuple(one.seats), one.produces, one.send is not None)
-            for one in self.watches
+            ClientInfo(
+                watch.app,
+                watch.client_id,
+                watch.caller.peer,
+                tuple(watch.seats),
+                watch.produces,
+                watch.send is not None,
+            )
+            for watch in self.watches
         ]
 
     def _index(self, topic: Topic, groups: tuple[str, ...]) -> None:

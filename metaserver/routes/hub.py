@@ -405,7 +405,7 @@ class WatchHub:
         """Store missing and short routes, and update waiting watchers. False: retry the rest later."""
         state, waits = self._views.state, self._ration(subjects)
         # A subject without watchers is dropped: no client's allowance would pay for it.
-        ready = [one for one in subjects if one not in waits and self._audience.topics_of_subject(one)]
+        ready = [name for name in subjects if name not in waits and self._audience.topics_of_subject(name)]
         try:
             if ready:
                 await self._registry.routes_for(ready)
@@ -431,7 +431,9 @@ class WatchHub:
         """Return the new subjects that their clients may not create yet, with the reason."""
         new: dict[str, tuple[Caller, list[str]]] = {}
         for subject in subjects:
-            watch = next((seat.watch for one in self._audience.topics_of_subject(subject) for seat in one.seats), None)
+            watch = next(
+                (seat.watch for topic in self._audience.topics_of_subject(subject) for seat in topic.seats), None
+            )
             if watch and self._registry.find(subject) is None:
                 new.setdefault(watch.caller.name, (watch.caller, []))[1].append(subject)
         waits: dict[str, str] = {}

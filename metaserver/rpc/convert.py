@@ -95,7 +95,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
 
 
 def _parted(message: pb.PartedTail) -> PartedTail:
-    return PartedTail(message.offset, tuple((one.subject, one.first, one.last) for one in message.messages))
+    return PartedTail(message.offset, tuple((lost.subject, lost.first, lost.last) for lost in message.messages))
 
 
 def _point(message: pb.AcknowledgedPoint) -> Point:
@@ -123,9 +123,9 @@ def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None
         min_copies=group.min_copies,
         readonly_subjects=_readonly_subjects(directory, group),
         offline=[pb.Offline(subject=o.subject, group=o.group, consumer=o.consumer) for o in sorted(directory.offline)],
-        limits=[pb.OperatorLimits(**one._asdict()) for one in sorted(directory.limits)],
+        limits=[pb.OperatorLimits(**limit._asdict()) for limit in sorted(directory.limits)],
         sync_mode=group.sync_mode,
-        fills=[pb.FillOrder(fill_id=one.fill_id, allowed=one.fill_allowed) for one in group.brokers if one.fill_id],
+        fills=[pb.FillOrder(fill_id=b.fill_id, allowed=b.fill_allowed) for b in group.brokers if b.fill_id],
         awaited=[str(slave.key) for slave in awaited(group)] if broker.role == Role.MASTER else (),
     )
 
