@@ -166,8 +166,9 @@ class Offline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SubjectInfo:
-    """Subject that an operator announced, with the tag of the groups it prefers. Other subjects need no
-    announcement.
+    """Subject that an operator announced, with the tag of the groups it prefers.
+
+    Other subjects need no announcement.
     """
 
     name: str
@@ -417,8 +418,9 @@ WATCHDOGS = "watchdog/"
 
 @dataclass(frozen=True, slots=True)
 class LeaseRow:
-    """Lease `name` of one of several processes. The beat rises while the holder renews it, the term with each new
-    holder.
+    """Lease `name` of one of several processes.
+
+    The beat rises while the holder renews it, the term with each new holder.
     """
 
     name: str

@@ -138,7 +138,7 @@ class MetaserverSettings:
             ):
                 yield f"{name}: {address!r} is no https:// address; http:// is for this machine alone"
         if not self.oidc_roles:
-            yield "oidc_roles: empty, so nobody could log in; such as operator=on-call"
+            yield "oidc_roles: empty, so no user could log in; such as operator=on-call"
         for text in self.oidc_roles:
             role, equals, value = text.partition("=")
             if role not in ("viewer", "operator", "admin") or not equals or not value:

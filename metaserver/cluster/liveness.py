@@ -362,8 +362,9 @@ class Liveness:
     # -- silence and queries --------------------------------------------------------------------------------------
 
     def serve(self, brokers: Iterable[Broker], *, now_ms: int) -> None:
-        """Begin to accept brokers. For one timeout, registered brokers without a row may still reconnect and count as
-        up.
+        """Begin to accept brokers.
+
+        For one timeout, registered brokers without a row may still reconnect and count as up.
 
         Args:
             brokers: all brokers of the rows.
@@ -385,10 +386,9 @@ class Liveness:
     def quiet_ms(
         self, *, now_ms: int, silence_ms: int | None = None, brokers: Iterable[BrokerKey] | None = None
     ) -> int:
-        """Return how long no broker with a stream here can reach `silence_ms` of silence; 0: one is doubted, or is
-        elsewhere.
+        """Return how long no broker with a stream here can reach `silence_ms` of silence.
 
-        Defaults: all brokers, and the timeout.
+        0: one is doubted, or has its stream elsewhere. Defaults: all brokers, and the timeout.
         """
         known = self._sightings
         if self._presumed_brokers or any(
@@ -412,8 +412,9 @@ class Liveness:
         return now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
 
     def suspect(self, key: BrokerKey, *, now_ms: int) -> bool:
-        """Schedule a query to a broker of another metaserver, which may hang itself. False: its stream is here, or it
-        is down.
+        """Schedule a query to a broker of another metaserver, which may hang itself.
+
+        False: its stream is here, or it is down.
         """
         sighting = self._sightings.get(key)
         if sighting is None or sighting.live or not sighting.up:
@@ -422,8 +423,9 @@ class Liveness:
         return True
 
     def to_ask(self, *, now_ms: int) -> list[Question]:
-        """Return the queries to make now. Pass each result to `answered`; until then the next one waits for its
-        turn.
+        """Return the queries to make now.
+
+        Pass each result to `answered`; until then the next one waits for its turn.
         """
         due = [
             Question(key, sighting.session, sighting.incarnation)
@@ -564,8 +566,9 @@ class Liveness:
 
 
 def essence(state: ReplicaState) -> tuple[object, ...]:
-    """Return the part of a state that all metaservers need. Offsets change with every message and are queried when
-    needed.
+    """Return the part of a state that all metaservers need.
+
+    Offsets change with every message and are queried when needed.
     """
     return state.role, state.term, state.writable, state.readonly_reasons, state.durability
 

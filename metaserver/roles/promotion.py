@@ -92,8 +92,9 @@ class Facts:
 
     @property
     def best(self) -> Broker:
-        """Slave with the longest log; among several, one with a correct clock. Only after the conditions of each
-        slave.
+        """Slave with the longest log; among several, one with a correct clock.
+
+        Only after the conditions of each slave.
         """
         states = self.slave_states
         return max(self.eligible, key=lambda slave: (states[slave.key].reach, not states[slave.key].clock_off_s))

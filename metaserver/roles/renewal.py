@@ -104,8 +104,9 @@ class Promises:
             pass  # a slave was promoted
 
     async def _is_there(self, master: Broker | None) -> bool:
-        """Query the master: the stored "up" may come from a metaserver that was paused since. A term of a dead master
-        would have no slave in sync, so no slave could be promoted.
+        """Query the master: the stored "up" may come from a metaserver that was paused since.
+
+        A term of a dead master would have no slave in sync, so no slave could be promoted.
         """
         if master is None:
             return False

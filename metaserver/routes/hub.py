@@ -504,8 +504,9 @@ class DelayRoutes:
 
 
 class RouteHubs:
-    """Hubs by kind of groups. Made by main, which runs `run` as a task; all methods are called from the loop.
-    Arguments: see `WatchHub`.
+    """Hubs by kind of groups.
+
+    Made by main, which runs `run` as a task; all methods are called from the loop. Arguments: see `WatchHub`.
     """
 
     def __init__(

@@ -29,8 +29,9 @@ Key = tuple[str, str]
 
 
 class Marks(Protocol):
-    """Part of `Brokers`: makes a master note ends of subjects; returns which groups have a position. Raises
-    QmqError.
+    """Part of `Brokers`: makes a master note ends of subjects; returns which groups have a position.
+
+    Raises QmqError.
     """
 
     async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]: ...

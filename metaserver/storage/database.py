@@ -43,8 +43,9 @@ class DatabaseAway(NotServed):
 
 
 class DatabaseSetAside(DatabaseAway):
-    """The database answers, but has lost groups with registered brokers. It is not used until an operator decides; the
-    text names the commands.
+    """The database answers, but has lost groups with registered brokers.
+
+    It is not used until an operator decides; the text names the commands.
     """
 
     def __init__(self, reason: str) -> None:

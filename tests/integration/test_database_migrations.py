@@ -1,4 +1,4 @@
-"""Shell. Each kind of database, from empty, from the version before, and from what must not be used."""
+"""Shell. Opening each kind of database: empty, unknown versions, other programs, half-way migrations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEWEST = "0016"
 
 @pytest.fixture
 def empty(database_url):
-    """A connection to the empty database, without any migration."""
+    """Engine of the empty database, without tables."""
     engine = connect(database_url)
     yield engine
     engine.dispose()
@@ -45,8 +45,8 @@ def version(engine):
         return MigrationContext.configure(connection).get_current_revision()
 
 
-def test_migrations_make_the_tables_from_an_empty_database(database_url):
-    """Weakness 10: QMQ's script does not fit its code, and no version is written down."""
+def test_empty_database_gets_all_tables(database_url):
+    """Weakness 10: QMQ's script does not fit its code, and stores no version."""
     engine = open_database(database_url)
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
@@ -57,7 +57,7 @@ def test_migrations_make_the_tables_from_an_empty_database(database_url):
 
 
 def test_migration_statement_may_outlast_a_change(database_url, monkeypatch):
-    """A machine that is busy stands still for some seconds; nobody's failover waits for a metaserver that starts."""
+    """A busy machine pauses for seconds; no failover waits for a starting metaserver."""
     stamp = command.stamp
 
     def late(config, revision):
@@ -113,7 +113,7 @@ def test_database_of_another_program_is_refused(empty, database_url):
     assert tables(empty) == {"broker"}
 
 
-def test_tables_of_other_names_are_no_hindrance(empty, database_url):
+def test_unrelated_tables_are_ignored(empty, database_url):
     run(empty, "CREATE TABLE somebody_elses (id INTEGER)")
     open_database(database_url).dispose()
     assert "broker" in tables(empty)
@@ -149,7 +149,7 @@ def start(url):
     return routes
 
 
-def test_metaservers_that_start_at_once_migrate_once(empty, database_url):
+def test_concurrent_starts_migrate_once(empty, database_url):
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert list(pool.map(start, [database_url] * 8)) == [(1, [])] * 8
     with empty.connect() as connection:
@@ -165,17 +165,17 @@ def test_metaservers_that_start_at_once_migrate_once(empty, database_url):
         pytest.param("nosuch://host/name", "names nosuch; qmq uses sqlite", id="no database"),
     ],
 )
-def test_setting_that_names_no_database_is_explained(url, complaint):
+def test_invalid_database_setting_is_explained(url, complaint):
     with pytest.raises(DatabaseUnusable, match=complaint):
         open_database(url)
 
 
-def test_plain_urls_get_the_driver_that_the_extras_install():
+def test_plain_urls_get_the_installed_driver():
     assert connect("mariadb://u:secret@h/db").driver == connect("mysql://u@h/db").driver == "pymysql"
     assert connect("postgresql://u@h/db").driver == "psycopg"
 
 
-def test_postgresql_that_cannot_store_every_name_is_refused(postgresql):
+def test_postgresql_without_utf8_is_refused(postgresql):
     postgresql.execute("CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
     with pytest.raises(DatabaseUnusable, match="encoding LATIN1"):
         open_database(postgresql.url("latin"))
@@ -189,7 +189,7 @@ def test_sqlite_keeps_a_term_over_a_power_failure(tmp_path):
     engine.dispose()
 
 
-def test_route_column_holds_more_than_64_kib_everywhere(database_url):
+def test_route_column_holds_more_than_64_kib(database_url):
     engine = open_database(database_url)
     with engine.begin() as connection:
         values = {"subject_info": "s", "version": 1, "changed": 1, "create_time": 1, "update_time": 1}
