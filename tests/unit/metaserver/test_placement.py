@@ -7,9 +7,11 @@ from random import Random
 
 import pytest
 
-from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReadonlyMark, SubjectInfo
+from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReadonlyMark, Route, SubjectInfo
 from qmq.metaserver.routes.encoding import GroupViews
-from qmq.metaserver.routes.placement import Loads, Placement, is_short
+from qmq.metaserver.routes.placement import Loads, Placement, is_short, wider_routes
+from qmq.metaserver.storage.changes import SetRoute
+from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 
 
@@ -186,3 +188,22 @@ def test_route_shows_all_groups_and_writability():
     directory, is_writable = world(writable="abe", readonly="c", masterless="d", draining="e", marks=[("s", "b")])
     shown = seen("abcdex", directory, is_writable)
     assert shown == [("a", True), ("b", False), ("c", False), ("e", False)]
+
+
+SOURCES = {name: Route(name, groups, 3) for name, groups in {"a": ("g1", "g2"), "b": ("g3",), "t": ("g2",)}.items()}
+
+
+def to(subject: str, group: str, other: str) -> OperatorLimits:
+    """Return the limits that send a group's dead letters to another subject."""
+    return OperatorLimits(subject, group, dead_letters_to=other)
+
+
+def test_route_gets_all_source_groups_at_once():
+    limits = [to("a", "x", "t"), to("b", "x", "t"), to("a", "y", "t"), OperatorLimits("a", "z", per_second=3)]
+    assert wider_routes(limits, SOURCES) == [SetRoute("t", ("g1", "g2", "g3"), 3)]
+
+
+def test_sufficient_or_missing_route_is_unchanged():
+    wide = SOURCES | {"t": Route("t", ("g1", "g2", "g4"), 3), "removed": Route("removed", (), 5)}
+    limits = [to("a", "x", "t"), to("gone", "x", "t"), to("a", "x", "nowhere"), to("a", "y", "removed")]
+    assert wider_routes(limits, wide) == []
