@@ -1,8 +1,7 @@
-"""Shell. A database that is emptied or replaced under running metaservers and brokers, on each kind of database."""
+"""Shell. A database that is emptied or replaced under running metaservers and brokers."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -34,20 +33,23 @@ def empty(url):
     engine.dispose()
 
 
-def on(url, test):
-    async def body():
-        world = World(url)
-        await world.open()
-        try:
-            await world.running_copies()
-            await world.registry.change([AddToken(TOKEN)], AUDIT)
-            await world.routed("order.changed")
-            await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="order.changed")
-            await test(world)
-        finally:
-            world.database.close()
+@pytest.fixture
+def url(tmp_path):
+    """URL of an empty database. test_repository and test_backup run the statements on each kind of database."""
+    return f"sqlite:///{tmp_path / 'metaserver.db'}"
 
-    asyncio.run(body())
+
+@pytest.fixture
+async def world(url):
+    """A metaserver with group g1 of two running copies."""
+    world = World(url)
+    await world.open()
+    await world.running_copies()
+    await world.registry.change([AddToken(TOKEN)], AUDIT)
+    await world.routed("order.changed")
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="order.changed")
+    yield world
+    world.database.close()
 
 
 async def set_aside(world):
@@ -55,120 +57,102 @@ async def set_aside(world):
         await world.registry.mirror.catch_up()
 
 
-def test_emptied_database_changes_nothing_in_memory(migrated_url):
+async def test_emptied_database_changes_nothing_in_memory(world, url):
     """A fixed bug: brokers refused running clients for minutes although the metaserver had everything in memory."""
 
-    async def test(world):
-        empty(migrated_url)
-        await set_aside(world)
-        registry = world.registry
-        assert registry.routes["order.changed"].groups == ("g1",) and [t.id for t in registry.tokens] == ["t1"]
-        assert registry.is_writable(registry.directory.groups["g1"])
-        await registry.routes_for(["order.changed"])
-        with pytest.raises(NotServed, match="no row of g1.*AdoptDatabase"):
-            await registry.routes_for(["new.subject"])
-        answer = await world.run("AddBroker", **place("g2", 0, "g2-a"))
-        assert not answer.done and "no row of g1" in answer.message and "Restore" in answer.message
-        await world.start("g1-b")  # registers again, with nothing new to store
-        checks = {check["name"]: check for check in (await world.done("Doctor"))["checks"]}
-        assert "AdoptDatabase --keep=memory" in checks["database"]["remedy"]
-        await set_aside(world)
-
-    on(migrated_url, test)
+    empty(url)
+    await set_aside(world)
+    registry = world.registry
+    assert registry.routes["order.changed"].groups == ("g1",) and [t.id for t in registry.tokens] == ["t1"]
+    assert registry.is_writable(registry.directory.groups["g1"])
+    await registry.routes_for(["order.changed"])
+    with pytest.raises(NotServed, match="no row of g1.*AdoptDatabase"):
+        await registry.routes_for(["new.subject"])
+    answer = await world.run("AddBroker", **place("g2", 0, "g2-a"))
+    assert not answer.done and "no row of g1" in answer.message and "Restore" in answer.message
+    await world.start("g1-b")  # registers again, with nothing new to store
+    checks = {check["name"]: check for check in (await world.done("Doctor"))["checks"]}
+    assert "AdoptDatabase --keep=memory" in checks["database"]["remedy"]
+    await set_aside(world)
 
 
-def test_database_is_filled_from_memory(migrated_url):
-    async def test(world):
-        before = world.registry.directory
-        empty(migrated_url)
-        await set_aside(world)
-        assert (await world.run("AdoptDatabase", keep="memory", dryRun="true")).done
-        await set_aside(world)
-        await world.done("AdoptDatabase", keep="memory")
-        registry, after = world.registry, world.registry.directory
-        assert registry.database.is_up and registry.routes["order.changed"].groups == ("g1",)
-        assert [t.id for t in registry.tokens] == ["t1"] and after.marks == before.marks
-        old, new = before.groups["g1"], after.groups["g1"]
-        assert new.term > old.term and [b.key for b in new.brokers] == [b.key for b in old.brokers]
-        assert [b.incarnation for b in new.brokers] == [b.incarnation for b in old.brokers]
-        [row] = await world.audit()
-        assert row.action == "AdoptDatabase"
-        other = World(migrated_url)
-        await other.open()
-        assert other.registry.directory.groups["g1"].master == new.master, "another metaserver serves from it too"
-        other.database.close()
-        assert "nothing to decide" in await world.refused("AdoptDatabase", keep="memory")
-
-    on(migrated_url, test)
+async def test_database_is_filled_from_memory(world, url):
+    before = world.registry.directory
+    empty(url)
+    await set_aside(world)
+    assert (await world.run("AdoptDatabase", keep="memory", dryRun="true")).done
+    await set_aside(world)
+    await world.done("AdoptDatabase", keep="memory")
+    registry, after = world.registry, world.registry.directory
+    assert registry.database.is_up and registry.routes["order.changed"].groups == ("g1",)
+    assert [t.id for t in registry.tokens] == ["t1"] and after.marks == before.marks
+    old, new = before.groups["g1"], after.groups["g1"]
+    assert new.term > old.term and [b.key for b in new.brokers] == [b.key for b in old.brokers]
+    assert [b.incarnation for b in new.brokers] == [b.incarnation for b in old.brokers]
+    [row] = await world.audit()
+    assert row.action == "AdoptDatabase"
+    other = World(url)
+    await other.open()
+    assert other.registry.directory.groups["g1"].master == new.master, "another metaserver serves from it too"
+    other.database.close()
+    assert "nothing to decide" in await world.refused("AdoptDatabase", keep="memory")
 
 
-def test_operator_may_keep_the_database(migrated_url):
-    async def test(world):
-        world.beat("g1-a", term=6)
-        empty(migrated_url)
-        await set_aside(world)
-        await world.done("AdoptDatabase", keep="database")
-        assert world.registry.directory.groups == {} and world.registry.routes == {}
-        await world.done("AddBroker", **place("g1", 0, "g1-a"))
-        assert world.registry.directory.groups["g1"].term == 7, "above all that was reported"
-
-    on(migrated_url, test)
+async def test_operator_may_keep_the_database(world, url):
+    world.beat("g1-a", term=6)
+    empty(url)
+    await set_aside(world)
+    await world.done("AdoptDatabase", keep="database")
+    assert world.registry.directory.groups == {} and world.registry.routes == {}
+    await world.done("AddBroker", **place("g1", 0, "g1-a"))
+    assert world.registry.directory.groups["g1"].term == 7, "above all that was reported"
 
 
-def test_backup_is_restored_into_emptied_database(migrated_url):
-    async def test(world):
-        backup = await world.done("Backup")
-        empty(migrated_url)
-        await set_aside(world)
-        await world.done("Restore", backup=json.dumps(backup))
-        assert world.registry.database.is_up
-        assert world.registry.directory.groups["g1"].term == 2, "as its brokers have it"
-
-    on(migrated_url, test)
+async def test_backup_is_restored_into_emptied_database(world, url):
+    backup = await world.done("Backup")
+    empty(url)
+    await set_aside(world)
+    await world.done("Restore", backup=json.dumps(backup))
+    assert world.registry.database.is_up
+    assert world.registry.directory.groups["g1"].term == 2, "as its brokers have it"
 
 
-def test_older_backup_gets_a_newer_term(migrated_url):
+async def test_older_backup_gets_a_newer_term(world, url):
     """A fixed bug: the master still counted the third copy, while a failover used the rule for two."""
 
-    async def test(world):
-        backup = await world.done("Backup")
-        await world.done("AddBroker", **place("g1", 1, "g1-c"))
-        assert world.registry.directory.groups["g1"].term == 3
-        world.beat("g1-a", term=3)
-        world.beat("g1-b", term=3)
-        empty(migrated_url)
-        await set_aside(world)
-        await world.done("Restore", backup=json.dumps(backup))
-        [old] = world.registry.old_rows()
-        assert old == "g1" and len(world.registry.directory.groups["g1"].brokers) == 2
-        assert world.registry.old_row("g1").change.new_term == 4
-
-    on(migrated_url, test)
+    backup = await world.done("Backup")
+    await world.done("AddBroker", **place("g1", 1, "g1-c"))
+    assert world.registry.directory.groups["g1"].term == 3
+    world.beat("g1-a", term=3)
+    world.beat("g1-b", term=3)
+    empty(url)
+    await set_aside(world)
+    await world.done("Restore", backup=json.dumps(backup))
+    [old] = world.registry.old_rows()
+    assert old == "g1" and len(world.registry.directory.groups["g1"].brokers) == 2
+    assert world.registry.old_row("g1").change.new_term == 4
 
 
-def test_start_compares_database_with_snapshot(tmp_path, migrated_url):
-    async def test(world):
-        snapshots = Snapshots(tmp_path / "snapshot", migrated_url)
-        await snapshots.save(world.registry)
-        empty(migrated_url)
-        other = World(migrated_url)
-        await other.database.open()
-        other.registry.mirror.expect(snapshots.read())
-        await set_aside(other)
-        snapshots.serve(snapshots.read(), other.registry)
-        assert other.registry.routes["order.changed"].groups == ("g1",)
-        assert [token.id for token in other.registry.tokens] == ["t1"]
-        await set_aside(other)
-        await other.done("AdoptDatabase", keep="memory")
-        await world.registry.mirror.catch_up()
-        assert world.registry.database.is_up, "the decision holds for all metaservers"
-        other.database.close()
-
-    on(migrated_url, test)
+async def test_start_compares_database_with_snapshot(world, tmp_path, url):
+    snapshots = Snapshots(tmp_path / "snapshot", url)
+    await snapshots.save(world.registry)
+    empty(url)
+    other = World(url)
+    await other.database.open()
+    other.registry.mirror.expect(snapshots.read())
+    await set_aside(other)
+    snapshots.serve(snapshots.read(), other.registry)
+    assert other.registry.routes["order.changed"].groups == ("g1",)
+    assert [token.id for token in other.registry.tokens] == ["t1"]
+    await set_aside(other)
+    await other.done("AdoptDatabase", keep="memory")
+    await world.registry.mirror.catch_up()
+    assert world.registry.database.is_up, "the decision holds for all metaservers"
+    other.database.close()
 
 
-async def test_registering_brokers_reveal_an_empty_database(migrated_url):
-    world = World(migrated_url)
+async def test_registering_brokers_reveal_an_empty_database(url):
+    world = World(url)
     await world.open()
     said = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
     with pytest.raises(OperatorError, match="is no broker here"):
@@ -186,14 +170,11 @@ async def test_registering_brokers_reveal_an_empty_database(migrated_url):
     world.database.close()
 
 
-def test_removed_group_is_not_lost(migrated_url):
-    async def test(world):
-        for hostname in ("g1-b", "g1-a"):
-            world.stop(hostname)
-            await world.done("RemoveBroker", hostname=hostname, servePort=20881, force="true")
-        assert world.registry.directory.groups == {} and world.registry.database.is_up
-
-    on(migrated_url, test)
+async def test_removed_group_is_not_lost(world):
+    for hostname in ("g1-b", "g1-a"):
+        world.stop(hostname)
+        await world.done("RemoveBroker", hostname=hostname, servePort=20881, force="true")
+    assert world.registry.directory.groups == {} and world.registry.database.is_up
 
 
 @pytest.mark.parametrize(

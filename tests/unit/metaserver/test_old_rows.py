@@ -1,4 +1,4 @@
-"""Shell. A database from before some swaps: rows are raised to brokers' reports, on each kind of database."""
+"""Shell. A database from before some swaps: rows are raised to brokers' reports."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_old_row_is_raised_to_reported_roles(states, reported, agreed):
         ),
     ],
 )
-def test_remedy_names_longest_of_three_copies(up, command):
+async def test_remedy_names_longest_of_three_copies(world, up, command):
     """A power cut, and an older database: a restarted copy waits for a row that is as new as itself."""
     row = Group("g1", 2, A, (B, Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")), 0)
     states = {name: ReplicaState(SLAVE, 0, flushed_end=end, last_term=4) for name, end in up.items()}
@@ -101,104 +101,92 @@ def upkeep_of(world):
     )
 
 
-def on(database_url, test):
-    async def body():
-        world = World(database_url)
-        await world.open()
-        try:
-            await world.running_copies()
-            await test(world)
-        finally:
-            world.database.close()
-
-    asyncio.run(body())
+@pytest.fixture
+def url(tmp_path):
+    """URL of an empty database. test_repository and test_backup run the statements on each kind of database."""
+    return f"sqlite:///{tmp_path / 'metaserver.db'}"
 
 
-def test_row_from_before_a_swap_is_repaired(migrated_url):
-    async def test(world):
-        world.beat("g1-a", term=5, role=SLAVE, writable=False)
-        world.beat("g1-b", term=5, role=MASTER, writable=True)
-        assert "old copy" in await world.refused("SwapRoles", brokerGroup="g1")
-        [before] = [check for check in (await world.done("Doctor"))["checks"] if check["name"] == "group g1"]
-        assert not before["ok"] and "term 2, brokers report term 5" in before["found"]
-        await upkeep_of(world).raise_row("g1")
-        group = world.registry.directory.groups["g1"]
-        assert (group.term, group.master.hostname, group.slave.hostname) == (6, "g1-b", "g1-a")
-        assert world.registry.old_rows() == []
-        world.beat("g1-b", role=MASTER, writable=True)
-        assert world.registry.is_writable(group)
-        [row] = await world.database.read(lambda repository: repository.audit_trail(action="AdoptRoles"))
-        assert (row.who, row.before["term"], row.after["term"]) == ("metaserver", 2, 6)
-        await upkeep_of(world).raise_row("g1")
-        assert world.registry.directory.groups["g1"].term == 6, "once is enough"
-
-    on(migrated_url, test)
+@pytest.fixture
+async def world(url):
+    """A metaserver with group g1 of two running copies."""
+    world = World(url)
+    await world.open()
+    await world.running_copies()
+    yield world
+    world.database.close()
 
 
-def test_disagreeing_brokers_need_the_named_command(migrated_url, caplog):
-    async def test(world):
-        world.beat("g1-a", term=4)
-        world.stop("g1-b")
-        upkeep = upkeep_of(world)
-        await upkeep.raise_row("g1")
-        await upkeep.raise_row("g1")
-        assert world.registry.directory.groups["g1"].term == 2
-        lines = [r.getMessage() for r in caplog.records if "row of a group is old" in r.getMessage()]
-        assert len(lines) == 1 and "start g1-b:20881" in lines[0], "said once, with the command"
-        command = {"brokerGroup": "g1", "hostname": "g1-a", "servePort": 20881}
-        assert "down" in await world.refused("AdoptRoles", **command | {"hostname": "g1-b"})
-        await world.done("AdoptRoles", **command)
-        group = world.registry.directory.groups["g1"]
-        assert (group.term, group.master.hostname) == (5, "g1-a"), "above all that was reported"
-        world.beat("g1-a")
-        assert "as new as its brokers" in await world.refused("AdoptRoles", **command)
-
-    on(migrated_url, test)
+async def test_row_from_before_a_swap_is_repaired(world):
+    world.beat("g1-a", term=5, role=SLAVE, writable=False)
+    world.beat("g1-b", term=5, role=MASTER, writable=True)
+    assert "old copy" in await world.refused("SwapRoles", brokerGroup="g1")
+    [before] = [check for check in (await world.done("Doctor"))["checks"] if check["name"] == "group g1"]
+    assert not before["ok"] and "term 2, brokers report term 5" in before["found"]
+    await upkeep_of(world).raise_row("g1")
+    group = world.registry.directory.groups["g1"]
+    assert (group.term, group.master.hostname, group.slave.hostname) == (6, "g1-b", "g1-a")
+    assert world.registry.old_rows() == []
+    world.beat("g1-b", role=MASTER, writable=True)
+    assert world.registry.is_writable(group)
+    [row] = await world.database.read(lambda repository: repository.audit_trail(action="AdoptRoles"))
+    assert (row.who, row.before["term"], row.after["term"]) == ("metaserver", 2, 6)
+    await upkeep_of(world).raise_row("g1")
+    assert world.registry.directory.groups["g1"].term == 6, "once is enough"
 
 
-def test_older_master_is_adopted_with_force_only(migrated_url):
-    async def test(world):
-        world.beat("g1-a", term=4)
-        world.beat("g1-b", term=3, role=MASTER)
-        command = {"brokerGroup": "g1", "hostname": "g1-b", "servePort": 20881}
-        text = await world.refused("AdoptRoles", **command)
-        assert "another copy may hold messages that this one lacks" in text
-        shown = await world.done("AdoptRoles", **command, force=True, dryRun=True)
-        assert shown["wouldChange"] and shown["objections"] == [text], "what is forced is named before, too"
-        assert world.registry.directory.groups["g1"].term == 2
-        await world.done("AdoptRoles", **command, force=True)
-        group = world.registry.directory.groups["g1"]
-        assert (group.term, group.master.hostname) == (5, "g1-b")
+async def test_disagreeing_brokers_need_the_named_command(world, caplog):
+    world.beat("g1-a", term=4)
+    world.stop("g1-b")
+    upkeep = upkeep_of(world)
+    await upkeep.raise_row("g1")
+    await upkeep.raise_row("g1")
+    assert world.registry.directory.groups["g1"].term == 2
+    lines = [r.getMessage() for r in caplog.records if "row of a group is old" in r.getMessage()]
+    assert len(lines) == 1 and "start g1-b:20881" in lines[0], "said once, with the command"
+    command = {"brokerGroup": "g1", "hostname": "g1-a", "servePort": 20881}
+    assert "down" in await world.refused("AdoptRoles", **command | {"hostname": "g1-b"})
+    await world.done("AdoptRoles", **command)
+    group = world.registry.directory.groups["g1"]
+    assert (group.term, group.master.hostname) == (5, "g1-a"), "above all that was reported"
+    world.beat("g1-a")
+    assert "as new as its brokers" in await world.refused("AdoptRoles", **command)
 
-    on(migrated_url, test)
+
+async def test_older_master_is_adopted_with_force_only(world):
+    world.beat("g1-a", term=4)
+    world.beat("g1-b", term=3, role=MASTER)
+    command = {"brokerGroup": "g1", "hostname": "g1-b", "servePort": 20881}
+    text = await world.refused("AdoptRoles", **command)
+    assert "another copy may hold messages that this one lacks" in text
+    shown = await world.done("AdoptRoles", **command, force=True, dryRun=True)
+    assert shown["wouldChange"] and shown["objections"] == [text], "what is forced is named before, too"
+    assert world.registry.directory.groups["g1"].term == 2
+    await world.done("AdoptRoles", **command, force=True)
+    group = world.registry.directory.groups["g1"]
+    assert (group.term, group.master.hostname) == (5, "g1-b")
 
 
-def test_new_terms_exceed_all_reported_ones(migrated_url):
+async def test_new_terms_exceed_all_reported_ones(world):
     """A fixed bug: ReplaceBroker raised a row two swaps old to a term that the brokers ignored."""
 
-    async def test(world):
-        world.beat("g1-a", term=7)
-        world.stop("g1-b")
-        await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
-        assert world.registry.directory.groups["g1"].term == 8
-
-    on(migrated_url, test)
+    world.beat("g1-a", term=7)
+    world.stop("g1-b")
+    await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
+    assert world.registry.directory.groups["g1"].term == 8
 
 
-def test_recreated_group_exceeds_brokers_terms(migrated_url):
-    async def test(world):
-        said = Broker("g9", SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
-        with pytest.raises(Exception, match="is no broker here"):
-            await world.registry.registration.register(said, None, term=6)
-        await world.done("AddBroker", **place("g9", 0, "g9-a"))
-        assert world.registry.directory.groups["g9"].term == 7
-        group = world.registry.directory.groups["g9"]
-        gone = rules.RoleChange("g9", 7, group, None, above=20)
-        await world.database.write(lambda r: r.change([SetRoles(gone), RemoveGroup("g9", 21)]))
-        await world.done("AddBroker", **place("g9", 0, "g9-a"))
-        assert world.registry.directory.groups["g9"].term == 22, "a removed group keeps its term"
-
-    on(migrated_url, test)
+async def test_recreated_group_exceeds_brokers_terms(world):
+    said = Broker("g9", SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
+    with pytest.raises(Exception, match="is no broker here"):
+        await world.registry.registration.register(said, None, term=6)
+    await world.done("AddBroker", **place("g9", 0, "g9-a"))
+    assert world.registry.directory.groups["g9"].term == 7
+    group = world.registry.directory.groups["g9"]
+    gone = rules.RoleChange("g9", 7, group, None, above=20)
+    await world.database.write(lambda r: r.change([SetRoles(gone), RemoveGroup("g9", 21)]))
+    await world.done("AddBroker", **place("g9", 0, "g9-a"))
+    assert world.registry.directory.groups["g9"].term == 22, "a removed group keeps its term"
 
 
 def test_other_data_directory_does_not_agree():
@@ -220,40 +208,37 @@ def test_other_data_directory_does_not_agree():
         ("g1-a", "the disk before", False),
     ],
 )
-def test_other_disk_than_row_registers_again(migrated_url, monkeypatch, name, disk, registers):
+async def test_other_disk_than_row_registers_again(world, monkeypatch, name, disk, registers):
     """It counted as down, so the row was not raised, and it was not promoted. A master is refused then, and
     continues.
     """
 
-    async def test(world):
-        service, said = service_of(world, monkeypatch, name)
-        first = pb.BrokerState(**{word: said[word] for word in ("hostname", "serve_port", "incarnation")}, term=5)
-        context, ended = Aborting(), asyncio.Event()
+    service, said = service_of(world, monkeypatch, name)
+    first = pb.BrokerState(**{word: said[word] for word in ("hostname", "serve_port", "incarnation")}, term=5)
+    context, ended = Aborting(), asyncio.Event()
 
-        async def beats():
-            yield first
-            await ended.wait()
+    async def beats():
+        yield first
+        await ended.wait()
 
-        stream = service.Heartbeat(beats(), context)
-        assert (await anext(stream)).term == 2
-        key = BrokerKey(name, 20881)
-        before = replace(world.registry.directory.find(key), incarnation=disk)
-        await world.database.write(lambda r: r.store_registration(before))
+    stream = service.Heartbeat(beats(), context)
+    assert (await anext(stream)).term == 2
+    key = BrokerKey(name, 20881)
+    before = replace(world.registry.directory.find(key), incarnation=disk)
+    await world.database.write(lambda r: r.store_registration(before))
 
-        async def next_part():
-            while not (answer := await anext(stream)).term:
-                pass  # the reply holds the clock only
-            return answer
+    async def next_part():
+        while not (answer := await anext(stream)).term:
+            pass  # the reply holds the clock only
+        return answer
 
-        told = asyncio.create_task(next_part())
-        await world.registry.change([SetMark(ReadonlyMark("a", "g1"))], AuditRow("anna", "", "a word to this broker"))
-        if registers:
-            with pytest.raises(Aborted, match="register again"):
-                await told
-            assert context.code == grpc.StatusCode.FAILED_PRECONDITION
-        else:
-            assert (await told).readonly_subjects == ["a"]
-        ended.set()
-        await stream.aclose()
-
-    on(migrated_url, test)
+    told = asyncio.create_task(next_part())
+    await world.registry.change([SetMark(ReadonlyMark("a", "g1"))], AuditRow("anna", "", "a word to this broker"))
+    if registers:
+        with pytest.raises(Aborted, match="register again"):
+            await told
+        assert context.code == grpc.StatusCode.FAILED_PRECONDITION
+    else:
+        assert (await told).readonly_subjects == ["a"]
+    ended.set()
+    await stream.aclose()
