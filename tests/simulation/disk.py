@@ -143,7 +143,7 @@ class SimulatedSystem(MemorySystem):
         pairs = zip(begins, begins[1:], strict=False)
         return [(offset + begin, written[begin:end]) for begin, end in pairs if rng.random() < 0.5]
 
-    def told_the_truth(self) -> None:
+    def keep_lied_bytes(self) -> None:
         """Make everything durable that was reported as durable."""
         self._lied.clear()
 

@@ -212,13 +212,13 @@ class Threads:
         try:
             if self._name == "database" and loop.database == "refuses":
                 raise OperationalError("", None, Exception("the database is away"))
-            tell: tuple[Callable[[Any], None], Any] = future.set_result, call(*args)
+            settle: tuple[Callable[[Any], None], Any] = future.set_result, call(*args)
             if self._name == "database" and loop.database == "forgets":  # the work is done and its answer is lost
                 raise OperationalError("", None, Exception("the connection was lost"))
         except Killed:
             raise
         except BaseException as error:
-            tell = future.set_exception, error
-        loop.call_later(loop.rng.uniform(0, 0.001), *tell)  # the process may be killed before
+            settle = future.set_exception, error
+        loop.call_later(loop.rng.uniform(0, 0.001), *settle)  # the process may be killed before
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...

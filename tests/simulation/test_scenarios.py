@@ -54,7 +54,7 @@ THREE = {"copies": 3, "min_copies": 2}
 ALL_OF_THREE = {"copies": 3, "min_copies": 3}
 SUITES = {
     "moves of consumer groups": Suite(
-        "cores", range(10_001, 10_041), TWO | {"moves": True}, ("move told", "move refused")
+        "cores", range(10_001, 10_041), TWO | {"moves": True}, ("move answered", "move refused")
     ),
     "failovers": Suite("cores", range(10_001, 10_013), TWO | {"fails_over": True}, ("failed over",)),
     "a disk put back": Suite("cores", [10_026], TWO | PUT_BACK, ("put_back",)),

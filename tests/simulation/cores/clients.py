@@ -209,9 +209,7 @@ class Session:
 
 
 class Consumer(Client):
-    """Consumer that pulls, finishes messages in any order, acks and nacks through `qmq.client.unacked`, and may lose
-    its memory.
-    """
+    """Consumer that pulls, finishes messages in any order, acks, nacks, and may lose its memory."""
 
     TIMEOUT_MS = 2500
 

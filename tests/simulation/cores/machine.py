@@ -204,7 +204,7 @@ class Machine:
 
     def _lose_unsynced(self) -> None:
         if not self.world.metaserver.may_forget(self.name):
-            self.disk.system.told_the_truth()
+            self.disk.system.keep_lied_bytes()
         self.disk.crash(self.world.events.rng if self.world.events.chance(0.8) else None)
         if self.disk.system.forgot_synced:
             self.forgot_what_it_had()
@@ -263,7 +263,7 @@ class Process:
         self.performing: Commit | None = None
         self.seen_master: BrokerMaster | None = None
         self.seen_high = 0
-        self.heard_points: list[Point] = []
+        self.received_points: list[Point] = []
         """Acknowledged points that the metaserver sent."""
         self._sources = Sources()
         self._pass_is_due = False
@@ -405,7 +405,7 @@ class Process:
             self._events.note(f"{self.name} hello answered {packet.code} {bytes(packet.body)[:150]!r}")
             self.guarded(lambda: self.node.agreed(link, answer))
 
-        self._events.note(f"{self.name} says hello on {link} end={self.log.end}")
+        self._events.note(f"{self.name} sends hello on {link} end={self.log.end}")
         link.request(Command.HELLO, body, then=answered)
 
     def role_changed(self) -> None:
@@ -422,7 +422,7 @@ class Process:
                 f"alone={master.gate.too_few_in_sync} readonly={master.readonly.reasons}"
             )
         known = node.identity.value.epoch
-        return f"{type(node.role).__name__} end={self.log.end} knows={known} damage={self.log.damage}"
+        return f"{type(node.role).__name__} end={self.log.end} epoch={known} damage={self.log.damage}"
 
     # The slave's connection.
 
@@ -554,7 +554,7 @@ class Process:
             self.guarded(partial(self.node.found_damage, problem))
 
     def _drop(self) -> None:
-        self._hear_clocks()
+        self._read_clocks()
         before = self.log.state.kept.start
         self.node.decide_retention(self.keeper)
         if self.log.state.kept.start > before:
@@ -566,7 +566,7 @@ class Process:
             self.log.drop_oldest_segment()
             self.pass_soon()
 
-    def _hear_clocks(self) -> None:
+    def _read_clocks(self) -> None:
         """Deliver the readings of the metaserver's and the peers' clocks, as heartbeats do each second."""
         self.node.record_metaserver_clock(1_700_000_000_000 + self._events.now_ms)
         for peer in self.node.assignment.peers if self.node.assignment is not None else ():

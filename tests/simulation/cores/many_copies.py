@@ -61,7 +61,7 @@ class ManyCopies(Metaserver):
         if self._lives.get(process.name) is process:
             super().push(process)
 
-    def _tell(self, process: Process, known: Points) -> None:
+    def _deliver_points(self, process: Process, known: Points) -> None:
         part = self.assignment(process.name)
         process.node.remembered_elsewhere(
             known.by_incarnation.values(),

@@ -54,7 +54,7 @@ class Metaserver:
         state = full_state(process) if self.fails_over else _state(process)
         incarnation = process.node.identity.value.incarnation
 
-        def heard() -> None:
+        def received() -> None:
             if not self.is_up or not network.is_through(process.name, META) or not process.is_alive:
                 return
             if not self._register(process):
@@ -63,23 +63,23 @@ class Metaserver:
             if state.point is not None:
                 known = self.points.get(incarnation)
                 self.points[incarnation] = state.point if known is None else max(known, state.point)
-            self._tell_points(process)
+            self._send_points(process)
             self.push(process)
 
-        events.after(network.delay_ms(process.name, META), heard)
+        events.after(network.delay_ms(process.name, META), received)
 
-    def _tell_points(self, process: Process) -> None:
+    def _send_points(self, process: Process) -> None:
         """Answer a registration, which a broker repeats with each new stream."""
         known = self.known_points()
 
         def arrive() -> None:
             if process.is_alive:
-                process.heard_points = list(known.by_incarnation.values())
-                process.guarded(lambda: self._tell(process, known))
+                process.received_points = list(known.by_incarnation.values())
+                process.guarded(lambda: self._deliver_points(process, known))
 
         self._events.after(self._world.network.delay_ms(META, process.name), arrive)
 
-    def _tell(self, process: Process, known: Points) -> None:
+    def _deliver_points(self, process: Process, known: Points) -> None:
         points = known.by_incarnation.values()
         process.node.remembered_elsewhere(points, loss_accepted_term=known.loss_accepted_term)
 

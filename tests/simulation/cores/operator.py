@@ -60,7 +60,7 @@ class Operator:
         move: list[Move] = []
 
         def answered(error: QmqError | None) -> None:
-            events.count("move told" if error is None else "move not known")
+            events.count("move answered" if error is None else "move unanswered")
             if error is None:
                 self._world.oracle.moved(move[0])
 
@@ -114,7 +114,7 @@ class Recovery:
             return
         world.events.note(f"RecoverGroup: {'; '.join(decision.steps)}; lost: {decision.lost_offsets}")
         for name in _stopped(decision):
-            world.machine(name).die("RecoverGroup says so")
+            world.machine(name).die("RecoverGroup stops it")
         self._metaserver.accept_loss(decision.keeps.hostname)
 
     def _replace_disk(self, name: str) -> None:

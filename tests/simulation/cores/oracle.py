@@ -59,9 +59,7 @@ class Oracle(Ledger):
         """Whether an operator moves consumer groups."""
         self.deliveries_max = 0
         self.is_counted = True
-        """Whether each delivery of a message has its own number: without moves and without consumers that unsubscribe,
-        as messages on the way to these do not count.
-        """
+        """Whether delivery attempts are unique: no moves, and no consumers that unsubscribe."""
         self._finished: dict[tuple[str, str, int], int] = {}
         """(consumer group, subject, sequence) -> deliveries so far when an application finished the message."""
         self._counts: dict[tuple[str, str, int, int], tuple[str, int]] = {}
@@ -149,9 +147,9 @@ class Oracle(Ledger):
         The choice rests on its report. A log whose tail was lost or damaged since then does not begin before it is
         refilled (see `beginning`).
         """
-        committed, knows_it = self.committed, log.is_tail_cut or log.damage is not None
+        committed, is_known = self.committed, log.is_tail_cut or log.damage is not None
         has_it = committed.end <= log.flushed_end and self._has_committed(log)
-        if not has_it and not knows_it and committed.end > log.start:
+        if not has_it and not is_known and committed.end > log.start:
             raise Violation(f"I25: {log.owner} is chosen, ends at {log.flushed_end}, and lacks {committed}")
 
     def beginning(self, log: WatchedLog, epoch: Epoch) -> None:
@@ -213,11 +211,9 @@ class Oracle(Ledger):
         return not machine.is_put_back
 
     def _begins_in_good_faith(self, log: WatchedLog) -> None:
-        """Check that a copy that was put back begins alone only while no other copy could report what it lacks
-        (I25).
-        """
+        """Check that a copy that was put back begins only without a report of what it lacks (I25)."""
         process = self._machine(log).process
-        known = [] if process is None else [*process.heard_points, process.node.identity.points.own]
+        known = [] if process is None else [*process.received_points, process.node.identity.points.own]
         for point in known:
             if point is not None and point.end > log.end:
                 raise Violation(f"I25: {log.owner} becomes master at {log.end}, although it has {point}")
@@ -487,9 +483,7 @@ class Oracle(Ledger):
 
 
 def _dead_letter(frame: Frame, body: Buffer) -> tuple[str, str, int] | None:
-    """Return (consumer group, subject, sequence) of the original of a dead letter; None: the frame is no dead
-    letter.
-    """
+    """Return (consumer group, subject, sequence) of a dead letter's original; None for other frames."""
     derived = parse_derived(frame.subject)
     if frame.kind != FrameKind.MESSAGES or derived is None:
         return None

@@ -67,7 +67,7 @@ def test_damaged_segment_is_dropped_with_the_other_copys() -> None:
     assert not group.a.node.repairs.plan(log.bases[2], log.flushed_end)
     assert log.damage is None and log.start == log.bases[0] > 0
     aside = "quarantine/00000000000000000000-{:020d}-damaged-and-not-at-the-other-copy-0"
-    assert group.a.disk.names(aside.format(second)) == [f"{0:020d}.log"], "nobody had agreed to delete it"
+    assert group.a.disk.names(aside.format(second)) == [f"{0:020d}.log"], "no retention frame covers it"
 
 
 def test_damaged_frames_of_one_copy_alone_are_cut() -> None:
@@ -127,7 +127,7 @@ def a_group_whose_histories_part_before_damage() -> BrokerGroup:
     return group
 
 
-def mend_once(group: BrokerGroup) -> None:
+def repair_once(group: BrokerGroup) -> None:
     """Run one round of qmq.server.repair, with the other copy's frames."""
     node, other = group.a.node, group.b.log
     wanted = node.repairs.plan(other.start, other.flushed_end)
@@ -145,8 +145,8 @@ def mend_once(group: BrokerGroup) -> None:
 def test_damage_within_another_history_is_cut() -> None:
     """No frame of the other copy begins within the damage, so none was ever fetched."""
     group = a_group_whose_histories_part_before_damage()
-    mend_once(group)
-    mend_once(group)
+    repair_once(group)
+    repair_once(group)
     assert group.a.log.damage is None
     confirmed_end, confirmed_chain = group.b.log.end, group.b.log.chain
     group.connect()
@@ -166,7 +166,7 @@ def test_damage_of_both_copies_is_not_cut(before_end: int) -> None:
     group = a_group_whose_histories_part_before_damage()
     group.b.disk.flip(log_name(0), 8 * (group.b.log.end - before_end))
     for _ in range(3):
-        mend_once(group)
+        repair_once(group)
     assert group.a.log.damage is not None
 
 
@@ -191,7 +191,7 @@ def test_damage_beyond_the_other_copys_end_is_cut(found: str) -> None:
     damage = group.a.log.damage
     assert damage is not None and damage.begin == begin < end < damage.end
     for _ in range(3):
-        mend_once(group)
+        repair_once(group)
     assert group.a.log.damage is None and group.a.log.end == end
     group.connect()
     group.settle()
@@ -199,9 +199,7 @@ def test_damage_beyond_the_other_copys_end_is_cut(found: str) -> None:
 
 
 def test_consumer_of_a_deposed_master_starts_again() -> None:
-    """A master that is alone delivers what is safe, and no copy stores that: its numbers must not hide other
-    messages.
-    """
+    """A master that is alone delivers what is safe; its pull sequences must not hide other messages."""
     group = BrokerGroup.made().start()
     client = Client(group.a)
     client.produce("m0", "m1", "m2", "m3")
@@ -252,7 +250,7 @@ def test_messages_deleted_by_retention_are_skipped_once() -> None:
         group.settle()
         assert client.code(pulled) == ErrorCode.NO_MESSAGE
     progress = group.b.log.state.groups["s", "g"]
-    assert progress.position == 2 and not progress.consumers, "the other copy knows it too"
+    assert progress.position == 2 and not progress.consumers, "the other copy has it too"
     assert group.a.master.skipped == {("s", "g"): 2}
 
 
@@ -285,4 +283,4 @@ def test_deleted_unacked_messages_are_counted_once(
         group.settle()
         assert again.code(nothing) == ErrorCode.NO_MESSAGE
     assert group.a.master.skipped == {("s", "g"): 2 - acked}
-    assert not group.a.log.state.groups["s", "g"].consumers["c"].unacked, "nobody waits for them any more"
+    assert not group.a.log.state.groups["s", "g"].consumers["c"].unacked

@@ -35,7 +35,7 @@ def test_flipped_bit_excuses_only_the_history_it_hides() -> None:
     process.machine.disk.flip(log_name(log.start), 8 * 50)
     assert not oracle.has_it_again(log), "no frame of this log ends there"
     log.frame_bytes.clear()
-    assert log.hides(log.end - 1) and not oracle.has_it_again(log), "nobody can read where its frames end"
+    assert log.hides(log.end - 1) and not oracle.has_it_again(log), "the ends of its frames are unreadable"
     assert not log.hides(log.end + 1)
 
 
@@ -88,9 +88,7 @@ def test_chosen_copy_may_lack_only_known_damage() -> None:
 
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_order_is_excused_only_by_a_dead_letter(is_dead) -> None:
-    """A consumer whose lease ran out may finish later, or get the message again from a master without the dead
-    letter.
-    """
+    """A consumer whose lease ran out may finish late, or get the message again."""
     oracle = World(1).oracle
     oracle.is_ordered = True
     earlier, later = [f"m{n}" for n in range(100) if order_key(f"m{n}") == "k1"][:2]

@@ -1,6 +1,4 @@
-"""World of one seed: machines whose cores run, the metaserver's row, clients, faults; then peace and the final
-checks.
-"""
+"""World of one seed whose cores run: war, peace, and the final checks."""
 
 from __future__ import annotations
 
@@ -305,9 +303,7 @@ class World:
 
 
 def copies_of(seed: int) -> dict[str, int]:
-    """Return the copies of a seed in the mix of `make simulate`: every fourth group has three, of which at times all
-    acknowledge.
-    """
+    """Return the copies of a seed in the mix of `make simulate`: every fourth group has three."""
     return {} if seed % 4 else {"copies": 3, "min_copies": 2 if seed % 16 else 3}
 
 

@@ -27,9 +27,7 @@ class DelayNemesis(CoreNemesis):
         return True
 
     def clock(self) -> bool:
-        """Set a clock. Not with refusing brokers: a refused message is due again by the clock of then, maybe hours from
-        now.
-        """
+        """Set a clock. Not with refusing brokers: after a jump, a refused message is due hours from now."""
         before = {machine: machine.wall_skew_ms for machine in self._world.machines}
         if self._world.refusing or not super().clock():
             return False

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 RECENT = 400
 BEGIN_MS = 1_700_000_000_000
 HEARD_MS = 3_000
-"""Age at which readings from before a clock was set are forgotten: READING_MS_MAX and WINDOW_MS of the world, and
-some.
-"""
+"""Age at which older clock readings are forgotten: READING_MS_MAX and WINDOW_MS, and some."""
 
 
 class DelayOracle(Oracle):
@@ -57,9 +55,7 @@ class DelayOracle(Oracle):
         self.unknown: set[Key] = set()
         """Attempted batches, except those whose only attempt was rejected."""
         self._reported_stored: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """(end, chain) of a frame that both copies may come to have -> (producer id, number) of the batches it reports
-        as stored.
-        """
+        """(end, chain) of a frame -> (producer id, number) of batches that it reports as stored."""
         self._known_stored: set[tuple[int, int]] = set()
         """(producer id, number) of batches that a frame on both copies reports as stored."""
         self._given_up: dict[tuple[int, int], tuple[int, Epoch]] = {}
@@ -88,9 +84,7 @@ class DelayOracle(Oracle):
                     self._given_up.setdefault((producer, number), (self._events.now_ms, frame.epoch))
 
     def _commit(self, process: Process, high: int, epoch: Epoch) -> None:
-        """Note outcomes that both copies have now. An outcome on one copy may be cut, and then no later master
-        has it.
-        """
+        """Note outcomes that both copies have. One that a single copy has may be cut."""
         super()._commit(process, high, epoch)
         log, safe = process.log, self.committed.end
         for end, chain in [place for place in self._reported_stored if place[0] <= safe]:

@@ -307,9 +307,7 @@ class Brokers:
         return slave.holds_until > self.now or slave.disk.promised > slave.disk.term
 
     def _begin(self, master: Process) -> bool:
-        """Write the epoch frame, unless this copy lacks something. A copy that may have lost everything needs enough
-        others.
-        """
+        """Write the epoch frame if this copy lacks nothing, or has met enough others."""
         disk = master.disk
         if not master.has_begun and not disk.lacks and self._has_met_enough(master):
             disk.log.append(Frame(disk.term, disk.boot, 0))

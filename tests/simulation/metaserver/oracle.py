@@ -220,7 +220,7 @@ class Oracle:
         self._check_masters(errand, before, now)
         self._check_who(errand, changed, before, now)
         if self._lost and not before.terms and changed and errand.what != "AdoptDatabase":
-            if any(errand.process.heard.values()):
+            if any(errand.process.newest_terms.values()):
                 raise Violation(f"{errand} changed {changed} of a database that lost all groups")
         self._check_losses(errand, before, now)
         self._check_trail(errand, changed, old, new)
@@ -243,7 +243,7 @@ class Oracle:
             if group in now.gone:
                 continue
             had = self._masterships.setdefault((group, term), (roles, m))
-            is_free = not had[0].all or term > errand.process.heard[group]  # no broker had or reported this term
+            is_free = not had[0].all or term > errand.process.newest_terms[group]  # no broker had or reported this term
             if had != (roles, m) and self._lost.get(group, 0) >= term and is_free:
                 self._masterships[group, term] = had = roles, m
             if had != (roles, m):
@@ -265,7 +265,7 @@ class Oracle:
             missing = self._brokers.owed(group) - disk.messages
             if errand.what == "AdoptRoles" and errand.words.get("force") == "true":
                 continue  # it does not begin before it has every remembered point
-            if missing and group not in before.terms and self._lost and not errand.process.heard[group]:
+            if missing and group not in before.terms and self._lost and not errand.process.newest_terms[group]:
                 self._brokers.acknowledged[group].given_up |= missing  # no broker reports this group any more
                 continue
             if missing and (goes_on or errand.words.get("acceptLoss") == "true"):

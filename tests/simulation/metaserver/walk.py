@@ -271,9 +271,7 @@ class Walk:
 
     @step(2, group=["g1", "g2", "g2"], at=NUMBERS, cut=[None, 0, 1], also=[None, 0, 1], how=["stop", "put back"])
     def lose_master(self, group: str, at: int, cut: int | None, also: int | None, how: str) -> None:
-        """Stop a master after a last message that a slave may lack. A slave stops too, or its disk is put back; an
-        operator acts.
-        """
+        """Stop a master after a last message, and maybe a slave or its disk; an operator orders a failover."""
         world, server, brokers = self.world, self.world.servers[at], self.world.brokers
         master, slaves = self.master_to_lose(group, at, "loses")
         if master is None or not slaves:
@@ -372,7 +370,7 @@ class Walk:
 
     @step(2, seconds=[0.1, 0.3, 1, 3], stuck=[False, False, True])
     def wait(self, seconds: float, stuck: bool) -> None:
-        self.world.note(f"{seconds} s go by" + (", and nobody's questions are answered" if stuck else ""))
+        self.world.note(f"{seconds} s go by" + (" without answers" if stuck else ""))
         self.world.wait(seconds, stuck=stuck)
 
     @step(
@@ -437,8 +435,8 @@ class Walk:
             server.start()
             world.run()
 
-    @fault("database", 6, group=GROUPS, at=NUMBERS, choice=CHOICES, heard=[True, True, False], restarts=FLAGS)
-    def lose_a_change(self, group: str, at: int, choice: int, heard: bool, restarts: str) -> None:
+    @fault("database", 6, group=GROUPS, at=NUMBERS, choice=CHOICES, delivered=[True, True, False], restarts=FLAGS)
+    def lose_a_change(self, group: str, at: int, choice: int, delivered: bool, restarts: str) -> None:
         """Change roles, with or without brokers receiving them, then restore the database to before."""
         world, server = self.world, self.world.servers[at]
         ideas = self.likely_roles(group, choice // 10)
@@ -448,9 +446,9 @@ class Walk:
         what, words = ideas[choice % len(ideas)]
         self.operators[0] = errand = world.operate(server, what, words)
         world.finish()
-        while heard and world.busy(errand):
+        while delivered and world.busy(errand):
             world.wait(0.2)
-        if heard:
+        if delivered:
             world.wait(0.6)
         self.put_database_back(0, restarts == "true")
 

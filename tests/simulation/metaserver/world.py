@@ -124,7 +124,7 @@ class Running:
             self.all = main.Metaserver(settings)
         self.has_learned = False
         """Whether the first read is over; the ports open after it."""
-        self.heard: Counter[str] = Counter()
+        self.newest_terms: Counter[str] = Counter()
         """Group -> newest term that it sent to brokers or received from them."""
         row = self.all._row()
         self.upkeep = upkeep.Upkeep(
@@ -542,8 +542,8 @@ class World:
             self.run()
 
     def _note_term(self, stream: Stream, group: str, term: int) -> None:
-        heard = stream.errand.process.heard
-        heard[group] = max(heard[group], term)
+        terms = stream.errand.process.newest_terms
+        terms[group] = max(terms[group], term)
 
     def take_assignments(self, box: Box) -> None:
         """Deliver a metaserver's assignments to its broker."""

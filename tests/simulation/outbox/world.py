@@ -78,7 +78,7 @@ class Group:
     def produce(self, batch):
         """Store a batch and answer as a broker does."""
         if self.state == "down":
-            return Unknown("nobody answers")
+            return Unknown("the group is down")
         body = b"".join(bytes(block) for block in batch.blocks)
         if batch.flags:
             body = body[: len(body) - labels_bytes(batch.count)]
@@ -130,7 +130,7 @@ class View:
         return 0
 
     def why_not(self, subject):
-        return "the world says so"
+        return "no group is usable"
 
 
 class Watchdog:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 class Shop:
-    """SQLite database of the shop, with virtual time. Each order has the id of the message that its transaction
-    sends.
-    """
+    """SQLite database of the shop, in virtual time. An order has the id of its transaction's message."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,9 +100,7 @@ class ProducerProgram:
 
 
 class ShopProgram:
-    """Program that changes its own database and sends through its outbox: both happen or neither, whenever it is
-    killed.
-    """
+    """Program that changes its database and sends through its outbox: both happen or neither."""
 
     def __init__(self, world: World, application: Application) -> None:
         self._world = world

@@ -78,8 +78,8 @@ class End:
     @receiver.setter
     def receiver(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        for tell in self._early:
-            tell(receiver)
+        for notify in self._early:
+            notify(receiver)
 
     def send(self, item: Any) -> None:
         if self.is_open:
@@ -112,30 +112,30 @@ class End:
             return
         if item is FIN:
             self.is_open = False
-            self._tell_lost(None)
+            self._notify_lost(None)
         elif item is RST:
             self.wire.drop()
             self.is_open = False
-            self._tell_lost(ConnectionResetError(104, "Connection reset by peer"))
+            self._notify_lost(ConnectionResetError(104, "Connection reset by peer"))
         else:
-            self._tell(lambda receiver: receiver.arrived(item))
+            self._notify(lambda receiver: receiver.arrived(item))
 
     def give_up(self) -> None:
         """Give the connection up after a silence."""
         if self.is_open:
             self.wire.drop()
             self.is_open = False
-            self._tell_lost(TimeoutError(110, "Connection timed out"))
+            self._notify_lost(TimeoutError(110, "Connection timed out"))
 
-    def _tell_lost(self, error: Exception | None) -> None:
-        self._tell(lambda receiver: receiver.lost(error))
+    def _notify_lost(self, error: Exception | None) -> None:
+        self._notify(lambda receiver: receiver.lost(error))
 
-    def _tell(self, tell: Callable[[Receiver], None]) -> None:
+    def _notify(self, notify: Callable[[Receiver], None]) -> None:
         def call() -> None:
             if self._receiver is None:
-                self._early.append(tell)
+                self._early.append(notify)
             else:
-                tell(self._receiver)
+                notify(self._receiver)
 
         self._network.loop.call_soon(call, context=self.process.context)
 
