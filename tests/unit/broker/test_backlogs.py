@@ -108,7 +108,7 @@ def test_the_oldest_are_shown(monkeypatch):
     assert {subject for subject, _ in looked(group)} == {"s0", "s1", "s4"}
 
 
-def test_damage_that_is_met_while_backlogs_are_looked_at_is_told_of(monkeypatch):
+def test_damage_found_during_backlog_scan_is_reported(monkeypatch):
     group, client = a_group(tail_bytes=0)
     client.produce("m0")
     group.settle()
@@ -123,7 +123,7 @@ def test_damage_that_is_met_while_backlogs_are_looked_at_is_told_of(monkeypatch)
     assert group.a.log.damage is not None and not group.a.node.writable
 
 
-def test_a_backlog_is_what_waits_and_what_is_delivered():
+def test_backlog_counts_waiting_and_delivered_messages():
     consumers = {
         "c1": Progress(9, [UnackedRange(0, 1, 2, 1), UnackedRange(5, 6, 1, 1)]),
         "c2": Progress(4, [UnackedRange(3, 9, 4, 1)]),
@@ -189,7 +189,7 @@ def test_a_copy_for_another_thread_stays_as_it_is():
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True], ids=["acked", "forgotten"])
-def test_who_has_all_of_it_or_is_no_more_while_its_time_is_read_has_no_age(is_forgotten):
+def test_group_without_backlog_has_no_age(is_forgotten):
     world = World({"a": 7, "b": 8})
     world.look()
     if is_forgotten:
@@ -203,7 +203,7 @@ def test_who_has_all_of_it_or_is_no_more_while_its_time_is_read_has_no_age(is_fo
     assert world.backlogs.ages_ms(100) == {("b", "g"): 20} and list(world.backlogs.largest(9)) == [("b", "g")]
 
 
-def test_damage_where_a_time_stands_is_told_of_and_other_groups_have_their_age():
+def test_damaged_timestamp_is_reported_others_keep_ages():
     world, problem = World({"a": 7, "b": 8}), CorruptFrame(7, "test")
     timestamp_at = world.log.timestamp_at
 

@@ -55,7 +55,7 @@ def cluster(monkeypatch):
     return Cluster(monkeypatch)
 
 
-def test_a_subscribe_of_a_new_group_waits_and_begins_where_the_cluster_says(cluster):
+def test_new_group_waits_for_cluster_begin(cluster):
     cluster.produce("0", "1", "2")
     client, asked = cluster.subscribe(start="latest")
     other, also = cluster.subscribe(start="latest")
@@ -99,12 +99,12 @@ def test_without_its_mark_a_group_begins_by_time(cluster):
         (retry_subject("s", "g"), {"start": "earliest"}),
     ],
 )
-def test_the_cluster_is_not_asked_for_what_begins_the_same_anyway(cluster, subject, terms):
+def test_group_with_fixed_begin_skips_the_cluster(cluster, subject, terms):
     client, asked = cluster.subscribe(subject=subject, **terms)
     assert client.code(asked) == ErrorCode.SUCCESS and not cluster.asked
 
 
-def test_without_the_metaserver_a_new_group_waits_and_a_known_one_goes_on(cluster):
+def test_new_group_waits_without_a_metaserver(cluster):
     cluster.subscribe(subject="known")
     cluster.answer(FIRST)
     client, asked = cluster.subscribe(start="latest")

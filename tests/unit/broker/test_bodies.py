@@ -43,7 +43,7 @@ def test_a_frame_is_read_once_for_all_that_want_it_at_the_same_time(group):
     assert not reads and late, "it is still in memory"
 
 
-def test_who_wants_a_frame_and_one_more_waits_for_both(group):
+def test_answer_waits_for_both_of_its_frames(group):
     one, other = group.subscribed("one", group="one"), group.subscribed("other", group="other")
     first, both = one.pull(most=4), other.pull(most=8)
     reads, group.a.host.reads = group.a.host.reads, deque()
@@ -112,7 +112,7 @@ def test_frames_that_were_used_last_stay_in_memory_up_to_so_many_bytes(monkeypat
         assert reads.at_hand == left
 
 
-def test_who_waits_for_frames_that_cannot_be_read_is_told_so_once():
+def test_failed_read_is_reported_once_per_answer():
     reads, error = Reads(1, 1, 1), CorruptFrame(0, "flipped")
     reads.ask(0)
     reads.ask(1)

@@ -108,7 +108,7 @@ def test_a_range_of_sequences_is_kept_to(newest_first):
     assert look(copy, 20, 30).found == [] and look(copy, 9, 3).found == []
 
 
-def test_frames_that_lack_what_is_looked_for_are_not_taken_apart(monkeypatch):
+def test_frames_without_the_filter_are_not_decoded(monkeypatch):
     copy, split, taken_apart = a_log(), browse.split_batch, []
     for at in range(5):
         add(copy, order(f"a{at}"), order(f"b{at}"))
@@ -159,7 +159,7 @@ def test_the_border_between_older_and_newer_is_found_over_segments():
         (Filter(properties={"no": "1\ud800"}), []),
     ],
 )
-def test_what_is_wanted_is_found(wanted, expected):
+def test_matching_messages_are_found(wanted, expected):
     copy = a_log()
     add(copy, order("m0", no=1), order("m1", ["paid"], no=11, text="no1"))
     add(copy, order("m2", ["paid", "late"], no=1, to="x"), order("m3", ["unpaid"], to="x", text="\0\x02no\0\x011"))
@@ -199,7 +199,7 @@ def test_an_answer_holds_as_many_messages_as_fit_to_the_byte(monkeypatch, room, 
     assert len(look(copy).found) == expected
 
 
-def test_what_retention_took_is_passed_over():
+def test_browse_skips_messages_deleted_by_retention():
     copy = a_log(tail_bytes=0)
     while len(copy.log.bases) < 4:
         add(copy, order(f"m{copy.log.state.next_sequence.get('s', 0)}", text="x" * 200))
@@ -223,7 +223,7 @@ def of_one_size(count: int) -> tuple[Copy, int]:
     return copy, copy.log.frames("s", 0, 1)[0].length
 
 
-def test_what_retention_takes_to_the_end_while_it_is_looked_at_is_over():
+def test_browse_ends_when_retention_deletes_the_rest():
     copy, _ = of_one_size(8)
     one, search = Browse(copy.log, "s", copy.log.end, 2, END), borders(copy.log, "s")
     ref = next(search)
@@ -246,7 +246,7 @@ def test_frames_are_read_up_to_a_number_and_a_number_of_bytes_but_one_at_least(m
     assert [ref.begin for ref in newest.next_frames()] == list(range(6 - expected, 6))
 
 
-def test_a_message_that_nobody_can_decode_is_shown_with_the_reason():
+def test_undecodable_message_is_shown_with_the_reason():
     copy = a_log()
     body = join_batch([b"\xff" * 40, encode_message(order("m1"), 0)])
     copy.append(FrameKind.MESSAGES, "s", body, count=2, first_sequence=0)

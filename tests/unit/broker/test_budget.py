@@ -38,7 +38,7 @@ def test_the_first_message_fits_however_large_it_is():
         (10, 500_000, False),
     ],
 )
-def test_a_frame_is_cut_only_for_a_pull_that_has_less_than_half_of_what_it_asked_for(messages, size, is_cut):
+def test_frame_is_cut_only_for_a_half_empty_pull(messages, size, is_cut):
     """Of messages and of bytes: either is enough to leave the frame whole for the next pull."""
     budget = Budget(100, 1_000_000, LIMIT)
     assert budget.allows(frame(messages=messages, size=size), messages) == messages
@@ -59,7 +59,7 @@ def test_a_pull_that_has_as_many_as_it_asked_for_looks_no_further():
     assert budget.allows(frame(begin=4, messages=6), 6) == 6 and budget.is_stopped
 
 
-def test_what_was_chosen_says_how_large_it_is_and_where_it_ends():
+def test_choice_has_a_size_and_an_end():
     chosen = Chosen(gone=[(2, 4), (6, 7)], dead=[(1, 2)])
     assert chosen.bytes() == 0 and chosen.pull_ends == [7, 2]
     chosen.parts = [Part(7, 18, 22, FrameRef(16, 24, 4096, 800), 1), Part(11, 22, 23, FrameRef(22, 23, 1024, 50), 1)]

@@ -47,7 +47,7 @@ def test_consumers_that_ask_for_no_more_are_the_bound_and_one_that_is_gone_is_no
     assert of(group) == [Cause.NO_CONSUMER]
 
 
-def test_a_broadcast_whose_consumer_is_gone_waits_for_nobody_else():
+def test_absent_broadcast_consumer_has_its_own_cause():
     """Each process that listens to a broadcast leaves one behind, unless its id is always the same."""
     group, _ = a_group("m0")
     one = group.subscribed("host-1", group="host-1", broadcast=True)
@@ -76,7 +76,7 @@ def test_consumers_that_are_switched_off_are_named_logged_once_and_gone_when_the
     assert Cause.OFFLINE not in of(group) and KEY not in group.a.master.causes.found
 
 
-def test_what_asked_to_come_again_later_waits_for_that():
+def test_postponed_messages_have_the_cause_later():
     group, client = a_group("m0")
     pull = client.pull()
     group.settle()
@@ -89,7 +89,7 @@ def test_what_asked_to_come_again_later_waits_for_that():
     assert of(group) == [Cause.MASTER, Cause.LATER]
 
 
-def test_what_came_back_and_may_come_again_waits_for_a_consumer_to_ask():
+def test_due_requeued_messages_wait_for_a_pull():
     group, client = a_group("m0")
     pull = client.pull()
     group.settle()
@@ -147,7 +147,7 @@ def facts(**changed) -> Facts:
         (Cause.ORDER_KEY, {"is_ordered": True}),
     ],
 )
-def test_what_holds_alone_is_named_alone(cause, changed):
+def test_single_cause_is_named_alone(cause, changed):
     assert group_status.causes(facts(**changed)) == [cause]
     assert group_status.causes(facts(**changed, new=0)) == [], "nobody waits for anything"
 
@@ -172,7 +172,7 @@ def test_answers_are_read_as_long_as_one_consumer_reads_them(connected):
     assert group_status.causes(facts(connected=connected)) == []
 
 
-def test_who_is_switched_off_or_asks_for_nothing_does_not_read_and_is_no_hindrance():
+def test_offline_or_idle_consumers_do_not_count_as_unread():
     off, idle = _Subscription(_Link(writable=False)), _Subscription(_Link(writable=False), waits=False)
     reads = _Subscription(_Link())
     assert group_status.causes(facts(connected=[off], is_offline=lambda one: one is off)) == [Cause.OFFLINE]
@@ -212,7 +212,7 @@ def test_an_alarm_is_logged_when_it_begins_and_when_it_begins_again(caplog):
     assert counts == [1, 1, 1, 1, 2]
 
 
-def test_what_is_no_alarm_is_logged_once_when_it_has_lasted(caplog):
+def test_lasting_cause_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
     now: dict[str, object] = {"has_slave": False}
     looked = group_status.Causes(lambda key: facts(**now))
@@ -234,7 +234,7 @@ def test_what_is_no_alarm_is_logged_once_when_it_has_lasted(caplog):
     assert not looked._to_log
 
 
-def test_what_all_groups_wait_for_is_one_line(caplog):
+def test_common_cause_is_one_log_line(caplog):
     caplog.set_level(logging.INFO)
     looked = group_status.Causes(lambda key: facts(has_slave=False))
     groups = [("s", f"g{number}") for number in range(5)]
@@ -245,6 +245,6 @@ def test_what_all_groups_wait_for_is_one_line(caplog):
     assert "cause=no_slave groups=5 first=g0 of s, g1 of s, g2 of s: " in record.getMessage()
 
 
-def test_every_cause_is_in_the_table_and_doctor_has_what_to_do_about_each_alarm():
+def test_every_cause_is_defined_and_alarms_have_advice():
     assert list(CAUSES) == list(Cause)
     assert {str(cause) for cause, rule in CAUSES.items() if rule.is_alarm} == set(GROUP_CAUSES)

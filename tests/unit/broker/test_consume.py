@@ -147,7 +147,7 @@ def test_consumer_that_shows_itself_keeps_its_messages():
     assert held.unacked_messages == 1
 
 
-def test_master_that_stood_still_ends_no_lease_before_it_hears_who_lives():
+def test_paused_master_ends_no_lease():
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m0", "m1")
     lives, gone = group.subscribed("lives"), group.subscribed("gone")
@@ -170,7 +170,7 @@ def test_leases_end_on_a_master_whose_every_turn_takes_long():
     assert not group.a.log.state.groups["s", "g"].consumers
 
 
-def test_ack_after_the_lease_ended_is_not_said_to_count():
+def test_ack_after_the_lease_ended_is_refused():
     """What it names went back to the group, whatever its consumer, which is still connected, was handed since."""
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m0", "m1")
@@ -234,7 +234,7 @@ def test_late_ack_never_hits_other_messages(change):
     assert not group.a.log.state.groups["s", "g"].consumers["c"].unacked
 
 
-def test_consumer_that_comes_back_gets_what_it_holds_not_again_and_what_it_lost_first():
+def test_returning_consumer_gets_lost_messages_first():
     group, producer = a_group()
     producer.produce(*[f"m{i}" for i in range(6)])
     client = group.subscribed("c")
@@ -279,7 +279,7 @@ def test_a_pull_gets_no_more_than_a_broker_gives_at_once(monkeypatch):
     assert [len(ids(client, pull)) for pull in pulls] == [1, 1, 3, 3]
 
 
-def test_what_retention_took_before_a_group_came_to_it_is_passed_over_and_counted():
+def test_messages_deleted_before_the_group_came_are_counted():
     group, client = a_group()
     for number in range(5):
         client.produce(f"m{number}")
@@ -295,7 +295,7 @@ def test_what_retention_took_before_a_group_came_to_it_is_passed_over_and_counte
     assert said.entries == ((PASSED, 1, 2), (first + 1, 3, 2))
 
 
-def test_alone_consumption_below_the_high_watermark_goes_on_and_says_so():
+def test_master_alone_delivers_below_the_high_watermark():
     """P3: progress is on one disk, and each answer is marked; what only the master has is not delivered."""
     group, client = a_group()
     client.produce("safe 0", "safe 1")
@@ -346,7 +346,7 @@ def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_acks(monkeypa
     assert ids(client, waiting) == ["m2"]
 
 
-def test_who_waits_longest_on_a_subject_is_served_first():
+def test_longest_waiting_pull_is_served_first():
     group, producer = a_group()
     first, second = group.subscribed("first"), group.subscribed("second")
     turns = []
@@ -378,7 +378,7 @@ def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_gives_one_bac
     assert ids(client, waiting) == ["m2"]
 
 
-def test_subscription_is_answered_with_what_its_consumer_has():
+def test_subscribe_answer_lists_unacked_messages():
     group, client = a_group()
     client.produce(*[f"m{i}" for i in range(4)])
     first = client.subscribe()
@@ -431,7 +431,7 @@ def test_pull_is_refused_after_its_consumer_unsubscribed():
     assert not group.a.master._delivery.consumption._seen, "its lease is over"
 
 
-def test_consumer_that_left_is_told_so_when_both_copies_know_it():
+def test_unsubscribe_is_answered_once_both_copies_have_it():
     group, client = a_group()
     client.produce("m0")
     client.subscribe()
@@ -444,7 +444,7 @@ def test_consumer_that_left_is_told_so_when_both_copies_know_it():
     assert client.body(opaque) == b"" and not group.b.log.state.groups["s", "g"].consumers
 
 
-def test_what_a_consumer_has_and_retention_took_is_over_and_counted_once():
+def test_unacked_messages_deleted_by_retention_count_once():
     group, client = a_group()
     for number in range(4):
         client.produce(f"m{number}")
@@ -463,7 +463,7 @@ def test_what_a_consumer_has_and_retention_took_is_over_and_counted_once():
     assert group.b.log.state.groups["s", "g"].consumers["c1"].unacked_messages == 2
 
 
-def test_damage_that_is_met_while_messages_are_chosen_is_told_of(monkeypatch):
+def test_damage_found_while_choosing_is_reported(monkeypatch):
     group, client = a_group(tail_bytes=0)
     client.produce("m0")
     client.subscribe()
@@ -479,7 +479,7 @@ def test_damage_that_is_met_while_messages_are_chosen_is_told_of(monkeypatch):
     assert group.a.log.damage is not None and not group.a.node.writable
 
 
-def test_what_a_consumer_has_and_all_of_it_is_gone_is_over():
+def test_consumer_whose_messages_were_all_deleted_continues():
     group, client = a_group()
     client.produce("m0")
     client.subscribe()
@@ -490,7 +490,7 @@ def test_what_a_consumer_has_and_all_of_it_is_gone_is_over():
     assert not group.a.log.state.groups["s", "g"].consumers["c1"].unacked and group.a.master.skipped == {("s", "g"): 1}
 
 
-def test_what_waits_for_the_slave_is_delivered_before_anything_behind_it_dies():
+def test_messages_waiting_for_the_slave_precede_dead_letters():
     group, client = a_group()
     client.produce("poison")
     client.subscribe(deliveries_max=1)
@@ -514,7 +514,7 @@ def test_what_waits_for_the_slave_is_delivered_before_anything_behind_it_dies():
     assert ids(client, waiting) == ["on one disk"]
 
 
-def test_what_was_given_back_and_retention_took_is_passed_over_and_nothing_else():
+def test_requeued_messages_deleted_by_retention_are_skipped():
     group, client = a_group()
     for number in range(4):
         client.produce(f"m{number}")

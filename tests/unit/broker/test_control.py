@@ -99,7 +99,7 @@ def sequences(answer: pb.BrowseAnswer) -> list[int]:
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20], ids=["from disk", "from memory"])
-def test_all_messages_are_shown_with_the_bounds_of_what_there_is(tail_bytes):
+def test_browse_shows_messages_and_bounds(tail_bytes):
     group = stored(tail_bytes=tail_bytes)
     answer = look(group)
     assert sequences(answer) == list(range(COUNT))
@@ -122,14 +122,14 @@ def test_bounds_of_sequences_and_of_time_hold_together(tail_bytes):
     assert sequences(look(group, messages_max=2, newest_first=True)) == [11, 10]
 
 
-def test_only_what_is_asked_for_is_shown():
+def test_browse_shows_only_matches():
     group = stored()
     assert [one.sequence for one in look(group, id="m7").messages] == [7]
     assert look(group, tags=["pay"]).messages == [] and look(group, properties={"x": "z"}).messages == []
     assert len(look(group, properties={"x": "y" * 900}).messages) == COUNT
 
 
-def test_properties_are_shown_to_who_asks_for_them():
+def test_properties_are_shown_on_request():
     group = stored()
     (with_them,) = look(group, begin=1, end=2, with_properties=True).messages
     assert [(one.name, one.value) for one in with_them.properties] == [("x", "y" * 900)]
@@ -137,7 +137,7 @@ def test_properties_are_shown_to_who_asks_for_them():
     assert not without.properties and without.bytes == with_them.bytes > 900
 
 
-def test_a_look_that_takes_too_long_says_how_far_it_came(monkeypatch):
+def test_slow_browse_returns_its_position(monkeypatch):
     monkeypatch.setattr(control, "CALL_S", -1.0)
     answer = look(stored())
     assert (list(answer.messages), answer.begin, answer.end) == ([], 0, COUNT)
@@ -160,7 +160,7 @@ def test_others_run_while_messages_are_looked_through(monkeypatch):
     assert len(slept) == 2 * COUNT  # each frame is searched, and each message
 
 
-def test_what_retention_takes_during_a_look_is_passed_over(monkeypatch):
+def test_messages_deleted_during_a_browse_are_skipped(monkeypatch):
     group, step, first = stored(tail_bytes=0), control._step, []
 
     def late(*args):
@@ -171,7 +171,7 @@ def test_what_retention_takes_during_a_look_is_passed_over(monkeypatch):
     assert sequences(look(group)) == list(range(first[0], COUNT))
 
 
-def test_what_retention_takes_while_a_time_is_looked_for_was_older(monkeypatch):
+def test_frame_deleted_during_a_time_search_is_older(monkeypatch):
     group = stored(tail_bytes=0)
     timestamp_at, until_ms, first = group.a.log.timestamp_at, stored_ms(group, COUNT - 1), []
 
@@ -202,11 +202,11 @@ def test_damage_is_repaired_and_not_passed_over(fields, is_oldest):
         ),
     ],
 )
-def test_what_may_not_be_looked_at_is_refused(request_, status):
+def test_forbidden_browse_is_refused(request_, status):
     assert Port(stored().a, subjects=("s",)).refused("Browse", request_) is status
 
 
-def test_a_slave_shows_nothing_and_moves_nobody():
+def test_slave_refuses_browse_and_move():
     group = stored()
     for name, request in (
         ("Browse", pb.BrowseRequest(subject="s")),
@@ -216,7 +216,7 @@ def test_a_slave_shows_nothing_and_moves_nobody():
         assert Port(group.b).refused(name, request) is PRECONDITION
 
 
-def test_a_disk_that_fails_while_somebody_looks_ends_the_process(monkeypatch):
+def test_disk_failure_during_a_browse_ends_the_process(monkeypatch):
     group = stored(tail_bytes=0)
 
     def fails(*args):
@@ -247,7 +247,7 @@ def consumers(of: Group, **fields) -> list[pb.GroupProgress]:
     return list(Port(of.a).ask("Consumers", pb.ConsumersRequest(**fields)).groups)
 
 
-def test_each_group_is_shown_with_its_consumers_and_what_it_lacks():
+def test_groups_are_listed_with_consumers_and_lag():
     group = stored(tail_bytes=0)
     consumed(group, "half", 5)
     client = consumed(group, "none", 0)
@@ -267,7 +267,7 @@ def test_each_group_is_shown_with_its_consumers_and_what_it_lacks():
     assert [one.group for one in consumers(group, group="none")] == ["none"] and not consumers(group, subject="t")
 
 
-def test_those_that_are_furthest_behind_are_shown_first_and_who_has_all_is_left_out():
+def test_largest_lags_are_listed_first():
     group = stored()
     for name, count in (("a", COUNT), ("b", 5), ("c", 11), ("d", 0)):
         consumed(group, name, count)
@@ -330,7 +330,7 @@ def move(**fields) -> pb.ResetOffsetRequest:
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_group_is_moved_once_both_copies_have_it_and_a_dry_run_says_what_would_change(dry_run):
+def test_dry_run_of_a_move_reports_its_effect(dry_run):
     group = stored()
     consumed(group, "g", 5)
     done = Port(group.a, then=lambda: None if dry_run else group.settle()).ask("ResetOffset", move(dry_run=dry_run))
@@ -343,7 +343,7 @@ def test_a_group_that_is_not_there_is_not_moved():
     assert Port(stored().a).refused("ResetOffset", move()) is PRECONDITION
 
 
-def test_who_moves_a_group_is_told_if_the_slave_does_not_confirm_it_in_time(monkeypatch):
+def test_move_fails_if_the_slave_does_not_confirm(monkeypatch):
     monkeypatch.setattr(control, "SAFE_S", 0)
     group = stored()
     consumed(group, "g", 5)
@@ -352,7 +352,7 @@ def test_who_moves_a_group_is_told_if_the_slave_does_not_confirm_it_in_time(monk
     assert group.b.log.state.groups["s", "g"].position == 3
 
 
-def test_who_moves_a_group_is_told_if_the_master_changes_meanwhile():
+def test_move_fails_if_the_master_changes():
     group = stored()
     consumed(group, "g", 5)
     port = Port(group.a, then=lambda: group.a.assign(Role.SLAVE, 2))

@@ -75,7 +75,7 @@ def test_one_poison_message_among_a_thousand_is_one_dead_letter(poison, limit):
     assert all(state.groups["s", "g"].state_of(sequence) is MessageState.ACKED for sequence in range(1_000))
 
 
-def test_of_a_client_that_says_nothing_all_that_it_had_counts_as_before():
+def test_silent_client_counts_every_delivery():
     group = a_group(20)
     crashes = 0
     while not process(group, 0, 3, begins=False):
@@ -83,7 +83,7 @@ def test_of_a_client_that_says_nothing_all_that_it_had_counts_as_before():
     assert (crashes, group.a.log.state.next_sequence[DEAD]) == (3, 20)
 
 
-def test_suspected_messages_are_told_so_and_not_counted_to_those_who_say_what_they_begin_with():
+def test_suspected_messages_are_flagged_for_reporting_clients():
     group = a_group(3)
     client = joins(group)
     assert [(one.times, one.flags & FLAG_SUSPECTED) for one in pieces(group, client)] == [(1, 0)]
@@ -114,7 +114,7 @@ def test_a_lease_that_ends_counts_no_more_than_a_crash():
     assert list(group.b.log.state.groups["s", "g"].requeued) == requeued, "the slave counts the same"
 
 
-def test_a_lease_of_a_client_that_says_nothing_counts_for_all_that_it_had():
+def test_expired_lease_of_silent_client_counts_everything():
     group = a_group(2, lease_ms=1_000)
     client = joins(group, begins=False)
     pieces(group, client)
@@ -125,7 +125,7 @@ def test_a_lease_of_a_client_that_says_nothing_counts_for_all_that_it_had():
     ]
 
 
-def test_what_was_not_begun_comes_again_at_once_and_does_not_count():
+def test_messages_not_begun_return_uncounted():
     group = a_group(5)
     client = joins(group)
     first = pieces(group, client)[0].pull_sequence
@@ -141,7 +141,7 @@ def test_what_was_not_begun_comes_again_at_once_and_does_not_count():
     assert state.consumers["c1"].unacked == [UnackedRange(first, 0, 1, 1)]
 
 
-def test_begin_of_what_was_never_delivered_is_refused():
+def test_begin_of_undelivered_messages_is_refused():
     group = a_group(1)
     client = joins(group)
     first = pieces(group, client)[0].pull_sequence

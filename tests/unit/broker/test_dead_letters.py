@@ -60,7 +60,7 @@ def unacked(group: Group) -> list[list[int]]:
     return group.a.log.state.groups["s", "g"].consumers["c1"].unacked
 
 
-def test_dead_letter_is_the_message_and_says_what_became_of_it():
+def test_dead_letter_carries_its_fate():
     group, client, first = a_group("m0", "m1", "m2")
     opaque = client.nack(first + 1, first + 2, dead=True, reason="no such order")
     group.settle()
@@ -258,7 +258,7 @@ def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch, limits):
     assert bytes(body[8:48]) == broken and frame.flags == 0
 
 
-def test_without_its_slave_a_group_stores_no_dead_letter_and_says_so():
+def test_dead_letters_need_the_slave():
     """P3: nothing new on one copy."""
     group, client, first = a_group("m0")
     group.cut()
@@ -383,7 +383,7 @@ def test_a_copy_whose_ack_is_missing_is_recognized_when_its_message_was_given_ba
     assert [one.id for one in dead_letters(group.a)].count("m0") == 1
 
 
-def test_next_master_buries_what_the_former_one_was_about_to():
+def test_next_master_finishes_dead_letters():
     """Its consumer holds later messages: nothing else would ever ask for the one that is dead."""
     group, client, first = a_group("m0", deliveries_max=1, tail_bytes=0)
     client.nack(first, first + 1)
@@ -418,7 +418,7 @@ def test_burial_under_way_ends_with_the_mastership():
     assert group.a.log.end == group.b.log.end == end and not dead_letters(group.b)
 
 
-def test_dead_letters_go_to_the_subject_that_an_operator_chose_and_say_whose_they_are():
+def test_dead_letters_go_to_the_chosen_subject():
     group, client, first = a_group("m0", "m1", "m2")
     group.a.assign(Role.MASTER, limits=CHOSEN)
     client.nack(first + 1, first + 2, dead=True, reason="no such order")
@@ -481,7 +481,7 @@ def test_consumers_of_the_chosen_subject_wake_are_limited_and_find_tags_and_orde
     assert [one.id for one in dead_letters(group.a, dead_letter_subject("t", "people"))] == ["tagged"]
 
 
-def test_a_redrive_from_the_chosen_subject_takes_only_what_this_group_let_die():
+def test_redrive_takes_only_letters_of_the_group():
     """Whoever may produce there could write such properties; a broker alone marks its frames."""
     group, client, first = a_group("m0")
     group.a.assign(Role.MASTER, limits=CHOSEN)
@@ -501,7 +501,7 @@ def test_a_redrive_from_the_chosen_subject_takes_only_what_this_group_let_die():
     assert not decode_message(back.data).properties
 
 
-def test_what_was_delivered_more_often_than_a_consumer_that_comes_back_allows_is_not_delivered_again():
+def test_returning_consumer_with_lower_limit_gets_dead_letters():
     group = Group.made().start()
     produce(Client(group.a), [Sent(), Sent()], first=0)
     group.settle()
@@ -517,7 +517,7 @@ def test_what_was_delivered_more_often_than_a_consumer_that_comes_back_allows_is
     assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 1
 
 
-def test_what_lies_before_a_message_that_waits_to_become_a_dead_letter_is_delivered_again_to_the_last():
+def test_messages_before_a_pending_dead_letter_are_redelivered():
     group, client, first = a_group("m0", "m1", "m2")
     client.nack(first + 2, first + 3)
     group.settle()
@@ -568,7 +568,7 @@ def in_frames_of_their_own(count: int, **settings) -> tuple[Group, Client, int]:
 
 
 @pytest.mark.parametrize("is_all", [False, True], ids=["the first ones", "all of them"])
-def test_what_retention_took_is_over_and_counted_and_the_rest_dies(is_all):
+def test_deleted_messages_are_counted_the_rest_dies(is_all):
     group, client, first = in_frames_of_their_own(12)
     while len(group.a.log.bases) > 2:
         group.a.drop_oldest_segment()
@@ -634,7 +634,7 @@ def test_as_many_frames_are_read_at_once_as_may_and_none_behind_the_last_message
 
 
 @pytest.mark.parametrize("where", ["frame", "index"])
-def test_who_gives_up_what_a_damaged_copy_cannot_read_is_told_so_once_and_keeps_it(monkeypatch, where):
+def test_giving_up_damaged_messages_is_refused_once(monkeypatch, where):
     group, client, first = in_frames_of_their_own(4)
     (ref,) = group.a.log.frames("s", 1, 1)
     base = max(base for base in group.a.log.bases if base <= ref.offset)
@@ -662,7 +662,7 @@ def stopped(group: Group) -> Callable[[], None]:
     return lambda: setattr(group.a.host, "do_read", read)
 
 
-def test_what_a_former_master_could_not_read_is_no_business_of_its_own_any_more():
+def test_former_master_drops_failed_dead_letter_reads():
     group, client, first = in_frames_of_their_own(2)
     go_on = stopped(group)
     opaque = client.nack(first, first + 1, dead=True)
@@ -687,7 +687,7 @@ def test_a_disk_that_fails_while_messages_die_is_the_process_s_end():
         done(DiskFailed("test"))
 
 
-def test_what_is_partly_in_memory_still_dies_in_order():
+def test_partly_cached_messages_die_in_order():
     group, client, first = in_frames_of_their_own(12)
     refs = group.a.log.frames("s", 5, 12)
     group.a.log.tail_body = {found[0].offset: found for found in group.a.log.stored.read_bodies(refs)}.get
@@ -702,7 +702,7 @@ def bury(group: Group, consumer: str, *pulls: int, answer=None) -> None:
     group.a.master._delivery._dead_letters.bury(("s", "g", consumer), ranges, "test", answer)
 
 
-def test_what_dies_while_nothing_can_be_stored_is_remembered_once_whoever_finds_it_and_answered_by_itself():
+def test_postponed_dead_letters_are_kept_once():
     group, client, first = a_group("m0", "m1", "m2", "m3")
     client.produce("n0")
     other = group.subscribed("c2")
@@ -730,7 +730,7 @@ def test_what_dies_while_nothing_can_be_stored_is_remembered_once_whoever_finds_
     assert not waiting(group) and not unacked(group)
 
 
-def test_what_is_settled_by_the_time_that_it_would_die_is_passed_over_however_many_passes_that_takes(monkeypatch):
+def test_settled_messages_do_not_die_in_later_passes(monkeypatch):
     monkeypatch.setattr(service_queue, "COPIES_PER_PASS", 4)
     group, client, first = a_group(*[f"m{number}" for number in range(16)])
     group.cut()
@@ -753,7 +753,7 @@ def test_one_copy_a_pass_is_enough_to_get_on(monkeypatch):
     assert client.body(opaque) and [one.id for one in dead_letters(group.a)] == ["m0", "m1", "m2"]
 
 
-def test_of_those_that_wait_for_a_repair_nobody_reads_again_and_others_die_meanwhile():
+def test_dead_letters_waiting_for_repair_are_not_reread():
     group, client, first = in_frames_of_their_own(4)
     client.produce("n0")
     other = group.subscribed("c2")
@@ -794,7 +794,7 @@ def test_nothing_dies_while_roles_are_swapped_and_all_of_it_if_they_stay():
     assert [one.id for one in dead_letters(group.a)] == ["m0"]
 
 
-def test_what_nobody_has_any_more_does_not_die():
+def test_settled_messages_do_not_die():
     group, client, first = a_group("m0")
     said = []
     bury(group, "who left", first, answer=said.append)
@@ -860,7 +860,7 @@ def test_each_copy_in_a_chosen_subject_has_the_label_of_its_own_message():
     assert [list(one) for one in group.a.log.stored.read_labels(refs)] == [labels[1:2], labels[2:3]]
 
 
-def test_to_bury_what_lies_scattered_costs_what_it_is_and_not_its_square(monkeypatch):
+def test_scattered_dead_letters_cost_linear_time(monkeypatch):
     """A tag leaves gaps: each message is a range of its own. To look at 100,000 takes 40 ms."""
     group = Group.made().start()
     produce(Client(group.a), [Sent(("pay",)), Sent()] * 100, first=0)

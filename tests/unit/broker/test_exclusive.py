@@ -54,7 +54,7 @@ def test_the_one_that_began_first_gets_all_and_the_next_one_when_it_has_left():
     assert ids(second, waiting) == ["m1"], "nothing that the first one had is un-acked: nobody waits for its lease"
 
 
-def test_while_the_one_before_may_be_at_work_the_next_one_waits_and_lag_says_so():
+def test_next_exclusive_consumer_waits_with_a_cause():
     world = Group.made().start()
     first, second = two(world)
     Client(world.a).produce("m0", "m1")
@@ -73,7 +73,7 @@ def test_while_the_one_before_may_be_at_work_the_next_one_waits_and_lag_says_so(
     assert ids(second, waiting) == ["m0", "m1", "m2"] and Cause.EXCLUSIVE not in world.a.master.causes.of(KEY)
 
 
-def test_after_a_swap_nobody_begins_beside_the_one_that_has_messages():
+def test_after_a_swap_one_exclusive_consumer_works():
     world = Group.made().start()
     first, _ = two(world)
     Client(world.a).produce("m0")
@@ -88,7 +88,7 @@ def test_after_a_swap_nobody_begins_beside_the_one_that_has_messages():
     assert not second.answered(waiting)
 
 
-def test_an_operator_who_switches_the_first_one_off_hands_on_what_it_has_not_begun():
+def test_offline_exclusive_consumer_passes_on_its_messages():
     world = Group.made().start()
     first, second = two(world)
     waiting = asked(world, second)
@@ -117,7 +117,7 @@ def test_others_of_the_broker_share_as_ever():
     assert ids(other, asked(world, other)) == ["m0"]
 
 
-def test_one_that_is_gone_when_it_would_be_its_turn_holds_up_nobody():
+def test_vanished_exclusive_candidate_blocks_no_other():
     world = Group.made().start()
     first = joined(world, "z", 1_000)
     asked(world, first)
@@ -129,7 +129,7 @@ def test_one_that_is_gone_when_it_would_be_its_turn_holds_up_nobody():
     assert ids(second, asked(world, second)) == ["m0"]
 
 
-def test_only_who_waits_for_another_one_s_messages_is_said_to_wait_for_its_turn():
+def test_only_waiting_exclusive_consumers_have_the_cause():
     world = Group.made().start()
     two(world)
     shared = [joined(world, name, 0, group="shared") for name in "ab"]

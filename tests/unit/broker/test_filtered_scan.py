@@ -85,7 +85,7 @@ def test_all_that_was_delivered_too_often_dies_at_once_and_the_rest_is_delivered
     assert not progress.requeued and sum(one.count for one in progress.consumers["c1"].unacked) == 2
 
 
-def test_of_what_was_delivered_too_often_no_more_dies_in_a_pass_than_it_looks_at(monkeypatch):
+def test_dead_letters_of_a_pass_are_bounded(monkeypatch):
     """Messages with gaps between them: each is an entry of the frame, and a range that the fold takes."""
     group = stored(*[PAY, NONE] * 30, segment_bytes=1 << 20)
     consumer = Consumer(group, "c1", deliveries_max=1, **PAYS)
@@ -145,7 +145,7 @@ def test_a_retry_is_delivered_when_it_is_due_and_not_a_moment_before(terms):
     assert [(got.sequence, got.times) for got in consumer.got(waiting)] == [(0, 2)]
 
 
-def test_a_small_pull_leaves_the_rest_of_what_came_back_to_the_next_ones():
+def test_small_pull_leaves_requeued_messages_to_others():
     group = stored(PAY, PAY, PAY, PAY, PAY)
     consumer = Consumer(group, "c1", **PAYS)
     assert consumer.sequences() == [0, 1, 2, 3, 4]
@@ -153,7 +153,7 @@ def test_a_small_pull_leaves_the_rest_of_what_came_back_to_the_next_ones():
     assert [consumer.sequences(2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]
 
 
-def test_what_came_back_and_does_not_match_who_gets_it_frees_its_key():
+def test_requeued_message_that_does_not_match_frees_its_key():
     group = stored(Sent(("pay",), "k"), Sent(("cancel",), "k"), Sent(("cancel",), "l"))
     first, second = Consumer(group, "c1", **PAYS), Consumer(group, "c2", tags=["cancel"])
     assert first.sequences() == [0]
@@ -178,7 +178,7 @@ def test_pulls_that_are_bounded_in_bytes_get_all_messages_in_order(terms):
 # What is passed over.
 
 
-def test_what_the_slave_does_not_have_yet_is_not_passed_over_while_it_is_missing(monkeypatch):
+def test_unreplicated_messages_are_not_passed_over(monkeypatch):
     """It may be another message after the next swap."""
     monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 1)
     group = stored(PAY)
@@ -194,7 +194,7 @@ def test_what_the_slave_does_not_have_yet_is_not_passed_over_while_it_is_missing
     assert group.a.log.state.groups[KEY].position == 3
 
 
-def test_what_one_consumer_looked_at_and_did_not_write_down_is_there_for_one_with_other_tags():
+def test_unwritten_scan_position_is_kept_per_rule():
     group = stored(PAY, PAY, PAY)
     first, second = Consumer(group, "c1", tags=["cancel"]), Consumer(group, "c2", **PAYS)
     first.ask(timeout_ms=60_000)
@@ -214,7 +214,7 @@ def looked_at(monkeypatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_what_was_passed_over_and_not_written_down_is_not_looked_at_again(monkeypatch):
+def test_passed_messages_are_not_scanned_again(monkeypatch):
     group, looked = stored(PAY, PAY, PAY), looked_at(monkeypatch)
     consumer = Consumer(group, "c1", tags=["cancel"])
     waiting = consumer.ask(timeout_ms=60_000)
@@ -260,7 +260,7 @@ def test_so_many_that_do_not_match_are_written_down_at_once(monkeypatch, count, 
 
 
 @pytest.mark.parametrize("count", [0, 1], ids=["nothing new", "something new"])
-def test_what_came_back_and_does_not_match_is_over_at_once_as_is_what_is_new_behind_it(count):
+def test_requeued_mismatch_is_settled_at_once(count):
     group = stored(PAY)
     first = Consumer(group, "c1", **PAYS)
     assert first.sequences() == [0]
@@ -312,7 +312,7 @@ def filter_of(group: Group):
     return group.a.master._delivery._filtering._filters[KEY]
 
 
-def test_what_is_noted_as_ready_and_is_not_due_waits_until_it_is():
+def test_noted_range_waits_until_it_is_due():
     group = stored(PAY)
     consumer = Consumer(group, "c1", **PAYS)
     assert consumer.sequences() == [0]
@@ -331,7 +331,7 @@ def test_what_is_noted_as_ready_and_is_not_due_waits_until_it_is():
     assert [got.sequence for got in consumer.got(waiting)] == [0]
 
 
-def test_what_is_noted_twice_is_delivered_once():
+def test_range_noted_twice_is_delivered_once():
     group = stored(PAY, PAY, PAY)
     consumer = Consumer(group, "c1", **PAYS)
     assert consumer.sequences() == [0, 1, 2]
@@ -365,7 +365,7 @@ def test_labels_of_no_more_messages_are_read_ahead_than_may_be(monkeypatch, ahea
 
 
 @pytest.mark.parametrize(("most", "expected"), [(512, [0, 2, 6]), (2, [0, 2])])
-def test_of_what_came_back_labels_are_read_where_it_lies_and_nowhere_else(monkeypatch, most, expected):
+def test_labels_of_requeued_ranges_alone_are_read(monkeypatch, most, expected):
     monkeypatch.setattr(filtered_scan, "READ_FRAMES", most)
     group = batches(2, 2, 2, 2)
     consumer = Consumer(group, "c1", **PAYS)
@@ -379,7 +379,7 @@ def test_of_what_came_back_labels_are_read_where_it_lies_and_nowhere_else(monkey
     assert readings[0] == expected
 
 
-def test_bodies_are_read_for_one_who_asks_for_other_tags_than_those_whose_labels_were_read_for():
+def test_bodies_are_read_per_rule():
     group = Group.made(tail_bytes=0).start()
     more(group, PAY, CANCEL, first=0)
     more(group, NONE, first=2)
@@ -387,7 +387,7 @@ def test_bodies_are_read_for_one_who_asks_for_other_tags_than_those_whose_labels
     assert Consumer(group, "c2", group="h", tags=["cancel"]).sequences() == [1]
 
 
-def test_what_the_tail_has_is_not_read():
+def test_frames_in_the_tail_are_not_read():
     group = Group.made(tail_bytes=0).start()
     more(group, PAY, PAY, first=0)
     more(group, PAY, first=2)

@@ -78,7 +78,7 @@ def test_a_group_that_asks_for_other_tags_from_now_on_is_not_warned_of(caplog):
     assert not caplog.records
 
 
-def test_what_consumers_asked_for_is_known_until_they_leave_or_the_group_is_moved():
+def test_consumer_rules_are_kept_until_departure():
     first, second = subscription("c1", "pay"), subscription("c2", "pay")
     filtering = a_filtering(group=LogGroup(0, consumers={"c1": LogConsumer(), "c2": LogConsumer()}))
 
@@ -136,7 +136,7 @@ def test_messages_of_progress_that_is_written_are_noted(kind, entries, expected)
 
 
 @pytest.mark.parametrize("consumer", [PRUNER, "c1"])
-def test_what_comes_back_from_its_burial_ends_the_filter_and_no_other_progress_does(consumer):
+def test_return_from_the_pruner_drops_the_filter(consumer):
     """It may be several messages of one order key, or some whose key another one holds."""
     filtering = with_filter(LogGroup(20, consumers={consumer: HELD.consumers["c1"]}))
     for kind, entry in ((FrameKind.PULL, (8, 20, 1)), (FrameKind.ACK, (2, 3, 0)), (FrameKind.NACK, (3, 4, 0))):
@@ -146,7 +146,7 @@ def test_what_comes_back_from_its_burial_ends_the_filter_and_no_other_progress_d
     assert (KEY in filtering._filters) == (consumer != PRUNER)
 
 
-def test_what_a_consumer_has_that_holds_nothing_changes_nothing():
+def test_consumer_without_messages_changes_nothing():
     filtering = with_filter(HELD)
     filtering.changing(FrameKind.POSITION, (*KEY, "c9"), [(1, 0, 0)])
     assert filtering._filters[KEY].changing == []
@@ -163,7 +163,7 @@ def test_a_filter_is_made_anew_for_a_group_that_was_moved(entries):
 
 
 @pytest.mark.parametrize("knows_keys", [False, True])
-def test_labels_that_were_read_for_the_keys_are_kept_until_these_are_known(knows_keys):
+def test_labels_for_keys_are_kept_until_restored(knows_keys):
     filtering = with_filter(HELD)
     filtered, reading = filtering._filters[KEY], Reading(*KEY, lambda: None)
     filtered.keys = Keys() if knows_keys else None
@@ -180,7 +180,7 @@ def test_labels_that_were_read_for_the_keys_are_kept_until_these_are_known(knows
     assert [filtering.overdue(1_000 + FAILED_MS + ms) for ms in (-1, 0)] == [[], ["s"]]
 
 
-def test_what_was_read_for_a_group_that_was_moved_meanwhile_serves_others():
+def test_reading_for_a_moved_group_serves_others():
     filtering = a_filtering()
     filtering.was_read(Reading(*KEY, lambda: None), LabelsRead(None, {88: LABELS}, {}))
     filtering.was_read(Reading(*KEY, lambda: None), CorruptFrame(88, "test"))
@@ -210,7 +210,7 @@ def test_half_a_decision_is_none():
 # How much is looked at.
 
 
-def test_groups_share_what_a_pass_may_look_at_and_all_get_on(monkeypatch):
+def test_groups_share_the_scan_budget(monkeypatch):
     monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
     group = Group.made().start()
     consumers = [Consumer(group, "c", group=name, tags=["cancel"]) for name in ("g1", "g2", "g3")]
@@ -236,7 +236,7 @@ def test_groups_share_what_a_pass_may_look_at_and_all_get_on(monkeypatch):
     assert max(looked) == 10
 
 
-def test_a_pull_that_does_not_wait_is_not_told_that_there_is_nothing_before_all_is_looked_at(monkeypatch):
+def test_pull_without_timeout_waits_for_the_scan(monkeypatch):
     monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
     group = stored(*[PAY] * 15)
     more(group, *[PAY] * 20, first=15)
@@ -247,7 +247,7 @@ def test_a_pull_that_does_not_wait_is_not_told_that_there_is_nothing_before_all_
     assert [one.sequence for one in consumer.got(opaque)] == [35]
 
 
-def test_nobody_looks_again_while_nothing_has_happened_since_nothing_was_found(monkeypatch):
+def test_nothing_is_scanned_twice_without_a_change(monkeypatch):
     scans, scan = [], filtered_scan.FilteredScan
     monkeypatch.setattr(
         filtered_scan, "FilteredScan", lambda *args, **terms: scans.append(args) or scan(*args, **terms)
@@ -267,7 +267,7 @@ def test_nobody_looks_again_while_nothing_has_happened_since_nothing_was_found(m
     assert [got.sequence for got in others[0].got(2)] == [1]
 
 
-def test_what_is_read_after_nothing_was_found_is_looked_at():
+def test_reading_after_an_empty_scan_is_used():
     group = Group.made(tail_bytes=0).start()
     more(group, PAY, first=0)
     more(group, PAY, first=1)

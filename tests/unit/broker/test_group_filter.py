@@ -40,7 +40,7 @@ def test_nothing_is_looked_for_where_nothing_was_found_until_something_changes()
     assert group_filter.will_be_overdue
 
 
-def test_what_waits_is_ready_in_the_order_of_its_messages_once_it_is_due():
+def test_requeued_ranges_are_ready_in_order_once_due():
     group_filter = GroupFilter("s", "g")
     for begin, due_ms in ((7, 0), (1, 2_000), (5, 0), (3, 1_000)):
         group_filter.note(begin, begin + 1, due_ms)
@@ -71,7 +71,7 @@ def ready(group_filter: GroupFilter) -> list[tuple[int, int]]:
     return found
 
 
-def test_of_what_changed_all_that_waits_is_noted_and_all_else_frees_its_key():
+def test_changed_ranges_wait_or_free_their_keys():
     waiting = RequeuedRange(4, 2, 1, 0), RequeuedRange(8, 1, 1, 5_000)
     group_filter, group = keyed(
         *waiting,
@@ -88,7 +88,7 @@ def test_of_what_changed_all_that_waits_is_noted_and_all_else_frees_its_key():
 
 
 @pytest.mark.parametrize(("waiting", "expected"), [([6], [(6, 7)]), ([5, 6], [(5, 6)]), ([], [])])
-def test_what_was_given_up_behind_another_message_of_its_key_is_passed_over_when_it_is_free(waiting, expected):
+def test_settled_message_behind_a_key_is_skipped(waiting, expected):
     group_filter, group = keyed(
         *(RequeuedRange(sequence, 1, 0, 0) for sequence in waiting), holders={1: 3}, behind=[(1, 5), (1, 6)]
     )

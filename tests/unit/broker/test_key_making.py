@@ -102,7 +102,7 @@ def test_keys_are_those_that_a_look_at_each_message_that_is_not_settled_finds(se
         assert [group_filter.keys.settled(at) for at in line] == [*line[1:], None]
 
 
-def test_of_what_came_before_the_first_key_no_labels_are_read_and_it_stays_one_range():
+def test_labels_before_the_first_key_are_not_read():
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     for some in ([None, None], [None], ["a", "b"]):

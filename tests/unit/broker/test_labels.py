@@ -47,7 +47,7 @@ BATCHES = [PAY, CANCEL, PAY], [CANCEL], [PAY, PAY], [CANCEL, PAY]
 
 
 @pytest.mark.parametrize("labelled", [True, False], ids=["labelled", "unlabelled"])
-def test_a_reading_brings_labels_and_what_matches(labelled):
+def test_reading_returns_labels_and_matches(labelled):
     copy, refs = stored(*BATCHES, labelled=labelled)
     read = read_labels_of(copy.log, refs, RULE)
     there = {0: ["m0", "", "m2"], 4: ["m4", "m5"], 6: ["", "m7"]}
@@ -102,7 +102,7 @@ def kept(made: LabelCache) -> list[int]:
 
 
 @pytest.mark.parametrize(("room", "expected"), [(0, [1, 3]), (-1, [3])])
-def test_what_was_used_least_recently_goes_first(monkeypatch, room, expected):
+def test_least_recently_used_leave_first(monkeypatch, room, expected):
     made = cache(monkeypatch, label_bytes=2 * COST + room)
     took(made, 1)
     took(made, 2)
@@ -111,7 +111,7 @@ def test_what_was_used_least_recently_goes_first(monkeypatch, room, expected):
     assert kept(made) == expected
 
 
-def test_what_came_last_stays_however_much_it_is(monkeypatch):
+def test_last_reading_stays_however_large(monkeypatch):
     made = cache(monkeypatch, label_bytes=2 * COST)
     took(made, 1)
     took(made, 2, 3, 4)

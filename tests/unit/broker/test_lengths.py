@@ -60,7 +60,7 @@ def test_the_count_is_that_of_all_frames_from_the_groups_position_on(seed, monke
     assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == obvious(group), f"seed {seed}"
 
 
-def test_what_is_not_counted_yet_counts_nothing():
+def test_uncounted_frames_count_zero():
     group, client = started()
     producer = Client(group.a)
     for number in range(12):
@@ -129,7 +129,7 @@ def test_of_too_many_bytes_the_oldest_messages_are_given_up_and_counted():
     assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY]
 
 
-def test_what_retention_took_does_not_count():
+def test_deleted_frames_do_not_count():
     group, _ = started()
     producer, log = Client(group.a), group.a.log
     counts = Lengths(log)
@@ -197,7 +197,7 @@ def test_requeued_messages_that_retention_took_do_not_count_and_hide_none(monkey
     assert counts.waiting(KEY, state) == obvious(group) == 0
 
 
-def test_nobody_is_refused_for_requeued_messages_that_retention_took():
+def test_deleted_requeued_messages_refuse_no_producer():
     group, client = started(LIMIT)
     produced(group, *[600] * 7)
     assert len(pulled(group, client, most=100)) == 7
@@ -254,7 +254,7 @@ def test_no_more_of_the_oldest_are_given_up_than_have_the_bytes_that_are_too_man
     assert group.a.master.overflowed == {KEY: 2}
 
 
-def test_requeued_ones_are_the_oldest_and_what_retention_took_of_them_goes_first():
+def test_oldest_requeued_messages_are_summed():
     group, client = started()
     log, n = group.a.log, 0
     while len(log.bases) < 2:
@@ -319,7 +319,7 @@ def test_counts_go_on_by_single_frames_and_end_with_their_group(monkeypatch):
     assert not counts.has_unfinished and not counts._counted
 
 
-def test_what_was_counted_is_not_counted_again_when_the_group_goes_on(monkeypatch):
+def test_counted_frames_are_not_counted_again(monkeypatch):
     monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
     group, _ = started()
     produced(group, *[100] * 15)
@@ -361,7 +361,7 @@ def test_requeued_messages_are_summed_once_until_others_wait_or_retention_took_s
     assert counts.waiting(KEY, state) == obvious(group)
 
 
-def test_what_retention_took_covers_nothing_and_is_given_up_first():
+def test_deleted_messages_are_given_up_first():
     group, _ = started()
     produced(group, 100, 100, 100)
     counts, refs = Lengths(group.a.log), group.a.log.frames("s", 0, 3)

@@ -70,7 +70,7 @@ def dead_letters(group: Group, subject: str = "s") -> list[Message]:
 # Expiry.
 
 
-def test_what_was_stored_too_long_ago_is_over_for_each_group_and_counted():
+def test_expired_messages_are_settled_and_counted():
     group, client = started(HOUR)
     Client(group.a).produce("m0", "m1")
     group.settle()
@@ -117,7 +117,7 @@ def test_of_many_limited_subjects_some_are_looked_at_in_each_tick(monkeypatch):
     assert counts == [2, 4, 5, 5]
 
 
-def test_nobody_searches_while_the_oldest_message_is_young(monkeypatch):
+def test_young_messages_cost_no_search(monkeypatch):
     group, client = started(HOUR)
     client.produce("m0")
     group.settle()
@@ -137,7 +137,7 @@ def test_a_group_without_consumers_keeps_nothing_that_has_expired():
     assert group.a.log.state.groups[KEY].position == 1
 
 
-def test_what_was_requeued_expires_too_also_if_it_is_not_due_yet_and_what_is_in_flight_does_not():
+def test_requeued_messages_expire_unacked_ones_do_not():
     group, client = started(HOUR)
     client.produce("m0", "m1", "m2")
     group.settle()
@@ -166,7 +166,7 @@ def test_nothing_expires_while_the_masters_clock_disagrees_with_another():
     assert not unheard.a.master.expired, "nobody says that this clock is right"
 
 
-def test_what_expires_becomes_a_dead_letter_if_the_subject_says_so():
+def test_expired_messages_become_dead_letters_if_set():
     group, client = started(HOUR._replace(expired_die=True))
     client.produce("m0", "m1")
     group.settle()
@@ -197,7 +197,7 @@ def test_a_broadcast_that_stays_away_is_forgotten_though_its_messages_expire_int
     assert not group.a.log.state.groups and not group.a.master.expired
 
 
-def test_a_broadcast_is_not_forgotten_while_what_expired_is_read_to_become_dead_letters():
+def test_broadcast_with_expired_messages_is_not_forgotten():
     group = Group.made(lease_ms=7_200_000, tail_bytes=0, broadcast_forget_hours=1.0).start()
     group.a.assign(Role.MASTER, limits=(HOUR._replace(expired_die=True),))
     host = joined(group, "b", group="b", broadcast=True)
@@ -259,7 +259,7 @@ def produce_keyed(group: Group, *ids: str) -> None:
     group.settle()
 
 
-def test_what_expires_behind_a_message_in_flight_does_not_hold_their_order_key_for_ever():
+def test_expired_message_behind_unacked_one_frees_its_key():
     group, client = started(HOUR)
     produce_keyed(group, "m0", "m1", "m2")
     assert pulled(group, client) == ["m0"], "the others wait behind it"
@@ -273,7 +273,7 @@ def test_what_expires_behind_a_message_in_flight_does_not_hold_their_order_key_f
     assert pulled(group, client) == ["m3"]
 
 
-def test_what_comes_back_from_its_burial_waits_for_its_order_key():
+def test_message_back_from_the_pruner_waits_for_its_key():
     """A slave was missing, so no dead letter was stored, and then the operator ended the limit."""
     dying = HOUR._replace(expired_die=True)
     group, client = started(dying)
@@ -313,7 +313,7 @@ def expire(group: Group, client: Client, *, subject: str = "s") -> int:
     return opaque
 
 
-def test_what_a_consumer_finds_expired_is_acked_as_such_and_counted():
+def test_expiry_found_by_a_consumer_is_counted():
     group, client = started()
     client.produce("m0", "m1")
     group.settle()
@@ -327,7 +327,7 @@ def test_what_a_consumer_finds_expired_is_acked_as_such_and_counted():
     assert group.a.log.state.groups[KEY].consumers["c"].unacked_messages == 1
 
 
-def test_what_a_consumer_finds_expired_needs_no_slave_to_be_over():
+def test_expiry_found_by_a_consumer_needs_no_slave():
     group, client = started()
     client.produce("m0")
     group.settle()
@@ -337,7 +337,7 @@ def test_what_a_consumer_finds_expired_needs_no_slave_to_be_over():
     assert not group.a.log.state.groups[KEY].consumers["c"].unacked_messages
 
 
-def test_what_a_consumer_finds_expired_becomes_a_dead_letter_if_the_subject_says_so():
+def test_expiry_found_by_a_consumer_becomes_a_dead_letter():
     group, client = started(OperatorLimits("s", OF_SUBJECT, expired_die=True))
     client.produce("m0")
     group.settle()
@@ -375,7 +375,7 @@ def messages_in(group: Group, client: Client, seconds: float, **terms) -> int:
 
 
 @pytest.mark.parametrize("per_second", [1, 7, 100])
-def test_a_group_gets_as_many_messages_a_second_as_an_operator_says(per_second):
+def test_rate_limits_messages_per_second(per_second):
     group, client = started(OperatorLimits("s", "g", per_second=per_second))
     for _ in range(12):
         client.produce(*(f"m{n}" for n in range(100)))
@@ -410,7 +410,7 @@ def test_consumers_of_a_limited_group_share_its_rate_and_other_groups_have_none(
     assert 48 <= sum(got) <= 52 and min(got) > 15
 
 
-def test_what_comes_from_the_mailbox_counts():
+def test_retry_subject_counts_towards_the_rate():
     group, client = started(OperatorLimits("s", "g", per_second=10))
     mailbox = retry_subject("s", "g")
     again = joined(group, "c", subject=mailbox)
@@ -461,7 +461,7 @@ def test_a_refusal_of_a_full_subject_names_its_limit_and_the_subject(limit):
     assert refusals == [({"messages_max": "messagesMax", "bytes_max": "bytesMax"}[limit], "s")]
 
 
-def test_what_the_installation_itself_sends_on_is_never_refused():
+def test_internal_producers_are_never_refused():
     group, _ = started(TEN)
     delay_server = Client(group.a)
     delay_server.link.sends_on = True
@@ -470,7 +470,7 @@ def test_what_the_installation_itself_sends_on_is_never_refused():
     assert [delay_server.receipt(one).stored for one in opaques] == [8, 8, 8]
 
 
-def test_a_broadcast_that_is_away_refuses_nobody():
+def test_absent_broadcast_refuses_no_producer():
     group, client = started(TEN)
     joined(group, "b", group="b", broadcast=True).lost()
     producer = Client(group.a)
@@ -515,7 +515,7 @@ def test_a_message_that_waits_for_its_retry_is_not_given_up_when_many_others_wen
     assert state.requeued.messages == 1 and not group.a.master.overflowed, "one of the ten that may wait does"
 
 
-def test_of_too_many_ranges_the_requeued_ones_go_before_what_is_new(monkeypatch):
+def test_requeued_ranges_overflow_before_new_messages(monkeypatch):
     monkeypatch.setattr(subject_limits, "RANGES_AT_ONCE", 1)
     group, client = started(TEN._replace(drops_oldest=True))
     client.produce(*(f"m{n}" for n in range(8)))
@@ -534,7 +534,7 @@ def test_of_too_many_ranges_the_requeued_ones_go_before_what_is_new(monkeypatch)
     assert seen == [(1, 3), (4, 5), (4, 5)], "a second later it goes on"
 
 
-def test_damage_that_is_met_while_what_waits_is_counted_is_told_of():
+def test_damage_found_while_counting_bytes_is_reported():
     """It is repaired then; until it is, what cannot be counted counts nothing."""
     problem, found = CorruptFrame(88, "test"), []
 

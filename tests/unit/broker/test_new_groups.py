@@ -49,7 +49,7 @@ def test_new_groups_of_a_token_are_rationed_and_a_refused_one_leaves_nothing(per
     assert not world.a.master.causes.of(("never2", "g")) and len(world.a.master.subscriptions) == 2
 
 
-def test_whoever_comes_back_to_a_group_is_let_in_whatever_its_ration_is():
+def test_returning_consumer_needs_no_ration():
     world = Group.made().start()
     ration = rationed(NewSubjects(1, 1, "consumer groups"))
     client = a_client(world.a, ration)
@@ -60,7 +60,7 @@ def test_whoever_comes_back_to_a_group_is_let_in_whatever_its_ration_is():
     assert codes(world, client, "b") == [NO]
 
 
-def test_a_slave_counts_nothing_and_after_a_promotion_a_group_is_known():
+def test_promoted_slave_has_the_groups():
     """What a slave is asked it refuses as one; what it copies is nobody's ration."""
     world = Group.made().start()
     assert codes(world, Client(world.a), "a", "b", "c") == [OK] * 3
@@ -75,7 +75,7 @@ def test_a_slave_counts_nothing_and_after_a_promotion_a_group_is_known():
     world.b.host.settle()
 
 
-def test_a_restart_knows_the_groups_of_its_log():
+def test_restarted_broker_has_its_groups():
     world = Group.made().start()
     assert codes(world, Client(world.a), "a", "b") == [OK] * 2
     world.cut()
@@ -102,7 +102,7 @@ def test_a_group_and_its_own_retry_subject_count_as_one():
     assert codes(world, client, retry_subject("s", "other"), group="g") == [NO], "another group's"
 
 
-def test_what_is_refused_for_another_reason_is_not_counted():
+def test_refused_subscribe_is_not_counted():
     world = Group.made().start()
     client = a_client(world.a, rationed(NewSubjects(1, 1, "consumer groups")))
     assert codes(world, client, "a", held_end=5) == [ErrorCode.INVALID_ACK]

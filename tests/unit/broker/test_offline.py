@@ -73,7 +73,7 @@ def test_pull_of_a_consumer_that_is_switched_off_ends_with_no_message_in_time():
     assert consumer.code(later) == ErrorCode.NO_MESSAGE
 
 
-def test_acks_of_a_consumer_that_is_switched_off_count_and_what_it_holds_stays_with_it():
+def test_offline_consumer_keeps_and_acks_its_messages():
     group = Group.made().start()
     Client(group.a).produce("m0", "m1")
     consumer, other = joined(group, "c"), joined(group, "o")
@@ -88,7 +88,7 @@ def test_acks_of_a_consumer_that_is_switched_off_count_and_what_it_holds_stays_w
     assert group.a.log.state.groups["s", "g"].consumers["c"].unacked_messages == 1
 
 
-def test_what_a_reconnected_consumer_lost_waits_too():
+def test_offline_consumer_waits_for_lost_messages_too():
     group = Group.made().start()
     Client(group.a).produce("m0")
     consumer = joined(group, "c")

@@ -107,7 +107,7 @@ def test_consumer_with_a_backlog_and_many_pulls_costs_an_idle_subject_one_turn(l
     assert modest.answered(waiting) and sum(map(greedy.answered, many)) == 20
 
 
-def test_pull_that_nobody_waits_for_any_more_gets_no_message():
+def test_overdue_pull_gets_no_message():
     group, client = a_group()
     (late,) = consumers(group, 1)
     overdue, patient = late.pull(timeout_ms=50), late.pull(timeout_ms=60_000)
@@ -134,7 +134,7 @@ def test_connection_that_is_owed_as_much_as_it_may_waits(owed_bytes, is_served):
     assert one.answered(waiting) is is_served
 
 
-def test_pulls_end_in_their_own_time_whatever_order_they_came_in():
+def test_pulls_time_out_in_order_of_deadline():
     group, _ = a_group()
     one, other = consumers(group, 2)
     pulls = [(one, 400_000), (one, 300), (other, 200), (one, 100), (other, 40_000), (other, 100)]
@@ -178,7 +178,7 @@ def test_connection_that_reads_nothing_is_owed_so_much_and_no_more():
 
 
 @pytest.mark.parametrize("comes", ["new", "back"])
-def test_consumers_of_a_group_share_what_comes_at_once(comes):
+def test_consumers_of_a_group_share_a_batch(comes):
     group, client = a_group()
     former, *others = consumers(group, 3)
     first = former.pull(timeout_ms=60_000) if comes == "back" else 0
@@ -206,7 +206,7 @@ def test_an_ack_looks_for_nothing_while_its_consumer_may_have_more(looks):
     assert not looks
 
 
-def test_what_a_pass_has_no_time_for_is_the_next_ones(looks, monkeypatch):
+def test_unserved_pulls_go_to_the_next_pass(looks, monkeypatch):
     group, _ = a_group()
     for name in "abc":
         consumers(group, 1, name=name)[0].pull(timeout_ms=60_000)
@@ -286,7 +286,7 @@ def test_an_answer_that_leaves_looks_for_nothing(looks):
     assert looks == {"g": 1} and list(map(one.answered, waiting)) == [True, False]
 
 
-def test_a_delivery_counts_for_its_bytes_and_for_what_it_costs_besides(monkeypatch):
+def test_delivery_costs_its_bytes_and_overhead(monkeypatch):
     group, client = a_group()
     (one,) = consumers(group, 1)
     for _ in range(3):

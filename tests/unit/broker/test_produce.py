@@ -66,7 +66,7 @@ def test_a_repeated_batch_that_has_fewer_messages_than_were_stored_is_stored():
     assert group.a.log.state.next_sequence["s"] == 3
 
 
-def test_of_a_repeated_batch_what_was_not_stored_with_it_is_refused():
+def test_repeated_batch_with_unstored_part_is_refused():
     group, client = a_group()
     part_of_a_stored_batch(group, client, "m1")
     again = [message("s", id, 30) for id in ("m2", "new", "m1", "m0")]  # its encoding may be another one

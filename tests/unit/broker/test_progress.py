@@ -44,7 +44,7 @@ def move(group: Group, to: str, value: int = 0, *, consumers: str = "g", dry_run
     return reset, answers
 
 
-def test_moved_group_gets_what_its_new_position_says():
+def test_moved_group_gets_messages_of_its_new_position():
     for to, value, expected in (
         ("earliest", 0, [f"m{i}" for i in range(6)]),
         ("latest", 0, []),
@@ -60,7 +60,7 @@ def test_moved_group_gets_what_its_new_position_says():
         assert pulled(group, joined(group)) == expected, (to, value)
 
 
-def test_answer_says_what_is_skipped_and_what_comes_again():
+def test_move_reports_skipped_and_repeated_messages():
     group, client = a_group()
     client.produce(*[f"m{i}" for i in range(10)])
     consumer = joined(group)
@@ -73,7 +73,7 @@ def test_answer_says_what_is_skipped_and_what_comes_again():
     assert move(group, "latest", dry_run=True)[0] == positions.Reset(6, 10, skipped=6, repeated=0)
 
 
-def test_what_retention_took_is_neither_skipped_nor_repeated():
+def test_deleted_messages_are_neither_skipped_nor_repeated():
     group, client = a_group()
     for number in range(5):
         client.produce(f"m{number}")
@@ -120,7 +120,7 @@ def test_moved_group_stays_where_it_is(change):
     assert pulled(group, joined(group)) == ["m1", "m2"]
 
 
-def test_what_clients_said_is_forgotten_when_their_group_is_moved():
+def test_reports_of_clients_end_with_a_move():
     group, client = a_group()
     client.produce("m0")
     assert pulled(group, joined(group)) == ["m0"]
@@ -130,7 +130,7 @@ def test_what_clients_said_is_forgotten_when_their_group_is_moved():
     assert not consumption._silent and not consumption._seen
 
 
-def test_damage_that_is_met_while_a_group_is_moved_is_told_of():
+def test_damage_found_during_a_move_is_reported():
     group, client = a_group(tail_bytes=0)
     for number in range(3):
         client.produce(f"m{number}")
@@ -143,7 +143,7 @@ def test_damage_that_is_met_while_a_group_is_moved_is_told_of():
     assert group.a.log.damage is not None and not group.a.node.writable
 
 
-def test_what_is_counted_of_a_group_goes_on_when_it_is_moved():
+def test_counters_of_a_group_survive_a_move():
     group, _ = a_group()
     joined(group)
     group.a.master.skipped["s", "g"] = 3
@@ -151,7 +151,7 @@ def test_what_is_counted_of_a_group_goes_on_when_it_is_moved():
     assert group.a.master.skipped == {("s", "g"): 3}
 
 
-def test_it_is_answered_once_both_copies_know_it():
+def test_move_is_answered_once_both_copies_have_it():
     group, client = a_group()
     client.produce("m0")
     joined(group)
@@ -163,7 +163,7 @@ def test_it_is_answered_once_both_copies_know_it():
     assert group.a.log.state.groups == group.b.log.state.groups
 
 
-def test_mastership_that_ends_before_both_copies_know_it_says_that_nobody_can_tell():
+def test_move_outcome_is_unknown_after_a_step_down():
     group, _ = a_group()
     joined(group)
     _, answers = move(group, "latest", settles=False)
@@ -247,7 +247,7 @@ def test_readonly_group_can_be_moved():
     assert move(group, "latest")[1] == [None]
 
 
-def test_refusals_say_why_and_change_nothing():
+def test_refused_move_changes_nothing():
     group, client = a_group()
     client.produce("m0", "m1")
     joined(group)
@@ -275,7 +275,7 @@ def test_it_waits_while_the_roles_are_swapped():
         move(group, "latest")
 
 
-def test_time_is_found_over_segments_and_in_what_is_not_written_yet():
+def test_time_search_covers_segments_and_tail():
     group, client = a_group(tail_bytes=0)
     stored_ms = []
     for n in range(40):
@@ -308,7 +308,7 @@ def test_group_moves_no_further_back_than_the_oldest_message_that_is_kept():
         assert move(group, to, dry_run=True)[0].after == first
 
 
-def test_progress_of_groups_is_told_as_it_is():
+def test_progress_of_groups_is_reported():
     group, client = a_group()
     client.produce(*[f"m{i}" for i in range(6)])
     client.produce("o", subject="other")

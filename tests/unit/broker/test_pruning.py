@@ -34,7 +34,7 @@ WAITING = Requeued([RequeuedRange(2, 2, 1, 0), RequeuedRange(5, 1, 1, 9_000), Re
         (13, [(2, 2), (5, 1), (8, 1), (10, 3)]),
     ],
 )
-def test_what_has_expired_is_what_is_requeued_before_the_end_and_then_what_is_new(end, expected):
+def test_expired_are_requeued_ranges_then_new_messages(end, expected):
     assert list(_before(LogGroup(10, requeued=WAITING), end)) == expected
 
 
@@ -85,7 +85,7 @@ def test_limited_subjects_are_looked_at_once_a_second_and_those_left_over_in_the
     assert one.due_in_ms(1_500) == 500, "a round a second"
 
 
-def test_a_round_that_is_not_over_in_a_second_goes_on_and_leaves_out_what_is_limited_no_more(monkeypatch):
+def test_long_round_continues_and_drops_removed_limits(monkeypatch):
     monkeypatch.setattr(subject_limits, "SUBJECTS_AT_ONCE", 1)
     one, seen = made(), []
     one._overflow = lambda subject, limits: seen.append(subject)
@@ -128,7 +128,7 @@ def test_no_subject_is_looked_at_when_a_tick_has_walked_enough():
         ("u", False),
     ],
 )
-def test_what_expires_dies_where_its_subject_says_so_but_a_dead_letter_does_not_die_again(subject, expected):
+def test_dead_letters_do_not_expire_into_dead_letters(subject, expected):
     one = made()
     one.limit(limits(HOUR._replace(expired_die=True), HOUR._replace(subject="t")))
     assert one.expired_die(subject) is expected
@@ -171,7 +171,7 @@ def segments_of_ten() -> tuple[Group, Client]:
 
 
 @pytest.mark.parametrize("ranges", [0, 1, 10], ids=["new", "requeued", "requeued one by one"])
-def test_what_retention_took_does_not_wait_any_more(ranges, monkeypatch):
+def test_deleted_messages_do_not_wait(ranges, monkeypatch):
     monkeypatch.setattr(subject_limits, "RANGES_AT_ONCE", 1)
     group, client = segments_of_ten()
     if ranges:
@@ -215,7 +215,7 @@ def test_of_two_limits_the_one_that_gives_up_more_counts(messages_max, bytes_max
     assert group.a.master.overflowed.get(KEY, 0) == expected
 
 
-def test_as_many_bytes_as_may_wait_are_not_too_many_whatever_retention_took():
+def test_bytes_at_the_limit_do_not_overflow():
     group, _ = started()
     for number in range(5):
         Client(group.a).produce(f"m{number}", size=600)
@@ -315,7 +315,7 @@ def test_consumers_are_woken_when_something_is_given_up():
     assert woken == ["s"]
 
 
-def test_damage_that_is_met_while_what_expires_is_looked_for_is_told_of_and_other_subjects_go_on(monkeypatch):
+def test_damage_found_during_expiry_is_reported(monkeypatch):
     group, client = started(HOUR, HOUR._replace(subject="t"))
     joined(group, "c", subject="t").produce("n0", subject="t")
     client.produce("m0")

@@ -48,7 +48,7 @@ def test_answer_from_memory_waits_for_an_earlier_one_from_disk():
     assert client.link.order[-4:] == [*pulls, later]
 
 
-def test_an_answer_waits_until_both_copies_have_what_is_written_down_for_it():
+def test_answer_waits_for_its_frames_on_both_copies():
     group = Group.made().start()
     client = Client(group.a)
     client.produce("m0")

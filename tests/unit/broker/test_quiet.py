@@ -132,7 +132,7 @@ def test_master_is_ticked_often_while_a_rate_slows_a_group():
     assert group.a.master._delivery.quiet_ms() == 0
 
 
-def test_what_expires_is_looked_for_each_second():
+def test_expiry_is_checked_every_second():
     group, _ = a_group()
     group.a.assign(Role.MASTER, limits=(OperatorLimits("s", OF_SUBJECT, expires_after_s=60),))
     group.a.wait(1_000)
@@ -168,7 +168,7 @@ def test_master_is_ticked_often_while_a_message_is_read_to_become_a_dead_letter(
     assert group.a.node.quiet_ms() == QUIET_MS
 
 
-def test_master_is_ticked_often_while_it_is_not_written_down_what_was_passed_over():
+def test_unwritten_scan_position_needs_ticks():
     group, client = a_group()
     one = group.subscribed("e", group="e", tags=["pay"])
     one.pull(timeout_ms=60_000)
@@ -187,7 +187,7 @@ def test_master_is_ticked_often_while_it_has_more_groups_than_are_looked_at_in_a
     assert group.a.node.quiet_ms() == quiet_ms
 
 
-def test_nobody_asks_for_the_time_of_retries_before_the_mastership_begins():
+def test_causes_need_no_retry_clock_before_the_mastership():
     """It goes on from the last one that the log knows, and the slave may still restore some of that."""
     group, _ = a_group()
     group.cut()

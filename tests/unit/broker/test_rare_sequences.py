@@ -67,7 +67,7 @@ def test_repeats_do_not_pile_up_while_the_slave_is_missing():
     assert group.a.master.gate.waiting == held == waiting + 1
 
 
-def test_produce_before_the_mastership_began_tells_the_producer_to_ask_another_group():
+def test_produce_before_the_mastership_is_refused():
     """Nothing is stored then. After NOT_SERVED it would repeat the batch to this group, which may wait for hours."""
     group, client = a_group()
     group.cut()
@@ -79,7 +79,7 @@ def test_produce_before_the_mastership_began_tells_the_producer_to_ask_another_g
     assert asked.code(refused) == ErrorCode.READ_ONLY and "waits for its slave" in asked.text(refused)
 
 
-def test_repeats_of_what_is_safe_are_answered_although_others_wait_for_the_slave():
+def test_repeats_of_safe_batches_are_answered_at_once():
     group, client = a_group()
     safe = client.produce("m0", batch=9)
     group.settle()
@@ -92,7 +92,7 @@ def test_repeats_of_what_is_safe_are_answered_although_others_wait_for_the_slave
     assert group.a.master.gate.waiting == waiting
 
 
-def test_what_only_a_later_frame_says_is_acknowledged_is_not_cut_for_a_copy_that_was_replaced():
+def test_acknowledged_frames_survive_a_replaced_copy():
     group, client = a_group()
     client.produce("m0")
     group.settle()
@@ -151,7 +151,7 @@ def test_pull_in_flight_when_the_slave_dies_is_given_back_and_those_behind_it_ar
     assert [id for _, _, id in client.pulled(again)] == ["safe"], "what both copies have goes on"
 
 
-def test_heartbeat_of_a_replaced_connection_keeps_nobody_alive():
+def test_heartbeat_of_replaced_connection_renews_no_lease():
     group, client = a_group()
     client.produce("m0")
     client.subscribe(consumer="c", start="earliest")
@@ -173,7 +173,7 @@ def test_heartbeat_of_a_replaced_connection_keeps_nobody_alive():
     assert [id for _, _, id in other.pulled(got)] == ["m0"], "its lease ended, its message went back"
 
 
-def test_what_a_reader_could_not_read_because_it_was_cut_or_not_written_yet_is_no_damage():
+def test_read_of_a_cut_frame_is_no_damage():
     group, client = a_group()
     client.produce("m0")
     group.settle()
@@ -222,7 +222,7 @@ def test_tag_that_no_message_can_have_is_refused():
         assert client.code(client.subscribe(tags=tags)) == ErrorCode.INVALID_REQUEST
 
 
-def test_what_all_has_to_wait_is_not_looked_through_for_each_pull():
+def test_waiting_pulls_do_not_rescan_blocked_messages():
     requeued = Requeued([RequeuedRange(sequence, 1, 1, 5_000 + sequence) for sequence in range(0, 30, 3)])
 
     def due(now_ms: int) -> list[int]:
@@ -273,7 +273,7 @@ def a_poison_message(**settings) -> tuple[Group, Client, int, int]:
     return group, client, client.pulled(first)[0][0] + 1, client.last_subscription
 
 
-def test_burial_that_nobody_asked_for_goes_on_when_the_copy_is_mended():
+def test_dead_letters_continue_after_a_repair():
     group, client, _, subscription = a_poison_message(tail_bytes=0)
     (ref,) = group.a.log.frames("s", 0, 1)
     name = f"log/{group.a.log.bases[0]:020d}.log"

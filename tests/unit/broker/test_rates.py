@@ -27,13 +27,13 @@ def test_a_bucket_begins_with_one_message_and_fills_up_to_a_burst():
     assert not rates.has_dry and not rates.is_slowed(KEY, 9_000)
 
 
-def test_what_was_spent_is_missing_until_it_has_come_in_again():
+def test_spent_tokens_return_with_time():
     rates = limited(4)
     rates.spend(KEY, 1)
     assert [rates.allows(KEY, now_ms) for now_ms in (1_000, 1_125, 1_249, 1_250)] == [0, 0, 0, 1]
 
 
-def test_who_finds_the_bucket_empty_is_served_again_once_and_counts_as_slowed_for_a_while():
+def test_empty_bucket_is_served_once_and_marked_slow():
     rates, mailbox = limited(10), (retry_subject("s", "g"), "g")
     rates.spend(KEY, 1)
     assert [rates.allows(mailbox, 1_010), rates.allows(KEY, 1_020), rates.has_dry] == [0, 0, True]

@@ -121,7 +121,7 @@ def mend(damaged: Broker, whole: Broker) -> None:
         damaged.node.repairs.apply(wanted[0], whole.log.stored.read_bytes(*wanted))
 
 
-def test_new_slave_that_is_seeded_behind_a_damaged_snapshot_is_whole_once_it_has_what_is_before():
+def test_slave_seeded_behind_a_damaged_snapshot_becomes_whole():
     """It counted as whole without the master's oldest segment, whose messages nobody else had then."""
     group = filled(tail_bytes=0)
     group.a.drop_oldest_segment()
@@ -159,7 +159,7 @@ def test_a_group_whose_last_copy_is_damaged_gets_a_second_one_once_the_damage_wa
     assert group.a.node.writable and equal(group) and group.b.log.start == behind
 
 
-def test_master_that_takes_a_log_back_from_behind_a_damaged_snapshot_is_readonly_until_it_has_what_is_before():
+def test_master_restored_behind_a_damaged_snapshot_is_readonly():
     group = filled(tail_bytes=0)
     group.b.drop_oldest_segment()
     first, second = group.b.log.bases[:2]
@@ -255,7 +255,7 @@ def test_retention_takes_nothing_that_the_master_still_takes_back():
     assert group.a.node.writable and group.a.log.end == group.b.log.end
 
 
-def test_master_takes_back_what_is_left_when_retention_took_more_than_it_has():
+def test_master_restores_the_rest_after_retention():
     group = a_master_that_takes_back_piece_by_piece()
     group.cut()
     taken_end = group.a.log.end
@@ -329,7 +329,7 @@ def test_group_is_readonly_from_the_moment_another_slave_begins_to_join():
     assert client.receipt(stored).stored == 1
 
 
-def test_slave_that_says_hello_again_counts_for_nothing_before_it_matched():
+def test_second_hello_resets_the_slave():
     group, client = a_group()
     stored = client.produce("m")
     group.a.host.settle()
@@ -436,7 +436,7 @@ def test_confirmation_with_another_chain_makes_the_group_readonly():
     assert "diverged" in group.a.node.readonly_reasons
 
 
-def test_slave_that_catches_up_counts_for_nothing_before_it_has_what_is_acknowledged():
+def test_slave_counts_only_from_the_acknowledged_point():
     """W14: it restarts in the middle of its first copy, too, and counts for nothing then either."""
     group = filled(tail_bytes=0)
     replace_slave(group)
@@ -506,7 +506,7 @@ def test_hello_of_another_group_or_of_the_master_itself_is_refused(changed):
     assert group.a.master.slaves.of(group.at_master) is None
 
 
-def test_frames_and_snapshots_that_nobody_asked_for_close_the_link_and_change_nothing():
+def test_unrequested_frames_close_the_link():
     group = filled()
     log, end = group.a.log, group.a.log.end
     base, _, snapshot = group.b.log.stored.seed_start()
@@ -529,7 +529,7 @@ def test_slave_that_is_seeded_is_incomplete_from_then_on_also_after_a_restart():
     assert not group.b.node.identity.value.complete
 
 
-def test_slave_is_not_seeded_from_before_what_it_confirmed():
+def test_slave_is_not_seeded_below_its_confirmation():
     group = filled()
     group.cut()
     group.connect()
@@ -539,7 +539,7 @@ def test_slave_is_not_seeded_from_before_what_it_confirmed():
     assert group.b.node.identity.value.complete and group.b.disk.names("quarantine") == []
 
 
-def test_slave_never_cuts_below_what_it_knows_to_be_acknowledged():
+def test_slave_never_cuts_acknowledged_frames():
     """W3: the master's disk was put back; it is the master that gives way, and gets all again."""
     group, client = a_group()
     client.produce("first")
@@ -649,7 +649,7 @@ def test_a_part_is_taken_up_without_the_metaserver_once_and_only_if_there_was_on
     assert not group.a.node.start_without_metaserver() and group.a.master is master
 
 
-def test_what_to_repair_is_looked_for_further_before_if_the_other_copy_has_no_frame_there():
+def test_repair_searches_back_for_a_common_frame():
     group = filled(tail_bytes=0)
     group.cut()
     begin = group.a.log.bases[-1]
@@ -674,14 +674,14 @@ def test_slave_follows_no_older_master_and_remembers_newer_epochs():
     assert "fenced" in group.a.node.readonly_reasons
 
 
-def test_slave_sends_everybody_else_to_the_master():
+def test_slave_redirects_clients_to_the_master():
     group, _ = a_group()
     client = Client(group.b)
     assert client.code(client.produce("m")) == ErrorCode.NOT_MASTER
     assert client.code(client.subscribe()) == ErrorCode.NOT_MASTER
 
 
-def test_whoever_waits_when_the_roles_change_is_answered():
+def test_waiting_requests_are_answered_on_role_change():
     group, client = a_group()
     client.subscribe()
     group.settle()
@@ -717,7 +717,7 @@ def test_term_that_was_given_away_twice_has_no_second_master_after_a_restart_eit
     assert group.b.node.master is not None
 
 
-def test_link_to_the_master_stands_when_only_its_other_ports_become_known():
+def test_link_survives_a_change_of_other_ports():
     """The master may register after its slave; the slave that then gave up its link made the group readonly."""
     group = filled()
     node, host = group.b.node, group.b.host
@@ -820,7 +820,7 @@ def test_slave_in_sync_takes_no_second_snapshot():
     assert (group.b.log.end, group.b.disk.names("quarantine")) == (end, kept)
 
 
-def test_epoch_that_a_disk_put_back_uses_again_is_told_apart():
+def test_reused_epoch_of_a_restored_disk_is_detected():
     """The broker's memory of its boots was put back with the log: the same epoch begins at the same offset twice."""
     group, client = a_group()
     client.produce("first")
@@ -848,7 +848,7 @@ def test_epoch_that_a_disk_put_back_uses_again_is_told_apart():
     assert group.a.log.state.next_sequence == {"s": 6}
 
 
-def test_two_copies_that_both_confirmed_what_they_have_both_keep_it():
+def test_copies_that_both_confirmed_keep_their_frames():
     group, client = a_group()
     client.produce("first")
     group.settle()
@@ -912,7 +912,7 @@ def test_a_master_that_got_its_log_back_states_no_lower_high_watermark_than_that
 
 
 @pytest.mark.parametrize("nacked", [False, True], ids=["un-acked", "nacked"])
-def test_a_master_that_got_its_log_back_delivers_again_what_it_learned_from_that(nacked):
+def test_restored_master_redelivers_from_the_slave_log(nacked):
     """Of consumers and retries that only the slave knew when the master began."""
     group = given_back(nacked=nacked)
     client = Client(group.a, "other")

@@ -87,7 +87,7 @@ def test_a_quiet_slave_that_deletes_stays_in_sync(caplog):
     assert "copies differ" not in caplog.text
 
 
-def test_what_a_master_acknowledged_before_it_deleted_is_remembered_with_the_chain_of_its_log():
+def test_retention_keeps_the_acknowledged_chain():
     """Its memory had another one: by that, both copies lacked what was acknowledged, and nobody was the master."""
     group = a_group()
     days_pass(group, 4)
@@ -103,7 +103,7 @@ def test_what_a_master_acknowledged_before_it_deleted_is_remembered_with_the_cha
 
 @pytest.mark.parametrize("whose", ["master", "slave", "metaserver"])
 @pytest.mark.parametrize("skew_ms", [YEAR_MS, -YEAR_MS, 11_000, -11_000])
-def test_one_wrong_clock_deletes_nothing_whoever_has_it(whose, skew_ms, caplog):
+def test_one_wrong_clock_deletes_nothing(whose, skew_ms, caplog):
     group = a_group(retention_hours=0.001)
     days_pass(group, 1)
     group.a.host.wall_skew_ms += skew_ms if whose == "master" else 0
@@ -207,7 +207,7 @@ def test_segment_that_is_still_read_stays_until_its_reader_is_through():
     assert node.oldest_may_go(group.a.keeper, [end]) and not node.oldest_may_go(group.a.keeper, [end - 1])
 
 
-def test_what_a_group_has_not_consumed_stays():
+def test_unconsumed_messages_stay():
     group = a_group()
     client = consume_nothing(group)
     days_pass(group, 365)
@@ -220,7 +220,7 @@ def test_what_a_group_has_not_consumed_stays():
 
 
 @pytest.mark.parametrize("limit", [{"retention_bytes": 100_000, "retention_hours": 1e9}, {"unconsumed_hours": 100}])
-def test_what_a_group_has_not_consumed_is_dropped_only_as_set_and_then_counted(limit, caplog):
+def test_unconsumed_messages_are_dropped_only_as_set(limit, caplog):
     group = a_group(unconsumed="drop", **limit)
     consume_nothing(group)
     days_pass(group, 4)
@@ -238,7 +238,7 @@ def test_what_a_group_has_not_consumed_is_dropped_only_as_set_and_then_counted(l
         assert broker.log.state.kept.unconsumed == {("s", "g"): lost}
 
 
-def test_what_was_dropped_waits_for_no_group_and_keeps_no_producer_out():
+def test_dropped_messages_block_no_group_and_no_producer():
     group = a_group(unconsumed="drop", retention_bytes=100_000)
     consume_nothing(group)
     produce(group)
@@ -267,7 +267,7 @@ def test_an_acked_message_is_not_counted_as_lost():
     assert group.a.log.state.kept.unconsumed == {("s", "g"): lost}
 
 
-def test_a_group_that_begins_after_the_decision_begins_behind_what_goes():
+def test_group_begun_after_the_decision_starts_behind_it():
     group = a_group()
     days_pass(group, 9)
     group.hear_clocks()
@@ -315,7 +315,7 @@ def test_oldest_segment_stays_until_the_next_one_is_on_disk():
     assert group.a.log.damage is None and group.a.log.end == group.b.log.end
 
 
-def test_what_groups_need_is_looked_for_only_if_they_lack_something_and_the_oldest_segment_is_due(monkeypatch):
+def test_needs_are_searched_only_for_due_segments(monkeypatch):
     """100,000 groups times all segments, every ten seconds: nobody else was served for minutes."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
@@ -359,7 +359,7 @@ def consumed(copy: Copy, name: str, offset: int) -> int:
 LATE_MS = 5 + 73 * HOUR_MS
 
 
-def test_the_group_that_is_furthest_behind_holds_what_it_lacks_and_all_behind_it(caplog):
+def test_slowest_group_holds_the_log(caplog):
     copy, keeper = a_log(), retention.Retention(SETTINGS)
     assert (keeper.held_bytes, keeper.holder) == (0, None)
     bases = copy.log.bases
@@ -381,7 +381,7 @@ def test_the_group_that_is_furthest_behind_holds_what_it_lacks_and_all_behind_it
     assert (keeper.held_bytes, keeper.holder) == (0, None), "what it lacks is not due"
 
 
-def test_who_held_the_log_before_is_asked_first_and_others_if_it_lacks_nothing_there():
+def test_last_holder_is_checked_first():
     copy, keeper = a_log(), retention.Retention(SETTINGS)
     bases, looks, frames = copy.log.bases, [], copy.log.frames
     copy.log.frames = lambda *args: looks.append(args) or frames(*args)
@@ -395,14 +395,14 @@ def test_who_held_the_log_before_is_asked_first_and_others_if_it_lacks_nothing_t
     assert keeper.due(copy.log, LATE_MS) is None and keeper.holder == ("s0", "h")
 
 
-def test_what_is_not_consumed_is_dropped_when_it_is_older_than_is_set():
+def test_unconsumed_messages_drop_at_the_set_age():
     copy, keeper = a_log(), retention.Retention(replace(SETTINGS, unconsumed="drop", unconsumed_hours=100))
     assert keeper.due(copy.log, 5 + 100 * HOUR_MS) is None
     due = keeper.due(copy.log, 6 + 100 * HOUR_MS)
     assert due is not None and due.start == copy.log.bases[-1]
 
 
-def test_a_segment_goes_if_what_is_needed_begins_right_behind_it():
+def test_segment_before_the_needed_one_is_deleted():
     copy, keeper = a_log(), retention.Retention(SETTINGS)
     base = next(base for base in copy.log.bases[1:] if any(ref.offset == base for ref in copy.log.frames("s0", 0, 99)))
     for name in "gh":
@@ -411,7 +411,7 @@ def test_a_segment_goes_if_what_is_needed_begins_right_behind_it():
     assert keeper.due(copy.log, LATE_MS) == (base, "age", {})
 
 
-def test_what_is_lost_is_what_a_group_has_not_consumed_of_what_goes_now():
+def test_lost_messages_are_the_unconsumed_deleted_ones():
     copy = a_log()
     bases, end = copy.log.bases, copy.log.state.next_sequence["s0"]
     first, second = (copy.log.first_kept("s0", base) for base in bases[2:4])

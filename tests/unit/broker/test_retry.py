@@ -64,7 +64,7 @@ def test_retry_that_is_due_wakes_another_consumer_of_the_group():
     assert [id for _, _, id in other.pulled(waiting)] == ["m0"]
 
 
-def test_each_delivery_is_counted_whoever_gets_it_and_after_a_swap():
+def test_each_delivery_counts_over_consumers_and_swaps():
     """A message that is only ever abandoned reaches the dead letter (QMQ: never)."""
     group, client = a_group("m0")
     first = pulled(group, client)[0][0]
@@ -82,7 +82,7 @@ def test_each_delivery_is_counted_whoever_gets_it_and_after_a_swap():
     assert late.times(opaque) == [3], "a new process under the old name: what the old one began with counts"
 
 
-def test_who_gives_back_what_it_never_began_with_does_not_count():
+def test_return_without_begin_does_not_count():
     group, client = a_group("m0")
     pulled(group, client)
     client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
@@ -110,7 +110,7 @@ def test_consumer_that_falls_silent_has_its_messages_counted_and_given_to_others
     assert other.times(waiting) == [2, 2]
 
 
-def test_consumer_that_reconnects_keeps_what_it_holds_and_is_not_counted():
+def test_reconnecting_consumer_keeps_its_messages():
     group, client = a_group("m0", "m1")
     held = pulled(group, client, most=1)
     client.lost()
@@ -125,7 +125,7 @@ def test_consumer_that_reconnects_keeps_what_it_holds_and_is_not_counted():
     assert again.body(again.opaque)
 
 
-def test_ack_in_the_middle_settles_just_that_and_a_slow_message_holds_up_nobody():
+def test_ack_in_the_middle_settles_only_that():
     """QMQ: one slow message holds back the acks of all later ones."""
     group, client = a_group("slow", "m1", "m2", "m3")
     first = pulled(group, client)[0][0]
@@ -155,7 +155,7 @@ def test_ack_or_nack_that_is_repeated_changes_nothing():
 
 
 @pytest.mark.parametrize("kind", ["ack", "nack", "dead"])
-def test_what_was_never_handed_out_cannot_be_settled(kind):
+def test_undelivered_messages_cannot_be_settled(kind):
     group, client = a_group("m0", "m1")
     first = pulled(group, client, most=1)[0][0]
     send = {
@@ -179,7 +179,7 @@ def test_retries_wait_while_new_messages_go_on():
     assert ids(group, client) == ["m1"]
 
 
-def test_a_group_that_postpones_too_much_goes_on_with_what_is_new_and_keeps_the_rest(monkeypatch, caplog):
+def test_group_at_the_postpone_limit_gets_new_messages(monkeypatch, caplog):
     """Above 100,000 ranges it got nothing new, up to a day, and nobody said so."""
     monkeypatch.setattr(group_status, "REQUEUED_RANGES_MAX", 2)
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
@@ -272,7 +272,7 @@ def test_a_clock_that_is_wrong_by_a_day_moves_no_retry(skew_ms):
     assert [id for _, _, id in new.pulled(waiting)] == ["m0", "m1"], "never later than its delay"
 
 
-def test_who_is_the_master_again_with_a_clock_that_was_put_back_wakes_those_that_wait_for_a_retry():
+def test_retries_survive_a_clock_set_back():
     group, client = a_group("m0")
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1, delay_ms=5_000)
@@ -370,7 +370,7 @@ def test_a_clock_that_was_set_forgets_no_broadcast_consumer(is_heard):
 
 
 @pytest.mark.parametrize("who", ["broadcast", "other", "idle", "holds"])
-def test_who_subscribes_and_changes_nothing_leaves_nothing_in_the_log(who):
+def test_subscribe_without_a_change_writes_nothing(who):
     group, client = a_group("m0", "m1")
     client.subscribe("host1", group="host1", broadcast=True)
     held = pulled(group, client, subscription=1)
@@ -461,7 +461,7 @@ def test_a_new_master_does_not_forget_a_broadcast_consumer_that_was_there_until_
     assert ids(group, client) == ["right before the swap"]
 
 
-def test_frames_of_a_retry_say_what_happened():
+def test_frames_record_a_retry():
     group, client = a_group("m0")
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1, delay_ms=1_000)
@@ -472,7 +472,7 @@ def test_frames_of_a_retry_say_what_happened():
     assert frame.subject == "s"
 
 
-def test_what_consumers_do_is_counted():
+def test_consumer_actions_are_counted():
     group, client = a_group("m0", "m1", "m2", "m3", "m4", "m5")
     first = pulled(group, client, most=5)[0][0]
     client.ack_ranges((first, first + 1), (first + 2, first + 4))
@@ -486,7 +486,7 @@ def test_what_consumers_do_is_counted():
     assert counts == (8, 3, 1, 1), "of what is nacked, one is acked already"
 
 
-def test_frames_of_progress_say_what_happened():
+def test_frames_record_progress():
     group, client = a_group("m0", "m1")
     first = pulled(group, client)[0][0]
     client.ack(first, first + 1)
@@ -508,7 +508,7 @@ def test_frames_of_progress_say_what_happened():
     ]
 
 
-def test_consumer_is_told_what_its_broker_takes_for_unacked():
+def test_subscribe_answer_lists_what_the_broker_holds_unacked():
     """A master that was alone confirms acks that its successor may never hear of: they must be said again."""
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
     first = pulled(group, client, most=4)[0][0]

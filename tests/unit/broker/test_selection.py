@@ -53,7 +53,7 @@ def test_a_pull_gets_one_message_of_each_key_and_all_without():
 
 
 @pytest.mark.parametrize("how", ["ack", "dead", "leave", "vanish", "move"])
-def test_a_key_that_is_free_wakes_whoever_waits_for_it(how):
+def test_free_key_wakes_waiting_consumers(how):
     group = stored(A, A, lease_ms=10_000)
     first, second = Consumer(group, "c1"), Consumer(group, "c2")
     assert first.sequences() == [0]
@@ -110,7 +110,7 @@ def test_a_message_given_up_at_its_limit_frees_its_key():
     assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 1
 
 
-def test_a_new_master_knows_the_busy_keys_from_the_log():
+def test_new_master_restores_busy_keys():
     group = stored(A, B, A, B, PLAIN, tail_bytes=0)
     first, second = Consumer(group, "c1"), Consumer(group, "c2")
     assert first.sequences(1) == [0]
@@ -167,7 +167,7 @@ def test_messages_of_before_the_first_key_need_no_labels():
         ([], "all", [0, 1, 2, 3]),
     ],
 )
-def test_a_consumer_gets_what_has_its_tags(labelled, tags, tag_mode, expected):
+def test_consumer_gets_messages_with_its_tags(labelled, tags, tag_mode, expected):
     group = Group.made().start()
     more(group, PAY, CANCEL, BOTH, NONE, first=0, labelled=labelled)
     consumer = Consumer(group, "c1", tags=tags, tag_mode=tag_mode)
@@ -178,7 +178,7 @@ def test_a_consumer_gets_what_has_its_tags(labelled, tags, tag_mode, expected):
     assert (not tags) or progress.position == (4 if expected else 0)
 
 
-def test_broadcast_consumers_each_get_exactly_what_they_ask_for():
+def test_broadcast_consumers_get_their_own_matches():
     """W9: what one consumer acks says nothing of what another one, or the same one, skipped."""
     group = stored(PAY, CANCEL, PAY, CANCEL, BOTH)
     first = Consumer(group, "c1", group="b1", broadcast=True, tags=["pay"])
@@ -196,7 +196,7 @@ def test_broadcast_consumers_each_get_exactly_what_they_ask_for():
     assert second.sequences() == [6]
 
 
-def test_what_does_not_match_is_over_soon_without_anything_handed_out():
+def test_mismatches_are_settled_without_delivery():
     group = stored(PAY, PAY, PAY)
     consumer = Consumer(group, "c1", tags=["cancel"])
     waiting = consumer.ask(timeout_ms=60_000)
@@ -269,7 +269,7 @@ def test_consumers_of_a_group_that_ask_for_different_tags_are_served_as_they_ask
 # What is read.
 
 
-def test_bytes_are_read_once_for_all_who_wait_and_nobody_hears_that_there_is_nothing():
+def test_bytes_are_read_once_for_waiting_pulls():
     group = stored(PAY, CANCEL, PAY, CANCEL, tail_bytes=0)
     more(group, NONE, first=4)
     consumers = [Consumer(group, name, tags=["pay"]) for name in ("c1", "c2")]
@@ -285,7 +285,7 @@ def test_bytes_are_read_once_for_all_who_wait_and_nobody_hears_that_there_is_not
     assert [consumer.got(pull)[0].sequence for consumer, pull in zip(consumers, pulls, strict=True)] == [0, 2]
 
 
-def test_a_pull_that_nothing_matches_is_told_so_when_all_is_looked_at():
+def test_pull_without_matches_ends_after_the_scan():
     group = stored(PAY, PAY, tail_bytes=0)
     more(group, NONE, first=2)
     consumer = Consumer(group, "c1", tags=["cancel"])
@@ -337,7 +337,7 @@ def a_reading() -> tuple[Group, Consumer, int]:
     return group, consumer, waiting
 
 
-def test_what_retention_took_while_it_was_to_be_read_is_no_damage_and_holds_up_nobody():
+def test_deletion_before_a_reading_is_no_damage():
     group, consumer, waiting = a_reading()
     group.a.log.state.kept.start = group.a.log.frames("s", 2, 1)[0].offset
     for _ in range(3):
@@ -442,7 +442,7 @@ def pulls_of(group: Group, name: str) -> list[list[tuple[int, int, int]]]:
     return [[tuple(entry) for entry in one.entries] for one in pulls if one.consumer == name]
 
 
-def test_what_is_passed_over_in_a_row_is_one_entry_over_all_frames():
+def test_consecutive_mismatches_are_one_entry():
     group = stored(NONE, NONE)
     more(group, CANCEL, first=2)
     more(group, NONE, PAY, NONE, first=3)
@@ -453,7 +453,7 @@ def test_what_is_passed_over_in_a_row_is_one_entry_over_all_frames():
     assert [entry[0] == PASSED for entry in entries] == [True, False, True]
 
 
-def test_what_changes_before_the_keys_are_known_is_looked_up_when_they_are():
+def test_changes_before_key_restore_are_applied_later():
     group_filter, group = GroupFilter("s", "g"), LogGroup(9, requeued=Requeued([RequeuedRange(2, 3, 1, 0)]))
     group_filter.changing = [(0, 9)]
     group_filter.catch_up(group)
@@ -470,7 +470,7 @@ def test_that_something_was_passed_over_is_written_down_a_second_later_or_if_the
     assert [group_filter.is_overdue(now_ms) for now_ms in (9_999, 10_000, 10_999, 11_000)] == [True, False, False, True]
 
 
-def test_what_waited_in_two_ranges_and_what_is_new_are_three_entries_though_they_follow_on_each_other():
+def test_two_requeued_ranges_and_new_messages_are_three_entries():
     """The fold takes each of them from one place."""
     group = stored(PAY, PAY, PAY)
     consumer = Consumer(group, "c1", tags=["pay"])

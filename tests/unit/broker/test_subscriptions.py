@@ -77,7 +77,7 @@ def is_done(_: Subscription) -> bool:
 # Subscriptions.
 
 
-def test_who_takes_the_place_of_its_own_subscription_has_one():
+def test_own_subscription_can_be_replaced():
     consumers, link = Consumers(), FakeLink("c")
     old = consumers.joined(link=link)
     new = consumers.joined(link=link)
@@ -87,7 +87,7 @@ def test_who_takes_the_place_of_its_own_subscription_has_one():
     assert list(consumers.now.connected) == consumers.now.connected_to("s", "g") == [new]
 
 
-def test_who_takes_the_place_of_another_connection_outlives_it():
+def test_replacing_subscription_survives_link_loss():
     consumers = Consumers()
     old = consumers.joined()
     replaced = consumers.waits(old, 400)
@@ -147,14 +147,14 @@ def test_a_group_that_is_moved_takes_no_other_along():
 
 
 @pytest.mark.parametrize("held_end", [0, 2, 3])
-def test_who_holds_what_it_was_given_goes_on(held_end):
+def test_consumer_with_delivered_messages_continues(held_end):
     consumers = Consumers()
     consumers.state.groups["s", "g"].consumers["c"] = Consumer(3, [UnackedRange(2, 2, 1, 1)], [3])
     assert consumers.joined(held_end=held_end).resend == held_end
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["others", "nothing"])
-def test_who_holds_what_it_was_not_given_begins_anew(is_known):
+def test_consumer_with_foreign_messages_begins_anew(is_known):
     consumers = Consumers()
     if is_known:
         consumers.state.groups["s", "g"].consumers["c"] = Consumer(3, [UnackedRange(2, 2, 1, 1)], [3])
@@ -166,7 +166,7 @@ def test_who_holds_what_it_was_not_given_begins_anew(is_known):
 # Whose turn it is.
 
 
-def test_those_that_share_hold_up_no_exclusive_one_but_by_what_they_have():
+def test_sharing_consumers_block_exclusive_ones_by_unacked():
     consumers = Consumers()
     consumers.joined("a")
     one = consumers.joined("b", exclusive_ms=5)
@@ -191,7 +191,7 @@ def test_the_exclusive_one_that_began_first_comes_first(others):
 # Leases.
 
 
-def test_a_lease_ends_when_nothing_was_heard_for_longer():
+def test_lease_ends_after_silence():
     consumers = Consumers()
     consumers.has("c", (0, 1))
     consumers.joined()
@@ -201,7 +201,7 @@ def test_a_lease_ends_when_nothing_was_heard_for_longer():
 
 
 @pytest.mark.parametrize("how", ["request", "heartbeat", "subscribe"])
-def test_a_lease_begins_anew_with_whatever_is_heard(how):
+def test_any_packet_renews_the_lease(how):
     consumers = Consumers()
     one = consumers.joined()
     if how == "request":
@@ -216,7 +216,7 @@ def test_a_lease_begins_anew_with_whatever_is_heard(how):
     assert not consumers.alive
 
 
-def test_a_mastership_begins_with_a_lease_of_all_that_the_log_knows_and_with_their_retries():
+def test_mastership_starts_leases_and_retries():
     consumers = Consumers()
     consumers.has("c", (0, 1))
     consumers.state.groups["s", "g"].requeued.add(RequeuedRange(5, 1, 1, 2_048_500))
@@ -326,7 +326,7 @@ def test_a_subscription_that_ended_is_looked_at_no_later_than_a_while_after_it_a
     assert consumers.now.quiet_ms(LOOKS_WITHIN_MS + 50) == QUIET_MS
 
 
-def test_who_was_served_is_behind_the_others_of_its_group():
+def test_served_pull_goes_behind_its_group():
     consumers = Consumers()
     one, other = consumers.joined("a"), consumers.joined("b")
     first, second, last = (consumers.waits(who, 500) for who in (one, one, other))
@@ -352,7 +352,7 @@ def test_a_group_is_due_once_when_its_first_message_is():
     assert consumers.now.due(900) == [] and consumers.now.due_in_ms(900) == QUIET_MS
 
 
-def test_what_is_due_after_that_is_noted_then():
+def test_later_due_time_is_noted_next():
     consumers = Consumers()
     requeued = consumers.state.groups["s", "g"].requeued
     for first, due_ms in ((0, 2_048_100), (2, 2_048_300), (4, 9_000_000)):
@@ -375,7 +375,7 @@ def test_what_is_due_after_that_is_noted_then():
         (True, False, [(Departure.SUSPECTED, 0, 0), (3, 5, 0), (8, 9, 0)]),
     ],
 )
-def test_what_counts_of_a_consumer_that_leaves_is_what_it_said_and_is_forgotten_then(begins, told, expected):
+def test_departure_uses_reports_and_forgets_them(begins, told, expected):
     consumers = Consumers()
     one = consumers.joined(begins=begins)
     consumers.now.says(one)
@@ -386,14 +386,14 @@ def test_what_counts_of_a_consumer_that_leaves_is_what_it_said_and_is_forgotten_
     assert consumers.now.departure(KEY, told=False) == [(Departure.SUSPECTED, 0, 0)]
 
 
-def test_messages_that_nobody_gets_any_more_are_counted_by_group():
+def test_skipped_messages_are_counted_by_group():
     consumers = Consumers()
     for group, messages in (("g", 2), ("h", 5), ("g", 3)):
         consumers.now.note_skipped("s", group, messages)
     assert consumers.now.skipped == {("s", "g"): 5, ("s", "h"): 5}
 
 
-def test_of_what_is_settled_nobody_remembers_that_it_was_begun_with():
+def test_settled_messages_leave_the_begin_reports():
     consumers = Consumers()
     one = consumers.joined()
     for pull in range(0, 1_000, 10):

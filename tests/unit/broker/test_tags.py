@@ -31,7 +31,7 @@ def test_tags_are_read_once_all_of_them_are_there_and_never_behind_the_end(tags)
 
 
 @pytest.mark.parametrize(("flags", "expected"), [(0, ()), (3, ()), (7, (b"a",))])
-def test_only_a_message_that_says_so_has_tags(flags, expected):
+def test_only_flagged_messages_have_tags(flags, expected):
     assert tuple(tag_words(encoded(b"a", flags=flags))) == expected
 
 

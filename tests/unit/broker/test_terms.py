@@ -34,7 +34,7 @@ def read(**changed):
     ],
     ids=ascii,
 )
-def test_what_nobody_can_be_given_is_refused(changed):
+def test_invalid_terms_are_refused(changed):
     with pytest.raises(InvalidRequest):
         read(**changed)
 
@@ -57,12 +57,12 @@ def test_names_that_are_none_are_refused(field, name):
     ],
     ids=str,
 )
-def test_what_a_consumer_asks_for_is_read_as_it_was_said(changed):
+def test_terms_are_decoded(changed):
     assert changed.items() <= read(**changed).items()
 
 
 @pytest.mark.parametrize("said", [{}, {"begins": 1, "exclusive_ms": "5"}], ids=["nothing", "nonsense"])
-def test_an_older_client_neither_says_what_it_begins_with_nor_is_exclusive(said):
+def test_older_client_has_defaults(said):
     assert {"begins": False, "exclusive_ms": 0}.items() <= read(**said).items()
 
 

@@ -39,7 +39,7 @@ def test_batches_that_are_refused_at_once_are_one_failure_however_many_they_are(
     assert len(copies.senders.delivered()) == 100
 
 
-def test_an_outage_makes_the_rest_longer_and_not_what_waits_meanwhile(monkeypatch):
+def test_outage_lengthens_pauses_not_waiting_messages(monkeypatch):
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 5)
     copies, producer = a_group(slow=True)
     producer.delayed(copies.now_ms, *(f"m{i}" for i in range(100)))
@@ -140,7 +140,7 @@ def test_batch_that_waited_to_be_sent_is_repeated_as_long_as_any_other():
     assert {attempt[0] for attempt in copies.senders.attempts} == {"g1", "g2"}
 
 
-def test_what_was_given_up_does_not_go_to_the_same_group_along_with_order_keys():
+def test_given_up_batch_avoids_its_group_despite_keys():
     """What is free of keys keeps away from it: it may be stored there already."""
     copies, producer = a_group("g1", "g2", unknown_ms=2_000)
     copies.senders.home = lambda subject, label: "g1"
@@ -171,7 +171,7 @@ def test_no_more_is_planned_for_a_group_than_it_has_room_for(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_burst_of_one_subject_does_not_hold_up_what_is_due_behind_it():
+def test_burst_of_one_subject_delays_no_other():
     copies, producer = a_group()
     due_ms = copies.now_ms + 2_000
     for page in range(60):
@@ -199,7 +199,7 @@ def test_subjects_with_a_burst_each_go_on_in_turns():
         assert sorted(order[at : at + 3]) == ["a", "b", "c"], order
 
 
-def test_a_slave_files_what_frames_name_in_bounded_pieces_between_which_it_confirms(monkeypatch):
+def test_slave_confirms_between_filing_steps(monkeypatch):
     """It looks each message up. A mebibyte of such frames names 65,000 of them, for which its master waited."""
     monkeypatch.setattr(upkeep, "PASS_MESSAGES", 100)
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 50)

@@ -50,7 +50,7 @@ class World:
         pytest.param(0, {SLAVE: HOUR_MS}, 0, id="two disagree, the other way round"),
     ],
 )
-def test_what_time_it_is_when_a_mastership_begins(own, others, off):
+def test_due_time_at_the_begin_of_a_mastership(own, others, off):
     assert World(own=own, **others).compare() == off
 
 
@@ -61,7 +61,7 @@ def test_a_clock_that_is_set_moves_nothing_while_two_others_agree():
     assert world.after(1_000, own=-HOUR_MS) == 0
 
 
-def test_three_clocks_that_agreed_are_proof_when_others_are_not_heard_any_more():
+def test_agreed_clocks_prove_time_after_silence():
     world = World(**{METASERVER: 0, SLAVE: 0})
     world.after(1_000)
     assert world.after(1_000, **{SLAVE: None}) == 0
@@ -92,7 +92,7 @@ def test_a_reading_that_took_long_makes_nothing_late():
         assert world.compare(delay_ms=800) >= -DEAD_BAND_MS
 
 
-def test_what_a_clock_said_before_it_fell_silent_counts_no_more_when_it_is_heard_again():
+def test_readings_before_a_silence_do_not_count():
     """It may have been set meanwhile. Found by delay simulation seed 207."""
     world = World(own=0, **{METASERVER: HOUR_MS, SLAVE: HOUR_MS})
     assert world.after(1_000) == HOUR_MS
@@ -137,7 +137,7 @@ def test_a_mastership_that_began_behind_corrects_itself():
     assert copies.senders.delivered() == ["m"]
 
 
-def test_what_seemed_due_by_a_wrong_clock_and_is_not_sent_yet_waits_for_its_time():
+def test_wrongly_due_messages_wait_for_their_time():
     """Found by delay simulation seed 207."""
     copies, _ = a_group()
     copies.hears = False

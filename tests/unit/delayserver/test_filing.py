@@ -18,7 +18,7 @@ def read_is_out(filing, host):
 
 
 @pytest.mark.parametrize("begin, tail_bytes", [(flush_is_out, 1 << 20), (read_is_out, 0)])
-def test_schedule_that_may_know_what_was_cut_does_not_count_as_having_the_log(begin, tail_bytes):
+def test_schedule_beyond_a_cut_does_not_count_as_filed(begin, tail_bytes):
     """It is made anew once nothing is out. A master that took it for its log's until then sent plans that were cut."""
     copies = Copies.made(tail_bytes=tail_bytes)
     copies.start()

@@ -43,13 +43,13 @@ def test_a_growing_index_agrees_with_a_search_through_all(batches, wanted):
         assert sorted(found) == sorted(expected)
 
 
-def test_an_index_that_knows_more_than_the_question_names_nothing_beyond_it():
+def test_newer_index_names_nothing_beyond_the_question():
     indexes = Indexes()
     assert indexes.find(rows("s", [5] * 10), [5], [], replaces=True)
     assert len(indexes.find(rows("s", [5] * 4), [5], [], replaces=True)) == 4
 
 
-def test_indexes_have_a_bound_and_what_was_asked_for_last_stays():
+def test_indexes_are_bounded_and_keep_the_latest():
     indexes = Indexes(bytes_max=2 * 16 * 100)
     for name in "abc":
         assert indexes.find(rows(name, range(100)), [1], [], replaces=True) == [(False, 0, 1)]
@@ -70,7 +70,7 @@ def test_a_search_through_everything_replaces_no_index():
     assert indexes.find(rows("a", range(100)), [1], [], replaces=False) == [(False, 0, 1)]
 
 
-def test_what_is_added_cancelled_and_written_to_disk_after_the_first_question_is_found():
+def test_later_rows_are_found_in_memory_and_on_disk():
     log, schedule = DelayLog(), Schedule(MemoryDisk(), segment_ms=HOUR_MS, log_start=DelayLog().start)
 
     def ask(*ids, keys=()):
@@ -97,7 +97,7 @@ def test_what_is_added_cancelled_and_written_to_disk_after_the_first_question_is
     assert ask("later") == [(False, 0, State.PENDING, more[0][0])] and len(ask(keys=["k7"])) == 3
 
 
-def test_a_question_sees_what_became_of_messages_that_came_after_the_first_one_was_cancelled():
+def test_question_sees_later_states():
     log, schedule = DelayLog(), Schedule(MemoryDisk(), segment_ms=HOUR_MS, log_start=DelayLog().start)
     for count in (1, 1, 100):
         places = log.messages([delayed("s", f"m{count}", 1000) for _ in range(count)])

@@ -68,7 +68,7 @@ def test_memory_is_bounded_while_no_group_takes_a_subject_and_others_go_on():
     assert copies.a.master.stats()["due_on_disk_messages"] == 0
 
 
-def test_many_subjects_that_nobody_takes_are_cut_together_and_come_back_together():
+def test_rejected_subjects_are_cut_and_return_together():
     copies, producer = a_group(loaded_messages_max=MOST)
     names = [f"s{at}" for at in range(20)]
     copies.senders.routeless.update(names)
@@ -95,7 +95,7 @@ def test_a_message_on_disk_can_be_cancelled_and_moved():
     assert copies.senders.delivered()[-1] == ids[499]
 
 
-def test_the_next_master_finds_what_was_on_disk():
+def test_next_master_finds_leftovers():
     copies, producer = a_group(loaded_messages_max=MOST)
     copies.senders.routeless.add("s")
     ids = put(copies, producer, 500, subject="s")
@@ -130,7 +130,7 @@ class SlowReads:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_each_is_sent_once_whatever_happens_while_most_are_on_disk(seed, monkeypatch):
+def test_each_message_is_sent_once_with_leftovers(seed, monkeypatch):
     rng = Random(seed)
     reads = SlowReads(rng, monkeypatch)
     monkeypatch.setattr(pending_queue, "BACK_MAX", rng.choice((3, 20, 1000)))
@@ -246,7 +246,7 @@ def test_a_page_that_ends_before_a_subjects_place_leaves_that_where_it_is():
     assert world.due(2, begins[2]) == [] and world.due(1, begins[1] + 4) == [begins[1] + 4]
 
 
-def test_what_came_off_the_wheel_while_it_was_read_comes_back_once():
+def test_messages_off_the_wheel_during_a_read_return_once():
     world, begins = two_cut_subjects()
     world.found = records_of(1, begins[1], begins[1] + 1)
     assert world.due(1, begins[1] + 1, begins[1] + 2) == []
@@ -255,7 +255,7 @@ def test_what_came_off_the_wheel_while_it_was_read_comes_back_once():
     assert world.leftovers.is_empty
 
 
-def test_what_a_frame_decided_about_meanwhile_does_not_come_back():
+def test_decided_messages_do_not_return():
     world, begins = two_cut_subjects()
     world.found = records_of(1, begins[1], begins[1] + 1)
     world.done()

@@ -14,7 +14,7 @@ def numbers(copies):
     return [int(id[1:]) for id in copies.senders.delivered()]
 
 
-def test_what_came_due_during_an_outage_is_sent_in_the_order_of_its_due_times(monkeypatch):
+def test_messages_due_in_an_outage_are_sent_in_order(monkeypatch):
     monkeypatch.setattr(schedule_module, "READ_ROWS", 4)
     copies, producer = a_group()
     begin_ms = copies.now_ms
@@ -28,7 +28,7 @@ def test_what_came_due_during_an_outage_is_sent_in_the_order_of_its_due_times(mo
 
 
 @pytest.mark.slow
-def test_full_wheel_keeps_what_is_due_first(monkeypatch):
+def test_full_wheel_keeps_the_earliest_messages(monkeypatch):
     monkeypatch.setattr(schedule_module, "READ_ROWS", 4)
     copies, producer = a_group(loaded_messages_max=20)
     begin_ms = copies.now_ms
@@ -84,7 +84,7 @@ def test_many_messages_of_one_moment_behind_a_few_are_not_loaded_again_and_again
     assert sum("loading again" in record.message for record in caplog.records) <= 3
 
 
-def test_route_of_a_subject_is_known_before_something_of_it_is_due():
+def test_route_is_requested_before_messages_are_due():
     copies, producer = a_group()
     watched = []
     copies.senders.watch = watched.append

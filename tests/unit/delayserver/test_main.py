@@ -16,7 +16,7 @@ class Joined(Exception):
     """The service is made."""
 
 
-async def test_what_the_schedule_removes_is_given_back_as_what_the_log_does(tmp_path, monkeypatch):
+async def test_schedule_files_free_disk_like_the_log(tmp_path, monkeypatch):
     """Segments of the schedule in which all was over stayed on the disk for ever."""
     shelf = RealDisk(tmp_path / "schedule")
     for name in ("segments/2.records", "segments/2.marks"):

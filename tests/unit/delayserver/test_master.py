@@ -61,7 +61,7 @@ def test_message_that_is_not_delayed_or_too_far_away_is_refused_on_its_own():
 
 
 @pytest.mark.parametrize("how", ["crash", "swap"])
-def test_what_pends_survives_and_is_sent_once(how):
+def test_pending_messages_survive_and_are_sent_once(how):
     copies, producer = a_group()
     due_ms = copies.now_ms + 5_000
     producer.delayed(due_ms, *(f"m{i}" for i in range(50)))
@@ -183,7 +183,7 @@ def test_message_that_a_broker_never_takes_stays_and_is_tried_again_later():
 # Cancelling.
 
 
-def test_cancel_says_what_is_true_and_nothing_cancelled_is_sent():
+def test_cancelled_messages_are_never_sent():
     copies, producer = a_group()
     producer.delayed(copies.now_ms, "sent")
     producer.delayed(copies.now_ms + 1_000, "c1", "stays")
@@ -290,7 +290,7 @@ def test_however_many_messages_wait_under_a_key_each_frame_that_moves_or_cancels
     assert sum(cancels) == PLACE_BYTES * count and max(cancels) == PLACE_BYTES * 1_000
 
 
-def test_what_a_reschedule_writes_anew_counts_as_bytes_of_its_token():
+def test_reschedule_counts_towards_the_token_ration():
     """It is a hundred bytes, and writes what waits under its key once more, each time."""
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, *map(str, range(100)), key="k", size=800)
@@ -339,7 +339,7 @@ def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for
 
 
 @pytest.mark.slow
-def test_what_pends_is_carried_before_the_log_lets_it_go_and_a_new_copy_has_it():
+def test_pending_messages_are_carried_before_deletion():
     """QMQ's slave never gets messages that are older than its message log."""
     copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)
     due_ms = copies.now_ms + 50 * HOUR_MS
@@ -361,7 +361,7 @@ def test_what_pends_is_carried_before_the_log_lets_it_go_and_a_new_copy_has_it()
 
 
 @pytest.mark.parametrize("marked", ["*", "s"])
-def test_what_waits_at_a_group_that_an_operator_marked_can_be_cancelled_and_rescheduled(marked):
+def test_messages_at_a_marked_group_can_be_cancelled(marked):
     """To drain one may take as long as the longest delay."""
     copies, producer = a_group()
     now_ms = copies.now_ms

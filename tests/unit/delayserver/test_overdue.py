@@ -37,7 +37,7 @@ def test_a_message_counts_on_the_wheel_in_its_queue_and_on_its_way():
     )
 
 
-def test_what_is_still_on_the_wheel_may_be_the_oldest():
+def test_message_on_the_wheel_may_be_the_oldest():
     assert Overdue.of([queue("a", 20)], [], 3, 5).oldest_ms == 5
     assert Overdue.of([queue("a", 20)], [], 0, 5).oldest_ms == 20, "that is not due yet"
     assert Overdue.of([], [], 0, None) == Overdue(0, None, {}, {})
@@ -49,13 +49,13 @@ def test_subjects_that_wait_longest_are_named_and_no_more_than_a_few():
     assert found.messages == 100
 
 
-def test_what_was_taken_back_does_not_count():
+def test_removed_messages_do_not_count():
     one = queue("a", 1, 2, 3)
     one.remove(np.array([1], np.uint64))
     assert Overdue.of([one], [], 0, None).messages == 2
 
 
-def test_stats_say_since_when_a_subject_without_a_group_waits():
+def test_stats_show_age_of_a_subject_without_a_group():
     copies, producer = a_group()
     copies.senders.routeless.add("nowhere")
     producer.delayed(copies.now_ms + 500, "m1", "m2", subject="nowhere")
@@ -68,7 +68,7 @@ def test_stats_say_since_when_a_subject_without_a_group_waits():
     assert not stats["overdue_subjects"] and not stats["overdue_groups"]
 
 
-def test_stats_say_which_group_owes_an_answer_and_since_when():
+def test_stats_show_age_of_a_group_without_answer():
     copies, producer = a_group(slow=True)
     producer.delayed(copies.now_ms + 500, "m1", "m2")
     copies.run(2_500)
@@ -79,7 +79,7 @@ def test_stats_say_which_group_owes_an_answer_and_since_when():
     assert (stats["overdue_messages"], stats["overdue_ms"], stats["overdue_groups"]) == (0, 0, {})
 
 
-def test_more_due_messages_than_may_be_loaded_are_said_once(caplog):
+def test_excess_of_due_messages_is_logged_once(caplog):
     copies, producer = a_group(loaded_messages_max=1000)
     copies.senders.routeless.add("s")
     for page in range(6):

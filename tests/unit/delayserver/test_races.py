@@ -64,7 +64,7 @@ def test_message_that_comes_due_while_its_cancel_is_written_is_not_sent(how):
     assert copies.senders.attempts == []
 
 
-def test_cancels_of_a_message_at_the_same_moment_are_all_told_that_it_is_cancelled():
+def test_concurrent_cancels_all_succeed():
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "m")
     copies.run(200)
@@ -131,7 +131,7 @@ def test_cancel_of_a_message_that_is_being_rescheduled_finds_it_at_its_new_place
     assert copies.senders.attempts == []
 
 
-def test_cancel_of_a_message_that_a_broker_refused_is_told_the_same_when_it_is_repeated():
+def test_repeated_cancel_of_a_refused_message_agrees():
     copies, producer = a_group()
     copies.senders.refusing["bad"] = "too large"
     producer.delayed(copies.now_ms, "bad")
@@ -269,7 +269,7 @@ def test_master_whose_log_is_damaged_waits_for_its_repair_without_turning_in_cir
     assert not copies.a.host.pass_is_due and copies.a.filing.schedule.filed_end < copies.a.log.flushed_end
 
 
-def test_master_alone_drops_nothing_that_pends_by_what_the_slave_has():
+def test_master_alone_keeps_pending_messages():
     copies, producer = a_group(retention_hours=0.001, segment_bytes=1 << 14)
     for i in range(30):
         producer.delayed(copies.now_ms, f"m{i}", size=900)
@@ -353,7 +353,7 @@ def test_questions_that_come_together_are_looked_for_together():
     assert sorted(copies.senders.delivered()) == sorted(["other", *(f"m{at}" for at in (10, 11, *range(13, 20)))])
 
 
-def test_questions_that_wait_when_a_mastership_ends_are_told_so():
+def test_questions_are_refused_when_the_mastership_ends():
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "m", "n")
     copies.run(200)

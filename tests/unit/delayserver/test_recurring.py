@@ -173,7 +173,7 @@ def test_of_missed_occurrences_the_latest_is_sent_and_the_others_are_counted():
     assert times(copies)[3:] == ["2023-11-14T23:55"]
 
 
-def test_broker_groups_that_are_away_do_not_stop_a_schedule_and_get_what_came_due():
+def test_absent_broker_groups_do_not_stop_a_schedule():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     copies.senders.up["g1"] = False
@@ -299,7 +299,7 @@ def test_operator_deletes_a_schedule_as_any_delayed_message_by_its_id():
         ({"properties": {"x": "y" * 1000}}, "more than 1024"),
     ],
 )
-def test_wrong_schedule_is_refused_and_says_why(wrong, text):
+def test_wrong_schedule_is_refused_with_a_reason(wrong, text):
     copies, producer = a_group()
     asked = producer.recur("put", **wrong)
     copies.run(100)
@@ -376,7 +376,7 @@ def a_group_whose_master_restarted_without_its_slave():
     return copies
 
 
-def test_master_that_restarts_alone_waits_with_what_only_it_has_and_sends_the_latest():
+def test_restarted_master_waits_and_sends_the_latest():
     copies = a_group_whose_master_restarted_without_its_slave()
     copies.connect()
     run_until(copies, "2023-11-14T22:21")
@@ -423,7 +423,7 @@ def test_ordinary_messages_with_the_label_of_a_template_are_sent_as_they_are():
     assert copies.senders.delivered() == ["m"] and listed(copies, producer) == []
 
 
-def test_schedule_whose_zone_is_not_known_here_waits_holds_up_nothing_and_can_be_put_right(caplog):
+def test_schedule_with_unknown_zone_waits_and_can_be_replaced(caplog):
     """As after a swap to a machine with an older list of time zones."""
     copies, producer = a_group()
     own = {RECUR_NAME: "daily", RECUR_OWNER: "o", RECUR_CRON: "* * * * *", RECUR_ZONE: "Mars/Olympus"}
@@ -444,7 +444,7 @@ def test_label_of_templates_is_one_that_no_message_has():
 
 
 @pytest.mark.parametrize("action", ["delete", "list"])
-def test_a_name_with_half_a_character_is_refused_and_ends_nobody(action):
+def test_name_with_half_a_character_is_refused(action):
     """JSON can say it; who looked for its hash on a thread would end the process."""
     copies, producer = a_group()
     put(copies, producer)
@@ -462,7 +462,7 @@ def test_a_template_and_its_occurrence_fit_into_one_frame(monkeypatch):
     assert producer.code(asked) == ErrorCode.MESSAGE_TOO_LARGE and listed(copies, producer) == []
 
 
-def test_a_message_that_nobody_could_produce_is_no_recurring_schedule():
+def test_unproducible_message_is_no_recurring_schedule():
     """So many tags set all bits of a label, which an occurrence would have then: it would be taken for a schedule."""
     copies, producer = a_group(message_bytes_max=8192)
     tags = [f"tag-{number}" for number in range(255)]
@@ -478,7 +478,7 @@ def test_a_message_that_nobody_could_produce_is_no_recurring_schedule():
 
 
 @pytest.mark.parametrize("inner", ["t", "/", "t" * 40_000])
-def test_a_message_that_says_another_subject_than_its_batch_is_no_schedule_of_that_subject(inner):
+def test_schedule_of_a_foreign_subject_is_rejected(inner):
     """Who may produce to one subject alone would else send to all; and a name that is none would end the process."""
     copies, producer = a_group(message_bytes_max=100_000)
     own = {RECUR_NAME: "daily", RECUR_OWNER: "o", RECUR_CRON: "* * * * *", RECUR_ZONE: "UTC"}

@@ -34,7 +34,7 @@ def states(schedule: Schedule, *ids: str) -> list[State]:
     return [one.state for one in sorted(found, key=lambda one: one.position)]
 
 
-def test_a_record_says_where_the_message_lies_and_what_it_is():
+def test_record_holds_place_and_attributes():
     log, disk = DelayLog(), MemoryDisk()
     messages = [delayed("s", "a", 5000), delayed("s", "bcd", 7000, key="order-7")]
     where = log.messages(messages, labels=[3, 1 << 40])
@@ -62,7 +62,7 @@ def test_an_absurd_due_time_breaks_nothing(due_ms):
     assert len(listed(Schedule(disk, segment_ms=HOUR_MS, log_start=log.start), 0, (1 << 62) + 1)) == 4
 
 
-def test_loading_gives_each_pending_message_once_with_what_is_filed_meanwhile():
+def test_loading_returns_each_pending_message_once():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(300))
     schedule = opened(disk, log)
@@ -79,7 +79,7 @@ def test_loading_gives_each_pending_message_once_with_what_is_filed_meanwhile():
     assert schedule.next_piece(HOUR_MS) is None
 
 
-def test_a_message_due_before_what_is_loaded_goes_to_the_wheel_although_its_segment_is_new():
+def test_message_of_a_new_loaded_segment_goes_to_the_wheel():
     log, disk = DelayLog(), MemoryDisk()
     schedule = opened(disk, log)
     assert schedule.next_piece(HOUR_MS + 5) is None
@@ -90,7 +90,7 @@ def test_a_message_due_before_what_is_loaded_goes_to_the_wheel_although_its_segm
     assert load(schedule, 2 * HOUR_MS + 1) == [where[2][0]]
 
 
-def test_what_was_not_stored_is_due_again_and_what_was_stored_is_over():
+def test_unstored_batch_is_due_again_stored_one_is_over():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(10))
     schedule = opened(disk, log)
@@ -158,7 +158,7 @@ def test_a_dispatch_in_flight_survives_a_restart_with_its_records():
     assert sorted(places(filed.added)) == sorted(where[90:50:-1])
 
 
-def test_what_does_not_pend_is_neither_cancelled_nor_dispatched():
+def test_settled_messages_are_neither_cancelled_nor_dispatched():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(10))
     log.dispatch("group", where[:2], producer=7, batch=1)
@@ -193,7 +193,7 @@ def test_a_carried_message_stands_in_place_of_the_old_one():
     assert states(schedule, "m0") == [State.MOVED]
 
 
-def test_a_restart_from_the_checkpoint_files_only_what_came_later():
+def test_restart_files_only_frames_after_the_checkpoint():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(500, step_ms=20_000))
     log.cancel(where[400:])
@@ -212,7 +212,7 @@ def test_a_restart_from_the_checkpoint_files_only_what_came_later():
     assert again.counts(0, 1 << 60) == schedule.counts(0, 1 << 60)
 
 
-def test_what_comes_due_again_while_its_segment_is_loaded_comes_once():
+def test_message_due_again_during_loading_comes_once():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(10))
     log.dispatch("group", where[:2], producer=7, batch=1)
@@ -247,7 +247,7 @@ def test_marks_are_written_once():
 
 
 @pytest.mark.parametrize("byte", [0, 5, 9, 17, 30, 47, 48, 60, 3119, 3120, 7000])
-def test_whoever_reads_a_damaged_block_hears_of_it(byte):
+def test_damaged_block_raises_for_each_reader(byte):
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(200))
     schedule = opened(disk, log)
@@ -264,7 +264,7 @@ def test_whoever_reads_a_damaged_block_hears_of_it(byte):
         log.file_into(schedule)
 
 
-def test_what_a_crash_left_behind_the_checkpoint_does_not_count():
+def test_bytes_behind_the_checkpoint_are_ignored():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(200))
     schedule = opened(disk, log)
@@ -359,7 +359,7 @@ def test_a_message_is_found_by_id_and_key_with_and_without_its_due_time():
     assert schedule.find("t", [id_hash("mine")], [])() == []
 
 
-def test_retention_learns_what_lies_below():
+def test_pending_from_is_the_lowest_pending_offset():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(100)) + log.messages(many(100, first=100, due_ms=5 * HOUR_MS))
     schedule = opened(disk, log)
@@ -393,7 +393,7 @@ def test_a_segment_that_is_over_is_deleted_after_its_time():
     assert (again.segments, disk.names("segments")) == (1, ["checkpoint"])
 
 
-def test_who_looks_while_a_segment_is_deleted_finds_nothing_in_it():
+def test_question_about_a_deleted_segment_finds_nothing():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(100))
     later = log.messages([delayed("s", "later", 9 * HOUR_MS)])

@@ -39,7 +39,7 @@ def serve(costs: dict[str, list[int]], *, quantum: int = 10, most: int = 1000) -
         pytest.param({}, "", id="nobody"),
     ],
 )
-def test_who_goes_next(costs, order):
+def test_turn_order_follows_credit(costs, order):
     assert serve(costs) == order
 
 

@@ -23,7 +23,7 @@ def pairs(taken) -> list[tuple[int, int]]:
     return list(zip(taken["number"].tolist(), taken["due"].tolist(), strict=True))
 
 
-def test_only_what_is_due_is_taken_the_earliest_first():
+def test_only_due_messages_are_taken_earliest_first():
     wheel = Wheel()
     wheel.add(records((1, 50), (2, 10), (3, 30)))
     wheel.add(records((4, 20)))
@@ -43,7 +43,7 @@ def test_a_taken_message_has_all_that_is_needed_to_read_and_send_it():
     assert [int(taken[name]) for name in ("number", "due", "label", "size", "subject", "crc")] == [7, 1, 8, 100, 3, 4]
 
 
-def test_what_was_taken_may_be_added_again():
+def test_taken_messages_can_be_added_again():
     wheel = Wheel()
     wheel.add(records((7, 1), (8, 2)))
     wheel.add(wheel.take(5, 1))
