@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from qmq.broker.choice import Chosen
-from qmq.broker.service_queue import DELIVERY_BYTES, OWED_BYTES_MAX, Passes
+from qmq.broker.service_queue import DELIVERY_BYTES, OWED_BYTES_MAX, ServiceQueue
 from qmq.broker.subscriptions import Subscription, WaitingPull
 from qmq.codec import Buffer, labels_bytes, slice_batch
 from qmq.crc import crc32
@@ -199,13 +199,13 @@ class PullAnswer:
         return True
 
 
-class Sending:
+class AnswerSender:
     """Sender of pull answers. Made by the delivery; ends with the mastership. `writable_again` is called when a
     connection that was owed too much may have answers again.
     """
 
     def __init__(
-        self, mastership: Mastership, counters: Counters, passes: Passes, writable_again: Callable[[Link], None]
+        self, mastership: Mastership, counters: Counters, passes: ServiceQueue, writable_again: Callable[[Link], None]
     ) -> None:
         self._mastership, self._counters, self._passes = mastership, counters, passes
         self._writable_again = writable_again

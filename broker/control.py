@@ -37,7 +37,7 @@ ANSWER_S = 10.0
 """The metaserver waits some seconds each for the masters of the route and for its database."""
 
 
-class Announcing:
+class BeginRequests:
     """Requests for the begin of new consumer groups. Made by main before the service; used on its loop."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ MESSAGES_AT_ONCE = 50
 _NO_END = 1 << 63
 
 
-class Browsing:
+class BrowseCalls:
     """Answers Browse: reads the disk on threads in small steps, so other work goes on. Made by the control port; used
     on the loop.
     """
@@ -228,7 +228,7 @@ class Control(CopyControl[BrokerMaster]):
 
     def __init__(self, service: Service[BrokerMaster], settings: BrokerSettings, samples: Samples) -> None:
         super().__init__(service, settings, samples)
-        self._browsing = Browsing(service)
+        self._browsing = BrowseCalls(service)
 
     async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:
         """FAILED_PRECONDITION: not the master, or its log cannot be read."""

@@ -16,8 +16,8 @@ from functools import partial
 
 from qmq.broker.answers import Counters
 from qmq.broker.labels import labels_of
-from qmq.broker.service_queue import Passes
-from qmq.broker.subscriptions import Consumption
+from qmq.broker.service_queue import ServiceQueue
+from qmq.broker.subscriptions import Subscriptions
 from qmq.codec import Buffer, encode_labels, join_batch, slice_batch, split_batch
 from qmq.crc import crc32
 from qmq.dead_letters import PRUNER, letters_producer, with_fate
@@ -41,7 +41,7 @@ COPIES_PER_ACK = BATCHES_PER_PRODUCER
 
 
 @dataclass(eq=False, slots=True)
-class _Burial:
+class _DeadLetterJob:
     """Pull sequences of one consumer that become dead letters."""
 
     key: Key
@@ -62,13 +62,13 @@ class DeadLetters:
         self,
         mastership: Mastership,
         counters: Counters,
-        consumption: Consumption,
-        passes: Passes,
+        consumption: Subscriptions,
+        passes: ServiceQueue,
         wake: Callable[[str], None],
     ) -> None:
         self._mastership, self._counters, self._passes = mastership, counters, passes
         self._consumption, self._wake = consumption, wake
-        self._burials: deque[_Burial] = deque()
+        self._jobs: deque[_DeadLetterJob] = deque()
         self._chosen: dict[tuple[str, str], str] = {}
         self._former: dict[int, dict[int, StoredBatch]] = {}
         """Copies from before this mastership, by producer: some may have no ack behind them."""
@@ -77,48 +77,48 @@ class DeadLetters:
         """Replace all operators' limits."""
         self._chosen = dead_letter_subjects(limits)
 
-    def bury(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer | None) -> None:
+    def make_dead(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer | None) -> None:
         """Make dead letters of the messages that the consumer `key` still has among these pull sequences; then call
         `answer`.
         """
-        same = (one for one in self._burials if one.key == key and one.answer is None) if answer is None else iter(())
-        if (burial := next(same, None)) is None:
-            burial = _Burial(key, deque(ranges), reason, answer)
-            self._burials.append(burial)
+        same = (one for one in self._jobs if one.key == key and one.answer is None) if answer is None else iter(())
+        if (job := next(same, None)) is None:
+            job = _DeadLetterJob(key, deque(ranges), reason, answer)
+            self._jobs.append(job)
         else:  # each new connection of the consumer finds the same ones while the slave is missing
-            known = set(burial.ranges)
-            burial.ranges += [one for one in ranges if one not in known]
-        self._go_on(burial)
+            known = set(job.ranges)
+            job.ranges += [one for one in ranges if one not in known]
+        self._go_on(job)
 
     @property
     def has_any(self) -> bool:
         """Whether messages are waiting to become dead letters."""
-        return bool(self._burials)
+        return bool(self._jobs)
 
     def go_on(self) -> None:
         """Continue work that waited for the next pass, for the slave, or for the end of a swap."""
         is_damaged = self._mastership.log.damage is not None
-        for burial in list(self._burials):
-            burial.rests = burial.rests and is_damaged
-            self._go_on(burial)
+        for job in list(self._jobs):
+            job.rests = job.rests and is_damaged
+            self._go_on(job)
 
     def step_down(self, error: QmqError) -> None:
         """End the mastership: unfinished messages stay unacked and are the next master's."""
-        burials, self._burials = self._burials, deque()
-        for burial in burials:
-            if burial.answer is not None:
-                burial.answer(error)
+        jobs, self._jobs = self._jobs, deque()
+        for job in jobs:
+            if job.answer is not None:
+                job.answer(error)
 
-    def _go_on(self, burial: _Burial) -> None:
-        while burial.ranges and not burial.is_reading and not burial.rests and self._may_store():
+    def _go_on(self, job: _DeadLetterJob) -> None:
+        while job.ranges and not job.is_reading and not job.rests and self._may_store():
             if self._passes.copies_left <= 0:
                 self._mastership.host.pass_soon()
                 return
-            self._step(burial)
-        if not burial.ranges and burial in self._burials:
-            self._burials.remove(burial)
-            if burial.answer is not None:
-                burial.answer(None)
+            self._step(job)
+        if not job.ranges and job in self._jobs:
+            self._jobs.remove(job)
+            if job.answer is not None:
+                job.answer(None)
 
     def _may_store(self) -> bool:
         """Return whether copies may be stored. Only the current master stores dead letters, and never on one copy
@@ -126,63 +126,63 @@ class DeadLetters:
         """
         return self._mastership.may_progress and not self._mastership.gate.too_few_in_sync
 
-    def _step(self, burial: _Burial) -> None:
+    def _step(self, job: _DeadLetterJob) -> None:
         """Store the messages of the next few frames; read the frames first if they are not in memory."""
-        mastership, log, (subject, group, _) = self._mastership, self._mastership.log, burial.key
+        mastership, log, (subject, group, _) = self._mastership, self._mastership.log, job.key
         if letters_producer(subject, group) not in self._former:
             self._settle_former(subject, group)
-        found = self._held(burial)
+        found = self._held(job)
         if found is None:
             self._passes.copies_left -= 1
-            burial.ranges.popleft()
+            job.ranges.popleft()
             return
         sequence, messages = found
         try:
             refs = [ref for ref in log.frames(subject, sequence, READ_FRAMES) if ref.begin < sequence + messages]
         except CorruptFrame as problem:
-            self._damaged(burial, problem)
+            self._damaged(job, problem)
             return
         if not refs or refs[0].begin > sequence:
             gone = refs[0].begin - sequence if refs else messages
-            self._settle(burial, gone, 0)
+            self._settle(job, gone, 0)
             self._consumption.note_skipped(subject, group, gone)
             return
         refs = _few(refs)
         bodies = [log.tail_body(ref.offset) for ref in refs]
         if all(found is not None for found in bodies):
-            self._store(burial, [found for found in bodies if found is not None])
+            self._store(job, [found for found in bodies if found is not None])
             return
-        burial.is_reading = True
-        mastership.host.read(partial(log.stored.read_bodies, refs), partial(self._read, burial))
+        job.is_reading = True
+        mastership.host.read(partial(log.stored.read_bodies, refs), partial(self._read, job))
 
-    def _read(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
-        burial.is_reading = False
-        if burial not in self._burials:
+    def _read(self, job: _DeadLetterJob, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
+        job.is_reading = False
+        if job not in self._jobs:
             return  # the mastership has ended
         if isinstance(bodies, CorruptFrame):
-            self._damaged(burial, bodies)
+            self._damaged(job, bodies)
             return
         if isinstance(bodies, LogError):
             raise bodies
         if self._may_store():
-            self._store(burial, bodies)
-        self._go_on(burial)
+            self._store(job, bodies)
+        self._go_on(job)
 
-    def _damaged(self, burial: _Burial, problem: CorruptFrame) -> None:
+    def _damaged(self, job: _DeadLetterJob, problem: CorruptFrame) -> None:
         """Report damage. The messages stay unacked; a request is refused, other work continues after the repair."""
         self._mastership.found_damage(problem)
-        if burial.answer is None:
-            burial.rests = True
+        if job.answer is None:
+            job.rests = True
             return
-        burial.ranges.clear()
-        self._burials.remove(burial)
-        burial.answer(NotServed("this copy is damaged where it had to be read, and is being repaired; ask again"))
+        job.ranges.clear()
+        self._jobs.remove(job)
+        job.answer(NotServed("this copy is damaged where it had to be read, and is being repaired; ask again"))
 
-    def _held(self, burial: _Burial) -> tuple[int, int] | None:
+    def _held(self, job: _DeadLetterJob) -> tuple[int, int] | None:
         """Return (sequence, messages) that the consumer still has at the beginning of the first range, or None."""
-        if (consumer := self._consumption.consumer(*burial.key)) is None:
+        if (consumer := self._consumption.consumer(*job.key)) is None:
             return None
-        begin, end = burial.ranges[0]
+        begin, end = job.ranges[0]
         try:
             consumer.check_given(begin, end)
         except InvalidAck:
@@ -191,13 +191,13 @@ class DeadLetters:
         if first is None:
             return None
         held = first.part(begin, end)
-        burial.ranges[0] = held.pull, end
+        job.ranges[0] = held.pull, end
         return held.first, held.count
 
-    def _store(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]]) -> None:
+    def _store(self, job: _DeadLetterJob, bodies: list[tuple[Frame, Buffer]]) -> None:
         """Store copies of the messages in these frames that are still unacked, and ack the originals."""
         for frame, body in bodies:
-            while (found := self._held(burial) if burial.ranges else None) is not None:
+            while (found := self._held(job) if job.ranges else None) is not None:
                 sequence, messages = found
                 begin = sequence - frame.first_sequence
                 if begin >= frame.count:
@@ -208,20 +208,20 @@ class DeadLetters:
                 cut = slice_batch(body, frame.count, begin, end)
                 labels = labels_of(frame, body)[begin:end]
                 for at, data in enumerate(split_batch(cut, end - begin)):
-                    self._copy(burial, sequence + at, bytes(data), labels[at : at + 1])
+                    self._copy(job, sequence + at, bytes(data), labels[at : at + 1])
                 self._passes.copies_left -= end - begin
-                self._settle(burial, end - begin, DEAD)
+                self._settle(job, end - begin, DEAD)
 
-    def _copy(self, burial: _Burial, sequence: int, data: bytes, labels: Sequence[int]) -> None:
+    def _copy(self, job: _DeadLetterJob, sequence: int, data: bytes, labels: Sequence[int]) -> None:
         """Store the copy of one message; `labels` holds its own label, if it has one."""
-        mastership, (subject, group, _) = self._mastership, burial.key
+        mastership, (subject, group, _) = self._mastership, job.key
         state, producer = mastership.log.state, letters_producer(subject, group)
         stored = self._former[producer].get(sequence)
         if stored is not None and stored.end > state.groups[subject, group].began:
             return  # a copy from before the group was moved may be handled already: store a new one
         whose = real_subject(subject), group
         chosen = self._chosen.get(whose)
-        copy = with_fate(data, self._times(burial), burial.reason, sequence, whose if chosen else None)
+        copy = with_fate(data, self._times(job), job.reason, sequence, whose if chosen else None)
         if chosen and copy != data:  # consumers of that subject may filter by tags and order keys
             name, flags = chosen, FLAG_DEAD | (label_flags(labels) if labels else 0)
             body = join_batch([copy]) + (encode_labels(labels) if labels else b"")
@@ -245,11 +245,11 @@ class DeadLetters:
         self._wake(name)
         mastership.host.pass_soon()
 
-    def _times(self, burial: _Burial) -> int:
-        consumer = self._consumption.consumer(*burial.key)
+    def _times(self, job: _DeadLetterJob) -> int:
+        consumer = self._consumption.consumer(*job.key)
         assert consumer is not None  # it has the copied messages unacked
-        deliveries = consumer.range_of(burial.ranges[0][0]).deliveries
-        return deliveries - (burial.key[2] == PRUNER)  # the delivery to the pruner is not one
+        deliveries = consumer.range_of(job.ranges[0][0]).deliveries
+        return deliveries - (job.key[2] == PRUNER)  # the delivery to the pruner is not one
 
     def _settle_former(self, subject: str, group: str) -> None:
         """Ack messages whose copies are older than this mastership and have no ack behind them.
@@ -270,12 +270,12 @@ class DeadLetters:
             if entries:
                 self._mastership.append_progress(FrameKind.ACK, (subject, group, name), entries)
 
-    def _settle(self, burial: _Burial, messages: int, settled: int) -> None:
+    def _settle(self, job: _DeadLetterJob, messages: int, settled: int) -> None:
         """Ack the first messages of the first range; `settled` is DEAD if dead letters of them are stored."""
-        begin, end = burial.ranges[0]
-        self._mastership.append_progress(FrameKind.ACK, burial.key, [(begin, begin + messages, settled)])
+        begin, end = job.ranges[0]
+        self._mastership.append_progress(FrameKind.ACK, job.key, [(begin, begin + messages, settled)])
         if begin + messages == end:  # the next range may be in the same frame; `_held` finds the rest of this one
-            burial.ranges.popleft()
+            job.ranges.popleft()
 
 
 def _few(refs: list[FrameRef]) -> list[FrameRef]:

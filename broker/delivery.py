@@ -12,17 +12,17 @@ from collections.abc import Iterable
 from functools import partial
 
 from qmq.broker import group_status, positions
-from qmq.broker.answers import Counters, Sending
+from qmq.broker.answers import AnswerSender, Counters
 from qmq.broker.choice import UNACKED_MESSAGES_MAX, Chosen, choose
 from qmq.broker.dead_letters import DeadLetters
-from qmq.broker.filtered_scan import Filtering, Reading
+from qmq.broker.filtered_scan import Filters, Reading
 from qmq.broker.group_status import Backlogs
 from qmq.broker.labels import LabelsRead, TagRule
-from qmq.broker.positions import Ask, Begin, Beginning, Key
-from qmq.broker.service_queue import OWED_BYTES_MAX, TRY_BYTES, Offline, Passes, Rates
+from qmq.broker.positions import Ask, Begin, GroupBegins, Key
+from qmq.broker.service_queue import OWED_BYTES_MAX, TRY_BYTES, OfflineRules, Rates, ServiceQueue
 from qmq.broker.settings import BrokerSettings
-from qmq.broker.subject_limits import Pruning
-from qmq.broker.subscriptions import Consumption, Subscription, WaitingPull, read_terms
+from qmq.broker.subject_limits import SubjectLimits
+from qmq.broker.subscriptions import Subscription, Subscriptions, WaitingPull, read_terms
 from qmq.dead_letters import PRUNER, delivered
 from qmq.errors import (
     CorruptFrame,
@@ -63,25 +63,25 @@ class Delivery:
         ask: Ask | None = None,
     ) -> None:
         self._mastership, self._settings, self._counters = mastership, settings, counters
-        self.consumption = Consumption(
+        self.consumption = Subscriptions(
             mastership.log, lease_ms=settings.lease_ms, now_ms=mastership.host.monotonic_ms()
         )
-        self._passes = Passes()
-        self.beginning = Beginning(mastership.log, ask)
+        self._passes = ServiceQueue()
+        self.beginning = GroupBegins(mastership.log, ask)
         self._dead_letters = DeadLetters(mastership, counters, self.consumption, self._passes, self.wake)
-        self.pruning = Pruning(mastership, clocks, self._dead_letters, self.wake)
-        self._filtering = Filtering(mastership.log, lambda: self.consumption.connected, self._passes)
-        mastership.before_progress, mastership.at_begin = self._changing, self._take_over
+        self.pruning = SubjectLimits(mastership, clocks, self._dead_letters, self.wake)
+        self._filtering = Filters(mastership.log, lambda: self.consumption.connected, self._passes)
+        mastership.before_progress, mastership.at_begin = self._changing, self._begin_mastership
         self._woken: dict[str, None] = {}
-        self._sending = Sending(mastership, counters, self._passes, self.writable_again)
-        self._offline, self._rates = Offline(), Rates()
+        self._sending = AnswerSender(mastership, counters, self._passes, self.writable_again)
+        self._offline, self._rates = OfflineRules(), Rates()
         self._forgot_ms = 0
         self.causes = group_status.Causes(self._facts)
         self.backlogs = Backlogs(mastership, settings.metrics_subjects)
 
-    def _take_over(self) -> None:
-        self.consumption.take_over(self._mastership.host.monotonic_ms())
-        self.pruning.take_over()
+    def _begin_mastership(self) -> None:
+        self.consumption.begin_mastership(self._mastership.host.monotonic_ms())
+        self.pruning.begin_mastership()
 
     # Requests.
 
@@ -120,11 +120,11 @@ class Delivery:
         elif known is not None and known.unacked and f["is_new"] and not f["held_end"]:
             # A new process uses an old consumer id. The messages that the old one had begun count as delivered;
             # otherwise a message that kills every process would never become a dead letter.
-            self._consumer_leaves(subscription.key, told=False)
+            self._consumer_leaves(subscription.key, begun_none=False)
             known = None
         elif known is not None and (dead := known.delivered_more_than(subscription.deliveries_max)):
-            self._bury(subscription, dead)  # the former master did not get to it
-        self.consumption.says(subscription)
+            self._make_dead(subscription, dead)  # the former master did not get to it
+        self.consumption.note_reporting(subscription)
         joined = mastership.log.state.groups[subject, group]
         if joined.is_broadcast and consumer not in joined.consumers:
             # Records the consumer, so that its absence is noticed even if no message came for it.
@@ -213,7 +213,7 @@ class Delivery:
         if self.pruning.expired_die(subscription.subject):
             dead += expired
         if dead:
-            self._check_may_bury(subscription)
+            self._check_may_make_dead(subscription)
         if expired:
             self._over_unhandled(subscription, expired)
         if later:
@@ -230,7 +230,7 @@ class Delivery:
             self._offer(subscription)
             mastership.answer_when_safe(link, packet, commands.encode_acked(self._consumer(subscription).acked_end))
 
-        self._dead_letters.bury(subscription.key, dead, nack.reason, answer)
+        self._dead_letters.make_dead(subscription.key, dead, nack.reason, answer)
 
     def _over_unhandled(self, subscription: Subscription, expired: list[tuple[int, int]]) -> None:
         """Settle messages that a consumer found expired, unless they become dead letters."""
@@ -287,7 +287,7 @@ class Delivery:
     def _is_offline(self, subscription: Subscription) -> bool:
         return subscription.key in self._offline
 
-    def _check_may_bury(self, subscription: Subscription) -> None:
+    def _check_may_make_dead(self, subscription: Subscription) -> None:
         if is_dead_letter_subject(subscription.subject):
             raise InvalidRequest("a dead letter does not become one again; ack it, or let it come again")
         if self._mastership.gate.too_few_in_sync:
@@ -366,7 +366,7 @@ class Delivery:
         self.consumption.forget(subscription)
         self.consumption.left(*subscription.key)
         if subscription.consumer in mastership.log.state.groups[subscription.subject, subscription.group].consumers:
-            self._consumer_leaves(subscription.key, told=True)
+            self._consumer_leaves(subscription.key, begun_none=True)
             mastership.answer_when_safe(link, packet, b"")
         else:
             link.answer(packet)
@@ -411,7 +411,7 @@ class Delivery:
     def _take_turn(self, entry: Subscription | tuple[str, str]) -> bool:
         """Serve one pull; return whether there may be more for the same group or consumer."""
         if isinstance(entry, Subscription):
-            return self._serve_or_tell(entry)
+            return self._serve_or_answer(entry)
         for subscription in self.consumption.waiting_in(*entry):
             if self._serve(subscription):
                 # Otherwise each message would try 199 of 200 consumers of a group in vain.
@@ -430,7 +430,7 @@ class Delivery:
         self.pruning.limit(by_key(limits))
         self._dead_letters.limit(limits)
         self._rates.limit(by_key(limits), self._mastership.host.monotonic_ms())
-        self._offline = Offline(offline)
+        self._offline = OfflineRules(offline)
         self.serve_all()
 
     def answer_overdue(self, now_ms: int) -> None:
@@ -457,7 +457,7 @@ class Delivery:
             for subject in (*self.consumption.due(retry_ms), *self._filtering.overdue(retry_ms)):
                 self.wake(subject)
             for key in self.consumption.expired(now_ms):
-                self._consumer_leaves(key, told=False)
+                self._consumer_leaves(key, begun_none=False)
             self._dead_letters.go_on()
             self.pruning.tick(now_ms)
             self._line_up([*self.consumption.exclusive_waiting, *self._rates.take_dry()])
@@ -492,11 +492,11 @@ class Delivery:
     def _offer(self, subscription: Subscription) -> None:
         """Serve a subscription now, or in a later pass if this one has spent its budget."""
         while self._passes.has_time:
-            if not self._serve_or_tell(subscription):
+            if not self._serve_or_answer(subscription):
                 return
         self._line_up([subscription])
 
-    def _serve_or_tell(self, subscription: Subscription) -> bool:
+    def _serve_or_answer(self, subscription: Subscription) -> bool:
         """Serve a subscription; if there is nothing for it, answer its pulls that do not wait."""
         if self._serve(subscription):
             return True
@@ -586,20 +586,20 @@ class Delivery:
             self.consumption.note_skipped(subscription.subject, subscription.group, chosen.skipped)
         subscription.resend = max([subscription.resend, *chosen.pull_ends])
         if chosen.dead:
-            self._bury(subscription, chosen.dead)
+            self._make_dead(subscription, chosen.dead)
 
-    def _bury(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
+    def _make_dead(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
         reason = f"{delivered(subscription.deliveries_max)}, and never acked"
-        self._dead_letters.bury(subscription.key, dead, reason, None)
+        self._dead_letters.make_dead(subscription.key, dead, reason, None)
 
-    def _consumer_leaves(self, key: tuple[str, str, str], *, told: bool) -> None:
+    def _consumer_leaves(self, key: tuple[str, str, str], *, begun_none: bool) -> None:
         """Requeue the unacked messages of a consumer that leaves (W1).
 
         Args:
-            told: the consumer reported that it had begun none of them; otherwise it vanished.
+            begun_none: the consumer reported that it had begun none of them; otherwise it vanished.
         """
         mastership = self._mastership
-        mastership.append_progress(FrameKind.POSITION, key, self.consumption.departure(key, told=told))
+        mastership.append_progress(FrameKind.POSITION, key, self.consumption.departure(key, begun_none=begun_none))
         self.wake(key[0])
         self._counters.returned_consumers += 1
 

@@ -23,9 +23,9 @@ from functools import partial
 from typing import NamedTuple
 
 from qmq.broker.choice import FRAMES_AT_ONCE, Budget, Chosen, Part
-from qmq.broker.group_filter import PASSED_MS, GroupFilter, Keys, frames_of, made_again, sequences_unacked
+from qmq.broker.group_filter import PASSED_MS, GroupFilter, Keys, frames_of, restore_keys, sequences_unacked
 from qmq.broker.labels import ENDS, NO_LABELS, Body, LabelCache, LabelsRead, TagRule, read_labels_of
-from qmq.broker.service_queue import Passes
+from qmq.broker.service_queue import ServiceQueue
 from qmq.broker.subscriptions import Subscription
 from qmq.dead_letters import PRUNER
 from qmq.errors import LogError
@@ -112,7 +112,7 @@ class FilteredScan:
 
     def go(self) -> None:
         """Decide until the pull is full or bytes are missing; `wanted` then holds the missing frames."""
-        if missing := made_again(self._group_filter, self._log, self._label_cache):
+        if missing := restore_keys(self._group_filter, self._log, self._label_cache):
             self.wanted = MissingFrames(missing, None)
             return
         self._group_filter.catch_up(self._group)
@@ -354,13 +354,13 @@ class Reading(NamedTuple):
     job: Callable[[], LabelsRead]
 
 
-class Filtering:
+class Filters:
     """Filters of all groups of a broker. Made by `broker.delivery`; ends with the mastership. `connected` returns the
     subscriptions with a connection.
     """
 
     def __init__(
-        self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]], passes: Passes
+        self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]], passes: ServiceQueue
     ) -> None:
         self._log, self._connected, self._passes = message_log, connected, passes
         self._label_cache = LabelCache(message_log)

@@ -172,7 +172,7 @@ def sequences_unacked(consumer: Consumer, begin: int, end: int) -> Iterator[Rang
         yield part.first, part.end
 
 
-def made_again(group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> list[FrameRef]:
+def restore_keys(group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> list[FrameRef]:
     """Restore the group's keys and requeued ranges; return the frames whose labels have to be read first.
 
     They are requested once: until the keys are known, the set of unsettled messages only shrinks.

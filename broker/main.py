@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from qmq.broker.answers import Counters
-from qmq.broker.control import Announcing, Control
+from qmq.broker.control import BeginRequests, Control
 from qmq.broker.master import BrokerMaster
 from qmq.broker.metrics import open_http
 from qmq.broker.retention import Retention
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Tasks:
-    counters, retention, announcing = Counters(), Retention(settings), Announcing()
+    counters, retention, announcing = Counters(), Retention(settings), BeginRequests()
     service = Service(
         message_log=message_log,
         disk=disk,

@@ -247,7 +247,7 @@ Ask = Callable[[NewGroup, Answered], None]
 """Sends the request to the metaserver; the answer comes later, once. None: its version stores no consumer groups."""
 
 
-class Beginning:
+class GroupBegins:
     """Begins of new groups. Made with a mastership, ends with it. `ask` is None if this broker group is the whole
     cluster.
     """

@@ -39,7 +39,7 @@ Entry: TypeAlias = Subscription | tuple[str, str]
 """One consumer; or (subject, group): the consumer of it that was served longest ago."""
 
 
-class Passes:
+class ServiceQueue:
     """Queue of consumers to serve, with the budgets of a pass. Made by the delivery; ends with the mastership."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Passes:
 ANY = "*"
 
 
-class Offline:
+class OfflineRules:
     """Switched-off consumers, as rules (subject, consumer group, consumer); `*` matches all. A rule for a subject
     covers its retry and dead-letter subjects too.
     """

@@ -222,12 +222,12 @@ SUBJECTS_AT_ONCE = 50
 """Limited subjects checked in a tick, at most a few milliseconds; with more than 500, a round takes over a second."""
 RANGES_AT_ONCE = 1_000
 """Requeued ranges of a group given up at once: one frame, folded in less than a millisecond."""
-BURIED_AT_ONCE = 5_000
+EXPIRED_AT_ONCE = 5_000
 """Expired messages of a group waiting to become dead letters: ten passes of the loop."""
 REASON = "expired"
 
 
-class Pruning:
+class SubjectLimits:
     """Enforcer of the subjects' limits. Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called
     when a group advanced.
     """
@@ -248,7 +248,7 @@ class Pruning:
         self.overflowed: dict[Key, int] = {}
         """(subject, consumer group) -> messages given up because too many waited."""
 
-    def take_over(self) -> None:
+    def begin_mastership(self) -> None:
         """Begin the mastership with the groups in the log."""
         for subject, name in self._mastership.log.state.groups:
             self._groups.setdefault(subject, {})[name] = None
@@ -393,7 +393,7 @@ class Pruning:
         for name in list(self._groups[subject]):
             group = mastership.log.state.groups[subject, name]
             if limits.expired_die:
-                self._bury(subject, name, group, end)
+                self._make_dead(subject, name, group, end)
             elif messages := self._give_up((subject, name), EXPIRED, _before(group, end)):
                 self.note_expired((subject, name), messages)
 
@@ -407,10 +407,10 @@ class Pruning:
         refs = message_log.frames(subject, min(firsts), 1) if firsts else []
         return bool(refs) and message_log.timestamp_at(refs[0].offset) < since_ms
 
-    def _bury(self, subject: str, name: str, group: Group, end: int) -> None:
+    def _make_dead(self, subject: str, name: str, group: Group, end: int) -> None:
         """Give expired messages to the pruner, which makes dead letters of them; no more than it can soon handle."""
         mastership, key = self._mastership, (subject, name, PRUNER)
-        room = BURIED_AT_ONCE - group.consumers.get(PRUNER, Consumer()).unacked_messages
+        room = EXPIRED_AT_ONCE - group.consumers.get(PRUNER, Consumer()).unacked_messages
         pull_sequence, entries = mastership.log.state.next_pull(group, PRUNER), []
         for first, count in _before(group, end):
             if (taken := min(count, room)) <= 0:
@@ -420,7 +420,7 @@ class Pruning:
         if entries:
             mastership.append_progress(FrameKind.PULL, key, entries)
             self.note_expired(key[:2], sum(count for _, _, count in entries))
-            self._dead_letters.bury(key, [(pull, pull + count) for pull, _, count in entries], REASON, None)
+            self._dead_letters.make_dead(key, [(pull, pull + count) for pull, _, count in entries], REASON, None)
 
 
 def _before(group: Group, end: int) -> Iterator[tuple[int, int]]:

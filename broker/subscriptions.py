@@ -130,7 +130,7 @@ class Subscription:
             self.owed.popleft()
 
 
-class Consumption:
+class Subscriptions:
     """Subscriptions, leases and waiting pulls of a broker. Used on the loop only; ends with the mastership."""
 
     def __init__(self, log: MessageLog, *, lease_ms: int, now_ms: int) -> None:
@@ -162,7 +162,7 @@ class Consumption:
         self._seen: dict[tuple[str, str, str], int] = {}
         """(subject, group, consumer) -> begin of its lease, in ms of the host's monotonic clock."""
 
-    def take_over(self, now_ms: int) -> None:
+    def begin_mastership(self, now_ms: int) -> None:
         """Begin the mastership: start leases of all consumers in the log, and schedule their retries."""
         for (subject, name), group in self._log.state.groups.items():
             self.note_due(subject, name, group.requeued.next_due_ms(0))
@@ -322,7 +322,7 @@ class Consumption:
         self._begun.pop(key, None)
         self._silent.discard(key)
 
-    def says(self, subscription: Subscription) -> None:
+    def note_reporting(self, subscription: Subscription) -> None:
         """Note whether the client's reports decide what counts if the consumer vanishes."""
         (self._silent.discard if subscription.begins else self._silent.add)(subscription.key)
 
@@ -332,15 +332,15 @@ class Consumption:
         settled = [(0, (self.consumer(*key) or Consumer()).acked_end)]  # else this would grow
         self._begun[key] = ranges.difference(ranges.union([*self._begun.get(key, ()), *begun]), settled)
 
-    def departure(self, key: tuple[str, str, str], *, told: bool) -> list[Entry]:
+    def departure(self, key: tuple[str, str, str], *, begun_none: bool) -> list[Entry]:
         """Return the entries that record a consumer's departure, and forget its reports.
 
         A new master has no reports yet: it counts nothing and keeps suspecting.
         """
         begun, is_silent = self._begun.get(key, []), key in self._silent
         self._forget_said(key)
-        if told or is_silent:
-            return [(Departure.NONE_BEGUN if told else Departure.VANISHED, 0, 0)]
+        if begun_none or is_silent:
+            return [(Departure.NONE_BEGUN if begun_none else Departure.VANISHED, 0, 0)]
         subject, group, name = key
         unacked = [(one.pull, one.pull_end) for one in self._log.state.groups[subject, group].consumers[name].unacked]
         counted = ranges.difference(unacked, ranges.difference(unacked, begun))

@@ -23,7 +23,7 @@ from qmq.codec import decode_envelope, decode_properties
 from qmq.delayserver.decisions import Counters, Decisions
 from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import RECORD, Candidate, DamagedSchedule, Schedule, State, id_hash, key_hash
-from qmq.delayserver.upkeep import Filing
+from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotMaster, NotServed, Overloaded, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
@@ -94,10 +94,10 @@ class _Looked(NamedTuple):
     found: list[_Found]
 
 
-class Cancelling:
+class Cancellations:
     """Handler of cancel and reschedule requests. Made by the master; ends with the mastership."""
 
-    def __init__(self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters) -> None:
+    def __init__(self, mastership: Mastership, filing: ScheduleFiler, decisions: Decisions, counters: Counters) -> None:
         self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
         self._asked: deque[_Asked] = deque()
         self._is_looking = False

@@ -16,7 +16,7 @@ from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import DamagedSchedule
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import read_template
-from qmq.delayserver.upkeep import Filing
+from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import CallError, CorruptFrame, InvalidMessage, LogError, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
@@ -42,7 +42,7 @@ class DelayControl(CopyControl[DelayMaster]):
     """Made by main; its server ends with the process."""
 
     def __init__(
-        self, service: Service[DelayMaster], settings: DelaySettings, filing: Filing, samples: Samples
+        self, service: Service[DelayMaster], settings: DelaySettings, filing: ScheduleFiler, samples: Samples
     ) -> None:
         super().__init__(service, settings, samples)
         self._filing = filing

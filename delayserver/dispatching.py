@@ -123,7 +123,7 @@ class _Batch:
         return bool(keys_of(self.records).any())
 
 
-class Dispatching:
+class Dispatcher:
     """Dispatcher of due messages. Made by the master; ends with the mastership.
 
     Args:

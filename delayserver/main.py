@@ -12,7 +12,7 @@ from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.metrics import open_http
 from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
-from qmq.delayserver.upkeep import Filing, Keeping
+from qmq.delayserver.upkeep import DelayRetention, ScheduleFiler
 from qmq.log import MessageLog, RealDisk
 from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile
@@ -54,10 +54,10 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
         settings=settings,
         commands=CLIENT_COMMANDS,
         promote=promote,
-        keeper=Keeping(lambda: filing, settings),
+        keeper=DelayRetention(lambda: filing, settings),
         shelves=[shelf],
     )
-    filing = Filing(
+    filing = ScheduleFiler(
         message_log, service, make=make, discard=lambda: discard(shelf), found_damage=service.node.found_damage
     )
     samples = Samples(lambda: (counters.produced_messages, counters.sent_messages))
@@ -80,7 +80,7 @@ async def _send(senders: NumberedSender) -> None:
         await asyncio.Event().wait()
 
 
-async def _beat(service: Service[DelayMaster], filing: Filing) -> None:
+async def _beat(service: Service[DelayMaster], filing: ScheduleFiler) -> None:
     """Beat the master, or let a slave file its log; and flush the schedule."""
 
     def beat() -> None:

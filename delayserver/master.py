@@ -19,9 +19,9 @@ from typing import Any
 
 from qmq.client.batch import BatchSender
 from qmq.codec import Buffer
-from qmq.delayserver.cancellation import Cancelling, Fates, Named
+from qmq.delayserver.cancellation import Cancellations, Fates, Named
 from qmq.delayserver.decisions import Counters, Decisions
-from qmq.delayserver.dispatching import Dispatching
+from qmq.delayserver.dispatching import Dispatcher
 from qmq.delayserver.due_clock import DueClock
 from qmq.delayserver.messages import DAY_MS, Records, check_delayed
 from qmq.delayserver.pending_queue import Leftovers
@@ -30,8 +30,8 @@ from qmq.delayserver.schedule import DamagedSchedule, Filed
 from qmq.delayserver.schedule.record import DUE_MAX_MS, order_of
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import LABEL
-from qmq.delayserver.upkeep import Carrying, Filing
-from qmq.delayserver.wheel import Loading, Wheel
+from qmq.delayserver.upkeep import Carrier, ScheduleFiler
+from qmq.delayserver.wheel import Wheel, WheelLoader
 from qmq.errors import InvalidRequest, LogError, QmqError
 from qmq.remoting import commands
 from qmq.remoting.commands import Cancelled, Command, DelayState
@@ -52,14 +52,19 @@ class DelayMaster(Master):
     """One mastership. Made by the node; `counters`, `filing` and `senders` outlive it."""
 
     def __init__(
-        self, promotion: Promotion, settings: DelaySettings, counters: Counters, filing: Filing, senders: BatchSender
+        self,
+        promotion: Promotion,
+        settings: DelaySettings,
+        counters: Counters,
+        filing: ScheduleFiler,
+        senders: BatchSender,
     ) -> None:
         super().__init__(promotion)
         mastership = self._mastership
         self._settings, self._filing = settings, filing
         decisions = Decisions(mastership)
         self._decisions = decisions
-        self._dispatching = Dispatching(
+        self._dispatching = Dispatcher(
             mastership,
             senders,
             decisions,
@@ -69,9 +74,9 @@ class DelayMaster(Master):
             settings.unknown_ms,
             partial(Leftovers, filing, mastership.host, decisions, settings.loaded_messages_max),
         )
-        self._cancelling = Cancelling(mastership, filing, decisions, counters)
+        self._cancelling = Cancellations(mastership, filing, decisions, counters)
         self._recurring = Recurring(mastership, filing, decisions, counters, settings, self._dispatching.due)
-        self._carrying = Carrying(mastership, filing, decisions, counters, settings)
+        self._carrying = Carrier(mastership, filing, decisions, counters, settings)
         self._longest_ms = int(settings.delay_days_max * DAY_MS)
         producing = Producing(mastership, counters, check=self._check)
         self._handlers |= {
@@ -100,15 +105,15 @@ class DelayMaster(Master):
 
     def _follow(self) -> None:
         """Start with an empty wheel, and subscribe to what is filed from here on."""
-        self._filing.told, self._filing.anew = self._filed, self._made_anew
+        self._filing.on_filed, self._filing.on_rebuilt = self._filed, self._rebuilt
         self._filing.schedule.forget_loads()
         self.wheel = Wheel()
-        self._loading = Loading(
+        self._loading = WheelLoader(
             self._filing, self.wheel, self._mastership.host, self._settings, self._dispatching.expect
         )
         self._has_begun = False
 
-    def _made_anew(self) -> None:
+    def _rebuilt(self) -> None:
         self._dispatching.forget_queues()
         self._carrying.forget()
         self._recurring.forget()
@@ -255,7 +260,7 @@ class DelayMaster(Master):
         return mastership.host.now_ms() - mastership.retry_ms() if mastership.has_begun else 0
 
     def step_down(self) -> None:
-        self._filing.told = self._filing.anew = None
+        self._filing.on_filed = self._filing.on_rebuilt = None
         self._dispatching.step_down()
         self._recurring.step_down()
         super().step_down()

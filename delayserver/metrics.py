@@ -12,7 +12,7 @@ from qmq.delayserver.decisions import LATENESS_MS_BUCKETS, Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.overdue import SUBJECTS_MAX
 from qmq.delayserver.settings import DelaySettings
-from qmq.delayserver.upkeep import Filing
+from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.http_port import HttpPort
 from qmq.server.metrics import CopyCollector, Reading, http_port
 from qmq.server.service import Service
@@ -27,7 +27,7 @@ class DelayCollector(CopyCollector[DelayMaster]):
         self,
         service: Service[DelayMaster],
         counters: Counters,
-        filing: Filing,
+        filing: ScheduleFiler,
         loop: asyncio.AbstractEventLoop,
         refusals: Callable[[], Sized],
         settings: DelaySettings,
@@ -113,7 +113,7 @@ class DelayCollector(CopyCollector[DelayMaster]):
 def open_http(
     service: Service[DelayMaster],
     counters: Counters,
-    filing: Filing,
+    filing: ScheduleFiler,
     settings: DelaySettings,
     refusals: Callable[[], Sized],
 ) -> HttpPort:

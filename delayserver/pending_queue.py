@@ -32,7 +32,7 @@ from qmq.delayserver.messages import Records
 from qmq.delayserver.schedule import DamagedSchedule, Schedule
 from qmq.delayserver.schedule.record import join, no_records, order_of
 from qmq.delayserver.templates import LABEL
-from qmq.delayserver.upkeep import Filing
+from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import LogError
 from qmq.replication.ports import Host
 
@@ -74,7 +74,7 @@ class Piece:
 
 
 class PendingQueue:
-    """Queue of one subject. Made by `Dispatching` for its first due message; ends with it."""
+    """Queue of one subject. Made by `Dispatcher` for its first due message; ends with it."""
 
     __slots__ = (
         "subject",
@@ -325,7 +325,7 @@ class Leftovers:
     """
 
     def __init__(
-        self, filing: Filing, host: Host, decisions: Decisions, most: int, waiting: Callable[[int], int]
+        self, filing: ScheduleFiler, host: Host, decisions: Decisions, most: int, waiting: Callable[[int], int]
     ) -> None:
         self._filing, self._host, self._decisions = filing, host, decisions
         self._most, self._waiting = most, waiting

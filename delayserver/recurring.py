@@ -25,7 +25,7 @@ from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import RECORD, DamagedSchedule, Schedule, id_hash
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import ID_PREFIX, LABEL, Template, new_template, read_template
-from qmq.delayserver.upkeep import Filing
+from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import (
     CorruptFrame,
     InvalidMessage,
@@ -108,7 +108,7 @@ class Recurring:
     def __init__(
         self,
         mastership: Mastership,
-        filing: Filing,
+        filing: ScheduleFiler,
         decisions: Decisions,
         counters: Counters,
         settings: DelaySettings,

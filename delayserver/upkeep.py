@@ -40,8 +40,8 @@ bytes per message, and a slave looks each up: a mebibyte of them blocked its con
 READ_BYTES = 4 << 20
 
 
-class Filing:
-    """Filing of log frames into the schedule, and its flushes. Made by main; used on the loop.
+class ScheduleFiler:
+    """Files log frames into the schedule, and flushes it. Made by main; used on the loop.
 
     Args:
         make: opens the schedule for a log that starts at this offset.
@@ -60,12 +60,12 @@ class Filing:
         self._log, self._host, self._found_damage = message_log, host, found_damage
         self._make, self._discard = make, discard
         self.schedule = make(message_log.start)
-        self.told: Callable[[Filed], None] | None = None
+        self.on_filed: Callable[[Filed], None] | None = None
         """Called with the changes of each frame."""
-        self.anew: Callable[[], None] | None = None
+        self.on_rebuilt: Callable[[], None] | None = None
         """Called after the schedule was replaced."""
         self.is_reading = self._is_flushing = False
-        self._why_anew = ""
+        self._rebuild_reason = ""
         """Reason to rebuild the schedule after the current flush; empty without one."""
         self._log_start = -1
         """Start of the log at the last check for pending messages before it."""
@@ -82,7 +82,7 @@ class Filing:
     @property
     def _is_held_up(self) -> bool:
         """Whether filing is blocked by a read, or by a flush before a rebuild."""
-        return self.is_reading or bool(self._why_anew)
+        return self.is_reading or bool(self._rebuild_reason)
 
     def quiet_ms(self) -> int:
         """Return for how long a slave has nothing to file unless something comes in."""
@@ -102,12 +102,12 @@ class Filing:
         if message_log.start != self._log_start:
             self._log_start = message_log.start
             if self.schedule.pending_from() < message_log.start:
-                self.start_anew(f"messages pend that were given up with the log before {message_log.start}")
+                self.rebuild(f"messages pend that were given up with the log before {message_log.start}")
                 return
         if filed_end == end:
             return
         if not self._is_our_history(filed_end):
-            self.start_anew(f"it had {filed_end}, the log begins at {message_log.start}")
+            self.rebuild(f"it had {filed_end}, the log begins at {message_log.start}")
             return
         stop, messages = min(end, filed_end + PASS_BYTES), 0
         while filed_end < stop and messages < PASS_MESSAGES:
@@ -129,19 +129,19 @@ class Filing:
     def is_damaged(self, schedule: Schedule, problem: DamagedSchedule) -> None:
         """Rebuild a schedule that a search found damaged. If it was replaced meanwhile, its files are just deleted."""
         if schedule is self.schedule:
-            self.start_anew(str(problem))
+            self.rebuild(str(problem))
 
-    def start_anew(self, why: str) -> None:
+    def rebuild(self, why: str) -> None:
         """Rebuild the schedule from the first frame of the log, once no flush is running."""
         if self._is_flushing:
-            self._why_anew = why
+            self._rebuild_reason = why
             return
         log.warning("schedule is made anew from the log: %s", why)
-        self._why_anew = ""
+        self._rebuild_reason = ""
         self._discard()
         self.schedule = self._make(self._log.start)
-        if self.anew is not None:
-            self.anew()
+        if self.on_rebuilt is not None:
+            self.on_rebuilt()
         self._host.pass_soon()
 
     def _file(self, frame: Frame, body: Buffer) -> bool:
@@ -149,10 +149,10 @@ class Filing:
         try:
             filed = self.schedule.file(frame, body)
         except DamagedSchedule as problem:
-            self.start_anew(str(problem))
+            self.rebuild(str(problem))
             return False
-        if self.told is not None:
-            self.told(filed)
+        if self.on_filed is not None:
+            self.on_filed(filed)
         return True
 
     def _read(self, end: int) -> None:
@@ -187,8 +187,8 @@ class Filing:
 
     def _flushed(self, schedule: Schedule, flush: Flush, result: object) -> None:
         self._is_flushing = False
-        if isinstance(result, DamagedSchedule) or self._why_anew:
-            self.start_anew(self._why_anew or str(result))
+        if isinstance(result, DamagedSchedule) or self._rebuild_reason:
+            self.rebuild(self._rebuild_reason or str(result))
         elif isinstance(result, LogError):
             raise result  # the disk failed
         elif schedule is self.schedule:
@@ -208,10 +208,10 @@ CARRIED_BYTES = 1 << 20
 CARRY_MS = 100
 
 
-class Keeping:
+class DelayRetention:
     """Retention of a delay server's log. Made by main; called by the service every few seconds, on master and slave."""
 
-    def __init__(self, filing: Callable[[], Filing], settings: DelaySettings) -> None:
+    def __init__(self, filing: Callable[[], ScheduleFiler], settings: DelaySettings) -> None:
         self._filing, self._settings = filing, settings
 
     def due(self, message_log: MessageLog, now_ms: int) -> Due | None:
@@ -231,11 +231,16 @@ class Keeping:
         return self._filing().schedule.pending_from()
 
 
-class Carrying:
+class Carrier:
     """Carrier of old pending messages. Made by the master; ends with the mastership."""
 
     def __init__(
-        self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings
+        self,
+        mastership: Mastership,
+        filing: ScheduleFiler,
+        decisions: Decisions,
+        counters: Counters,
+        settings: DelaySettings,
     ) -> None:
         self._mastership, self._filing, self._decisions = mastership, filing, decisions
         self._counters, self._settings = counters, settings

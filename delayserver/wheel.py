@@ -24,7 +24,7 @@ import numpy as np
 from qmq.delayserver.schedule import DamagedSchedule
 from qmq.delayserver.schedule.record import RECORD, Numbers, Records, no_records, order_of
 from qmq.delayserver.settings import DelaySettings
-from qmq.delayserver.upkeep import Filing
+from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import LogError
 from qmq.replication.ports import Host
 
@@ -267,11 +267,16 @@ def _remove(run: _Run, numbers: Numbers, dues: Numbers) -> int:
     return len(places)
 
 
-class Loading:
+class WheelLoader:
     """Loader of one wheel from one schedule. Made by the master. `loaded` is called with each piece."""
 
     def __init__(
-        self, filing: Filing, wheel: Wheel, host: Host, settings: DelaySettings, loaded: Callable[[Records], None]
+        self,
+        filing: ScheduleFiler,
+        wheel: Wheel,
+        host: Host,
+        settings: DelaySettings,
+        loaded: Callable[[Records], None],
     ) -> None:
         self._loaded = loaded
         self._filing, self._schedule, self._wheel, self._host = filing, filing.schedule, wheel, host

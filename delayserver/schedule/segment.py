@@ -193,7 +193,7 @@ READ_ROWS = READ_BLOCKS * BLOCK_ROWS
 
 
 @dataclass(slots=True)
-class Loading:
+class SegmentLoad:
     """Loading of a segment onto the wheel. Loaded are messages due before `from_ms`, rows below `handed`, and rows from
     `end` on, as far as the schedule's horizon allows; the others are still to be read.
     """
@@ -297,7 +297,7 @@ class Segment:
         self.written = 0  # rows in the file
         self.marks_bytes = 0
         self.undone = 0  # messages that pend or are in flight
-        self.loading: Loading | None = None
+        self.loading: SegmentLoad | None = None
         self.tail, self.flushing = Growing(dtype=RECORD), no_records()
         self.firsts = Growing(dtype=np.uint64)  # number of the first record of each block
         self.marks = Growing(dtype=np.uint64)  # not in the file yet

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from qmq.codec import Buffer
 from qmq.delayserver.schedule.record import DUE_MAX_MS, RECORD, Numbers, Records, State, join, no_records, read_batch
-from qmq.delayserver.schedule.segment import Loading, Segment
+from qmq.delayserver.schedule.segment import Segment, SegmentLoad
 from qmq.log.delay_frames import PLACE_BYTES, Outcome, batch_begin, decode_dispatch, decode_settled
 from qmq.log.disk import Disk
 from qmq.log.frame import Frame, FrameKind
@@ -282,7 +282,7 @@ class Book:
         be read.
         """
         count = len(segment)
-        segment.loading = Loading(0 if segment.undone else count, count, from_ms)
+        segment.loading = SegmentLoad(0 if segment.undone else count, count, from_ms)
         self.open_until_ms = max(self.open_until_ms, segment.end_ms)
 
     def open_for(self, records: Records) -> None:

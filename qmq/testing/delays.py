@@ -22,7 +22,7 @@ from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.messages import Messages, read_messages
 from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
-from qmq.delayserver.upkeep import Filing
+from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError, from_code
 from qmq.log.memory_disk import MemoryDisk
 from qmq.message import Message
@@ -71,7 +71,7 @@ class DelayCopy(Copy[DelayMaster]):
         def make(log_start: int) -> Schedule:
             return Schedule(shelf, segment_ms=segment_ms, log_start=log_start, keep_ms=keep_ms)
 
-        self.filing = Filing(
+        self.filing = ScheduleFiler(
             message_log, self, make=make, discard=lambda: discard(shelf), found_damage=self.node.found_damage
         )
 

@@ -1,4 +1,4 @@
-"""Core. Consumption agrees with plain sets: each message is new, handed to one consumer, returned, or done."""
+"""Core. Subscriptions agrees with plain sets: each message is new, handed to one consumer, returned, or done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Filtering agrees with a plain list that is searched anew for every pull: tags, order keys, retries, swaps."""
+"""Core. Filtered pulls agree with a list that is searched for each pull: tags, order keys, retries, swaps."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.schedule import Schedule, discard
-from qmq.delayserver.upkeep import Filing, Keeping
+from qmq.delayserver.upkeep import DelayRetention, ScheduleFiler
 from qmq.replication.master import Promotion
 from qmq.replication.node import Node
 from tests.simulation.cores.machine import Doze, Machine, Process
@@ -64,14 +64,14 @@ class DelayProcess(Process):
             promote=self._promote,
             identity=self._identity(),
         )
-        self.filing = Filing(
+        self.filing = ScheduleFiler(
             self.log,
             self,
             make=self._make,
             discard=lambda: discard(self.machine.shelf),
             found_damage=self.node.found_damage,
         )
-        self.keeper = Keeping(lambda: self.filing, self.settings)
+        self.keeper = DelayRetention(lambda: self.filing, self.settings)
         if self.filing.schedule.filed_end > self.log.start:
             self._events.count("schedule begins with its checkpoint")
 

@@ -197,7 +197,7 @@ class DelayWorld(World):
         if process is None or process.log.damage is not None or process.machine.disk.flipped:
             return
         schedule, log = process.filing.schedule, process.log
-        if not log.start <= schedule.filed_end <= log.flushed_end or process.filing._why_anew:
+        if not log.start <= schedule.filed_end <= log.flushed_end or process.filing._rebuild_reason:
             return
         if not process.filing._is_our_history(process.filing.schedule.filed_end):
             return
@@ -215,7 +215,7 @@ class DelayWorld(World):
             ours = _contents(schedule)
         except DamagedSchedule as problem:
             why = str(problem)
-            process.guarded(lambda: process.filing.start_anew(why))  # as for operators' queries
+            process.guarded(lambda: process.filing.rebuild(why))  # as for operators' queries
             return
         if ours != (anew := _contents(fresh)):
             raise Violation(f"I11: the schedule of {process.name} is {ours}, made from its log it is {anew}")

@@ -6,12 +6,12 @@ from typing import Any
 from unittest import mock
 
 from qmq.delayserver.decisions import Decisions
-from qmq.delayserver.dispatching import Dispatching
+from qmq.delayserver.dispatching import Dispatcher
 from qmq.delayserver.due_clock import DueClock
 from qmq.delayserver.schedule import Filed, state
 from qmq.delayserver.schedule.record import read_batch
 from qmq.delayserver.schedule.state import Book
-from qmq.delayserver.upkeep import Keeping
+from qmq.delayserver.upkeep import DelayRetention
 from qmq.log.delay_frames import Outcome, batch_begin
 from qmq.log.frame import FrameKind
 from tests.simulation.bugs import Patch, bug
@@ -19,16 +19,16 @@ from tests.simulation.bugs import Patch, bug
 
 @bug("delay")
 def sent_before_its_plan_is_safe() -> list[Patch]:
-    def when_safe(self: Dispatching, batch: Any) -> None:
+    def when_safe(self: Dispatcher, batch: Any) -> None:
         batch.is_safe = True
         self._read(batch)
 
-    return [mock.patch.object(Dispatching, "_when_safe", when_safe)]
+    return [mock.patch.object(Dispatcher, "_when_safe", when_safe)]
 
 
 @bug("delay")
 def segment_with_pending_messages_is_dropped() -> list[Patch]:
-    return [mock.patch.object(Keeping, "used_from", lambda self, message_log: message_log.end)]
+    return [mock.patch.object(DelayRetention, "used_from", lambda self, message_log: message_log.end)]
 
 
 @bug("delay", first=14)
@@ -38,13 +38,13 @@ def unfiled_frames_decide_nothing() -> list[Patch]:
 
 @bug("delay", first=10)
 def batches_of_earlier_masterships_are_put_together_anew() -> list[Patch]:
-    resume = Dispatching.resume
+    resume = Dispatcher.resume
 
-    def anew(self: Dispatching, producer: int, number: int, *rest: Any) -> None:
+    def anew(self: Dispatcher, producer: int, number: int, *rest: Any) -> None:
         resume(self, producer, number, *rest)
         self._settle(self.open[producer, number], Outcome.NOT_STORED, 0)
 
-    return [mock.patch.object(Dispatching, "resume", anew)]
+    return [mock.patch.object(Dispatcher, "resume", anew)]
 
 
 @bug("delay", first=46)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from qmq.broker.positions import Beginning
+from qmq.broker.positions import GroupBegins
 from qmq.client.backlog import GroupBatches
 from qmq.client.batch import Batch, Stored, Unknown
 from qmq.client.group_session import GroupSession
@@ -17,7 +17,7 @@ from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import SubjectRoute
 from qmq.client.sender import Sender
-from qmq.delayserver.dispatching import Dispatching
+from qmq.delayserver.dispatching import Dispatcher
 from qmq.delayserver.due_clock import DueClock
 from qmq.errors import OutcomeUnknown
 from qmq.log import Commit
@@ -150,7 +150,7 @@ def delayed_messages_are_sent_a_second_early() -> list[Patch]:
 
 @bug("shells", first=7)
 def plans_of_earlier_masters_are_forgotten() -> list[Patch]:
-    return [mock.patch.object(Dispatching, "resume", lambda self, *_: None)]
+    return [mock.patch.object(Dispatcher, "resume", lambda self, *_: None)]
 
 
 @bug("shells", first=22, favoured="isolate")
@@ -205,4 +205,4 @@ def claims_of_a_dead_watchdog_stay() -> list[Patch]:
 
 @bug("shells", joins=True)
 def group_begins_anew_on_each_broker_group() -> list[Patch]:
-    return [mock.patch.object(Beginning, "_must_ask", lambda self, f: False)]
+    return [mock.patch.object(GroupBegins, "_must_ask", lambda self, f: False)]

@@ -604,7 +604,7 @@ def test_a_frame_is_read_once_for_all_that_dies_of_it():
     group.settle()
     readings, read = [], group.a.log.stored.read_bodies
     group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
-    bury(group, "c1", *range(first, first + 9, 2))
+    make_dead(group, "c1", *range(first, first + 9, 2))
     group.settle()
     assert readings == [[0]] and [one.id for one in dead_letters(group.a)] == ["m0", "m2", "m4", "m6", "m8"]
 
@@ -653,7 +653,7 @@ def raises(error: Exception) -> None:
 
 
 def waiting(group: Group) -> list:
-    return list(group.a.master._delivery._dead_letters._burials)
+    return list(group.a.master._delivery._dead_letters._jobs)
 
 
 def stopped(group: Group) -> Callable[[], None]:
@@ -696,10 +696,10 @@ def test_partly_cached_messages_die_in_order():
     assert [one.id for one in dead_letters(group.a)] == [f"m{number}" for number in range(12)]
 
 
-def bury(group: Group, consumer: str, *pulls: int, answer=None) -> None:
+def make_dead(group: Group, consumer: str, *pulls: int, answer=None) -> None:
     """Let die what its consumer holds, as a broker does by itself if there is nobody to `answer`."""
     ranges = [(one, one + 1) for one in pulls]
-    group.a.master._delivery._dead_letters.bury(("s", "g", consumer), ranges, "test", answer)
+    group.a.master._delivery._dead_letters.make_dead(("s", "g", consumer), ranges, "test", answer)
 
 
 def test_postponed_dead_letters_are_kept_once():
@@ -711,11 +711,11 @@ def test_postponed_dead_letters_are_kept_once():
     theirs = other.pulled(opaque)[0][0]
     group.cut()
     said = []
-    bury(group, "c1", first + 2, answer=said.append)
-    bury(group, "c1", first)
-    bury(group, "c1", first, first + 1)
-    bury(group, "c2", theirs)
-    bury(group, "c1", first + 1, first + 3)
+    make_dead(group, "c1", first + 2, answer=said.append)
+    make_dead(group, "c1", first)
+    make_dead(group, "c1", first, first + 1)
+    make_dead(group, "c2", theirs)
+    make_dead(group, "c1", first + 1, first + 3)
     assert [list(one.ranges) for one in waiting(group)] == [
         [(first + 2, first + 3)],
         [(at, at + 1) for at in (first, first + 1, first + 3)],
@@ -734,7 +734,7 @@ def test_settled_messages_do_not_die_in_later_passes(monkeypatch):
     monkeypatch.setattr(service_queue, "COPIES_PER_PASS", 4)
     group, client, first = a_group(*[f"m{number}" for number in range(16)])
     group.cut()
-    bury(group, "c1", *range(first, first + 16))
+    make_dead(group, "c1", *range(first, first + 16))
     client.ack_ranges((first, first + 3), (first + 4, first + 14))
     group.connect()
     group.settle()
@@ -765,14 +765,14 @@ def test_dead_letters_waiting_for_repair_are_not_reread():
     readings, read = [], group.a.log.stored.read_bodies
     group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     go_on = stopped(group)
-    bury(group, "c1", first)
+    make_dead(group, "c1", first)
     said = []
-    bury(group, "c1", first + 3, answer=said.append)
+    make_dead(group, "c1", first + 3, answer=said.append)
     go_on()
     group.settle()
     assert said == [None] and [one.id for one in dead_letters(group.b)] == ["m3"]
     group.cut()
-    bury(group, "c2", theirs)
+    make_dead(group, "c2", theirs)
     group.connect()
     for _ in range(3):
         group.settle()
@@ -785,7 +785,7 @@ def test_dead_letters_waiting_for_repair_are_not_reread():
 def test_nothing_dies_while_roles_are_swapped_and_all_of_it_if_they_stay():
     group, client, first = a_group("m0")
     group.a.node.changes.prepare_swap(1, 5_000)
-    bury(group, "c1", first)
+    make_dead(group, "c1", first)
     group.settle()
     assert not dead_letters(group.a)
     for _ in range(3):
@@ -797,8 +797,8 @@ def test_nothing_dies_while_roles_are_swapped_and_all_of_it_if_they_stay():
 def test_settled_messages_do_not_die():
     group, client, first = a_group("m0")
     said = []
-    bury(group, "who left", first, answer=said.append)
-    group.a.master._delivery._dead_letters.bury(("s", "forgotten", "c1"), [(0, 1)], "test", said.append)
+    make_dead(group, "who left", first, answer=said.append)
+    group.a.master._delivery._dead_letters.make_dead(("s", "forgotten", "c1"), [(0, 1)], "test", said.append)
     group.settle()
     assert said == [None, None] and not dead_letters(group.a)
 

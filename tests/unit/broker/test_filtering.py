@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.broker import filtered_scan, service_queue
-from qmq.broker.filtered_scan import Filtering, Reading
+from qmq.broker.filtered_scan import Filters, Reading
 from qmq.broker.group_filter import FAILED_MS, Keys
 from qmq.broker.labels import LabelCache, LabelsRead, TagRule
-from qmq.broker.service_queue import Passes
+from qmq.broker.service_queue import ServiceQueue
 from qmq.broker.subscriptions import Subscription
 from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame
@@ -30,10 +30,10 @@ KEY = ("s", "g")
 LABELS = array("Q", [1, 2])
 
 
-def a_filtering(connected: list[Subscription] | None = None, group: LogGroup | None = None) -> Filtering:
+def a_filtering(connected: list[Subscription] | None = None, group: LogGroup | None = None) -> Filters:
     state = SimpleNamespace(groups={KEY: group} if group is not None else {}, ordered={})
     log = SimpleNamespace(state=state, tail_body=lambda offset: None, end=0)
-    return Filtering(log, lambda: connected or [], Passes())
+    return Filters(log, lambda: connected or [], ServiceQueue())
 
 
 def subscription(consumer: str, *tags: str, group: str = "g") -> Subscription:
@@ -43,7 +43,7 @@ def subscription(consumer: str, *tags: str, group: str = "g") -> Subscription:
 # Who asks for what.
 
 
-def warnings_of(caplog, filtering: Filtering, connected: list[Subscription], new: Subscription) -> int:
+def warnings_of(caplog, filtering: Filters, connected: list[Subscription], new: Subscription) -> int:
     """Let one subscribe; return how many warnings that was worth."""
     caplog.clear()
     connected.append(new)
@@ -103,7 +103,7 @@ def test_consumer_rules_are_kept_until_departure():
 # What changes.
 
 
-def with_filter(group: LogGroup) -> Filtering:
+def with_filter(group: LogGroup) -> Filters:
     """A filter of the group, whose keys are known."""
     filtering = a_filtering(group=group)
     filtering._filters[KEY] = filtered = filtered_scan.GroupFilter(*KEY)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from qmq.broker.group_filter import GroupFilter, frames_of, made_again
+from qmq.broker.group_filter import GroupFilter, frames_of, restore_keys
 from qmq.broker.labels import LabelCache, read_labels_of
 from qmq.codec import encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
@@ -67,14 +67,14 @@ def test_keys_are_those_that_a_look_at_each_message_that_is_not_settled_finds(se
     copy.log.state.groups["s", "g"] = group
 
     group_filter, cache = GroupFilter("s", "g"), LabelCache(copy.log)
-    while missing := made_again(group_filter, copy.log, cache):
+    while missing := restore_keys(group_filter, copy.log, cache):
         assert group_filter.keys is None and missing == sorted(missing, key=lambda ref: ref.offset)
         assert all(any(one != "settled" for one in whose[ref.begin : ref.end]) for ref in missing)
         assert not group_filter.labels_before, "they are asked for once"
         assert all(copy.log.tail_body(ref.offset) is None for ref in missing)
         group_filter.labels_before |= read_labels_of(copy.log, missing, None).labels
     made = group_filter.keys
-    assert made_again(group_filter, copy.log, cache) == [] and group_filter.keys is made
+    assert restore_keys(group_filter, copy.log, cache) == [] and group_filter.keys is made
     assert not group_filter.labels_before
 
     lines: dict[int, list[int]] = {}
@@ -110,7 +110,7 @@ def test_labels_before_the_first_key_are_not_read():
     waiting = Requeued([RequeuedRange(0, 3, 1, 0)])
     copy.log.state.groups["s", "g"] = Group(5, requeued=waiting)
     group_filter = GroupFilter("s", "g")
-    assert made_again(group_filter, copy.log, LabelCache(copy.log)) == []
+    assert restore_keys(group_filter, copy.log, LabelCache(copy.log)) == []
     assert until_empty(group_filter, 0) == [(0, 3)]
 
 

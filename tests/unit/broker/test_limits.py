@@ -8,7 +8,7 @@ import pytest
 
 from qmq.broker import subject_limits
 from qmq.broker.group_status import Cause
-from qmq.broker.subject_limits import Pruning
+from qmq.broker.subject_limits import SubjectLimits
 from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, split_batch
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import State
@@ -218,7 +218,7 @@ def test_broadcast_with_expired_messages_is_not_forgotten():
 
 
 def test_dead_letters_of_many_expired_messages_are_made_in_bounded_pieces(monkeypatch):
-    monkeypatch.setattr(subject_limits, "BURIED_AT_ONCE", 3)
+    monkeypatch.setattr(subject_limits, "EXPIRED_AT_ONCE", 3)
     group, client = started(HOUR._replace(expired_die=True))
     client.produce(*(f"m{n}" for n in range(10)))
     group.settle()
@@ -543,7 +543,7 @@ def test_damage_found_while_counting_bytes_is_reported():
 
     message_log = SimpleNamespace(state=State(next_sequence={"s": 9}), frames=fails)
     mastership = SimpleNamespace(log=message_log, found_damage=found.append)
-    made = Pruning(mastership, None, None, lambda subject: None)
+    made = SubjectLimits(mastership, None, None, lambda subject: None)
     assert made._gone("s", LogGroup(3)) == made._bytes(KEY, LogGroup(3)) == made._covering("s", [(3, 6)], 100) == 0
     assert found == [problem] * 3
     made._lengths = SimpleNamespace(new_tick=fails)

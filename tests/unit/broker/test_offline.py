@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.broker.service_queue import Offline
+from qmq.broker.service_queue import OfflineRules
 from qmq.errors import ErrorCode
 from qmq.replication.assignment import Address, Assignment
 from qmq.subjects import dead_letter_subject, retry_subject
@@ -44,7 +44,7 @@ def test_consumer_that_is_switched_off_waits_and_is_served_once_it_is_switched_o
 
 @pytest.mark.parametrize("rule", [("t", "g", "c"), ("s", "other", "*"), ("*", "*", "d")], ids="/".join)
 def test_others_are_served(rule):
-    assert ("s", "g", "c") not in Offline([rule])
+    assert ("s", "g", "c") not in OfflineRules([rule])
     group = Group.made().start()
     consumer = joined(group, "c")
     group.a.assign(Role.MASTER, offline=(rule,))
@@ -57,8 +57,8 @@ def test_others_are_served(rule):
 @pytest.mark.parametrize("derived", [retry_subject("s", "g"), dead_letter_subject("s", "g")])
 def test_consumer_that_is_switched_off_is_handed_no_retries_of_the_subject_either(derived):
     key = (derived, "g", "c")
-    assert key in Offline([("s", "g", "c")]) and key in Offline([(derived, "g", "*")])
-    assert key not in Offline([("t", "g", "c")])
+    assert key in OfflineRules([("s", "g", "c")]) and key in OfflineRules([(derived, "g", "*")])
+    assert key not in OfflineRules([("t", "g", "c")])
 
 
 def test_pull_of_a_consumer_that_is_switched_off_ends_with_no_message_in_time():

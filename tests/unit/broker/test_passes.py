@@ -1,4 +1,4 @@
-"""Passes of bounded work: who asks for much costs the others a pass, and who reads nothing costs bounded memory."""
+"""Core. Pulls under load: a pass bounds the work for one group, and slow readers cost bounded memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from qmq.broker import delivery, service_queue
-from qmq.broker.service_queue import OWED_BYTES_MAX, PASS_BYTES, Passes
+from qmq.broker.service_queue import OWED_BYTES_MAX, PASS_BYTES, ServiceQueue
 from qmq.errors import ErrorCode
 from qmq.remoting.commands import Command
 from qmq.subjects import dead_letter_subject
@@ -34,7 +34,7 @@ def looks(monkeypatch):
 
 
 def test_turn_ends_when_it_has_done_enough_and_the_next_one_goes_on_behind_it():
-    queue = Passes()
+    queue = ServiceQueue()
     for name in "abc":
         queue.add(("s", name))
     served = []
@@ -48,7 +48,7 @@ def test_turn_ends_when_it_has_done_enough_and_the_next_one_goes_on_behind_it():
 
 
 def test_turn_is_over_when_it_has_done_just_enough_and_the_next_one_may_do_as_much():
-    queue = Passes()
+    queue = ServiceQueue()
     for name in "aba":
         queue.add(("s", name))
     before = queue.looks_left, queue.copies_left

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.broker import subject_limits
-from qmq.broker.subject_limits import PRUNE_EVERY_MS, PRUNER, Pruning, _before, _oldest
+from qmq.broker.subject_limits import PRUNE_EVERY_MS, PRUNER, SubjectLimits, _before, _oldest
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import State
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames
@@ -60,9 +60,9 @@ def test_new_ones_are_not_the_oldest_while_more_ranges_wait_than_are_looked_at(m
     assert list(_oldest(LogGroup(10, requeued=WAITING), 9)) == expected
 
 
-def made(log: object = None) -> Pruning:
+def made(log: object = None) -> SubjectLimits:
     """A pruning whose log has no messages."""
-    return Pruning(SimpleNamespace(log=log or SimpleNamespace(state=State())), None, None, lambda subject: None)
+    return SubjectLimits(SimpleNamespace(log=log or SimpleNamespace(state=State())), None, None, lambda subject: None)
 
 
 def limits(*some: OperatorLimits) -> dict[tuple[str, str], OperatorLimits]:
@@ -334,7 +334,7 @@ def test_damage_found_during_expiry_is_reported(monkeypatch):
 
 
 def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_others_as_there_is_room(monkeypatch):
-    monkeypatch.setattr(subject_limits, "BURIED_AT_ONCE", 5)
+    monkeypatch.setattr(subject_limits, "EXPIRED_AT_ONCE", 5)
     group, client = started(HOUR._replace(expired_die=True))
     client.produce(*(f"m{number}" for number in range(9)))
     group.settle()
@@ -357,7 +357,7 @@ def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_oth
     assert ranges == [(one.pull, one.pull_end) for one in pruner.unacked]
     assert group.a.master.expired == {KEY: 5}
     group.a.master._delivery.pruning._dead_letters = dead_letters
-    dead_letters.bury(key, ranges, *rest)
+    dead_letters.make_dead(key, ranges, *rest)
     for _ in range(3):
         group.hear_clocks()
         group.a.wait(1_000)

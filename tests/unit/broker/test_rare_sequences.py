@@ -301,14 +301,14 @@ def test_consumer_that_reconnects_while_the_slave_is_missing_leaves_nothing_behi
         again.pull(again.subscription(subscribed), timeout_ms=60_000)
         group.a.host.settle()
         again.lost()
-    (burial,) = group.a.master._delivery._dead_letters._burials
+    (burial,) = group.a.master._delivery._dead_letters._jobs
     assert len(burial.ranges) == 1
     group.connect()
     group.settle()
     group.a.wait(100)
     group.settle()
     assert dead_of_s(group) == 1
-    assert not group.a.master._delivery._dead_letters._burials
+    assert not group.a.master._delivery._dead_letters._jobs
 
 
 def test_consumer_whose_group_could_not_begin_is_not_subscribed():

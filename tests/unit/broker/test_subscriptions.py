@@ -10,8 +10,8 @@ from qmq.broker.subscriptions import (
     LOOKING_MS,
     LOOKS_WITHIN_MS,
     PULLS_IN_FLIGHT_MAX,
-    Consumption,
     Subscription,
+    Subscriptions,
     WaitingPull,
 )
 from qmq.dead_letters import PRUNER
@@ -30,12 +30,12 @@ LEASE_MS = 10_000
 
 
 class Consumers:
-    """A `Consumption` over a fold that a test fills."""
+    """A `Subscriptions` over a fold that a test fills."""
 
     def __init__(self, lease_ms: int = LEASE_MS) -> None:
         self.state = State()
         self.state.groups["s", "g"] = Group(0)
-        self.now = Consumption(SimpleNamespace(state=self.state), lease_ms=lease_ms, now_ms=0)
+        self.now = Subscriptions(SimpleNamespace(state=self.state), lease_ms=lease_ms, now_ms=0)
         self.pulls = 0
 
     def joined(self, name: str = "c", link: FakeLink | None = None, now_ms: int = 0, **terms) -> Subscription:
@@ -121,7 +121,7 @@ def test_of_a_client_that_got_nothing_nothing_is_left_when_its_lease_ends(begins
     """Each process of an application has a name of its own."""
     consumers = Consumers()
     one = consumers.joined(begins=begins)
-    consumers.now.says(one)
+    consumers.now.note_reporting(one)
     consumers.now.link_lost(one.link)
     assert consumers.now.expired(LEASE_MS + 1) == [] and not consumers.left()
 
@@ -130,7 +130,7 @@ def test_of_a_client_that_got_nothing_nothing_is_left_when_its_lease_ends(begins
 def test_of_a_group_that_is_moved_nothing_is_left(begins):
     consumers = Consumers()
     one = consumers.joined(begins=begins)
-    consumers.now.says(one)
+    consumers.now.note_reporting(one)
     consumers.now.begin(one, [(0, 1)])
     consumers.now.move("s", "g")
     consumers.now.link_lost(one.link)
@@ -221,7 +221,7 @@ def test_mastership_starts_leases_and_retries():
     consumers.has("c", (0, 1))
     consumers.state.groups["s", "g"].requeued.add(RequeuedRange(5, 1, 1, 2_048_500))
     consumers.state.groups["t", "g"] = Group(0)
-    consumers.now.take_over(3_000)
+    consumers.now.begin_mastership(3_000)
     assert 0 < consumers.now.due_in_ms(2_047_900) <= 600
     assert consumers.now.expired(13_000) == [] and consumers.now.expired(13_001) == [KEY]
 
@@ -378,12 +378,12 @@ def test_later_due_time_is_noted_next():
 def test_departure_uses_reports_and_forgets_them(begins, told, expected):
     consumers = Consumers()
     one = consumers.joined(begins=begins)
-    consumers.now.says(one)
+    consumers.now.note_reporting(one)
     consumers.has("c", (0, 5), (8, 12))
     for begun in ([(3, 6)], [(8, 9), (20, 30)]):
         consumers.now.begin(one, begun)
-    assert consumers.now.departure(KEY, told=told) == expected
-    assert consumers.now.departure(KEY, told=False) == [(Departure.SUSPECTED, 0, 0)]
+    assert consumers.now.departure(KEY, begun_none=told) == expected
+    assert consumers.now.departure(KEY, begun_none=False) == [(Departure.SUSPECTED, 0, 0)]
 
 
 def test_skipped_messages_are_counted_by_group():
@@ -401,4 +401,4 @@ def test_settled_messages_leave_the_begin_reports():
         consumers.now.begin(one, [(pull, pull + 1)])
     assert consumers.now._begun == {KEY: [(990, 991)]}
     consumers.now.begin(one, [(994, 995)])
-    assert consumers.now.departure(KEY, told=False) == [(Departure.SUSPECTED, 0, 0), (990, 991, 0), (994, 995, 0)]
+    assert consumers.now.departure(KEY, begun_none=False) == [(Departure.SUSPECTED, 0, 0), (990, 991, 0), (994, 995, 0)]

@@ -319,7 +319,7 @@ class FakeBroker:
                 self._piece(at, [log[sequence]], sequence, times[sequence]) for at, sequence in zip(again, sequences)
             ]
             return [part for piece in pieces for part in piece]
-        self._bury(key, subscriber)
+        self._make_dead(key, subscriber)
         if self.returned[group]:
             sequences = [min(self.returned[group])]
             self.returned[group].remove(sequences[0])
@@ -348,7 +348,7 @@ class FakeBroker:
         ]
         return [part for piece in parts for part in piece]
 
-    def _bury(self, key: tuple[str, str, str], subscriber: Subscriber) -> None:
+    def _make_dead(self, key: tuple[str, str, str], subscriber: Subscriber) -> None:
         """Make dead letters of messages at their delivery limit."""
         group, most = key[:2], subscriber.deliveries_max
         over = [one for one in self.returned[group] if most and self.times[group][one] >= most]

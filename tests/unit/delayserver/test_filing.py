@@ -9,11 +9,11 @@ from tests.unit.delayserver.world import HOUR_MS, Copies, Producer
 
 def flush_is_out(filing, host):
     filing.keep(host.now_ms() + HOUR_MS)
-    filing.start_anew("the log's end was cut")
+    filing.rebuild("the log's end was cut")
 
 
 def read_is_out(filing, host):
-    filing.start_anew("its files are damaged")
+    filing.rebuild("its files are damaged")
     filing.go_on(filing.known_end)
 
 

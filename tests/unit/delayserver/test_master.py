@@ -180,7 +180,7 @@ def test_message_that_a_broker_never_takes_stays_and_is_tried_again_later():
     assert copies.senders.delivered() == ["bad"] and copies.a.filing.schedule.pending_messages == 0
 
 
-# Cancelling.
+# Cancellations.
 
 
 def test_cancelled_messages_are_never_sent():

@@ -177,7 +177,7 @@ def test_schedule_that_is_made_anew_does_not_bring_back_a_batch_that_was_settled
     copies.run(300)
     first = copies.senders.waiting[0][0]
     copies.senders.answer(NotStored(NotServed("not now")))
-    copies.a.filing.start_anew("lost")
+    copies.a.filing.rebuild("lost")
     copies.run(1_000)
     assert first not in copies.senders.attempts[1:]
     while copies.senders.waiting:

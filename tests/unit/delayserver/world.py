@@ -11,7 +11,7 @@ from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
-from qmq.delayserver.upkeep import Filing, Keeping
+from qmq.delayserver.upkeep import DelayRetention, ScheduleFiler
 from qmq.errors import NotServed
 from qmq.log import MessageLog
 from qmq.log.memory_disk import MemoryDisk
@@ -115,14 +115,14 @@ class DelayServer(Broker):
             message_log=message_log, host=self.host, identity=identity, settings=settings, promote=self._promote
         )
         self.host.node = self.node
-        self.filing = Filing(
+        self.filing = ScheduleFiler(
             message_log,
             self.host,
             make=self._make,
             discard=lambda: discard(self.shelf),
             found_damage=self.node.found_damage,
         )
-        self.keeper = Keeping(lambda: self.filing, settings)
+        self.keeper = DelayRetention(lambda: self.filing, settings)
 
     def _make(self, log_start):
         return Schedule(
