@@ -200,7 +200,7 @@ def _grpc(address: Address, page: Page) -> Iterator[Finding]:
         return
     host = host.strip("[]")
     if _is_loopback(host) and not all(_is_loopback(found) for found in resolve(address.host)):
-        found = f"brokers and clients are told {host}:{port}, which is their own machine"
+        found = f"brokers and clients get the address {host}:{port}, which is their own machine"
         yield fail("/meta/address", found, "set advertised_ip of the metaserver to the address that others reach")
         return
     try:
@@ -246,7 +246,7 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
     clock = [judge_clock(who, page.clock)] if page.clock else []
     if page.status != 200:
         do = "use a token that may read its metrics"
-        return [*findings, *clock, warn("disks", f"{who} does not tell its metrics: {page.status}", do)], ""
+        return [*findings, *clock, warn("disks", f"{who} does not show its metrics: {page.status}", do)], ""
     judged = judge_broker(who, row["role"], parse_metrics(page.text))
     causes, limits = judge_causes(who, page.text), judge_limits(who, page.text)
     return [*findings, *clock, *judged, *causes, *limits], read_version(page.text)

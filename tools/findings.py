@@ -161,7 +161,7 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
         who = f"{replica['hostname']}:{replica['servePort']} ({replica['role'].lower()} of {name})"
         if replica["reachable"] and replica["term"] != term:
             found = f"{who} is in term {replica['term']}, the metaserver in term {term}"
-            yield fail("terms", found, "its log says why it does not take its part; maybe it reaches no metaserver")
+            yield fail("terms", found, "its log has the reason; maybe it reaches no metaserver")
         elif replica["reachable"]:
             yield ok("terms", f"{who} is in term {term}")
     equal, lag = group["equal"], group["lagBytes"]
@@ -170,7 +170,7 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
     elif equal is None and lag is not None and lag > LAG_FINE_BYTES:
         yield warn("copies", f"the slave of {name} lacks {size(lag)}", "look again: it must shrink")
     elif equal is not None or lag is not None:
-        yield ok("copies", f"the slave of {name} is in step")
+        yield ok("copies", f"the slave of {name} is in sync")
 
 
 def _judge_clocks(who: str, prefix: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
@@ -182,16 +182,16 @@ def _judge_clocks(who: str, prefix: str, metrics: Mapping[str, float]) -> Iterat
         yield warn("clocks", found, "set it right, and run a time service (chrony, systemd-timesyncd) on all machines")
     if (compared := int(metrics.get("qmq_delayserver_clocks", 3))) < 3:
         found = f"{who} compares {compared} of 3 clocks (its own, the other copy's, the metaserver's)"
-        yield warn(
-            "clocks", found, "until all are heard, a wrong one cannot be told; look whether slave and metaserver run"
-        )
+        yield warn("clocks", found, "a wrong clock is found only with all three; check that slave and metaserver run")
     if metrics.get(f"{prefix}_clocks_disagree"):
         found = f"the clock of {who} differs from that of the other copy or of the metaserver: nothing is deleted"
-        do = f"{prefix}_clock_ahead_seconds says by how much; run a time service (chrony, systemd-timesyncd) on all"
+        do = f"{prefix}_clock_ahead_seconds shows by how much; run a time service (chrony, systemd-timesyncd) on all"
         yield fail("clocks", found, do)
     if clients := int(metrics.get(f"{prefix}_client_clocks_off", 0)):
         found = f"{who} and {clients} {'client' if clients == 1 else 'clients'} differ about what time it is"
-        yield warn("clocks", found, "what a client delays is off by that; its log names them: let NTP run there")
+        yield warn(
+            "clocks", found, "delayed messages of these clients are off by that; the log names them; run NTP there"
+        )
 
 
 def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
@@ -199,11 +199,11 @@ def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[
     prefix = "qmq_delayserver" if role.startswith("DELAY_") else "qmq_broker"
     is_master = metrics.get(f"{prefix}_is_master")
     if is_master is not None and bool(is_master) != (role in ("MASTER", "DELAY_MASTER")):
-        found = f"{who} thinks it is {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
+        found = f"{who} acts as {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
         yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
     if refused := int(metrics.get(f"{prefix}_refused_routes", 0)):
         found = f"{who} is refused the routes of {refused} subjects; what is due for these waits"
-        yield warn("routes", found, "the metaserver's check `routes`, and blocked_messages of its metrics, say why")
+        yield warn("routes", found, "the metaserver's check `routes`, and blocked_messages of its metrics, show why")
     yield from _judge_clocks(who, prefix, metrics)
     if (age_s := metrics.get("qmq_delayserver_due_age_seconds", 0.0)) > DUE_AGE_S_MAX:
         found = (
@@ -261,7 +261,7 @@ def judge_limits(who: str, text: str) -> Iterator[Finding]:
     for setting, subjects in full.items():
         lately = f"{who} refused producers of {_first(subjects)} within the last minute"
         found = f"{lately}: as much waits for a consumer group as may ({setting})"
-        yield warn("limits", found, f"Lag says for which: let it catch up, or raise SetLimits --{setting}")
+        yield warn("limits", found, f"Lag shows the group: let it catch up, or raise SetLimits --{setting}")
 
 
 def _first(names: list[str]) -> str:

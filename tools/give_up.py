@@ -70,10 +70,10 @@ def _shown(log: MessageLog, what: GivingUp) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qmq give-up",
-        description="Let a stopped broker's log be whole without what is damaged in it, if no copy has that any more.",
+        description="Repair a stopped broker's log without the damaged part, if no copy has that part any more.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the setting data of that broker")
-    parser.add_argument("--accept-loss", action="store_true", help="do it; without this, only say what would go")
+    parser.add_argument("--accept-loss", action="store_true", help="do it; without this, only show the damaged part")
     return parser
 
 

@@ -70,7 +70,7 @@ def _unused(directory: Path) -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qmq inspect",
-        description="Say what a data directory of a stopped broker or delay server holds. It is read, never written.",
+        description="Show the contents of a stopped broker's or delay server's data directory; never writes.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the setting data of that broker")
     parser.add_argument("--json", action="store_true", help="print JSON, which RecoverGroup --reports reads")

@@ -29,18 +29,18 @@ def show_plan(command: Command, words: Mapping[str, str], preview: Any) -> Itera
         return
     for objection in preview.get("objections") or ():
         if objection not in (preview.get("reasons") or ()):  # forced: carried out despite the objection
-            yield warning(f"against it: {objection}")
+            yield warning(f"objection: {objection}")
     yield from _reach(preview)
     yield from _changes(preview.get("before"), preview.get("after"))
     if refusal(preview):
         yield bad("it would be refused")
     elif not preview.get("wouldChange", True) and preview.get("before") == preview.get("after"):
-        yield good("nothing would change: it is so already")
+        yield good("nothing would change")
 
 
 def _reach(preview: Mapping[str, Any]) -> Iterable[Block]:
     if preview.get("clients") or any((preview.get(kind) or {}).get("count") for kind in ("subjects", "groups")):
-        yield f"reaches {preview['blastRadius']}"
+        yield f"affects {preview['blastRadius']}"
     for kind in ("subjects", "groups"):
         names = (preview.get(kind) or {}).get("names") or []
         if names:

@@ -376,9 +376,7 @@ def run(session: Session) -> Exit:
         return Exit.UNREACHABLE
     remembered = row.get("acknowledged", 0)  # absent in answers of older metaservers
     if remembered is None:
-        complain(
-            "the metaserver's database is away, and only that remembers what was acknowledged. Nothing was changed"
-        )
+        complain("the metaserver's database is away, which alone stores what was acknowledged. Nothing was changed")
         return Exit.UNREACHABLE
     decision = decide(copies, term=row["term"], min_copies=row["minCopies"], remembered=remembered)
     if session.as_json and session.dry_run:
@@ -393,7 +391,7 @@ def _carry_out(session: Session, group: str, decision: Decision) -> Exit:
         return Exit.DONE
     accepts = session.values["acceptLoss"]
     if decision.needs_acceptance and not accepts:
-        complain("nothing was changed: what is lost has to be accepted, with --acceptLoss")
+        complain("nothing was changed: accept the loss with --acceptLoss")
         return Exit.REFUSED
     command = COMMANDS[decision.command]
     typed = {option.name: option.default or "" for option in command.options}

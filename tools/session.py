@@ -49,7 +49,7 @@ class Session:
         dry_run, yes = getattr(options, "dry_run", False), getattr(options, "yes", False)
         if command.changes and not dry_run and not yes and not is_interactive(sys.stdin):
             raise CannotAsk(
-                f"{command.name} changes something, and there is no terminal to ask at: --yes does it, --dry-run looks"
+                f"{command.name} needs confirmation, and there is no terminal: use --yes, or --dry-run to see the plan"
             )
         token = read_token(options.token, options.token_file)
         if (command.changes or command.runs) and not token and not command.is_local:
@@ -117,7 +117,7 @@ class Session:
         except (OSError, KeyboardInterrupt) as error:
             if not command.changes:
                 raise
-            why = f"it is done, but what came of it was not written: {str(error) or 'interrupted'}. Look with"
+            why = f"the change is made, but its result could not be written: {str(error) or 'interrupted'}. Look with"
             return _fail(Exit.UNKNOWN, f"{why}\n  {self.look()}")
         return Exit.DONE
 
@@ -137,7 +137,7 @@ class Session:
             _show_or_print(lambda: self.command.show(data), raw)
 
     def _unknown(self, why: str) -> Exit:
-        return _fail(Exit.UNKNOWN, f"{why}. It was done or not: look before you repeat it, with\n  {self.look()}")
+        return _fail(Exit.UNKNOWN, f"{why}. Outcome unknown: check before you repeat it, with\n  {self.look()}")
 
     def look(self) -> str:
         """Return the command line that shows the outcome of a change."""
@@ -189,9 +189,7 @@ def _show_or_print(blocks: Callable[[], Iterable[Block]], raw: Any) -> None:
     try:
         show(blocks())
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        complain(
-            f"this answer reads unlike those of this version ({type(error).__name__}: {error}); here it is as it came"
-        )
+        complain(f"the answer has the format of another version ({type(error).__name__}: {error}); the raw answer:")
         _print_json(raw)
 
 

@@ -24,7 +24,7 @@ exit status:
   1  refused, for the reason shown; nothing was changed
   2  wrong usage
   3  the metaserver, or what it needs, does not answer: nothing was changed
-  4  outcome unknown: done or not; the command that shows which is named"""
+  4  outcome unknown; the command that shows it is named"""
 METASERVER_VARIABLE = "QMQ_METASERVER"
 _EXAMPLE_METASERVER = "--metaserver=127.0.0.1:8080"
 _AWAY = re.compile(r"(\+?)(\d{1,6})([smhd])", re.ASCII)
@@ -99,7 +99,7 @@ def parse(
     command: Command | None = options.command
     if command is not None:
         if empty := [o.name for o in command.options if o.default is None and getattr(options, _dest(o)) == ""]:
-            raise WrongUsage(f"--{empty[0]} is empty", f"{program} {command.name} --help says what it takes")
+            raise WrongUsage(f"--{empty[0]} is empty", f"{program} {command.name} --help shows its values")
         typed = {option.name: getattr(options, _dest(option)) for option in command.options}
         # Defaults skip the parsers of typed text.
         options.values = {o.name: o.default if typed[o.name] is None else typed[o.name] for o in command.options}
@@ -110,7 +110,7 @@ def build_parser(environ: Mapping[str, str], *, now_ms: int, program: str = TOOL
     parser = _Parser(
         prog=program,
         usage=f"{program} COMMAND --metaserver=HOST:PORT [OPTION…]",
-        description=f"Operators' commands of qmq. {program} COMMAND --help says more about one.",
+        description=f"Operators' commands of qmq. {program} COMMAND --help describes one command.",
         epilog=f"{list_of_commands()}\n\n{EXIT_STATUS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -196,8 +196,8 @@ def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping
     as_json = "print JSON" if command.runs else "print the metaserver's answer as it is"
     common.add_argument("--json", action="store_true", help=as_json)
     if command.changes:
-        common.add_argument("--dry-run", action="store_true", help="say what would change and for whom, no more")
-        common.add_argument("--yes", action="store_true", help="do it without asking; needed without a terminal")
+        common.add_argument("--dry-run", action="store_true", help="show the plan and change nothing")
+        common.add_argument("--yes", action="store_true", help="skip the confirmation; required without a terminal")
 
 
 def _add_option(sub: argparse.ArgumentParser, option: Option, now_ms: int) -> None:

@@ -85,9 +85,9 @@ def _ask(token: str, broker: Mapping[str, Any]) -> dict[str, Any]:
     except Unreachable as error:
         return {**row, **judge({}), "why": str(error)}
     if page.status != 200:
-        return {**row, **judge({}), "why": f"it does not tell its metrics: {page.status}"}
+        return {**row, **judge({}), "why": f"its metrics are not readable: {page.status}"}
     judged = judge(parse_metrics(page.text))
-    return {**row, **judged, "why": "" if judged["everyS"] else "its version does not tell"}
+    return {**row, **judged, "why": "" if judged["everyS"] else "its version has no scrub metrics"}
 
 
 def judge(metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -48,16 +48,16 @@ def slave_at(group: Group, host: str) -> Broker:
 def sync_replica(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
     """SyncReplica: allow the slave's fill."""
     if not _is_being_filled(said, counts=counts):
-        return refused(f"{slave.key} does not have to be filled: it is whole, and catches up by itself")
+        return refused(f"{slave.key} needs no fill: its copy is complete and catches up automatically")
     return _ordered(slave, FillOrder(said.fill_id, is_allowed=True))
 
 
 def cancel_sync(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
     """CancelSync: stop the slave's fill. A slave whose copy counts is not being filled."""
     if counts:
-        return refused(f"{slave.key} is in sync: what it confirms counts, and there is no filling to stop")
+        return refused(f"{slave.key} is in sync, so there is no fill to stop")
     if not _is_being_filled(said, counts=counts):
-        return refused(f"{slave.key} is not being filled: it is whole, and catches up by itself")
+        return refused(f"{slave.key} is not being filled: its copy is complete and catches up automatically")
     return _ordered(slave, FillOrder(said.fill_id, is_allowed=False))
 
 
@@ -142,7 +142,7 @@ def _with_loss(plan: Plan, change: RoleChange, remembered: Point | None) -> Plan
     lost = f"what {change.group} acknowledged {up_to}, and the copy that goes on does not have"
     accepted = AcceptLoss(change.group, change.new_term)
     after = {**plan.after, "acceptedLoss": lost}
-    objection = f"lost for good: {lost}. ReplicaStatus and `qmq inspect` say what each copy has"
+    objection = f"lost for good: {lost}. ReplicaStatus and `qmq inspect` show what each copy has"
     return replace(plan, changes=(*plan.changes, accepted), after=after, objections=(objection,), forced=True)
 
 
@@ -231,7 +231,7 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
         min_copies, sync_mode: None and an empty text change nothing.
     """
     if min_copies is None and not sync_mode:
-        return refused("say what is to be set: --minCopies, --syncMode, or both")
+        return refused("nothing to set: give --minCopies, --syncMode, or both")
     try:
         change = rules.set_copies(group, min_copies) if min_copies is not None else None
     except OperatorError as refusal:
@@ -321,7 +321,7 @@ async def _master_lacking(desk: Desk, group: Group | None) -> str:
         return ""
     said = desk.registry.own_state(group.master)
     if said is not None and Reason.CORRUPT in said.readonly_reasons:
-        return f"the log of {group.master.key} is damaged, and is mended from another copy"
+        return f"the log of {group.master.key} is damaged, and is repaired from another copy"
     return await desk.registry.lacking(group.master)
 
 

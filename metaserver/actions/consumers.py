@@ -47,7 +47,7 @@ def switch_consumers(directory: Directory, routes: Routes, rule: Offline, *, off
     still = [] if offline else [other for other in after if _includes(other, rule)]
     return Plan(
         tuple(changes),
-        refusals=tuple(f"they stay off by the rule {_rule(other)}; end that one" for other in still),
+        refusals=tuple(f"they stay off by the rule {_rule(other)}; end that rule" for other in still),
         subjects=frozenset({rule.subject}) - {ALL_SUBJECTS},
         groups=frozenset(route.groups if route else ()),
         everything=rule.subject == ALL_SUBJECTS,
@@ -225,7 +225,9 @@ def _target(words: Words) -> str:
         raise OperatorError(f"code {words['code']} means {to}, and to says {words['to']}; give one of them")
     to = words["to"] or to
     if not to:
-        raise OperatorError("say where to: to=earliest, latest, sequence or time; or QMQ's code, 1 latest, 2 earliest")
+        raise OperatorError(
+            "no position: give to=earliest, latest, sequence or time; or QMQ's code, 1 latest, 2 earliest"
+        )
     if (to in _WITH_VALUE) != words.is_given("value"):
         raise OperatorError(f"to={to} {'needs a value' if to in _WITH_VALUE else 'takes no value'}")
     return to

@@ -136,7 +136,7 @@ async def _caught(desk: Desk, row: LeaseRow, asked: dict[str, str]) -> Any:
 async def _plan_retry(desk: Desk, words: Words) -> Plan:
     database, ids = words["database"], words.names("ids")
     if ids and not database:
-        return refused("ids are those of one database: name it, as ListDbs does")
+        return refused("ids belong to one database: name it as ListDbs shows it")
     if bool(ids) != words.is_given("ids") or not all(word.isascii() and word.isdecimal() for word in ids):
         return refused("ids are whole numbers with commas between them")
     asked = {"database": database, "older": PARKED_ALONE, "limit": SHOWN_MAX}

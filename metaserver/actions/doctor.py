@@ -122,7 +122,7 @@ def _machine(address: str, gone: Sequence[Check], groups: Groups) -> Check:
 def _remedy(facts: Mapping[str, Any], groups: Groups) -> str:
     gone = f"if it is gone for good: {_command(facts, groups)}"
     if not facts["incarnation"]:
-        return f"start it on {facts['ip']}; its log says what keeps it; {gone}"
+        return f"start it on {facts['ip']}; its log has the reason; {gone}"
     return f"start it on {facts['ip']}, or open its control port to the metaservers; {gone}"
 
 
@@ -168,7 +168,7 @@ def _name(facts: Mapping[str, Any]) -> str:
 
 BY_OPERATOR = "operator"
 """Readonly reason that is no trouble: a mark or a drain, which its group's line shows."""
-NOT_HEARD = "its log says why: what the metaserver says contradicts its data directory, or it does not reach it"
+NOT_HEARD = "its log has the reason: the metaserver's row contradicts its data directory, or no metaserver is reachable"
 REFUSALS_SHOWN = 3
 EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
 AT_ONCE = 100
@@ -219,7 +219,7 @@ async def _database(desk: Desk) -> Check:
     bad = desk.bad_rows()
     took_ms = round((time.monotonic() - began) * 1000)
     if bad:
-        text = f"{bad} rows make no sense and are left out"
+        text = f"{bad} invalid rows are ignored"
         return _check(CheckKind.DATABASE, False, text, "the log names them; repair them")
     return _check(CheckKind.DATABASE, True, f"answers in {took_ms} ms")
 
@@ -249,7 +249,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
     except OperatorError as other_disk:
         return check(False, "runs on another data directory than before", str(other_disk))
     if refused := desk.registry.registration.refused_lately(broker):
-        return check(False, "another process is refused in its place", refused)
+        return check(False, "another process with its name is refused", refused)
     if not facts["up"]:
         return check(False, "answers, but sends no heartbeats", NOT_HEARD)
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
@@ -263,12 +263,12 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
             )
         return check(False, found, "; ".join(_way_out(reason, broker) for reason in troubles))
     if state.quarantine_full:
-        found = f"keeps {state.quarantine_bytes:,} bytes that left its log, which may be the last copies of messages"
+        found = f"keeps {state.quarantine_bytes:,} bytes in quarantine, maybe the last copies of messages"
         remedy = (
             f"qmq ListQuarantine --brokerGroup={broker.group} names them, ClearQuarantine deletes (docs/runbook.md)"
         )
         return check(False, found, remedy)
-    kept = f", keeps {state.quarantine_bytes:,} bytes that left its log" if state.quarantine_bytes else ""
+    kept = f", keeps {state.quarantine_bytes:,} bytes in quarantine" if state.quarantine_bytes else ""
     return check(True, f"up{kept}")
 
 
@@ -293,7 +293,7 @@ def _loss(group: Group) -> Check:
     return _check(
         CheckKind.LOSS,
         False,
-        f"an operator accepted in term {group.lost_term} that acknowledged messages are lost",
+        f"an operator accepted the loss of acknowledged messages in term {group.lost_term}",
         f"qmq AuditTrail --brokerGroup={group.name} says which; "
         f"qmq AcknowledgeLoss --brokerGroup={group.name} ends this",
         of=f"of {group.name}",
@@ -316,10 +316,10 @@ def _group(desk: Desk, group: Group) -> Check:
         return check(True, "is drained" if group.draining else f"is marked readonly for {', '.join(marked[:3])}")
     if (why := desk.registry.why_no_failover(group)) is not None:
         found, remedy = why
-        return check(False, f"has no master, and no slave becomes it by itself: {found}", remedy)
+        return check(False, f"has no master, and no slave can be promoted: {found}", remedy)
     if not desk.registry.is_writable(group):
         facts = {"group": group.name, "takesNothing": True}
-        return check(False, "takes no messages", "ReplicaStatus says why", facts=facts)
+        return check(False, "takes no messages", "ReplicaStatus shows why", facts=facts)
     return check(True, "takes messages")
 
 
@@ -348,9 +348,9 @@ def _passwords(desk: Desk) -> Check:
 def _routes(desk: Desk) -> Check:
     refusals = list(desk.refusals().values())
     if not refusals:
-        return _check(CheckKind.ROUTES, True, "each client gets those it asks for")
+        return _check(CheckKind.ROUTES, True, "every client gets its routes")
     text = f"new subjects or clients are refused: {'; '.join(refusals[:REFUSALS_SHOWN])}"
-    return _check(CheckKind.ROUTES, False, text, "raise the setting that is named, or end what needs so many")
+    return _check(CheckKind.ROUTES, False, text, "raise the named setting, or reduce the number")
 
 
 async def _metaservers(desk: Desk) -> Check:

@@ -83,7 +83,9 @@ def adopt_database(
         memory = dump_memory()
         if missing := sorted(lost.keys() - _column(memory["tables"], *_GROUP)):
             named = ", ".join(missing[:NAMED_MAX])
-            return refused(f"this metaserver has {named} in no memory either; ask one that has, or Restore a backup")
+            return refused(
+                f"this metaserver has {named} not in memory either; ask one that has it, or Restore a backup"
+            )
         changes, after = (RestoreAll(memory, is_newer=True),), _count(memory["tables"])
     else:
         changes, after = tuple(ForgetGroup(name, term) for name, term in sorted(lost.items())), before
@@ -157,7 +159,7 @@ DAY_MS = 24 * 3600 * 1000
 async def _add(desk: Desk, words: Words) -> Plan:
     for name in ("subjects", "groups"):
         if words.is_given(name) and not words.names(name):  # empty variables of a script would make it unlimited
-            return refused(f"{name} {words[name]!r} names none; leave it away for a token that is not limited")
+            return refused(f"{name} {words[name]!r} names none; leave it out for an unlimited token")
     known = await desk.database.read(lambda repository: repository.load_tokens())
     try:
         row, text = new_token(

@@ -177,7 +177,7 @@ def _objections(
 
 def _left(group: str, contents: Contents) -> Iterable[str]:
     if contents.unknown:
-        yield f"nobody can say what {group} still holds: {contents.unknown}"
+        yield f"the contents of {group} are unknown: {contents.unknown}"
     if contents.leftovers:
         most = contents.most_first
         more = f", and {len(most) - NAMED_MAX} more consumer groups wait" if len(most) > NAMED_MAX else ""
@@ -217,7 +217,7 @@ def _unusable(directory: Directory, name: str) -> Iterable[str]:
 
 def _derived(subject: str) -> str:
     if derived := parse_derived(subject):
-        return f"{subject} belongs to {derived.real} and is where that is; it needs nothing of its own"
+        return f"{subject} belongs to {derived.real} and shares its route"
     return ""
 
 

@@ -117,7 +117,7 @@ class Actions:
                 data = details.pop("data", None)
                 return Answer(Status.REFUSED, one_text(plan.reasons), data, details, OperatorError.__name__)
             if plan.changes and (shown := words[IF_PLAN]) and shown != plan.word:
-                raise OperatorError("something was changed since this plan was shown: look at the plan again")
+                raise OperatorError("the plan has changed since it was shown: read it again")
             audit = _audit(action, words, caller, plan)
             try:
                 data = await self._carry_out(handler, words, plan, audit)

@@ -124,10 +124,10 @@ class Provider:
     async def _metadata(self) -> Any:
         metadata = OpenIDProviderMetadata(await _fetch(get_well_known_url(self.wanted.issuer, external=True)))
         if metadata.get("issuer") != self.wanted.issuer:
-            raise NotServed(f"the provider calls itself {str(metadata.get('issuer'))[:200]}, not {self.wanted.issuer}")
+            raise NotServed(f"the provider's issuer is {str(metadata.get('issuer'))[:200]}, not {self.wanted.issuer}")
         missing = [name for name in ("authorization_endpoint", "token_endpoint", "jwks_uri") if not metadata.get(name)]
         if missing:
-            raise NotServed(f"the provider does not say its {missing[0]}")
+            raise NotServed(f"the provider's metadata lack {missing[0]}")
         return metadata
 
     async def _exchange(self, address: str, code: str, verifier: str) -> str:
@@ -145,7 +145,7 @@ class Provider:
             headers["Authorization"] = f"Basic {base64.b64encode(both).decode()}"
         answer = await _fetch(urllib.request.Request(address, body.encode(), headers))
         if not isinstance(token := answer.get("id_token"), str):
-            raise NotServed("the provider gave no id token")
+            raise NotServed("the provider returned no id token")
         return token
 
     async def _claims(self, keys_at: str, token: str, nonce: str, now_ms: int) -> Mapping[str, Any]:
@@ -164,7 +164,7 @@ class Provider:
             )
             claims.validate(now=now_ms // 1000, leeway=LEEWAY_S)
         except JoseError as error:
-            raise AccessError(f"the provider's token is not good: {error}") from None
+            raise AccessError(f"the provider's token is invalid: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise AccessError(f"the provider's token cannot be read: {cause_of(error)}") from None
         return dict(claims)
@@ -178,7 +178,9 @@ def role_of(claims: Mapping[str, Any], wanted: Wanted) -> TokenRole:
     for role in RANKS:
         if any(mine == role and value in has for mine, value in wanted.roles):
             return role
-    raise AccessError(f"nothing in the claim {wanted.roles_claim} has a role here; an admin of the provider gives it")
+    raise AccessError(
+        f"nothing in the claim {wanted.roles_claim} has a role here; an admin of the provider can add one"
+    )
 
 
 def _claim(claims: object, path: str) -> Any:

@@ -81,7 +81,7 @@ async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
         Rates(row["at"], {label: row[field] for field, label in (("taken", IN), ("delivered", OUT)) if field in row})
         for row in (answer.data or {}).get("rates", ())
     ]
-    empty = "Its master began this moment."
+    empty = "Its master has just begun."
     return {"answer": answer, "chart": chart_of(rates, wall_ms()), "empty": empty}
 
 
@@ -99,7 +99,7 @@ def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer
         looks = asking.looks.note(f"{subject} {group}", look)
     elif consumers.done:
         consumers = Answer(Status.WAIT, "not every broker group answers")
-    empty = "They are counted from now on: the first ones come in five seconds."
+    empty = "Counting begins now; the first values come in five seconds."
     return {"answer": consumers, "chart": chart_of(per_second(looks), wall_ms()), "empty": empty}
 
 

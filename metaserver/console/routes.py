@@ -213,7 +213,7 @@ class Console:
     def _refuse_login(self, visit: Visit, why: str, status: int) -> Response:
         peer = visit.request.client.host if visit.request.client else ""
         self._refusals.note("console", peer, why)
-        response = self._page(visit, "refused.html", status, title="Not logged in", why=f"{why}; nobody is logged in")
+        response = self._page(visit, "refused.html", status, title="Not logged in", why=f"{why}; you are not logged in")
         response.delete_cookie(LOGIN_COOKIE, path=f"{ROOT}/oidc", httponly=True, samesite="lax")
         return response
 
@@ -263,7 +263,7 @@ class Console:
         action = pages.offered(visit.query["action"])
         if action is None:
             return self._page(
-                visit, "refused.html", 404, title="Refused", why="the console has no such change; the tools may"
+                visit, "refused.html", 404, title="Refused", why="the console does not offer this change; use the tools"
             )
         words = pages.words_of(action, visit.query)
         return self._page(visit, "change.html", title=action.name, action=action, words=words, step="form")
@@ -276,7 +276,7 @@ class Console:
         action = pages.offered(visit.form["action"])
         if action is None:
             return self._page(
-                visit, "refused.html", 404, title="Refused", why="the console has no such change; the tools may"
+                visit, "refused.html", 404, title="Refused", why="the console does not offer this change; use the tools"
             )
         asking, words = (
             Asking(self._actions, visit.caller, self._looks, open_lists=False),

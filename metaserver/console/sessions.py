@@ -103,7 +103,7 @@ class Sessions:
         if has_ended:
             raise AccessError("the session has ended: log in again")
         if nonce in self._ended:
-            raise AccessError("somebody logged out of this session: log in again")
+            raise AccessError("this session was logged out: log in again")
         if person is not None:
             return person
         caller = self._access.caller_of(identity, now_ms=now_ms, peer=peer)

@@ -47,15 +47,13 @@ async def run_within(actions: ActionsPort, action: Action, words: Mapping[str, s
         return Answer(Status.WAIT, f"{action.name} was not done within {limit_ms} ms")
     _going_on.add(task)
     task.add_done_callback(_finished)
-    return Answer(
-        Status.UNKNOWN, f"{action.name} was not done within {limit_ms} ms and goes on; look what became of it"
-    )
+    return Answer(Status.UNKNOWN, f"{action.name} was not done within {limit_ms} ms and goes on; check its outcome")
 
 
 def _finished(task: asyncio.Task[Answer]) -> None:
     _going_on.discard(task)
     if not task.cancelled() and (error := task.exception()):
-        log.error("an action that nobody waited for failed: %r", error)
+        log.error("action failed after its caller left: %r", error)
 
 
 def _asked_wait_ms(words: Mapping[str, str]) -> int:

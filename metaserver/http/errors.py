@@ -34,14 +34,14 @@ WHAT_TO_DO = {
     INVALID: "correct the request; /api/v1/openapi.json describes it",
     UNAUTHORIZED: "send a valid token in the header X-Api-Token, or as Authorization: Bearer",
     MISSING_RIGHT: "use a token with that role or scope; an admin makes one with AddToken",
-    NOT_FOUND: "look at /api/v1/openapi.json for what there is",
+    NOT_FOUND: "/api/v1/openapi.json lists the addresses",
     METHOD: "use one of the methods in the header Allow",
     TOO_SLOW: "send the whole request at once",
     REFUSED: "nothing was changed; correct what the message names, then repeat",
     TOO_LARGE: "send less at once",
-    INTERNAL: "nothing more can be said here; the metaserver's log names the cause under this reference",
+    INTERNAL: "the metaserver's log has the cause under this reference",
     NOT_SERVED: "nothing was changed; wait, then repeat",
-    UNKNOWN: "it was done or not: look before you repeat it",
+    UNKNOWN: "outcome unknown: check before you repeat it",
 }
 
 

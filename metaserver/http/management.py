@@ -106,7 +106,9 @@ def make_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
             return _respond(render(action, Answer(Status.REFUSED, str(error), code=type(error).__name__), words))
         return _respond(render(action, await run_within(actions, action, words, caller), words))
 
-    summary = "as QMQ's tools ask: `action` and its parameters in a form or the address; 200 in all cases"
+    summary = (
+        "operators' actions in QMQ's protocol: `action` and its parameters in a form or the address; status 200 always"
+    )
     return endpoints.make_route(
         "POST", "/management", manage, summary=summary, content={**JSON, **TEXT}, extra={"requestBody": _BODY}
     )

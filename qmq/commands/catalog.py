@@ -580,7 +580,7 @@ _DATABASES = (
     Action("ListWatchdogs", "list namespaces of watchdogs, and the active watchdog of each", VIEWER),
     Action(
         "OutboxStuck",
-        "list rows of outboxes that are parked or wait too long",
+        "list stuck rows of outboxes: parked, or waiting too long",
         VIEWER,
         (
             Parameter("room", "only this namespace of watchdogs", kind=Kind.NAME),

@@ -125,7 +125,7 @@ def _watch_it_renew(address, world, profile, state):
         assert "messages in" in browser.open(f"{address}/console/group?name=g1")
         world.brokers.samples["g1"] = world.brokers.samples["g1"][:1]
         browser.run("window.renew()")
-        assert "Its master began this moment" in browser.text() and not browser.complaints()
+        assert "Its master has just begun" in browser.text() and not browser.complaints()
         _tab_to(browser, "Pause")
         browser.press("Enter", text="\r")
         world.brokers.samples["g1"] = []

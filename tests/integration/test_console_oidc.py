@@ -137,7 +137,7 @@ def test_bad_login_is_refused_and_logged(tmp_path, issuer, caplog, who, why):
     async def test(world):
         before = world.metrics.refused_tokens._value.get()
         answer = await log_in(world, who)
-        assert answer.status_code == 403 and why in text_of(answer.text) and "nobody is logged in" in answer.text
+        assert answer.status_code == 403 and why in text_of(answer.text) and "you are not logged in" in answer.text
         assert not any(cookie.startswith("qmq_console=") for cookie in answer.headers.get_list("set-cookie"))
         assert world.metrics.refused_tokens._value.get() == before + 1 and why in caplog.text
         assert (await world.browser.get("/console")).status_code == 303

@@ -240,7 +240,7 @@ def test_neither_disk_returns(cluster):
 
     refused = until(recovered, "the master counts as stopped")
     assert refused.returncode == REFUSED and "LOST: acknowledged at offsets [0, " in refused.stderr
-    assert "has to be accepted, with --acceptLoss" in refused.stderr
+    assert "accept the loss with --acceptLoss" in refused.stderr
     done = until(lambda: recovered("--acceptLoss"), "the master counts as stopped")
     assert done.returncode == DONE and "lost for good: what none acknowledged up to offset" in done.stderr, done.stderr
     begin(cluster, master.hostname)

@@ -122,7 +122,7 @@ def test_the_master_and_a_slave_never_return(cluster, tmp_path):
     report.write_text(json.dumps(inspect(data_of(cluster, kept))))
     gone = f"{key(master)},{key(other)}"
     refused = qmq(cluster, "RecoverGroup", "last", gone=gone, reports=report)
-    assert refused.returncode == REFUSED and "has to be accepted, with --acceptLoss" in refused.stderr
+    assert refused.returncode == REFUSED and "accept the loss with --acceptLoss" in refused.stderr
     done = qmq(cluster, "RecoverGroup", "last", "--acceptLoss", gone=gone, reports=report)
     assert done.returncode == DONE, done.stderr
     begin(cluster, kept.hostname, master.hostname)

@@ -17,13 +17,6 @@ from qmq.tools.command import (
 )
 from qmq.tools.table import Block, Cell, Column, Table, moment, size
 
-_DB = (
-    Option("type", "kind of the database: mmm, mysql, mariadb, postgresql, sqlite", default="mmm"),
-    Option("host", "its server; SQLite has none", default=""),
-    Option("port", "the server's port; default 3306, of PostgreSQL 5432", "", Kind.PORT),
-    Option("database", "its name on the server, default qmq_produce; of SQLite the path of the file", default=""),
-)
-
 
 def _dbs(rows: Any) -> Table:
     return Table(

@@ -84,11 +84,11 @@ def show_scrubs(rows: list[dict[str, Any]]) -> Iterable[Block]:
     wrong = sum(row["damaged"] or row["late"] for row in rows)
     silent = sum(row["why"] != "" for row in rows)
     if wrong:
-        yield bad(f"{wrong} of {len(rows)} copies were damaged, or are not read again in time")
+        yield bad(f"{wrong} of {len(rows)} copies were damaged, or are late with their scrub")
     if silent:
-        yield warning(f"of {silent} of {len(rows)} copies nothing is known")
+        yield warning(f"{silent} of {len(rows)} copies did not answer")
     if not wrong and not silent and rows:
-        yield good("all copies are read again in time, and none was damaged")
+        yield good("all copies are scrubbed in time, none was damaged")
 
 
 _SOURCES = (
@@ -104,13 +104,13 @@ _SOURCES = (
 
 
 def _says_which(words: Mapping[str, str]) -> str:
-    return "" if {"id", "property", "tag", "since", "until"} & words.keys() else "say which messages: see --help"
+    return "" if {"id", "property", "tag", "since", "until"} & words.keys() else "no filter: --help lists the options"
 
 
 AUDIT = (
     Command(
         "AuditStatus",
-        "show up to where each log was verified, when, and what it found last. "
+        "show how far each log is verified, when, and the last findings. "
         "Reads the audit's ledger on this machine; ends with 1 if a group is not proven equal, "
         "or was not within 36 hours",
         "--ledger=/var/lib/qmq/audit",
@@ -131,8 +131,8 @@ AUDIT = (
     ),
     Command(
         "ScrubReport",
-        "show what copies found when reading disks again. "
-        "Ends with 1 if one was damaged since yesterday, or is not read again in time; with 3 if one does not answer",
+        "show the scrub results of all copies. "
+        "Ends with 1 if one was damaged since yesterday, or is late with its scrub; with 3 if one does not answer",
         "",
         (),
         show_scrubs,
@@ -140,8 +140,7 @@ AUDIT = (
     ),
     Command(
         "Trail",
-        "what became of a message, as the logs tell: where it was stored, to whom it was delivered, how that ended. "
-        "Reads the logs with Spark",
+        "trace a message in the logs: storage, deliveries, acks. Reads the logs with Spark",
         "--id=1d35f9f0a3",
         (Option("id", "of the message"), ANY_SUBJECT, *_SOURCES),
         runs="qmq.tools.verification:read_logs",
@@ -149,7 +148,7 @@ AUDIT = (
     ),
     Command(
         "FindMessage",
-        "find messages in all that the logs hold, in every subject and among dead letters. Reads the logs with Spark; "
+        "find messages in the logs of all subjects, dead letters included. Reads the logs with Spark; "
         "Browse looks at one subject of running brokers",
         "--property orderNo=42 --since=24h",
         (

@@ -8,18 +8,6 @@ from typing import Any
 from qmq.tools.command import GROUP, Command, Kind, Option, bad, good, listing, of_action, warning
 from qmq.tools.table import Block, Cell, Column, Table, good_or_bad, moment, span
 
-_HOSTNAME = Option("hostname", "the broker's setting hostname")
-_SLAVE_HOST = Option("host", "hostname, or hostname:port, of the slave")
-_SERVE_PORT = Option("servePort", "port for producers and consumers", kind=Kind.PORT)
-_BROKER = (
-    GROUP,
-    Option("role", "0 for the master, 1 for a slave; of a group of delay servers 5 and 6"),
-    _HOSTNAME,
-    Option("ip", "IPv4 address at which the broker is reached"),
-    _SERVE_PORT,
-    Option("syncPort", "port for slaves", kind=Kind.PORT),
-)
-
 
 def _added(broker: Any) -> Iterable[Block]:
     yield good(f"{broker['hostname']}:{broker['servePort']} is now the {broker['role']} of {broker['group']}")
@@ -41,7 +29,7 @@ def _new_master(data: Any) -> Iterable[Block]:
 
 
 def _not_yet_writable() -> Block:
-    return warning("the group does not take messages yet; ListBrokerGroups says why")
+    return warning("the group does not take messages yet; ListBrokerGroups shows why")
 
 
 def _swapped(data: Any) -> Iterable[Block]:
@@ -75,7 +63,7 @@ def _loss_acknowledged(data: Any) -> Iterable[Block]:
 
 
 def _failover_set(data: Any) -> Iterable[Block]:
-    how = {"on": "by itself", "off": "only by Failover"}.get(data["failover"], "as the metaservers' setting says")
+    how = {"on": "automatically", "off": "only by Failover"}.get(data["failover"], "by the metaservers' setting")
     yield good(f"{data['brokerGroup']} fails over {how}")
 
 
@@ -88,9 +76,9 @@ def _copies(data: Any) -> Iterable[Block]:
 def _fill_ordered(data: Any) -> Iterable[Block]:
     who = f"{data['hostname']}:{data['servePort']} of {data['group']}"
     if data["filling"] == "allowed":
-        yield good(f"{who} is filled; ReplicaStatus says how far it is")
+        yield good(f"{who} is filled; ReplicaStatus shows its progress")
     else:
-        yield good(f"{who} is not filled until SyncReplica says so; what it has it keeps")
+        yield good(f"{who} is not filled until SyncReplica; it keeps its data")
 
 
 def _quarantine(data: Any) -> Iterable[Block]:
@@ -122,7 +110,7 @@ def _rates(data: Any) -> Iterable[Block]:
         Column("TAKEN/S", lambda row: round(row.get("taken", 0), 1)),
         Column("DELIVERED/S", lambda row: round(row.get("delivered", 0), 1)),
     )
-    yield Table(columns, data["rates"][-12:], empty="its master began this moment, or does not answer")
+    yield Table(columns, data["rates"][-12:], empty="its master has just begun, or does not answer")
     for name, why in data["unasked"].items():
         yield warning(f"{name}: not asked, {why}")
 
@@ -159,7 +147,7 @@ def _groups(groups: Any) -> Table:
             Column("KIND", lambda group: "" if group.get("kind") == "NORMAL" else group.get("kind"), drop=1),
         ),
         groups,
-        empty="there is no broker group; AddBroker makes one",
+        empty="no broker group; AddBroker makes one",
     )
 
 
@@ -191,15 +179,15 @@ def _replica_status(groups: Any) -> Iterable[Block]:
             _REPLICA, [row | {"isMaster": row["role"] in ("MASTER", "DELAY_MASTER")} for row in group["replicas"]]
         )
     if not groups:
-        yield "there is no broker group; AddBroker makes one"
+        yield "no broker group; AddBroker makes one"
 
 
 def _verdict(group: Mapping[str, Any]) -> Cell:
     if group["equal"] is not None:
         return _VERDICT[group["equal"]]
     if group["lagBytes"] is not None:
-        return warning(f"ends differ at this moment, a slave lacks {group['lagBytes']} bytes")
-    return bad("not all could be asked")
+        return warning(f"ends differ now, a slave lags by {group['lagBytes']} bytes")
+    return bad("not every copy answered")
 
 
 def _epoch(replica: Mapping[str, Any]) -> str:
@@ -257,14 +245,18 @@ BROKERS = (
     of_action("AdoptRoles", "--brokerGroup=g1 --hostname=mq1 --servePort=20881", _new_master, look="ListBrokerGroups"),
     Command(
         "RecoverGroup",
-        "say which copies of a group are left, which goes on and what is lost; then give it the mastership",
+        "choose the copy of a group that goes on, show the losses, make it the master",
         "--brokerGroup=g1 --gone=mq1:20881 --reports=mq2.json",
         (
             GROUP,
-            Option("gone", "hostname:servePort of brokers whose disks never return, with commas", default=""),
-            Option("reports", "files with what `qmq inspect DIR --json` printed, with commas", default=""),
+            Option("gone", "hostname:servePort of brokers whose disks never return, separated by commas", default=""),
+            Option("reports", "output files of `qmq inspect DIR --json`, separated by commas", default=""),
             Option(
-                "acceptLoss", "give up what none of the copies has that go on", default="", kind=Kind.FLAG, alone="true"
+                "acceptLoss",
+                "accept the loss of messages that no remaining copy has",
+                default="",
+                kind=Kind.FLAG,
+                alone="true",
             ),
         ),
         runs="qmq.tools.recover_group:run",

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qmq.tools.command import Option, good, listing, of_action, warning
+from qmq.tools.command import good, listing, of_action, warning
 from qmq.tools.table import Block, Cell, Column, Table, Tone, good_or_bad, moment, span
-
-_ANY_GROUP = Option("group", "only this consumer group", default="")
 
 
 def _messages(row: Mapping[str, Any]) -> Cell:
@@ -92,7 +90,7 @@ def _reset(data: Any) -> Iterable[Block]:
 
 def _position_is_named_once(words: Mapping[str, str]) -> str:
     if ("code" in words) == ("to" in words):
-        return "say where to go on, once: --action=1|2, or --to=earliest|latest|sequence|time"
+        return "name the new position once: --action=1|2, or --to=earliest|latest|sequence|time"
     to, with_value = words.get("to"), words.get("to") in ("sequence", "time")
     if with_value and "value" not in words:
         return f"--to={to} needs --value"

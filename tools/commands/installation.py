@@ -26,7 +26,7 @@ def _metaservers(rows: Any) -> Table:
 def _adopted(data: Any) -> Iterable[Block]:
     groups = ", ".join(data["groups"])
     if data["keep"] == "memory":
-        yield good(f"the database has what this metaserver has in memory, {groups} with it")
+        yield good(f"the database has this metaserver's groups, {groups} among them")
     else:
         yield good(f"the database is used as it is; {groups}: forgotten")
 
@@ -68,7 +68,7 @@ INSTALLATION = (
     of_action("AdoptDatabase", "--keep=memory", _adopted, look="Doctor"),
     Command(
         "Doctor",
-        "name the failed step of an installation, seen from this machine: names, ports, versions, clocks, token, "
+        "check an installation from this machine: names, ports, versions, clocks, token, "
         "roles, copies, disks. Ends with 1 if a step failed",
         "",
         (

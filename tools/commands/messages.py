@@ -16,12 +16,12 @@ FORMATS = ("line", "json", "properties")
 PROPERTY = Option("property", "only messages with this property; several times: with all of them", "", Kind.PAIR)
 TAG = Option("tag", "only messages with this tag; a,b: with both", default="")
 ID = Option("id", "only the message with this id", default="")
-_BROKER_GROUP = Option("brokerGroup", "only what this broker group has", default="")
-SINCE = Option("since", "only what was stored then or later (2026-01-31T12:00:00Z; 90m: ago)", "", Kind.MOMENT)
-UNTIL = Option("until", "only what was stored before", "", Kind.MOMENT)
-_FORMAT = Option("format", "how a message reads", default="line", choices=FORMATS)
-_DEAD = Option("deadLetters", "the dead letters of --group", "", Kind.FLAG, alone="true")
-_DEAD_GROUP = Option("group", "the consumer group whose dead letters are meant", default="")
+_BROKER_GROUP = Option("brokerGroup", "only messages of this broker group", default="")
+SINCE = Option("since", "only messages stored at this time or later (2026-01-31T12:00:00Z; 90m: ago)", "", Kind.MOMENT)
+UNTIL = Option("until", "only messages stored before this time", "", Kind.MOMENT)
+_FORMAT = Option("format", "output format", default="line", choices=FORMATS)
+_DEAD = Option("deadLetters", "show the dead letters of --group", "", Kind.FLAG, alone="true")
+_DEAD_GROUP = Option("group", "consumer group of the dead letters", default="")
 
 
 def names_are_legal(words: Mapping[str, str]) -> str:
@@ -65,9 +65,9 @@ def _positive(words: Mapping[str, str]) -> Iterator[str]:
 def _sends_something(words: Mapping[str, str]) -> str:
     given = [name for name in ("property", "json-body") if name in words]
     if "file" in words and (given or words.get("count", "1") != "1"):
-        return "--file stands alone: its lines say what is sent"
+        return "--file excludes the other messages: its lines are sent"
     if "file" not in words and not given:
-        return "say what to send: --property, --json-body or --file"
+        return "nothing to send: give --property, --json-body or --file"
     return _first(names_are_legal(words), *_positive(words))
 
 
@@ -80,7 +80,7 @@ def _consumes_for_somebody(words: Mapping[str, str]) -> str:
 MESSAGES = (
     Command(
         "Produce",
-        "send messages, and say of each whether it is stored",
+        "send messages and report the outcome of each",
         "--subject=order.changed --property orderNo=42 --property state=paid --tag=paid",
         (
             SUBJECT,
@@ -88,26 +88,26 @@ MESSAGES = (
             Option("json-body", "a JSON object whose members are the properties", default=""),
             Option("file", "a file with one JSON object per line; - is standard input", "", Kind.LINES),
             Option("tag", "tags of the messages: a,b", default=""),
-            Option("orderKey", "messages of one key are consumed one after the other", default=""),
-            Option("count", "how often to send the message, each time with an id of its own", "1", Kind.NUMBER),
-            Option("wait", "how many seconds a message may take", "30000", Kind.SECONDS),
-            Option("dry-run", "look at the messages, send none", "", Kind.FLAG, alone="true"),
+            Option("orderKey", "messages of one key are consumed in order", default=""),
+            Option("count", "number of copies to send, each with its own id", "1", Kind.NUMBER),
+            Option("wait", "time limit per message, in seconds", "30000", Kind.SECONDS),
+            Option("dry-run", "check the messages, send none", "", Kind.FLAG, alone="true"),
         ),
         runs="qmq.tools.messages.client:produce",
         needs=_sends_something,
     ),
     Command(
         "Consume",
-        "read messages as a consumer does; without --ack they go back",
+        "read messages as a consumer; without --ack they go back",
         "--subject=order.changed --start=earliest --limit=10",
         (
             SUBJECT,
-            Option("group", "the consumer group; default: one of its own, which is forgotten afterwards", default=""),
+            Option("group", "consumer group; default: a temporary one", default=""),
             Option("tags", "only messages with one of these tags: a,b", default=""),
-            Option("start", "where a new group begins", "latest", Kind.START),
+            Option("start", "start of a new group", "latest", Kind.START),
             Option("limit", "end after this many messages; default: at Ctrl-C", "", Kind.NUMBER),
-            Option("wait", "end when none came for this many seconds; default: go on waiting", "", Kind.SECONDS),
-            Option("ack", "the group is done with them: they do not go back", "", Kind.FLAG, alone="true"),
+            Option("wait", "end after this many seconds without a message; default: wait on", "", Kind.SECONDS),
+            Option("ack", "ack the messages: they do not go back", "", Kind.FLAG, alone="true"),
             _FORMAT,
         ),
         runs="qmq.tools.messages.client:consume",
@@ -115,11 +115,11 @@ MESSAGES = (
     ),
     Command(
         "Tail",
-        "show messages as they are stored, in all broker groups; no consumer notices",
+        "show new messages of all broker groups; consumers are not affected",
         "--subject=order.changed --tag=paid",
         (
             SUBJECT,
-            Option("last", "begin with this many of the newest", "10", Kind.NUMBER),
+            Option("last", "number of newest messages to show first", "10", Kind.NUMBER),
             TAG,
             PROPERTY,
             _DEAD,
@@ -133,13 +133,13 @@ MESSAGES = (
     ),
     Command(
         "Browse",
-        "look at messages where they are stored; no consumer notices",
+        "list stored messages; consumers are not affected",
         "--subject=order.changed --property orderNo=42 --since=24h",
         (
             SUBJECT,
             _DEAD,
             _DEAD_GROUP,
-            Option("sequence", "from this one on, as each broker group counts", "", Kind.NUMBER),
+            Option("sequence", "first sequence, counted per broker group", "", Kind.NUMBER),
             SINCE,
             UNTIL,
             ID,
@@ -149,7 +149,7 @@ MESSAGES = (
             Option("limit", "at most this many messages", "20", Kind.NUMBER),
             Option(
                 "order",
-                "which first; default: newest, and from --sequence or --since on oldest",
+                "default: newest first; with --sequence or --since, oldest first",
                 "",
                 choices=("newest", "oldest"),
             ),
@@ -159,17 +159,17 @@ MESSAGES = (
     ),
     Command(
         "Redrive",
-        "give dead letters back to their consumer group, or to a subject; those that are not chosen stay",
+        "return dead letters to their consumer group, or send them to a subject",
         "--subject=order.changed --group=billing --reason=timeout --rate=100 --out=receipt.json",
         (
             SUBJECT,
-            Option("group", "the consumer group that could not handle them"),
-            Option("from", "the subject that LimitGroup --deadLettersTo had them go to", default=""),
-            Option("to", "the subject that they go to; default: back to that consumer group alone", default=""),
+            Option("group", "consumer group of the dead letters"),
+            Option("from", "subject with the dead letters, if LimitGroup --deadLettersTo set one", default=""),
+            Option("to", "destination subject; default: back to that consumer group alone", default=""),
             ID,
             PROPERTY,
             TAG,
-            Option("reason", "only those whose reason has this text in it", default=""),
+            Option("reason", "only dead letters whose reason contains this text", default=""),
             SINCE,
             UNTIL,
             Option("limit", "at most this many; default: all", "", Kind.NUMBER),

@@ -14,14 +14,14 @@ from qmq.tools.table import Block, Cell
 
 _ROOM = Option("room", "namespace of the watchdog", default="default")
 _DATABASE = Option("database", "only this one, as ListDbs names it", default="")
-_OLDER = Option("older", "waiting rows count once they are older than this many seconds", "60", Kind.NUMBER)
-_WATCHDOG = Option("watchdog", "host:port of the active watchdog, if it cannot be reached as it says", default="")
+_OLDER = Option("older", "seconds after which a waiting row counts as stuck", "60", Kind.NUMBER)
+_WATCHDOG = Option("watchdog", "host:port of the active watchdog, if its own address is unreachable", default="")
 
 
 def _retries_something(words: Mapping[str, str]) -> str:
     ids = words.get("ids", "")
     if ids and "database" not in words:
-        return "--ids are those of one database: say which with --database"
+        return "--ids belong to one database: name it with --database"
     if not all(word.isascii() and word.isdecimal() for word in ids.split(",") if word):
         return "--ids are whole numbers with commas between them"
     return ""
@@ -37,7 +37,7 @@ def _retried(data: Mapping[str, Any]) -> Iterator[Block]:
 OUTBOX = (
     Command(
         "OutboxStuck",
-        "list rows of outboxes that are parked, or wait long",
+        "list stuck rows of outboxes: parked, or waiting too long",
         "--older=600",
         (
             _ROOM,
@@ -50,7 +50,7 @@ OUTBOX = (
     ),
     Command(
         "OutboxReconcile",
-        "say of stuck rows which are in a broker's log; reads only",
+        "find stuck rows in the brokers' logs; reads only",
         "--older=600 --limit=100",
         (
             _ROOM,

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qmq.tools.command import Kind, Option, good, listing, of_action, warning
+from qmq.tools.command import good, listing, of_action, warning
 from qmq.tools.table import Block, Column, Table, good_or_bad, moment, span
 
 NAMES_MAX = 5
-_EVERY_SUBJECT = Option("subject", "one subject, or * for all")
-_SUBJECTS = Option("subject", "one subject; default: *, all of them", default="*")
-WAIT = Option(
-    "wait",
-    "wait until no producer holds the old route, at most this many seconds (60 if no number is given)",
-    default="",
-    kind=Kind.SECONDS,
-    sent_as="waitMs",
-    alone="60",
-)
 _ROUTE = (
     Column("SUBJECT", "subject"),
     Column("BROKER GROUPS", "brokerGroups", fold=12),
@@ -62,7 +52,7 @@ def _count_changed(data: Any) -> Iterable[Block]:
     yield (
         good(f"{count:,} {'route is' if count == 1 else 'routes are'} changed")
         if count
-        else warning("no route was concerned; nothing is changed")
+        else warning("no route has the group; nothing was changed")
     )
 
 
@@ -105,7 +95,7 @@ def _marked(data: Any) -> Iterable[Block]:
     if stranded := (data.get("withoutOtherGroup") or {}).get("count"):
         names = ", ".join(data["withoutOtherGroup"]["names"][:NAMES_MAX])
         if names == "*":
-            yield warning("delayed messages, of whatever subject, have no other group of delay servers now")
+            yield warning("delayed messages have no other group of delay servers now")
         else:
             yield warning(f"{stranded:,} subjects have no other group that takes messages: {names}")
 
@@ -132,7 +122,7 @@ def _drained(data: Any) -> Iterable[Block]:
     yield good("draining: no new subjects, no producers")
     yield from _holders(data)
     if data.get("unknown"):
-        yield warning(f"what is left in it is not known: {data['unknown']}")
+        yield warning(f"its contents are unknown: {data['unknown']}")
     elif data.get("empty"):
         yield good("no message waits in it for a consumer group")
     elif data.get("left"):

@@ -30,7 +30,7 @@ def produce(session: Session) -> Exit:
     except KeyboardInterrupt:
         if session.values["dry-run"] == "true":
             raise
-        complain("interrupted: of messages without a line above it is unknown whether they are stored")
+        complain("interrupted: messages without a line above may be stored")
         return Exit.UNKNOWN
 
 
@@ -55,7 +55,7 @@ async def _produce(session: Session) -> Exit:
                 except BrokenPipeError:  # the reader of the output is gone
                     raise
                 except OSError as error:
-                    complain(f"what became of {len(chunk):,} messages that were sent could not be written: {error}")
+                    complain(f"the outcome of {len(chunk):,} messages that were sent could not be written: {error}")
                     return Exit.UNKNOWN
     return _exit(outcomes)
 
@@ -128,7 +128,7 @@ def _exit(outcomes: set[qmq.Outcome]) -> Exit:
         complain("there was no message to send")
         return Exit.USAGE
     if qmq.Outcome.UNKNOWN in outcomes:
-        complain("of some messages it is unknown whether they are stored; sending them again may store them twice")
+        complain("some messages may be stored; sending them again may store them twice")
         return Exit.UNKNOWN
     return Exit.REFUSED if qmq.Outcome.REFUSED in outcomes else Exit.DONE
 

@@ -93,7 +93,7 @@ class _Redrive:
                 except OSError as error:
                     if not self._receipt.moved and not self._receipt.unknown:
                         raise
-                    complain(f"what went back could not be written down: {error}. Look with\n  {self._session.look()}")
+                    complain(f"the receipt could not be written: {error}. Look with\n  {self._session.look()}")
                     return Exit.UNKNOWN
         return self._exit()
 
@@ -276,7 +276,8 @@ class _Redrive:
         receipt = self._receipt
         if receipt.unknown or (receipt.moved and (receipt.left or receipt.unasked)):
             complain(
-                "not all is done. Run it again for the rest; what may have gone back may go twice. Look with\n  "
+                "Some dead letters are left. Run it again for them; messages of unknown outcome may go back twice. "
+                "Check with\n  "
                 f"{self._session.look()}"
             )
             return Exit.UNKNOWN

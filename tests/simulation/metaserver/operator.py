@@ -104,7 +104,7 @@ class Operator:
                 self.type_named(command)
             if not commands and "RecoverGroup" in named:
                 self.recover()
-            if "its log says" in remedy:
+            if "its log has the reason" in remedy:
                 self.follow_logs()
             self.start_all()
 

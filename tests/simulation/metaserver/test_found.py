@@ -172,4 +172,4 @@ def test_broker_with_data_of_another_group_is_down(world: World) -> None:
     world.finish()
     world.start_box(world.brokers.boxes["a"], world.servers[0])
     world.wait(2)
-    assert any("its log says" in remedy for remedy in Operator(world, world.servers[0], "g3").doctor())
+    assert any("its log has the reason" in remedy for remedy in Operator(world, world.servers[0], "g3").doctor())

@@ -363,7 +363,7 @@ async def test_a_plan_that_is_another_one_by_now_is_not_carried_out(world):
         plans.append(words | {"step": "confirm", "plan": re.search(r'name="plan" value="([^"]+)"', planned)[1]})
     assert "Done." in (await world.send("/change", **plans[0])).text
     refused = await world.send("/change", **plans[1])
-    assert "something was changed since this plan was shown" in refused.text and "expiresAfterS=3600" in refused.text
+    assert "the plan has changed since it was shown" in refused.text and "expiresAfterS=3600" in refused.text
     assert [limits.expires_after_s for limits in world.registry.directory.limits] == [60]
     assert "Done." in (await world.send("/change", **plans[0])).text  # all is so already
     assert not any("ifPlan" in row.parameters for row in await world.audit())

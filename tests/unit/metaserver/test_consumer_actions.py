@@ -58,7 +58,7 @@ async def test_a_reset_to_a_time_or_a_sequence(world):
 async def test_wrong_resets_are_refused_before_any_broker_is_asked(world):
     await two_groups(world)
     words = {"subject": "s1", "group": "shop"}
-    assert "say where to" in await world.refused("ResetOffset", **words)
+    assert "no position: give to=earliest" in await world.refused("ResetOffset", **words)
     assert "code 1 means latest" in await world.refused("ResetOffset", **words, code=1, to="earliest")
     assert "needs a value" in await world.refused("ResetOffset", **words, to="time")
     assert "takes no value" in await world.refused("ResetOffset", **words, to="latest", value=3)

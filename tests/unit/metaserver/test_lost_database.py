@@ -163,7 +163,7 @@ async def test_registering_brokers_reveal_an_empty_database(url):
     with pytest.raises(DatabaseSetAside, match="no row of g9"):
         await world.registry.registration.register(said, None, term=4)
     assert not (await world.run("AddBroker", **place("g9", 0, "g9-a"))).done
-    assert "in no memory either" in await world.refused("AdoptDatabase", keep="memory")
+    assert "not in memory either" in await world.refused("AdoptDatabase", keep="memory")
     await world.done("AdoptDatabase", keep="database")
     await world.done("AddBroker", **place("g9", 0, "g9-a"))
     assert world.registry.directory.groups["g9"].term == 5

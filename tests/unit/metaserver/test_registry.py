@@ -185,7 +185,7 @@ async def test_moved_broker_begins_in_a_new_term(tmp_path):
         with pytest.raises(PlaceTaken, match="one of the two data directories is a copy"):
             await registry.registration.register(copied, asked.append)
     checks = (await world.done("Doctor"))["checks"]
-    (told,) = [check for check in checks if check["found"] == "another process is refused in its place"]
+    (told,) = [check for check in checks if check["found"] == "another process with its name is refused"]
     assert str(original.key) in told["name"] and "delete its directory" in told["remedy"]
 
     async def is_gone(question: Question) -> None:

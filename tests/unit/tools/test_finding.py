@@ -67,9 +67,9 @@ def group(**changes):
 @pytest.mark.parametrize(
     "changes, level, said",
     [
-        ({}, Level.OK, "the slave of g1 is in step"),
-        ({"equal": None}, Level.OK, "the slave of g1 is in step"),
-        ({"equal": None, "lagBytes": 2 << 20}, Level.OK, "the slave of g1 is in step"),  # messages come all the time
+        ({}, Level.OK, "the slave of g1 is in sync"),
+        ({"equal": None}, Level.OK, "the slave of g1 is in sync"),
+        ({"equal": None, "lagBytes": 2 << 20}, Level.OK, "the slave of g1 is in sync"),  # messages come all the time
         ({"equal": None, "lagBytes": 128 << 20}, Level.WARN, "lacks 128.0 MiB"),
         ({"equal": False}, Level.FAIL, "the logs of g1 differ"),
         ({"term": 4}, Level.FAIL, "is in term 3, the metaserver in term 4"),
@@ -132,7 +132,7 @@ def test_subjects_that_refuse_producers_for_what_waits_are_named_by_their_limit(
 
 def test_a_broker_that_thinks_otherwise_of_its_part_is_named():
     (found,) = judge_broker("a:1", "SLAVE", {"qmq_broker_is_master": 1.0})
-    assert found.level is Level.FAIL and "thinks it is the master" in found.found
+    assert found.level is Level.FAIL and "acts as the master" in found.found
     assert list(judge_broker("a:1", "MASTER", {"qmq_broker_is_master": 1.0})) == []
 
 

@@ -41,9 +41,9 @@ def messages(*typed, lines=()):
 @pytest.mark.parametrize(
     "typed, said",
     [
-        ("Produce --subject=s", "say what to send"),
-        ("Produce --subject=s --file=- --property a=1", "--file stands alone"),
-        ("Produce --subject=s --file=- --count=2", "--file stands alone"),
+        ("Produce --subject=s", "nothing to send"),
+        ("Produce --subject=s --file=- --property a=1", "--file excludes"),
+        ("Produce --subject=s --file=- --count=2", "--file excludes"),
         ("Produce --subject=s --property a=1 --count=0", "--count is at least 1"),
         ("Produce --subject=a/b --property a=1", "slashes"),
         ("Consume --subject=s --ack", "--ack needs --group"),

@@ -31,7 +31,7 @@ def shown(**changes):
 
 def test_plan_names_the_reach_and_only_what_changes():
     text = shown()
-    assert text.startswith("MarkReadonly brokerGroup=g1 subject=*\nreaches 1,234 subjects, 1 group, 40 clients\n")
+    assert text.startswith("MarkReadonly brokerGroup=g1 subject=*\naffects 1,234 subjects, 1 group, 40 clients\n")
     assert "s11 and 1,222 more" in text and "s12" not in text
     assert [line.split() for line in text.splitlines()[-3:]] == [
         ["CHANGES", "FROM", "TO"],
@@ -42,12 +42,12 @@ def test_plan_names_the_reach_and_only_what_changes():
 
 def test_what_is_so_already_changes_nothing():
     same = {"wouldChange": False, "before": {"a": 1}, "after": {"a": 1}}
-    assert shown(**same).endswith("nothing would change: it is so already")
+    assert shown(**same).endswith("nothing would change")
 
 
 def test_a_refusal_is_named_and_so_are_objections():
     text = shown(reasons=["no such group"], objections=["5 messages wait there"], wouldChange=False)
-    assert "against it: 5 messages wait there" in text and text.endswith("it would be refused")
+    assert "objection: 5 messages wait there" in text and text.endswith("it would be refused")
     assert refusal(preview(reasons=["a", "b"])) == "a; b" and refusal(preview()) == ""
 
 

@@ -60,5 +60,5 @@ def test_a_report_names_what_is_wrong_and_of_whom_nothing_is_known():
     rows = [row("a:1", page()), row("b:1", page(found_s=60.0, findings=1)), row("c:1", {}, "c:1 does not answer")]
     text = text_of(show_scrubs(rows))
     assert "5.0 h ago, due every 168 h" in text and "not known: c:1 does not answer" in text
-    assert "1 of 3 copies were damaged" in text and "of 1 of 3 copies nothing is known" in text
-    assert "all copies are read again in time" in text_of(show_scrubs(rows[:1]))
+    assert "1 of 3 copies were damaged" in text and "1 of 3 copies did not answer" in text
+    assert "all copies are scrubbed in time" in text_of(show_scrubs(rows[:1]))
