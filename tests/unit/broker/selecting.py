@@ -1,4 +1,4 @@
-"""Core. Messages with tags and order keys for tests of selection, and one consumer of them."""
+"""Core. Messages with tags and order keys, and a consumer of them, for tests of filtered pulls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _batches = count(1)
 
 
 class Sent(NamedTuple):
-    """A message as a test means it."""
+    """Message of a test."""
 
     tags: tuple[str, ...] = ()
     key: str | None = None
 
 
 def produce(client: Client, messages: Iterable[Sent], *, first: int, subject: str = "s", labelled: bool = True) -> int:
-    """Send one batch of messages named m<sequence>, from `first` on; without keys they may go unlabelled."""
+    """Send one batch of messages named m<sequence>, from `first` on; batches without keys may be unlabelled."""
     some = list(messages)
     data = [
         encode_message(Message(subject, {"x": "y"}, tags=frozenset(one.tags), id=f"m{first + at}"), 0)
@@ -48,7 +48,7 @@ class Got(NamedTuple):
 
 
 class Consumer:
-    """One consumer of a group, on a connection of its own; it holds what it was given until it says otherwise."""
+    """Consumer of a group on its own connection; it keeps its messages unacked until told to ack."""
 
     def __init__(self, group: Group, name: str, /, **terms) -> None:
         self.group, self.name, self.terms = group, name, terms
@@ -57,7 +57,7 @@ class Consumer:
         self.join()
 
     def join(self) -> None:
-        """Connect, or connect again, with what it holds; after a swap to the new master."""
+        """Connect, or reconnect with the unacked messages; after a swap to the new master."""
         self.client = Client(self.group.a, self.name)
         opaque = self.client.subscribe(self.name, held_end=max(self.held, default=-1) + 1, **self.terms)
         self.group.settle()
@@ -67,16 +67,16 @@ class Consumer:
         return self.client.pull(self.subscription, most, bytes_max, timeout_ms)
 
     def pull(self, most: int = 1_000) -> list[Got]:
-        """Pull what is there now."""
+        """Pull the messages that are there now."""
         opaque = self.ask(most)
         self.group.settle()
         if not self.client.answered(opaque):
-            self.group.a.wait(2_000)  # it was looked for, and was not there
+            self.group.a.wait(2_000)  # searched and not found
             self.group.settle()
         return self.got(opaque)
 
     def got(self, opaque: int) -> list[Got]:
-        """Take what a pull was answered with."""
+        """Record the messages of a pull's answer."""
         if self.client.code(opaque) == ErrorCode.NO_MESSAGE:
             return []
         found = []
@@ -93,7 +93,7 @@ class Consumer:
         return [got.sequence for got in self.pull(most)]
 
     def ack(self, *sequences: int) -> None:
-        """Ack these of the messages that it holds; all if none are named."""
+        """Ack these of the unacked messages, or all of them."""
         pulls = self._let_go(sequences)
         self._done(self.client.ack_ranges(*[(one, one + 1) for one in pulls], subscription=self.subscription))
 

@@ -1,4 +1,4 @@
-"""Core. How old the oldest message is that a group has not acked: as it changes, from disk as well, and at a bound."""
+"""Core. Age of the oldest unacked message of a group: after changes, from disk, and within bounds."""
 
 from __future__ import annotations
 

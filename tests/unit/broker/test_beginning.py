@@ -1,4 +1,4 @@
-"""Core. Where a consumer group begins on a broker group on which it has no position (decision 80)."""
+"""Core. Begin of a consumer group on a broker group without a position for it (decision 80)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST = Begin(0)
 
 
 class Cluster:
-    """A broker group, and the metaserver's part, played by the test."""
+    """A broker group, and a metaserver played by the test."""
 
     def __init__(self, monkeypatch):
         self.asked = []

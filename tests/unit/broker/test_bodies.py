@@ -1,4 +1,4 @@
-"""Frames on their way from the disk to answers: read once for all, and cut only where a pull would get too little."""
+"""Bodies of frames for answers: read once for all pulls, and cut only for small ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FRAMES, MESSAGES = 6, 4
 
 @pytest.fixture
 def group():
-    """A group whose log has some frames of four messages each, none of them in memory."""
+    """Group whose log has frames of four messages each, none of them in memory."""
     group, client = a_group(tail_bytes=0, segment_bytes=1 << 20)
     for frame in range(FRAMES):
         client.produce(*[f"m{frame * MESSAGES + at}" for at in range(MESSAGES)])
@@ -70,7 +70,7 @@ def test_all_that_wait_for_a_damaged_frame_ask_again(group):
 
 
 class Reads:
-    """A log of frames of these sizes, by offset, none of them in its tail, and the host that reads them."""
+    """Log of frames of these sizes, by offset, none of them in its tail, and the host that reads them."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes, self.under_way, self.done = sizes, [], []

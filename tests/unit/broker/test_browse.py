@@ -1,4 +1,4 @@
-"""Core. Looking at messages where they are stored: what is shown, in which order, within which bounds."""
+"""Core. Browsing stored messages: results, order, bounds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def order(id: str, tags=(), subject: str = "s", **properties) -> Message:
 
 
 def step(one: Browse) -> None:
-    """One step, as the broker takes them: what the tail has is not read from disk."""
+    """Take one step, as the broker does: frames in the tail are not read from disk."""
     refs = one.next_frames()
     in_tail = {ref.offset: found for ref in refs if (found := one.log.tail_body(ref.offset)) is not None}
     read = {
@@ -52,7 +52,7 @@ def step(one: Browse) -> None:
 
 
 def look(copy: Copy, begin: int = 0, end: int = END, *, limit: int | None = None, **options) -> Browse:
-    """One call, as far as it goes."""
+    """Run one call to its end."""
     one = Browse(copy.log, "s", copy.log.end if limit is None else limit, begin, end, **options)
     while not one.is_over:
         step(one)
@@ -60,7 +60,7 @@ def look(copy: Copy, begin: int = 0, end: int = END, *, limit: int | None = None
 
 
 def all_ids(copy: Copy, **options) -> list[str]:
-    """Ask on until nothing is left."""
+    """Repeat calls until nothing is left."""
     found, begin, end = [], 0, END
     while begin < end:
         one = look(copy, begin, end, **options)
@@ -167,7 +167,7 @@ def test_matching_messages_are_found(wanted, expected):
 
 
 def test_text_of_one_property_is_not_taken_for_another():
-    """The bytes that are looked for first may stand anywhere."""
+    """The filter's bytes may stand anywhere."""
     copy = a_log()
     add(copy, order("m0", text="\0\x02no\0\x011"))
     assert all_ids(copy, wanted=Filter(properties={"no": "1"})) == []
@@ -216,7 +216,7 @@ def test_browse_skips_messages_deleted_by_retention():
 
 
 def of_one_size(count: int) -> tuple[Copy, int]:
-    """A log with so many frames of one message, and how long each is."""
+    """Return a log with this number of frames of one message, and their lengths."""
     copy = a_log()
     for at in range(count):
         add(copy, order(f"m{at}"))

@@ -1,4 +1,4 @@
-"""Core. How much of a frame fits into what a pull may still get."""
+"""Core. Budget of a pull: how much of a frame fits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_first_message_fits_however_large_it_is():
     ],
 )
 def test_frame_is_cut_only_for_a_half_empty_pull(messages, size, is_cut):
-    """Of messages and of bytes: either is enough to leave the frame whole for the next pull."""
+    """Half full by messages or by bytes: either leaves the frame whole for the next pull."""
     budget = Budget(100, 1_000_000, LIMIT)
     assert budget.allows(frame(messages=messages, size=size), messages) == messages
     following = frame(begin=messages, messages=1000, size=1_000_000)
@@ -67,7 +67,7 @@ def test_choice_has_a_size_and_an_end():
 
 
 class Frames:
-    """A log of frames of one message each, and how many were looked up from where."""
+    """Log of frames of one message each, which records its look-ups."""
 
     def __init__(self, end: int) -> None:
         self.refs, self.looks = [frame(begin=at, messages=1) for at in range(end)], []

@@ -1,4 +1,4 @@
-"""Core. Each cause that stops or slows a consumer group has a name, and a group that is well has none."""
+"""Core. Causes that stop or slow a consumer group; a healthy group has none."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_consumers_that_ask_for_no_more_are_the_bound_and_one_that_is_gone_is_no
 
 
 def test_absent_broadcast_consumer_has_its_own_cause():
-    """Each process that listens to a broadcast leaves one behind, unless its id is always the same."""
+    """Each process that listens to a broadcast leaves a group behind, unless it always uses the same id."""
     group, _ = a_group("m0")
     one = group.subscribed("host-1", group="host-1", broadcast=True)
     assert group.a.master.causes.of(("s", "host-1")) == [Cause.PREFETCH]

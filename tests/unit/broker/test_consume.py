@@ -1,4 +1,4 @@
-"""Core. What a master delivers, to whom, and what becomes of it."""
+"""Core. Delivery by a master: order, leases, acks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_one_pull_that_waits_blocks_no_other():
 
 
 def test_messages_of_a_consumer_that_went_away_reach_the_others():
-    """W1: by its lease, or at once when it unsubscribes; what it acked does not come again."""
+    """W1: requeued by the end of its lease, or at once when it unsubscribes; acked messages do not return."""
     for way in ("lease", "unsubscribe"):
         group, producer = a_group(lease_ms=1_000)
         producer.produce(*[f"m{i}" for i in range(6)])
@@ -171,7 +171,7 @@ def test_leases_end_on_a_master_whose_every_turn_takes_long():
 
 
 def test_ack_after_the_lease_ended_is_refused():
-    """What it names went back to the group, whatever its consumer, which is still connected, was handed since."""
+    """Its pull sequences were requeued, even if the consumer, still connected, got others since."""
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m0", "m1")
     late = group.subscribed("late")
@@ -188,7 +188,7 @@ def test_ack_after_the_lease_ended_is_refused():
 
 
 def test_pull_of_a_silent_consumer_gets_nothing_after_its_lease():
-    """Nobody would take it back from there."""
+    """No lease would ever requeue it."""
     group, producer = a_group(lease_ms=1_000)
     silent = group.subscribed("silent")
     waiting = silent.pull(timeout_ms=60_000)
@@ -202,7 +202,7 @@ def test_pull_of_a_silent_consumer_gets_nothing_after_its_lease():
 
 @pytest.mark.parametrize("change", ["departure", "swap", "restart"])
 def test_late_ack_never_hits_other_messages(change):
-    """W2, W13: an ack sent in another life names pull sequences that nothing has now."""
+    """W2, W13: an ack of an earlier process names pull sequences without messages."""
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m0", "m1")
     client = group.subscribed("c")
@@ -296,7 +296,7 @@ def test_messages_deleted_before_the_group_came_are_counted():
 
 
 def test_master_alone_delivers_below_the_high_watermark():
-    """P3: progress is on one disk, and each answer is marked; what only the master has is not delivered."""
+    """P3: progress is on one disk and each answer is marked; messages of the master alone are not delivered."""
     group, client = a_group()
     client.produce("safe 0", "safe 1")
     client.subscribe()

@@ -1,4 +1,4 @@
-"""Shell. The control port of a broker: what operators see of consumers and messages, and what they are refused."""
+"""Shell. Control port of a broker: consumers and messages for operators, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Context:
 
 
 class Port:
-    """The control port of one broker. After what an operator changes, `then` happens."""
+    """Control port of one broker. After a change, `then` happens."""
 
     def __init__(self, broker: Broker, then=lambda: None, subjects: tuple[str, ...] = ()) -> None:
         self.ended: list[Exception] = []
@@ -232,7 +232,7 @@ def test_disk_failure_during_a_browse_ends_the_process(monkeypatch):
 
 
 def consumed(group: Group, name: str, count: int, *, subject: str = "s") -> Client:
-    """A consumer of the group `name` acks so many messages."""
+    """Let a consumer of the group `name` ack this number of messages."""
     client = group.subscribed("c", group=name, subject=subject)
     if count:
         opaque = client.pull(most=count)
@@ -348,7 +348,7 @@ def test_move_fails_if_the_slave_does_not_confirm(monkeypatch):
     group = stored()
     consumed(group, "g", 5)
     assert Port(group.a).refused("ResetOffset", move()) is grpc.StatusCode.DEADLINE_EXCEEDED
-    group.settle()  # the answer that nobody waits for any more harms nobody
+    group.settle()  # an answer after the call's end is harmless
     assert group.b.log.state.groups["s", "g"].position == 3
 
 

@@ -1,4 +1,4 @@
-"""Core. Only what a handler began with counts: a message that kills its process takes no neighbour with it."""
+"""Core. Delivery counts of crashed consumers: only messages that a handler began count."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def begin(group: Group, client: Client, number: int) -> None:
 
 
 def process(group: Group, poison: int, limit: int, *, begins: bool = True) -> bool:
-    """Live once, as our client does; returns whether it came to the end of the subject alive."""
+    """Run once, as our client does; return whether it reached the end of the subject."""
     client = joins(group, begins)
     got = [(piece, at) for piece in pieces(group, client) for at in range(piece.count)]
     for piece, at in got:

@@ -1,4 +1,4 @@
-"""Core. A message that a group cannot handle becomes a dead letter once: stored on both copies, its original acked."""
+"""Core. Dead letters: stored once, on both copies, with the original acked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHOSEN = (OperatorLimits("s", "g", dead_letters_to="t"),)
 
 
 def a_group(*ids: str, deliveries_max: int = 0, subject: str = "s", **settings) -> tuple[Group, Client, int]:
-    """A group whose consumer holds these messages, stored in one batch; the first one's pull sequence."""
+    """Group whose consumer has these messages unacked, in one batch; returns the first pull sequence."""
     group = Group.made(**settings).start()
     client = Client(group.a)
     client.produce(*ids, subject=subject)
@@ -123,7 +123,7 @@ def test_dead_letters_in_a_chosen_subject_are_counted_with_those_in_the_groups_o
 
 
 def test_dead_letters_that_were_given_back_are_not_counted_any_more():
-    """Or it would look as if a Redrive had done nothing."""
+    """Otherwise a redrive would seem to have no effect."""
     group, client, first = a_group("m0", "m1", "m2")
     client.nack(first, first + 3, dead=True)
     group.settle()
@@ -200,7 +200,7 @@ def test_waiting_pull_on_the_dead_letters_wakes_at_once():
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_message_that_is_only_ever_abandoned_becomes_a_dead_letter_after_its_last_delivery(limit):
-    """QMQ: a message whose consumers die is delivered for ever."""
+    """QMQ delivers a message whose consumers crash for ever."""
     group, client, _ = a_group("poison", "m1", deliveries_max=limit)
     for times in range(2, limit + 1):
         opaque = client.subscribe(deliveries_max=limit)  # a new process under the same name
@@ -220,7 +220,7 @@ def test_message_that_is_only_ever_abandoned_becomes_a_dead_letter_after_its_las
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_answers_that_never_left_do_not_make_dead_letters(limit):
-    """A consumer that reconnects again and again, because a damaged copy cannot be read, was handed nothing."""
+    """A consumer that reconnects again and again while a damaged copy cannot be read gets nothing."""
     group, client, _ = a_group("m0", deliveries_max=limit)
     for _ in range(10):
         opaque = client.subscribe(deliveries_max=limit, is_new=False)
@@ -241,7 +241,7 @@ def test_dead_letters_of_the_mailbox_lie_beside_the_others():
 
 @pytest.mark.parametrize("limits", [(), CHOSEN], ids=["its own subject", "not a chosen one"])
 def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch, limits):
-    """Producers cannot send one; whatever is in a log all the same, its consumers must get rid of it."""
+    """Producers cannot send one; if one is in a log all the same, consumers must be able to settle it."""
     group, client, _ = a_group("m0")
     broken = b"\0" * 40
     monkeypatch.setattr("qmq.server.batch_check.are_usual", lambda *batch: True)
@@ -259,7 +259,7 @@ def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch, limits):
 
 
 def test_dead_letters_need_the_slave():
-    """P3: nothing new on one copy."""
+    """P3: nothing new is stored on one copy."""
     group, client, first = a_group("m0")
     group.cut()
     opaque = client.nack(first, first + 1, dead=True)
@@ -338,7 +338,7 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
 
 
 def a_group_that_loses_acks(dead):
-    """Its first messages died, and no ack says so; another consumer has more than a producer's window holds."""
+    """Its first messages died without an ack; another consumer has more than a producer's window holds."""
     group, client, first = a_group(*[f"m{number}" for number in range(dead)], segment_bytes=1 << 20)
     Client(group.a, "other").produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
     other = group.subscribed("c2")
@@ -384,7 +384,7 @@ def test_a_copy_whose_ack_is_missing_is_recognized_when_its_message_was_given_ba
 
 
 def test_next_master_finishes_dead_letters():
-    """Its consumer holds later messages: nothing else would ever ask for the one that is dead."""
+    """Its consumer has later messages: nothing else would request the dead one."""
     group, client, first = a_group("m0", deliveries_max=1, tail_bytes=0)
     client.nack(first, first + 1)
     group.settle()
@@ -403,7 +403,7 @@ def test_next_master_finishes_dead_letters():
 
 
 def test_burial_under_way_ends_with_the_mastership():
-    """Who is no master any more writes nothing."""
+    """A former master writes nothing."""
     group, client, first = a_group("m0", tail_bytes=0)
     client.produce("n0")
     group.settle()
@@ -482,7 +482,7 @@ def test_consumers_of_the_chosen_subject_wake_are_limited_and_find_tags_and_orde
 
 
 def test_redrive_takes_only_letters_of_the_group():
-    """Whoever may produce there could write such properties; a broker alone marks its frames."""
+    """Any producer of the subject could write such properties; only a broker marks its frames."""
     group, client, first = a_group("m0")
     group.a.assign(Role.MASTER, limits=CHOSEN)
     forged = encode_message(Message("s", id="forged"), 0)
@@ -552,7 +552,7 @@ def test_a_pull_that_has_enough_lets_nothing_die_that_lies_behind():
 
 
 def in_frames_of_their_own(count: int, **settings) -> tuple[Group, Client, int]:
-    """A group whose consumer holds so many messages, each in its own frame, none of them in the log's tail."""
+    """Group whose consumer has this number of messages, each in its own frame, none of them in the log's tail."""
     group = Group.made(**{"tail_bytes": 0, "segment_bytes": 1024} | settings).start()
     client = Client(group.a)
     for number in range(count):
@@ -586,7 +586,7 @@ def test_deleted_messages_are_counted_the_rest_dies(is_all):
 
 
 def acked(group: Group, consumer: str = "c1") -> list[tuple[int, int, int]]:
-    """What the ack frames of a consumer say."""
+    """Return the entries of a consumer's ack frames."""
     log, found, at = group.b.log, [], 0
     while at < log.end:
         data = log.stored.read(at, log.end, 1 << 30).data
@@ -657,7 +657,7 @@ def waiting(group: Group) -> list:
 
 
 def stopped(group: Group) -> Callable[[], None]:
-    """Nothing is read from now on; call what this returns to go on."""
+    """Block reads; call the returned function to continue."""
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
     return lambda: setattr(group.a.host, "do_read", read)
 
@@ -697,7 +697,7 @@ def test_partly_cached_messages_die_in_order():
 
 
 def make_dead(group: Group, consumer: str, *pulls: int, answer=None) -> None:
-    """Let die what its consumer holds, as a broker does by itself if there is nobody to `answer`."""
+    """Make dead letters of the consumer's messages; without `answer`, as the broker does by itself."""
     ranges = [(one, one + 1) for one in pulls]
     group.a.master._delivery._dead_letters.make_dead(("s", "g", consumer), ranges, "test", answer)
 
@@ -861,7 +861,7 @@ def test_each_copy_in_a_chosen_subject_has_the_label_of_its_own_message():
 
 
 def test_scattered_dead_letters_cost_linear_time(monkeypatch):
-    """A tag leaves gaps: each message is a range of its own. To look at 100,000 takes 40 ms."""
+    """A tag leaves gaps: each message is a range of its own. Scanning 100,000 takes 40 ms."""
     group = Group.made().start()
     produce(Client(group.a), [Sent(("pay",)), Sent()] * 100, first=0)
     consumer = Consumer(group, "c1", tags=["pay"])

@@ -1,4 +1,4 @@
-"""Core. Exclusive consumers: one of a group at a time gets its messages, and the next one when that is safe."""
+"""Core. Exclusive consumers: one at a time, and the next one when that is safe."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_vanished_exclusive_candidate_blocks_no_other():
     world = Group.made().start()
     first = joined(world, "z", 1_000)
     asked(world, first)
-    world.a.node.tick()  # it is lined up for the next pass
+    world.a.node.tick()  # it is queued for the next pass
     first.lost()
     Client(world.a).produce("m0")
     world.settle()

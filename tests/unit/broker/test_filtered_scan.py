@@ -1,4 +1,4 @@
-"""Core. One decision on what a pull gets, message by message: what it counts, notes, reads, and when it stops."""
+"""Core. Scan of one filtered pull: costs, notes, readings, and its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAYS = {"tags": ["pay"]}
 
 
 def batches(*sizes: int, of: Sent = PAY, **changes) -> Group:
-    """A group whose log has batches of so many messages, none of them in the tail."""
+    """Group whose log has batches of these sizes, none of them in the tail."""
     group = Group.made(tail_bytes=0, **changes).start()
     first = 0
     for size in sizes:
@@ -28,7 +28,7 @@ def batches(*sizes: int, of: Sent = PAY, **changes) -> Group:
 
 
 def readings_of(group: Group) -> list[list[int]]:
-    """Take note of which frames are read at a time, by their first sequences."""
+    """Record which frames are read together, by their first sequences."""
     found, read_labels = [], group.a.log.stored.read_labels
     group.a.log.stored.read_labels = lambda refs: found.append([ref.begin for ref in refs]) or read_labels(refs)
     return found
@@ -38,7 +38,7 @@ def readings_of(group: Group) -> list[list[int]]:
 
 
 def history(terms: dict) -> list[object]:
-    """What consumers get, and what the log says of them, while messages fail, are given back and abandoned."""
+    """Deliveries and log entries while messages fail, are returned and abandoned."""
     group = stored(PAY, PAY, PAY, lease_ms=10_000)
     more(group, PAY, PAY, PAY, PAY, first=3)
     seen: list[object] = []
@@ -86,7 +86,7 @@ def test_all_that_was_delivered_too_often_dies_at_once_and_the_rest_is_delivered
 
 
 def test_dead_letters_of_a_pass_are_bounded(monkeypatch):
-    """Messages with gaps between them: each is an entry of the frame, and a range that the fold takes."""
+    """Messages with gaps between them: each is an entry of the frame, and a range of the fold."""
     group = stored(*[PAY, NONE] * 30, segment_bytes=1 << 20)
     consumer = Consumer(group, "c1", deliveries_max=1, **PAYS)
     assert len(consumer.sequences()) == 30
@@ -175,7 +175,7 @@ def test_pulls_that_are_bounded_in_bytes_get_all_messages_in_order(terms):
     assert got == [[0], [1], [2, 3], [4, 5, 6]]
 
 
-# What is passed over.
+# Passed messages.
 
 
 def test_unreplicated_messages_are_not_passed_over(monkeypatch):
@@ -203,7 +203,7 @@ def test_unwritten_scan_position_is_kept_per_rule():
 
 
 def looked_at(monkeypatch) -> list[tuple[int, int]]:
-    """Take note of which labels of a batch are looked at."""
+    """Record which labels of a batch are checked."""
     found, candidates = [], TagRule.candidates
 
     def noted(self, labels, begin, end):
@@ -305,7 +305,7 @@ def test_a_pass_that_may_look_at_one_message_gets_on(monkeypatch):
     assert [got.sequence for got in consumer.got(waiting)] == [2]
 
 
-# What is noted: it only says where to look.
+# Notes only point to ranges.
 
 
 def filter_of(group: Group):
@@ -342,7 +342,7 @@ def test_range_noted_twice_is_delivered_once():
     assert consumer.sequences() == []
 
 
-# What is read.
+# Readings.
 
 
 def test_of_new_messages_the_labels_of_so_many_frames_are_read_at_once(monkeypatch):

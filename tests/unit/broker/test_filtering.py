@@ -1,4 +1,4 @@
-"""Core. Filters of all groups: who asks for what, what is to be read for whom, and when a filter is made anew."""
+"""Core. Filters of all groups: rules, readings, and resets."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def subscription(consumer: str, *tags: str, group: str = "g") -> Subscription:
     return Subscription(0, FakeLink(consumer), "s", group, consumer, 0, rule=TagRule.of(tags, is_all=False))
 
 
-# Who asks for what.
+# Rules.
 
 
 def warnings_of(caplog, filtering: Filters, connected: list[Subscription], new: Subscription) -> int:
-    """Let one subscribe; return how many warnings that was worth."""
+    """Subscribe; return the number of warnings."""
     caplog.clear()
     connected.append(new)
     filtering.joined(new)
@@ -100,11 +100,11 @@ def test_consumer_rules_are_kept_until_departure():
     assert others() == [False, False], "nothing is known of the group"
 
 
-# What changes.
+# Changes.
 
 
 def with_filter(group: LogGroup) -> Filters:
-    """A filter of the group, whose keys are known."""
+    """Filter of the group with known keys."""
     filtering = a_filtering(group=group)
     filtering._filters[KEY] = filtered = filtered_scan.GroupFilter(*KEY)
     filtered.keys = Keys()
@@ -159,7 +159,7 @@ def test_a_filter_is_made_anew_for_a_group_that_was_moved(entries):
     assert not filtering._filters
 
 
-# What is read.
+# Readings.
 
 
 @pytest.mark.parametrize("knows_keys", [False, True])
@@ -188,7 +188,7 @@ def test_reading_for_a_moved_group_serves_others():
 
 
 def test_half_a_decision_is_none():
-    """What it did to the keys would stay: they would never be free."""
+    """The scan's changes to the keys must not stay, or the keys would never be free."""
     group = stored(Sent(key="k0"))
     for number in range(1, 6):
         more(group, Sent(key=f"k{number}"), first=number)
@@ -207,7 +207,7 @@ def test_half_a_decision_is_none():
     assert consumer.sequences() == [0, 1, 2, 3, 4, 5]
 
 
-# How much is looked at.
+# Scan budgets.
 
 
 def test_groups_share_the_scan_budget(monkeypatch):

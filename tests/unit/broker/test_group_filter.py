@@ -1,4 +1,4 @@
-"""Core. What is kept of a group whose messages are chosen singly: when it is looked at again, and what is ready."""
+"""Core. Filter state of one group: idle checks, and ready ranges."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_requeued_ranges_are_ready_in_order_once_due():
 
 
 def keyed(*ranges: RequeuedRange, holders: dict[int, int], behind: list[tuple[int, int]]) -> tuple[GroupFilter, Group]:
-    """A filter whose keys are held by these messages, with others behind them; `ranges` wait in the group."""
+    """Filter whose keys these messages hold, with others behind them; `ranges` wait in the group."""
     group_filter, keys = GroupFilter("s", "g"), Keys()
     for key, sequence in holders.items():
         keys.hold(key, sequence)

@@ -1,4 +1,4 @@
-"""Core. The keys of a group, made again from what is not settled, as a look at each message finds them."""
+"""Core. Order keys restored from unsettled messages equal those of a message-by-message search."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stored(copy: Copy, keys: list[str | None], *, labelled: bool) -> None:
 
 
 def a_log(rng: Random) -> tuple[Copy, list[int]]:
-    """A log, and the key of each of its messages, 0 without one; retention may have taken some."""
+    """Log, and the key of each of its messages, 0 without one; retention may have deleted some."""
     copy, keys = Copy(tail_bytes=rng.choice([0, 1 << 20]), segment_bytes=1 << 16), list[str | None]()
     copy.begin_epoch()
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""Core. Labels and bodies that are read for a filter: what one reading brings, and what is kept of it."""
+"""Core. Labels and bodies for filters: content of a reading, and bounds of the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RULE = TagRule.of(PAY, is_all=False)
 
 
 def stored(*frames: list[frozenset[str]], labelled: bool = True) -> tuple[Copy, list[FrameRef]]:
-    """A log with these batches, none of them in its tail; messages are named m<sequence>."""
+    """Log with these batches, none of them in its tail; messages are named m<sequence>."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     for tags in frames:
@@ -36,7 +36,7 @@ def stored(*frames: list[frozenset[str]], labelled: bool = True) -> tuple[Copy, 
 
 
 def ids(read: LabelsRead) -> dict[int, list[str]]:
-    """By the frame's first sequence: the ids of its messages, empty if they were left out."""
+    """Return, by the frame's first sequence, the ids of its messages; empty if left out."""
     return {
         frame.first_sequence: [id_of(bytes(data)) if data else "" for data in split_batch(body, frame.count)]
         for frame, body in read.bodies.values()

@@ -1,4 +1,4 @@
-"""Core. How many bytes wait: as the obvious sum over all frames says, whatever order things happen in."""
+"""Core. Waiting bytes equal the plain sum over all frames, in any order of events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def obvious(group: Group) -> int:
 
 
 def returned(group: Group, client: Client, first: int, end: int) -> None:
-    """Give back these of what the consumer was delivered, for later."""
+    """Requeue these of the consumer's messages, for later."""
     begin = group.a.log.state.groups[KEY].consumers["c"].next_pull - group.a.log.state.groups[KEY].position
     client.nack(begin + first, begin + end, delay_ms=3_600_000)
     group.settle()
@@ -143,7 +143,7 @@ def test_deleted_frames_do_not_count():
 
 
 def produced(group: Group, *sizes: int) -> None:
-    """Messages of these sizes, each in a frame of its own."""
+    """Messages of these sizes, each in its own frame."""
     producer = Client(group.a)
     for n, size in enumerate(sizes):
         producer.produce(f"m{n}", size=size)

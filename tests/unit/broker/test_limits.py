@@ -1,4 +1,4 @@
-"""Core. What operators limit: messages expire, consumer groups get so many a second, and each is counted and named."""
+"""Core. Operators' limits: expiry, rates and lengths, with counters and log lines."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_message_back_from_the_pruner_waits_for_its_key():
     group, client = started(dying)
     produce_keyed(group, "m0")
     hours_pass(group)
-    group.swap(2)  # a master ends the leases of all consumers that it found in its log
+    group.swap(2)  # a master ends the leases of all consumers in its log
     group.a.assign(Role.MASTER, 2, limits=(dying,))
     client = joined(group, "c")
     produce_keyed(group, "m1")
@@ -362,7 +362,7 @@ def test_of_a_mailbox_the_limits_are_those_of_its_subject():
 
 
 def messages_in(group: Group, client: Client, seconds: float, **terms) -> int:
-    """How many messages a consumer gets in so many seconds that always asks for more."""
+    """Return the messages that a consumer with constant demand gets in this number of seconds."""
     got, opaque = 0, client.pull(timeout_ms=60_000, **terms)
     for _ in range(int(seconds * 10)):
         group.a.wait(100)
@@ -451,7 +451,7 @@ def test_producers_are_refused_while_as_many_messages_wait_for_a_group_as_may():
 
 @pytest.mark.parametrize("limit", ["messages_max", "bytes_max"])
 def test_a_refusal_of_a_full_subject_names_its_limit_and_the_subject(limit):
-    """It left nothing on the broker: no count, no line of the log, no finding."""
+    """It left nothing on the broker: no count, no log line, no finding."""
     group, _ = started(OperatorLimits("s", OF_SUBJECT, **{limit: 10}))
     producer, refusals = Client(group.a), []
     producer.link.refuse = lambda request, error: refusals.append((error.limit, error.limited_subject))
@@ -535,7 +535,7 @@ def test_requeued_ranges_overflow_before_new_messages(monkeypatch):
 
 
 def test_damage_found_while_counting_bytes_is_reported():
-    """It is repaired then; until it is, what cannot be counted counts nothing."""
+    """Until the repair, uncounted messages count as zero."""
     problem, found = CorruptFrame(88, "test"), []
 
     def fails(*_):

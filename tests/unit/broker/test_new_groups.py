@@ -1,4 +1,4 @@
-"""Core. How many consumer groups a token's clients may bring into being: each is in the log and in memory for good."""
+"""Core. Rations of new consumer groups per token: each group stays in the log and in memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_returning_consumer_needs_no_ration():
 
 
 def test_promoted_slave_has_the_groups():
-    """What a slave is asked it refuses as one; what it copies is nobody's ration."""
+    """A slave refuses requests as a slave; groups that it copies count against no ration."""
     world = Group.made().start()
     assert codes(world, Client(world.a), "a", "b", "c") == [OK] * 3
     early = a_client(world.b, rationed(NewSubjects(1, 1, "consumer groups")))

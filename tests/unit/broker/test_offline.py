@@ -1,4 +1,4 @@
-"""Core. Consumers that operators switched off: no messages, at once and after a restart, until they are switched on."""
+"""Core. Switched-off consumers get no messages, at once and after a restart, until they are switched on."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from tests.unit.broker.test_produce import a_group
 
 
 def consumers(group, count, *, subject="s", name="g"):
-    """Consumers of one consumer group, each on a connection of its own, that have subscribed."""
+    """Consumers of one group, each subscribed on its own connection."""
     return [group.subscribed(f"{name}-{number}", subject=subject, group=name) for number in range(count)]
 
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Counts for which group it was looked for messages."""
+    """Count the look-ups per group."""
     counts, choose = Counter(), delivery.choose
 
     def counting(log, subscription, *rest, **more):

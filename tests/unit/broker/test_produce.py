@@ -1,4 +1,4 @@
-"""Core. What a master stores, refuses and acknowledges."""
+"""Core. Produce requests: stored, refused, acknowledged."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def test_batch_too_old_for_the_window_is_unknown_not_stored_again():
 
 
 def part_of_a_stored_batch(group: Group, client: Client, *kept: str) -> int:
-    """Three messages are stored in a batch; what is left of it is sent again. An application deletes rows that it sent
-    itself, also those that a watchdog's batch has."""
+    """Three messages are stored in a batch, and the rest of it is sent again. An application deletes rows that it sent
+    itself, also those of a watchdog's batch.
+    """
     client.produce("m0", "m1", "m2", batch=5)
     group.settle()
     return client.produce(*kept, batch=5)
@@ -100,7 +101,7 @@ def test_of_a_repeated_batch_that_cannot_be_read_the_outcome_is_unknown(how):
 
 
 def test_message_that_cannot_be_stored_is_refused_alone():
-    """W22: its mates are stored, without gaps, and the receipt names it by its position."""
+    """W22: the others are stored, without gaps, and the receipt names it by its position."""
     group, client = a_group()
     good = [message("s", f"m{i}") for i in range(3)]
     stored = client.produce_raw([b"", good[0], b"x" * 5_000, good[1], b"short", good[2]])
@@ -116,7 +117,7 @@ def test_message_that_cannot_be_stored_is_refused_alone():
 
 
 def test_batch_with_a_wrong_crc_is_refused_and_changes_nothing():
-    """W4: checked before it is stored, so that no restart finds it."""
+    """W4: checked before it is stored, so no restart finds it."""
     group, client = a_group()
     end = group.a.log.end
     refused = client.produce_raw([message("s", "m")], crc=12345)

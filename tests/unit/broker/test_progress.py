@@ -1,4 +1,4 @@
-"""Core. Operators look at consumer groups and move them: written on both copies, and nothing old counts any more."""
+"""Core. Progress and moves of consumer groups: written on both copies, and old acks do not count."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pulled(group: Group, client: Client, **pull) -> list[str]:
 
 
 def move(group: Group, to: str, value: int = 0, *, consumers: str = "g", dry_run: bool = False, settles: bool = True):
-    """Return what changed and the list of answers."""
+    """Return the change and the list of answers."""
     answers: list[object] = []
     reset = group.a.node.acting_master().move_group("s", consumers, to, value, dry_run=dry_run, answer=answers.append)
     if settles:
@@ -173,7 +173,7 @@ def test_move_outcome_is_unknown_after_a_step_down():
 
 @pytest.mark.parametrize("held", ["waiting", "under way", "held"])
 def test_consumers_that_are_connected_begin_anew(held):
-    """A pull that waits or is under way is refused; who asks nothing hears it with the next request."""
+    """Waiting pulls and pulls under way are refused; other consumers get the error with their next request."""
     group, client = a_group()
     consumer = joined(group)
     if held == "waiting":

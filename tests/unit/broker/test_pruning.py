@@ -1,4 +1,4 @@
-"""Core. What is given up for a group without being delivered: which messages, when, and what is counted."""
+"""Core. Messages given up without delivery: which, when, and the counters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_new_ones_are_not_the_oldest_while_more_ranges_wait_than_are_looked_at(m
 
 
 def made(log: object = None) -> SubjectLimits:
-    """A pruning whose log has no messages."""
+    """`SubjectLimits` over a log without messages."""
     return SubjectLimits(SimpleNamespace(log=log or SimpleNamespace(state=State())), None, None, lambda subject: None)
 
 
@@ -304,7 +304,7 @@ def test_a_subject_may_have_a_length_and_an_age():
 
 
 def test_consumers_are_woken_when_something_is_given_up():
-    """The order key that it had may be free."""
+    """Its order key may be free now."""
     group, client = started(HOUR)
     woken = []
     wake = group.a.master._delivery.pruning._wake

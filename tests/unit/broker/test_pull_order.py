@@ -8,7 +8,7 @@ from tests.unit.broker.world import Client, Group
 
 
 def held_back_reads() -> tuple[Group, Client, list[int]]:
-    """Three pulls of one message each, whose bytes are on disk and still being read."""
+    """Three pulls of one message each, whose bytes are being read from disk."""
     group = Group.made(tail_bytes=0).start()
     client = Client(group.a)
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Core. A broker that has nothing to do is ticked seldom, and never later than something of it is due."""
+"""Core. An idle broker is ticked seldom, and never later than its next event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def a_group(**settings) -> tuple[Group, Client]:
 
 
 def settled(group: Group) -> None:
-    """Points are saved, and the slave knows them."""
+    """Points are saved, and the slave has them."""
     for _ in range(20):
         for broker in (group.a, group.b):
             broker.wait(100)
@@ -107,7 +107,7 @@ def test_master_is_ticked_when_a_lease_ends():
 
 
 def test_clock_of_a_short_lease_is_looked_at_often():
-    """A second between two ticks would be a process that stood still."""
+    """A second between two ticks would count as a pause of the process."""
     group, _ = a_group(lease_ms=4_000)
     assert group.a.node.quiet_ms() == 0
 
@@ -188,7 +188,7 @@ def test_master_is_ticked_often_while_it_has_more_groups_than_are_looked_at_in_a
 
 
 def test_causes_need_no_retry_clock_before_the_mastership():
-    """It goes on from the last one that the log knows, and the slave may still restore some of that."""
+    """It continues from the last time in the log, and the slave may still restore some of that."""
     group, _ = a_group()
     group.cut()
     group.a.crash()

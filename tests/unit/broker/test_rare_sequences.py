@@ -1,4 +1,4 @@
-"""Core. Events that seldom follow each other in this order; each of these sequences once did harm."""
+"""Core. Rare sequences of events, each of which once did harm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_slave_of_an_older_row_does_not_count():
     group, client = a_group()
     client.produce("m0")
     group.settle()
-    group.a.assign(Role.MASTER, 2)  # another broker is the slave now, and this one has not heard of it
+    group.a.assign(Role.MASTER, 2)  # another broker is the slave now, and this one has no news of it
     group.cut()
     group.connect()
     group.settle()
@@ -68,7 +68,7 @@ def test_repeats_do_not_pile_up_while_the_slave_is_missing():
 
 
 def test_produce_before_the_mastership_is_refused():
-    """Nothing is stored then. After NOT_SERVED it would repeat the batch to this group, which may wait for hours."""
+    """Nothing is stored then. After NOT_SERVED the producer would repeat the batch to this group for hours."""
     group, client = a_group()
     group.cut()
     group.a.crash()
@@ -97,7 +97,7 @@ def test_acknowledged_frames_survive_a_replaced_copy():
     client.produce("m0")
     group.settle()
     client.produce("m1")
-    client.produce("m2")  # in the same commit: its frame does not know yet that m1 is safe
+    client.produce("m2")  # in the same commit: its frame does not state yet that m1 is safe
     group.settle()
     client.produce("m3")
     group.settle()
@@ -259,8 +259,9 @@ def dead_of_s(group: Group) -> int:
 
 
 def a_poison_message(**settings) -> tuple[Group, Client, int, int]:
-    """A group whose consumer had its message as often as it may, and the pull sequence by which it gets it once more;
-    its pull waits."""
+    """Group whose consumer is at the delivery limit of its message; returns the pull sequence of the next delivery,
+    whose pull waits.
+    """
     group, client = a_group(**settings)
     client.produce("m0")
     client.subscribe(deliveries_max=1)

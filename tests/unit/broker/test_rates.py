@@ -1,4 +1,4 @@
-"""Core. A group's bucket of messages: how it is spent and fills, who finds it empty, and what a new limit changes."""
+"""Core. Bucket of a group's rate: spending, filling, empty buckets, new limits."""
 
 from __future__ import annotations
 

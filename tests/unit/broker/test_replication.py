@@ -1,4 +1,4 @@
-"""Core. Two brokers become and stay one group."""
+"""Core. Replication of two brokers: matching, seeding, restoring, role changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def filled(frames: int = 80, **settings) -> Group:
 
 
 def replace_slave(group: Group, term: int = 1) -> None:
-    """The slave's disk is gone; a new broker takes its place."""
+    """The slave's disk is lost; a new broker takes its place."""
     group.cut()
     group.b = Broker("new", group.a.settings)
     group.b.assign(Role.SLAVE, term)
@@ -115,14 +115,14 @@ def test_new_slave_is_seeded_from_the_oldest_segment_kept():
 
 
 def mend(damaged: Broker, whole: Broker) -> None:
-    """What qmq.server.repair does."""
+    """Run the step of qmq.server.repair."""
     wanted = damaged.node.repairs.plan(whole.log.start, whole.log.flushed_end)
     if wanted is not None:
         damaged.node.repairs.apply(wanted[0], whole.log.stored.read_bytes(*wanted))
 
 
 def test_slave_seeded_behind_a_damaged_snapshot_becomes_whole():
-    """It counted as whole without the master's oldest segment, whose messages nobody else had then."""
+    """It counted as whole without the master's oldest segment, whose messages no other copy had then."""
     group = filled(tail_bytes=0)
     group.a.drop_oldest_segment()
     first, second = group.a.log.bases[:2]
@@ -139,7 +139,7 @@ def test_slave_seeded_behind_a_damaged_snapshot_becomes_whole():
 
 
 def test_a_group_whose_last_copy_is_damaged_gets_a_second_one_once_the_damage_was_given_up():
-    """A slave's disk was lost, and what the new one is filled with cannot be read: how rebuilds end."""
+    """A slave's disk was lost, and its replacement cannot be seeded: rebuilds end this way."""
     group = filled(tail_bytes=0)
     base, behind = group.a.log.bases[1:3]
     group.a.disk.flip(f"log/{base:020d}.log", 8 * 150)
@@ -230,7 +230,7 @@ def test_master_with_an_empty_disk_takes_back_a_bare_snapshot():
 
 
 def a_master_that_takes_back_piece_by_piece() -> Group:
-    """Its disk is empty, and of its slave's log it has the first segments so far."""
+    """Its disk is empty, and it has only the first segments of its slave's log."""
     group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
     group.cut()
     group.a = Broker("new master", group.a.settings)
@@ -379,7 +379,7 @@ def test_master_from_an_old_backup_is_refilled_from_a_slave_whose_log_begins_lat
 
 
 def test_master_whose_loss_was_accepted_before_it_knew_of_it_goes_on_at_its_first_start():
-    """Its disk lost its end while it was stopped; from what is beside the log an operator saw what it lacks."""
+    """Its disk lost its end while it was stopped; the files beside the log showed an operator the loss."""
     group, client = a_group()
     client.produce("kept")
     group.settle()
@@ -437,7 +437,7 @@ def test_confirmation_with_another_chain_makes_the_group_readonly():
 
 
 def test_slave_counts_only_from_the_acknowledged_point():
-    """W14: it restarts in the middle of its first copy, too, and counts for nothing then either."""
+    """W14: it restarts in the middle of its first copy, too, and does not count then either."""
     group = filled(tail_bytes=0)
     replace_slave(group)
     group.deliver_hello()
@@ -467,7 +467,7 @@ def test_slave_counts_only_from_the_acknowledged_point():
 
 
 def test_slave_that_joins_does_not_count_while_much_is_still_under_way(monkeypatch):
-    """It has what is acknowledged, and consumers would wait until it has the rest."""
+    """It has everything acknowledged, and consumers would wait until it has the rest."""
     monkeypatch.setattr(follower, "CAUGHT_UP_BYTES", 100)
     group, client = a_group()
     client.produce("m", size=200)
@@ -482,7 +482,7 @@ def test_slave_that_joins_does_not_count_while_much_is_still_under_way(monkeypat
 
 @pytest.mark.parametrize("term", [0, 2])
 def test_slave_of_another_row_counts_for_nothing(term):
-    """Another broker may be the slave by now: no acknowledgement may rest on this one's copy."""
+    """Another broker may be the slave by now: no acknowledgement may rest on this copy."""
     group, _ = a_group()
     group.cut()
     group.connect()
@@ -540,7 +540,7 @@ def test_slave_is_not_seeded_below_its_confirmation():
 
 
 def test_slave_never_cuts_acknowledged_frames():
-    """W3: the master's disk was put back; it is the master that gives way, and gets all again."""
+    """W3: the master's disk was restored; the master gives way, and gets everything again."""
     group, client = a_group()
     client.produce("first")
     group.settle()
@@ -563,7 +563,7 @@ def test_slave_never_cuts_acknowledged_frames():
 
 
 def swapped_with_a_tail(group: Group) -> Group:
-    """The slave is an old master that has a message alone, and connects; its slave of before began without it."""
+    """An old master with a message of its own connects as the slave; its former slave began without that message."""
     Client(group.a).produce("never acknowledged")
     group.a.host.settle()
     group.cut()
@@ -630,7 +630,7 @@ def test_newer_epoch_fences_the_master_at_once():
 
 
 def test_master_that_forgot_a_boot_of_its_own_begins_again_above_it():
-    """Its disk was put back; its slave knows the later boot of the same term."""
+    """Its disk was restored; its slave has the later boot of the same term."""
     group, _ = a_group()
     group.b.node.identity.learn(Epoch(1, 7))
     group.cut()
@@ -707,7 +707,7 @@ def test_older_row_changes_nothing_and_two_rows_of_one_term_are_refused():
 
 
 def test_term_that_was_given_away_twice_has_no_second_master_after_a_restart_either():
-    """A database that lost its last change of roles gives that change's term to the next one."""
+    """A database that lost its last change of roles assigns that change's term again."""
     group, _ = a_group()
     group.b.crash()
     with pytest.raises(OperatorError, match="swap=true"):
@@ -718,7 +718,7 @@ def test_term_that_was_given_away_twice_has_no_second_master_after_a_restart_eit
 
 
 def test_link_survives_a_change_of_other_ports():
-    """The master may register after its slave; the slave that then gave up its link made the group readonly."""
+    """The master may register after its slave; the slave's lost link then made the group readonly."""
     group = filled()
     node, host = group.b.node, group.b.host
     for change, changes in (({"control_port": 7}, 0), ({"sync_port": 8}, 1), ({"ip": "10.0.0.9"}, 1)):
@@ -795,7 +795,7 @@ def test_boot_is_above_every_boot_in_the_log_even_if_the_identity_was_lost():
 
 
 def test_slave_takes_no_answer_of_an_older_master():
-    """W16: a late answer of a mastership that is over; nothing is cut, nothing confirmed."""
+    """W16: a late answer of an ended mastership cuts and confirms nothing."""
     group = filled()
     group.b.node.identity.learn(Epoch(2, 1))
     group.connect()
@@ -821,7 +821,7 @@ def test_slave_in_sync_takes_no_second_snapshot():
 
 
 def test_reused_epoch_of_a_restored_disk_is_detected():
-    """The broker's memory of its boots was put back with the log: the same epoch begins at the same offset twice."""
+    """The broker's boot counter was restored with the log: the same epoch begins at the same offset twice."""
     group, client = a_group()
     client.produce("first")
     group.settle()
@@ -879,7 +879,7 @@ def test_copies_that_both_confirmed_keep_their_frames():
 
 
 def given_back(*, nacked: bool):
-    """A group whose master's disk was put back to before a consumer that is gone pulled, and what there is to get."""
+    """Group whose master's disk was restored to before the pull of a vanished consumer, and the messages to deliver."""
     group, client = a_group()
     client.produce("m")
     group.settle()
@@ -904,7 +904,7 @@ def given_back(*, nacked: bool):
 
 
 def test_a_master_that_got_its_log_back_states_no_lower_high_watermark_than_that_log_did():
-    """I6: its disk did not have what was on both copies when it became the master; the slave's did."""
+    """I6: its disk lacked frames of both copies when it became the master; the slave's had them."""
     group = given_back(nacked=False)
     data = group.a.log.stored.read(0, group.a.log.end, 1 << 30).data
     stated = [frame.high_watermark for frame, _ in decode_frames(data, 0, NO_CHAIN)]
@@ -913,7 +913,7 @@ def test_a_master_that_got_its_log_back_states_no_lower_high_watermark_than_that
 
 @pytest.mark.parametrize("nacked", [False, True], ids=["un-acked", "nacked"])
 def test_restored_master_redelivers_from_the_slave_log(nacked):
-    """Of consumers and retries that only the slave knew when the master began."""
+    """Consumers and retries that only the slave's log had when the mastership began."""
     group = given_back(nacked=nacked)
     client = Client(group.a, "other")
     subscribed = client.subscribe("c2")

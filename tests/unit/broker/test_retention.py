@@ -1,4 +1,4 @@
-"""Core. What of a log goes, and when: both copies and three clocks agree to delete."""
+"""Core. Retention of a log: both copies and three clocks must agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ YEAR_MS = 400 * DAY_MS
 
 
 def a_group(**changes) -> Group:
-    """Some 20 closed segments, of which a master has said when they were written; nobody consumes them."""
+    """Some 20 closed segments with recorded times; no group consumes them."""
     group = Group.made(**changes).start()
     produce(group)
     group.look_after_logs()
@@ -43,7 +43,7 @@ def days_pass(group: Group, days: float) -> None:
 
 
 def consume_nothing(group: Group) -> Client:
-    """A consumer group has some in flight, and some requeued, all that was delivered; the rest was never delivered."""
+    """A consumer group has some unacked and some requeued; the rest was never delivered."""
     client = Client(group.a)
     subscribed = client.subscribe(start="earliest")
     group.settle()
@@ -77,7 +77,7 @@ def test_old_segments_go_on_both_copies_because_of_one_frame():
 
 
 def test_a_quiet_slave_that_deletes_stays_in_sync(caplog):
-    """It confirmed its end with another chain, and was taken for a copy that differs."""
+    """It confirmed its end with another chain, and counted as a diverged copy."""
     group = a_group()
     link = group.at_master
     days_pass(group, 4)
@@ -88,13 +88,13 @@ def test_a_quiet_slave_that_deletes_stays_in_sync(caplog):
 
 
 def test_retention_keeps_the_acknowledged_chain():
-    """Its memory had another one: by that, both copies lacked what was acknowledged, and nobody was the master."""
+    """Its stored point had another chain: both copies then seemed to lack acknowledged frames, and no master began."""
     group = a_group()
     days_pass(group, 4)
     group.hear_clocks()
     group.a.node.decide_retention(group.a.keeper)
     group.a.host.settle()
-    group.a.drop_oldest_segment()  # before the slave confirms the last frame: with that, it is acknowledged
+    group.a.drop_oldest_segment()  # before the slave confirms the last frame, which acknowledges it
     group.settle()
     group.a.node.tick()
     point = group.a.node.identity.points.own
@@ -126,7 +126,7 @@ def test_a_wrong_clock_on_the_slave_deletes_nothing_when_it_is_the_master_either
 
 @pytest.mark.parametrize("skew_ms", [YEAR_MS, -YEAR_MS])
 def test_times_in_frames_from_a_wrong_clock_neither_delete_nor_keep_later(skew_ms):
-    """A whole log written by it: for 400 days nothing would go, or all of it at once."""
+    """A whole log written by it: for 400 days nothing would be deleted, or everything at once."""
     group = Group.made().start()
     group.a.host.wall_skew_ms = skew_ms
     client = Client(group.a)
@@ -160,7 +160,7 @@ def test_nothing_is_decided_without_the_time_of_each(missing):
     group.a.node.decide_retention(group.a.keeper)
     assert group.a.log.state.kept.start == 0
     group.hear_clocks()
-    group.a.host.clock_ms += READING_MS_MAX + 1  # what was heard is too old by now
+    group.a.host.clock_ms += READING_MS_MAX + 1  # the readings are too old by now
     group.a.node.decide_retention(group.a.keeper)
     assert group.a.log.state.kept.start == 0
     group.hear_clocks()
@@ -316,7 +316,7 @@ def test_oldest_segment_stays_until_the_next_one_is_on_disk():
 
 
 def test_needs_are_searched_only_for_due_segments(monkeypatch):
-    """100,000 groups times all segments, every ten seconds: nobody else was served for minutes."""
+    """100,000 groups times all segments, every ten seconds, blocked the loop for minutes."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(40)
@@ -337,7 +337,7 @@ def test_needs_are_searched_only_for_due_segments(monkeypatch):
 
 
 def a_log() -> Copy:
-    """A log of many segments, all of them old, whose groups have their positions where a test puts them."""
+    """Log of many old segments, with groups at the positions that a test sets."""
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)
@@ -350,7 +350,7 @@ def a_log() -> Copy:
 
 
 def consumed(copy: Copy, name: str, offset: int) -> int:
-    """Let a group have all of its messages before the first one at or behind this offset; return that one's place."""
+    """Let a group consume everything before the first message at or behind this offset; return that message's place."""
     ref = next(ref for ref in copy.log.frames("s0", 0, 1_000) if ref.offset >= offset)
     copy.log.state.groups["s0", name].position = ref.begin
     return ref.offset

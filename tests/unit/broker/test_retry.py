@@ -1,4 +1,4 @@
-"""Core. Messages that a consumer did not get done come again: later, counted, to whom is there; and hold up nobody."""
+"""Core. Retries: requeued messages are due later, counted, given to any consumer, and block no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.broker.world import Client, Group
 
 
 def a_group(*ids: str, **settings) -> tuple[Group, Client]:
-    """A group with these messages in one batch, and a consumer that has subscribed."""
+    """Group with these messages in one batch, and a subscribed consumer."""
     group = Group.made(**settings).start()
     client = Client(group.a)
     if ids:
@@ -65,7 +65,7 @@ def test_retry_that_is_due_wakes_another_consumer_of_the_group():
 
 
 def test_each_delivery_counts_over_consumers_and_swaps():
-    """A message that is only ever abandoned reaches the dead letter (QMQ: never)."""
+    """A message that is always abandoned becomes a dead letter (in QMQ it never does)."""
     group, client = a_group("m0")
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1)
@@ -94,7 +94,7 @@ def test_return_without_begin_does_not_count():
 
 
 def test_consumer_that_falls_silent_has_its_messages_counted_and_given_to_others():
-    """W1: QMQ acks them and drops them."""
+    """W1: QMQ acks and drops them."""
     group, client = a_group("m0", "m1")
     pulled(group, client)
     other = Client(group.a, "other")
@@ -126,7 +126,7 @@ def test_reconnecting_consumer_keeps_its_messages():
 
 
 def test_ack_in_the_middle_settles_only_that():
-    """QMQ: one slow message holds back the acks of all later ones."""
+    """In QMQ one slow message holds back the acks of all later ones."""
     group, client = a_group("slow", "m1", "m2", "m3")
     first = pulled(group, client)[0][0]
     opaque = client.ack_ranges((first + 1, first + 2), (first + 3, first + 4))
@@ -170,7 +170,7 @@ def test_undelivered_messages_cannot_be_settled(kind):
 
 
 def test_retries_wait_while_new_messages_go_on():
-    """A poison message blocks nobody."""
+    """A poison message blocks no other."""
     group, client = a_group("poison")
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1, delay_ms=60_000)
@@ -180,7 +180,7 @@ def test_retries_wait_while_new_messages_go_on():
 
 
 def test_group_at_the_postpone_limit_gets_new_messages(monkeypatch, caplog):
-    """Above 100,000 ranges it got nothing new, up to a day, and nobody said so."""
+    """Above 100,000 ranges it got nothing new, up to a day, without a log line."""
     monkeypatch.setattr(group_status, "REQUEUED_RANGES_MAX", 2)
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
     for delay_ms in (1_000, 2_000):  # of different times, so that they do not become one range
@@ -247,7 +247,7 @@ def test_nacks_and_their_times_are_the_same_on_the_slave_and_after_a_restart():
 
 @pytest.mark.parametrize("skew_ms", [-86_400_000, 86_400_000], ids=["behind", "ahead"])
 def test_a_clock_that_is_wrong_by_a_day_moves_no_retry(skew_ms):
-    """Neither a clock that is set while its broker is master, nor one that differs from the former master's."""
+    """Neither a clock set during the mastership, nor one that differs from the former master's."""
     group, client = a_group("m0", "m1")
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1, delay_ms=5_000)
@@ -277,7 +277,7 @@ def test_retries_survive_a_clock_set_back():
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1, delay_ms=5_000)
     group.settle()
-    group.a.wait(6_000)  # it is due by now, and nobody takes it
+    group.a.wait(6_000)  # it is due now, without a consumer
     group.swap(2)
     group.b.host.wall_skew_ms = -4_000
     group.swap(3)
@@ -353,7 +353,7 @@ def test_a_broadcast_consumer_is_forgotten_when_it_was_away_for_longer(away_ms, 
 
 @pytest.mark.parametrize("is_heard", [True, False], ids=["another clock disagrees", "no other clock is heard"])
 def test_a_clock_that_was_set_forgets_no_broadcast_consumer(is_heard):
-    """It would begin at the end when it is back a moment later, and miss what was stored meanwhile."""
+    """It would begin at the end when it is back a moment later, and miss messages stored meanwhile."""
     group, client = a_group(broadcast_forget_hours=1.0)
     opaque = client.subscribe("host1", group="host1", broadcast=True)
     group.settle()
@@ -364,7 +364,7 @@ def test_a_clock_that_was_set_forgets_no_broadcast_consumer(is_heard):
     group.a.host.wall_skew_ms = 7_200_000
     group.a.stand_still(60_000)
     assert ("s", "host1") in group.a.log.state.groups
-    group.clocks_agree()  # it is the other one that was wrong
+    group.clocks_agree()  # the other clock was wrong
     group.a.stand_still(1)
     assert ("s", "host1") not in group.a.log.state.groups
 
@@ -393,13 +393,13 @@ def test_subscribe_without_a_change_writes_nothing(who):
 
 
 def listened_for(group: Group, client: Client, seconds: int) -> None:
-    """Let time go by in which a consumer says that it lives, and nothing comes for it."""
+    """Let time pass with heartbeats of the consumer, and without messages."""
     for _ in range(seconds // 20):
         group.a.wait(20_000)
         client.send(Command.HEARTBEAT, b"")
         group.a.wait(1)
         group.settle()
-    group.connect()  # the slave said nothing all the time
+    group.connect()  # the slave was silent all the time
     group.settle()
 
 
@@ -509,7 +509,7 @@ def test_frames_record_progress():
 
 
 def test_subscribe_answer_lists_what_the_broker_holds_unacked():
-    """A master that was alone confirms acks that its successor may never hear of: they must be said again."""
+    """Acks confirmed by a master alone may be missing at its successor: they must be sent again."""
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
     first = pulled(group, client, most=4)[0][0]
     client.ack_ranges((first + 1, first + 2))

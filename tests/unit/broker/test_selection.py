@@ -1,4 +1,4 @@
-"""Core. Messages chosen singly: who gets what by tags and order keys, who is woken, what is read and written."""
+"""Core. Filtered pulls: delivery by tags and order keys, wake-ups, readings, frames."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAY, CANCEL, BOTH, NONE = Sent(("pay",)), Sent(("cancel",)), Sent(("cancel", "pa
 
 
 def stored(*messages: Sent, **changes) -> Group:
-    """A group whose log has these messages, in one batch."""
+    """Group whose log has these messages, in one batch."""
     group = Group.made(**changes).start()
     more(group, *messages, first=0)
     return group
@@ -179,7 +179,7 @@ def test_consumer_gets_messages_with_its_tags(labelled, tags, tag_mode, expected
 
 
 def test_broadcast_consumers_get_their_own_matches():
-    """W9: what one consumer acks says nothing of what another one, or the same one, skipped."""
+    """W9: acks of one consumer do not concern messages that it or another one skipped."""
     group = stored(PAY, CANCEL, PAY, CANCEL, BOTH)
     first = Consumer(group, "c1", group="b1", broadcast=True, tags=["pay"])
     second = Consumer(group, "c2", group="b2", broadcast=True, tags=["cancel"])
@@ -266,7 +266,7 @@ def test_consumers_of_a_group_that_ask_for_different_tags_are_served_as_they_ask
     assert first.sequences() == []
 
 
-# What is read.
+# Readings.
 
 
 def test_bytes_are_read_once_for_waiting_pulls():
@@ -328,7 +328,7 @@ def test_labels_are_for_the_broker_alone():
 
 
 def a_reading() -> tuple[Group, Consumer, int]:
-    """A pull that waits, and the labels that it waits for are on disk."""
+    """A waiting pull whose labels are on disk."""
     group = stored(A, A, tail_bytes=0)
     more(group, PLAIN, first=2)
     consumer = Consumer(group, "c1")
@@ -392,7 +392,7 @@ def test_a_subject_without_keys_and_a_consumer_without_tags_cost_nothing():
     assert not group.a.master._delivery._filtering._filters
 
 
-# What is stored.
+# Frames.
 
 
 def label_section(*messages: Sent) -> bytes:
@@ -431,11 +431,11 @@ def test_a_message_that_is_refused_takes_its_label_along():
     assert consumer.sequences() == [1]
 
 
-# What the log says of it.
+# Entries in the log.
 
 
 def pulls_of(group: Group, name: str) -> list[list[tuple[int, int, int]]]:
-    """The entries of each pull frame of a consumer, as the log has them."""
+    """Return the entries of each pull frame of a consumer."""
     log = group.a.node.log
     data = log.stored.read(0, log.end, 1 << 30).data
     pulls = [decode_progress(body) for frame, body in decode_frames(data, 0, 0) if frame.kind == FrameKind.PULL]

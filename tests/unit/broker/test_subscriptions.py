@@ -1,4 +1,4 @@
-"""Core. Subscriptions, leases and pulls that wait, by their own clock, without a master around them."""
+"""Core. Subscriptions, leases and waiting pulls on their own clock, without a master."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class Consumers:
         return waiting
 
     def has(self, name: str, *unacked: tuple[int, int]) -> None:
-        """These pull sequences are un-acked."""
+        """Make these pull sequences unacked."""
         ranges = [UnackedRange(begin, begin, end - begin, 1) for begin, end in unacked]
         self.state.groups["s", "g"].consumers[name] = Consumer(max((end for _, end in unacked), default=0), ranges)
 
     @property
     def alive(self) -> set[str]:
-        """Those whose lease goes on."""
+        """Return the consumers with a lease."""
         return {consumer for _, _, consumer in self.now._seen}
 
     def left(self) -> dict[str, object]:
-        """What is remembered of anybody."""
+        """Return everything in memory about consumers."""
         kept = {name: value for name, value in vars(self.now).items() if isinstance(value, (dict, list, set))}
         return {name: value for name, value in kept.items() if value}
 
@@ -118,7 +118,7 @@ def test_of_a_connection_that_is_lost_only_the_lease_is_left_and_it_ends():
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_of_a_client_that_got_nothing_nothing_is_left_when_its_lease_ends(begins):
-    """Each process of an application has a name of its own."""
+    """Each process of an application has its own name."""
     consumers = Consumers()
     one = consumers.joined(begins=begins)
     consumers.now.note_reporting(one)
@@ -163,7 +163,7 @@ def test_consumer_with_foreign_messages_begins_anew(is_known):
     assert not consumers.left()
 
 
-# Whose turn it is.
+# Exclusive turns.
 
 
 def test_sharing_consumers_block_exclusive_ones_by_unacked():
@@ -246,7 +246,7 @@ def test_no_lease_begins_later_than_now_however_late_a_tick_is():
     assert not consumers.alive
 
 
-# How long nothing is due.
+# Quiet times.
 
 
 @pytest.mark.parametrize(("lease_ms", "quiet_ms"), [(4_000, 0), (8_003, 0), (8_004, QUIET_MS), (60_000, QUIET_MS)])
@@ -270,7 +270,7 @@ def test_nothing_is_due_before_the_first_pull_has_waited_long_enough():
     assert [consumers.now.quiet_ms(now_ms) for now_ms in (0, 600, 700, 701)] == [700, 100, 0, 0]
 
 
-# Pulls that wait.
+# Waiting pulls.
 
 
 def test_pulls_that_wait_and_those_under_way_are_so_many_and_no_more():
@@ -337,7 +337,7 @@ def test_served_pull_goes_behind_its_group():
     assert consumers.now.waiting_in("s", "g") == consumers.now.groups_waiting_on("s") == []
 
 
-# What comes again.
+# Requeued messages.
 
 
 def test_a_group_is_due_once_when_its_first_message_is():
@@ -363,7 +363,7 @@ def test_later_due_time_is_noted_next():
     assert consumers.now.due(2_048_300) == ["s"] and consumers.now.due_in_ms(2_048_300) == QUIET_MS
 
 
-# How a consumer leaves.
+# Departures.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Core. Which tags an encoded message has, also if it is damaged, and which rules ask for the same."""
+"""Core. Tags of an encoded message, damaged ones too, and equality of rules."""
 
 from __future__ import annotations
 

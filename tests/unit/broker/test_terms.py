@@ -1,4 +1,4 @@
-"""Core. What a consumer may ask for when it subscribes."""
+"""Core. Terms of a SUBSCRIBE."""
 
 from __future__ import annotations
 

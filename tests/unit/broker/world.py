@@ -1,7 +1,7 @@
-"""Core. Two real brokers' cores without a world: tests play network, disks' threads and clock, step by step.
+"""Core. Test world of two real broker cores: tests play network, disk threads and clock, step by step.
 
-Nothing happens by itself: a packet is `deliver`ed, a commit is `fsync`ed, a turn ends when a test says so; `settle`
-does all of it until nothing is left to do.
+Packets are delivered by `deliver`, commits by `fsync`, and turns end on request; `settle` repeats all three until
+nothing is left.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SETTINGS = BrokerSettings(
 
 
 _batches = count(1_000)
-"""Numbers of batches for which a test names none."""
+"""Batch numbers for batches without an explicit one."""
 
 
 class FakeLink:
-    """One end of a connection: remembers what was said, or carries it to the other end's inbox."""
+    """One end of a connection: records packets, or carries them to the other end's inbox."""
 
     def __init__(self, peer: str) -> None:
         self.peer, self.writable, self.is_open, self.reason = peer, True, True, ""
@@ -83,7 +83,7 @@ class FakeLink:
 
 
 class FakeHost:
-    """The world around one node."""
+    """Host of one node."""
 
     def __init__(self) -> None:
         self.node: Node | None = None
@@ -117,7 +117,7 @@ class FakeHost:
     def role_changed(self):
         self.role_changes += 1
 
-    # What a test does.
+    # Methods for tests.
 
     def turn(self) -> bool:
         if not self.pass_is_due:
@@ -152,10 +152,10 @@ class FakeHost:
 
 
 class Broker:
-    """One broker: disk, identity, node. `crash` loses what was not fsynced and starts it again."""
+    """One broker: disk, identity, node. `crash` drops unsynced bytes and restarts it."""
 
     ask: Ask | None = None
-    """Asks the cluster where consumer groups begin."""
+    """Asks the cluster for the begin of consumer groups."""
 
     def __init__(self, name: str, settings: BrokerSettings = SETTINGS) -> None:
         self.name, self.settings = name, replace(settings, hostname=name)
@@ -163,7 +163,7 @@ class Broker:
         self.start()
 
     def copied(self) -> Broker:
-        """A process on a copy of the directory."""
+        """Start a process on a copy of the directory."""
         other = Broker(self.name, self.settings)
         other.disk, other.instance = self.disk.copy(), "a copy"
         other.start()
@@ -187,7 +187,7 @@ class Broker:
         self.keeper = Retention(settings)
 
     def drop_oldest_segment(self) -> None:
-        """As the service does: a commit of its own, if nothing else is to be written."""
+        """Commit alone, as the service does, if nothing else is to be written."""
         self.log.drop_oldest_segment()
         self.host.pass_soon()
         self.host.settle()
@@ -215,7 +215,7 @@ class Broker:
         self.node.assign(Assignment("g1", term, role, address, (address,) * slaves, **fields))
 
     def wait(self, ms: int) -> None:
-        """Let time go by, in steps in which nobody takes this broker for one that stood still."""
+        """Let time pass, in steps too short for this broker to count as paused."""
         while ms > 0:
             step = min(ms, self.settings.lease_ms // LOOKS_IN_LEASE)
             self.host.clock_ms += step
@@ -227,7 +227,7 @@ class Broker:
         self.node.tick()
 
     def alone(self) -> None:
-        """Become master as a master that restarted with a whole log and whose slave does not come."""
+        """Become master after a restart with a whole log and without a slave."""
         self.node.identity.completed(True)
         self.assign(Role.MASTER, self.node.identity.value.term or 1)
         self.wait(self.settings.slave_wait_ms)
@@ -235,11 +235,11 @@ class Broker:
 
 
 class Client:
-    """A producer's or consumer's connection to one broker."""
+    """Connection of a producer or consumer to one broker."""
 
     def __init__(self, broker: Broker, name: str = "client") -> None:
         self.broker, self.link, self.opaque = broker, FakeLink(name), 0
-        self.last_subscription = 1  # of a broker's first connection; those of others are read from the answer
+        self.last_subscription = 1  # of a broker's first connection; others are read from the answer
 
     def send(self, command: Command, body: bytes) -> int:
         self.opaque += 1
@@ -267,7 +267,7 @@ class Client:
     # Producing.
 
     def produce(self, *ids: str, subject: str = "s", producer: int = 7, batch: int = 0, size: int = 0) -> int:
-        """Send one batch; batch 0 is a number of its own."""
+        """Send one batch; batch 0 stands for a new number."""
         return self.produce_raw(
             [message(subject, id, size) for id in ids], subject=subject, producer=producer, batch=batch
         )
@@ -283,7 +283,7 @@ class Client:
         after: bytes = b"",
         flags: int = 0,
     ) -> int:
-        """Send a batch; `after` it stands what `flags` say."""
+        """Send a batch; `after` it comes the section that `flags` declare."""
         body = join_batch(messages) + after
         head = commands.produce_header(
             producer, batch or next(_batches), len(messages), crc32(body) if crc is None else crc, subject, flags
@@ -310,7 +310,7 @@ class Client:
         return self.send(Command.PULL, commands.encode_pull(pull))
 
     def pulled(self, opaque: int) -> list[tuple[int, int, str]]:
-        """Return (pull sequence, sequence, message id) of what a pull brought."""
+        """Return (pull sequence, sequence, message id) of a pull's messages."""
         found = []
         for piece in commands.decode_pulled(memoryview(self.body(opaque))):
             for i, data in enumerate(split_batch(piece.body, piece.count)):
@@ -321,7 +321,7 @@ class Client:
         return {piece.flags for piece in commands.decode_pulled(memoryview(self.body(opaque)))}
 
     def times(self, opaque: int) -> list[int]:
-        """Return how often each message of a pull was delivered."""
+        """Return the delivery count of each message of a pull."""
         pieces = commands.decode_pulled(memoryview(self.body(opaque)))
         return [piece.times for piece in pieces for _ in range(piece.count)]
 
@@ -372,7 +372,7 @@ class Group:
         return self
 
     def subscribed(self, consumer: str = "c1", **terms) -> Client:
-        """Return a connection to `a` that consumes as `consumer`; `terms` are those of `Client.subscribe`."""
+        """Return a connection to `a` that consumes as `consumer`, with the `terms` of `Client.subscribe`."""
         client = Client(self.a, consumer)
         opaque = client.subscribe(consumer, **terms)
         self.settle()
@@ -385,7 +385,7 @@ class Group:
         self.b.slave.connected(self.at_slave)
 
     def cut(self) -> None:
-        """The connection breaks; what was under way is lost."""
+        """Break the connection; packets on the way are lost."""
         for link, broker in ((self.at_master, self.a), (self.at_slave, self.b)):
             link.is_open = False
             link.told.clear()
@@ -433,7 +433,7 @@ class Group:
                 busy = True
 
     def hear_clocks(self, metaserver_skew_ms: int = 0) -> None:
-        """Heartbeats came: what the clocks of metaserver and peer say. Those of hosts differ by their skew alone."""
+        """Deliver heartbeats with the clocks of metaserver and peer. Hosts differ by their skew alone."""
         for broker, other, whose in ((self.a, self.b, SLAVE), (self.b, self.a, MASTER)):
             true_ms = broker.host.now_ms() - broker.host.wall_skew_ms
             broker.node.record_metaserver_clock(true_ms + metaserver_skew_ms)
@@ -442,16 +442,18 @@ class Group:
                 broker.node.clocks.record(whose, theirs_ms, monotonic_ms=broker.host.monotonic_ms())
 
     def clocks_agree(self) -> None:
-        """From now on both hear a metaserver without a pause, whose clock goes as theirs do now."""
+        """Let both copies follow a metaserver's clock that agrees with theirs now."""
         far_ms = 1 << 40
         for broker in (self.a, self.b):
             wall_ms, monotonic_ms = broker.host.now_ms() + far_ms, broker.host.monotonic_ms() + far_ms
             broker.node.clocks.record(METASERVER, wall_ms, monotonic_ms=monotonic_ms)
 
     def look_after_logs(self, **skew: int) -> int:
-        """What the service does for retention, until nothing more goes; return how many segments that was, of both."""
+        """Run retention as the service does, until nothing more is deleted; return the number of segments, of both
+        copies.
+        """
         before = len(self.a.log.bases) + len(self.b.log.bases)
-        for _ in range(3):  # decided; said to be acknowledged; deleted
+        for _ in range(3):  # decided; acknowledged; deleted
             self.hear_clocks(**skew)
             for broker in (self.a, self.b):
                 broker.node.decide_retention(broker.keeper)
@@ -462,7 +464,7 @@ class Group:
         return before - len(self.a.log.bases) - len(self.b.log.bases)
 
     def swap(self, term: int) -> None:
-        """Change roles by force: the metaserver's row has a new term."""
+        """Change roles by force: a new term in the metaserver's row."""
         if self.at_master is not None:
             self.cut()
         self.a.assign(Role.SLAVE, term)

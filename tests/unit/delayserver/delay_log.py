@@ -1,4 +1,4 @@
-"""Core. A log of delayed messages for tests: frames one behind the other, as a master writes them."""
+"""Core. Log of delayed messages for tests, with frames as a master writes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def places(records: Records) -> list[Place]:
 
 
 class DelayLog:
-    """`frames` holds what was written; `file_into` files what a schedule does not have yet."""
+    """`frames` holds the written frames; `file_into` files those that a schedule lacks."""
 
     def __init__(self, start: int = 4096) -> None:
         self.start = self.end = start
@@ -68,7 +68,7 @@ class DelayLog:
         return frame
 
     def messages(self, messages: Sequence[bytes], subject: str = "s", labels: Sequence[int] = ()) -> list[Place]:
-        """Return where they lie: (number, due time)."""
+        """Append messages; return their places: (number, due time)."""
         batch = join_batch(messages) + (encode_labels(labels) if labels else b"")
         frame = self.append(
             FrameKind.MESSAGES, batch, count=len(messages), subject=subject, flags=FLAG_LABELLED if labels else 0
@@ -103,13 +103,13 @@ class DelayLog:
 
 
 def drop_before(log: DelayLog, offset: int) -> None:
-    """Retention: the log begins at the first frame from `offset` on."""
+    """Apply retention: the log begins at the first frame from `offset` on."""
     log.frames = [entry for entry in log.frames if entry[0].offset >= offset]
     log.start = log.frames[0][0].offset if log.frames else log.end
 
 
 def flush_all(schedule: Schedule, now_ms: int = 0) -> None:
-    """Write down everything, with a checkpoint."""
+    """Flush everything, with a checkpoint."""
     if (flush := schedule.take_flush(now_ms, stop=True)) is not None:
         flush.perform()
         schedule.flushed(flush)

@@ -1,4 +1,4 @@
-"""Core. Who waits for whom among what is due, and for how long."""
+"""Core. Dispatch order: which due messages wait for which, and for how long."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_subject_that_waits_for_room_gets_it_before_the_one_that_filled_it(monke
     producer.delayed(copies.now_ms, "calm", subject="calm")
     copies.settle()
     assert len(copies.senders.waiting) == 2
-    for _ in range(3):  # answers come, and no time goes by
+    for _ in range(3):  # answers arrive, and no time passes
         copies.senders.answer()
         copies.settle()
     assert ["calm"] in ids(copies)
@@ -141,7 +141,7 @@ def test_batch_that_waited_to_be_sent_is_repeated_as_long_as_any_other():
 
 
 def test_given_up_batch_avoids_its_group_despite_keys():
-    """What is free of keys keeps away from it: it may be stored there already."""
+    """Messages without keys avoid it: they may be stored there already."""
     copies, producer = a_group("g1", "g2", unknown_ms=2_000)
     copies.senders.home = lambda subject, label: "g1"
     copies.senders.in_flight = lambda name: {"g1": 0, "g2": 1}[name]
@@ -200,7 +200,7 @@ def test_subjects_with_a_burst_each_go_on_in_turns():
 
 
 def test_slave_confirms_between_filing_steps(monkeypatch):
-    """It looks each message up. A mebibyte of such frames names 65,000 of them, for which its master waited."""
+    """It looks each message up. A mebibyte of such frames names 65,000 of them, and delayed its confirmations."""
     monkeypatch.setattr(upkeep, "PASS_MESSAGES", 100)
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 50)
     copies, producer = a_group(tail_bytes=1 << 22)

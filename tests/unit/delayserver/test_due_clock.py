@@ -13,7 +13,7 @@ TRUE_MS = 1_700_000_000_000
 
 
 class World:
-    """Three clocks, each off the true time by so much; what is heard of the others may be late."""
+    """Three clocks, each off the true time by this much; readings of the others may be late."""
 
     def __init__(self, *, own=0, **others):
         self.clock, self.ms, self.own, self.others = DueClock(), 0, own, others
@@ -120,7 +120,7 @@ def test_a_mastership_that_began_behind_corrects_itself():
     copies, _ = a_group()
     copies.hears = False
     copies.swap(2)
-    copies.run(READING_MS_MAX + 1_000)  # what was heard before counts no more
+    copies.run(READING_MS_MAX + 1_000)  # earlier readings count no more
     copies.b.host.wall_skew_ms = -20_000
     copies.swap(3)
     copies.run(1_000)
@@ -141,7 +141,7 @@ def test_wrongly_due_messages_wait_for_their_time():
     """Found by delay simulation seed 207."""
     copies, _ = a_group()
     copies.hears = False
-    copies.run(READING_MS_MAX + 1_000)  # what was heard before counts no more
+    copies.run(READING_MS_MAX + 1_000)  # earlier readings count no more
     copies.b.host.wall_skew_ms = HOUR_MS
     copies.swap(2)
     copies.senders.routeless.add("s")

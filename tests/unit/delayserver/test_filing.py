@@ -1,4 +1,4 @@
-"""Core. The schedule follows the log, and what was cut from the log is in no schedule that counts."""
+"""Core. The schedule follows the log; a schedule with cut frames never counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_is_out(filing, host):
 
 @pytest.mark.parametrize("begin, tail_bytes", [(flush_is_out, 1 << 20), (read_is_out, 0)])
 def test_schedule_beyond_a_cut_does_not_count_as_filed(begin, tail_bytes):
-    """It is made anew once nothing is out. A master that took it for its log's until then sent plans that were cut."""
+    """It is rebuilt when no read or flush is running. A master that used it until then sent plans that were cut."""
     copies = Copies.made(tail_bytes=tail_bytes)
     copies.start()
     Producer(copies.a).delayed(copies.now_ms + HOUR_MS, "m")

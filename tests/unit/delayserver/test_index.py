@@ -1,4 +1,4 @@
-"""Core. An index finds what reading everything would find, and has a bound."""
+"""Core. An index finds the same as reading all rows, and is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. What a delay server takes, and says of it when it is asked again."""
+"""Core. Intake of a delay server, and its answers to repeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. More due messages than may be loaded stay on disk, hold up nobody, and each is sent once when it can be."""
+"""Core. Due messages above the limit stay on disk, block no others, and are sent once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST = 100
 
 
 def put(copies, producer, count, *, subject, at_ms=0, name=""):
-    """Send so many messages that are due now, some at a time; return their ids."""
+    """Send this number of messages due now, some at a time; return their ids."""
     ids = [f"{name or subject}-{at}" for at in range(count)]
     for begin in range(0, count, 50):
         producer.delayed(copies.now_ms + at_ms, *ids[begin : begin + 50], subject=subject)
@@ -108,7 +108,7 @@ def test_next_master_finds_leftovers():
 
 
 class SlowReads:
-    """Pages are read now or later, and come back when a test says; other reads are as fast as ever."""
+    """Let pages of leftovers be read when a test says; other reads run at once."""
 
     def __init__(self, rng, monkeypatch):
         self._rng, self._held = rng, deque()
@@ -174,7 +174,7 @@ def test_each_message_is_sent_once_with_leftovers(seed, monkeypatch):
 
 
 class World:
-    """Leftovers alone: a schedule that finds what a test says, and queues of one subject each."""
+    """Leftovers alone: a schedule with scripted results, and one queue per subject."""
 
     def __init__(self, most):
         self.found, self.asked, self.named = no_records(), [], set()
@@ -199,7 +199,7 @@ class World:
         pass
 
     def due(self, subject, *dues):
-        """These come off the wheel; return which of them go into the queue."""
+        """Take these off the wheel; return those that go into the queue."""
         records = self.leftovers.arrived(subject, records_of(subject, *dues))
         queue = self.queues.setdefault(subject, PendingQueue(str(subject)))
         if len(records):
@@ -208,7 +208,7 @@ class World:
         return records["due"].tolist()
 
     def send(self, subject):
-        """All that is in the queue goes; it is empty then."""
+        """Empty the queue."""
         self.queues[subject] = PendingQueue(str(subject))
         self.leftovers.ran_low(subject, 0)
 
@@ -225,7 +225,7 @@ def records_of(subject, *dues):
 
 
 def two_cut_subjects():
-    """Of subject 1 all from 15 on is on disk, of subject 2 all from 115 on."""
+    """Everything of subject 1 from 15 on is on disk, and of subject 2 from 115 on."""
     world = World(20)
     world.due(1, *range(10, 40))
     world.due(2, *range(110, 140))

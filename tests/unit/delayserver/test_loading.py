@@ -1,4 +1,4 @@
-"""Core. What is due comes off the wheel in order and in time, however little fits on it, in whatever order it came."""
+"""Core. Due messages leave the wheel in order and in time, whatever its size and their order of arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. What a delay server's main joins."""
+"""Shell. Parts joined by a delay server's main."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qmq.log.disk import REMOVED, SWEPT_BYTES
 
 
 class Joined(Exception):
-    """The service is made."""
+    """The service is built."""
 
 
 async def test_schedule_files_free_disk_like_the_log(tmp_path, monkeypatch):
-    """Segments of the schedule in which all was over stayed on the disk for ever."""
+    """Finished segments of the schedule stayed on the disk for ever."""
     shelf = RealDisk(tmp_path / "schedule")
     for name in ("segments/2.records", "segments/2.marks"):
         shelf.put(name, bytes(SWEPT_BYTES + 1))

@@ -1,4 +1,4 @@
-"""Core. A delay group from end to end, without a world: taken, kept, sent once when due, over crashes and swaps."""
+"""Core. A delay group from end to end: stored, kept, sent once when due, over crashes and swaps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_pending_messages_survive_and_are_sent_once(how):
 
 
 def restart(copies):
-    """The master's machine loses power, and its disk what was not fsynced; it comes back."""
+    """The master's machine loses power and its unsynced bytes, and restarts."""
     copies.cut()
     clock_ms = copies.a.host.clock_ms
     copies.a.crash()
@@ -104,7 +104,7 @@ def test_dispatch_without_outcome_is_repeated_under_its_numbers_after_a_swap():
 
 
 def test_dispatch_without_outcome_is_repeated_also_if_both_disks_had_all_before_it_was_taken_up():
-    """A schedule that is made anew lags behind. Nothing else is written then that would stir the gate."""
+    """A rebuilt schedule lags behind. No other frame moves the gate then."""
     copies, producer = a_group()
     copies.senders.mute.add("g1")
     producer.delayed(copies.now_ms, "a")
@@ -120,11 +120,11 @@ def test_dispatch_without_outcome_is_repeated_also_if_both_disks_had_all_before_
 
 
 def test_a_master_whose_disk_was_put_back_does_not_use_numbers_of_its_epoch_again():
-    """It was alone, so nobody knows that it had begun already. What it sent as number 1 then was something else."""
+    """It was alone, so no other copy has its begin. Its batch 1 was another one then."""
     copies, producer = a_group()
     producer.delayed(copies.now_ms + 60_000, "first")
     producer.delayed(copies.now_ms + 120_000, "second")
-    copies.run(2_000)  # that both have them is written down, too
+    copies.run(2_000)  # the confirmation is written, too
     copies.cut()
     disk, shelf = copies.a.disk.copy(), copies.a.shelf.copy()
     for wait_ms in (70_000, 70_000):
@@ -252,7 +252,7 @@ def test_rescheduled_message_is_sent_at_its_new_time_alone():
     ],
 )
 def test_words_with_half_a_character_and_times_beyond_all_numbers_are_refused(ask):
-    """A packet that breaks the server off costs its sender the connection, with all that is under way on it."""
+    """A packet that crashes a handler costs its sender the connection, with all requests on it."""
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "\U0001f600")
     asked = ask(producer)
@@ -264,7 +264,7 @@ def test_words_with_half_a_character_and_times_beyond_all_numbers_are_refused(as
 
 
 def test_however_many_messages_wait_under_a_key_each_frame_that_moves_or_cancels_some_has_a_bound():
-    """In one frame they were more than any reader takes, and both copies were damaged there."""
+    """In one frame they exceeded every reader's limit, and both copies were damaged there."""
     copies, producer = a_group()
     bodies = []
     append = MessageLog.append
@@ -291,7 +291,7 @@ def test_however_many_messages_wait_under_a_key_each_frame_that_moves_or_cancels
 
 
 def test_reschedule_counts_towards_the_token_ration():
-    """It is a hundred bytes, and writes what waits under its key once more, each time."""
+    """It is a hundred bytes, and writes all messages with its key again, each time."""
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, *map(str, range(100)), key="k", size=800)
     producer.delayed(copies.now_ms + HOUR_MS, "m")
@@ -317,7 +317,7 @@ def test_reschedule_counts_towards_the_token_ration():
 
 
 def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for():
-    """The look sees it as moved, and does not see where to."""
+    """The search sees it as moved, without its new place."""
     copies, producer = a_group()
     due_ms, host = copies.now_ms + 5 * HOUR_MS, copies.a.host
     producer.delayed(due_ms, "m", "x")
@@ -327,7 +327,7 @@ def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for
     moved, cancelled = producer.reschedule("m", due_ms + 30 * HOUR_MS), producer.cancel("m")
     host.do_read()
     while host.turn() or host.fsync():
-        pass  # it is filed at its new place before the second look is made
+        pass  # it is filed at its new place before the second search
     copies.settle()
     copies.run(300)
     assert (producer.fate(moved), producer.fates(cancelled)) == ("rescheduled", ["cancelled"])
@@ -362,7 +362,7 @@ def test_pending_messages_are_carried_before_deletion():
 
 @pytest.mark.parametrize("marked", ["*", "s"])
 def test_messages_at_a_marked_group_can_be_cancelled(marked):
-    """To drain one may take as long as the longest delay."""
+    """Draining one may take as long as the longest delay."""
     copies, producer = a_group()
     now_ms = copies.now_ms
     producer.delayed(now_ms + HOUR_MS, "m", "n", "o")
@@ -383,7 +383,7 @@ def test_messages_at_a_marked_group_can_be_cancelled(marked):
 
 @pytest.mark.parametrize("how", ["while it runs", "before it starts"])
 def test_messages_whose_segment_was_given_up_hold_up_no_others(how):
-    """They pended, and could not be read: batches with them were planned and tried for ever."""
+    """They pended and could not be read: batches with them were planned and retried for ever."""
     copies, producer = a_group(segment_bytes=1 << 14)
     due_ms = copies.now_ms + HOUR_MS
     producer.delayed(due_ms, *(f"lost{i}" for i in range(10)), size=900)

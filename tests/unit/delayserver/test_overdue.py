@@ -1,4 +1,4 @@
-"""Core. What is due and not sent is seen, wherever it waits, and says since when."""
+"""Core. Overdue messages are counted wherever they wait, with their age."""
 
 from __future__ import annotations
 

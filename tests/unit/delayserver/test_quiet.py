@@ -1,4 +1,4 @@
-"""Core. A delay server that has nothing to do is called seldom, and on the millisecond when its next message is due."""
+"""Core. An idle delay server is called seldom, and on the millisecond when its next message is due."""
 
 from __future__ import annotations
 

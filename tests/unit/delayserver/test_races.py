@@ -1,4 +1,4 @@
-"""Core. What happens to a message at the very moment at which something else happens to it."""
+"""Core. Races on one message: cancel, reschedule, dispatch and refusal at the same moment."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_of_a_cancel_and_a_new_time_that_share_a_look_both_answers_are_true(orde
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "m", "another")
     copies.run(200)
-    producer.cancel("another")  # the two that follow share the next look
+    producer.cancel("another")  # the two that follow share the next search
 
     def cancel():
         return producer.cancel("m")
@@ -328,7 +328,7 @@ def test_master_that_was_replaced_by_force_writes_nothing_more(what, next_role):
 
 
 def test_questions_that_come_together_are_looked_for_together():
-    """To look for one key takes as long as for many; what is due must not wait behind such looks."""
+    """A search for one key takes as long as for many; due messages must not wait behind searches."""
     copies, producer = a_group()
     for at in range(20):
         producer.delayed(copies.now_ms + (1 + at) * HOUR_MS, f"m{at}", key=f"k{at}")
@@ -366,7 +366,7 @@ def test_questions_are_refused_when_the_mastership_ends():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancel", "reschedule"])
 def test_message_whose_old_place_goes_with_the_log_while_it_is_looked_for_is_found_at_its_new_one(how):
-    """To look through a large schedule takes seconds; what it found is read after that."""
+    """Searching a large schedule takes seconds; its results are read after that."""
     copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)
     due_ms = copies.now_ms + 50 * HOUR_MS
     producer.delayed(due_ms, "m", "other")

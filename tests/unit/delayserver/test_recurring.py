@@ -1,4 +1,4 @@
-"""Core. Recurring schedules from end to end, without a world: each occurrence once, over crashes and absences."""
+"""Core. Recurring schedules from end to end: each occurrence once, over crashes and outages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def listed(copies, producer, subject="s"):
 
 
 def times(copies):
-    """Return the times in the ids of what was sent, to the minute."""
+    """Return the times in the ids of sent messages, to the minute."""
     return [id.split("@")[1][:16] for id in copies.senders.delivered() if "@" in id]
 
 
@@ -54,7 +54,7 @@ def minutes(begin, count):
 
 
 def run_until(copies, text):
-    """Let time pass until `text` (UTC), half a second more."""
+    """Let time pass until `text` (UTC) and half a second more."""
     end_ms = int(datetime.fromisoformat(text + ":00+00:00").timestamp() * 1000) + 500
     while copies.now_ms < end_ms:
         copies.run(min(10_000, end_ms - copies.now_ms), step_ms=min(10_000, end_ms - copies.now_ms))
@@ -91,7 +91,7 @@ def test_over_crashes_and_swaps_each_occurrence_is_sent_once(how):
 
 
 def test_power_cut_within_any_byte_of_an_occurrence_loses_and_doubles_nothing():
-    """The occurrence and the next template are one frame: whatever the disk kept of it, both or none are there."""
+    """The occurrence and the next template are one frame: the disk kept both or neither."""
     for kept in range(0, 560, 40):
         copies, producer = a_group()
         put(copies, producer, cron="* * * * *")
@@ -162,7 +162,7 @@ def test_of_missed_occurrences_the_latest_is_sent_and_the_others_are_counted():
     copies.cut()
     clock_ms = copies.a.host.clock_ms
     copies.a.crash()
-    copies.a.host.clock_ms = copies.b.host.clock_ms = clock_ms + 90 * MINUTE_MS  # nobody was there until 23:50
+    copies.a.host.clock_ms = copies.b.host.clock_ms = clock_ms + 90 * MINUTE_MS  # an outage until 23:50
     copies.a.assign(0, 1)
     copies.connect()
     copies.settle()
@@ -217,7 +217,7 @@ def test_many_puts_of_one_name_at_once_leave_one_schedule():
 
 
 def test_put_that_is_asked_again_changes_nothing():
-    """Each instance of an application puts its schedules as it starts: none of that may move or lose an occurrence."""
+    """Each instance of an application puts its schedules at its start: that must not move or lose an occurrence."""
     copies, producer = a_group()
     put(copies, producer, cron="*/2 * * * *", properties={"kind": "report"})
     end = copies.a.log.end
@@ -232,7 +232,7 @@ def test_put_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
     put(copies, producer, cron="* * * * *")
     ahead_ms = MINUTE_MS - copies.now_ms % MINUTE_MS
     for server in (copies.a, copies.b):
-        server.host.clock_ms += ahead_ms  # it is due, and the master has not looked yet
+        server.host.clock_ms += ahead_ms  # it is due, and the master has not run since
     asked = producer.recur("put", cron="*/10 * * * *")
     run_until(copies, "2023-11-14T22:20")
     assert producer.schedules(asked)[0].cron == "*/10 * * * *"
@@ -240,7 +240,7 @@ def test_put_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
 
 
 def test_delete_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
-    """It is due behind as many of others as are put forward together."""
+    """It is due behind as many others as fire together."""
     copies, producer = a_group(tail_bytes=1 << 22)
     for at in range(FIRED_AT_ONCE):
         producer.recur("put", f"r{at}", subject="t", cron="* * * * *")
@@ -248,7 +248,7 @@ def test_delete_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
     copies.run(1_000)
     ahead_ms = MINUTE_MS - copies.now_ms % MINUTE_MS
     for server in (copies.a, copies.b):
-        server.host.clock_ms += ahead_ms  # all are due, and the master has not looked yet
+        server.host.clock_ms += ahead_ms  # all are due, and the master has not run since
     asked = producer.recur("delete")
     run_until(copies, "2023-11-14T22:16")
     assert [one.name for one in producer.schedules(asked)] == ["daily"]
@@ -363,11 +363,11 @@ def test_without_a_slave_schedules_go_on_and_come_no_flood_when_it_is_back():
 
 
 def a_group_whose_master_restarted_without_its_slave():
-    """It has a schedule for each minute, with a template that the slave does not have."""
+    """Group with a schedule for each minute, and a template that the slave lacks."""
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     copies.cut()
-    run_until(copies, "2023-11-14T22:15")  # the template is now one that the slave does not have
+    run_until(copies, "2023-11-14T22:15")  # the template is now one that the slave lacks
     clock_ms = copies.a.host.clock_ms
     copies.a.crash()
     copies.a.host.clock_ms = clock_ms
@@ -445,7 +445,7 @@ def test_label_of_templates_is_one_that_no_message_has():
 
 @pytest.mark.parametrize("action", ["delete", "list"])
 def test_name_with_half_a_character_is_refused(action):
-    """JSON can say it; who looked for its hash on a thread would end the process."""
+    """JSON can encode it; hashing it on a thread would end the process."""
     copies, producer = a_group()
     put(copies, producer)
     asked = producer.recur(action, "\ud800")
@@ -463,7 +463,7 @@ def test_a_template_and_its_occurrence_fit_into_one_frame(monkeypatch):
 
 
 def test_unproducible_message_is_no_recurring_schedule():
-    """So many tags set all bits of a label, which an occurrence would have then: it would be taken for a schedule."""
+    """This many tags set all bits of a label: an occurrence would count as a template."""
     copies, producer = a_group(message_bytes_max=8192)
     tags = [f"tag-{number}" for number in range(255)]
     message = bytearray(encode_message(Message("s", id="any"), 0))
@@ -479,7 +479,7 @@ def test_unproducible_message_is_no_recurring_schedule():
 
 @pytest.mark.parametrize("inner", ["t", "/", "t" * 40_000])
 def test_schedule_of_a_foreign_subject_is_rejected(inner):
-    """Who may produce to one subject alone would else send to all; and a name that is none would end the process."""
+    """Otherwise a producer of one subject could send to all; and an invalid name would end the process."""
     copies, producer = a_group(message_bytes_max=100_000)
     own = {RECUR_NAME: "daily", RECUR_OWNER: "o", RECUR_CRON: "* * * * *", RECUR_ZONE: "UTC"}
     message = with_properties(delayed(inner, "recurring:daily", copies.now_ms), own)

@@ -1,4 +1,4 @@
-"""Core. What a schedule knows follows from the log's frames, however often it is stopped, cut or damaged."""
+"""Core. The schedule is a function of the log's frames, over restarts, cuts and damage."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_planned_dispatch_is_filed_as_one_that_was_looked_up():
 
 
 def test_a_dispatch_of_nothing_that_pends_is_not_in_flight():
-    """Its frame may leave the log at any time: a schedule made anew behind it would not have it either."""
+    """Its frame may leave the log at any time: a schedule rebuilt behind it would lack it too."""
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(2))
     log.dispatch("g1", where, producer=7, batch=1)

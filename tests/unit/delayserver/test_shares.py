@@ -1,4 +1,4 @@
-"""Core. Deficit round robin: who goes next, written out."""
+"""Core. Deficit round robin: the order of turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qmq.delayserver.pending_queue import FairShares
 
 
 def serve(costs: dict[str, list[int]], *, quantum: int = 10, most: int = 1000) -> str:
-    """Let each spend the costs of its batches, one a visit; return who was visited, in order."""
+    """Let each key spend its costs, one a visit; return the order of visits."""
     shares = FairShares[str](quantum)
     left = {key: list(batches) for key, batches in costs.items()}
     for key in left:
@@ -79,7 +79,7 @@ def test_over_time_all_that_have_something_to_send_spend_the_same(batches):
         shares.join(key)
     for key in shares.rounds(list(shares)):
         if not batches[key]:
-            break  # the first one has nothing more: until here all had
+            break  # the first one is empty now: before, all had work
         while batches[key] and shares.has_credit(key):
             spent[key] += batches[key][0]
             shares.spend(key, batches[key].pop(0))

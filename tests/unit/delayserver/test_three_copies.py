@@ -1,4 +1,4 @@
-"""Core. A delay group of three copies, two of which acknowledge: one goes, and messages are taken and sent on time."""
+"""Core. A delay group of three copies with two acknowledging: one is lost, and messages are stored and sent on time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. The wheel gives what is due, in order, each message once."""
+"""Core. The wheel returns due messages in order, each once."""
 
 from __future__ import annotations
 

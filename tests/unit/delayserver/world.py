@@ -1,4 +1,4 @@
-"""Core. Two real delay servers' cores, and broker groups that answer what a test says."""
+"""Core. Test world of two real delay server cores, and broker groups with scripted answers."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ HOUR_MS = 3_600_000
 
 
 class Senders:
-    """The broker groups: all of every subject. They store what they get, unless a test says otherwise."""
+    """Broker groups, each of which has all subjects. They store batches unless a test sets something else."""
 
     def __init__(self, *groups: str) -> None:
         self.up = dict.fromkeys(groups or ("g1",), True)
         self.routeless: set[str] = set()
         self.stored: dict[tuple[str, int, int], list[str]] = {}
-        """(group, producer, number) -> ids: what P2 keeps of each group."""
+        """(group, producer, number) -> ids: batches that each group remembers (P2)."""
         self.attempts: list[tuple[str, int, int, list[str]]] = []
         self.mute: set[str] = set()
         """Groups that store and do not answer."""
         self.refusing: dict[str, str] = {}
-        """Message id -> why no broker takes it."""
+        """Message id -> reason why every broker refuses it."""
 
     def watch(self, subject):
         pass
@@ -93,12 +93,12 @@ class Senders:
             done(Stored(0, len(ids) - len(refused), refused))
 
     def delivered(self):
-        """Return the ids that all groups have, in the order of arrival; a repeated batch counts once."""
+        """Return the ids stored by all groups, in the order of arrival; a repeated batch counts once."""
         return [id for ids in self.stored.values() for id in ids if id not in self.refusing]
 
 
 class DelayServer(Broker):
-    """One delay server. Its schedule lies on a disk of its own."""
+    """One delay server. Its schedule has its own disk."""
 
     def __init__(self, name, settings=SETTINGS, senders=None):
         self.shelf, self.senders = MemoryDisk(), senders or Senders()
@@ -137,7 +137,7 @@ class DelayServer(Broker):
         super().crash(rng)
 
     def beat(self):
-        """What delayserver.main does every 10 ms."""
+        """Beat as delayserver.main does every 10 ms."""
         if self.node.master is not None:
             self.node.master.beat()
         else:
@@ -162,7 +162,7 @@ class Copies(Group):
         return self.a.host.now_ms()
 
     hears = True
-    """Whether heartbeats say what others' clocks say."""
+    """Whether heartbeats carry other clocks."""
 
     def run(self, ms, step_ms=100):
         for _ in range(max(1, ms // step_ms)):
