@@ -63,7 +63,7 @@ def damaged_snapshot(data: Path, base: int) -> str:
 def _write_index(data: Path, base: int, *, end: int | None = None, leave_out: int = -1) -> str:
     ends = dict(pairwise(bases_of(data)))
     index = SegmentIndex(base)
-    messages = [one for at, one, _ in read_frames(data) if at == base and one.kind == FrameKind.MESSAGES]
+    messages = [frame for at, frame, _ in read_frames(data) if at == base and frame.kind == FrameKind.MESSAGES]
     for number, frame in enumerate(messages):
         if number != leave_out:
             index.add(frame)

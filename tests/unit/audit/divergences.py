@@ -26,14 +26,16 @@ TEN_YEARS_MS = 10 * 365 * 86_400_000
 
 def frame_of(frames: list[Draft], subject: str, sequence: int, kind: FrameKind = FrameKind.MESSAGES) -> Draft:
     return next(
-        one
-        for one in frames
-        if one.kind == kind and one.subject == subject and 0 <= sequence - one.first_sequence < max(one.count, 1)
+        frame
+        for frame in frames
+        if frame.kind == kind
+        and frame.subject == subject
+        and 0 <= sequence - frame.first_sequence < max(frame.count, 1)
     )
 
 
 def nth(frames: list[Draft], kind: FrameKind, subject: str, number: int) -> Draft:
-    return [one for one in frames if one.kind == kind and one.subject == subject][number]
+    return [frame for frame in frames if frame.kind == kind and frame.subject == subject][number]
 
 
 def change_message(frames: list[Draft], subject: str, sequence: int, message: bytes) -> Draft:
@@ -255,7 +257,7 @@ def dead_letter_less(frames: list[Draft]) -> Expected:
 
 
 def _one_letter_more(frames: list[Draft]) -> Draft:
-    last = [one for one in frames if one.subject == DEAD][-1]
+    last = [frame for frame in frames if frame.subject == DEAD][-1]
     more = in_place_of(frames[-1], last, first_sequence=last.first_sequence + 1)
     frames.append(more)
     return more

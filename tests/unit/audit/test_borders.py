@@ -32,7 +32,7 @@ def named(data: Path, pieces: Iterable[tuple[int, int]]) -> list[tuple[str, int]
     for begin, end in pieces:
         found += group.take(begin, facts_of(data, begin, end))
     found += group.finish()
-    return [(one.row["what"], one.row["offset"]) for one in found if one.kind == FINDING]
+    return [(found_row.row["what"], found_row.row["offset"]) for found_row in found if found_row.kind == FINDING]
 
 
 @pytest.mark.parametrize("apart_ms", [7_200_000, -7_200_000], ids=["ahead", "back"])

@@ -23,9 +23,9 @@ def judged(copy: Copy, start: int = 0):
     found = []
     for subject in subjects(copy):
         judge = ConsumptionJudge(subject, start)
-        found += [one for fact in facts(copy, subject, start) for one in judge.judge(fact)] + list(judge.finish())
-    accounts = [json.loads(one["text"]) | {"subject": one["subject"]} for one in found if one["what"] == CONSERVED]
-    return accounts, [one for one in found if one["what"] == FindingKind.CONSERVATION]
+        found += [row for fact in facts(copy, subject, start) for row in judge.judge(fact)] + list(judge.finish())
+    accounts = [json.loads(row["text"]) | {"subject": row["subject"]} for row in found if row["what"] == CONSERVED]
+    return accounts, [row for row in found if row["what"] == FindingKind.CONSERVATION]
 
 
 @given(st.integers(0, 1 << 32))
@@ -37,8 +37,8 @@ def test_equation_holds_from_any_frame_of_any_history(seed):
     for start in [0, *rng.sample(starts, 6)]:
         accounts, broken = judged(copy, start)
         assert broken == [], f"from {start} on"
-        for one in accounts:
-            assert one["stored"] == sum(one[state] for state in STATES)
+        for row in accounts:
+            assert row["stored"] == sum(row[state] for state in STATES)
 
 
 def test_each_state_is_counted():
@@ -124,7 +124,7 @@ def test_group_that_skips_later_messages_is_a_finding(position, began_ms, lost):
     judge = ConsumptionJudge("s", 0)
     for hour, first in ((100, 0), (101, 2)):
         judge.hour(hour, first)
-    found = [one for fact in facts(copy) for one in judge.judge(fact)] + list(judge.finish())
-    assert [one["sequence"] for one in found if one["what"] == FindingKind.CONSERVATION] == (
+    found = [row for fact in facts(copy) for row in judge.judge(fact)] + list(judge.finish())
+    assert [row["sequence"] for row in found if row["what"] == FindingKind.CONSERVATION] == (
         [] if lost is None else [lost]
     )

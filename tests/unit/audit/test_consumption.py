@@ -44,7 +44,7 @@ def findings(copy: Copy, start: int = 0) -> list[str]:
     for subject in subjects(copy):
         judge = ConsumptionJudge(subject, start)
         found += [found for fact in facts(copy, subject, start) for found in judge.judge(fact)]
-    return [one["text"] for one in found if one["what"] not in (FindingKind.PASSED, CONSERVED)]
+    return [row["text"] for row in found if row["what"] not in (FindingKind.PASSED, CONSERVED)]
 
 
 @given(st.integers(0, 1 << 32))
@@ -135,7 +135,7 @@ def test_redeliveries_do_not_reveal_a_filter(new, found):
     number = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c2")
     handed_out = [(number, 0, 4), *((number + sequence, sequence, 1) for sequence in new)]
     entries = [*handed_out, (PASSED, 4 + len(new), 6 - 4 - len(new))]
-    assert [one["what"] for one in judge.judge(forged(copy, FrameKind.PULL, "c2", entries))] == found
+    assert [row["what"] for row in judge.judge(forged(copy, FrameKind.PULL, "c2", entries))] == found
 
 
 def changed_back(copy: Copy, *, says: str) -> list[dict[str, Any]]:
@@ -163,4 +163,4 @@ def changed_back(copy: Copy, *, says: str) -> list[dict[str, Any]]:
     [("nothing", [FindingKind.PASSED]), ("changed", []), ("left", []), ("another changed", [FindingKind.PASSED])],
 )
 def test_announced_filter_change_may_pass_messages_over(says, found):
-    assert [one["what"] for one in changed_back(Copy(segment_bytes=1 << 20), says=says)] == found
+    assert [row["what"] for row in changed_back(Copy(segment_bytes=1 << 20), says=says)] == found

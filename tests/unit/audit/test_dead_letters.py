@@ -68,7 +68,10 @@ def test_dead_letters_in_chosen_subjects_are_compared(log: LogWriter) -> None:
         log.dead_letter(S, G, sequence, a_message(S, sequence), 2, to="chosen")
     log.batch("chosen", 2)
     data = log.close()
-    assert [(one.source, one.group, one.sequence) for one in facts_of(data).letters()] == [(S, G, 1), (S, G, 7)]
+    assert [(letter.source, letter.group, letter.sequence) for letter in facts_of(data).letters()] == [
+        (S, G, 1),
+        (S, G, 7),
+    ]
     assert wrong(data) == [("dead_unfounded", 1)]
 
 
@@ -86,7 +89,7 @@ def test_an_altered_original_is_found_many_segments_before(tmp_path: Path, has_i
     """The last delivery of the message is much later."""
     write_world(tmp_path)
     with forged(tmp_path) as frames:
-        last = [one for one in frames if one.subject == DEAD_SUBJECT][-1]
+        last = [frame for frame in frames if frame.subject == DEAD_SUBJECT][-1]
         last.batch, last.messages = 1, [with_fate(a_message(C, 1, "z"), 2, "it failed", 1)]
     if not has_index:
         (tmp_path / "log" / f"{0:020d}.idx").unlink()
@@ -147,7 +150,7 @@ def a_group(*held: UnackedRange) -> Group:
 
 def judged(*letters: Any, group: Group | None = None, may_be_older: bool = False) -> list[str]:
     judge = DeadLetterHistory()
-    return [row["what"] for one in letters for row in judge.take(one, group, may_be_older=may_be_older)]
+    return [row["what"] for letter in letters for row in judge.take(letter, group, may_be_older=may_be_older)]
 
 
 def test_dead_letter_needs_a_held_original() -> None:

@@ -46,7 +46,7 @@ def found(folder: Path, *names: str) -> Found:
     try:
         for base in sorted({base for of in bases.values() for base in of}):
             for name, wrong in check_segment(copies, bases, base):
-                rows |= {(name, said.row["what"], said.row["offset"]) for said in judges[name].take(base, wrong)}
+                rows |= {(name, judged.row["what"], judged.row["offset"]) for judged in judges[name].take(base, wrong)}
     finally:
         for copy in copies.values():
             copy.close()
@@ -105,7 +105,7 @@ def test_missing_snapshot_is_bridged_from_the_one_before(tmp_path: Path) -> None
         (WRONG["a frame left out"](tmp_path / "slave", bases[2]), bases[2]),
         (WRONG["another position"](tmp_path / "slave", bases[3]), bases[3]),
     }
-    assert found(tmp_path, "master", "slave") == {("slave", *one) for one in wrong}
+    assert found(tmp_path, "master", "slave") == {("slave", *problem) for problem in wrong}
 
 
 def test_consequences_of_a_wrong_snapshot_are_no_findings(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_consequences_of_a_wrong_snapshot_are_no_findings(tmp_path: Path) -> Non
 def test_each_copy_is_judged_by_its_own_log(tmp_path: Path) -> None:
     worlds(tmp_path)
     with forged(tmp_path / "slave") as frames:
-        frame = next(one for one in frames if one.subject == A and one.first_sequence == 100)
+        frame = next(frame for frame in frames if frame.subject == A and frame.first_sequence == 100)
         frame.batch += 1_000_000
     assert found(tmp_path, "master", "slave") == set()
 

@@ -29,7 +29,7 @@ def log_of(frames: int = 40, subjects: int = 1, **changed: Change) -> bytes:
     data, chain, sequences = b"", NO_CHAIN, [0] * subjects
     for number in range(frames):
         turn = number % subjects
-        one: Change = {
+        fields: Change = {
             "kind": FrameKind.MESSAGES if number else FrameKind.EPOCH,
             "flags": 0,
             "subject": f"order.changed{turn}" if number else "",
@@ -44,9 +44,9 @@ def log_of(frames: int = 40, subjects: int = 1, **changed: Change) -> bytes:
             "previous_chain": chain,
             "body": b"%08d" % number * 4,
         } | changed.get(f"at_{number}", {})
-        body = one.pop("body")
-        field = subject_field(one["subject"])
-        head, frame = encode_header(field=field, body_bytes=len(body), body_crc=crc32(body), **one)
+        body = fields.pop("body")
+        field = subject_field(fields["subject"])
+        head, frame = encode_header(field=field, body_bytes=len(body), body_crc=crc32(body), **fields)
         data, chain, sequences[turn] = data + head + body, frame.chain, frame.first_sequence + frame.count
     return data
 

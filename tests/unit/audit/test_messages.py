@@ -50,11 +50,11 @@ def judged(data: Path) -> set[tuple[str, int, int | None]]:
     """Return the findings of the reader and of the judges, fed with facts in Spark's order."""
     facts = facts_of(data)
     group = LogJudge(NOW_MS, [0], 0)
-    said = [*group.take(0, facts), *group.finish()]
+    rows = [*group.take(0, facts), *group.finish()]
     for subject, of in facts.subjects.items():
         judge = SubjectJudge(subject, 0, None, 1 << 62)
-        said += [*judge.take(0, of), *judge.finish()]
-    found = [one.row for one in said if one.kind == FINDING] + of_letters(data, facts)
+        rows += [*judge.take(0, of), *judge.finish()]
+    found = [row.row for row in rows if row.kind == FINDING] + of_letters(data, facts)
     return {(row["what"], row["offset"], row["sequence"]) for row in found}
 
 
@@ -69,7 +69,7 @@ def test_only_the_invalid_message_is_a_finding(tmp_path: Path, plant: Plant) -> 
     assert judged(tmp_path) == set()
     with forged(tmp_path) as frames:
         expected = plant(frames)
-    due = {(what, one.at, sequence) for what, one, sequence in expected if what not in WITH_ALL_GROUPS}
+    due = {(what, frame.at, sequence) for what, frame, sequence in expected if what not in WITH_ALL_GROUPS}
     assert judged(tmp_path) == due
 
 
@@ -79,7 +79,7 @@ def test_message_findings_carry_the_id(tmp_path: Path) -> None:
     with forged(tmp_path) as frames:
         expected = [found for plant in plants for found in plant(frames)]
     ids = {identity for what, _, _, identity in problems(tmp_path)}
-    assert ids == {f"{one.subject}-{sequence}" for _, one, sequence in expected}
+    assert ids == {f"{frame.subject}-{sequence}" for _, frame, sequence in expected}
 
 
 def test_invalid_text_is_found_in_any_frame(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_message_of_another_subject_is_found_wherever_that_differs(tmp_path: Pat
     log, subject = LogWriter(tmp_path), "order.changed.by.others"
     for at in range(len(subject)):
         other = subject[:at] + "x" + subject[at + 1 :]
-        log.messages(subject, [encode_message(Message(one, id=f"m{at}"), 1) for one in (subject, other)])
+        log.messages(subject, [encode_message(Message(name, id=f"m{at}"), 1) for name in (subject, other)])
     log.close()
     assert [(what, sequence) for what, _, sequence, _ in problems(tmp_path)] == [
         ("foreign", 2 * at + 1) for at in range(len(subject))
@@ -124,7 +124,7 @@ def test_any_legal_message_has_no_problem(tmp_path: Path, message: bytes) -> Non
     log.messages("%DEAD_RETRY%s%g", [message])
     log.messages("s", [message] * 3, labels=[label_of(("a", "b"), None)] * 3) if message[0] == 6 else None
     log.close()
-    assert [one for one in problems(tmp_path) if one[0] != "id_twice"] == []
+    assert [problem for problem in problems(tmp_path) if problem[0] != "id_twice"] == []
 
 
 def test_order_key_counts_in_its_label(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_duplicate_keys_differ_by_producer_and_subject(tmp_path: Path) -> None:
         log.batch(subject, 3, first=0)
     log.close()
     ((_, *stored),) = facts_of(tmp_path, wants_stored=True).stored
-    batches, ids = (np.frombuffer(one, STORED) for one in stored)
+    batches, ids = (np.frombuffer(packed, STORED) for packed in stored)
     assert len(set(batches["key"])) == 3, "LogWriter numbers each batch anew"
     assert list(ids["key"][:3]) == list(ids["key"][6:]) and not set(ids["key"][:3]) & set(ids["key"][3:6])
     assert list(ids["place"]) == [0, 1, 2] * 3
@@ -155,7 +155,7 @@ def test_hash_of_an_id_is_independent_of_others(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.mastership(Epoch(1, 1))
     frames = [
-        log.messages("s", [encode_message(Message("s", id=one), 1) for one in ids])
+        log.messages("s", [encode_message(Message("s", id=id_), 1) for id_ in ids])
         for ids in (["short"], ["short", "y" * 60, "short\0"])
     ]
     log.close()

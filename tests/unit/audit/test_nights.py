@@ -164,13 +164,13 @@ def test_concurrent_runs_and_duplicate_lines_are_no_findings(tmp_path: Path, ord
     ledger = tmp_path / "ledger" / "g1.jsonl"
     write(tmp_path, FIRST)
     night(tmp_path)
-    said = {"0": lines(tmp_path)[0]}
+    written = {"0": lines(tmp_path)[0]}
     for run, frames in (("a", FIRST + 3), ("b", FIRST + 12)):
-        ledger.write_bytes(said["0"])
+        ledger.write_bytes(written["0"])
         write(tmp_path, frames)
         night(tmp_path)
-        said[run] = lines(tmp_path)[1]
-    ledger.write_bytes(b"".join(said[run] for run in order))
+        written[run] = lines(tmp_path)[1]
+    ledger.write_bytes(b"".join(written[run] for run in order))
     for more in (20, 30, 40):
         write(tmp_path, FIRST + more)
         assert (night(tmp_path).found, Ledger(ledger.parent).entries("g1")[-1].verdict) == ({}, PROVEN)
@@ -304,16 +304,16 @@ def test_shared_damage_is_repeated_every_night(tmp_path: Path) -> None:
     for copy in COPIES:
         flip(tmp_path / copy, frame.end - 30)
     assert named(night(tmp_path)) == {("damaged", "both", frame.offset)}
-    said = f"wrong on both copies alike, and is no finding again: damaged at {frame.offset}."
+    sentence = f"wrong on both copies alike, and is no finding again: damaged at {frame.offset}."
     silent = audit(tmp_path, ledger=Ledger(tmp_path / "ledger"), piece_bytes=2_048, share=1_000)
     assert (silent.found, [row["offset"] for row in silent.wrong_before]) == ({}, [frame.offset])
-    assert said in as_markdown([silent], 1.0)
+    assert sentence in as_markdown([silent], 1.0)
     # After a repair, the night that reads it again forgets it.
     for copy in COPIES:
         flip(tmp_path / copy, frame.end - 30)
     nights = [night(tmp_path) for _ in range(10)]
-    assert [one.found for one in nights] == [{}] * 10
-    assert said in as_markdown([nights[0]], 1.0) and said not in as_markdown([nights[-1]], 1.0)
+    assert [night.found for night in nights] == [{}] * 10
+    assert sentence in as_markdown([nights[0]], 1.0) and sentence not in as_markdown([nights[-1]], 1.0)
 
 
 def test_missing_beginning_is_reported_once(tmp_path: Path) -> None:

@@ -99,9 +99,9 @@ def test_findings_are_counted_at_the_top() -> None:
 
 
 def test_bytes_removed_unverified_are_shown() -> None:
-    said = "were removed by retention before a run had verified them"
-    assert f"7.0 kB {said}" in page({"g1": [replace(GOOD, unverified=7_000)]}, NOW_MS)
-    assert said not in page({"g1": [GOOD]}, NOW_MS)
+    sentence = "were removed by retention before a run had verified them"
+    assert f"7.0 kB {sentence}" in page({"g1": [replace(GOOD, unverified=7_000)]}, NOW_MS)
+    assert sentence not in page({"g1": [GOOD]}, NOW_MS)
 
 
 def test_newest_thirty_runs_have_boxes() -> None:
@@ -167,9 +167,9 @@ def test_wrong_message_has_a_trail_command(what: str) -> None:
 
 
 def test_json_equals_the_page() -> None:
-    said = page_json({"g1": [GOOD, BAD], "g2": []}, NOW_MS)
-    assert said["groups"]["g2"] == {"verified": 0, "verifiedMs": None, "runs": []}
-    group = said["groups"]["g1"]
+    shown = page_json({"g1": [GOOD, BAD], "g2": []}, NOW_MS)
+    assert shown["groups"]["g2"] == {"verified": 0, "verifiedMs": None, "runs": []}
+    group = shown["groups"]["g1"]
     assert (group["verified"], group["verifiedMs"]) == (5_000, NOW_MS - DAY_MS)
     assert [(run["verdict"], run["found"]) for run in group["runs"]] == [(PROVEN, {}), (FINDINGS, {"damaged": 1})]
     assert not {"pieces", "ends"} & group["runs"][0].keys()

@@ -23,20 +23,20 @@ from tests.unit.audit.logs import LogWriter
 
 
 class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
-    def __init__(self, **said: Any) -> None:
-        self._said = qmq_pb2.BrokerState(**said)
+    def __init__(self, **state: Any) -> None:
+        self._state = qmq_pb2.BrokerState(**state)
 
     def ReplicaStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._said
+        return self._state
 
 
 @pytest.fixture
 def brokers() -> Iterator[Any]:
     with ExitStack() as stack:
 
-        def start(*host_names: str, **said: Any) -> list[str]:
+        def start(*host_names: str, **state: Any) -> list[str]:
             server = grpc.server(ThreadPoolExecutor(2))
-            qmq_pb2_grpc.add_BrokerServicer_to_server(Broker(**said), server)
+            qmq_pb2_grpc.add_BrokerServicer_to_server(Broker(**state), server)
             ports = [server.add_insecure_port(f"{name}:0") for name in host_names]
             server.start()
             stack.callback(lambda: server.stop(None).wait())
@@ -45,29 +45,29 @@ def brokers() -> Iterator[Any]:
         yield start
 
 
-def refusal(one: str, other: str) -> str:
+def refusal(first: str, second: str) -> str:
     with pytest.raises(CannotRead) as refused:
-        check_places("g1", {"master": place_options(one, ""), "slave": place_options(other, "")})
+        check_places("g1", {"master": place_options(first, ""), "slave": place_options(second, "")})
     return str(refused.value)
 
 
 def test_alias_of_one_broker_is_refused(brokers: Any) -> None:
-    one, other = brokers("127.0.0.1", "127.0.0.2", broker_group="g1", incarnation="abc", role=Role.MASTER)
-    assert "one broker, abc, under two names" in refusal(one, other)
+    first, second = brokers("127.0.0.1", "127.0.0.2", broker_group="g1", incarnation="abc", role=Role.MASTER)
+    assert "one broker, abc, under two names" in refusal(first, second)
 
 
 def test_broker_of_another_group_is_refused(brokers: Any) -> None:
-    (one,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
-    (other,) = brokers("127.0.0.1", broker_group="g2", incarnation="def", role=Role.SLAVE)
-    assert "is a broker of g2, not of g1" in refusal(one, other)
+    (first,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
+    (second,) = brokers("127.0.0.1", broker_group="g2", incarnation="def", role=Role.SLAVE)
+    assert "is a broker of g2, not of g1" in refusal(first, second)
 
 
 def test_two_masters_are_refused(brokers: Any) -> None:
-    (one,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
-    (other,) = brokers("127.0.0.1", broker_group="g1", incarnation="def", role=Role.MASTER)
-    assert "both places of g1 say that they are its master" in refusal(one, other)
+    (first,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
+    (second,) = brokers("127.0.0.1", broker_group="g1", incarnation="def", role=Role.MASTER)
+    assert "both places of g1 say that they are its master" in refusal(first, second)
     (slave,) = brokers("127.0.0.1", broker_group="g1", incarnation="ghi", role=Role.SLAVE)
-    check_places("g1", {"master": place_options(one, ""), "slave": place_options(slave, "")})
+    check_places("g1", {"master": place_options(first, ""), "slave": place_options(slave, "")})
 
 
 def write(data: Path, incarnation: str = "") -> str:
@@ -81,38 +81,41 @@ def write(data: Path, incarnation: str = "") -> str:
 
 
 def test_copy_of_one_broker_is_no_other_broker(tmp_path: Path) -> None:
-    one = write(tmp_path / "b1", "abc")
-    shutil.copytree(one, tmp_path / "copy")
-    assert "one broker, abc" in refusal(one, str(tmp_path / "copy"))
+    first = write(tmp_path / "b1", "abc")
+    shutil.copytree(first, tmp_path / "copy")
+    assert "one broker, abc" in refusal(first, str(tmp_path / "copy"))
     check_places(
         "g1",
-        {name: place_options(place, "") for name, place in (("master", one), ("slave", write(tmp_path / "b2", "def")))},
+        {
+            name: place_options(place, "")
+            for name, place in (("master", first), ("slave", write(tmp_path / "b2", "def")))
+        },
     )
 
 
 def test_same_files_under_another_path_are_no_other_copy(tmp_path: Path) -> None:
-    one = write(tmp_path / "b1")
+    first = write(tmp_path / "b1")
     (tmp_path / "linked" / "log").mkdir(parents=True)
     for path in (tmp_path / "b1" / "log").iterdir():
         os.link(path, tmp_path / "linked" / "log" / path.name)
-    assert "share the file of the segment at 0" in refusal(one, str(tmp_path / "linked"))
+    assert "share the file of the segment at 0" in refusal(first, str(tmp_path / "linked"))
 
 
 def test_directory_and_its_running_broker_are_refused(tmp_path: Path, brokers: Any) -> None:
-    (one,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
-    assert "one broker, abc" in refusal(one, write(tmp_path / "b1", "abc"))
+    (first,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
+    assert "one broker, abc" in refusal(first, write(tmp_path / "b1", "abc"))
 
 
 def test_identity_that_cannot_be_read_is_no_proof(tmp_path: Path) -> None:
-    one, other = write(tmp_path / "b1", "abc"), write(tmp_path / "b2")
+    first, second = write(tmp_path / "b1", "abc"), write(tmp_path / "b2")
     (tmp_path / "b2" / "broker.json").write_text("{")
-    assert "broker.json" in refusal(one, other)
+    assert "broker.json" in refusal(first, second)
 
 
 def test_places_go_by_the_roles_that_brokers_have_now(brokers: Any) -> None:
-    (one,) = brokers("127.0.0.1", incarnation="a", role=Role.SLAVE)
-    (other,) = brokers("127.0.0.1", incarnation="b", role=Role.MASTER, in_step=["a"])
-    old = {"master": place_options(one, ""), "slave": place_options(other, "")}
+    (first,) = brokers("127.0.0.1", incarnation="a", role=Role.SLAVE)
+    (second,) = brokers("127.0.0.1", incarnation="b", role=Role.MASTER, in_step=["a"])
+    old = {"master": place_options(first, ""), "slave": place_options(second, "")}
     assert places_now(old) == {"master": old["slave"], "slave": old["master"]}
 
 
@@ -124,14 +127,14 @@ def test_places_go_by_the_roles_that_brokers_have_now(brokers: Any) -> None:
     ],
 )
 def test_brokers_that_are_not_well_have_no_places_yet(brokers: Any, role: Role, in_step: list[str]) -> None:
-    (one,) = brokers("127.0.0.1", incarnation="a", role=role, in_step=in_step)
-    (other,) = brokers("127.0.0.1", incarnation="b", role=Role.SLAVE)
-    assert places_now({"master": place_options(one, ""), "slave": place_options(other, "")}) is None
+    (first,) = brokers("127.0.0.1", incarnation="a", role=role, in_step=in_step)
+    (second,) = brokers("127.0.0.1", incarnation="b", role=Role.SLAVE)
+    assert places_now({"master": place_options(first, ""), "slave": place_options(second, "")}) is None
 
 
 def test_absent_brokers_and_directories_have_no_places(brokers: Any, tmp_path: Path) -> None:
-    (one,) = brokers("127.0.0.1", incarnation="a", role=Role.MASTER)
+    (first,) = brokers("127.0.0.1", incarnation="a", role=Role.MASTER)
     [port] = free_ports(1)
-    assert places_now({"master": place_options(one, ""), "slave": place_options(f"127.0.0.1:{port}", "")}) is None
+    assert places_now({"master": place_options(first, ""), "slave": place_options(f"127.0.0.1:{port}", "")}) is None
     with pytest.raises(CannotRead, match="is a directory"):
-        places_now({"master": place_options(str(tmp_path), ""), "slave": place_options(one, "")})
+        places_now({"master": place_options(str(tmp_path), ""), "slave": place_options(first, "")})

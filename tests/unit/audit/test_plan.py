@@ -37,7 +37,7 @@ def facts(jobs: list[plan.Job]) -> list[Any]:
     return list(plan._read(jobs, tasks, [numbers]))
 
 
-def said(jobs: list[plan.Job], batches: list[Any]) -> dict[int, list[tuple[str, Any]]]:
+def judged_rows(jobs: list[plan.Job], batches: list[Any]) -> dict[int, list[tuple[str, Any]]]:
     """Return (kind, row) of each broker group."""
     found: dict[int, list[tuple[str, Any]]] = {number: [] for number in range(len(jobs))}
     for batch in plan._judge(jobs, batches):
@@ -56,7 +56,7 @@ def test_reader_that_fails_makes_its_own_group_unread(tmp_path: Path, monkeypatc
         return read(self, copies, begin, end)
 
     monkeypatch.setattr(Reading, "read", fails)
-    found = said(jobs, facts(jobs))
+    found = judged_rows(jobs, facts(jobs))
     assert UNREAD not in dict(found[0]) and PIECE in dict(found[0])
     assert found[1] == [(UNREAD, {"text": "it could not be read at 0: ZeroDivisionError: of the audit itself"})]
 
@@ -76,7 +76,7 @@ def test_judge_that_fails_makes_its_own_group_unread(tmp_path: Path, monkeypatch
     for row in rows:
         if row["job"] == 1 and row["key"] == plan.GROUP:
             row["payload"] = pickle.dumps(PieceFacts())
-    found = said(jobs, [pa.RecordBatch.from_pylist(rows, batches[0].schema)])
+    found = judged_rows(jobs, [pa.RecordBatch.from_pylist(rows, batches[0].schema)])
     assert UNREAD not in dict(found[0])
     [text] = [row["text"] for kind, row in found[1] if kind == UNREAD]
     assert text == "it could not be judged (group): KeyError: 'of the audit itself'"

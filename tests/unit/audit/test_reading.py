@@ -32,13 +32,13 @@ def test_copy_with_another_byte_anywhere_is_judged_by_itself(tmp_path: Path, kin
     reading = Reading({name: LogRange(0, log.end, 0) for name in ("master", "slave")})
     copytree(tmp_path / "master", tmp_path / "slave")
 
-    def said() -> Mapping[str, object]:
+    def facts_by_copy() -> Mapping[str, object]:
         with closing(PathCopy(tmp_path / "master")) as master, closing(kind(tmp_path / "slave")) as slave:
             return reading.read({"master": master, "slave": slave}, 0, log.end)
 
-    assert said().keys() == {ALL}
+    assert facts_by_copy().keys() == {ALL}
     rng = Random(5)
     for at in [0, 999, 1000, 1001, log.end - 1, *(rng.randrange(log.end) for _ in range(20))]:
         flip(tmp_path / "slave", at)
-        assert said().keys() == {"master", "slave"}, at
+        assert facts_by_copy().keys() == {"master", "slave"}, at
         flip(tmp_path / "slave", at)

@@ -30,11 +30,11 @@ class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
 
 @pytest.fixture
 def broker() -> Iterator[tuple[Broker, str]]:
-    server, one = grpc.server(ThreadPoolExecutor(2)), Broker()
-    qmq_pb2_grpc.add_BrokerServicer_to_server(one, server)
+    server, fake = grpc.server(ThreadPoolExecutor(2)), Broker()
+    qmq_pb2_grpc.add_BrokerServicer_to_server(fake, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield one, f"127.0.0.1:{port}"
+    yield fake, f"127.0.0.1:{port}"
     server.stop(None).wait()
 
 
@@ -48,19 +48,19 @@ def began(address: str) -> tuple[Group, Result]:
 def test_damage_met_since_is_a_finding_once(
     broker: tuple[Broker, str], again: tuple[tuple[int, int, str], ...]
 ) -> None:
-    one, address = broker
+    fake, address = broker
     group, result = began(address)
     result.add(FindingKind.DAMAGED, copy="slave", offset=SEEN[0], end=SEEN[1])
-    one.damaged += [SEEN, UNSEEN, *again]
+    fake.damaged += [SEEN, UNSEEN, *again]
     _add_reported_damage(group, result)
     found = {(row["what"], row["copy"], row["offset"], row["end"], row["text"]) for row in result.findings[1:]}
     assert found == {("damaged", "slave", *range_) for range_ in (UNSEEN, *again)}
 
 
 def test_restarted_or_absent_broker_has_met_nothing(broker: tuple[Broker, str]) -> None:
-    one, address = broker
+    fake, address = broker
     group, result = began(address)
-    one.damaged = []
+    fake.damaged = []
     _add_reported_damage(group, result)
     _add_reported_damage(Group("g1", {"slave": place_options("127.0.0.1:1", "")}), result)
     assert result.findings == []

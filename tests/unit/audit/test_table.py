@@ -94,8 +94,8 @@ def test_unselected_segments_are_not_read(
 
 def test_bad_index_loses_no_message(tmp_path: Path) -> None:
     write(tmp_path)
-    one, other, _ = sorted((tmp_path / "log").glob("*.idx"))
-    one.unlink()
+    first_index, other, _ = sorted((tmp_path / "log").glob("*.idx"))
+    first_index.unlink()
     other.write_bytes(other.read_bytes()[:-9] + b"123456789")
     assert len(rows(tmp_path, SUBJECT)) == 200
     assert len(rows(tmp_path, EqualTo(("subject",), B))) == 200

@@ -123,7 +123,7 @@ def test_redriven_dead_letter_is_stored_three_times() -> None:
 
 
 def test_groups_have_a_life_each() -> None:
-    other = [one | {"consumer_group": "h"} for one in (pull(210), ack(330, what="nack"))]
+    other = [event | {"consumer_group": "h"} for event in (pull(210), ack(330, what="nack"))]
     found = steps([stored()], [pull(200), ack(300), *other])
     ends = {step.consumer_group: step.state for step in found}
     assert ends == {"": "", "g": "acked", "h": "requeued"}

@@ -16,9 +16,9 @@ async def test_it_gets_its_own_message_from_behind_others(capsys):
         async with qmq.Producer(metaserver=broker.metaserver, app="shop") as producer:
             assert (await producer.send_many(qmq.Message(hello.SUBJECT) for _ in range(250))).all_stored
         await hello.hello(broker.metaserver, "any")
-    said = capsys.readouterr().out.splitlines()
-    own = said[1].partition(" id ")[2]
-    assert len(said) == 253 and said[0] == "sent: stored" and said[-1].endswith(f" id {own}")
+    printed = capsys.readouterr().out.splitlines()
+    own = printed[1].partition(" id ")[2]
+    assert len(printed) == 253 and printed[0] == "sent: stored" and printed[-1].endswith(f" id {own}")
 
 
 def test_a_message_that_does_not_come_is_a_failure(monkeypatch):

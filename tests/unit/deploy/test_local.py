@@ -24,11 +24,11 @@ def test_a_port_in_use_is_refused(tmp_path):
 
 
 def test_a_cluster_keeps_the_port_that_it_has(tmp_path):
-    one, other = free_ports(2)
-    kept = load_plan(tmp_path / "plan.json", Groups(("g1",)), one, other).http_port
+    first, second = free_ports(2)
+    kept = load_plan(tmp_path / "plan.json", Groups(("g1",)), first, second).http_port
     check_port(tmp_path, kept)
     with pytest.raises(NotServed, match=f"has port {kept} already"):
-        check_port(tmp_path, other)
+        check_port(tmp_path, second)
 
 
 @pytest.mark.parametrize("port", ["99999", "0", "-1", "abc", "²"])

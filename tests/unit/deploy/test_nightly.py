@@ -87,7 +87,8 @@ def test_units_run_the_jobs_that_kubernetes_runs(name):
     )
     hour, minute = re.fullmatch(r"\*-\*-\* (\d\d):(\d\d)", timer["Timer"]["OnCalendar"]).groups()
     jobs = {
-        one["metadata"]["name"]: one for one in yaml.safe_load_all((ROOT / "deploy/kubernetes/nightly.yml").read_text())
+        document["metadata"]["name"]: document
+        for document in yaml.safe_load_all((ROOT / "deploy/kubernetes/nightly.yml").read_text())
     }
     cron = jobs[f"qmq-{name}"]
     assert cron["kind"] == "CronJob" and cron["spec"]["schedule"] == f"{int(minute)} {int(hour)} * * *"
@@ -95,5 +96,9 @@ def test_units_run_the_jobs_that_kubernetes_runs(name):
     typed = " ".join(container["command"])
     asked = {"audit": "audit", "backup": "Backup", "scrub": "ScrubReport"}[name]
     assert asked in {**PROGRAMS, **COMMANDS} and f"qmq {asked} " in typed and f"qmq {asked} " in command
-    kept = [re.search(rf"{option} (\S+)", said) for option in ("--ledger", "--page") for said in (typed, command)]
+    kept = [
+        re.search(rf"{option} (\S+)", command_line)
+        for option in ("--ledger", "--page")
+        for command_line in (typed, command)
+    ]
     assert all(kept) is (name == "audit") is any(kept), "the audit goes on where the night before ended"

@@ -62,8 +62,8 @@ def test_added_process_keeps_its_port(tmp_path, first):
 
 
 def test_two_clusters_have_different_secrets_for_their_owner_alone(tmp_path, first):
-    one, other = (load_plan(tmp_path / name, Groups(("g1",)), first, first) for name in "ab")
-    assert one.token != other.token and one.password_key != other.password_key
+    first_plan, second_plan = (load_plan(tmp_path / name, Groups(("g1",)), first, first) for name in "ab")
+    assert first_plan.token != second_plan.token and first_plan.password_key != second_plan.password_key
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
 
 

@@ -26,7 +26,9 @@ def ask(action, **words):
 
 
 def test_every_registered_process_is_a_target():
-    found = [(one["labels"]["kind"], one["labels"].get("hostname"), *one["targets"]) for one in find_targets(ask)]
+    found = [
+        (target["labels"]["kind"], target["labels"].get("hostname"), *target["targets"]) for target in find_targets(ask)
+    ]
     assert found == [
         ("metaserver", None, "10.0.0.1:8180"),
         ("metaserver", None, "10.0.0.2:8280"),
@@ -38,7 +40,7 @@ def test_every_registered_process_is_a_target():
 
 def test_active_watchdog_is_listed_once():
     found = find_targets(ask, ["10.0.0.2:8090", "10.0.0.1:8090"])
-    assert [one["targets"] for one in found if one["labels"]["kind"] == "watchdog"] == [
+    assert [target["targets"] for target in found if target["labels"]["kind"] == "watchdog"] == [
         ["10.0.0.1:8090"],
         ["10.0.0.2:8090"],
     ]

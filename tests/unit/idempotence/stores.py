@@ -92,16 +92,16 @@ async def blocking_sql_stores(url: str) -> AsyncIterator[tuple[SqlKeys, SqlKeys]
 @asynccontextmanager
 async def async_redis_stores(url: str) -> AsyncIterator[tuple[RedisKeys, RedisKeys]]:
     async with (
-        redis.asyncio.Redis.from_url(url) as one,
-        redis.asyncio.Redis.from_url(url, decode_responses=True) as two,
+        redis.asyncio.Redis.from_url(url) as first,
+        redis.asyncio.Redis.from_url(url, decode_responses=True) as second,
     ):
-        yield RedisKeys(one), RedisKeys(two)
+        yield RedisKeys(first), RedisKeys(second)
 
 
 @asynccontextmanager
 async def blocking_redis_stores(url: str) -> AsyncIterator[tuple[RedisKeys, RedisKeys]]:
-    with redis.Redis.from_url(url) as one, redis.Redis.from_url(url, decode_responses=True) as two:
-        yield RedisKeys(one), RedisKeys(two)
+    with redis.Redis.from_url(url) as first, redis.Redis.from_url(url, decode_responses=True) as second:
+        yield RedisKeys(first), RedisKeys(second)
 
 
 def stores_of(request: pytest.FixtureRequest, kind: str, blocking: bool) -> Stores:

@@ -75,16 +75,16 @@ async def deliver_until_acked(check, message, handler):
 
 
 async def test_redelivered_message_is_acked_unhandled(some_stores):
-    async with some_stores() as (one, other):
+    async with some_stores() as (first_store, second_store):
         handler, message = Handler(), Handed("id-1")
-        for keys in (one, other, one):
+        for keys in (first_store, second_store, first_store):
             assert await deliver(Idempotence(keys), message, handler)
         assert handler.handled == ["id-1"]
 
 
 async def test_other_messages_groups_and_subjects_are_handled(some_stores):
-    async with some_stores() as (one, _):
-        handler, check = Handler(), Idempotence(one)
+    async with some_stores() as (first_store, _):
+        handler, check = Handler(), Idempotence(first_store)
         messages = Handed("a"), Handed("b"), Handed("a", group="mail"), Handed("a", subject="order.sent")
         for message in messages:
             assert await deliver(check, message, handler)
@@ -104,42 +104,42 @@ async def test_other_messages_groups_and_subjects_are_handled(some_stores):
 async def test_failed_message_is_handled_again(some_stores, error):
     """QMQ: an Error keeps the key, and a local retry begins before the key is gone. Both lose the message."""
 
-    async with some_stores() as (one, other):
+    async with some_stores() as (first_store, second_store):
         handler, message = Handler(error), Handed("id-1")
         with pytest.raises(type(error)):
-            await Idempotence(one)(message, handler)
+            await Idempotence(first_store)(message, handler)
         assert handler.handled == []
-        assert await deliver(Idempotence(other), message, handler), "the key was given back before the failure"
+        assert await deliver(Idempotence(second_store), message, handler), "the key was given back before the failure"
         assert handler.handled == ["id-1"]
 
 
 async def test_cancelled_message_is_handled_again(some_stores):
-    async with some_stores() as (one, other):
+    async with some_stores() as (first_store, second_store):
         for turns in range(25):
             handler, message = Handler(), Handed(f"id-{turns}")
-            task = asyncio.create_task(deliver(Idempotence(one, lease_s=0.2), message, handler))
+            task = asyncio.create_task(deliver(Idempotence(first_store, lease_s=0.2), message, handler))
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
             is_acked = not task.cancelled() and task.result()
             if not is_acked:
-                await deliver_until_acked(Idempotence(other, lease_s=0.2), message, handler)
+                await deliver_until_acked(Idempotence(second_store, lease_s=0.2), message, handler)
             assert handler.handled, f"lost: cancelled after {turns} turns of the loop"
 
 
 async def test_crash_delays_the_message_by_the_lease(shared_stores):
     """QMQ: the key stays, and the redelivered message counts as done."""
 
-    async with shared_stores() as (crashed, other):
+    async with shared_stores() as (crashed, second_store):
         handler, message = Handler(), Handed("id-1")
         await crashed.claim("order.paid%stock%id-1", "owner that is gone", SHORT_S)
-        await deliver_until_acked(Idempotence(other, lease_s=SHORT_S), message, handler)
+        await deliver_until_acked(Idempotence(second_store, lease_s=SHORT_S), message, handler)
         assert handler.handled == ["id-1"]
 
 
 async def test_second_consumer_retries_after_the_lease(some_stores):
-    async with some_stores() as (one, other):
+    async with some_stores() as (first_store, second_store):
         began, may_end = asyncio.Event(), asyncio.Event()
 
         async def slow(message):
@@ -147,21 +147,21 @@ async def test_second_consumer_retries_after_the_lease(some_stores):
             await may_end.wait()
 
         handler, message = Handler(), Handed("id-1")
-        first = asyncio.create_task(deliver(Idempotence(one, lease_s=60.0), message, slow))
+        first = asyncio.create_task(deliver(Idempotence(first_store, lease_s=60.0), message, slow))
         await began.wait()
         with pytest.raises(RetryLater) as later:
-            await Idempotence(other, lease_s=60.0)(message, handler)
+            await Idempotence(second_store, lease_s=60.0)(message, handler)
         assert 30.0 < later.value.delay_s <= 60.0
         may_end.set()
         assert await first
-        assert await deliver(Idempotence(other), message, handler)
+        assert await deliver(Idempotence(second_store), message, handler)
         assert handler.handled == [], "the first one did it"
 
 
 async def test_lease_is_renewed_until_the_handler_ends(some_stores):
     tasks = asyncio.all_tasks()
-    async with some_stores() as (one, other):
-        watched, enough = Renewed(one), asyncio.Event()
+    async with some_stores() as (first_store, second_store):
+        watched, enough = Renewed(first_store), asyncio.Event()
         watched.on_renewed = lambda: len(watched.renewals) == 3 and enough.set()
 
         async def slow(message):
@@ -170,7 +170,7 @@ async def test_lease_is_renewed_until_the_handler_ends(some_stores):
 
         assert await deliver(Idempotence(watched, lease_s=4.5), Handed("id-1"), slow)
         assert len(watched.renewals) >= 3 and all(watched.renewals)
-        assert await other.claim("order.paid%stock%id-1", "other", 4.5) == Claim(State.HANDLED)
+        assert await second_store.claim("order.paid%stock%id-1", "other", 4.5) == Claim(State.HANDLED)
         assert asyncio.all_tasks() == tasks
 
 
@@ -194,12 +194,12 @@ class Renewed:
 async def test_lost_claim_does_not_ack(some_stores):
     """It was suspended for longer than its lease; the other consumer's outcome is still unknown."""
 
-    async with some_stores() as (one, other):
-        watched, key = Owned(one), "order.paid%stock%id-1"
+    async with some_stores() as (first_store, second_store):
+        watched, key = Owned(first_store), "order.paid%stock%id-1"
 
         async def taken_over(message):
-            await one.release(key, watched.owner)
-            assert await other.claim(key, "other", 60.0) == Claim(State.OURS)
+            await first_store.release(key, watched.owner)
+            assert await second_store.claim(key, "other", 60.0) == Claim(State.OURS)
 
         with pytest.raises(RetryLater):
             await Idempotence(watched, lease_s=60.0)(Handed("id-1"), taken_over)

@@ -27,115 +27,115 @@ async def claim_in_the_end(store, key, owner, lease_s=LONG_S):
 
 
 async def test_a_key_is_claimed_once_then_handled_for_ever(stores):
-    async with stores() as (one, other):
-        assert await one.claim("k", "a", LONG_S) == OURS
-        busy = await other.claim("k", "b", LONG_S)
+    async with stores() as (first, second):
+        assert await first.claim("k", "a", LONG_S) == OURS
+        busy = await second.claim("k", "b", LONG_S)
         assert busy.state is State.BUSY and LONG_S - 60 < busy.left_s <= LONG_S
-        assert await one.finish("k", "a")
-        assert [await store.claim("k", "c", LONG_S) for store in (one, other)] == [HANDLED, HANDLED]
+        assert await first.finish("k", "a")
+        assert [await store.claim("k", "c", LONG_S) for store in (first, second)] == [HANDLED, HANDLED]
 
 
 async def test_of_many_that_claim_at_once_one_gets_it(stores):
-    async with stores() as (one, other):
+    async with stores() as (first, second):
         for key in "abcde":
             owners = [f"owner-{at}" for at in range(8)]
             claims = await asyncio.gather(
-                *((one, other)[at % 2].claim(key, owner, LONG_S) for at, owner in enumerate(owners))
+                *((first, second)[at % 2].claim(key, owner, LONG_S) for at, owner in enumerate(owners))
             )
             assert sorted(claim.state.value for claim in claims) == ["busy"] * 7 + ["ours"]
 
 
 async def test_a_released_key_is_free_at_once(stores):
-    async with stores() as (one, other):
-        await one.claim("k", "a", LONG_S)
-        await one.release("k", "a")
-        assert await other.claim("k", "b", LONG_S) == OURS
+    async with stores() as (first, second):
+        await first.claim("k", "a", LONG_S)
+        await first.release("k", "a")
+        assert await second.claim("k", "b", LONG_S) == OURS
 
 
 async def test_only_its_owner_releases_renews_or_finishes_a_claim(stores):
-    async with stores() as (one, other):
-        await one.claim("k", "a", LONG_S)
-        await other.release("k", "b")
-        assert not await other.renew("k", "b", LONG_S)
-        assert not await other.finish("k", "b")
-        assert (await other.claim("k", "b", LONG_S)).state is State.BUSY
-        assert await one.finish("k", "a")
-        await one.release("k", "a")
-        assert await other.claim("k", "b", LONG_S) == HANDLED, "what is handled cannot be released"
+    async with stores() as (first, second):
+        await first.claim("k", "a", LONG_S)
+        await second.release("k", "b")
+        assert not await second.renew("k", "b", LONG_S)
+        assert not await second.finish("k", "b")
+        assert (await second.claim("k", "b", LONG_S)).state is State.BUSY
+        assert await first.finish("k", "a")
+        await first.release("k", "a")
+        assert await second.claim("k", "b", LONG_S) == HANDLED, "what is handled cannot be released"
 
 
 async def test_long_keys_differ_by_case_and_last_character(stores):
     """MySQL cuts values at the column's length with only a warning, and ignores case."""
 
-    async with stores() as (one, other):
+    async with stores() as (first, second):
         for key in ("x" * 300 + "1", "x" * 300 + "2", "Foo", "foo", "foo ", "föö"):
-            assert await one.claim(key, "a", LONG_S) == OURS
-            assert await one.finish(key, "a")
+            assert await first.claim(key, "a", LONG_S) == OURS
+            assert await first.finish(key, "a")
 
 
 async def test_ended_claim_goes_to_the_next_owner(shared_stores):
     """A crash between claim and end does not lose the message."""
 
-    async with shared_stores() as (one, other):
-        await one.claim("k", "a", SHORT_S)
-        await claim_in_the_end(other, "k", "b")
-        assert not await one.renew("k", "a", LONG_S)
-        assert not await one.finish("k", "a")
-        await one.release("k", "a")
-        assert await other.finish("k", "b")
+    async with shared_stores() as (first, second):
+        await first.claim("k", "a", SHORT_S)
+        await claim_in_the_end(second, "k", "b")
+        assert not await first.renew("k", "a", LONG_S)
+        assert not await first.finish("k", "a")
+        await first.release("k", "a")
+        assert await second.finish("k", "b")
 
 
 async def test_ended_claim_goes_to_one_owner(shared_stores):
-    async with shared_stores() as (one, other):
-        await one.claim("k", "gone", 0.001)
+    async with shared_stores() as (first, second):
+        await first.claim("k", "gone", 0.001)
         await asyncio.sleep(0.05)
-        claims = await asyncio.gather(*((one, other)[at % 2].claim("k", f"owner-{at}", LONG_S) for at in range(8)))
+        claims = await asyncio.gather(*((first, second)[at % 2].claim("k", f"owner-{at}", LONG_S) for at in range(8)))
         assert sorted(claim.state.value for claim in claims) == ["busy"] * 7 + ["ours"]
 
 
 async def test_a_renewed_lease_lasts(stores):
-    async with stores() as (one, other):
-        await one.claim("k", "a", 60.0)
-        assert await one.renew("k", "a", LONG_S)
-        assert (await other.claim("k", "b", LONG_S)).left_s > 60.0
-        assert await one.finish("k", "a")
+    async with stores() as (first, second):
+        await first.claim("k", "a", 60.0)
+        assert await first.renew("k", "a", LONG_S)
+        assert (await second.claim("k", "b", LONG_S)).left_s > 60.0
+        assert await first.finish("k", "a")
 
 
 async def test_owner_may_finish_a_free_ended_claim(stores):
-    async with stores() as (one, other):
-        await one.claim("k", "a", 0.001)
+    async with stores() as (first, second):
+        await first.claim("k", "a", 0.001)
         await asyncio.sleep(0.05)
-        assert await one.finish("k", "a")
-        assert await other.claim("k", "b", LONG_S) == HANDLED
+        assert await first.finish("k", "a")
+        assert await second.claim("k", "b", LONG_S) == HANDLED
 
 
 async def test_release_ends_a_cancelled_claim(stores):
-    async with stores() as (one, other):
+    async with stores() as (first, second):
         for turns in range(12):
-            task = asyncio.create_task(one.claim("k", "a", LONG_S))
+            task = asyncio.create_task(first.claim("k", "a", LONG_S))
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-            await one.release("k", "a")
-            assert await other.claim("k", "b", LONG_S) == OURS, f"cancelled after {turns} turns of the loop"
-            await other.release("k", "b")
+            await first.release("k", "a")
+            assert await second.claim("k", "b", LONG_S) == OURS, f"cancelled after {turns} turns of the loop"
+            await second.release("k", "b")
 
 
 async def test_forget_keeps_held_claims(sql_stores):
-    async with sql_stores() as (one, other):
-        await one.claim("handled", "a", LONG_S)
-        await one.finish("handled", "a")
-        await one.claim("held", "a", LONG_S)
-        await one.claim("left", "a", 0.001)
+    async with sql_stores() as (first, second):
+        await first.claim("handled", "a", LONG_S)
+        await first.finish("handled", "a")
+        await first.claim("held", "a", LONG_S)
+        await first.claim("left", "a", 0.001)
         await asyncio.sleep(0.05)
         now = datetime.now(UTC)
-        assert await other.forget(now - timedelta(hours=1)) == 0
-        assert await other.forget(now + timedelta(hours=1)) == 2
-        assert await other.claim("handled", "b", LONG_S) == OURS
-        assert (await other.claim("held", "b", LONG_S)).state is State.BUSY
+        assert await second.forget(now - timedelta(hours=1)) == 0
+        assert await second.forget(now + timedelta(hours=1)) == 2
+        assert await second.claim("handled", "b", LONG_S) == OURS
+        assert (await second.claim("held", "b", LONG_S)).state is State.BUSY
         with pytest.raises(qmq.InvalidRequest, match="no time zone"):
-            await other.forget(datetime(2030, 1, 1))
+            await second.forget(datetime(2030, 1, 1))
 
 
 async def test_memory_forgets_the_oldest_handled_key():

@@ -27,11 +27,11 @@ def shape(engine: Engine) -> dict[str, object]:
     return {
         table: (
             [
-                (one["name"], str(one["type"]).partition(" COLLATE")[0], one["nullable"])
-                for one in found.get_columns(table)
+                (entry["name"], str(entry["type"]).partition(" COLLATE")[0], entry["nullable"])
+                for entry in found.get_columns(table)
             ],
             found.get_pk_constraint(table)["constrained_columns"],
-            sorted((str(one["name"]), str(one["column_names"])) for one in found.get_indexes(table)),
+            sorted((str(entry["name"]), str(entry["column_names"])) for entry in found.get_indexes(table)),
         )
         for table in ("qmq_handled", "qmq_claims")
     }

@@ -29,7 +29,7 @@ class Database:
         return work(self)
 
     def delete(self, inserted):
-        deleted[self.name] = [*deleted.get(self.name, []), *(id for one in inserted for id in one.ids)]
+        deleted[self.name] = [*deleted.get(self.name, []), *(id for part in inserted for id in part.ids)]
 
 
 deleted: dict[int, list[int]] = {}
@@ -51,7 +51,7 @@ class Sender:
         for message in messages:
             if message.id in self.may:
                 await self.may[message.id].wait()
-        return [Receipt(Outcome.STORED, one.id, one.subject, "g1", 0, None) for one in messages]
+        return [Receipt(Outcome.STORED, message.id, message.subject, "g1", 0, None) for message in messages]
 
 
 def courier_of(sender):

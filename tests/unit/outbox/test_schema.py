@@ -132,12 +132,12 @@ def shape(engine):
     """Return the database's full description of the table."""
     found = inspect(engine)
     columns = [
-        (one["name"], str(one["type"]), one["nullable"], str(one["default"]).lower(), one.get("identity"))
-        for one in found.get_columns("qmq_msg_queue")
+        (entry["name"], str(entry["type"]), entry["nullable"], str(entry["default"]).lower(), entry.get("identity"))
+        for entry in found.get_columns("qmq_msg_queue")
     ]
     indexes = sorted(
-        (one["name"], tuple(one["column_names"]), sorted(map(str, one.get("dialect_options", {}).values())))
-        for one in found.get_indexes("qmq_msg_queue")
+        (entry["name"], tuple(entry["column_names"]), sorted(map(str, entry.get("dialect_options", {}).values())))
+        for entry in found.get_indexes("qmq_msg_queue")
     )
     return columns, indexes, found.get_table_options("qmq_msg_queue") if engine.dialect.name != "sqlite" else None
 

@@ -325,4 +325,4 @@ def test_nothing_is_kept_of_transactions_that_have_ended(session_world, producer
     session.close()
     producer.flush()
     kept = [adapter._units, adapter._works, adapter._sessions_on, adapter._changed, adapter._announced]
-    assert [len(one) for one in kept] == [0] * len(kept)
+    assert [len(collection) for collection in kept] == [0] * len(kept)

@@ -32,7 +32,7 @@ def test_statements_have_bounded_size():
     contents = [f"content {number:04}" for number in range(2 * ROWS_MAX + 1)]
     inserted = rows.insert(contents)
     assert len(statements) == 3
-    ids = [id for one in inserted for id in one.ids]
+    ids = [id for part in inserted for id in part.ids]
     assert sorted(content for _, content in rows.read(ids)) == sorted(contents)
     statements.clear()
     rows.delete([*inserted[1:], *(Inserted([id], ["content 0007"]) for id in inserted[0].ids if id != 1)])

@@ -64,7 +64,7 @@ def test_batch_has_ordered_rows_and_labels():
     [body] = batch.blocks
     assert (batch.producer, batch.number, batch.subject, batch.count, batch.flags) == (7, 8, "a", 3, 0)
     assert batch.crc == crc32(body)
-    assert [decode_message(bytes(one)).id for one in split_batch(body, 3)] == ["m-0", "m-1", "m-2"]
+    assert [decode_message(bytes(data)).id for data in split_batch(body, 3)] == ["m-0", "m-1", "m-2"]
     tagged = [*plain, candidate(encode_row(qmq.Message("a", {}, id="t", tags=("x",)), 1))]
     labelled = batch_of(ClaimName(7, 8, 9, "g1"), tagged)
     labels = decode_labels(labelled.blocks[0], 4)

@@ -342,7 +342,7 @@ def test_postponed_rows_share_one_due_moment():
     for id in (2, 3):
         drain.now_ms += 7
         drain.page(row(id, key="k"), after=id)
-        dues += [one.due for one in drain.claim().postponed]
+        dues += [postponed.due for postponed in drain.claim().postponed]
     assert dues == [first.due] * 3 and first.due.clock is not None
 
 
@@ -382,7 +382,7 @@ def test_later_pages_are_read_without_usable_groups():
     work = drain.next()
     assert isinstance(work, ReadPage) and work.after is None, "what is older goes first"
     drain.page(row(1), row(2), after=2)
-    assert [one.ids for one in drain.claim().postponed] == [[1, 2]]
+    assert [postponed.ids for postponed in drain.claim().postponed] == [[1, 2]]
     drain.page(row(3, "b", key="k"), after=3)
     assert list(drain.claim().claims.values()) == [[3]]
 
@@ -527,8 +527,8 @@ def test_ordered_batches_go_one_at_a_time():
     drain.claim()
     attempts = drain.attempts()
     for attempt in attempts:
-        for one in attempt.claim.rows:
-            assert drain.brokers.home("a", one.label) == attempt.group
+        for claimed in attempt.claim.rows:
+            assert drain.brokers.home("a", claimed.label) == attempt.group
     assert len({attempt.group for attempt in attempts}) == len(attempts)
     assert drain.next() is None, "the rows behind them wait"
     for attempt in attempts:
@@ -545,7 +545,7 @@ def test_ordered_rows_wait_for_unknown_batches():
     drain.answer(attempt, Unknown("lost"))
     drain.page(row(2, key="k"), row(3))
     order = drain.claim()
-    assert [one.ids for one in order.postponed] == [[2]] and list(order.claims.values()) == [[3]]
+    assert [postponed.ids for postponed in order.postponed] == [[2]] and list(order.claims.values()) == [[3]]
 
 
 def test_batches_respect_a_groups_room():
@@ -596,7 +596,7 @@ def test_silent_group_blocks_others_briefly():
     assert late.ids == [3] and "room" in late.reason
     drain.page(row(5, "a"), row(6, "b"), after=6)
     order = drain.claim()
-    assert [one.ids for one in order.postponed] == [[5]], "the next page does not wait for as long again"
+    assert [postponed.ids for postponed in order.postponed] == [[5]], "the next page does not wait for as long again"
     assert list(order.claims.values()) == [[6]] and drain.next() == ReadPage(6, 1)
 
 

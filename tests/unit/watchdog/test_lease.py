@@ -128,7 +128,7 @@ def test_no_two_hold_it_at_once(seed):
                 lease.answered(answer, asked_ms=own_ms - lag, now_ms=own_ms)
         if rng.random() < 0.01:
             paused[lease.node] = now_ms + rng.randrange(20_000)
-        holding = [one for one in leases if one.holds(now_ms + shift[one.node])]
+        holding = [lease for lease in leases if lease.holds(now_ms + shift[lease.node])]
         assert len(holding) <= 1, f"seed {seed} at {now_ms}"
-        terms += [one.term for one in holding]
+        terms += [lease.term for lease in holding]
     assert terms == sorted(terms) and len(set(terms)) > 1
