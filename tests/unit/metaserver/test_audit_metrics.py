@@ -24,7 +24,7 @@ def samples(metrics):
 
 async def looked(metrics):
     """Return the metrics after the reading that the previous scrape triggered."""
-    assert not samples(metrics), "a scrape waits for no look"
+    assert not samples(metrics), "a scrape does not wait for the reading"
     task = asyncio.create_task(metrics.scrapes.run())
     while (UP, "", "") not in (found := samples(metrics)):
         await asyncio.sleep(0)
@@ -32,23 +32,23 @@ async def looked(metrics):
     return found
 
 
-def test_ledger_readings_become_metrics(tmp_path):
+async def test_ledger_readings_become_metrics(tmp_path):
     ledger = Ledger(tmp_path)
     for entry in (NIGHT, replace(NIGHT, group="g2", verdict=FINDINGS, at_ms=2_000_000)):
         ledger.append(entry)
-    found = asyncio.run(looked(AuditMetrics(partial(Nights(tmp_path).status, now_ms=3_000_000))))
+    found = await looked(AuditMetrics(partial(Nights(tmp_path).status, now_ms=3_000_000)))
     assert found[UP, "", ""] == 1
     assert found["qmq_audit_verified_timestamp_seconds", "g1", ""] == 1000
     assert found["qmq_audit_age_seconds", "g1", ""] == 2000
     assert {group for name, group, verdict in found if verdict == FINDINGS and found[name, group, verdict]} == {"g2"}
 
 
-def test_unreadable_ledger_is_logged_once(tmp_path, caplog):
+async def test_unreadable_ledger_is_logged_once(tmp_path, caplog):
     metrics = AuditMetrics(partial(Nights(tmp_path / "ledger").status, now_ms=3_000_000))
-    assert asyncio.run(looked(metrics)) == {(UP, "", ""): 0}
+    assert await looked(metrics) == {(UP, "", ""): 0}
     assert "is no directory" in caplog.text
     Ledger(tmp_path / "ledger").append(NIGHT)
-    asyncio.run(metrics._look())
+    await metrics._look()
     assert samples(metrics)[UP, "", ""] == 1
     caplog.clear()
     path = tmp_path / "ledger" / "g1.jsonl"
@@ -56,6 +56,6 @@ def test_unreadable_ledger_is_logged_once(tmp_path, caplog):
     (tmp_path / "ledger" / "g2.jsonl").touch()
     (tmp_path / "ledger" / "g2.jsonl").unlink()  # another folder
     for _ in range(2):
-        asyncio.run(metrics._look())
+        await metrics._look()
         assert samples(metrics) == {(UP, "", ""): 0}
     assert caplog.text.count("cannot be read") == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 import pytest
 
@@ -17,7 +15,7 @@ from qmq.types import Role
 HOST = "127.0.0.1"
 
 
-def reset_at_a_broker_that(fails):
+async def reset_at_a_failing_broker(fails):
     """Call a reset at a broker whose method ends with `fails`, a status or an exception."""
 
     class Failing(BrokerServicer):
@@ -26,28 +24,25 @@ def reset_at_a_broker_that(fails):
                 await context.abort(fails, "so it is")
             raise fails
 
-    async def body():
-        server = grpc.aio.server()
-        add_BrokerServicer_to_server(Failing(), server)
-        port = server.add_insecure_port(f"{HOST}:0")
-        await server.start()
-        try:
-            broker = Broker("g1", Role.MASTER, "h1", HOST, 1, 2, control_port=port)
-            await Brokers("token", timeout_ms=5000).reset_offset(broker, pb.ResetOffsetRequest())
-        finally:
-            await server.stop(0)
-
-    asyncio.run(body())
+    server = grpc.aio.server()
+    add_BrokerServicer_to_server(Failing(), server)
+    port = server.add_insecure_port(f"{HOST}:0")
+    await server.start()
+    try:
+        broker = Broker("g1", Role.MASTER, "h1", HOST, 1, 2, control_port=port)
+        await Brokers("token", timeout_ms=5000).reset_offset(broker, pb.ResetOffsetRequest())
+    finally:
+        await server.stop(0)
 
 
 @pytest.mark.parametrize("fails", [grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL, ValueError("a bug")])
-def test_failed_reset_has_unknown_outcome(fails):
+async def test_failed_reset_has_unknown_outcome(fails):
     """Reported as refused, it would be repeated without a look."""
     with pytest.raises(NotServed):
-        reset_at_a_broker_that(fails)
+        await reset_at_a_failing_broker(fails)
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED])
-def test_refused_reset_changed_nothing(status):
+async def test_refused_reset_changed_nothing(status):
     with pytest.raises(OperatorError, match="h1:1 .MASTER of g1. refused: so it is"):
-        reset_at_a_broker_that(status)
+        await reset_at_a_failing_broker(status)

@@ -132,22 +132,18 @@ def with_hub(
 
     def decorate(test):
         @wraps(test)
-        def run():
-            async def body():
-                registry = Registry(groups or ("g1", "g2"))
-                hub = WatchHub(
-                    registry, Metrics(), allow, Quotas(Bounds(subjects_max, token_subjects_max, token_watches_max))
-                )
-                running = asyncio.create_task(hub.run())
-                while not hub._views.state:
-                    await asyncio.sleep(0)
-                try:
-                    await test(registry, hub)
-                finally:
-                    running.cancel()
-                    await asyncio.gather(running, return_exceptions=True)
-
-            asyncio.run(body())
+        async def run():
+            registry = Registry(groups or ("g1", "g2"))
+            bounds = Bounds(subjects_max, token_subjects_max, token_watches_max)
+            hub = WatchHub(registry, Metrics(), allow, Quotas(bounds))
+            running = asyncio.create_task(hub.run())
+            while not hub._views.state:
+                await asyncio.sleep(0)
+            try:
+                await test(registry, hub)
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
 
         del run.__wrapped__  # otherwise pytest takes the test's arguments for fixtures
         return run
