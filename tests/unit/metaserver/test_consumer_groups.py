@@ -31,7 +31,7 @@ class Masters:
         await self.before()
         if broker.group in self.silent:
             raise NotServed("does not answer")
-        return [one.key in self.known.get(broker.group, ()) for one in groups]
+        return [group.key in self.known.get(broker.group, ()) for group in groups]
 
 
 async def made(world, *, groups=("g1", "g2"), subject="s1"):

@@ -280,7 +280,7 @@ async def test_longer_of_two_slaves_is_promoted(tmp_path, monkeypatch):
     await fail_over(world, failovers, monkeypatch)
     assert row_of_three(world) == (before + 1, "g1-c", {"g1-a", "g1-b"})
     assert sorted(world.brokers.held) == ["g1-b", "g1-c"]
-    assert {said.promised_term for said in world.brokers.states.values()} == {before + 1}
+    assert {reported.promised_term for reported in world.brokers.states.values()} == {before + 1}
     points = await world.registry.points_of("g1")
     assert points.by_incarnation["disk of g1-c"] == Point(Epoch(2, 1), 5000, 77), "what it was chosen with"
     assert (await world.audit())[0].parameters["promised"] == ["g1-b:20881", "g1-c:20881"]
@@ -397,7 +397,7 @@ async def test_master_of_several_needs_points_to_begin(tmp_path, monkeypatch, na
     """The database may fail after the change of the row."""
 
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
-    service, said = service_of(world, monkeypatch, name)
+    service, reported = service_of(world, monkeypatch, name)
     read, context = world.database.read, Aborting()
 
     async def fails(work, **options):
@@ -406,7 +406,7 @@ async def test_master_of_several_needs_points_to_begin(tmp_path, monkeypatch, na
         return await read(work, **options)
 
     monkeypatch.setattr(world.database, "read", fails)
-    registering = service.Register(pb.BrokerIdentity(broker_group="g1", begins=begins, **said), context)
+    registering = service.Register(pb.BrokerIdentity(broker_group="g1", begins=begins, **reported), context)
     if is_told:
         assert (await registering).term
         return
@@ -463,9 +463,9 @@ async def test_retries_promise_the_same_term(tmp_path, monkeypatch):
         with pytest.raises(DatabaseAway):
             await fail_over(world, failovers, monkeypatch)
         for name in ("g1-b", "g1-c"):
-            said = world.brokers.states[BrokerKey(name, 20881)]
-            assert said.promised_term == before + 1
-            world.registry.beat(BrokerKey(name, 20881), world.sessions[name], said)
+            reported = world.brokers.states[BrokerKey(name, 20881)]
+            assert reported.promised_term == before + 1
+            world.registry.beat(BrokerKey(name, 20881), world.sessions[name], reported)
     assert world.registry.terms.floor("g1") == before + 1, "no other row gets this term"
     monkeypatch.setattr(world.registry, "change", change)
     await fail_over(world, failovers, monkeypatch)
@@ -488,12 +488,12 @@ async def test_promise_ends_after_shrink_to_two_copies(tmp_path, monkeypatch):
 async def test_broker_of_other_group_changes_no_row(tmp_path, monkeypatch):
     world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
     before = row_of_three(world)
-    service, said = service_of(world, monkeypatch, "g1-a")
+    service, reported = service_of(world, monkeypatch, "g1-a")
     key = BrokerKey("g1-a", 20881)
     with pytest.raises(OperatorError, match="belongs to g1, not to g2"):
-        await service._register(pb.BrokerIdentity(broker_group="g2", begins=True, **said), key)
+        await service._register(pb.BrokerIdentity(broker_group="g2", begins=True, **reported), key)
     assert row_of_three(world) == before
-    await service._register(pb.BrokerIdentity(broker_group="g1", begins=True, **said), key)
+    await service._register(pb.BrokerIdentity(broker_group="g1", begins=True, **reported), key)
     assert row_of_three(world) == (before[0] + 1, *before[1:])
 
 

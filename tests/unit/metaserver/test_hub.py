@@ -440,7 +440,7 @@ async def test_slow_client_gets_newest_route_only(registry, hub):
 @with_hub()
 async def test_sends_in_progress_are_bounded(registry, hub):
     most_allowed = watch_module.TOLD_AT_ONCE * watch_module.TURNS_UNDER_WAY
-    count, told = 2 * most_allowed, []
+    count, sent = 2 * most_allowed, []
     under_way = most = 0
 
     async def send(peer):
@@ -450,22 +450,22 @@ async def test_sends_in_progress_are_bounded(registry, hub):
         for _ in range(20):  # longer than all those turns
             await asyncio.sleep(0)
         under_way -= 1
-        told.append(peer)
+        sent.append(peer)
 
     for number in range(count):
         caller = replace(ANYBODY, peer=f"peer{number % 10}")
         watch = hub.join(app="", client_id="", produces=True, caller=caller, send=lambda _, who=caller.peer: send(who))
         await hub.ask(watch, ["a"], {})
-    await _until(lambda: len(told) == count)
-    told.clear()
+    await _until(lambda: len(sent) == count)
+    sent.clear()
     most = 0
     with patch.object(
         watch_module, "SEND_WAIT_S", WAIT_S
     ):  # otherwise a busy machine looks like a client that does not read
         registry.set_down("g1")
-        await _until(lambda: len(told) == count)
+        await _until(lambda: len(sent) == count)
     assert most <= most_allowed
-    assert told == sorted(told)
+    assert sent == sorted(sent)
 
 
 @with_hub()
@@ -540,7 +540,7 @@ async def test_polling_client_gets_differences(registry, hub):
     assert hub.old_routes("g1", "*") == Counts(1, 0, 1)
     assert await poll({"a": route.version}) == []
     assert hub.old_routes("g1", "*") == Counts(0, 0, 1)
-    assert [(one.client_id, one.streams) for one in hub.clients()] == [("p", False)]
+    assert [(client.client_id, client.streams) for client in hub.clients()] == [("p", False)]
     watch = next(iter(hub._audience.watches))
     watch.seen_s -= watch_module.POLL_KEPT_S
     assert hub.old_routes("g1", "*") == Counts(0, 0, 0) and hub.clients() == []
@@ -551,7 +551,7 @@ async def test_clients_that_left_use_no_memory(registry, hub):
     clients = [Client(hub) for _ in range(3)]
     for client in clients:
         await client.ask("a", "%RETRY%a%g", "x/y")
-    assert [one.subjects for one in hub.clients()] == [("a", "%RETRY%a%g", "x/y")] * 3
+    assert [client.subjects for client in hub.clients()] == [("a", "%RETRY%a%g", "x/y")] * 3
     for client in clients:
         hub.leave(client.watch)
     audience = hub._audience

@@ -154,14 +154,14 @@ async def test_start_compares_database_with_snapshot(world, tmp_path, url):
 async def test_registering_brokers_reveal_an_empty_database(url):
     world = World(url)
     await world.open()
-    said = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
+    reported = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
     with pytest.raises(OperatorError, match="is no broker here"):
         await world.registry.registration.register(
             Broker("", Role.SLAVE, "new", "10.0.0.1", 1, 2, incarnation="x"), None, term=0
         )
     assert world.registry.database.is_up, "a broker that never had a role says nothing"
     with pytest.raises(DatabaseSetAside, match="no row of g9"):
-        await world.registry.registration.register(said, None, term=4)
+        await world.registry.registration.register(reported, None, term=4)
     assert not (await world.run("AddBroker", **place("g9", 0, "g9-a"))).done
     assert "not in memory either" in await world.refused("AdoptDatabase", keep="memory")
     await world.done("AdoptDatabase", keep="database")

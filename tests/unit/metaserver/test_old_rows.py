@@ -25,7 +25,7 @@ ROW = Group("g1", 2, A, (B,), 0)
 MASTER, SLAVE = Role.MASTER, Role.SLAVE
 
 
-def said(**states):
+def reports(**states):
     """`a=(role, term)`; brokers that are left out are down."""
     known = {name: ReplicaState(role, term) for name, (role, term) in states.items()}
     return lambda broker: known.get(broker.hostname)
@@ -45,7 +45,7 @@ def said(**states):
     ],
 )
 def test_old_row_is_raised_to_reported_roles(states, reported, agreed):
-    old = old_database.judge(ROW, reported, said(**states))
+    old = old_database.judge(ROW, reported, reports(**states))
     if agreed is None:
         assert old.change is None and "AdoptRoles --brokerGroup=g1 --hostname=" in old.remedy
         return
@@ -81,16 +81,16 @@ def test_remedy_names_longest_of_two_copies():
     states = {"a": ReplicaState(SLAVE, 4, flushed_end=200, last_term=4), "b": ReplicaState(SLAVE, 4, flushed_end=300)}
     remedy = old_database.judge(ROW, 4, lambda broker: states[broker.hostname]).remedy
     assert "AdoptRoles --brokerGroup=g1 --hostname=a --servePort=1 --force=true" in remedy
-    assert old_database.adopt(ROW, A.key, 4, said(a=(SLAVE, 4), b=(SLAVE, 4)), given=9).new_term == 10
+    assert old_database.adopt(ROW, A.key, 4, reports(a=(SLAVE, 4), b=(SLAVE, 4)), given=9).new_term == 10
 
 
 def test_current_row_is_unchanged():
-    assert old_database.judge(ROW, 2, said(a=(MASTER, 2), b=(SLAVE, 2))) is None
+    assert old_database.judge(ROW, 2, reports(a=(MASTER, 2), b=(SLAVE, 2))) is None
 
 
 def test_row_with_fewer_copies_gets_a_newer_term():
     """a still counted c in that term, and b alone was promoted by the rule of two."""
-    states = said(a=(MASTER, 4), b=(SLAVE, 4))
+    states = reports(a=(MASTER, 4), b=(SLAVE, 4))
     assert old_database.judge(ROW, 4, states).change.new_term == 5
     assert old_database.judge(ROW, 4, states, given=7).change.new_term == 8, "nor one that was given out"
 
@@ -177,9 +177,9 @@ async def test_new_terms_exceed_all_reported_ones(world):
 
 
 async def test_recreated_group_exceeds_brokers_terms(world):
-    said = Broker("g9", SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
+    registering = Broker("g9", SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
     with pytest.raises(Exception, match="is no broker here"):
-        await world.registry.registration.register(said, None, term=6)
+        await world.registry.registration.register(registering, None, term=6)
     await world.done("AddBroker", **place("g9", 0, "g9-a"))
     assert world.registry.directory.groups["g9"].term == 7
     group = world.registry.directory.groups["g9"]
@@ -213,8 +213,8 @@ async def test_other_disk_than_row_registers_again(world, monkeypatch, name, dis
     continues.
     """
 
-    service, said = service_of(world, monkeypatch, name)
-    first = pb.BrokerState(**{word: said[word] for word in ("hostname", "serve_port", "incarnation")}, term=5)
+    service, registering = service_of(world, monkeypatch, name)
+    first = pb.BrokerState(**{word: registering[word] for word in ("hostname", "serve_port", "incarnation")}, term=5)
     context, ended = Aborting(), asyncio.Event()
 
     async def beats():
@@ -232,13 +232,13 @@ async def test_other_disk_than_row_registers_again(world, monkeypatch, name, dis
             pass  # the reply holds the clock only
         return answer
 
-    told = asyncio.create_task(next_part())
+    assignment = asyncio.create_task(next_part())
     await world.registry.change([SetMark(ReadonlyMark("a", "g1"))], AuditRow("anna", "", "a word to this broker"))
     if registers:
         with pytest.raises(Aborted, match="register again"):
-            await told
+            await assignment
         assert context.code == grpc.StatusCode.FAILED_PRECONDITION
     else:
-        assert (await told).readonly_subjects == ["a"]
+        assert (await assignment).readonly_subjects == ["a"]
     ended.set()
     await stream.aclose()

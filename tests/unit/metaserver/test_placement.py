@@ -104,15 +104,15 @@ def test_new_subjects_go_to_least_loaded_writable_groups():
 
 def test_many_new_subjects_are_spread_evenly():
     directory, is_writable = world(writable="abcdefghij")
-    one = placement(directory, is_writable, groups_new=3)
-    count = Counter(name for number in range(1000) for name in one.choose(f"s{number}"))
+    chooser = placement(directory, is_writable, groups_new=3)
+    count = Counter(name for number in range(1000) for name in chooser.choose(f"s{number}"))
     assert max(count.values()) - min(count.values()) <= 1
 
 
 def test_subjects_created_in_an_outage_are_spread():
     directory, is_writable = world(readonly="abcdefghij")
-    one = placement(directory, is_writable)
-    count = Counter(name for number in range(1000) for name in one.choose(f"s{number}"))
+    chooser = placement(directory, is_writable)
+    count = Counter(name for number in range(1000) for name in chooser.choose(f"s{number}"))
     assert set(count.values()) == {200}
 
 
@@ -128,8 +128,8 @@ def test_later_group_gets_the_next_subjects():
 def test_known_bytes_count():
     directory, is_writable = world(writable="abc")
     stored_bytes = {"a": 900 << 30, "b": 1 << 30}
-    one = placement(directory, is_writable, groups_min=1, groups_new=1, stored_bytes=stored_bytes)
-    assert one.choose("s") == ("b",), "c is not known to be empty"
+    chooser = placement(directory, is_writable, groups_min=1, groups_new=1, stored_bytes=stored_bytes)
+    assert chooser.choose("s") == ("b",), "c is not known to be empty"
 
 
 def test_loads_follow_changed_routes():
@@ -154,13 +154,13 @@ def test_loads_follow_changed_routes():
     ],
 )
 def test_tagged_subject_prefers_its_tag(groups, chosen):
-    one = placement(*world(**groups, subjects=[("s", "t")]))
-    assert "".join(one.choose("s")) == chosen
+    chooser = placement(*world(**groups, subjects=[("s", "t")]))
+    assert "".join(chooser.choose("s")) == chosen
 
 
 def test_untagged_subject_avoids_tagged_groups():
-    one = placement(*world(writable="abcd", tags=[("a", "t"), ("b", "t")]))
-    assert one.choose("s") == ("c", "d")
+    chooser = placement(*world(writable="abcd", tags=[("a", "t"), ("b", "t")]))
+    assert chooser.choose("s") == ("c", "d")
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -121,7 +121,7 @@ def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
     """Return facts about `count` copies, of which m acknowledge; the slaves are named b to e."""
     names = "bcde"[: count - 1]
     slaves = tuple(replace(B, hostname=name, incarnation=f"disk {name}", complete=False) for name in names)
-    said = {
+    reported = {
         slave.key: replace(
             SLAVE_SAID,
             incarnation=slave.incarnation,
@@ -133,11 +133,11 @@ def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
     }
     master_state = replace(MASTER_SAID, in_step=tuple(f"disk {name}" for name in in_step if name in names))
     group = replace(ROW, slaves=slaves, min_copies=m)
-    return replace(FINE, group=group, master_state=master_state, slave_states=said, **fields)
+    return replace(FINE, group=group, master_state=master_state, slave_states=reported, **fields)
 
 
 def without(facts, *names):
-    left = {key: said for key, said in facts.slave_states.items() if key.hostname not in names}
+    left = {key: reported for key, reported in facts.slave_states.items() if key.hostname not in names}
     return replace(facts, slave_states=left)
 
 
@@ -175,15 +175,16 @@ def test_longest_promising_slave_is_promoted(ends, epochs, best):
 @pytest.mark.parametrize(("wrong", "ends", "best"), [("b", {}, "c"), ("c", {}, "b"), ("c", {"b": 100, "c": 200}, "c")])
 def test_correct_clock_breaks_the_tie(wrong, ends, best):
     facts = copies(3, 2, ends=ends)
-    said = {key: replace(said, clock_off_s=30 * (key.hostname == wrong)) for key, said in facts.slave_states.items()}
-    assert promotion.choose(replace(facts, slave_states=said)).master.hostname == best
+    states = facts.slave_states.items()
+    reported = {key: replace(state, clock_off_s=30 * (key.hostname == wrong)) for key, state in states}
+    assert promotion.choose(replace(facts, slave_states=reported)).master.hostname == best
 
 
 def test_row_gets_the_promised_term():
     facts = copies(3, 2)
-    promised = {key: replace(said, promised_term=facts.new_term) for key, said in facts.slave_states.items()}
+    promised = {key: replace(reported, promised_term=facts.new_term) for key, reported in facts.slave_states.items()}
     assert facts.new_term == 5 and promotion.choose(replace(facts, slave_states=promised)).new_term == 5
-    earlier = {key: replace(said, promised_term=9) for key, said in facts.slave_states.items()}
+    earlier = {key: replace(reported, promised_term=9) for key, reported in facts.slave_states.items()}
     assert promotion.choose(replace(facts, slave_states=earlier)).new_term == 9, "no slave refuses the row"
     assert promotion.choose(replace(facts, given_term=11, slave_states=earlier)).new_term == 12
 
@@ -215,8 +216,8 @@ def test_operator_admits_restarted_slave(count, m, left_out):
     facts = copies(count, m, in_step="", master_gone=left_out != "the operator's word")
     slaves = tuple(replace(slave, complete=count == m) for slave in facts.group.slaves)
     term = 3 if left_out == "in the row's term" else 4
-    said = {key: replace(one, in_sync=False, last_term=term) for key, one in facts.slave_states.items()}
-    facts = replace(facts, group=replace(facts.group, slaves=slaves), slave_states=said)
+    reported = {key: replace(one, in_sync=False, last_term=term) for key, one in facts.slave_states.items()}
+    facts = replace(facts, group=replace(facts.group, slaves=slaves), slave_states=reported)
     is_chosen = facts.master_gone and (term == 4 or count == m)
     assert (promotion.refusal(facts) is None) == is_chosen
 

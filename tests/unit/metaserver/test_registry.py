@@ -113,10 +113,10 @@ async def test_repeated_heartbeat_is_processed_after_changes(
     def beats() -> dict[tuple[str, str], Point]:
         """Return the points to store after a heartbeat, and store them."""
         assert registry.beat(key, world.sessions["g1-a"], state)
-        told = dict(registry.reports.points)
-        registry.reports._stored_points |= told
+        shown = dict(registry.reports.points)
+        registry.reports._stored_points |= shown
         registry.reports.points.clear()
-        return told
+        return shown
 
     assert [beats(), beats()] == [{place: state.point}, {}]
     registry.store_points_again()
@@ -185,8 +185,8 @@ async def test_moved_broker_begins_in_a_new_term(tmp_path):
         with pytest.raises(PlaceTaken, match="one of the two data directories is a copy"):
             await registry.registration.register(copied, asked.append)
     checks = (await world.done("Doctor"))["checks"]
-    (told,) = [check for check in checks if check["found"] == "another process with its name is refused"]
-    assert str(original.key) in told["name"] and "delete its directory" in told["remedy"]
+    (shown,) = [check for check in checks if check["found"] == "another process with its name is refused"]
+    assert str(original.key) in shown["name"] and "delete its directory" in shown["remedy"]
 
     async def is_gone(question: Question) -> None:
         asked.append(question)

@@ -324,7 +324,7 @@ def test_consumers_are_switched_off_and_on(repository):
 def test_limits_replace_earlier_ones(repository):
     repository.change([SetLimits(OperatorLimits("s", "*", expires_after_s=60, expired_die=True))])
     both = {OperatorLimits("s", "*", expires_after_s=7), OperatorLimits("s", "g", per_second=9)}
-    repository.change([SetLimits(one) for one in both])
+    repository.change([SetLimits(limits) for limits in both])
     assert repository.load().limits == both
     repository.change([SetLimits(OperatorLimits("s", "*"))])
     assert repository.load().limits == {OperatorLimits("s", "g", per_second=9)}

@@ -129,10 +129,10 @@ def test_delay_servers_are_swapped_like_brokers():
 
 @pytest.mark.parametrize("place, program", [(broker, "a delay server"), (lambda name: delay_server(name), "a broker")])
 def test_program_of_other_kind_is_refused(place, program):
-    said = delay_server("a") if program == "a delay server" else broker("a")
+    reported = delay_server("a") if program == "a delay server" else broker("a")
     with pytest.raises(OperatorError, match=f"what runs there is {program}"):
-        rules.check_kind(place("a"), said)
-    rules.check_kind(said, said)
+        rules.check_kind(place("a"), reported)
+    rules.check_kind(reported, reported)
 
 
 def test_first_broker_creates_its_group():
@@ -307,7 +307,7 @@ def test_master_report_decides_completeness(state, complete):
 
 
 @pytest.mark.parametrize(
-    "said, complete",
+    "reported, complete",
     [
         pytest.param({"readonly_reasons": ("rolled_back",)}, False, id="it was rolled back"),
         pytest.param({"incomplete": True}, False, id="it is filled anew, or its disk is from before it was whole"),
@@ -315,9 +315,9 @@ def test_master_report_decides_completeness(state, complete):
         pytest.param({}, None, id="nothing is wrong"),
     ],
 )
-def test_slave_reports_its_own_incompleteness(said, complete):
+def test_slave_reports_its_own_incompleteness(reported, complete):
     group = directory().groups["g1"]
-    state = ReplicaState(1, 7, **said)
+    state = ReplicaState(1, 7, **reported)
     assert rules.slave_complete(group, group.slave, group.slave.key, state) is complete
 
 
@@ -479,8 +479,8 @@ def test_removal_leaves_slaves_incomplete():
     left = replace(group, slaves=change.slaves, term=change.new_term)
     with pytest.raises(OperatorError, match="would lose the rest"):
         rules.replace_broker(replace(known, groups={"g1": left}), replace(SLAVE, role=Role.MASTER), nobody)
-    said = ReplicaState(int(Role.MASTER), change.new_term, writable=True, in_step=("disk b",))
-    assert rules.slave_complete(left, left.slaves[0], MASTER.key, said)
+    reported = ReplicaState(int(Role.MASTER), change.new_term, writable=True, in_step=("disk b",))
+    assert rules.slave_complete(left, left.slaves[0], MASTER.key, reported)
 
 
 def test_swap_names_the_slave_of_several():
@@ -544,8 +544,8 @@ def test_restarted_master_waits_for_slaves_in_sync_at_the_last_report(complete, 
     group = replace(group, slaves=slaves, lost_term=lost_term)
     assert [slave.hostname for slave in rules.awaited(group)] == list(waits_for)
     known = replace(known, groups={"g1": group})
-    told = [list(convert.assignment_for(known, one.key).awaited) for one in (MASTER, SLAVE)]
-    assert told == [[f"{name}:20881" for name in waits_for], []]
+    awaited = [list(convert.assignment_for(known, one.key).awaited) for one in (MASTER, SLAVE)]
+    assert awaited == [[f"{name}:20881" for name in waits_for], []]
 
 
 def test_slave_that_never_registered_is_not_waited_for():

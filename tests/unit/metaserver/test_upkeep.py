@@ -67,21 +67,21 @@ async def test_broker_has_one_query_at_a_time(tmp_path, monkeypatch):
 
 async def test_report_during_a_write_is_stored(tmp_path, monkeypatch):
     world, upkeep = await made(tmp_path)
-    slave, said = world.registry.directory.groups["g1"].slave, world.registry.reports.completeness
+    slave, reported = world.registry.directory.groups["g1"].slave, world.registry.reports.completeness
     write, stored = world.database.write, []
 
     async def slow(work):
-        stored.append(said[slave.key])
+        stored.append(reported[slave.key])
         result = await write(work)
         if len(stored) == 1:
-            said[slave.key] = slave, 2, False
+            reported[slave.key] = slave, 2, False
         return result
 
     monkeypatch.setattr(world.database, "write", slow)
-    said[slave.key] = slave, 2, True
+    reported[slave.key] = slave, 2, True
     await upkeep._store_news()
     await upkeep._store_news()
-    assert stored == [(slave, 2, True), (slave, 2, False)] and not said
+    assert stored == [(slave, 2, True), (slave, 2, False)] and not reported
 
 
 @pytest.mark.parametrize("again_s", [3600.0, 0.0])
