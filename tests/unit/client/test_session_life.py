@@ -78,3 +78,22 @@ async def test_session_keeps_its_history():
         events = [one.event for one in session.history]
         assert events[:6] == ["ASKED", "ACCEPTED", "REFUSED", "LOST", "ASKED", "REFUSED"]
         assert events[-5:] == ["RESTED", "ASKED", "ACCEPTED", "STOPPED", "CLOSED"]
+
+
+async def test_draining_session_acks_and_pulls_no_more():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = True
+        fill(broker, range(3))
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            messages = await puller.pull(3, timeout=60)
+            await until_async(lambda: len(broker.pulls) == 6)  # one was answered: four and the mailbox's are open again
+            subscription = puller._subscription
+            subscription.stop()
+            states = {session._life.state for session in subscription._sessions.values()}
+            assert states == {SessionState.DRAINING}
+            fill(broker, range(3, 6))
+            session = subscription._sessions["g1", "a"]
+            await until_async(lambda: session._life.now.pulls < 4)  # a pull in flight brought these
+            await puller.ack(messages)
+            await subscription.flush()
+            assert all(message.is_settled for message in messages) and len(broker.pulls) == 6
