@@ -51,8 +51,12 @@ def _reach(preview: Mapping[str, Any]) -> Iterable[Block]:
 def _changes(before: Any, after: Any) -> Iterable[Block]:
     """Yield the differences field by field."""
     rows = [
-        {"field": one.path, "before": _cell(one.path, one.before), "after": _cell(one.path, one.after)}
-        for one in differences(before, after)
+        {
+            "field": difference.path,
+            "before": _cell(difference.path, difference.before),
+            "after": _cell(difference.path, difference.after),
+        }
+        for difference in differences(before, after)
     ]
     if rows:
         yield Table(

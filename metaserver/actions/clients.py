@@ -43,8 +43,10 @@ class Clients:
     """
 
     def __init__(self, hub: Hub, others: Callable[[], Iterable[MetaserverRow]], *, token: str, timeout_ms: int) -> None:
-        self._hub, self._others = hub, others
-        self._token, self._timeout_s = token, timeout_ms / 1000
+        self._hub = hub
+        self._others = others
+        self._token = token
+        self._timeout_s = timeout_ms / 1000
 
     async def old_routes(self, group: str, subject: str) -> OldRoutes:
         """Count clients that may still use the group as writable, for a subject or for any (`*`)."""

@@ -63,7 +63,7 @@ def offline_json(rule: Offline) -> dict[str, str]:
 
 def limit(directory: Directory, routes: Routes, after: OperatorLimits) -> Plan:
     """Replace the limits of a subject and consumer group."""
-    before, others = limits_of(directory, after.key), [one for one in directory.limits if one.key != after.key]
+    before, others = limits_of(directory, after.key), [limit for limit in directory.limits if limit.key != after.key]
     to = after.dead_letters_to if after.dead_letters_to != before.dead_letters_to else ""
     if to and (reasons := dead_letters_refusal([*others, after], routes, after)):
         return refused(*reasons)
@@ -82,7 +82,7 @@ def limit(directory: Directory, routes: Routes, after: OperatorLimits) -> Plan:
 
 
 def limits_of(directory: Directory, key: tuple[str, str]) -> OperatorLimits:
-    return next((one for one in directory.limits if one.key == key), OperatorLimits(*key))
+    return next((limit for limit in directory.limits if limit.key == key), OperatorLimits(*key))
 
 
 def limits_json(limits: OperatorLimits) -> dict[str, Any]:
@@ -371,7 +371,7 @@ async def _limit_group(desk: Desk, words: Words) -> Plan:
 
 async def _list_limits(desk: Desk, words: Words) -> Any:
     rows = sorted(desk.registry.directory.limits)
-    return [limits_json(one) for one in rows if words["subject"] in ("", one.subject)]
+    return [limits_json(row) for row in rows if words["subject"] in ("", row.subject)]
 
 
 async def _list_offline(desk: Desk, words: Words) -> Any:

@@ -92,10 +92,10 @@ async def _schedules(desk: Desk, words: Words) -> Any:
     request = pb.ListDelayedRequest(subject=words["subject"], messages_max=limit, recurring=True)
     answers, unasked = await _ask_all(desk, words, lambda broker: desk.brokers.list_delayed(broker, request))
     rows = [
-        _schedule_json(name, one)
+        _schedule_json(name, message)
         for name, answer in answers.items()
-        for one in answer.messages
-        if one.HasField("schedule") and words["owner"] in ("", one.schedule.owner)
+        for message in answer.messages
+        if message.HasField("schedule") and words["owner"] in ("", message.schedule.owner)
     ]
     rows.sort(key=lambda row: (row["next"], row["subject"], row["name"]))
     is_more = len(rows) > limit or any(answer.more for answer in answers.values())

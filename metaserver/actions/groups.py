@@ -284,7 +284,7 @@ async def _rates(desk: Desk, words: Words) -> Any:
         samples = (await desk.brokers.rates(desk.master_of(group))).samples
     except QmqError as error:
         return {"brokerGroup": group.name, "rates": [], "unasked": {group.name: str(error)}}
-    looks = [Look(one.at_ms, {"taken": one.taken, "delivered": one.delivered}) for one in samples]
+    looks = [Look(sample.at_ms, {"taken": sample.taken, "delivered": sample.delivered}) for sample in samples]
     rates = [{"at": one.at_ms, **one.values} for one in per_second(looks)]
     return {"brokerGroup": group.name, "rates": rates, "unasked": {}}
 

@@ -91,7 +91,7 @@ async def _look(
 
 
 def _message_json(broker_group: str, message: pb.BrowsedMessage) -> dict[str, Any]:
-    properties = {one.name: one.value for one in message.properties}
+    properties = {property.name: property.value for property in message.properties}
     return {
         "brokerGroup": broker_group,
         "sequence": message.sequence,
@@ -174,7 +174,7 @@ async def _plan(desk: Desk, words: Words) -> Plan:
     except OperatorError as refusal:
         return refused(str(refusal))
     async with _taking(desk, words, groups) as taken:
-        rows = [one.json() for _, letters in taken.chosen for one in letters[:SHOWN_MAX]]
+        rows = [letter.json() for _, letters in taken.chosen for letter in letters[:SHOWN_MAX]]
     after = {"deadLetters": taken.looked_at - taken.count, "goBack": taken.count, "among them": rows[:SHOWN_MAX]}
     return Plan(
         orders=taken.count > 0,

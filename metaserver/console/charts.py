@@ -79,7 +79,7 @@ def chart_of(rates: Sequence[Rates], now_ms: int) -> dict[str, Any]:
     Returns:
         `most`: value of the upper edge, a round number; `seconds`: width of the chart; `series`; `width`, `height`.
     """
-    shown = [one for one in rates if one.at_ms > now_ms - KEPT_MS]
+    shown = [rate for rate in rates if rate.at_ms > now_ms - KEPT_MS]
     span_ms = min(max(now_ms - shown[0].at_ms, SPAN_MS_MIN), KEPT_MS) if shown else KEPT_MS
     names = list(dict.fromkeys(name for one in shown for name in one.values))[: SERIES_MAX + 1]
     most = round_up(max((value for one in shown for value in one.values.values()), default=0.0))

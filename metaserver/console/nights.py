@@ -36,9 +36,12 @@ class Nights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._ledger, self._lock = folder, Ledger(folder), Lock()
+        self._folder = folder
+        self._ledger = Ledger(folder)
+        self._lock = Lock()
         self._read: dict[str, _Read] = {}
-        self._touched_ns, self._look_again_s = 0, 0.0
+        self._touched_ns = 0
+        self._look_again_s = 0.0
 
     def shown(self, only: str, *, now_ms: int, there: Collection[str] | None = None) -> dict[str, Any]:
         """Return the content of the page; raises LedgerDamaged, OSError.
@@ -82,7 +85,8 @@ class Nights:
         if touched_ns != self._touched_ns or now_s >= self._look_again_s:
             names = self._ledger.groups()
             self._read = {name: found for name in names if (found := self._group(name)) is not None}
-            self._touched_ns, self._look_again_s = touched_ns, now_s + LOOK_AGAIN_S
+            self._touched_ns = touched_ns
+            self._look_again_s = now_s + LOOK_AGAIN_S
         return list(self._read)
 
     def _group(self, name: str) -> _Read | None:

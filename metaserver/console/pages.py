@@ -44,8 +44,11 @@ class Asking:
         open_lists: bool,
         nights: Nights | None = None,
     ) -> None:
-        self._actions, self.caller, self._open_lists = actions, caller, open_lists
-        self.looks, self.nights = looks, nights
+        self._actions = actions
+        self.caller = caller
+        self._open_lists = open_lists
+        self.looks = looks
+        self.nights = nights
 
     async def ask(self, name: str, words: Mapping[str, Any] | None = None) -> Answer:
         """Run an action; empty words are left out. Without a login, the answer is a refusal."""
@@ -123,12 +126,12 @@ def offered(name: str) -> Action | None:
     action = ACTIONS.get(name)
     if action is None or not action.changes or name in NOT_HERE:
         return None
-    return None if any(one.secret or one.kind is Kind.JSON for one in action.parameters) else action
+    return None if any(parameter.secret or parameter.kind is Kind.JSON for parameter in action.parameters) else action
 
 
 def words_of(action: Action, given: Mapping[str, str]) -> dict[str, str]:
     """Return the action's parameters from a form; empty fields are left out."""
-    names = {one.name for one in action.parameters}
+    names = {parameter.name for parameter in action.parameters}
     return {name: text.strip() for name, text in given.items() if name in names and text.strip()}
 
 
@@ -277,11 +280,11 @@ async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
 def _of_rows(databases: Iterable[dict[str, Any]], rows_max: int) -> Iterator[dict[str, Any]]:
     """Return the first databases, limited to this number of rows together; a heading counts as one."""
     rows = 0
-    for one in databases:
+    for database in databases:
         if rows >= rows_max:
             return
-        rows += 1 + len(one.get("rows", ()))
-        yield one
+        rows += 1 + len(database.get("rows", ()))
+        yield database
 
 
 def _times(query: Query) -> tuple[int | None, int | None, str]:

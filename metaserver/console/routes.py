@@ -92,8 +92,12 @@ class Console:
         nights: Nights | None = None,
         provider: ProviderPort | None = None,
     ) -> None:
-        self._actions, self._sessions, self._refusals = actions, sessions, refusals
-        self._open_lists, self._database_trouble, self._nights = open_lists, database_trouble, nights
+        self._actions = actions
+        self._sessions = sessions
+        self._refusals = refusals
+        self._open_lists = open_lists
+        self._database_trouble = database_trouble
+        self._nights = nights
         loader = PackageLoader("qmq.metaserver.console")
         self._templates = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -101,7 +105,8 @@ class Console:
         self._templates.filters.update(shown.FILTERS)
         static = files("qmq.metaserver.console").joinpath("static")
         self._static = {name: static.joinpath(name).read_bytes() for name in STATIC}
-        self._looks, self._provider = Looks(), provider
+        self._looks = Looks()
+        self._provider = provider
 
     def routes(self) -> Iterator[Route]:
         """Return the routes of the console."""

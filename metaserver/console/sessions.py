@@ -44,7 +44,8 @@ class Sessions:
     """
 
     def __init__(self, access: Access, cluster_tokens: Iterable[str], random_bytes: RandomBytes) -> None:
-        self._access, self._random_bytes = access, random_bytes
+        self._access = access
+        self._random_bytes = random_bytes
         self._ended: dict[str, int] = {}
         """Logged-out sessions by their random bytes: when they expire."""
         self._keys = [_mac(token.encode(), "qmq console session").encode() for token in cluster_tokens if token]

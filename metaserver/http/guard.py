@@ -89,7 +89,10 @@ class Guard:
     """ASGI middleware in front of FastAPI. Added by `build_app`."""
 
     def __init__(self, app: ASGIApp, *, access: Access, refusals: Refusals, limits: Limits) -> None:
-        self._app, self._access, self._refusals, self._limits = app, access, refusals, limits
+        self._app = app
+        self._access = access
+        self._refusals = refusals
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

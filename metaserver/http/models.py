@@ -64,7 +64,9 @@ def bounds(parameter: Parameter) -> tuple[int, int]:
 
 
 def _model(action: Action, name: str, *, is_text: bool) -> type[BaseModel]:
-    fields: dict[str, Any] = {one.name: (_type(one, is_text), _field(one)) for one in action.all_parameters}
+    fields: dict[str, Any] = {
+        parameter.name: (_type(parameter, is_text), _field(parameter)) for parameter in action.all_parameters
+    }
     config = ConfigDict(strict=True, extra="forbid", field_title_generator=lambda name, _: name)
     return create_model(name, __config__=config, __doc__=action.summary, **fields)
 
@@ -139,7 +141,9 @@ def _one(problem: Mapping[str, Any], action: Action | None) -> str:
     name = str(where[1])[:100]
     parameter = action.parameter(name) if action else None
     if action and not parameter:
-        return unknown_word(f"parameter of {action.name}", name, [one.name for one in action.all_parameters])
+        return unknown_word(
+            f"parameter of {action.name}", name, [parameter.name for parameter in action.all_parameters]
+        )
     if kind == "string_unicode":
         return f"{name} is not valid Unicode"
     if parameter:

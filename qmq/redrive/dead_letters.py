@@ -57,7 +57,7 @@ class Destination(NamedTuple):
     @classmethod
     def of(cls, subject: str, masters: Sequence[Master], broker_group: str) -> Destination:
         """Choose from the masters of `subject`, not empty: that of `broker_group`, else always the same one."""
-        return cls(subject, next((one for one in masters if one.broker_group == broker_group), min(masters)))
+        return cls(subject, next((master for master in masters if master.broker_group == broker_group), min(masters)))
 
 
 class DeadLetters:
@@ -67,9 +67,11 @@ class DeadLetters:
 
     def __init__(self, broker_group: str, subject: str, group: str, to: str, source: str) -> None:
         self.broker_group = broker_group
-        self._dead, self._retry = source or dead_letter_subject(subject, group), retry_subject(subject, group)
+        self._dead = source or dead_letter_subject(subject, group)
+        self._retry = retry_subject(subject, group)
         self._goes_to = to or self._retry
-        self._producer, self._batch = secrets.randbits(63) | 1, 0
+        self._producer = secrets.randbits(63) | 1
+        self._batch = 0
         self._subscription = 0
         self.batch_bytes_max = BATCH_BYTES_MAX
         self._connection: Connection
@@ -133,9 +135,11 @@ class DeadLetters:
         """
         self._batch += 1
         is_theirs = self._goes_to == self._retry
-        body = join_batch([one.data if is_theirs else with_subject(one.data, self._goes_to) for one in letters])
+        body = join_batch(
+            [letter.data if is_theirs else with_subject(letter.data, self._goes_to) for letter in letters]
+        )
         flags = 0
-        labels = [one.label for one in letters]
+        labels = [letter.label for letter in letters]
         if any(labels):
             body, flags = body + encode_labels(labels), label_flags(labels)
         head = commands.produce_header(self._producer, self._batch, len(letters), crc32(body), self._goes_to, flags)
@@ -148,7 +152,7 @@ class DeadLetters:
     async def pass_over(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Return the ones not chosen, so that the broker delivers later ones. Raises QmqError."""
         for begin in range(0, len(ranges), RANGES_MAX):
-            entries = [NackEntry(*one, PASSED_MS, Verdict.RETRY) for one in ranges[begin : begin + RANGES_MAX]]
+            entries = [NackEntry(*range_, PASSED_MS, Verdict.RETRY) for range_ in ranges[begin : begin + RANGES_MAX]]
             await self._ask(Command.NACK, commands.encode_nack(Nack(self._subscription, entries, "passed over")))
 
     async def close(self) -> None:

@@ -105,11 +105,11 @@ def batches_of(chosen: Sequence[Chosen], *, messages_max: int, bytes_max: int) -
 def ranges_of(letters: Iterable[Chosen]) -> list[tuple[int, int]]:
     """Return the ascending pull sequences of `letters` as ranges."""
     ranges: list[tuple[int, int]] = []
-    for one in letters:
-        if ranges and ranges[-1][1] == one.pull_sequence:
-            ranges[-1] = ranges[-1][0], one.pull_sequence + 1
+    for letter in letters:
+        if ranges and ranges[-1][1] == letter.pull_sequence:
+            ranges[-1] = ranges[-1][0], letter.pull_sequence + 1
         else:
-            ranges.append((one.pull_sequence, one.pull_sequence + 1))
+            ranges.append((letter.pull_sequence, letter.pull_sequence + 1))
     return ranges
 
 

@@ -124,7 +124,9 @@ class Looker:
     """Reader of one broker group's messages, across changes of its master. Made and closed by `looking`."""
 
     def __init__(self, session: Session, subject: str, master: Master) -> None:
-        self._session, self._subject, self.master = session, subject, master
+        self._session = session
+        self._subject = subject
+        self.master = master
         self._channel: grpc.aio.Channel | None = None
 
     @property
@@ -159,7 +161,7 @@ class Looker:
             masters = await find_masters(self._session, self._subject)
         except Unanswered:
             return  # the master is unchanged or unknown
-        self.master = next((one for one in masters if one.broker_group == self.broker_group), self.master)
+        self.master = next((master for master in masters if master.broker_group == self.broker_group), self.master)
 
     async def messages(self, request: pb.BrowseRequest) -> AsyncGenerator[pb.BrowsedMessage]:
         """Yield matching messages, page by page, up to the end. Raises Unanswered."""
@@ -183,9 +185,9 @@ class Looker:
 async def looking(session: Session, subject: str, broker_group: str = "") -> AsyncIterator[list[Looker]]:
     """Yield one Looker for each broker group, or for the named one. Raises Unanswered."""
     masters = await find_masters(session, subject)
-    if broker_group and broker_group not in [one.broker_group for one in masters]:
+    if broker_group and broker_group not in [master.broker_group for master in masters]:
         raise Unanswered(Exit.REFUSED, f"there is no broker group {broker_group!r} that may have messages of {subject}")
-    chosen = [one for one in masters if broker_group in ("", one.broker_group)]
+    chosen = [master for master in masters if broker_group in ("", master.broker_group)]
     lookers = [Looker(session, subject, master) for master in chosen]
     try:
         yield lookers

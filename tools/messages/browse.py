@@ -90,7 +90,7 @@ def browsed_json(broker_group: str, message: pb.BrowsedMessage) -> dict[str, Any
         id=message.id,
         broker_group=broker_group,
         sequence=message.sequence,
-        properties={one.name: one.value for one in message.properties},
+        properties={property.name: property.value for property in message.properties},
         tags=message.tags,
         created_ms=message.created_ms,
         stored=message.stored_ms,
@@ -142,7 +142,8 @@ class _Tail:
     """One run of Tail: prints lines as they arrive, up to the limit."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._values = session, session.values
+        self._session = session
+        self._values = session.values
         self._form = "json" if session.as_json else session.values["format"]
         self._left = int(session.values["limit"] or 0) or _BEHIND_ALL
         self._began_ms = time.time_ns() // 1_000_000

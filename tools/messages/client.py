@@ -74,13 +74,13 @@ def _lines(path: str) -> Iterator[Iterable[str]]:
 def _check(session: Session, messages: Iterable[qmq.Message | str]) -> Exit:
     """Report for each message whether it could be sent."""
     outcomes = set()
-    for one in messages:
-        reason = one if isinstance(one, str) else _problem(one)
+    for message in messages:
+        reason = message if isinstance(message, str) else _problem(message)
         outcomes.add(qmq.Outcome.REFUSED if reason else qmq.Outcome.STORED)
-        if isinstance(one, str) or reason:
+        if isinstance(message, str) or reason:
             _print(session, outcome="refused", reason=reason)
         else:
-            _print(session, outcome="would be sent", id=one.id, properties=dict(one.properties))
+            _print(session, outcome="would be sent", id=message.id, properties=dict(message.properties))
     return _exit(outcomes)
 
 

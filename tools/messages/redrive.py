@@ -67,7 +67,8 @@ class _Redrive:
             values["reason"],
             (values["subject"], values["group"]) if self._source else None,
         )
-        self._rate, self._left_to_choose = int(values["rate"]), int(values["limit"] or 0) or CHOSEN_MAX
+        self._rate = int(values["rate"])
+        self._left_to_choose = int(values["limit"] or 0) or CHOSEN_MAX
         self._chosen: list[tuple[DeadLetters, list[Chosen]]] = []
         self._chosen_bytes = 0
         self._receipt = Receipt(values["subject"], values["group"], values["to"])
@@ -179,7 +180,7 @@ class _Redrive:
     async def _plan(self) -> Exit | None:
         """Show the plan and confirm it; return the exit status if the command ends here, else None."""
         session = self._session
-        chosen = [one for _, letters in self._chosen for one in letters]
+        chosen = [letter for _, letters in self._chosen for letter in letters]
         if session.dry_run:
             plan = self._receipt.json() | {"dryRun": True, "chosen": [one.json() for one in chosen]}
             print(to_json(plan)) if session.as_json else show(self._planned(chosen))
@@ -249,7 +250,7 @@ class _Redrive:
         """Write and show the receipt."""
         receipt = self._receipt
         told = {(row["brokerGroup"], row["sequence"]) for row in (*receipt.moved, *receipt.unknown, *receipt.left)}
-        chosen = [one for _, letters in self._chosen for one in letters]
+        chosen = [letter for _, letters in self._chosen for letter in letters]
         receipt.left += [one.json(why=self._why_left) for one in chosen if (one.broker_group, one.sequence) not in told]
         if kept is not None:
             kept.commit(json.dumps(receipt.json(), ensure_ascii=False, indent=1) + "\n")
@@ -299,7 +300,8 @@ class _Pace:
     """Limits messages per second."""
 
     def __init__(self, rate: int) -> None:
-        self._rate, self._messages = rate, 0
+        self._rate = rate
+        self._messages = 0
         self._began_s = asyncio.get_running_loop().time()
 
     async def wait(self, messages: int) -> None:
