@@ -34,5 +34,5 @@ def test_answer_means(http, raw, exit_status, message, data):
 @pytest.mark.parametrize(
     "http, raw", [(200, None), (200, "x"), (404, {}), (502, None), (404, []), (500, {"detail": 1})]
 )
-def test_others_answers_are_none(http, raw):
+def test_unknown_answers_are_rejected(http, raw):
     assert read_answer(http, raw) is None

@@ -27,14 +27,14 @@ def status(folder: Path, *words: str) -> int:
     return int(main(["AuditStatus", f"--ledger={folder}", *words]))
 
 
-def test_group_that_was_proven_is_shown_with_its_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_proven_group_shows_its_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Ledger(tmp_path).append(GOOD)
     assert status(tmp_path) == 0
     text = capsys.readouterr().out
     assert "700" in text and "2 h " in text and "all proven equal" in text
 
 
-def test_a_proof_of_the_night_before_last_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_proof_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for entry in (GOOD, replace(GOOD, group="g2", at_ms=NOW_MS - (36 * 3600 + 60) * 1000)):
         Ledger(tmp_path).append(entry)
     assert status(tmp_path) == 1
@@ -61,7 +61,7 @@ def test_gauges_are_written_of_all_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["nowhere", "line"])
-def test_ledger_that_cannot_be_read_proves_nothing(tmp_path: Path, damage: str) -> None:
+def test_unreadable_ledger_is_an_error(tmp_path: Path, damage: str) -> None:
     Ledger(tmp_path / "ledger").append(GOOD)
     if damage == "line":
         path = tmp_path / "ledger" / "g1.jsonl"

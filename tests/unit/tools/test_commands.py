@@ -71,12 +71,12 @@ def test_every_action_has_a_command():
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - set(ASKING)))
-def test_what_runs_by_itself_can_be_run(name):
+def test_commands_with_own_code_resolve(name):
     module, _, function = COMMANDS[name].runs.partition(":")
     assert callable(getattr(import_module(module), function))
 
 
-def test_every_command_stands_once():
+def test_commands_are_unique():
     assert sum(map(len, SECTIONS.values())) == len(COMMANDS)
 
 
@@ -102,7 +102,7 @@ def test_every_style_of_answer_is_understood(command, status):
 
 
 @every_command
-def test_the_example_in_the_help_can_be_typed(command):
+def test_help_examples_parse(command):
     _, *typed = shlex.split(example(command))
     options = parse(typed, {}, now_ms=0)
     assert options.command is command
@@ -110,7 +110,7 @@ def test_the_example_in_the_help_can_be_typed(command):
 
 
 @every_change
-def test_a_change_of_unknown_outcome_names_a_command_that_tells(command):
+def test_unknown_outcome_names_a_readonly_command(command):
     values = {option.name: f"its {option.name}" for option in command.options}
     _, *typed = shlex.split(command.look_with("m:1", values))
     options = parse(typed, {}, now_ms=0)
@@ -118,7 +118,7 @@ def test_a_change_of_unknown_outcome_names_a_command_that_tells(command):
 
 
 @every_command
-def test_help_begins_small_and_names_no_option_twice(command):
+def test_help_is_lower_case_with_unique_options(command):
     names = [option.name for option in command.options]
     assert command.help[0].islower() and not command.help.endswith(".")
     assert len(set(names)) == len(names)

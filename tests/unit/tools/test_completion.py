@@ -71,16 +71,16 @@ def test_bash_offers_for_qmq(words, offered):
     assert complete(*words, program="qmq") == offered
 
 
-def test_processes_are_not_offered_where_they_cannot_be_typed():
+def test_tools_sh_offers_no_processes():
     assert complete("metas") == []
 
 
-def test_files_are_offered_where_files_are_asked_for(tmp_path):
+def test_file_options_complete_files(tmp_path):
     (tmp_path / "metadata.json").touch()
     assert complete("Restore", "--file", "=", "meta", directory=tmp_path) == ["metadata.json"]
 
 
-def test_zsh_gets_the_same_with_values_as_words_of_their_own():
+def test_zsh_offers_values_as_words():
     """zsh puts a blank behind each word that it completes: `--role= viewer` would be no role."""
     bash, zsh = completion("bash"), completion("zsh")
     assert zsh.startswith("#compdef tools.sh\n")
@@ -88,7 +88,7 @@ def test_zsh_gets_the_same_with_values_as_words_of_their_own():
 
 
 @pytest.mark.parametrize("before", ["", "autoload -U compinit && compinit -D\n"], ids=["bare", "with completion"])
-def test_a_zsh_completes_what_it_sourced(before, tmp_path):
+def test_zsh_completes_after_sourcing(before, tmp_path):
     """Debian's has no compinit in its zshrc: the script ended with "command not found: compdef"."""
     text = f"{before}{completion('zsh', program='qmq')}\nprint -r -- $_comps[qmq]"
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}

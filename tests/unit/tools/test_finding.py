@@ -38,12 +38,12 @@ from qmq.tools.terminal import as_typed
         (3_600_000, Level.FAIL, "about 3,600 s ahead of"),
     ],
 )
-def test_clocks_are_judged_by_what_is_certain(ahead_ms, level, said):
+def test_clock_findings_allow_for_the_error(ahead_ms, level, said):
     found = judge_clock("broker a", ClockReading(ahead_ms, uncertain_ms=500))
     assert found.level == level and said in found.found and (found.do == "") == (level is Level.OK)
 
 
-def test_the_date_of_an_answer_is_read_within_its_second():
+def test_http_date_is_precise_to_a_second():
     """A `Date` is cut to whole seconds: both ends of that second must be within the uncertainty."""
     for real_ahead_ms in (-700, 0, 300, 999):
         date_ms = (1_000_000_040 + real_ahead_ms) // 1000 * 1000
@@ -51,7 +51,7 @@ def test_the_date_of_an_answer_is_read_within_its_second():
         assert abs(clock.ahead_ms - real_ahead_ms) <= clock.uncertain_ms
 
 
-def test_one_version_everywhere_is_fine_two_are_an_upgrade_that_is_not_finished():
+def test_two_versions_mean_an_unfinished_upgrade():
     assert [f.level for f in judge_versions({"a": "1", "b": "1"})] == [Level.OK]
     (mixed,) = judge_versions({"a": "1", "b": "2", "c": "2"})
     assert mixed.level is Level.WARN and mixed.found == "1: a; 2: b, c"
@@ -87,7 +87,7 @@ def test_disks_are_judged_by_the_brokers_own_limit(free, level):
     assert (found.level, found.step) == (level, "disks")
 
 
-def test_clocks_that_differ_and_a_log_that_a_group_holds_are_named():
+def test_differing_clocks_and_held_logs_are_findings():
     metrics = {"qmq_broker_clocks_disagree": 1.0, "qmq_broker_held_bytes": 2048.0}
     clocks, held = judge_broker("a:1", "MASTER", metrics)
     assert (clocks.level, clocks.step) == (Level.FAIL, "clocks") and "nothing is deleted" in clocks.found
@@ -95,7 +95,7 @@ def test_clocks_that_differ_and_a_log_that_a_group_holds_are_named():
     assert list(judge_broker("a:1", "MASTER", dict.fromkeys(metrics, 0.0))) == []
 
 
-def test_groups_that_something_stops_are_named_by_cause():
+def test_stopped_groups_are_findings_by_cause():
     labels = 'broker_group="g1",cause="{}",consumer_group="{}",subject="s"'
     given = [("offline", "a"), ("offline", "b"), ("prefetch", "c"), ("unacked", "d")]
     text = "".join(f"qmq_broker_group_cause{{{labels.format(*one)}}} 1.0\n" for one in given)
@@ -105,7 +105,7 @@ def test_groups_that_something_stops_are_named_by_cause():
     assert (waits.level, waits.found) == (Level.OK, "a:1 has messages that wait for c of s: prefetch")
 
 
-def test_limits_that_clients_reached_lately_are_named():
+def test_limits_reached_lately_are_findings():
     labels = 'broker_group="g1",setting="{}"'
     given = [("token_bytes_per_s", 1.0), ("connections_max", 1.0), ("window_bytes", 0.0)]
     text = "".join(f"qmq_broker_limited{{{labels.format(name)}}} {value}\n" for name, value in given)
@@ -115,7 +115,7 @@ def test_limits_that_clients_reached_lately_are_named():
     assert list(judge_limits("a:1", "")) == []
 
 
-def test_subjects_that_refuse_producers_for_what_waits_are_named_by_their_limit():
+def test_full_subjects_are_findings_with_their_limit():
     labels = 'broker_group="g1",setting="{}"'
     limited = "".join(f"qmq_broker_limited{{{labels.format(one)}}} 1.0\n" for one in ("messagesMax", "window_bytes"))
     of = labels.format("messagesMax")
@@ -130,13 +130,13 @@ def test_subjects_that_refuse_producers_for_what_waits_are_named_by_their_limit(
     assert "Lag" in subjects.do and "SetLimits --messagesMax" in subjects.do
 
 
-def test_a_broker_that_thinks_otherwise_of_its_part_is_named():
+def test_broker_with_another_role_is_a_failure():
     (found,) = judge_broker("a:1", "SLAVE", {"qmq_broker_is_master": 1.0})
     assert found.level is Level.FAIL and "acts as the master" in found.found
     assert list(judge_broker("a:1", "MASTER", {"qmq_broker_is_master": 1.0})) == []
 
 
-def test_a_delay_server_that_is_refused_routes_is_named():
+def test_delay_server_without_routes_is_a_finding():
     metrics = {"qmq_delayserver_is_master": 1.0, "qmq_delayserver_refused_routes": 3.0}
     (found,) = judge_broker("a:1", "DELAY_MASTER", metrics)
     assert (found.level, found.step) == (Level.WARN, "routes") and "3 subjects" in found.found
@@ -190,7 +190,7 @@ def test_the_worst_finding_counts():
     assert worst([]) is Level.OK
 
 
-def test_states_are_shown_with_their_last_moves_and_fail_by_an_illegal_one():
+def test_illegal_state_transition_fails_doctor():
     moves = [{"event": f"E{number}", "after": "LAGGING", "secondsAgo": number} for number in (7, 6, 5, 4, 3, 2.5)]
     machine = {"about": "its slave", "state": "LAGGING", "illegal": 0, "transitions": moves}
     fine = judge_states("b:1", machine)
@@ -201,7 +201,7 @@ def test_states_are_shown_with_their_last_moves_and_fail_by_an_illegal_one():
 
 
 @pytest.mark.parametrize(("typed", "named"), [("/usr/bin/qmq", "qmq"), ("/opt/qmq/tools/__main__.py", "tools.sh")])
-def test_commands_are_named_as_they_are_typed_here(monkeypatch, typed, named):
+def test_commands_are_shown_as_typed_here(monkeypatch, typed, named):
     monkeypatch.setattr(sys, "argv", [typed])
     assert as_typed("start it; or qmq Failover --brokerGroup=g1") == f"start it; or {named} Failover --brokerGroup=g1"
     assert as_typed("a newer qmq has used it; qmq 0.2.0") == "a newer qmq has used it; qmq 0.2.0"

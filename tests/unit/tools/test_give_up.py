@@ -31,7 +31,7 @@ def data(tmp_path):
     return folder
 
 
-def test_it_says_what_would_go_and_does_it_when_the_loss_is_accepted(data, capsys):
+def test_give_up_needs_accepted_loss(data, capsys):
     before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
     assert main([str(data)]) == Exit.REFUSED
     said = capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_it_says_what_would_go_and_does_it_when_the_loss_is_accepted(data, capsy
     assert capsys.readouterr().out.startswith("the log is whole from ")
 
 
-def test_it_does_nothing_under_a_broker_that_runs_and_where_there_is_no_log(data, tmp_path, capsys):
+def test_give_up_refuses_running_brokers_and_empty_directories(data, tmp_path, capsys):
     with open(data / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert main([str(data), "--accept-loss"]) == Exit.REFUSED

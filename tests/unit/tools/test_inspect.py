@@ -83,14 +83,14 @@ def test_a_whole_copy(capsys, data):
     assert found["log"]["segments"] > 3 and found["troubles"] == []
 
 
-def test_what_people_read(capsys, data):
+def test_report_as_text(capsys, data):
     assert main([str(data), "--subjects=1"]) == 0
     text = capsys.readouterr().out
     assert "mq2:20883, SLAVE of g1" in text and "subjects (1 of 3)" in text and "s1" not in text
     assert "troubles      none" in text and "agrees with the files" in text
 
 
-def test_messages_above_an_offset_are_named_even_if_no_frame_begins_there(capsys, data):
+def test_messages_above_any_offset_are_listed(capsys, data):
     end = inspected(capsys, data)["log"]["end"]
     above = inspected(capsys, data, f"--above={end - 8}")["above"]
     assert above["subjects"] == {"s1": [13, 13]} and above["ids"] == [["s1", 13, "m19"]] and not above["stopped"]
@@ -153,7 +153,7 @@ def spoil(name):
         pytest.param(lambda data: shutil.rmtree(data / "log"), "rolled_back", "lacks", id="no log"),
     ],
 )
-def test_what_is_wrong_is_named(capsys, data, harm, name, words):
+def test_troubles_are_reported(capsys, data, harm, name, words):
     harm(data)
     found = inspected(capsys, data, "--verify")
     assert words in troubles(found)[name]
@@ -169,7 +169,7 @@ def test_any_cut_of_any_file_gives_a_report(capsys, data, tmp_path):
             inspected(capsys, copied)
 
 
-def test_what_is_no_stopped_copy_is_refused(capsys, data, tmp_path):
+def test_only_stopped_copies_are_inspected(capsys, data, tmp_path):
     with (data / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused = main([str(data)])

@@ -31,9 +31,7 @@ def _no_metaserver(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_trail_asks_a_metaserver_with_the_token_where_nobody_sees_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_trail_hides_the_token_from_the_process_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret\n")
     secret.chmod(0o600)
@@ -50,7 +48,7 @@ def test_trail_asks_a_metaserver_with_the_token_where_nobody_sees_it(
     assert (token, ended) == ("secret", 0)
 
 
-def test_messages_are_found_in_directories_without_a_metaserver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_message_reads_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
         "--property",
         "orderNo=42",
@@ -77,6 +75,6 @@ def test_messages_are_found_in_directories_without_a_metaserver(monkeypatch: pyt
     assert (token, ended) == (None, 3)
 
 
-def test_everything_is_not_what_somebody_looks_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_find_message_needs_a_filter(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["FindMessage", "--source=/data/b1"]) == 2
     assert "no filter" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def messages(*typed, lines=()):
         ("Browse --subject=s --deadLetters --group=g", ""),
     ],
 )
-def test_what_does_not_go_together_is_said(typed, said):
+def test_conflicting_options_are_rejected(typed, said):
     found = problem(*typed.split(" "))
     assert said in found and bool(said) == bool(found)
 
@@ -88,11 +88,11 @@ def test_a_start_is_a_word_or_a_moment(typed, sent):
         ("--until=1h", True),
     ],
 )
-def test_from_a_place_on_people_read_forwards(typed, newest):
+def test_browse_reads_forwards_from_a_position(typed, newest):
     assert is_newest_first(read("Browse", "--subject=s", *typed.split()).values) is newest
 
 
-def test_what_ends_without_an_answer_names_the_dead_letters():
+def test_unknown_redrive_names_the_dead_letters():
     look = COMMANDS["Redrive"].look_with("m:1", {"subject": "a b", "group": "g"})
     assert look == "tools.sh Browse --metaserver=m:1 --subject='a b' --deadLetters --group=g"
 
@@ -100,7 +100,7 @@ def test_what_ends_without_an_answer_names_the_dead_letters():
 # Messages that are typed.
 
 
-def test_options_make_one_message_as_often_as_it_is_asked_for():
+def test_count_repeats_the_message():
     made = messages("--property", "a=1", "--tag=x,y", "--orderKey=k", "--count=3")
     assert [(one.properties, one.tags, one.order_key, one.id) for one in made] == [
         ({"a": "1"}, {"x", "y"}, "k", None)
@@ -114,7 +114,7 @@ def test_members_of_a_json_object_are_properties():
     assert decode_message(encode_message(Message("s", made.properties, id="i"), 0))["b"] == "true"
 
 
-def test_lines_that_are_no_messages_are_named_and_the_others_sent():
+def test_bad_lines_do_not_stop_the_others():
     made = messages("--file=-", lines=['{"a": 1}\n', "\n", "{", "[1]", '{"properties": {}, "tags": "x"}', '{"b": 2}'])
     assert [one if isinstance(one, str) else dict(one.properties) for one in made[:1] + made[-1:]] == [
         {"a": 1},
@@ -124,7 +124,7 @@ def test_lines_that_are_no_messages_are_named_and_the_others_sent():
     assert made[3] == "line 5: 'tags' is no list"
 
 
-def test_what_browse_prints_produce_reads_back():
+def test_produce_reads_what_browse_prints():
     shown = message_json(
         id="i1",
         broker_group="g1",
@@ -149,7 +149,7 @@ def test_what_browse_prints_produce_reads_back():
     assert (made.id, made.properties, made.tags, made.order_key) == ("i1", {"a": "1"}, {"x", "y", "z"}, "k")
 
 
-def test_a_line_for_people_holds_nothing_that_steers_a_terminal():
+def test_message_lines_have_no_control_characters():
     shown = message_json(
         id="i\x1b[2J", broker_group="g1", sequence=7, properties={"a": "\x9b\n"}, tags=["x"], created_ms=1_000
     )
@@ -175,7 +175,7 @@ def chosen(choice, *letters, bounds=(0, 1 << 62)):
     return list(choice.of("g1", pieces(*letters), bounds))
 
 
-def test_a_dead_letter_goes_back_as_it_was_sent_byte_for_byte():
+def test_dead_letter_returns_byte_for_byte():
     sent, letter = dead("i1", tags=["b", "a"], reason="é" * 300, order_key="k", no=7, text="x" * 9_000)
     [one] = chosen(Choice(), letter)
     assert one.data == sent and one.label == label_of(["a", "b"], "k")
@@ -194,7 +194,7 @@ def test_a_dead_letter_goes_back_as_it_was_sent_byte_for_byte():
         (Choice(tags=frozenset({"x", "y"})), ""),
     ],
 )
-def test_dead_letters_are_chosen(choice, expected):
+def test_dead_letters_are_filtered(choice, expected):
     letters = [
         dead("a", tags=["x"], reason="timeout", no=1)[1],
         dead("b", tags=["y"], reason="refused", no=1, to="y")[1],
@@ -203,12 +203,12 @@ def test_dead_letters_are_chosen(choice, expected):
     assert "".join(one.id for one in chosen(choice, *letters)) == expected
 
 
-def test_only_those_of_the_time_that_was_asked_for_are_chosen():
+def test_dead_letters_are_filtered_by_time():
     letters = [dead(f"i{at}")[1] for at in range(5)]
     assert [one.sequence for one in chosen(Choice(), *letters, bounds=(11, 14))] == [11, 12, 13]
 
 
-def test_what_nobody_can_decode_stays_a_dead_letter():
+def test_undecodable_message_stays_a_dead_letter():
     assert [one.id for one in chosen(Choice(), b"\xff" * 40, dead("i1")[1])] == ["i1"]
 
 
@@ -238,7 +238,7 @@ def test_pull_sequences_are_acked_as_ranges():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_others_are_passed_over(seed):
+def test_other_dead_letters_are_skipped(seed):
     rng, gap = Random(seed), Random(seed).choice([5, 9])
     handed = [
         piece

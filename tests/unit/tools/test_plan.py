@@ -29,7 +29,7 @@ def shown(**changes):
     return plain(show_plan(COMMANDS["MarkReadonly"], WORDS, preview(**changes)))
 
 
-def test_plan_names_the_reach_and_only_what_changes():
+def test_plan_shows_reach_and_changes_only():
     text = shown()
     assert text.startswith("MarkReadonly brokerGroup=g1 subject=*\naffects 1,234 subjects, 1 group, 40 clients\n")
     assert "s11 and 1,222 more" in text and "s12" not in text
@@ -40,12 +40,12 @@ def test_plan_names_the_reach_and_only_what_changes():
     ]
 
 
-def test_what_is_so_already_changes_nothing():
+def test_plan_without_changes():
     same = {"wouldChange": False, "before": {"a": 1}, "after": {"a": 1}}
     assert shown(**same).endswith("nothing would change")
 
 
-def test_a_refusal_is_named_and_so_are_objections():
+def test_plan_shows_refusal_and_objections():
     text = shown(reasons=["no such group"], objections=["5 messages wait there"], wouldChange=False)
     assert "objection: 5 messages wait there" in text and text.endswith("it would be refused")
     assert refusal(preview(reasons=["a", "b"])) == "a; b" and refusal(preview()) == ""
@@ -55,6 +55,6 @@ def test_a_document_is_not_shown_whole():
     assert "(5,000 characters)" in plain(show_plan(COMMANDS["Restore"], {"backup": "x" * 5000}, preview()))
 
 
-def test_nested_places_that_appear_or_go_are_changes():
+def test_nested_fields_are_compared():
     text = shown(before={"slave": None}, after={"slave": {"hostname": "b"}})
     assert text.splitlines()[-1].split() == ["slave.hostname", "-", "b"]

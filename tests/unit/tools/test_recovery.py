@@ -52,7 +52,7 @@ def decided(*, replicas=(), reports=(), gone=(), remembered=0):
     return decide(read_copies(rows(), replicas, reports, gone), remembered=remembered)
 
 
-def test_of_a_copy_that_is_only_silent_nothing_is_decided():
+def test_silent_copy_blocks_the_decision():
     plan = decided(replicas=[replica("a", up=False), replica("b", up=True)])
     assert not plan.words and "a:1: start it" in plan.steps[0] and "--gone" in plan.steps[0]
 
@@ -129,14 +129,14 @@ def test_of_a_copy_that_is_only_silent_nothing_is_decided():
         pytest.param([], [], [A, B], None, {"role": "0", "hostname": "a"}, True, id="neither returns"),
     ],
 )
-def test_which_copy_goes_on(replicas, reports, gone, kept, words, accepted):
+def test_choice_of_the_copy(replicas, reports, gone, kept, words, accepted):
     plan = decided(replicas=replicas, reports=reports, gone=gone)
     assert (plan.keeps and plan.keeps.who, plan.needs_acceptance) == (kept, accepted)
     chosen = {name: value for name, value in plan.words.items() if name in ("role", "hostname", "swap")}
     assert chosen == words
 
 
-def test_an_empty_master_is_not_the_one_that_the_row_names():
+def test_empty_master_is_not_chosen():
     """What runs there has another directory: it is not let in, and whether its disk is lost a person has to say."""
     replicas = [replica("a", up=True, end=0, otherDirectory=True), replica("b", up=True)]
     plan = decided(replicas=replicas)
@@ -144,14 +144,14 @@ def test_an_empty_master_is_not_the_one_that_the_row_names():
     assert decided(replicas=replicas, gone=[A]).keeps.who == B
 
 
-def test_whoever_runs_in_a_place_that_changes_is_stopped_first():
+def test_running_brokers_stop_before_they_move():
     """ReplaceBroker refuses while one of them runs."""
     plan = decided(replicas=[replica("a", up=True, reasons=["file_damaged"]), replica("b", up=True)])
     assert plan.keeps.who == B and plan.steps[0] == "stop a:1, b:1"
     assert plan.steps[2:] == ("start a:1", "start b:1")
 
 
-def test_what_is_lost_is_named_by_offset_subject_and_id():
+def test_losses_list_offset_subject_and_id():
     saved = report("a", end=100, lacks=180, subjects={"s": 5, "t": 2}, troubles=["rolled_back"])
     damaged = report("b", end=180, subjects={"s": 8, "t": 2}, ids=[("s", 5, "m5"), ("s", 7, "m7")])
     plan = decided(reports=[saved, damaged], gone=[B])
@@ -168,7 +168,7 @@ def test_what_is_lost_is_named_by_offset_subject_and_id():
         pytest.param("a", B, {"role": "0", "hostname": "a"}, id="the master's disk"),
     ],
 )
-def test_a_disk_that_ends_before_what_the_metaserver_remembers_was_put_back(kept, gone, words):
+def test_disk_below_the_acknowledged_point_was_restored(kept, gone, words):
     """It does not know that itself: all that stands beside its log is as old."""
     plan = decided(reports=[report(kept, end=100)], gone=[gone], remembered=150)
     assert plan.lost_offsets == (100, 150) and plan.needs_acceptance
@@ -177,11 +177,11 @@ def test_a_disk_that_ends_before_what_the_metaserver_remembers_was_put_back(kept
     assert whole.lost_offsets is None and not whole.needs_acceptance
 
 
-def test_what_is_only_remembered_by_the_metaserver_is_lost_with_both():
+def test_remembered_messages_are_lost_with_both_copies():
     assert decided(gone=[A, B], remembered=700).lost_offsets == (0, 700)
 
 
-def test_all_that_was_acknowledged_is_lost_with_both():
+def test_acknowledged_messages_are_lost_with_both_copies():
     plan = decided(replicas=[replica("a", up=False, end=500)], gone=[A, B])
     assert plan.lost_offsets == (0, 500) and "begins anew" in plan.steps[0]
 
@@ -194,7 +194,7 @@ def test_all_that_was_acknowledged_is_lost_with_both():
         pytest.param([], ["x:1"], "x:1 is no broker of this group", id="a stranger is gone"),
     ],
 )
-def test_what_fits_nothing_of_the_group_is_refused(reports, gone, words):
+def test_foreign_names_and_reports_are_refused(reports, gone, words):
     with pytest.raises(WrongReport, match=words):
         decided(reports=reports, gone=gone)
 
@@ -258,7 +258,7 @@ RUNS, DISK, GONE, SILENT = ("runs", 100, 4), ("disk", 100, 4), ("gone", 100, 4),
         pytest.param([GONE, GONE, GONE], 2, None, "ReplaceBroker", True, id="none returns"),
     ],
 )
-def test_which_of_three_copies_goes_on(states, min_copies, kept, command, accepted):
+def test_choice_among_three_copies(states, min_copies, kept, command, accepted):
     plan = decided_of_three(states, min_copies=min_copies)
     assert (plan.keeps and plan.keeps.who, plan.command, plan.needs_acceptance) == (kept, command, accepted)
     assert "swap" not in plan.words
@@ -286,13 +286,13 @@ OF_C = "set aside the data directory of c:1, stopped, and start it with an empty
         pytest.param([("runs", 90, 3), RUNS, PARTED], 3, ["keep", "a:1 runs", "b:1 runs"], id="a has not begun"),
     ],
 )
-def test_a_slave_that_differs_is_set_aside_if_what_it_confirmed_was_not_acknowledged(states, min_copies, steps):
+def test_diverged_slave_without_acknowledged_frames_is_set_aside(states, min_copies, steps):
     plan = decided_of_three(states, min_copies=min_copies)
     said = [step[: len(wanted)] for step, wanted in zip(plan.steps, steps, strict=True)]
     assert said == steps and plan.keeps.who == A and not plan.command
 
 
-def test_messages_that_only_the_diverged_copy_has_are_named(capsys):
+def test_messages_of_the_diverged_copy_are_listed(capsys):
     parted = {"offset": 100, "messages": 3, "subjects": {"s.a": [30, 31], "s.b": [7, 7]}}
     replicas = [replica("a", up=True), replica("b", up=True, reasons=["diverged"], parted=parted)]
     copies = read_copies(rows(), replicas, (), ())
@@ -322,32 +322,32 @@ def test_messages_that_only_the_diverged_copy_has_are_named(capsys):
         ),
     ],
 )
-def test_a_slave_that_differs_is_no_proof_and_goes_on_if_it_has_most(states, min_copies, kept, command):
+def test_diverged_slave_with_most_goes_on(states, min_copies, kept, command):
     """That its log is not the master's says nothing of which of them has more."""
     plan = decided_of_three(states, min_copies=min_copies)
     assert (plan.keeps.who, plan.command) == (kept, command)
     assert plan.needs_acceptance == (command == "ReplaceBroker")
 
 
-def test_of_two_copies_that_differ_the_masters_goes_on():
+def test_masters_copy_wins_over_a_diverged_slave():
     plan = decide(
         read_copies(rows(), [replica("a", up=True), replica("b", up=True, reasons=["diverged"])], (), ()), term=4
     )
     assert plan.keeps.who == A and plan.steps[0].startswith("set aside the data directory of b:1,")
 
 
-def test_of_two_copies_that_differ_the_slaves_goes_on_if_the_master_lacks_something():
+def test_diverged_slave_wins_over_an_incomplete_master():
     replicas = [replica("a", up=True, reasons=["rolled_back"]), replica("b", up=True, reasons=["diverged"])]
     plan = decide(read_copies(rows(), replicas, (), ()), term=4)
     assert plan.keeps.who == B and plan.command == "ReplaceBroker" and plan.needs_acceptance
 
 
-def test_what_a_copy_that_is_gone_had_acknowledged_is_named_by_offset():
+def test_losses_of_a_gone_copy_have_offsets():
     plan = decided_of_three([("gone", 150, 4), RUNS, RUNS])
     assert plan.lost_offsets == (100, 150)
 
 
-def test_what_the_metaserver_remembers_is_lost_with_those_who_had_it():
+def test_acknowledged_point_above_all_copies_is_a_loss():
     """A slave may be behind; that nobody has what it lacks shows only here."""
     plan = decided_of_three([("gone", 0, 0), DISK, ("gone", 0, 0)], remembered=150)
     assert plan.lost_offsets == (100, 150) and plan.keeps.who == B and plan.needs_acceptance
@@ -356,7 +356,7 @@ def test_what_the_metaserver_remembers_is_lost_with_those_who_had_it():
 
 
 @pytest.mark.parametrize("remembered, lost", [(100, None), (150, (100, 150))])
-def test_a_master_is_refilled_by_itself_only_if_a_slave_has_all_that_is_known_to_be_acknowledged(remembered, lost):
+def test_master_refills_only_from_a_complete_slave(remembered, lost):
     rolled_back = ("runs", 50, 4, "rolled_back")
     of_two = decided(
         replicas=[replica("a", up=True, end=50, reasons=["rolled_back"]), replica("b", up=True)], remembered=remembered
@@ -373,9 +373,7 @@ def test_the_only_copy_is_not_refilled_from_itself():
 
 
 @pytest.mark.parametrize("acknowledged, exit", [(None, Exit.UNREACHABLE), (100, Exit.DONE)])
-def test_nothing_is_decided_while_the_metaserver_cannot_say_what_is_acknowledged(
-    monkeypatch, capsys, acknowledged, exit
-):
+def test_missing_acknowledged_point_blocks_the_decision(monkeypatch, capsys, acknowledged, exit):
     """It said that nothing is lost with a copy that had more than the one that goes on."""
     status = {
         "replicas": [replica(name, up=True) for name in "ab"],

@@ -37,12 +37,12 @@ def page(oldest_s=5 * HOUR_S, *, kind="broker", found_s=None, findings=0):
         pytest.param(page(found_s=NIGHT_S, findings=1), False, False, id="damaged the night before"),
     ],
 )
-def test_a_copy_is_judged_by_what_it_read_and_found_since_the_last_report(metrics, late, damaged):
+def test_scrub_findings_count_since_the_last_report(metrics, late, damaged):
     judged = judge(metrics)
     assert (judged["late"], judged["damaged"], judged["readBytes"]) == (late, damaged, 4096)
 
 
-def test_a_copy_that_does_not_tell_is_not_known():
+def test_copy_without_scrub_metrics_is_unknown():
     assert judge({})["everyS"] == 0 and not judge({})["late"]
 
 
@@ -56,7 +56,7 @@ def row(copy, metrics, why=""):
     return {"group": "g1", "role": "MASTER", "copy": copy, **judge(metrics), "why": why}
 
 
-def test_a_report_names_what_is_wrong_and_of_whom_nothing_is_known():
+def test_report_counts_damaged_and_silent_copies():
     rows = [row("a:1", page()), row("b:1", page(found_s=60.0, findings=1)), row("c:1", {}, "c:1 does not answer")]
     text = text_of(show_scrubs(rows))
     assert "5.0 h ago, due every 168 h" in text and "not known: c:1 does not answer" in text

@@ -19,7 +19,7 @@ TABLE = Table(
 )
 
 
-def test_table_aligns_columns_and_shows_what_is_missing():
+def test_table_aligns_columns_and_marks_missing_values():
     assert plain([TABLE]).splitlines() == [
         "NAME    WHERE            END   NOTE",
         "a       10.0.0.1:20881   4096  first",
@@ -27,7 +27,7 @@ def test_table_aligns_columns_and_shows_what_is_missing():
     ]
 
 
-def test_empty_table_says_so():
+def test_empty_table_shows_its_text():
     assert plain([Table(TABLE.columns, [], empty="nobody is here", title="people")]) == "people\nnobody is here"
 
 
@@ -70,7 +70,7 @@ def test_every_json_value_can_be_shown(value, text):
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "a\rb", "a\nb", "\x9b31m", "a\u202eb"])
-def test_what_could_steer_a_terminal_is_replaced(text):
+def test_control_characters_are_replaced(text):
     assert to_cell(text).text.isprintable() and printable(text).isprintable()
 
 
@@ -79,7 +79,7 @@ def test_good_or_bad_leaves_the_unknown_open():
     assert (cell({"up": True}).text, cell({"up": False}).text, cell({}).text) == ("yes", "no", "-")
 
 
-def test_times_spans_and_sizes_read_as_people_write_them():
+def test_times_spans_and_sizes_are_readable():
     assert utc(1769860800000) == "2026-01-31 12:00:00Z" and utc(0) == "" and utc(10**18) == str(10**18)
     assert [span(ms) for ms in (0, 4200, 720_000, 7_200_000, 400_000_000)] == [
         "0.0 s",

@@ -78,7 +78,7 @@ def test_metaserver_may_come_from_the_environment():
         pytest.param(["completion", "fish"], "fish", id="unknown shell"),
     ],
 )
-def test_wrong_usage_says_what_is_wrong_and_how_it_is_typed(words, said):
+def test_wrong_usage_shows_fault_and_usage(words, said):
     with pytest.raises(WrongUsage) as wrong:
         read(*words)
     assert said in str(wrong.value) and wrong.value.usage.startswith("usage: tools.sh")
@@ -96,17 +96,17 @@ def test_wrong_usage_says_what_is_wrong_and_how_it_is_typed(words, said):
         ("2d", str(NOW_MS - 2 * 86_400_000)),
     ],
 )
-def test_times_are_dates_moments_or_a_while_ago(typed, sent):
+def test_times_are_dates_moments_or_ages(typed, sent):
     assert read("AuditTrail", "--metaserver=m", f"--since={typed}").values["since"] == sent
 
 
-def test_wait_is_typed_in_seconds_alone_it_is_a_minute():
+def test_wait_is_in_seconds_default_a_minute():
     assert read("DrainGroup", "--metaserver=m", "--brokerGroup=g", "--wait").values["wait"] == "60000"
     assert read("DrainGroup", "--metaserver=m", "--brokerGroup=g", "--wait=5").values["wait"] == "5000"
     assert read("DrainGroup", "--metaserver=m", "--brokerGroup=g").values["wait"] == ""
 
 
-def test_what_is_not_typed_is_not_sent():
+def test_omitted_options_are_not_sent():
     options = read("Clients", "--metaserver=m", "--app=shop")
     assert options.command.words(options.values) == {"action": "Clients", "app": "shop"}
 
@@ -129,7 +129,7 @@ def test_qmqs_action_of_reset_offset_is_sent_as_its_code():
         ({"code": "2", "value": "3"}, "takes no --value"),
     ],
 )
-def test_reset_offset_says_where_to_once(words, said):
+def test_reset_offset_takes_one_position(words, said):
     assert said in read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g").command.needs(words)
 
 
