@@ -9,6 +9,9 @@ PY := $(VENV)/bin/python
 QUICK := $(addprefix tests/unit/,log replication server broker delayserver metaserver) tests/golden tests/transcripts tests/property \
     tests/unit/test_architecture.py tests/unit/test_papers.py tests/unit/test_words.py tests/unit/test_states.py
 
+AREA ?= qmq/log
+TESTS ?= tests/unit/log tests/unit/replication tests/unit/broker tests/transcripts
+
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
@@ -83,8 +86,12 @@ console-pictures: $(STAMP) ## draw docs/console-*.png anew, of a real cluster on
 simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), clones, delay, outbox or shells
 	@$(PY) -m tests.simulation --scenario "$(or $(SCENARIO),cores)" --seeds "$(or $(SEEDS),2000)"
 
-mutants: $(STAMP) ## plant small faults, SAMPLE (default 100, 0: all) in each of log, replication and broker, drawn by SEED; AREAS="broker/subscriptions.py"
-	@$(PY) -m tests.mutants $(AREAS) --sample "$(or $(SAMPLE),100)" --seed "$(or $(SEED),1)"
+mutants: $(STAMP) ## nightly: small faults in AREA (default qmq/log), committed code, by cosmic-ray; those that TESTS miss are listed
+	@git diff --quiet HEAD -- "$(AREA)" || { echo "$(AREA) has changes: commit first, the files are changed in place"; exit 1; }
+	@mkdir -p .run && sed -e 's|AREA|$(AREA)|' -e 's|PYTHON|$(PY)|' -e 's|TESTS|$(TESTS)|' tests/mutants/cosmic-ray.toml > .run/cosmic-ray.toml
+	@$(PY) -m cosmic_ray.cli init .run/cosmic-ray.toml .run/mutants.sqlite --force
+	@$(PY) -m cosmic_ray.cli exec .run/cosmic-ray.toml .run/mutants.sqlite; git checkout -q -- "$(AREA)"
+	@$(VENV)/bin/cr-report --surviving-only --show-diff .run/mutants.sqlite
 
 chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minutes (default 10)
 	@$(PY) -m qmq chaos --minutes "$(or $(MINUTES),10)"

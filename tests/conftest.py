@@ -30,11 +30,6 @@ hypothesis.settings.register_profile(
     max_examples=5000,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.register_profile(
-    "no shrinking",  # that an example fails is all that `python -m tests.mutants` wants to know
-    hypothesis.settings.get_profile("same everywhere"),
-    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
-)
 hypothesis.settings.load_profile("same everywhere")
 
 # Hypothesis also tries the constants that it finds in modules of ours, as far as they happen to be loaded: which these
