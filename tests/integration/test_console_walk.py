@@ -74,7 +74,7 @@ def test_operator_change_is_found_by_time(night):
         text = browser.click("Show")
         assert "cluster 127.0.0.1 MarkReadonlyBrokerGroup brokerGroup=g2" in text and "AddDb" not in text
         browser.fill("until", (now - timedelta(minutes=9)).strftime("%Y-%m-%dT%H:%M"))
-        assert "Nothing was changed then" in browser.click("Show")
+        assert "No change in this time" in browser.click("Show")
 
 
 def test_dead_letters_are_shown_with_their_error(night):

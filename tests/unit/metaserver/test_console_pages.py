@@ -77,7 +77,7 @@ async def test_when_doctor_waits_for_a_silent_broker_the_overview_leads_to_it(wo
         page = await world.see()
     finally:
         pages.DOCTOR_S = before
-    assert "A broker may be silent" in page and 'href="/console/doctor">ask it on its own page' in page
+    assert "A broker may not answer" in page and 'href="/console/doctor">ask it on its own page' in page
     assert "takes messages" in page
 
 
@@ -105,8 +105,8 @@ async def test_the_trail_says_what_was_changed_at_a_time(world):
 
     text = await world.read("/trail")
     assert "anna 10.0.0.9 MarkReadonlyBrokerGroup brokerGroup=g1" in text
-    assert "Nothing was changed then" in await world.read("/trail", until="2020-01-01T00:00")
-    assert "Nothing was changed then" in await world.read("/trail", since="2099-01-01T00:00")
+    assert "No change in this time" in await world.read("/trail", until="2020-01-01T00:00")
+    assert "No change in this time" in await world.read("/trail", since="2099-01-01T00:00")
     assert "MarkReadonly" not in await world.read("/trail", name="AddBroker")
     assert "yesterday is no moment" in await world.read("/trail", since="yesterday")
     world.desk.database.read = at_five_past_two
