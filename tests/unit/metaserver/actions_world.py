@@ -1,4 +1,4 @@
-"""Shell. Real actions on a real registry and a real SQLite database; only brokers and clients are played."""
+"""Shell. Real actions on a real registry and a real SQLite database; brokers and clients are fakes."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class World:
         return await self.database.read(lambda repository: repository.audit_trail())
 
     async def copies(self, group="g1"):
-        """A group of two brokers that are not started."""
+        """Add a group of two brokers that are not started."""
         await self.done("AddBroker", **place(group, 0, f"{group}-a"))
         await self.done("AddBroker", **place(group, 1, f"{group}-b"))
 
     async def start(self, hostname, *, complete=False):
-        """Let a broker register and beat."""
+        """Register a broker and send a heartbeat."""
         known = self.registry.directory.find(BrokerKey(hostname, 20881))
         ports, disk = (20881, 20882, 20883, 20884), f"disk of {hostname}"
         said = Broker(known.group, known.role, hostname, "10.0.0.1", *ports, incarnation=disk, kind=known.kind)
@@ -117,7 +117,7 @@ class World:
         self.registry.beat(key, self.sessions[hostname], self.brokers.states[key])
 
     def stop(self, hostname):
-        """Let a broker end, noticed at once."""
+        """End a broker's stream, noticed at once."""
         key = BrokerKey(hostname, 20881)
         self.registry.leave(key, self.sessions.pop(hostname))
         question = self.liveness.doubt(key)
@@ -139,7 +139,7 @@ class World:
 
 
 class Brokers:
-    """Brokers as the metaserver sees them on their control ports."""
+    """Brokers as seen on their control ports."""
 
     def __init__(self):
         self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
@@ -150,7 +150,7 @@ class Brokers:
 
     def _reach(self, broker):
         if broker.key not in self.states or broker.group in self.silent:
-            who = f"{broker.key} ({broker.part.name} of {broker.group})"  # as qmq.metaserver.rpc.broker_client has it
+            who = f"{broker.key} ({broker.part.name} of {broker.group})"  # as in qmq.metaserver.rpc.broker_client
             raise NotServed(f"{who} did not answer at {broker.ip}:{broker.control_port}")
         return self.states[broker.key]
 
@@ -219,7 +219,7 @@ class Brokers:
 
 
 class DeadLetters:
-    """Dead letters of one group, (id, reason): a list that all who take share; what is not settled goes back to it."""
+    """Dead letters of one group, (id, reason): one list shared by all readers; unsettled ones return to it."""
 
     batch_bytes_max = 1 << 20
 
@@ -272,7 +272,7 @@ def client(app, client_id, *subjects, produces=True):
 
 
 def left(subject, group, messages, oldest_ms=0, *, dead=0):
-    """A consumer group that has messages to do, and dead letters."""
+    """A consumer group with waiting messages and dead letters."""
     words = {"subject": subject, "group": group, "lag": messages, "oldest_ms": oldest_ms}
     return pb.GroupProgress(**words, position=10, dead_letters=dead)
 

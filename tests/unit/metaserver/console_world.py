@@ -1,4 +1,4 @@
-"""Shell. The console over real actions: a browser that keeps its cookie, one token of each role, played brokers."""
+"""Shell. Console over real actions: a browser with a cookie, one token of each role, fake brokers."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class ConsoleWorld(World):
         return answer
 
     async def see(self, path="", **words):
-        """A page of the console as its HTML, which has to be whole."""
+        """Return a page's HTML, and check that it is complete."""
         answer = await self.browser.get(f"/console{path}", params=words or None)
         assert answer.status_code == 200 and answer.text.rstrip().endswith("</html>"), answer.text
         return answer.text
 
     async def read(self, path="", **words):
-        """What people read on a page."""
+        """Return the visible text of a page."""
         return text_of(await self.see(path, **words))
 
     async def send(self, path, /, **fields):
@@ -137,7 +137,7 @@ class PlayedWatchdogs:
 
 
 async def with_something_on_every_page(world, folder):
-    """Groups, one of them readonly; who is behind; dead letters; parked rows; delayed messages; nights of the audit."""
+    """Groups, one of them readonly; lag; dead letters; parked rows; delayed messages; nights of the audit."""
     await world.running_copies("g1")
     await world.running_copies("g2")
     await world.routed("order.changed", "quiet", groups=("g1", "g2"))

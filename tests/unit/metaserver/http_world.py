@@ -1,4 +1,4 @@
-"""Shell. The metaserver's HTTP side with its real guard, tokens and routes, and actions that only say what they got."""
+"""Shell. HTTP side with its real guard, tokens and routes, and actions that only record their calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPEN = {"/meta/address", "/health/live", "/health/ready"}
 
 
 class FakeActions:
-    """Takes part in place of the real ones: reads words as they do, and notes what it was asked."""
+    """Fake actions: check words as the real ones do, and record the calls."""
 
     def __init__(self):
         self.ran = []

@@ -1,4 +1,4 @@
-"""Shell. What holds for every operator's action: words, rights, plans, one transaction with its row of the trail."""
+"""Shell. Rules for every action: words, rights, plans, one transaction with its audit row."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_no_list_may_be_asked_by_anybody_but_qmqs_three():
     ],
 )
 def test_wrong_words_are_refused_before_anything_is_looked_at(name, words, complaint):
-    """Weakness 2: what QMQ cuts, ignores or answers with a stack trace is refused and named."""
+    """Weakness 2: QMQ cuts or ignores bad input, or answers with a stack trace; here it is refused by name."""
     with pytest.raises(QmqError, match=complaint):
         read_words(ACTIONS[name], {key: str(value) for key, value in words.items()})
 
@@ -100,7 +100,7 @@ SAME_PLAN = {
 
 @in_world
 async def test_a_plan_has_the_same_word_while_nothing_was_changed(world):
-    """Else nobody could say yes to it. Brokers go on meanwhile, and other subjects are made."""
+    """Else a plan could never be confirmed: brokers go on, and new subjects arrive."""
     await world.running_copies("g1")
     await world.running_copies("g2")
     await world.routed("s1", groups=("g1", "g2"))
@@ -121,7 +121,7 @@ async def test_unknown_action_is_refused_with_a_near_one(world):
 
 @in_world
 async def test_each_change_leaves_one_row_of_the_trail(world):
-    """Weakness 32: who, from where, which action, which parameters, what was before and after."""
+    """Weakness 32: author, address, action, parameters, values before and after."""
     await world.done("AddBroker", **place("g1", 0, "h1"))
     await world.refused("AddBroker", **place("g1", 0, "h2"))
     await world.done("ReplaceBroker", **place("g1", 0, "h3"))
@@ -153,7 +153,7 @@ async def test_the_trail_is_read_in_pages_and_by_filter(world):
 
 @in_world
 async def test_dry_run_says_what_would_change_and_changes_nothing(world):
-    """Weakness 33: nothing of QMQ's tools can be tried."""
+    """Weakness 33: QMQ's tools have no dry run."""
     await world.copies("g1")
     await world.routed("s1", "s2")
     world.hub.counts = [Counts(producers=4, consumers=0, watchers=40)]
@@ -203,7 +203,7 @@ async def test_a_token_changes_only_what_is_in_its_scope(world):
 
 @in_world
 async def test_who_is_limited_to_subjects_does_not_change_what_others_use(world):
-    """Whoever exchanges a group's brokers reaches every subject of it, and those to come."""
+    """A change of a group's brokers affects all its subjects, also later ones."""
     await world.copies("g1")
     await world.routed("shop.a", "other")
     of_shop, of_g2 = caller("admin", subjects=["shop.*"]), caller("admin", groups=["g2"])
@@ -273,7 +273,7 @@ async def test_who_always_loses_the_race_is_told_and_changes_nothing(world):
 
 
 class BrokenCommit:
-    """A database whose connection breaks in the commit of the next change: after it, or before it."""
+    """A database whose connection breaks in the next commit: after it, or before it."""
 
     def __init__(self, monkeypatch, *, stored):
         change = Repository.change

@@ -1,4 +1,4 @@
-"""Shell. Brokers that are added, replaced, swapped and removed. The rules are in test_roles."""
+"""Shell. Brokers are added, replaced, swapped and removed. test_roles checks the rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_qmqs_documented_swap_of_two_calls_works(world):
 
 @in_world
 async def test_a_swap_of_two_stopped_brokers_is_one_call(world):
-    """Weakness 22: between QMQ's calls the group has one broker, and nothing else to go on with."""
+    """Weakness 22: between QMQ's calls the group has one broker and no spare."""
     await world.running_copies("g1")
     world.stop("g1-b")
     world.stop("g1-a")
@@ -118,7 +118,7 @@ async def test_the_last_copy_is_neither_replaced_nor_removed_without_a_word(worl
 
 @in_world
 async def test_the_slave_of_a_master_that_was_rolled_back_is_neither_replaced_nor_removed_without_a_word(world):
-    """The master runs, and lacks what only this slave has."""
+    """The master runs, and lacks frames that only this slave has."""
     await world.running_copies("g1")
     world.beat("g1-a", writable=False, readonly_reasons=("rolled_back",), incarnation="disk of g1-a")
     world.stop("g1-b")
@@ -134,7 +134,7 @@ async def test_the_slave_of_a_master_that_was_rolled_back_is_neither_replaced_no
 
 @in_world
 async def test_the_slave_of_a_master_whose_log_is_damaged_is_neither_replaced_nor_removed_without_a_word(world):
-    """The range is fetched from the slave, if anywhere."""
+    """The range comes from the slave, if from anywhere."""
     await world.running_copies("g1")
     world.stop("g1-b")
     words = {"hostname": "g1-b", "servePort": 20881}
@@ -145,7 +145,7 @@ async def test_the_slave_of_a_master_whose_log_is_damaged_is_neither_replaced_no
     ):
         assert "log of g1-a:20881 is damaged" in text and "may be the last copy" in text
     world.beat("g1-a", writable=False, readonly_reasons=("slave_down",), incarnation="disk of g1-a")
-    await world.done("RemoveBroker", **words)  # it was mended, or given up
+    await world.done("RemoveBroker", **words)  # it was repaired, or given up
     assert parts(world) == ("g1-a", None)
 
 
@@ -157,7 +157,7 @@ async def test_a_master_is_not_removed_before_its_slave(world):
 
 @in_world
 async def test_the_last_broker_takes_its_group_with_it(world):
-    """Weakness 8: QMQ cannot remove a group, and its routes name it for ever."""
+    """Weakness 8: QMQ cannot remove a group, and its routes keep it."""
     await world.copies("g1")
     await world.copies("g2")
     await world.routed("s1", groups=("g1", "g2"))
@@ -193,7 +193,7 @@ async def test_roles_are_swapped_with_a_row_of_the_trail(world):
 
 @in_world
 async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_master(world):
-    """Its registration raises no term: the swap would make an empty log that of the group."""
+    """Its registration raises no term: the swap would give the group an empty log."""
     await world.running_copies("g1")
     change = world.registry.change
 
@@ -228,7 +228,7 @@ async def test_swap_refuses_logs_that_differ(world):
 
 @in_world
 async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
-    """It holds still from the order on: what its slave takes to catch up counts, too."""
+    """The pause begins with the order, so it includes the slave's time to catch up."""
     await world.running_copies("g1")
     prepare, clock = world.brokers.prepare_swap, SimpleNamespace(now_s=1_000.0)
 
@@ -315,7 +315,7 @@ async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
 
 @in_world
 async def test_brokers_and_groups_are_listed_with_their_state(world):
-    """Weakness 14: QMQ's metaserver does not know whether a slave lives."""
+    """Weakness 14: QMQ's metaserver does not see whether a slave is up."""
     await world.running_copies("g1")
     await world.copies("g2")
     world.stop("g1-b")
@@ -341,7 +341,7 @@ async def test_copies_are_compared(world):
 
 @in_world
 async def test_status_says_up_to_where_anything_is_remembered_to_be_acknowledged(world):
-    """Of copies that are gone, too: RecoverGroup says what is lost with them."""
+    """Also for copies that are gone: RecoverGroup shows the losses."""
     await world.running_copies("g1")
     [status] = await world.done("ReplicaStatus", brokerGroup="g1")
     assert status["acknowledged"] == 0
@@ -402,7 +402,7 @@ async def test_an_accepted_loss_is_told_of_until_it_is_acknowledged(world):
 
 @in_world
 async def test_slave_that_is_away_for_moments_counts_as_in_sync_at_the_last_report(world):
-    """It may confirm again before that is stored; a master that restarts then has to wait for it."""
+    """It may confirm again before that is stored; a master that restarts then must wait for it."""
     await world.running_copies("g1")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
     await world.start("g1-c", complete=True)

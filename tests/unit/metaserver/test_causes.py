@@ -134,7 +134,7 @@ def test_each_of_three_copies_is_named_with_the_command_for_several():
 
 
 def test_where_there_is_room_for_no_other_copy_fewer_acknowledge_first(monkeypatch):
-    """AddBroker refuses more copies than there may be, and RemoveBroker fewer than acknowledge."""
+    """AddBroker refuses more copies than the maximum, and RemoveBroker fewer than acknowledge."""
     monkeypatch.setattr(doctor, "COPIES_MAX", 3)
     (remedy,) = of_three("c", min_copies=3).values()
     assert "SetCopies --brokerGroup=g1 --minCopies=2, then qmq RemoveBroker --hostname=c" in remedy

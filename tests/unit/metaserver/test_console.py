@@ -1,4 +1,4 @@
-"""Shell. The console shows what the actions answer, lets nobody in without a token, and changes nothing unconfirmed."""
+"""Shell. The console shows the actions' answers, requires a token, and changes nothing unconfirmed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_answers_of_pages_have_the_strict_policy(world):
 
 @in_console
 async def test_no_page_has_anything_that_the_policy_forbids(world):
-    """Inline scripts, styles and handlers would be dead on the page; addresses of others are not reached."""
+    """Inline scripts, styles and handlers would not run; foreign addresses are never loaded."""
     await world.log_in("admin")
     await world.running_copies("g1")
     for path in [page.path for page in PAGES] + ["/change?action=MarkReadonlyBrokerGroup", "/group?name=g1"]:
@@ -128,7 +128,7 @@ async def test_groups_come_in_pages(world):
     assert "No such broker group" in await world.read("", page="7")
 
 
-# Who may.
+# Access.
 
 
 @in_console
@@ -205,8 +205,9 @@ OPEN = {"/console/login", "/console/console.css", "/console/console.js", "/conso
 
 @in_console
 async def test_every_address_asks_for_a_session_that_goes_on(world):
-    """All that there are: without a cookie, with one of another installation, of a session that ended or was logged out
-    of, of a token that was revoked, or that is no operator's."""
+    """All invalid cookies: none, of another installation, of an expired or logged-out session, of a revoked token, of a
+    token without an operator's role.
+    """
     dice = random.Random(5).randbytes
     now = wall_ms()
     sessions = Sessions(world.access, [CLUSTER], dice)
@@ -244,7 +245,7 @@ async def test_every_form_shows_the_proof_of_its_session_and_comes_from_this_sit
         for site in ("cross-site", "same-site", "none"):
             answer = await world.browser.post(path, data={}, headers={"Sec-Fetch-Site": site})
             assert answer.status_code == 403 and "another site" in answer.text, path
-        if path != "/console/login":  # nobody is logged in yet; its cookie is not sent along from another site
+        if path != "/console/login":  # before the login; its cookie does not come from another site
             for csrf in ("", "x", others):
                 answer = await world.browser.post(path, data={"csrf": csrf, "action": "DrainGroup"})
                 assert answer.status_code == 403 and "not of your session" in answer.text, path
@@ -299,7 +300,7 @@ def test_a_session_ends_and_is_not_forged():
         with pytest.raises(AccessError):
             sessions.caller(forged, now_ms=6, peer="")
     for signed in (
-        sessions.sealed("an attempt"),  # signed, and no session
+        sessions.sealed("an attempt"),  # signed, but no session
         sessions._cookie("~not base64 of a list", 5),
         sessions._cookie(f"~{base64.urlsafe_b64encode(b'5').decode()}", 5),
         sessions._cookie(f"~{base64.urlsafe_b64encode(b'[1, 2]').decode()}", 5),
@@ -317,7 +318,7 @@ def test_a_session_ends_and_is_not_forged():
 
 
 async def test_lists_that_are_open_are_open_here_and_the_rest_is_not(tmp_path):
-    """Without a token the console shows what the tools get without one."""
+    """Without a token the console shows the lists that the tools get without one."""
 
     world = ConsoleWorld(tmp_path / "metaserver.db", open_lists=True)
     await world.open()
@@ -352,7 +353,7 @@ async def test_a_change_is_planned_then_confirmed_and_stands_in_the_trail(world)
 
 @in_console
 async def test_a_plan_that_is_another_one_by_now_is_not_carried_out(world):
-    """Two operators look at contradictory plans of one subject at the same time, and both say yes."""
+    """Two operators confirm contradictory plans of one subject at the same time."""
     await world.log_in("operator")
     await world.running_copies("g1")
     await world.routed("s1")
@@ -365,7 +366,7 @@ async def test_a_plan_that_is_another_one_by_now_is_not_carried_out(world):
     refused = await world.send("/change", **plans[1])
     assert "the plan has changed since it was shown" in refused.text and "expiresAfterS=3600" in refused.text
     assert [limits.expires_after_s for limits in world.registry.directory.limits] == [60]
-    assert "Done." in (await world.send("/change", **plans[0])).text  # all is so already
+    assert "Done." in (await world.send("/change", **plans[0])).text  # nothing to change
     assert not any("ifPlan" in row.parameters for row in await world.audit())
 
 

@@ -1,4 +1,4 @@
-"""Shell. Pages of large installations: however long an answer is, a page is short, and says what it leaves out."""
+"""Shell. Pages of large installations are short, and count what they leave out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.metaserver.console_world import ConsoleWorld, text_of
 
 MANY = 10_000
 ROWS_MAX, BYTES_MAX = 400, 400_000
-"""What a page may have: a few tables of a hundred rows."""
+"""Limit for a page: a few tables of a hundred rows."""
 
 LAG = {
     "subject": "s",
@@ -89,7 +89,7 @@ ANSWERS = {
     "Browse": {"messages": [MESSAGE] * 100, "unasked": SILENT},
     "Rates": {"rates": [], "unasked": {}},
 }
-"""What the actions say that have no limit of their own; the others say what they say of an empty installation."""
+"""Answers of actions without a limit of their own; the others answer as for an empty installation."""
 
 
 async def _in_large_world(folder, test, answers=ANSWERS):
@@ -174,7 +174,7 @@ def test_of_more_groups_than_a_page_shows_the_one_with_findings_is_counted_and_c
 
 
 def test_a_group_that_no_audit_ever_read_is_named(tmp_path):
-    """ "All are proven" was said although the third one was in no run."""
+    """A fixed bug: "All are proven" although no run had read the third group."""
     ledger = Ledger(tmp_path / "ledger")
     night(ledger, "g1", 1000)
 
@@ -214,7 +214,7 @@ def test_the_newest_runs_are_shown_and_files_are_read_again_when_they_change_onl
 
 
 def test_files_are_looked_at_after_a_run_or_now_and_then(tmp_path, monkeypatch):
-    """To look at each file for each page took longer than all the rest of it, where there are 2,000."""
+    """A stat of each of 2,000 files per page took longer than the rest of the page."""
     ledger, stamps = Ledger(tmp_path / "ledger"), []
     nights, stamp = Nights(tmp_path / "ledger"), Nights._stamp
     monkeypatch.setattr(Nights, "_stamp", lambda self, name: stamps.append(name) or stamp(self, name))
@@ -224,7 +224,7 @@ def test_files_are_looked_at_after_a_run_or_now_and_then(tmp_path, monkeypatch):
     assert stamps == ["g0", "g1"]
     night(ledger, "g1", 2000, FINDINGS)
     assert nights.shown("", now_ms=0)["proven"] == 1
-    with ledger.path("g0").open("ab") as file:  # a ledger that is copied here, say
+    with ledger.path("g0").open("ab") as file:  # for example a copied ledger
         file.write(encode_entry(Entry("run 3000", 3000, "g0", FINDINGS)))
     assert nights.shown("", now_ms=0)["proven"] == 1
     monkeypatch.setattr(console_nights, "LOOK_AGAIN_S", 0.0)

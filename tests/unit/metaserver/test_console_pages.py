@@ -1,4 +1,4 @@
-"""Shell. Each of the console's pages answers its question, with data, and shows what others wrote as text."""
+"""Shell. Each page of the console answers its question, with data, and escapes foreign text."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_nightly_audit_is_shown_night_by_night(tmp_path):
 
     @in_console
     async def test(world):
-        assert "does not know where" in await world.read("/audit")
+        assert "is not configured" in await world.read("/audit")
         world.console._nights = Nights(tmp_path / "ledger")
         assert "is no directory" in await world.read("/audit")
         await world.copies("g1")
@@ -341,7 +341,7 @@ async def test_messages_a_second_of_a_group_are_drawn(world):
     now = wall_ms()
     samples = [pb.RateSample(at_ms=now - 5_000 * (9 - n), taken=250 * n, delivered=10 * n) for n in range(10)]
     world.brokers.samples["g1"] = samples
-    with patch.object(pages, "wall_ms", lambda: now):  # what is drawn moves with time, and the two are compared
+    with patch.object(pages, "wall_ms", lambda: now):  # the chart moves with time, and two are compared
         page = await world.see("/group", name="g1")
         part = await world.browser.get("/console/rates?brokerGroup=g1")
     assert "messages in: 50.0 messages out: 2.0" in text_of(page) and page.count("<polyline") == 2

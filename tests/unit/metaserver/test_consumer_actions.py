@@ -1,4 +1,4 @@
-"""Shell. Consumer groups: how far they are, and where they go on."""
+"""Shell. Consumer groups: lag and positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def two_groups(world):
 
 @in_world
 async def test_a_reset_reaches_every_broker_of_the_subject_and_is_recorded(world):
-    """Weakness 35: QMQ's reset is lost with the broker's memory, and nobody looks at its answer."""
+    """Weakness 35: QMQ's reset is lost with the broker's memory, and its answer is ignored."""
     await two_groups(world)
     done = await world.done("ResetOffset", subject="s1", group="shop", to="earliest")
     expected = {"before": 10, "after": 3, "skipped": 0, "repeated": 7}
@@ -32,7 +32,7 @@ async def test_a_reset_reaches_every_broker_of_the_subject_and_is_recorded(world
 
 @pytest.mark.parametrize("code, to", [("1", "latest"), ("2", "earliest")])
 def test_qmqs_codes_are_understood(tmp_path, code, to):
-    """Weakness 33: QMQ's own tool never gets as far as sending them."""
+    """Weakness 33: QMQ's own tool never sends them."""
 
     @in_world
     async def body(world):
@@ -45,7 +45,7 @@ def test_qmqs_codes_are_understood(tmp_path, code, to):
 
 @in_world
 async def test_a_reset_to_a_time_or_a_sequence(world):
-    """Weakness 35: QMQ knows the first and the last message only."""
+    """Weakness 35: QMQ can reset to the first and the last message only."""
     await two_groups(world)
     await world.done("ResetOffset", subject="s1", group="shop", to="time", value=1000)
     await world.done("ResetOffset", subject="s1", group="shop", to="sequence", value=7, brokerGroup="g2")
@@ -103,8 +103,9 @@ async def test_a_reset_that_cannot_be_recorded_is_not_begun(world):
 
 @in_world
 async def test_a_dry_run_of_a_reset_shows_each_broker(world):
-    """Weakness 35: nobody knows beforehand what QMQ's reset skips. A group that has got all and acked less
-    stays where it is, and gives up the rest."""
+    """Weakness 35: QMQ does not show beforehand what a reset skips. A group that got all and acked less stays where it
+    is, and gives up the rest.
+    """
     await two_groups(world)
     shown = await world.done("ResetOffset", subject="s1", group="shop", to="earliest", dryRun="true")
     changed = differences(shown["before"], shown["after"])
@@ -151,7 +152,7 @@ async def test_lag_is_summed_up_over_brokers(world):
 
 @in_world
 async def test_consumers_are_listed_with_who_is_connected_and_switched_off(world):
-    """Weakness 37: QMQ lists consumers that ever were, not those that are."""
+    """Weakness 37: QMQ lists all former consumers, not the current ones."""
     await two_groups(world)
     row = left("s1", "shop", 5)
     row.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, unacked=3, peer="10.1.1.1:5"))
@@ -169,7 +170,7 @@ async def test_consumers_are_listed_with_who_is_connected_and_switched_off(world
 
 @in_world
 async def test_clients_are_listed_by_subject_and_application(world):
-    """Weakness 37: QMQ knows its live clients and does not tell."""
+    """Weakness 37: QMQ has its live clients in memory and no list of them."""
     world.hub.infos = [client("shop", "c2", "s1", "s2"), client("shop", "c1", "s1"), client("bill", "c3", "s2")]
     listed = await world.done("Clients", subject="s1")
     assert [one["clientId"] for one in listed["clients"]] == ["c1", "c2"] and listed["unasked"] == []

@@ -1,4 +1,4 @@
-"""Shell. Actions on delayed messages, and what a group of delay servers still holds."""
+"""Shell. Actions on delayed messages, and the contents of a group of delay servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.metaserver.actions_world import in_world, place
 
 
 class DelayServers:
-    """What masters of delay groups answer; those that are silent do not."""
+    """Answers of delay masters; silent ones do not answer."""
 
     def __init__(self, world):
         self.world, self.pending, self.fates, self.silent = world, {}, {}, set()

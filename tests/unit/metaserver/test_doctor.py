@@ -75,7 +75,7 @@ CAUSES = {
     database_away: {CheckKind.DATABASE: 1},
     metaserver_silent: {CheckKind.METASERVERS: 1},
 }
-"""What goes wrong in an installation of one group -> how many findings of which check."""
+"""Faults of an installation with one group, each with the number of findings by check."""
 
 
 _http = cache(HttpWorld)
@@ -83,14 +83,14 @@ _http = cache(HttpWorld)
 
 
 def http_of(world):
-    """The HTTP side with these real actions behind it."""
+    """The HTTP side over these real actions."""
     http = _http()
     http.actions.run = world.actions.run
     return http
 
 
 def series(metrics):
-    """Samples as Prometheus gets them: label of the check, or nothing, -> value."""
+    """Samples as scraped: label of the check, or nothing, and value."""
     return {
         (metric.name, sample.labels.get("check", "")): sample.value
         for metric in metrics.read()
@@ -99,7 +99,7 @@ def series(metrics):
 
 
 async def findings(metrics):
-    """What the gauges say after the next look, without those that are 0."""
+    """Return the gauges after the next look, without zeros."""
     task = asyncio.create_task(metrics.scrapes.run())
     name = "qmq_metaserver_doctor_findings"
     while (name, CheckKind.DATABASE) not in (found := series(metrics)):
@@ -144,7 +144,7 @@ async def test_an_installation_that_is_well_has_no_findings(world):
 @in_world
 async def test_the_metrics_ask_no_broker(world):
     await world.running_copies("g1")
-    world.brokers.silent.add("g1")  # a question would find it
+    world.brokers.silent.add("g1")  # a call would find it
     assert all(check["ok"] for check in await examine_reported(world.desk))
     assert not (await world.done("Doctor"))["healthy"]
 

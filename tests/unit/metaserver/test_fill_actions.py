@@ -1,4 +1,4 @@
-"""Shell. SetCopies --syncMode, SyncReplica and CancelSync: what the row says, who is told, what is refused."""
+"""Shell. SetCopies --syncMode, SyncReplica and CancelSync: stored rows, orders to brokers, refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def waits(world, fill_id="disk of g1-c/0", **state):
 
 
 def told(world, hostname="g1-a"):
-    """What a broker is told of fillings."""
+    """Return the fill orders that a broker gets."""
     said = assignment_for(world.registry.directory, BrokerKey(hostname, 20881))
     return said.sync_mode, [(one.fill_id, one.allowed) for one in said.fills]
 
@@ -65,7 +65,7 @@ async def test_an_order_is_stored_and_told_until_another_one_comes(world):
     known = world.registry.directory.find(BrokerKey("g1-c", 20881))
     assert await world.registry.registration.register(known, None) == known, "nothing is to be stored"
     assert told(world)[1] == [("disk of g1-c/0", False)]
-    await world.done("SetCopies", brokerGroup="g1", minCopies=3)  # a new term: all rows are written anew
+    await world.done("SetCopies", brokerGroup="g1", minCopies=3)  # a new term rewrites all rows
     assert told(world)[1] == [("disk of g1-c/0", False)]
     actions = [(row.action, row.after) for row in await world.audit() if row.action in ("SyncReplica", "CancelSync")]
     assert sorted(actions) == [("CancelSync", {"g1-c:20881": "stopped"}), ("SyncReplica", {"g1-c:20881": "allowed"})]

@@ -1,4 +1,4 @@
-"""Shell. Marks, drains, tags, and consumers that are switched off."""
+"""Shell. Marks, drains, tags, and consumers switched off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.metaserver.actions_world import caller, in_world, left, place
 
 @in_world
 async def test_a_mark_says_how_many_clients_still_hold_the_old_route(world):
-    """Weakness 20: in QMQ nobody knows which producers follow a readonly mark."""
+    """Weakness 20: QMQ does not show which producers follow a readonly mark."""
     await world.copies("g1")
     await world.copies("g2")
     await world.routed("s1", groups=("g1", "g2"))
@@ -74,7 +74,7 @@ async def test_two_operators_do_not_drain_the_last_two_groups(world):
 
 @in_world
 async def test_brokers_of_a_drained_group_refuse_messages(world):
-    """A producer whose old route reached nobody to correct it would fill a group that its consumers leave."""
+    """A producer with an uncorrected old route would fill a group that its consumers leave."""
     await world.copies("g1")
     await world.copies("g2")
 
@@ -110,7 +110,7 @@ async def test_setting_what_is_set_changes_nothing(world):
 
 @in_world
 async def test_marks_and_drains_are_listed(world):
-    """Weakness 37: QMQ cannot tell which marks there are."""
+    """Weakness 37: QMQ cannot list its marks."""
     await world.copies("g1")
     await world.copies("g2")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
@@ -252,7 +252,7 @@ async def test_dead_letters_go_to_a_chosen_subject_that_is_served_wherever_they_
 
 @in_world
 async def test_a_group_that_stores_dead_letters_in_a_subject_goes_on_serving_it(world):
-    """It was taken out of the route, and a second later it was in it again, and nobody had said why."""
+    """A fixed bug: it was taken out of the route and was back a second later, without a reason."""
     for name in ("g1", "g2"):
         await world.copies(name)
     await world.routed("s1", groups=("g1", "g2"))
@@ -292,7 +292,7 @@ async def test_who_limits_a_group_anew_needs_nothing_of_where_its_dead_letters_g
 
 
 async def another_one_first(world, *orders):
-    """Have the next change meet what somebody else stored while it was decided."""
+    """Make the next change meet a conflicting one."""
     change = world.registry.change
 
     async def after_another(changes, audit):

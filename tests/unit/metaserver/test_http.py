@@ -1,4 +1,4 @@
-"""Shell. The HTTP side denies by default, bounds what it takes, and answers errors with a type and nothing else."""
+"""Shell. HTTP side: closed by default, limited in size and time, typed errors without internals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_typed(answer):
 
 
 def everything(world):
-    """Every (path, method) that the application has."""
+    """Return every (path, method) of the application."""
     for route in world.app.routes:
         assert isinstance(route, Route) and "{" not in route.path, f"{route}: teach this test to call it"
         for method in sorted(route.methods - {"HEAD"}):
@@ -132,7 +132,7 @@ async def test_management_takes_words_from_form_and_address_and_says_who_asks(wo
 
 
 def test_a_long_form_is_read_beside_the_loop(monkeypatch):
-    """That of a backup with 100,000 subjects takes three to nine seconds, in which nobody else would be heard."""
+    """A backup with 100,000 subjects takes three to nine seconds, which would block all others."""
     read, threads = management.parse_qsl, []
 
     def noted(*words, **more):

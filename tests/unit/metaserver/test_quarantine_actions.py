@@ -1,4 +1,4 @@
-"""Shell. Operators list and clear what copies keep of what left their logs."""
+"""Shell. ListQuarantine and ClearQuarantine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PART, EVIDENCE = f"{0:020d}-{9:020d}-seeded-anew-0", f"{9:020d}-{20:020d}-0"
 
 
 class Quarantines:
-    """What both brokers of g1 keep; one that is silent does not answer."""
+    """Quarantines of both brokers of g1; a silent one does not answer."""
 
     def __init__(self, world):
         self.parts = {"g1-a": [], "g1-b": [(PART, False), (EVIDENCE, True)]}

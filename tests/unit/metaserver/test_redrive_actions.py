@@ -1,4 +1,4 @@
-"""Shell. Redrive through the metaserver: planned, confirmed, in the trail, and true about what became of each."""
+"""Shell. Redrive through the metaserver: plan, audit trail, exact outcome of each dead letter."""
 
 from __future__ import annotations
 

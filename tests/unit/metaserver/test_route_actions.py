@@ -1,4 +1,4 @@
-"""Shell. Which broker groups serve which subjects: added, extended, removed; all or nothing."""
+"""Shell. Routes: groups are added, extended, removed; all or nothing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_extending_reaches_every_route_of_the_related_group(world):
 
 @in_world
 async def test_a_group_with_messages_to_consume_stays_in_the_route(world):
-    """Weakness 7: QMQ takes a group out of routes whatever is still un-consumed there."""
+    """Weakness 7: QMQ removes a group from routes despite unconsumed messages."""
     await two_groups(world, "s1", "s2")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
     world.brokers.progress["g1"] = [left("s1", "shop", 5), left("%RETRY%s1%shop", "shop", 1), left("s2", "shop", 0)]
@@ -82,7 +82,7 @@ async def test_a_group_with_messages_to_consume_stays_in_the_route(world):
 
 @in_world
 async def test_a_group_with_dead_letters_stays_in_the_route(world):
-    """No Redrive asks it any more, and they go with it, though they are all that is left of messages."""
+    """No Redrive reads it any more, so the last copy of these messages would go."""
     await two_groups(world, "s1", "s2")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
     world.brokers.progress["g1"] = [left("s1", "shop", 0, dead=3), left("s2", "shop", 2, dead=1)]
@@ -97,7 +97,7 @@ async def test_a_group_with_dead_letters_stays_in_the_route(world):
 
 @in_world
 async def test_a_group_that_cannot_be_asked_is_not_removed(world):
-    """Weakness 7: not knowing is no reason to go ahead."""
+    """Weakness 7: unknown contents refuse the change."""
     await two_groups(world, "s1")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
     world.brokers.silent.add("g1")
@@ -130,7 +130,7 @@ async def test_removing_for_all_subjects_is_all_or_nothing(world):
 
 
 def with_a_new_route_before_each_try(world, groups):
-    """Let a client bring a new subject whenever a change is about to be stored."""
+    """Add a new subject from a client whenever a change is about to be stored."""
     change, names = world.registry.change, (f"new.{number}" for number in count())
 
     async def preceded(changes, audit):
@@ -151,7 +151,7 @@ ALL = {
     "action, others", [("ExtendSubjectRoute", ("g1", "g2")), ("RemoveSubjectBrokerGroup", ("g2",))]
 )
 def test_new_subjects_of_other_groups_do_not_hold_up_a_change_of_all(tmp_path, action, others):
-    """Where clients bring some every second, and a plan takes seconds, the change would never be made."""
+    """With new subjects every second and a plan of seconds, the change would never be stored."""
 
     @in_world
     async def body(world):

@@ -1,4 +1,4 @@
-"""Core. What an answer means: QMQ's three styles, the HTTP side's errors, and what is no metaserver's answer."""
+"""Core. Parsing of answers: QMQ's three styles, errors of the HTTP side, answers of other servers."""
 
 from __future__ import annotations
 

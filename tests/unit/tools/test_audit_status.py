@@ -1,4 +1,4 @@
-"""Shell. AuditStatus: reads a ledger on this machine, without metaserver or token; its status says how it stands."""
+"""Shell. AuditStatus: reads a ledger on this machine, without metaserver or token; the exit status is the result."""
 
 from __future__ import annotations
 

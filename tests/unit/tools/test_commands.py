@@ -30,10 +30,12 @@ QMQS = {
     "ResetOffset": "subject* group* action",
     "AddDb": "type host port username password room",
 }
-"""QMQ's commands; `*`: required. Of AddDb the metaserver says what a kind of database needs: SQLite has no server."""
+"""QMQ's commands; `*`: required. For AddDb the metaserver checks what a type of database needs: SQLite has no
+server.
+"""
 
 ASKING = {name: command for name, command in COMMANDS.items() if not command.runs}
-"""Commands that are actions of the metaserver; the others speak to brokers."""
+"""Commands that are actions of the metaserver; the others call brokers."""
 
 every_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 every_asking_command = pytest.mark.parametrize("command", ASKING.values(), ids=ASKING)
@@ -64,7 +66,7 @@ def test_qmqs_defaults_are_kept():
 
 
 def test_every_action_has_a_command():
-    """Some ask brokers or watchdogs themselves; the console asks the actions."""
+    """Three commands ask brokers or watchdogs themselves; the console uses their actions."""
     assert sorted({*(command.asks for command in ASKING.values()), "Browse", "Redrive", "OutboxStuck"}) == sorted(
         ACTIONS
     )

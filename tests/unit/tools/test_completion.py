@@ -1,4 +1,4 @@
-"""Shell. Completion as a shell does it: bash runs the script and is asked for words."""
+"""Shell. Completion in real shells: bash runs the script and completes words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def complete(*words, directory="/", program="tools.sh"):
-    """What bash offers for the last word; it takes `=` for a word of its own."""
+    """Return bash's offers for the last word; `=` is a word of its own there."""
     others = {name: one.words for name, one in PROGRAMS.items()}
     both = completion("bash") + completion("bash", program="qmq", others=others)  # one shell may have both
     script = both + ASK
@@ -81,7 +81,7 @@ def test_file_options_complete_files(tmp_path):
 
 
 def test_zsh_offers_values_as_words():
-    """zsh puts a blank behind each word that it completes: `--role= viewer` would be no role."""
+    """zsh adds a blank after each completed word: `--role= viewer` would be no role."""
     bash, zsh = completion("bash"), completion("zsh")
     assert zsh.startswith("#compdef tools.sh\n")
     assert "--role=" in bash and "--role=" not in zsh

@@ -1,4 +1,4 @@
-"""Core. How Doctor judges what it measured."""
+"""Core. Doctor's judgement of measured values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_clock_findings_allow_for_the_error(ahead_ms, level, said):
 
 
 def test_http_date_is_precise_to_a_second():
-    """A `Date` is cut to whole seconds: both ends of that second must be within the uncertainty."""
+    """A `Date` is cut to seconds: both ends of that second must be within the uncertainty."""
     for real_ahead_ms in (-700, 0, 300, 999):
         date_ms = (1_000_000_040 + real_ahead_ms) // 1000 * 1000
         clock = read_clock(date_ms, sent_ms=1_000_000_000, received_ms=1_000_000_080)
@@ -69,7 +69,7 @@ def group(**changes):
     [
         ({}, Level.OK, "the slave of g1 is in sync"),
         ({"equal": None}, Level.OK, "the slave of g1 is in sync"),
-        ({"equal": None, "lagBytes": 2 << 20}, Level.OK, "the slave of g1 is in sync"),  # messages come all the time
+        ({"equal": None, "lagBytes": 2 << 20}, Level.OK, "the slave of g1 is in sync"),  # normal under load
         ({"equal": None, "lagBytes": 128 << 20}, Level.WARN, "lacks 128.0 MiB"),
         ({"equal": False}, Level.FAIL, "the logs of g1 differ"),
         ({"term": 4}, Level.FAIL, "is in term 3, the metaserver in term 4"),

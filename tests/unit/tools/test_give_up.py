@@ -1,4 +1,4 @@
-"""Shell. `qmq give-up` on a directory: it says first what would go, and does nothing under a broker that runs."""
+"""Shell. `qmq give-up` on a directory: a preview first; running brokers are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.log.logs import Copy
 
 @pytest.fixture
 def data(tmp_path):
-    """The directory of a broker that was stopped, with a damaged frame in its second segment."""
+    """The directory of a stopped broker, with a damaged frame in its second segment."""
     folder = tmp_path / "data"
     disk = RealDisk(folder)
     copy = Copy(disk)

@@ -1,4 +1,4 @@
-"""Core. `qmq inspect` on directories as crashes, old backups and bad disks leave them."""
+"""Core. `qmq inspect` on directories after crashes, old backups and disk faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRAMES = 40
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The directory of a slave that was stopped: a log of several segments, and all that was remembered beside it."""
+    """The directory of a stopped slave: a log of several segments with all its files."""
     data = tmp_path_factory.mktemp("slave") / "data"
     disk = RealDisk(data)
     copy = Copy(disk)
@@ -51,7 +51,7 @@ def data(stopped, tmp_path):
 
 
 def image(data: Path) -> dict[str, tuple[int, str]]:
-    """Every name below a directory: when it was changed, and a digest of what it holds."""
+    """Return every name below a directory, with its change time and a digest."""
     paths = [data, *sorted(data.rglob("*"))]
     return {
         str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "")
@@ -60,7 +60,7 @@ def image(data: Path) -> dict[str, tuple[int, str]]:
 
 
 def inspected(capsys, data, *options):
-    """The report, after which no file may be another one."""
+    """Return the report, and check that no file changed."""
     before = image(data)
     assert main([str(data), "--json", *options]) == 0
     assert image(data) == before, "it is read, never written"
@@ -99,7 +99,7 @@ def test_messages_above_any_offset_are_listed(capsys, data):
 
 
 def cut_newest_message(data):
-    """A log that ends one frame earlier, on a frame's end: what a disk leaves that forgot its last fsync."""
+    """A log that ends one frame earlier, on a frame's end: a disk that lost its last fsync."""
     disk = RealDisk(data)
     copy = Copy(disk)
     end = copy.log.end

@@ -1,4 +1,4 @@
-"""Shell. Trail and FindMessage: what they tell the audit's jobs, which read the logs in a process of their own."""
+"""Shell. Trail and FindMessage: arguments of the audit's jobs, which run in a process of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qmq.tools.main import main
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *words: str, status: int = 0) -> tuple[list[str], str | None, int]:
-    """Return arguments and token of the process that is started, and how the command ended."""
+    """Return arguments and token of the started process, and the exit status."""
     seen: list[tuple[list[str], str | None]] = []
 
     def run(command: list[str], *, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:

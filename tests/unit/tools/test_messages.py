@@ -1,4 +1,4 @@
-"""Core. Commands about messages: what may be typed, what it becomes, which dead letters go back as what."""
+"""Core. Commands for messages: options, message formats, choice of dead letters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def messages(*typed, lines=()):
     return list(typed_messages(options.values, lines))
 
 
-# What may be typed.
+# Options.
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_unknown_redrive_names_the_dead_letters():
     assert look == "tools.sh Browse --metaserver=m:1 --subject='a b' --deadLetters --group=g"
 
 
-# Messages that are typed.
+# Typed messages.
 
 
 def test_count_repeats_the_message():
@@ -162,7 +162,7 @@ def test_message_lines_have_no_control_characters():
 
 
 def dead(id, *, tags=(), reason="it broke", sequence=0, order_key=None, **properties):
-    """A message as it was sent, and as a broker keeps it when it is a dead letter."""
+    """Return a message as sent, and as stored when it is a dead letter."""
     sent = encode_message(Message("s", properties, tags=tags, id=id, order_key=order_key), 77)
     return sent, with_properties(sent, {TIMES: "3", REASON: reason, SEQUENCE: str(sequence)})
 

@@ -1,4 +1,4 @@
-"""Core. A plan says whom a change reaches, what it changes and what speaks against it."""
+"""Core. Display of a plan: reach, changes, objections."""
 
 from __future__ import annotations
 

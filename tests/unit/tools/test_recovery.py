@@ -1,4 +1,4 @@
-"""Core. RecoverGroup's plan: which copy goes on, and what is lost, row by row."""
+"""Core. RecoverGroup's plan: the chosen copy and the losses, row by row."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_choice_of_the_copy(replicas, reports, gone, kept, words, accepted):
 
 
 def test_empty_master_is_not_chosen():
-    """What runs there has another directory: it is not let in, and whether its disk is lost a person has to say."""
+    """Another directory runs there, so it is not admitted; only a person can declare the disk lost."""
     replicas = [replica("a", up=True, end=0, otherDirectory=True), replica("b", up=True)]
     plan = decided(replicas=replicas)
     assert not plan.words and "a:1: start it with the data directory" in plan.steps[0] and "--gone" in plan.steps[0]
@@ -169,7 +169,7 @@ def test_losses_list_offset_subject_and_id():
     ],
 )
 def test_disk_below_the_acknowledged_point_was_restored(kept, gone, words):
-    """It does not know that itself: all that stands beside its log is as old."""
+    """The copy cannot detect this itself: all files beside its log are as old."""
     plan = decided(reports=[report(kept, end=100)], gone=[gone], remembered=150)
     assert plan.lost_offsets == (100, 150) and plan.needs_acceptance
     assert {name: plan.words[name] for name in words} == words
@@ -203,7 +203,7 @@ def test_foreign_names_and_reports_are_refused(reports, gone, words):
 
 
 def decided_of_three(states, *, min_copies=2, remembered=0):
-    """What is decided of a (the master), b and c: each with its state, end, term of its last frame, troubles."""
+    """Decision for a (the master), b and c: each with its state, end, term of its last frame, troubles."""
     brokers = [*rows(), {**rows()[0], "hostname": "c"}]
     replicas, reports, gone = [], [], []
     for name, (state, *known) in zip("abc", states, strict=True):
@@ -323,7 +323,7 @@ def test_messages_of_the_diverged_copy_are_listed(capsys):
     ],
 )
 def test_diverged_slave_with_most_goes_on(states, min_copies, kept, command):
-    """That its log is not the master's says nothing of which of them has more."""
+    """A differing log does not show which of the two has more."""
     plan = decided_of_three(states, min_copies=min_copies)
     assert (plan.keeps.who, plan.command) == (kept, command)
     assert plan.needs_acceptance == (command == "ReplaceBroker")
@@ -348,7 +348,7 @@ def test_losses_of_a_gone_copy_have_offsets():
 
 
 def test_acknowledged_point_above_all_copies_is_a_loss():
-    """A slave may be behind; that nobody has what it lacks shows only here."""
+    """A slave may lag; only here is it clear that no copy has what it lacks."""
     plan = decided_of_three([("gone", 0, 0), DISK, ("gone", 0, 0)], remembered=150)
     assert plan.lost_offsets == (100, 150) and plan.keeps.who == B and plan.needs_acceptance
     plan = decided_of_three([("silent", 0, 0), RUNS, ("runs", 160, 4)], remembered=150)
@@ -374,7 +374,7 @@ def test_the_only_copy_is_not_refilled_from_itself():
 
 @pytest.mark.parametrize("acknowledged, exit", [(None, Exit.UNREACHABLE), (100, Exit.DONE)])
 def test_missing_acknowledged_point_blocks_the_decision(monkeypatch, capsys, acknowledged, exit):
-    """It said that nothing is lost with a copy that had more than the one that goes on."""
+    """A fixed bug: no loss was reported although a gone copy had more than the chosen one."""
     status = {
         "replicas": [replica(name, up=True) for name in "ab"],
         "term": 4,

@@ -1,4 +1,4 @@
-"""Core. What ScrubReport makes of a copy's metrics, and how that reads."""
+"""Core. ScrubReport's judgement of a copy's metrics, and its display."""
 
 from __future__ import annotations
 

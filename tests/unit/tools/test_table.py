@@ -1,4 +1,4 @@
-"""Core. Tables that fit: aligned, nothing cut, the less important columns go first; nothing steers the terminal."""
+"""Core. Tables: alignment, dropped columns, no control characters."""
 
 from __future__ import annotations
 

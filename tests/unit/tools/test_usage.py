@@ -1,4 +1,4 @@
-"""Core. What may be typed: addresses, options with QMQ's spelling, times, and mistakes that are noticed."""
+"""Core. Command line: addresses, options in QMQ's spelling, times, errors."""
 
 from __future__ import annotations
 
