@@ -86,7 +86,7 @@ def _lost(history: History) -> Iterator[str]:
 
 
 def _is_handled(handovers: list[Handover]) -> bool:
-    """Whether somebody did it, and nobody gave it up later."""
+    """Return whether a consumer handled the message and no later consumer gave it up."""
     decisions = [one.decided.decision for one in handovers if one.decided is not None]
     gave_up = handovers and handovers[-1].is_kept and decisions and decisions[-1] == DEAD
     return DONE in decisions and not gave_up
@@ -101,7 +101,7 @@ def _repeated(history: History) -> Iterator[str]:
 
 
 def _unexplained(history: History, before: Handover, after: Handover) -> str | None:
-    """Say what is wrong with a hand-over that follows another one; None if it is explained."""
+    """Return the fault of a second hand-over; None if it has a cause."""
     decision = before.decided.decision if before.decided else None
     if decision == RETRY:
         return None
@@ -141,7 +141,7 @@ def _unexpected(history: History) -> Iterator[str]:
 
 
 def _places(history: History) -> dict[str, set[Place]]:
-    """Of each id, where its message was said or seen to lie."""
+    """Return the places of each message id, from receipts and deliveries."""
     places: dict[str, set[Place]] = defaultdict(set)
     for id, message in history.messages.items():
         if message.outcome == STORED:
@@ -261,7 +261,7 @@ def _times(history: History) -> Iterator[str]:
                 if larger.got.times > smaller.got.times and first is smaller:
                     continue
                 if history.cause(smaller, larger.got.at):
-                    continue  # it lost the message, and did not know, or had not begun with it
+                    continue  # a consumer that lost a message without noticing, or had not begun it
                 if not history.may_have_lost(first.got.broker_group, first.got.at, second.got.at):
                     yield f"{second} after {first}"
 

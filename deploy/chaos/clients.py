@@ -24,7 +24,7 @@ KINDS = ("vanishes", "vanishes for longer", "stands still", "leaves")
 
 
 class Clients:
-    """Owned by one trial. What they write, and what is done to them, is in the files of `folder`."""
+    """Processes of one trial, its owner. `folder` has their logs, their journals, and the journal of strikes."""
 
     def __init__(self, folder: Path, *, metaserver: str, token: str, seed: int) -> None:
         folder.mkdir()
@@ -77,7 +77,7 @@ class Clients:
                 stderr=log,
             )
 
-    # What befalls consumers.
+    # Faults of consumers.
 
     def strike(self, rng: random.Random, stop: threading.Event, lease_s: float) -> None:
         """Until `stop`: consumers vanish and come back, stand still for longer than their lease, leave and rejoin."""
@@ -85,7 +85,7 @@ class Clients:
             name, kind = rng.choice(sorted(CONSUMERS)), KINDS[len(self.struck) % len(KINDS)]
             process, life = self._consumers[name], self._life(name)
             if process.poll() is not None:
-                return  # `failed` tells
+                return  # `failed` reports it
             self.struck.append(kind)
             begin = now()
             if kind == "stands still":
@@ -94,7 +94,7 @@ class Clients:
                 process.send_signal(signal.SIGCONT)
                 self._journal.write(Window(begin, now(), f"{OF_CONSUMERS}{kind}", ""))
                 continue
-            del self._consumers[name]  # nobody takes its end for a failure
+            del self._consumers[name]  # its end is no failure
             if kind == "leaves":
                 self._leave(process, life)
             else:
@@ -117,7 +117,7 @@ class Clients:
     # Ends.
 
     def stop_sending(self) -> None:
-        """Ask producers to end once every outcome is known, and wait for that."""
+        """Stop producers; return once every outcome is in their journals."""
         for process in self._producers.values():
             process.terminate()
         for process in self._producers.values():
@@ -151,12 +151,12 @@ class Clients:
             process.wait()
 
     def note(self, records: Iterable[Record]) -> None:
-        """Write down what only the trial knows."""
+        """Add records of the trial itself."""
         self._journal.write_all(records)
 
 
 def history_in(folder: Path) -> History:
-    """Return what all processes have written so far, file by file."""
+    """Return the history in all journals so far."""
     history = History()
     for path in sorted(folder.glob("*.journal")):
         with path.open() as lines:

@@ -43,7 +43,7 @@ WORK_S_MAX = 0.02
 
 
 class Notes:
-    """What this consumer sees and decides, and which of it brokers confirm."""
+    """Records of one consumer: deliveries, decisions and confirmed decisions."""
 
     def __init__(self, consumer: str, journal: Journal) -> None:
         self.consumer, self._journal = consumer, journal
@@ -82,7 +82,7 @@ class Notes:
         self._journal.write_all(Decided(at, self.consumer, number, decision) for number, decision in decisions)
 
     def look(self) -> None:
-        """Note what is settled by now."""
+        """Record messages that are settled by now."""
         kept = [number for number, one in self._open.items() if one.is_settled]
         if kept:
             self.write(Kept(now(), self.consumer, kept))
@@ -90,7 +90,7 @@ class Notes:
             self._open.pop(number, None)
 
     async def watch(self) -> None:
-        """Look now and then; who comes much too late for that stood still."""
+        """Call `look` at intervals; an interval that is much too long is a stall."""
         before = now()
         while True:
             self.look()
@@ -100,7 +100,7 @@ class Notes:
             before = at
 
     def tap(self) -> None:
-        """Note positions as brokers tell them; the client's interface does not show them."""
+        """Record the positions that brokers send; the client's interface does not show them."""
         subscribed, acked = GroupSession._subscribed, GroupSession._acked
 
         def position(session: GroupSession, acked_end: int, begins: bool) -> None:
@@ -143,7 +143,7 @@ async def handle(notes: Notes, rng: random.Random, message: qmq.ReceivedMessage)
 
 
 async def pull(notes: Notes, rng: random.Random, puller: qmq.Puller, stop: asyncio.Event) -> None:
-    """Pull and decide in any order within what came at once."""
+    """Pull, and decide about the messages of a pull in random order."""
     async with puller:
         while not stop.is_set():
             messages = await puller.pull(rng.randint(1, 200), timeout=0.5)

@@ -1,4 +1,4 @@
-"""Core. All records of a run, joined: what was sent and what became of it, who was given what and what came of that."""
+"""Core. History of a run: messages with their outcomes, deliveries with their decisions, faults and windows."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from qmq.deploy.chaos.records import (
 )
 
 CAUSE_S = 10.0
-"""How long a message may lie in a consumer's buffer before the application sees it: what happened to the consumer's
-hold on it in that time explains what comes of it."""
+"""Longest time of a message in a consumer's buffer. A fault in this time before the hand-over explains its
+redelivery.
+"""
 
 
 class Place(NamedTuple):
@@ -51,7 +52,7 @@ class Track(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SentMessage:
-    """A message that was sent, and its outcome; without one, nobody knows it."""
+    """A message and its outcome; without a record of the outcome, it is unknown."""
 
     sending: Sending
     sent: Sent | None = None
@@ -103,7 +104,7 @@ class History:
     _stalls: dict[str, list[Stalled]] = field(default_factory=lambda: defaultdict(list))
 
     def read(self, records: Iterable[Record]) -> None:
-        """Add the records of one file, which are in order: hand-overs come before what became of them."""
+        """Add the records of one file in their order: a hand-over precedes its decision."""
         for record in records:
             match record:
                 case Sending():
@@ -168,7 +169,7 @@ class History:
 
     @property
     def befell(self) -> list[str]:
-        """What befell consumers: that they stood still, vanished or left."""
+        """Faults of consumers: killed, left, stalled."""
         return [gone.how for gone in self._gone.values()] + [
             "stalled" for stalls in self._stalls.values() for _ in stalls
         ]
@@ -179,7 +180,7 @@ class History:
         return {(one.subject, one.group): frozenset(one.tags) for one in self.joined}
 
     def cause(self, handover: Handover, before: float) -> str | None:
-        """Say why a message may come again although nobody nacked it: what came in between until `before`."""
+        """Return the cause of a redelivery without a nack, until `before`; None if there is none."""
         got = handover.got
         if (gone := self._gone.get(got.consumer)) and gone.at <= before:
             return f"consumer {gone.how}"
@@ -192,12 +193,14 @@ class History:
         return None
 
     def was_left(self, subject: str, group: str, at: float) -> bool:
-        """Whether a consumer left or vanished not long before. What it had not begun with does not count."""
+        """Return whether a consumer of the group left or vanished shortly before `at`; messages it had not begun have
+        no order.
+        """
         members = {one.consumer for one in self.joined if (one.subject, one.group) == (subject, group)}
         return any(name in members and gone.at <= at <= gone.at + 2 * CAUSE_S for name, gone in self._gone.items())
 
     def may_have_lost(self, broker_group: str, begin: float, end: float) -> bool:
-        """Whether what a master decided at some moment of `begin..end` may have been lost with the only copy of it."""
+        """Return whether a decision of the master within `begin..end` may be lost with its only copy."""
         return any(
             one.loses and one.broker_group in ("", broker_group) and one.begin <= end and one.end >= begin
             for one in self.faults
@@ -209,6 +212,7 @@ def _track(got: Got) -> Track:
 
 
 def _rank(handover: Handover) -> tuple[int, bool, float]:
-    """The broker's order. Who had not begun when it lost the message may do so late, under the same number as whoever
-    has the message by then; only of the last one the broker confirms the end."""
+    """Return the broker's order of hand-overs. A consumer that lost its lease unnoticed may begin a message late, with
+    the attempt number of its successor; the broker confirms only the successor's decision.
+    """
     return handover.got.times, handover.kept_at is not None, handover.got.at

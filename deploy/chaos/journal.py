@@ -1,4 +1,4 @@
-"""Shell. A process's own file of records. Nothing waits in a buffer: a kill must not take back what was done."""
+"""Shell. A process' own file of records, without a buffer: a kill does not lose a record of a finished action."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qmq.deploy.chaos.records import Record, line_of
 
 
 class Journal:
-    """Appends to a file. What it returns from is in the kernel's hands, and so survives the process."""
+    """Appends records to a file. A written record survives the process, as the kernel has it."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -42,6 +42,6 @@ def now() -> float:
 
 
 def content_of(message: qmq.Message) -> int:
-    """Checksum of what a producer gives and a consumer must get."""
+    """Return the checksum of the fields that a consumer must receive unchanged."""
     fields = str(message["n"]), message["x"], message.order_key, sorted(message.tags), message.retries_max
     return crc32(repr(fields).encode())

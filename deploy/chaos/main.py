@@ -1,6 +1,6 @@
-"""Shell. `qmq chaos`: faults at random on a cluster with your settings, for as long as you like, and a verdict.
+"""Shell. `qmq chaos`: random faults on a cluster with your settings, and a verdict.
 
-Exit status 0: every promise was kept; 1: findings, printed, and what all processes wrote is kept; 2: it cannot run.
+Exit status 0: every promise was kept; 1: findings, printed, and the files of all processes are kept; 2: no run.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from qmq.errors import NotServed, QmqError
 ROUND_S = 120.0
 """A new cluster after so long: comparing whole logs at the end bounds how much one trial may write."""
 MARK = "qmq-chaos"
-"""A file by which the folder of a run is known: such a folder may be emptied."""
+"""File that marks the folder of a run; only such a folder is emptied."""
 OF_ONE_BROKER = frozenset(
     {"hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "data", "metaserver", "token"}
 )
-"""Settings that say which broker a file is for; here they are chosen."""
+"""Settings of one broker's place; the run chooses them."""
 
 
 def main(arguments: list[str]) -> int:
@@ -98,7 +98,7 @@ def _faults(asked: str | None) -> list[str]:
 
 
 def _settings(path: Path | None) -> Mapping[str, Any]:
-    """Return what a file says for all brokers, who check it; raises NotServed: it is no TOML."""
+    """Return the settings of a file for all brokers, which check them; raises NotServed if it is not TOML."""
     if path is None:
         return {}
     try:

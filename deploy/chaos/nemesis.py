@@ -92,7 +92,7 @@ class Nemesis:
         cluster, group = target.cluster, group or target.rng.choice(self._groups)
         STRIKES[name].hit(target, group)
         faulted = time.monotonic()
-        cluster.wait(self._all_run, "a broker is down", WELL_S)  # its master says "writable" until it misses it
+        cluster.wait(self._all_run, "a broker is down", WELL_S)  # a master reports "writable" until then
         cluster.wait_writable(timeout_s=WELL_S)
         cluster.wait(lambda: answers(f"{cluster.metaserver}/meta/address"), "the metaserver does not answer", WELL_S)
         now = time.monotonic()

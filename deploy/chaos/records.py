@@ -1,7 +1,7 @@
-"""Core. What clients and the nemesis write down: one record a line. Times are seconds of CLOCK_MONOTONIC.
+"""Core. Records of clients and nemesis, a line of JSON each. Times are seconds of CLOCK_MONOTONIC.
 
-A record of what is about to happen is written before it happens, one of what has happened afterwards, and both are in
-the file before anything else goes on. So a process that is killed leaves an open end, never a gap.
+A process writes an intent before the action and a result after it, each to the file before it goes on. A killed process
+leaves an open entry, never a gap.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 STORED, REFUSED, UNKNOWN = "stored", "refused", "unknown"
 """Outcomes of a message that was sent."""
 DONE, RETRY, DEAD = "done", "retry", "dead"
-"""What an application decides about a message that it was given: an ack, a nack, a dead letter."""
+"""Decisions of an application about a message: ack, nack, dead letter."""
 KILLED, LEFT = "killed", "left"
 MARKED, SLAVE_STOPPED = "marked readonly", "slave stopped"
 """Kinds of windows that a rule reads; those of consumers begin with `OF_CONSUMERS`."""
@@ -73,7 +73,7 @@ class Got(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The application decided; the broker has not heard of it yet."""
+    """The application's decision, before the broker received it."""
 
     at: float
     consumer: str
@@ -90,7 +90,7 @@ class Kept(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A broker told a consumer what it counts as settled. `begins`: the consumer had said that it holds nothing."""
+    """The acked position in a broker's answer. `begins`: the consumer had subscribed with nothing unacked."""
 
     at: float
     consumer: str
@@ -118,10 +118,10 @@ class Gone(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What the nemesis did to a broker group ("": to all); `end` is when the cluster was well again.
+    """Fault of a broker group ("": of all); `end` is the time when the cluster was well again.
 
-    `loses`: a copy of the log was given up that may have been the only one with the newest decisions. Messages are
-    never on one copy alone; decisions are, while the slave is missing.
+    `loses`: the only copy with the newest decisions may be lost. Messages are always on two copies; decisions are on
+    one while the slave is missing.
     """
 
     begin: float
@@ -132,10 +132,10 @@ class Fault(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Time in which something held for a broker group, or for the clients (""); it excuses nothing.
+    """Time in which a state held for a broker group, or for the clients (""); it excuses nothing.
 
-    `MARKED` lasts from when the mark is known everywhere to its removal. In `SLAVE_STOPPED` the only slave of the group
-    executes no instruction, so it stores nothing.
+    `MARKED` begins when the mark has reached all clients and ends with its removal. In `SLAVE_STOPPED` the group's only
+    slave executes no instruction, so it stores nothing.
     """
 
     begin: float
@@ -145,7 +145,7 @@ class Window(NamedTuple):
 
 
 class MasterChanged(NamedTuple):
-    """A consumer heard of another master. Nothing is excused by it; it helps whoever reads a finding."""
+    """A consumer's event of a new master. It excuses nothing; it helps the reader of a finding."""
 
     at: float
     consumer: str
@@ -190,8 +190,9 @@ def line_of(record: Record) -> str:
 
 
 def records_of(lines: Iterable[str]) -> Iterator[Record]:
-    """Yield the records of a file; its last line may be torn by a kill. Of equal strings one is kept: memory is what
-    bounds the length of a history that can be judged."""
+    """Yield the records of a file; a kill may have torn its last line. Equal strings share memory, which limits the
+    length of a history.
+    """
     for line in lines:
         if line.endswith("\n"):
             kind, *fields = json.loads(line)

@@ -1,4 +1,4 @@
-"""Shell. A run gets a network and mounts of its own, where the system allows it: what fails there fails nobody else."""
+"""Shell. Network and mounts of a run's own, where the system allows them: faults there affect no other program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. What faults strike: a running cluster, the dice, and what was done to it so far."""
+"""Shell. Target of faults: a running cluster, the random numbers, and the faults so far."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ class Strike(NamedTuple):
 
     hit: Callable[[Target, str], None]
     missing: Callable[[], str] = nothing_is_missing
-    """Says what this machine lacks for it; empty: nothing."""
+    """Returns the missing program or right for this fault; empty: none."""

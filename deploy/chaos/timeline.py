@@ -1,6 +1,6 @@
-"""Core. The picture of a run: faults as bars, beside them what was acknowledged, refused and delivered in each moment.
+"""Core. The picture of a run: faults as bars, and below them curves of acknowledged, refused and delivered messages.
 
-One HTML file that needs nothing else.
+One HTML file without references.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH, LEFT, ROW, CURVE = 1000, 84, 16, 70
 LETTER, INDENT = 6, 3
 """Pixels of a letter, about, and in front of a bar's name."""
 MOMENTS = 240
-"""Of a whole run; what falls into one of them is counted together."""
+"""Intervals of a run; events of an interval are counted together."""
 COLOURS = {"acknowledged": "#2e9e5b", "refused": "#e0a100", "unknown": "#d43f3a", "delivered": "#3b82c4"}
 BROKERS, CONSUMERS = "#b8c4d0", "#dccbe8"
 """So light that a name in black can be read on them, and go on beside a bar that is shorter."""
@@ -31,7 +31,7 @@ h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}svg{display:block
 
 
 def page(history: History, findings: Sequence[Finding], said: str) -> str:
-    """Write the page. `said`: a line about the run."""
+    """Return the page. `said` is a line about the run."""
     is_kept = not findings
     verdict = "every promise was kept" if is_kept else f"{len(findings)} finding{'s' * (len(findings) > 1)}"
     parts = [

@@ -58,7 +58,7 @@ Strike = Callable[[Nemesis, Callable[[], bool]], None]
 
 @dataclass(frozen=True)
 class Load:
-    """What producers send: `messages` (0: until the faults end), `rate` a second, with order keys out of `keys`."""
+    """Load of the producers: `messages` (0: until the faults end), `rate` a second, with order keys out of `keys`."""
 
     messages: int = 0
     rate: float = 600.0
@@ -146,7 +146,9 @@ async def _run(
     lease_s: float,
     findings: list[Finding],
 ) -> None:
-    """Let clients work while the cluster is struck, then drain it; add findings of what did not become well."""
+    """Let clients work while the cluster is struck, then drain it; add a finding if the cluster does not become
+    well.
+    """
     stop = threading.Event()
     striking = threading.Thread(target=clients.strike, args=(rng, stop, lease_s))
 

@@ -1,4 +1,4 @@
-"""Core. What is sent and who consumes it in which way."""
+"""Core. The subjects, producers and consumers of a trial, and its fixed orders of faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONSUMERS: dict[str, list[Member]] = {
     "c4": [ALL._replace(concurrency=0), RED],
     "c5": [RED._replace(concurrency=0), SEATS],
 }
-"""Processes and what each of them takes part in. Every group has at least two."""
+"""Processes and their memberships. Every group has at least two."""
 PRODUCERS = ("p1", "p2", "p3")
 
 FAULTS = (

@@ -15,7 +15,7 @@ from qmq.deploy.chaos.target import Strike, Target
 from qmq.deploy.plan import BrokerPlan
 
 ROOM_BYTES = 64 << 20
-"""What a small disk has beyond what is on it. A broker takes no messages while less than half of it is free."""
+"""Free space of a small disk. A broker takes no messages while less than half of it is free."""
 PIECE_BYTES = 1 << 20
 
 
@@ -28,7 +28,7 @@ def _wipe_slave(target: Target, group: str) -> None:
 
 
 def _lose_master_disk(target: Target, group: str) -> None:
-    """The slave, which stood still until then, is all that is left: it must hold what was acknowledged."""
+    """The slave, stopped until then, is the only copy left: it must hold every acknowledged message."""
     master, slave = target.copies(group)
     target.cluster.service(slave.hostname).signal(signal.SIGSTOP)
     target.pause(0.3, 1.5)
@@ -79,7 +79,7 @@ def _fill_disk(target: Target, group: str) -> None:
 
 @contextmanager
 def _small_disk(data: Path) -> Iterator[None]:
-    """Put a small file system below a data directory, with what is in it; afterwards its files are back on the disk."""
+    """Mount a small file system at a data directory, with its files; afterwards these are back on the disk."""
     aside = data.with_name("data.aside")
     data.rename(aside)
     data.mkdir()

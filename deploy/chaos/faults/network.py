@@ -19,25 +19,25 @@ SLOW = "limit rate over 400 kbytes/second drop"
 
 
 def _cut_copies(target: Target, group: str) -> None:
-    """Master and slave do not hear each other."""
+    """Drop all packets between master and slave."""
     port = target.cluster.broker(group, "master").sync_port
     _drop(target, f"tcp dport {port} drop", f"tcp sport {port} drop")
 
 
 def _cut_one_way(target: Target, group: str) -> None:
-    """Of master and slave, one hears the other."""
+    """Drop the packets between master and slave in one direction."""
     port, side = target.cluster.broker(group, "master").sync_port, target.rng.choice(["dport", "sport"])
     _drop(target, f"tcp {side} {port} drop")
 
 
 def _cut_clients(target: Target, group: str) -> None:
-    """Connections of clients to the master are silent; nobody is told."""
+    """Drop all packets between clients and the master, without a reset."""
     port = target.cluster.broker(group, "master").serve_port
     _drop(target, f"tcp dport {port} drop", f"tcp sport {port} drop")
 
 
 def _cut_metaserver(target: Target, group: str) -> None:
-    """Nobody reaches the metaserver."""
+    """Drop all packets of the metaserver."""
     ports = target.cluster.plan.http_port, target.cluster.plan.grpc_port
     _drop(target, *(f"tcp {side} {port} drop" for port in ports for side in ("dport", "sport")))
 

@@ -11,7 +11,7 @@ from qmq.deploy.chaos.target import Strike, Target
 from qmq.deploy.plan import HOST, BrokerPlan
 
 ROUTES_S = 4.0
-"""Clients and brokers hear of a mark within a second, unless they stand still for as long."""
+"""A mark reaches clients and brokers within a second, or after a stall of as long."""
 
 
 def _swap_roles(target: Target, group: str) -> None:
