@@ -1,8 +1,7 @@
-"""Core. CRC-32 by zlib's polynomial, of everything that is sent and stored (decision 7).
+"""Core. CRC-32 by zlib's polynomial, of all bytes sent and stored (decision 7), and JSON objects with their own CRC.
 
-Each byte is checked by the master, by the slave and by whoever reads it. Servers have zlib-ng's, which does that with
-the processor's own instructions; Python's, for which a client needs no package, gives the same value at a sixteenth of
-the speed.
+Master, slave and readers each check every byte. Servers use zlib-ng, with the processor's own instructions. Python's
+zlib, which needs no package on clients, computes the same value at a sixteenth of the speed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Shell. The acceptor of a gRPC server: no call gets in without a token whose role the method names.
+"""Shell. The acceptor of a gRPC server: rejects calls without a token whose role the method's entry lists.
 
-Every server of ours has one. A method that the table lacks is refused, whoever calls it: what is forgotten is closed.
+Every server of ours has one. Methods missing in the table are refused for all callers.
 """
 
 from __future__ import annotations

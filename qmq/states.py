@@ -1,6 +1,6 @@
-"""Core. A life as a table: which state follows upon which event. What the table lacks raises.
+"""Core. State machines as tables: (state, event) -> next state. An event that the table lacks raises.
 
-Whatever has a life (a slave as its master sees it, a client's session, a batch on its way) writes it down once:
+Each machine (a slave as its master sees it, a client's session, a batch on its way) has one table:
 
     class DoorState(Enum):
         OPEN = auto()
@@ -15,7 +15,7 @@ Whatever has a life (a slave as its master sees it, a client's session, a batch 
     door = Machine(DOOR)
     door.on(Pushed())                                           # door.state is SHUT; once more raises IllegalTransition
 
-`draw` makes the drawings in the docs from the table, so that both say the same.
+`draw` makes the drawings in the docs from the table, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Transition(NamedTuple):
 
 
 class TransitionTable(Generic[S]):
-    """What may happen in which state. A module's constant, shared by all machines of the kind.
+    """Legal transitions. A module's constant, shared by all machines of the kind.
 
     Args:
-        initial: the state that a life begins with.
+        initial: first state of a machine.
         moves: (state, event type) -> next state. An event type is a class or a member of an Enum.
     """
 
@@ -63,7 +63,7 @@ class TransitionTable(Generic[S]):
         for (state, event), after in self.moves.items():
             self.following[state][event] = after, event_name(event)
         self.illegal = 0
-        """How often an event came that its state does not know, over all machines of the kind."""
+        """Number of illegal events, over all machines of the kind."""
         unreachable = set(type(initial)) - self._reachable()
         require(not unreachable, f"every state of {self.name} can be reached, but {unreachable}")
 
@@ -72,10 +72,10 @@ class TransitionTable(Generic[S]):
         return type(self.initial).__name__
 
     def after(self, state: S, event: object) -> S:
-        """Return the state that follows upon `event`.
+        """Return the state after `event`.
 
         Raises:
-            IllegalTransition: the table knows no such move.
+            IllegalTransition: the table has no such move.
         """
         after = self.moves.get((state, event_type(event)))
         if after is None:
@@ -84,7 +84,7 @@ class TransitionTable(Generic[S]):
         return after
 
     def knows(self, state: S, event: object) -> bool:
-        """Return whether `event` may happen in `state`."""
+        """Return whether `event` is legal in `state`."""
         return (state, event_type(event)) in self.moves
 
     def _reachable(self) -> set[S]:
@@ -98,10 +98,10 @@ class TransitionTable(Generic[S]):
 
 
 class Machine(Generic[S]):
-    """One life. Its owner makes it, calls it on its own loop, and drops it at the end.
+    """One state machine. Its owner makes it, calls it on its own loop, and drops it at the end.
 
     Args:
-        history: where its moves are kept; machines with short lives share one.
+        history: store of its moves; machines with short lives share one.
     """
 
     __slots__ = ("history", "state", "table")
@@ -112,10 +112,10 @@ class Machine(Generic[S]):
         self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT) if history is None else history
 
     def on(self, event: object, *, at_ms: int = 0) -> S:
-        """Make the move that `event` asks for, and return the new state.
+        """Move by `event` and return the new state.
 
         Raises:
-            IllegalTransition: the table knows no such move. Nothing was changed.
+            IllegalTransition: the table has no such move. State is unchanged.
         """
         before = self.state
         move = self.table.following[before].get(event if isinstance(event, _EVENT_TYPES) else type(event))
@@ -126,16 +126,16 @@ class Machine(Generic[S]):
         return self.state
 
     def may(self, event: object) -> bool:
-        """Return whether `event` may happen now."""
+        """Return whether `event` is legal now."""
         return self.table.knows(self.state, event)
 
 
 class Life(Machine[S], Generic[S, F]):
-    """A machine of which each state knows something of its own: `now` is what the present one alone knows.
+    """A machine with facts in each state: `now` holds those of the present one.
 
     Args:
-        facts: which class the facts of each state are of.
-        now: what the state that a life begins with knows.
+        facts: class of the facts of each state.
+        now: facts of the initial state.
     """
 
     __slots__ = ("_facts", "now")
@@ -145,7 +145,7 @@ class Life(Machine[S], Generic[S, F]):
         self._facts, self.now = facts, now
 
     def enter(self, event: object, now: F, *, at_ms: int) -> S:
-        """Move as `event` says, to a state that knows `now`. Raises IllegalTransition: nothing was changed."""
+        """Move by `event` to a state with the facts `now`. Raises IllegalTransition: state is unchanged."""
         after = self.table.after(self.state, event)
         require(type(now) is self._facts[after], f"{after.name} is not what {type(now).__name__} belongs to")
         self.on(event, at_ms=at_ms)
@@ -160,12 +160,12 @@ class Life(Machine[S], Generic[S, F]):
 
 
 def event_type(event: object) -> object:
-    """Return what a table knows an event by: its class, or the member of an Enum that it is."""
+    """Return the type of an event: its class, or the Enum member itself."""
     return event if isinstance(event, _EVENT_TYPES) else type(event)
 
 
 def event_name(event: object) -> str:
-    """Return an event's name as drawings and histories have it."""
+    """Return an event's name in drawings and histories."""
     kind = event_type(event)
     return kind.name if isinstance(kind, Enum) else getattr(kind, "__name__", str(kind))
 

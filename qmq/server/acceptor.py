@@ -1,4 +1,4 @@
-"""Shell. An accepted connection: nobody is answered before it has said who it is, nor what its token does not allow."""
+"""Shell. An accepted connection: requests before AUTHENTICATE, and those outside its token's rights, are rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 LOGIN_S = 5.0
 LOGIN_PACKET_BYTES_MAX = 64 * 1024
-"""A stranger makes the broker reserve no more than this."""
+"""Memory that a connection may take before its login."""
 SYNC_PACKET_BYTES_MAX = 64 << 20
 _UNTIL_ANSWERED = (ConnectionState.SHARING, ConnectionState.FLOW)
 
@@ -67,7 +67,7 @@ class AcceptorHost(Protocol):
 
 
 class _Guest(Connection):
-    """An accepted connection: what it asks wrongly is told to the operator."""
+    """An accepted connection, whose invalid requests are logged."""
 
     logs_refusals = True
 
@@ -101,7 +101,7 @@ class Acceptor:
         self._is_in = False
         self.app = ""
         self.clock_ahead_ms: int | None = None
-        """How far the client's clock was ahead of ours when it said who it is; None: it did not say."""
+        """Difference of the client's clock to ours at login, ahead if positive; None: not sent."""
         self.flow = Flow(settings.window_bytes)
         self._token = ""
         self._limits: Limits | None = None
@@ -111,7 +111,7 @@ class Acceptor:
         service.connections += 1
         loop = asyncio.get_running_loop()
         if service.connections > settings.connections_max:
-            # Anybody can open connections: whoever has a token must get in all the same.
+            # Connections need no token to open, so the oldest without a login makes room for others.
             last = next(iter(service.strangers), self)
             service.strangers.pop(last, None)
             reason = f"more than {settings.connections_max} connections"
@@ -149,11 +149,11 @@ class Acceptor:
 
     @property
     def batch_bytes(self) -> int:
-        """How large its batches should be at most; 0: as it likes."""
+        """Advised maximum of a batch; 0: none."""
         return self._service.shares.batch_bytes or 0
 
     def follow_flow(self) -> None:
-        """Stop reading, or go on, as the window, its share and the process's memory say now."""
+        """Stop or resume reading, by the window, the share and the process's memory."""
         service, flow = self._service, self.flow
         unacked_bytes, share_bytes = self.connection.unacked_bytes, service.shares.bytes
         if flow.follow(unacked_bytes, share_bytes=share_bytes, memory_is_short=service.memory_alarm.is_on):
@@ -201,7 +201,7 @@ class Acceptor:
             self._login = None
 
     def _let_in(self, connection: Connection, packet: Packet, token: str, caller: Caller) -> None:
-        """Open the connection for what this caller may do; raises MissingRight."""
+        """Open the connection for this caller's rights; raises MissingRight."""
         group, settings = self._service.node.group, self._settings
         (check_client if self._is_client else check_broker)(caller, group)
         if self._is_client and self._access.connections_of(token) >= settings.token_connections_max:
@@ -237,7 +237,7 @@ class Acceptor:
 
     @property
     def is_clock_off(self) -> bool:
-        """Whether the client's clock was too far from ours; who waits to be read looks behind."""
+        """Whether the client's clock differed too much from ours at login. A client whose login waited seems behind."""
         return abs(self.clock_ahead_ms or 0) > self._settings.clock_difference_ms_max
 
     def _tell_clock(self) -> None:
@@ -252,7 +252,7 @@ class Acceptor:
         connection.close(str(error))
 
     def turn_out(self, reason: str) -> None:
-        """The token that opened this connection is not valid any more."""
+        """Close the connection: its token is not valid any more."""
         log.warning("connection ended peer=%s: %s", self.connection.peer, reason)
         self.connection.close(reason)
 
@@ -263,7 +263,7 @@ class Acceptor:
         self._service.acceptors.pop(self, None)
         self._service.shares.lost(self)
         self._access.left(self._token, self)
-        if self._is_in:  # else no core has heard of it
+        if self._is_in:  # otherwise the core never got a packet of it
             self._service.guarded(lambda: self._service.node.link_lost(connection))
 
     def writable_again(self, connection: Connection) -> None:

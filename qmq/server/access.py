@@ -1,4 +1,4 @@
-"""Shell. Finds out whose token somebody shows: the broker's own at once, others by asking the metaserver."""
+"""Shell. Check of tokens: the broker's own token at once, others by the metaserver."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from qmq.rights import CONSUME, PRODUCE, Caller, Scope, TokenRole
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
-"""Less than what a connection has to say who it is."""
+"""Less than the time for a login."""
 REVIEW_S = 5.0
-"""How often the tokens of open connections are looked at: those revoked or expired end within this and the answer's
-validity, less than a minute."""
+"""Interval of the checks of open connections' tokens. A revoked or expired one ends within this and the answer's
+validity, less than a minute.
+"""
 REVIEWED_AT_ONCE = 100
-"""A metaserver that hangs costs each question its whole time; one after the other, the last would wait for minutes."""
+"""A hanging metaserver costs each question its whole timeout; in sequence the last would wait for minutes."""
 CLUSTER = Caller("cluster", TokenRole.CLUSTER)
 
 
@@ -40,7 +41,7 @@ class Guest(Protocol):
     """A connection that a token opened."""
 
     def turn_out(self, reason: str) -> None:
-        """Its token is not valid any more."""
+        """Close it: its token is not valid any more."""
 
 
 class Access:
@@ -58,15 +59,15 @@ class Access:
         self.sent = SentBytes(settings.token_bytes_per_s) if settings.token_bytes_per_s else None
 
     def own(self, token: str) -> Caller | None:
-        """The caller, if it shows this broker's own token."""
+        """Return the caller if this is the broker's own token, or None."""
         return CLUSTER if self._cache.is_own(token) else None
 
     async def check(self, token: str) -> Caller:
-        """Say whose token it is.
+        """Return the caller of a token.
 
         Raises:
-            AccessError: it is missing, or the metaserver does not know it.
-            NotServed: it is new here, and the metaserver cannot be asked.
+            AccessError: the token is missing, or unknown to the metaserver.
+            NotServed: the token is new here, and no metaserver answers.
         """
         if not token:
             raise AccessError("the API token is missing")
@@ -85,12 +86,12 @@ class Access:
         return known.caller
 
     def entered(self, token: str, guest: Guest) -> None:
-        """Turn this connection out once its token is revoked or expires."""
+        """Register a connection, to be closed once its token is revoked or expires."""
         if not self._cache.is_own(token):
             self._guests.setdefault(token, set()).add(guest)
 
     def connections_of(self, token: str) -> int:
-        """Return how many connections a token has opened; of the broker's own, 0."""
+        """Return the number of connections of a token; 0 for the broker's own."""
         return len(self._guests.get(token, ()))
 
     def left(self, token: str, guest: Guest) -> None:
@@ -100,7 +101,7 @@ class Access:
             self._guests.pop(token, None)
 
     async def run(self) -> None:
-        """Look again, and again, at the tokens of open connections."""
+        """Check the tokens of open connections again and again."""
         try:
             while True:
                 await asyncio.sleep(REVIEW_S)
@@ -116,12 +117,12 @@ class Access:
         except AccessError as error:
             for guest in list(self._guests.get(token, ())):
                 guest.turn_out(str(error))
-        except NotServed as error:  # nobody to ask, and it has expired
+        except NotServed as error:  # no metaserver answers, and it has expired
             for guest in list(self._guests.get(token, ())):
                 guest.turn_out(f"the token has expired, or {error}")
 
     async def _ask_once(self, token: str) -> Known:
-        """Many connections with one token ask one question."""
+        """Ask once for many connections with one token."""
         if (task := self._asking.get(token)) is None:
             task = self._asking[token] = asyncio.ensure_future(self._ask(token))
             task.add_done_callback(lambda _: self._asking.pop(token, None))
@@ -138,7 +139,7 @@ class Access:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return self._cache.refused(token, str(error.details()), now_ms=_now_ms())
-            await self._drop(stub)  # the next question goes to whoever answers at the address then
+            await self._drop(stub)  # the next question looks the address up again
             raise NotServed(f"the metaserver does not answer: {error.details()}") from None
         except (TimeoutError, OSError, ValueError) as error:
             await self._drop(stub)
@@ -146,7 +147,7 @@ class Access:
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            # Another question closed the connection. Nobody cancelled us, and who waits must not think so of himself.
+            # Another question closed the connection: this task was not cancelled, and must not appear so.
             raise NotServed("the connection to the metaserver was closed meanwhile") from None
         return self._cache.accepted(
             token, caller, valid_ms=answer.valid_ms, expires_in_ms=answer.expires_in_ms, now_ms=_now_ms()
@@ -160,7 +161,7 @@ class Access:
         return self._stub
 
     async def _drop(self, failed: MetaserverStub | None) -> None:
-        """Close a connection that gave no answer, unless that was done already."""
+        """Close a connection without an answer, unless another task did."""
         if failed is not None and failed is self._stub:
             await self._disconnect()
 
@@ -175,7 +176,7 @@ def _now_ms() -> int:
 
 
 REFUSED_MS = 5000
-"""A token that the metaserver did not know is not asked about again for so long."""
+"""Time before an unknown token is asked about again."""
 KNOWN_MAX = 10_000
 SUBJECTS_MAX = 10_000
 """Per connection; more are checked anew."""
@@ -209,12 +210,12 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known about one token; `caller` None: the metaserver refused it, for `reason`."""
+    """Facts about one token; `caller` None: the metaserver refused it, for `reason`."""
 
     caller: Caller | None
     fresh_until_ms: int
     expires_ms: int = 0
-    """0: it does not expire."""
+    """0: no expiry."""
     reason: str = ""
 
     def is_expired(self, now_ms: int) -> bool:
@@ -222,23 +223,23 @@ class Known:
 
 
 class TokenCache:
-    """Used on the loop. Times are of a clock that never goes back."""
+    """Known tokens. Used on the loop. Times are of a clock that never goes back."""
 
     def __init__(self, own_token: str) -> None:
         self._own = own_token.encode()
         self._known: dict[str, Known] = {}
 
     def is_own(self, token: str) -> bool:
-        """Whether it is the token that this broker has itself: the key of the installation."""
+        """Whether it is the broker's own token: the key of the installation."""
         return hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self._own)
 
     def fresh(self, token: str, *, now_ms: int) -> Known | None:
-        """What may be used without asking."""
+        """Return the facts that need no question, or None."""
         known = self._known.get(token)
         return known if known and now_ms < known.fresh_until_ms and not known.is_expired(now_ms) else None
 
     def fallback(self, token: str, *, now_ms: int) -> Caller | None:
-        """What is used if nobody can be asked."""
+        """Return the caller to assume while no metaserver answers, or None."""
         known = self._known.get(token)
         return known.caller if known and not known.is_expired(now_ms) else None
 
@@ -253,13 +254,13 @@ class TokenCache:
         if token not in self._known and len(self._known) >= KNOWN_MAX:
             self._known = {text: kept for text, kept in self._known.items() if kept.caller is not None}
             if len(self._known) >= KNOWN_MAX:
-                del self._known[next(iter(self._known))]  # the one that was learned first
+                del self._known[next(iter(self._known))]  # the one learned first
         self._known[token] = known
         return known
 
 
 class Limits:
-    """What one connection of a client may do. Cheap: one look-up per batch, once a subject was seen."""
+    """Rights and limits of a client's connection. One look-up per batch, once a subject was seen."""
 
     def __init__(self, caller: Caller, ration: NewSubjects, sent: SentBytes | None = None) -> None:
         self._caller, self._ration, self._sent = caller, ration, sent

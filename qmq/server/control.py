@@ -1,4 +1,6 @@
-"""Shell. The gRPC port of a process of a group: state and swap for the metaserver, the log for repair and Spark."""
+"""Shell. The gRPC port of a broker or delay server: state and swaps for the metaserver, the log for repair and
+Spark.
+"""
 
 from __future__ import annotations
 
@@ -171,10 +173,10 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         )
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
-        """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them.
-        Closed segments are read from the files of their names, whatever files are open.
+        """Stream frames as stored, damaged bytes included: the reader reports them. Closed segments are read from the
+        files of their names.
 
-        All who read share `read_log_bytes_per_s`, but for copies that are being repaired: their group waits for them.
+        Readers share `read_log_bytes_per_s`, except copies under repair: their group waits for them.
 
         PERMISSION_DENIED: the token is limited to some subjects, and these are frames of all.
         """
@@ -188,7 +190,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             while at is not None and at < end:
                 positions[me] = at
                 data = await asyncio.to_thread(self._chunk, at, end)
-                if not data:  # its file is gone, or it was cut meanwhile
+                if not data:  # its file is gone, or was cut meanwhile
                     at = await asyncio.to_thread(message_log.stored.next_frame, at + 8)
                     continue
                 await asyncio.sleep(pace.wait_s(len(data), self._loop.time()))
@@ -208,13 +210,13 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             yield part
 
     async def HoldLog(self, request: pb.Nothing, context: Any) -> AsyncIterator[pb.Nothing]:
-        """Let retention take nothing while the call lasts and the disk has room. PERMISSION_DENIED: as of ReadLog."""
+        """Stop retention while the call lasts and the disk has room. PERMISSION_DENIED: as of ReadLog."""
         await _require_all_subjects(context)
         holders, me = self._service.log_holders, object()
         holders.add(me)
         try:
             yield pb.Nothing()
-            await asyncio.Event().wait()  # until the caller hangs up, or is gone
+            await asyncio.Event().wait()  # until the caller ends the call
         finally:
             holders.remove(me)
 
@@ -265,7 +267,7 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """Made by main; `run` ends when it is cancelled.
+    """Rates of this copy, sampled every 5 s for ten minutes, so that any metaserver can show them. Made by main.
 
     Args:
         read: messages taken and delivered so far.
@@ -281,7 +283,7 @@ class Samples:
             await asyncio.sleep(SAMPLE_S)
 
     def all(self) -> list[Sample]:
-        """What is kept, the oldest first, and how it is now."""
+        """Return the samples, oldest first, and one of now."""
         return [*self._kept, self._now()]
 
     def _now(self) -> Sample:
@@ -289,14 +291,14 @@ class Samples:
 
 
 class Pace:
-    """Made by whom they all ask."""
+    """A rate that several readers share: each begins when the bytes before are paid for."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0
 
     def wait_s(self, size: int, now_s: float) -> float:
-        """Return how long to wait before `size` bytes are given; they count from then on."""
+        """Return the wait before `size` bytes may be sent; they count from then on."""
         begin_s = max(self._free_s, now_s)
         self._free_s = begin_s + size / self._bytes_per_s
         return begin_s - now_s

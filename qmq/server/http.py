@@ -1,4 +1,4 @@
-"""Shell. What a broker and a delay server answer on their HTTP port: health, metrics, clients' connections, states."""
+"""Shell. HTTP port of a broker or delay server: health, metrics, clients' connections, states."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from qmq.server.access import Access
 from qmq.states import Machine
 
 CHECK_S = 5.0
-"""More than the question to a metaserver takes."""
+"""More than a question to the metaserver takes."""
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 Answering = Callable[[Request], Awaitable[Response]]
 
 
 class CopyHttp:
-    """Made by a process's main. Health is for everybody, the rest for holders of a token with the role viewer.
+    """Made by a process's main. Health needs no token; the rest needs the role viewer.
 
     Args:
         connections, readiness, states: called on the loop.
@@ -169,7 +169,7 @@ def _escaped(text: str) -> str:
 
 
 def machines(node: Node[Any]) -> Iterator[tuple[str, Machine[Any]]]:
-    """Yield the machines of states that this process has now, with what each is about."""
+    """Yield this process's state machines, each with its name."""
     yield "log", node.log.health
     if node.master is not None:
         for watch in node.master.slaves.all:

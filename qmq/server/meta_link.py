@@ -1,4 +1,4 @@
-"""Shell. The broker's line to the metaserver: register, tell the state every second, hear of each new assignment."""
+"""Shell. The broker's link to the metaserver: registration, a heartbeat every second, new assignments."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ STEADY_S = 3.0
 """Who was served for so long begins with the first wait again. Two machines with a copy of one broker's disk and name
 end each other's heartbeats; they must not do it a hundred times a second."""
 ALONE_AFTER_S = 3.0
-"""How long a broker that starts waits for the metaserver before it takes up the part it had."""
+"""Time that a starting broker waits for the metaserver before it takes its last role."""
 
 
 def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerState:
-    """Say how this broker stands."""
+    """Return this broker's state, as its heartbeat carries it."""
     node = service.node
     master, message_log, epoch = node.master, node.log, node.identity.value.epoch
     return pb.BrokerState(
@@ -82,10 +82,10 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
 
 
 class MetaLink:
-    """Keeps the line up. Made by main; `run` returns when it is cancelled.
+    """The link. Made by main; `run` returns when it is cancelled.
 
     Args:
-        kind: of the groups that this process can be part of.
+        kind: kind of groups that this process can belong to.
     """
 
     def __init__(self, service: Service[Any], settings: CopySettings, *, kind: GroupKind = GroupKind.NORMAL) -> None:
@@ -94,15 +94,15 @@ class MetaLink:
         self._is_refused = False
         self._failures = 0
         self._has_part = False
-        """Whether a metaserver gave this process its part; one that it remembers may be of an earlier life."""
+        """Whether a metaserver assigned the role in this process; a remembered one may be outdated."""
         self.stub: MetaserverStub | None = None
-        """Of the metaserver that serves this broker; None: none does now."""
+        """Stub of the metaserver that serves this broker, or None."""
         self._last: pb.Assignment | None = None
         self._served_since: float | None = None
         """On the clock of the loop; None: not since the last failure."""
         self._patience = Patience()
         self._look: asyncio.TimerHandle | None = None
-        """When it is looked whether a heartbeat was answered."""
+        """Timer of the next check for an answer."""
 
     async def run(self) -> None:
         """Register, beat; again after every failure."""
@@ -122,15 +122,15 @@ class MetaLink:
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.5))
 
     def served(self, now_s: float) -> None:
-        """Take note that a metaserver hears us."""
+        """Record that a metaserver serves us."""
         self._served_since = self._served_since or now_s
         self._service.is_registered = True
 
     def failed(self, error: Exception) -> None:
-        """Take note of why the metaserver does not serve us."""
+        """Record the reason why the metaserver does not serve us."""
         self._service.is_registered = False
         is_refusal = isinstance(error, grpc.aio.AioRpcError) and error.code() in _REFUSALS
-        self._is_refused = is_refusal or isinstance(error, OperatorError)  # or its word contradicts what we know
+        self._is_refused = is_refusal or isinstance(error, OperatorError)  # or its assignment contradicts our identity
         text = (isinstance(error, grpc.aio.AioRpcError) and error.details()) or cause_of(error)
         if self._service.node.is_of_another and not isinstance(error, OperatorError):
             text = f"{text} (this data directory belongs to {self._service.node.owner})"
@@ -141,7 +141,7 @@ class MetaLink:
             self._service.guarded(lambda: self._service.node.lose_part(text))
 
     def start_alone(self) -> None:
-        """Take up the part we had, unless the metaserver was reached and refused it: ours may be a copied directory."""
+        """Take the last role, unless the metaserver was reached and refused it: ours may be a copied directory."""
         if not self._is_refused:
             self._service.guarded(self._take_up_old_part)
 
@@ -217,7 +217,7 @@ class MetaLink:
                 pass
 
     def _look_later(self, silence: asyncio.Timeout) -> None:
-        """Look whether the metaserver answers, when it should have; leave it, if it does not."""
+        """Check for an answer when it is due; leave the metaserver without one."""
         loop = asyncio.get_running_loop()
         left_s = self._patience.left_s(loop.time())
         self._look = loop.call_later(left_s, self._look_later, silence) if left_s else None
@@ -228,7 +228,7 @@ class MetaLink:
         if message.clock_ms:
             self._service.node.record_metaserver_clock(message.clock_ms)
             message.clock_ms = 0
-        if message.term and message != self._last:  # else it only says what time it is, or the group has no row yet
+        if message.term and message != self._last:  # otherwise it only carries the clock, or the group has no row yet
             self._last = message
             self._assign(message)
 

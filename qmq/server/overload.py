@@ -1,16 +1,15 @@
-"""Core. When a broker has enough: whose sockets it reads no more, and when it looks at memory and disk.
+"""Core. Overload: which clients' sockets a broker stops reading, and when it checks memory and disk.
 
 States of a client's connection:
 
-    running   it is read as fast as it sends
-    sharing   others produce as well, and its un-acknowledged bytes fill its share: not read until half of them were
-              answered. A message is acknowledged with what lies before it in the log, so nobody's waits for much more
-    flow      its un-acknowledged bytes fill its window: not read until half of them were answered
-    blocked   the process has more memory than its limit: not read until that is over
+    running   read as fast as it sends
+    sharing   other connections produce, too, and its unacknowledged bytes fill its share: not read until half of them
+              were answered. A message is acknowledged with the log before it, so no other message waits much longer
+    flow      its unacknowledged bytes fill its window: not read until half of them were answered
+    blocked   the process is over its memory limit: not read until that ends
 
-A connection that consumes is always running, for its acks come on it and they are what ends an overload. What it
-produces beyond its window, or while memory is short, is refused instead (qmq.server.producing, and the reason for
-readonly).
+A connection that consumes is always running: its acks end an overload. What it produces beyond its window, or while
+memory is short, is refused instead (qmq.server.producing, and the readonly reason).
 
 Keeps I19.
 """
@@ -57,7 +56,7 @@ class ConnectionState(StrEnum):
 
 @dataclass(slots=True)
 class Flow:
-    """What one client's connection does, and whether it is read. Made by its acceptor; ends with it."""
+    """State of one client's connection. Made by its acceptor; ends with it."""
 
     window_bytes: int
     produces: bool = False
@@ -65,7 +64,7 @@ class Flow:
     state: ConnectionState = ConnectionState.RUNNING
 
     def follow(self, unacked_bytes: int, *, share_bytes: int | None = None, memory_is_short: bool) -> bool:
-        """Take the state that these circumstances ask for; return whether that is another one."""
+        """Move to the state of these circumstances; return whether it changed."""
         before, self.state = self.state, self._state(unacked_bytes, share_bytes, memory_is_short)
         return self.state is not before
 
@@ -86,7 +85,7 @@ class Flow:
 
 
 class _Recent(Generic[K]):
-    """Who did something in this period of SHARES_MS or in the one before."""
+    """Members of the present period of SHARES_MS and of the one before."""
 
     def __init__(self) -> None:
         self._now: set[K] = set()
@@ -109,7 +108,7 @@ class _Recent(Generic[K]):
 
 
 class Shares(Generic[K]):
-    """Which connections produced lately, and how many un-acknowledged bytes each may have. Made by the service."""
+    """Connections that produced recently, with the unacknowledged bytes that each may have. Made by the service."""
 
     def __init__(self) -> None:
         self._producing: _Recent[K] = _Recent()
@@ -133,14 +132,14 @@ class Shares(Generic[K]):
 
     @property
     def bytes(self) -> int | None:
-        """The share of each; None: only one produces, and shares with nobody."""
+        """Share of each; None: only one connection produces."""
         count = len(self._producing)
         shared = QUIETLY_SHARED_BYTES if self._is_one_quiet else SHARED_BYTES
         return max(SHARE_BYTES_LEAST, shared // count) if count > 1 else None
 
     @property
     def batch_bytes(self) -> int | None:
-        """How large a batch of each should be at most; None: as large as it likes."""
+        """Advised maximum of a batch; None: no limit."""
         return BATCH_BYTES if len(self._producing) > 1 and self._is_one_quiet else None
 
     @property
@@ -186,13 +185,13 @@ class LimitsReached:
 
 @dataclass(slots=True)
 class MemoryAlarm:
-    """Whether the process has more memory than it should. Made by the service, asked about every 100 ms."""
+    """Alarm of a process over its memory limit. Made by the service, checked about every 100 ms."""
 
     limit_bytes: int
     is_on: bool = False
 
     def measured(self, used_bytes: int) -> bool:
-        """Take note of what is used; return whether the alarm begins or ends."""
+        """Record the used memory; return whether the alarm begins or ends."""
         was_on = self.is_on
         self.is_on = used_bytes > self.limit_bytes * (MEMORY_ENDS_AT if was_on else 1.0)
         return self.is_on is not was_on
@@ -200,7 +199,7 @@ class MemoryAlarm:
 
 @dataclass(slots=True)
 class DiskWatch:
-    """When free space has to be looked at again: what was written since then may be what was free."""
+    """Schedule of the checks of free space: bytes written since the last one may have filled it."""
 
     limit_bytes: int
     is_full: bool = False

@@ -1,12 +1,11 @@
-"""Core. How long a broker waits for the answer to a heartbeat before it goes to another metaserver.
+"""Core. Patience: the wait for a heartbeat's answer before the broker goes to another metaserver.
 
-A metaserver that stands still keeps its connections, so its brokers would learn of no new master. A busy one answers
-late: a broker that left it for that may find the next one as busy. So each departure doubles the wait, and it is
-shortened again by what answers took since, not by time alone.
+A stalled metaserver keeps its connections, so its brokers would miss a new master. A busy one answers late, and the
+next may be as busy. So each departure doubles the wait, and measured answer times shorten it again.
 
     heartbeat ─► answered ─► next one
-             └─► not answered for `limit_s` ─► this process stood still itself? ─► yes: wait once more
-                                                                               └─► no: leave
+             └─► no answer for `limit_s` ─► did this process stall itself? ─► yes: wait once more
+                                                                         └─► no: leave
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ make its brokers slow to leave the next one that does."""
 
 
 class Patience:
-    """Made once for each broker, as it goes on over metaservers. `now_s` is any clock that only goes forward."""
+    """Made once for each broker, over all metaservers. `now_s` is of a clock that never goes back."""
 
     def __init__(self) -> None:
         self.limit_s = SILENT_S
@@ -53,7 +52,7 @@ class Patience:
             self._since_s = None
 
     def left_s(self, now_s: float) -> float | None:
-        """Return for how long to wait on; 0: leave now; None: everything was answered."""
+        """Return the rest of the wait; 0: leave now; None: no answer is due."""
         if self._asked_s is None:
             return None
         over_s = now_s - self._asked_s - self._wait_s
@@ -62,5 +61,5 @@ class Patience:
         return max(0.0, -over_s)
 
     def leave(self) -> None:
-        """It was not answered in time: the next one gets twice as long."""
+        """Double the wait at the next metaserver."""
         self.limit_s = min(2 * self.limit_s, SILENT_S_MAX)

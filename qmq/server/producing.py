@@ -1,7 +1,7 @@
-"""Core. A master's part towards producers: check a batch, append it, acknowledge it when both disks have it.
+"""Core. A master's side of producers: checks a batch, appends it, acknowledges it when enough disks have it.
 
-Work is per batch. The CRC of what a producer sent is checked before anything is stored (W4); what cannot be stored is
-refused on its own (W7, W22); a repeated batch is answered with the receipt of the first time (P2).
+Work is per batch. The CRC is checked before anything is stored (W4). Messages that cannot be stored are refused one by
+one (W7, W22). A repeated batch gets the receipt of the first time (P2).
 
 Keeps I10.
 """

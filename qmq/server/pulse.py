@@ -1,7 +1,7 @@
-"""Shell. Heartbeats on the link between two copies: a box in between that forgets the connection costs seconds.
+"""Shell. Heartbeats on the link between two copies: a firewall that forgets the connection costs seconds, not minutes.
 
-Each end says every second what time it has (BEAT). An end that sees no byte for `SILENT_S` closes the connection, and
-the slave makes a new one. Whoever was never heard to beat is of a version that does not, and is not expected to.
+Each end sends its time every second (BEAT). An end that receives nothing for `SILENT_S` closes the connection, and the
+slave opens a new one. A peer that never sent a BEAT is of an older version, and is not expected to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pulse:
         self._beat()
 
     def received(self, packet: Packet) -> bool:
-        """Take note of a packet that came; return whether it is a heartbeat, and nobody else's business."""
+        """Handle a packet if it is a heartbeat; return whether it was."""
         if packet.code != Command.BEAT:
             return False
         try:
@@ -63,7 +63,7 @@ class Pulse:
 
     def _is_silent(self) -> bool:
         now_s, heard_bytes = self._loop.time(), self._connection.received_bytes
-        # If our own loop stood still, what came meanwhile is not read yet: that is no silence of the other end.
+        # After a stall of our own loop unread bytes may wait: no silence of the other end.
         self._silent_s += min(now_s - self._looked_s, 2 * BEAT_S)
         if heard_bytes != self._heard_bytes or not self._beats_too:
             self._silent_s = 0.0

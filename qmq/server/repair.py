@@ -1,4 +1,4 @@
-"""Shell. Mends a damaged log from another copy; until then this broker is no master, or readonly (P6)."""
+"""Shell. Repair of a damaged log from another copy; until then this broker is no master, or readonly (P6)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 async def keep_repairing(service: Service[Any], settings: CopySettings) -> None:
-    """While the log is damaged, try to mend it, once a second."""
+    """Try to repair a damaged log, once a second."""
     sources = Sources()
     while True:
         damage = service.node.log.damage
@@ -71,7 +71,7 @@ async def _repair(service: Service[Any], settings: CopySettings, damage: Damage,
 
 
 async def _describe(peer: Address, metadata: Metadata) -> Any | None:
-    """Ask what a copy has; None: it does not answer."""
+    """Return the extent of a copy's log; None: no answer."""
     try:
         async with _channel(peer) as channel:
             return await BrokerStub(channel).DescribeLog(pb.Nothing(), metadata=metadata, timeout=5)

@@ -1,10 +1,10 @@
-"""Shell. A full disk, whoever filled it: the process starts all the same, and consumers go on.
+"""Shell. Start on a full disk: a reserve lets the process start and consumers go on.
 
-    data/reserve   `RESERVE_BYTES` that hold room, nothing else
+    data/reserve   `RESERVE_BYTES` of held space
 
-To start, a process writes its new epoch, and consumers write their progress. When there is no room for that the reserve
-is given up. It is made again when there is room for it above the limit. With neither room nor reserve the process
-waits: ended and started again and again, it would do no more.
+A start writes the new epoch, and consumers write their progress. Without space for that the reserve is deleted. It is
+made again when there is space for it above the limit. Without space or reserve the process waits: restarts would not
+help.
 """
 
 from __future__ import annotations

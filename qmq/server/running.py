@@ -1,4 +1,4 @@
-"""Shell. Runs a process of a group: reads its settings, recovers its log, serves until it is told to stop."""
+"""Shell. Main loop of a broker or delay server: reads its settings, recovers its log, serves until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Shell. Reads closed segments again in the background: damage is found while the other copy can still mend it.
+"""Shell. Scrub: reads closed segments again in the background, to find damage while the other copy can repair it.
 
-A copy reads each one at least every `scrub_hours`, the one first that was read longest ago, with `scrub_bytes_per_s` at
-most. It opens the file by its name: of one that was unlinked or exchanged under a running process, an open descriptor
-would still show the old content. What it finds goes the way of any damage (qmq.server.repair): readonly on a master,
-fetched from the other copy, the old bytes kept. What was read when is forgotten with the process; a new one begins with
-the oldest. The segment that is written is not read; that its file still has its name is seen once a second.
+Each segment is read at least every `scrub_hours`, the longest unread first, with at most `scrub_bytes_per_s`. Its file
+is opened by name: an open descriptor of an unlinked or exchanged file would still show the old content. Damage is
+handled as any other (qmq.server.repair): readonly on a master, fetched from the other copy, the old bytes kept. Times
+of reads are not stored; a new process begins with the oldest segment. The segment that is written is not read, but its
+file's name is checked once a second.
 
-The snapshot behind each segment is looked at as well, and made again from that segment and the snapshot before it: once
-the segment is gone, nothing tells any more what it said, and a copy without any whole one is none after a restart.
+The snapshot behind each segment is checked as well, and made again from that segment and the snapshot before it. Once
+the segment is deleted this is impossible, and a copy without a whole snapshot is lost at a restart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scrub:
         self._began_s = self._loop.time()
         self._verified_s: dict[int, float] = {}
         self._older = set(self._log.bases[:-1])
-        """Segments that this process did not write: nobody has read them since it began."""
+        """Segments written by earlier processes, not read since this one began."""
         self._looked_s = self._began_s
         """When the snapshot of an only segment was looked at; the start has read it."""
         self.bytes = self.findings = 0
@@ -55,7 +55,7 @@ class Scrub:
 
     async def _verify_closed(self) -> None:
         while True:
-            # Without a part nobody takes note of damage: it would be found, and logged, again and again.
+            # Without a role damage is not recorded: it would be found and logged again and again.
             rests = self._log.damage is not None or self._service.node.role is None
             base = None if rests else self._due()
             if base is None:
@@ -65,7 +65,7 @@ class Scrub:
                 await self._verify(base)
 
     async def _watch_newest(self) -> None:
-        """Nobody would see it before the segment is closed, and by then a restart may have lost what it holds."""
+        """Check the newest file's name: a restart before the segment is closed would lose its content."""
         while True:
             try:
                 await asyncio.to_thread(self._log.stored.check_newest)
@@ -78,13 +78,13 @@ class Scrub:
 
     @property
     def oldest_s(self) -> float:
-        """Time since the closed segment that was read longest ago was; 0 if there is none."""
+        """Age of the oldest read of a closed segment; 0 without one."""
         self._note_segments()
         return self._loop.time() - min(self._verified_s.values(), default=self._loop.time())
 
     @property
     def last_finding_s(self) -> float | None:
-        """Time since it last found damage; None: not since this process began."""
+        """Time since the last found damage; None: none in this process."""
         return None if self._found_s is None else self._loop.time() - self._found_s
 
     def _note_segments(self) -> None:

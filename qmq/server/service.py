@@ -1,8 +1,8 @@
-"""Shell. The world around a broker's core: sockets, threads of the disk, timers. It knows no rule of the protocol.
+"""Shell. The process around a broker's core: sockets, threads of the disk, timers. It holds no rule of the protocol.
 
-One event loop owns all state. fsyncs that are known to be fast run on it, in the turn after packets have left, so
-that the slave works meanwhile and a lone message skips two thread hops (measured: 0.09 ms less of 0.25). All others
-run on one thread: while it waits for the disk, the loop gathers the next commit.
+One event loop owns all state. Fast fsyncs run on it, in the turn after packets have left: the slave works meanwhile,
+and a lone message saves two thread hops (measured: 0.09 ms of 0.25). Others run on one thread: while it waits for the
+disk, the loop gathers the next commit.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ INLINE_COMMIT_BYTES = 64 * 1024
 that begins or deletes a segment, which takes ten fsyncs."""
 LOGGED_MAX = 1000
 LOGGED_CHARS = 500
-"""Mistakes of clients that are remembered, so that each is logged once; and how much of the text of each."""
+"""Remembered mistakes of clients, so that each is logged once; maximum of the logged text."""
 RECONNECTS_S = (0.02, 0.05, 0.1, 0.2)
 """How long a slave waits before it connects again, by attempts since its role changed: the new master of a failover
 begins some milliseconds after its slaves hear of it, and takes nothing before one of them has matched."""
 LOST_MS = 2000
-"""A slave that heard nothing for so long, in which its master sends two beats at least, reports its master as lost."""
+"""A slave without a packet for this time, two beats at least, reports its master as lost."""
 GIVE_BACK_S = 1.0
 """While memory is short, how often what is free in it goes back to the system."""
 BLOCKED_READ_MAX = 32
@@ -119,13 +119,13 @@ class Service(Generic[M]):
         """Whether a metaserver serves this process, as its link to it says."""
         self.reader_positions: dict[object, int] = {}
         self.log_holders: set[object] = set()
-        """Who reads the whole log in many calls, as the audit does."""
+        """Readers of the whole log in many calls, such as the audit."""
         self.sync_us = 0.0
         self.commits = 0
         self.sync_seconds = 0.0
         self.connections = 0
         self.strangers: dict[Acceptor, None] = {}
-        """Of the connections those that have not said who they are, the oldest first."""
+        """Connections without a login, oldest first."""
         self.acceptors: dict[Acceptor, None] = {}
         """Of clients; of those that are blocked, the one read longest ago comes first."""
         self.memory_alarm = MemoryAlarm(int(settings.memory_limit * memory.ram_bytes()))
@@ -184,13 +184,13 @@ class Service(Generic[M]):
         return acceptor.connection
 
     def fail(self, error: BaseException) -> None:
-        """The disk failed or we have a bug: nobody must hear another word from this process (I15)."""
+        """End the process after a failed disk or a bug, without another packet (I15)."""
         log.critical("process ends as fenced: %s: %s", type(error).__name__, error)
         logging.shutdown()
         os._exit(70)
 
     def log_once(self, peer: str, error: QmqError) -> None:
-        """Log what a client does wrong, once: it may do so a thousand times a second."""
+        """Log a client's mistake once: it may repeat it a thousand times a second."""
         text = str(error)[:LOGGED_CHARS]
         if self._is_news(text):
             log.warning("request refused peer=%s: %s", peer, text)
@@ -211,13 +211,14 @@ class Service(Generic[M]):
             log.warning("limit reached setting=%s peer=%s: %s", setting, peer, text)
 
     def guarded(self, call: Callable[[], None]) -> None:
-        """Tell the core that something happened: see `_run_guarded`."""
+        """Wake sleeping tasks and call the core: see `_run_guarded`."""
         self._stir()
         self._run_guarded(call)
 
     def _run_guarded(self, call: Callable[[], None]) -> None:
-        """Run a call into the core. What must end the process ends it, and so does what nobody expected: better none
-        than one that has stopped doing half of its work. Other errors of ours pass to whoever can do something."""
+        """Call the core. Fatal and unexpected errors end the process: better none than one that does half of its work.
+        Other errors of ours pass to the caller.
+        """
         try:
             call()
         except (DiskFailed, BrokenInvariant) as error:
@@ -228,7 +229,9 @@ class Service(Generic[M]):
             self.fail(error)
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
-        """Hand a packet to the core. What breaks there without harm to the log costs the sender its connection only."""
+        """Pass a packet to the core. An unexpected error that cannot harm the log costs the sender its connection
+        only.
+        """
         self._stir()
         try:
             self.node.packet_received(connection, packet)
@@ -312,13 +315,13 @@ class Service(Generic[M]):
 
     @property
     def has_lost_master(self) -> bool:
-        """Whether this is a slave that was in sync, and does not hear its master now."""
+        """Whether this is a slave that was in sync and receives nothing from its master."""
         heard_ms_ago = self.master_heard_ms_ago()
         slave = self.node.slave
         return slave is not None and slave.has_matched and (heard_ms_ago is None or heard_ms_ago >= LOST_MS)
 
     def master_heard_ms_ago(self) -> int | None:
-        """How long ago the last packet came from the master; None: there is no link to it."""
+        """Age of the master's last packet in ms; None: there is no link."""
         link = self._master_link
         return int((self._loop.time() - self._master_heard_at) * 1000) if link is not None and link.is_open else None
 
@@ -350,13 +353,13 @@ class Service(Generic[M]):
             self._dozing.remove(stirred)
 
     def _stir(self) -> None:
-        """Something happens."""
+        """Wake sleeping tasks."""
         for stirred in self._dozing:
             if not stirred.done():
                 stirred.set_result(True)
 
     def _quiet_ms(self) -> int:
-        """For how long no tick is needed, unless something happens."""
+        """Return the time without a needed tick, unless something happens."""
         return 0 if self.memory_alarm.is_on or self._disk_watch.is_near else self.node.quiet_ms()
 
     def _tick(self) -> None:
@@ -479,7 +482,7 @@ class Service(Generic[M]):
         """Begin to delete the oldest segment, if it may go and the one before is gone: a commit that deletes one takes
         ten fsyncs, and with a hundred it would hold up what is to be acknowledged for seconds."""
         node = self.node
-        if self.log_holders and not self._disk_watch.is_full:  # an audit that hangs makes no group readonly
+        if self.log_holders and not self._disk_watch.is_full:  # a hanging audit makes no group readonly
             return
         if not node.log.is_deleting and node.oldest_may_go(self._keeper, self.reader_positions.values()):
             log.info("segment deleted group=%s base=%d", node.group, node.log.bases[0])
