@@ -141,13 +141,13 @@ class Player:
         self._brokers[name].assign(Role[role.upper()], term, slaves=slaves, min_copies=min_copies, sync_mode=sync)
 
     def _do_prepare(self, name: str, *, term: int, hold_ms: int = 3000) -> None:
-        self._brokers[name].node.prepare_swap(term, hold_ms)
+        self._brokers[name].node.changes.prepare_swap(term, hold_ms)
 
     def _do_promise(self, name: str, *, term: int) -> None:
-        self._brokers[name].node.promise_swap(term)
+        self._brokers[name].node.changes.promise_swap(term)
 
     def _do_cancel(self, name: str) -> None:
-        self._brokers[name].node.cancel_swap()
+        self._brokers[name].node.changes.cancel_swap()
 
     def _do_fill(self, name: str, word: str) -> None:
         order = (self._brokers[name].node.identity.value.fill_id, word == "allowed")
