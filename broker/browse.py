@@ -109,7 +109,7 @@ class Browse:
     def __post_init__(self) -> None:
         check_subject(self.subject)
         if not 0 < self.messages_max <= MESSAGES_MAX:
-            raise InvalidRequest(f"a look is at 1 to {MESSAGES_MAX} messages, not {self.messages_max}")
+            raise InvalidRequest(f"{self.messages_max} messages requested. Request 1 to {MESSAGES_MAX}.")
         first, _ = sequences_kept(self.log, self.subject)
         self.begin = max(self.begin, first)
         self.end = max(min(self.end, visible_end(self.log, self.subject, self.limit)), self.begin)

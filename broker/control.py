@@ -74,7 +74,7 @@ async def _answers(
         metadata = (("x-api-token", token),)
         answer = await stub.BeginGroups(asked, metadata=metadata, timeout=ANSWER_S)
         if len(answer.begins) != len(groups):
-            raise NotServed("the metaserver answered for other groups than were asked for")
+            raise NotServed("the answer of the metaserver has another number of groups than the request")
         return [Begin(one.since_ms, one.mark, one.began_ms) for one in answer.begins]
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.UNIMPLEMENTED:
@@ -87,7 +87,10 @@ async def _answers(
             raise
         reason = "the connection to the metaserver was closed"  # the link closed it after a failure
     log.warning("new consumer groups wait groups=%d reason=%s", len(groups), reason)
-    return [NotServed(f"{group.group} is new here, and waits for the metaserver: {reason}") for group in groups]
+    return [
+        NotServed(f"consumer group {group.group} is new here and waits for the metaserver: {reason}")
+        for group in groups
+    ]
 
 
 CALLS_AT_ONCE = 2
@@ -332,7 +335,7 @@ class Control(CopyControl[BrokerMaster]):
             text = f"the slave did not confirm it within {SAFE_S:.0f} s: look at Consumers before you repeat it"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         if error is not None:
-            text = "the master changed before both copies knew it: look at Consumers before you repeat it"
+            text = "the master changed before both copies had it: look at Consumers before you repeat it"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
 
 

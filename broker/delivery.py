@@ -159,14 +159,14 @@ class Delivery:
             return positions.first_since(log, subject, begin.since_ms) if begin.since_ms else first
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
-            raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
+            raise NotServed("this copy is damaged there and is being repaired; repeat the request") from None
 
     def pull(self, link: Link, packet: Packet) -> None:
         mastership = self._mastership
         mastership.check_may_progress()
         pull = commands.decode_pull(packet.body)
         if not pull.messages_max:
-            raise InvalidRequest("a pull asks for at least one message")
+            raise InvalidRequest("messages_max of a pull is 0; request at least one message")
         now_ms = mastership.host.monotonic_ms()
         subscription = self.consumption.find(link, pull.subscription, now_ms)
         waiting = WaitingPull(link, packet, pull, now_ms + pull.timeout_ms)
@@ -258,8 +258,7 @@ class Delivery:
         key = subscription.key[:2]
         if len(self._mastership.log.state.groups[key].requeued) >= group_status.REQUEUED_RANGES_MAX:
             raise PostponesTooMuch(
-                f"{key[1]} has {group_status.REQUEUED_RANGES_MAX} ranges of {key[0]} that wait for their time; "
-                "ask again"
+                f"{key[1]} has {group_status.REQUEUED_RANGES_MAX} postponed ranges of {key[0]}; repeat later"
             )
 
     def _facts(self, key: tuple[str, str]) -> group_status.Facts | None:
@@ -289,11 +288,9 @@ class Delivery:
 
     def _check_may_make_dead(self, subscription: Subscription) -> None:
         if is_dead_letter_subject(subscription.subject):
-            raise InvalidRequest("a dead letter does not become one again; ack it, or let it come again")
+            raise InvalidRequest("a dead letter cannot become one again; ack it or retry it")
         if self._mastership.gate.too_few_in_sync:
-            raise NotServed(
-                f"the slave of {self._mastership.group} is missing, and nothing new is stored before it is back"
-            )
+            raise NotServed(f"the slave of {self._mastership.group} is missing; nothing new is stored until it is back")
 
     def _consumer(self, subscription: Subscription) -> Consumer:
         return self.consumption.consumer(*subscription.key) or Consumer()
@@ -340,10 +337,12 @@ class Delivery:
             reset = positions.plan_reset(mastership.log, subject, group, known, to, value)
         except CorruptFrame as problem:
             mastership.found_damage(problem)
-            raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
+            raise NotServed("this copy is damaged there and is being repaired; repeat the request") from None
         if mastership.gate.too_few_in_sync:
             # Consumers would act on the move at once, and a promoted slave without it would undo it.
-            raise OperatorError(f"the slave of {mastership.group} is missing and would not know it: start it first")
+            raise OperatorError(
+                f"the slave of {mastership.group} is missing and would not get the move: start it first"
+            )
         if not dry_run:
             assert known is not None  # else it is refused
             entry = reset.after, int(known.is_broadcast), 0

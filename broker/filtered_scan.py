@@ -392,8 +392,8 @@ class Filters:
         if any(one.rule != subscription.rule for one in self._connected() if one.key[:2] == key):
             self._warned.add(key)
             log.warning(
-                "consumers of one group ask for different tags subject=%s group=%s consumer=%s: what one of "
-                "them passes over is over for all",
+                "consumers of one group use different tags subject=%s group=%s consumer=%s: messages passed "
+                "over by one of them are settled for all",
                 *subscription.key,
             )
 

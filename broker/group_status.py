@@ -107,7 +107,7 @@ CAUSES: dict[Cause, Rule] = {
     Cause.MASTER: Rule(
         lambda f: f.has_backlog and not f.may_progress,
         False,
-        "the master may not deliver now: it was fenced, or waits for what its slave has",
+        "the master may not deliver now: it was fenced, or waits for its slave's frames",
     ),
     Cause.OFFLINE: Rule(
         lambda f: f.has_backlog and any(map(f.is_offline, f.connected)),
@@ -117,7 +117,7 @@ CAUSES: dict[Cause, Rule] = {
     Cause.RATE: Rule(
         lambda f: f.has_backlog and f.is_slowed,
         True,
-        "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
+        "an operator limits its messages per second: LimitGroup --perSecond=0 ends that",
     ),
     Cause.EXCLUSIVE: Rule(
         lambda f: f.has_backlog and bool(f.connected) and f.is_handed_on,
@@ -132,12 +132,12 @@ CAUSES: dict[Cause, Rule] = {
     Cause.AWAY: Rule(
         lambda f: f.has_backlog and not f.connected and f.group.is_broadcast,
         False,
-        "the one consumer of this broadcast is away: it is forgotten after broadcast_forget_hours",
+        "the only consumer of this broadcast is away: it is forgotten after broadcast_forget_hours",
     ),
     Cause.NO_SLAVE: Rule(
         lambda f: f.has_backlog and not f.has_slave,
         False,
-        "no slave is in sync: what only the master has waits for it",
+        "no slave is in sync: messages on the master alone wait for one",
     ),
     Cause.UNACKED: Rule(
         _has_as_many_as_it_may,
@@ -158,12 +158,12 @@ CAUSES: dict[Cause, Rule] = {
     Cause.LATER: Rule(
         lambda f: f.has_backlog and not f.new and not f.due,
         False,
-        "what waits asked to come again later",
+        "all waiting messages are postponed",
     ),
     Cause.PREFETCH: Rule(
         lambda f: bool(f.new or f.due) and bool(f.connected) and not any(one.waiting for one in f.connected),
         False,
-        "consumers have as many messages as they ask for ahead: their handlers are the bound",
+        "consumers have all the messages that they prefetch: their handlers are the bound",
     ),
     Cause.FILTER: Rule(
         lambda f: f.has_backlog and f.is_looking,
@@ -173,7 +173,7 @@ CAUSES: dict[Cause, Rule] = {
     Cause.ORDER_KEY: Rule(
         lambda f: f.is_ordered and bool(f.new or f.due) and bool(f.waiting) and not f.is_looking,
         False,
-        "what waits has order keys of which an earlier message is not settled",
+        "waiting messages have order keys with an earlier unsettled message",
     ),
 }
 

@@ -175,7 +175,7 @@ def plan_reset(log: MessageLog, subject: str, group: str, known: Group | None, t
         case To.TIME:
             after = first_since(log, subject, value)
         case _:
-            raise OperatorError(f"a group moves to {', '.join(To)}; not to {to!r}")
+            raise OperatorError(f"{to!r} is no target of a move. Use {', '.join(To)}.")
     return _counted(known, after, first, end)
 
 

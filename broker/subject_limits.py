@@ -367,7 +367,9 @@ class SubjectLimits:
                 too_many = max(too_many, self._covering(subject, _oldest(group, waiting), size))
             if messages := self._give_up((subject, name), OVERFLOWED, _oldest(group, too_many)):
                 if (subject, name) not in self.overflowed:
-                    log.warning("messages overflow subject=%s consumer_group=%s: more waited than may", subject, name)
+                    log.warning(
+                        "messages overflow subject=%s consumer_group=%s: more waited than the limit", subject, name
+                    )
                 self.overflowed[subject, name] = self.overflowed.get((subject, name), 0) + messages
 
     def _give_up(self, key: Key, why: int, ranges: Iterable[tuple[int, int]]) -> int:

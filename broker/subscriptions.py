@@ -220,9 +220,9 @@ class Subscriptions:
         known = self.consumer(subject, name, consumer)
         if known is None:
             if held_end:
-                raise InvalidAck(f"what {consumer} held was given back, or its group was moved; begin anew")
+                raise InvalidAck(f"the messages of {consumer} were requeued, or its group was moved; begin anew")
         elif not known.was_given(held_end):
-            raise InvalidAck(f"{consumer} holds messages up to {held_end} of a master that was deposed; begin anew")
+            raise InvalidAck(f"{consumer} has messages up to {held_end} of a deposed master; begin anew")
 
     def find(self, link: Link, id: int, now_ms: int) -> Subscription:
         """Return the connection's subscription and renew its lease."""

@@ -175,10 +175,10 @@ class Cancellations:
         """Return the error for the callers; damage is reported for repair."""
         if isinstance(problem, CorruptFrame):
             self._mastership.found_damage(problem)
-            return NotServed("this copy is damaged and being repaired; ask again in a moment")
+            return NotServed("this copy is damaged and being repaired; repeat in a moment")
         if isinstance(problem, DamagedSchedule):
             self._filing.is_damaged(schedule, problem)
-            return NotServed("the schedule is made anew; ask again in a moment")
+            return NotServed("the schedule is being rebuilt; repeat in a moment")
         return problem
 
     def _file_all(self) -> None:
@@ -187,7 +187,7 @@ class Cancellations:
         self._filing.go_on(flushed_end)
         self._decisions.filed(self._filing.schedule.filed_end)
         if not self._filing.reaches(flushed_end):
-            raise NotServed("this delay server reads what came before it began; ask again in a moment")
+            raise NotServed("this delay server still files older frames; repeat in a moment")
 
     # Deciding.
 
@@ -220,7 +220,7 @@ class Cancellations:
             try:
                 self._mastership.readonly.check_change(self._mastership.group, asked.named.subject)
                 if looked.schedule is not self._filing.schedule:
-                    raise NotServed("the schedule is made anew; ask again in a moment")
+                    raise NotServed("the schedule is being rebuilt; repeat in a moment")
                 if asked.due_ms is not None:
                     self._write_cancelled()  # so nothing is moved that was cancelled in this step
                 if not self._is_behind(looked, now):
@@ -228,7 +228,7 @@ class Cancellations:
                 elif asked.looks > 1:
                     self._asked.append(asked._replace(looks=asked.looks - 1))
                 else:
-                    raise NotServed("this message is being written again; ask again in a moment")
+                    raise NotServed("this message is being moved; repeat in a moment")
             except QmqError as error:
                 asked.answer(error)
         self._write_cancelled()

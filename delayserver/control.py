@@ -126,10 +126,10 @@ class DelayControl(CopyControl[DelayMaster]):
         except CorruptFrame as problem:
             await self._being_repaired(problem, context)
         except DamagedSchedule as problem:
-            text = f"{problem}; the schedule is made anew, ask again"
+            text = f"{problem}; the schedule is being rebuilt, repeat the call"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         except TimeoutError:
-            text = f"the slave did not confirm it within {SAFE_S:.0f} s; repeat it to learn what became of it"
+            text = f"the slave did not confirm it within {SAFE_S:.0f} s; repeat it to learn the outcome"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except CallError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

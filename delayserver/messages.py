@@ -54,7 +54,7 @@ def check_delayed(
 
 def _fault(is_delayed: bool, due_ms: int, now_ms: int, longest_ms: int) -> str:
     if not is_delayed:
-        return "it does not say when it is due; send it to a broker, or with a delay"
+        return "it has no due time; send it to a broker, or with a delay"
     if due_ms < 0:
         return f"due time {due_ms} is before 1970"
     most = f"{longest_ms / DAY_MS:g} (delay_days_max)"

@@ -225,7 +225,7 @@ class Recurring:
             self._counters.skipped_occurrences += skipped
             if skipped:
                 log.warning(
-                    "recurring schedule skips what was missed subject=%s name=%s occurrences=%d",
+                    "recurring schedule skips missed occurrences subject=%s name=%s occurrences=%d",
                     subject,
                     template.name,
                     skipped,
@@ -277,7 +277,7 @@ class Recurring:
                 if self._is_vain(schedule, result) or is_late or schedule is not self._filing.schedule:
                     self._again()
                 elif isinstance(result, LogError):
-                    raise NotServed("this copy is damaged and being repaired; ask again in a moment")
+                    raise NotServed("this copy is damaged and being repaired; repeat in a moment")
                 else:
                     self._decide(asked, result)
             except QmqError as error:

@@ -66,7 +66,7 @@ class Cron:
         try:
             CronSim(expression, _BEGIN)
         except (CronSimError, AssertionError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"cron expression {expression!r}: {error or 'it makes no sense'}") from None
+            raise InvalidRequest(f"cron expression {expression!r}: {error or 'it is invalid'}") from None
         self._is_fixed = not (fields[0].startswith("*") or fields[1].startswith("*"))
 
     def next_ms(self, after_ms: int) -> int:
@@ -172,7 +172,7 @@ def zone_of(name: str) -> ZoneInfo:
         return ZoneInfo(name)
     except (ValueError, OSError, KeyError):  # ZoneInfoNotFoundError is a KeyError
         raise InvalidRequest(
-            f"time zone {name[:100]!r} is not known here: write 'UTC', or a name such as 'Europe/Berlin'"
+            f"time zone {name[:100]!r} is unknown here: write 'UTC', or a name such as 'Europe/Berlin'"
         ) from None
 
 
@@ -243,7 +243,7 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
     if (size := len(occurrence)) > most:
         raise MessageTooLarge(f"an occurrence has {size} bytes, more than {most}")
     for _, fault in check_messages(join_batch([occurrence]), 1, message_bytes_max):
-        raise InvalidMessage(f"no broker takes an occurrence of it: {fault}")  # and many tags would equal our label
+        raise InvalidMessage(f"brokers would refuse its occurrences: {fault}")  # and many tags would equal our label
     return template
 
 

@@ -136,7 +136,7 @@ class ScheduleFiler:
         if self._is_flushing:
             self._rebuild_reason = why
             return
-        log.warning("schedule is made anew from the log: %s", why)
+        log.warning("schedule is rebuilt from the log: %s", why)
         self._rebuild_reason = ""
         self._discard()
         self.schedule = self._make(self._log.start)

@@ -74,6 +74,7 @@ class Reads:
 
     def __init__(self, *sizes: int) -> None:
         self.sizes, self.under_way, self.done = sizes, [], []
+        self.stored = self
         self.bodies = Bodies(self, self)
 
     def tail_body(self, offset):

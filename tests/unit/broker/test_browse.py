@@ -262,7 +262,7 @@ def test_unknown_subjects_are_empty_and_illegal_ones_refused():
     with pytest.raises(InvalidName):
         Browse(copy.log, "a/b", copy.log.end, 0, END)
     for most in (0, browse.MESSAGES_MAX + 1):
-        with pytest.raises(InvalidRequest, match="1 to 1000 messages"):
+        with pytest.raises(InvalidRequest, match="Request 1 to 1000"):
             look(copy, messages_max=most)
 
 

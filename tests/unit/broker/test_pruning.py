@@ -345,7 +345,7 @@ def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_oth
     client.ack(begin + 1, begin + 2)
     group.settle()
     buried, dead_letters = [], group.a.master._delivery.pruning._dead_letters
-    group.a.master._delivery.pruning._dead_letters = SimpleNamespace(bury=lambda *args: buried.append(args))
+    group.a.master._delivery.pruning._dead_letters = SimpleNamespace(make_dead=lambda *args: buried.append(args))
     hours_pass(group)
     group.hear_clocks()
     group.a.wait(1_000)

@@ -56,7 +56,7 @@ def test_message_that_is_not_delayed_or_too_far_away_is_refused_on_its_own():
     copies.run(200)
     receipt = producer.receipt(asked)
     assert receipt.stored == 1
-    assert ["does not say when" in receipt.refused[0][1], "at most 1" in receipt.refused[1][1]] == [True, True]
+    assert ["no due time" in receipt.refused[0][1], "at most 1" in receipt.refused[1][1]] == [True, True]
     assert copies.senders.delivered() == ["ok"]
 
 

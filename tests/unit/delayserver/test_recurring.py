@@ -292,7 +292,7 @@ def test_operator_deletes_a_schedule_as_any_delayed_message_by_its_id():
         ({"cron": "0 0 30 2 *"}, "Bad day-of-month"),
         ({"cron": "* * * * * *"}, "has 6 fields"),
         ({"timezone": "Berlin"}, "Europe/Berlin"),
-        ({"timezone": "../../etc/passwd"}, "not known here"),
+        ({"timezone": "../../etc/passwd"}, "unknown here"),
         ({"name": "n" * 61}, "longer than 60"),
         ({"name": "a/b"}, "slashes"),
         ({"owner": ""}, "owner of a recurring schedule is empty"),
