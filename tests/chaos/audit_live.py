@@ -50,7 +50,7 @@ SETTINGS = {
     "lease_ms": 5000,
     "disk_free_limit": 0,
 }
-"""Retention takes what nobody holds, all the time; reading takes seconds, so that things happen meanwhile."""
+"""Retention deletes all that is not held, all the time; reading takes seconds, long enough for a strike."""
 FULL_EVERY = 3
 WARM_UP_S = 10.0
 ROLES_S = 60.0
@@ -69,7 +69,7 @@ def fail_over(target: Target, group: str) -> None:
 
 
 def restart_both(target: Target, group: str) -> None:
-    """Nobody knows any more that the log was held: retention goes on."""
+    """A restart of both forgets that the log was held: retention goes on."""
     for broker in target.copies(group):
         target.cluster.kill(group, "master" if broker == target.copies(group)[0] else "slave")
 
@@ -136,7 +136,7 @@ class Clients(threading.Thread):
 
 
 class Struck(threading.Thread):
-    """Strikes the broker group while the audit reads; `done` says what was done and when."""
+    """Strikes the broker group while the audit reads; `done` lists the strikes and their times."""
 
     def __init__(self, spark: SparkSession, target: Target, names: Iterable[str]) -> None:
         super().__init__(name="strikes")

@@ -1,4 +1,4 @@
-"""Shell. A broker as ever, but a producer is told "stored" before any disk has the message."""
+"""Shell. A broker that answers "stored" before any disk has the message."""
 
 from __future__ import annotations
 

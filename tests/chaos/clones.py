@@ -69,7 +69,7 @@ class Findings:
 
 
 class Producer:
-    """One producer that outlives metaservers, on a loop of its own: it knows its routes."""
+    """Producer on a loop of its own; it keeps its routes while metaservers restart."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._loop = asyncio.new_event_loop()
@@ -158,7 +158,7 @@ class Pair:
             self.copy.start()
 
     def copy_tried(self) -> str:
-        """Say whether the copy has tried to take up its part without the metaserver, or did."""
+        """Return whether the copy has taken its part without the metaserver, or tried to."""
         log = (self.folder / "log").read_text()
         return "it did" if "part not taken up" in log or "takes up the part" in log else ""
 
@@ -197,7 +197,7 @@ class Pair:
         shutil.rmtree(self.folder)
 
     def said(self) -> str:
-        """What the brokers of the group logged in this round, but for the copy."""
+        """Log lines of this round of the group's brokers, except the copy."""
         texts = []
         for plan in self.plans:
             with self.cluster.service(plan.hostname).log.open() as log:
@@ -283,7 +283,7 @@ def _fail_over(cluster: Cluster, pairs: list[Pair], send: Callable[[int], None])
         _until(pair.copy_tried, f"the copy of {pair.group} tries to take up its part")
     send(0)
     cluster.begin("metaserver")
-    for pair in pairs:  # a master that ends before it has reported is followed by nobody
+    for pair in pairs:  # a master that ends before its first report has no successor
         _until(pair.is_reported_writable, f"the metaserver knows that {pair.group} takes messages")
     for step in range(1, 4):
         send(step)

@@ -32,7 +32,7 @@ DRAIN_S = 240.0
 
 @dataclass
 class Ledgers:
-    """What senders were told, and what receivers got."""
+    """Receipts of senders and messages of receivers."""
 
     stored: dict[str, int] = field(default_factory=dict)
     """Message id -> due time, of messages with a receipt."""
@@ -90,7 +90,7 @@ async def _trial(
     deadline = time.monotonic() + DRAIN_S
     while ledgers.lost and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
-    await asyncio.sleep(1.0)  # what came twice
+    await asyncio.sleep(1.0)  # duplicates
     for task in receivers:
         task.cancel()
     await asyncio.gather(*receivers, return_exceptions=True)
@@ -98,7 +98,7 @@ async def _trial(
 
 
 async def _send(producer: qmq.Producer, begin: datetime, messages: int, spread_s: float, ledgers: Ledgers) -> None:
-    """Send all, a batch at a time, each for one moment; send what got no receipt once more."""
+    """Send all, a batch at a time, each with one due time; repeat the messages without a receipt."""
     batches = [
         [Message(SUBJECTS[n % len(SUBJECTS)], {"n": n}) for n in range(at, min(at + BATCH // 10, messages))]
         for at in range(0, messages, BATCH // 10)

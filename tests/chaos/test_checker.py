@@ -62,7 +62,7 @@ def given(
     broker_group="g1",
     content=None,
 ):
-    """A hand-over as records. `decision` None: it was never decided; `kept` None: nobody confirmed the decision."""
+    """Return a hand-over as records; without a decision if `decision` is None, unconfirmed if `kept` is None."""
     number, content = next(NUMBERS), len(id) if content is None else content
     records = [Got(at, consumer, number, subject, group, broker_group, sequence, number, times, id, content)]
     if decision is not None:

@@ -1,4 +1,4 @@
-"""Shell. `qmq chaos`: a verdict, a picture, and a run that is told why it cannot be."""
+"""Shell. `qmq chaos`: verdict, picture, and refusals of impossible runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_invalid_broker_settings_are_refused(tmp_path, written, why):
 
 
 def test_a_brokers_own_settings_file_is_taken(tmp_path):
-    """As docs/install.md writes it; what says which broker it is for is replaced, so it may be wrong here."""
+    """A file of docs/install.md; the run replaces the settings of the broker's place, so these may be wrong here."""
     (settings := tmp_path / "broker.toml").write_text(
         'hostname = "b1"\nip = "10.0.0.1"\nserve_port = 1\ndata = "/b1"\nmetaserver = "http://m"\nlease_ms = "700"\n'
     )
@@ -119,7 +119,7 @@ def test_a_folder_that_is_no_runs_is_not_emptied(tmp_path):
 
 
 def test_unrecovered_group_and_unreadable_copy_are_findings(tmp_path, monkeypatch):
-    """Nobody starts a slave that ended, and somebody writes into its log."""
+    """A slave that ended is not started, and its log has bytes that are no frame."""
     monkeypatch.setattr(nemesis, "WELL_S", 3.0)
     monkeypatch.setattr(trial, "EQUAL_S", 3.0)
 

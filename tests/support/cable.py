@@ -18,15 +18,15 @@ class Cable:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.cut_questions = False
-        """Cut a connection, once, as soon as its client says something, before the server hears it."""
+        """Cut a connection, once, at the client's next bytes, before they reach the server."""
         self.cut_answers = False
-        """Cut a connection, once, as soon as its server says something, before the client hears it."""
+        """Cut a connection, once, at the server's next bytes, before they reach the client."""
         self.hold_questions = False
-        """Cut a connection, once, as soon as its client says something; the server hears it after `deliver`."""
+        """Cut a connection, once, at the client's next bytes; they reach the server after `deliver`."""
         self.hold_at = b""
         """Keep the piece of a question that has these bytes, once, and what follows it, until `deliver`."""
         self.swallow_questions = self.swallow_answers = False
-        """Carry nothing in this direction, and tell neither end: a hole in a firewall."""
+        """Drop this direction without a reset: a hole in a firewall."""
         self._generation = 0
         """Of the connections that are made now; older ones are forgotten."""
         self.is_holding = threading.Event()
@@ -36,7 +36,7 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def deliver(self, *, lost: bool = False) -> None:
-        """Let the server hear what `hold_questions` keeps; with `lost`, that the connection is cut instead."""
+        """Deliver the bytes that `hold_questions` keeps; with `lost`, cut the server's connection instead."""
         self._is_lost = lost
         self._is_delivered.set()
 
@@ -47,7 +47,7 @@ class Cable:
             _cut(*ends)
 
     def forget(self) -> None:
-        """Carry nothing more of the connections that there are, and tell neither end."""
+        """Drop all bytes of the open connections without a reset."""
         self._generation += 1
 
     def close(self) -> None:

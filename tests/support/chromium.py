@@ -28,7 +28,7 @@ class Chromium:
         self._profile = profile
         self._number, self._buffer, self._session = 0, b"", ""
         self.events: list[dict[str, Any]] = []
-        """What the page said since `open`: its errors, what its policy refused."""
+        """Errors of the page since `open`, and requests that its policy refused."""
 
     def __enter__(self) -> Chromium:
         self._profile.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class Chromium:
     # A page.
 
     def open(self, address: str) -> str:
-        """Go to an address and wait until it is loaded; return what can be read there."""
+        """Go to an address and wait until it is loaded; return its visible text."""
         self.events.clear()
         self.tell("Page.navigate", url=address)
         self.await_event("Page.loadEventFired")
@@ -126,7 +126,7 @@ class Chromium:
         return result["result"].get("value")
 
     def text(self) -> str:
-        """What people read, on one line."""
+        """Visible text, on one line."""
         return " ".join(str(self.run("document.body ? document.body.innerText : ''")).split())
 
     def complaints(self) -> list[str]:
@@ -152,14 +152,14 @@ class Chromium:
         self.tell("Input.insertText", text=text)
 
     def follow(self) -> str:
-        """Press Enter on what has the focus, which leads to another page; return what can be read there."""
+        """Press Enter on the focused element, which leads to another page; return its visible text."""
         self.events.clear()
         self.press("Enter", text="\r")
         self.await_event("Page.loadEventFired")
         return self.text()
 
     def click(self, text: str) -> str:
-        """Click the first link or button that begins with `text`, which leads to a page; return what is read there."""
+        """Click the first link or button that begins with `text`, which leads to a page; return its visible text."""
         self.events.clear()
         found = self.run(
             "(t => { const e = [...document.querySelectorAll('a, button')]"

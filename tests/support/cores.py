@@ -1,4 +1,4 @@
-"""Shell. What the kernel says of how soon a thread gets a core."""
+"""Shell. Scheduling parameters of a thread, as the kernel reports them."""
 
 from __future__ import annotations
 

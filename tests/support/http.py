@@ -29,7 +29,7 @@ class HttpServer:
     async def stop(self) -> None:
         assert self._server
         self._server.close()
-        for _ in range(4):  # turns until what was accepted by now is among the connections
+        for _ in range(4):  # turns until every accepted connection is listed
             await asyncio.sleep(0)
         for connection in self._connections:
             connection.cancel()
@@ -42,7 +42,7 @@ class HttpServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with suppress(OSError, asyncio.IncompleteReadError):  # who hangs up wants no answer
+            with suppress(OSError, asyncio.IncompleteReadError):  # the client has closed the connection
                 status, body = self._answer(await reader.readuntil(b"\r\n\r\n"))
                 head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
                 writer.write(head.encode() + body)

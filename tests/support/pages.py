@@ -20,7 +20,7 @@ from qmq.watchdog.settings import WatchdogSettings
 
 
 def broker_page(broker: Any, limits: LimitsReached | None = None) -> str:
-    """Of a `Broker` of tests/unit/broker/world.py; `limits`: what its clients reached."""
+    """Return the page of a `Broker` of tests/unit/broker/world.py; `limits`: bounds that its clients reached."""
     service = _service(broker, limits)
     return _page(BrokerCollector(service, broker.counters, None, broker.keeper, broker.settings))  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ def _page(collector: CopyCollector[Any]) -> str:
 
 
 def _service(copy: Any, limits: LimitsReached | None) -> Any:
-    """What a collector reads of a process beside its core."""
+    """Inputs of a collector from a process besides its core."""
     return SimpleNamespace(
         node=copy.node,
         is_registered=True,

@@ -1,7 +1,6 @@
-"""Shell. Ports for the servers of tests, from a block that no other process of tests has at the same time.
+"""Shell. Ports for the servers of tests, from a block that no other test process has at the same time.
 
-None of those that the system gives to outgoing connections: between a look and the start of a server somebody else may
-take one, and then a test talks to the server of another test.
+The block excludes the ports of outgoing connections: another process may take one of these before the server starts.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Block:
         raise RuntimeError(f"{len(BLOCKS)} processes of tests run already, each with {BLOCKS.step} ports")
 
     def take(self, count: int) -> list[int]:
-        """Return ports that nobody listens on; each comes again only after all the others."""
+        """Return free ports; each comes again only after all the others."""
         free = (port for port in islice(self._ports, BLOCKS.step) if port not in self._kept and is_free(port))
         ports = list(islice(free, count))
         if len(ports) < count:

@@ -35,7 +35,7 @@ class Tries:
         self._took_s.append(seconds)
 
     def time(self, attempt: Callable[[], object]) -> None:
-        """Make the try, and note what it took."""
+        """Run the try, and record its duration."""
         began = time.monotonic()
         try:
             attempt()

@@ -28,7 +28,7 @@ def submit_arguments(confs: Mapping[str, str] = QUICK) -> str:
 
 
 def run_job(command: Sequence[str], folder: Path, environment: Mapping[str, str], *, timeout_s: float) -> Any:
-    """Run a job as a process of its own, in `folder`; return what its last line says, as JSON."""
+    """Run a job as a process of its own, in `folder`; return its last line, parsed as JSON."""
     job = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert job.returncode == 0, job.stdout + job.stderr
     return json.loads(job.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Shell. Waiting for what processes and tasks do: for an event, within a bound that only a hang reaches."""
+"""Shell. Waiting for an event, within a bound that only a hang reaches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 WAIT_S = 60.0
-"""A busy machine stands still for seconds; what takes a minute does not happen."""
+"""A busy machine pauses for seconds; an event later than a minute does not come."""
 POLL_S = 0.01
 
 T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], what: str = "it happens", timeout_s: float = WAIT_S) -> T:
-    """Poll until `condition()` is true; return what it returned."""
+    """Poll until `condition()` is true; return its value."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"

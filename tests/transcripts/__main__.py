@@ -1,4 +1,4 @@
-"""Shell. `python -m tests.transcripts`: write what happens below each command of every story."""
+"""Shell. `python -m tests.transcripts`: play every story and write the effects below its commands."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class WrongTranscript(Exception):
 
 
 def blocks(text: str) -> Iterator[tuple[list[str], str]]:
-    """Yield comments and commands of each block, and what stands below its `----`."""
+    """Yield comments and commands of each block, and the effects below its `----`."""
     for block in text.strip().split("\n\n"):
         head, line, below = block.partition("\n----\n")
         if not line and any(not one.startswith("#") for one in block.splitlines()):
@@ -71,7 +71,7 @@ def blocks(text: str) -> Iterator[tuple[list[str], str]]:
 
 
 def play(text: str) -> str:
-    """Return the transcript with what happens now below each command."""
+    """Return the transcript with the effects of a new run."""
     player, played = Player(), []
     for head, _ in blocks(text):
         typed = [line for line in head if not line.startswith("#")]
@@ -82,7 +82,7 @@ def play(text: str) -> str:
 
 @dataclass
 class Seen:
-    """What of one broker has been written down already."""
+    """State of one broker that was shown already."""
 
     frames: list[Frame] = field(default_factory=list)
     flushed: int = 0
@@ -107,7 +107,7 @@ class Player:
         """Batches of delay servers that were shown."""
 
     def run(self, command: str) -> list[str]:
-        """Carry out one command; return what happened, a line each."""
+        """Carry out one command; return its effects, a line each."""
         name, *words = command.split()
         run = getattr(self, f"_do_{name}", None)
         if run is None:
@@ -301,7 +301,7 @@ class Player:
     def _ask(self, client: Client, opaque: int, what: str) -> None:
         self._asked[client.link.peer, opaque] = what
 
-    # What happened.
+    # Effects.
 
     def _of_brokers(self) -> Iterator[str]:
         for name, broker in self._brokers.items():
@@ -399,7 +399,7 @@ def frames_from(log: MessageLog, offset: int) -> Iterator[Frame]:
 
 
 def describe(frame: Frame) -> str:
-    """Say in a line which frame this is."""
+    """Return the line of a frame."""
     span = f"[{frame.offset},{frame.end})"
     if frame.kind == FrameKind.MESSAGES:
         return f"messages {span} {frame.subject} {frame.first_sequence}..{frame.first_sequence + frame.count}"
@@ -409,7 +409,7 @@ def describe(frame: Frame) -> str:
 
 
 def describe_packet(command: Command, body: bytes) -> str:
-    """Say in a line what a packet between the copies says."""
+    """Return the line of a packet between the copies."""
     if command == Command.CONFIRM:
         confirmation = commands.decode_confirmation(memoryview(body))
         return f"confirm {confirmation.matched_end} in epoch {confirmation.epoch.term}.{confirmation.epoch.boot}"

@@ -1,6 +1,6 @@
-"""Shell. The stories in this folder happen as they are written down.
+"""Shell. The stories in this folder have the written effects.
 
-`make transcripts` writes them anew after a change on purpose; the diff is what to review.
+After an intended change, `make transcripts` writes them anew; review the diff.
 """
 
 from __future__ import annotations
