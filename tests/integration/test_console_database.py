@@ -89,7 +89,7 @@ def test_change_is_atomic_and_safely_repeated(database_server, breaks):
         answer = await world.send("/change", **confirm)
         text = text_of(answer.text)
         if breaks is dies_as_it_commits:
-            assert "Unknown: " in text and "look before you repeat it" in text, text
+            assert "Unknown: " in text and "Check before you repeat it" in text, text
         else:
             assert "Nothing was changed: the database does not answer" in text, text
         assert "Done." not in text and "Traceback" not in text and "sqlalchemy" not in text.lower()

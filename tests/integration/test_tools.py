@@ -202,7 +202,7 @@ def test_answer_that_is_lost_after_sending(command, answer, status):
     with answering(answer) as address:
         ended = run(command, address, *["--yes"] * (command == "SwapRoles"), brokerGroup="g1")
     assert (ended.returncode, ended.stdout) == (status, "")
-    assert ("look before you repeat it" in ended.stderr) == (status == UNKNOWN)
+    assert ("check before you repeat it" in ended.stderr) == (status == UNKNOWN)
 
 
 @pytest.mark.parametrize("buffered", ["", "1"])
