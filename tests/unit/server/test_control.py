@@ -30,8 +30,7 @@ class World:
     def __init__(self, call):
         self.stirs, self.ended = 0, []
         self.node = SimpleNamespace(
-            changes=SimpleNamespace(prepare_swap=call, cancel_swap=call),
-            prepare_failover=call,
+            changes=SimpleNamespace(prepare_swap=call, cancel_swap=call, prepare_failover=call),
             master=SimpleNamespace(is_drained_to=lambda target: True),
         )
         self.fail = self.ended.append
