@@ -163,7 +163,7 @@ def test_the_log_has_one_line_when_a_subject_begins_to_be_full_however_its_text_
     """What waits is another number at each refusal; of other limits each cause is a line."""
     now_ms = [0]
     service = object.__new__(Service)
-    service.limits, service._told, service.monotonic_ms = LimitsReached(), set(), lambda: now_ms[0]
+    service.limits, service._logged, service.monotonic_ms = LimitsReached(), set(), lambda: now_ms[0]
     for number in range(100):
         service.limit_reached("messagesMax", "1.2.3.4:5", f"{number} messages of s wait", "s")
         service.limit_reached("new_subjects_max", "1.2.3.4:5", f"token {number % 2}")
