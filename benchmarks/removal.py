@@ -110,9 +110,10 @@ def main() -> int:
             process.join()
     for name, costs in found.items():
         print(
-            f"{name:10} the call {median(one.call for one in costs):7.1f} ms, a piece at most "
-            f"{max(one.piece for one in costs):6.1f} ms, a neighbour's fsync p99 "
-            f"{median(one.fsync_p99 for one in costs):6.1f} ms, at most {max(one.fsync_max for one in costs):6.1f} ms"
+            f"{name:10} the call {median(cost.call for cost in costs):7.1f} ms, a piece at most "
+            f"{max(cost.piece for cost in costs):6.1f} ms, a neighbour's fsync p99 "
+            f"{median(cost.fsync_p99 for cost in costs):6.1f} ms, "
+            f"at most {max(cost.fsync_max for cost in costs):6.1f} ms"
         )
     plain, pieces = (median(cost.fsync_max for cost in costs) for costs in found.values())
     calls, less = (median(cost.call for cost in costs) for costs in found.values())

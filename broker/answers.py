@@ -53,7 +53,8 @@ class _MissingFrames:
 
     def __init__(self, missing: int, done: Callable[[Found | LogError], None]) -> None:
         self.found: Found = []
-        self._missing, self._done = missing, done
+        self._missing = missing
+        self._done = done
 
     def take(self, frame: Frame, body: Buffer) -> None:
         self.found.append((frame, body))
@@ -70,7 +71,8 @@ class Bodies:
     """Cache and reader of frames. Made by the delivery; ends with the mastership."""
 
     def __init__(self, log: MessageLog, host: Host) -> None:
-        self._log, self._host = log, host
+        self._log = log
+        self._host = host
         self._waiting: dict[int, list[_MissingFrames]] = {}
         """Offset of a frame that is being read -> answers that need it."""
         self._kept: dict[int, tuple[Frame, Buffer]] = {}
@@ -140,12 +142,16 @@ class PullAnswer:
         gate: AckGate,
         settled: Callable[[Link, int], None],
     ) -> None:
-        self.subscription, self.packet, self.chosen = subscription, packet, chosen
+        self.subscription = subscription
+        self.packet = packet
+        self.chosen = chosen
         self.bytes = chosen.bytes()
         """Approximate size."""
         self.bodies: dict[int, tuple[Frame, Buffer]] = {}
         self.is_read = True
-        self._gate, self._settled, self._flags = gate, settled, 0
+        self._gate = gate
+        self._settled = settled
+        self._flags = 0
         self._is_safe = self._is_over = False
 
     def safe(self, error: QmqError | None) -> None:
@@ -207,7 +213,9 @@ class AnswerSender:
     def __init__(
         self, mastership: Mastership, counters: Counters, passes: ServiceQueue, writable_again: Callable[[Link], None]
     ) -> None:
-        self._mastership, self._counters, self._passes = mastership, counters, passes
+        self._mastership = mastership
+        self._counters = counters
+        self._passes = passes
         self._writable_again = writable_again
         self._bodies = Bodies(mastership.log, mastership.host)
 

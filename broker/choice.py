@@ -118,7 +118,8 @@ class Choice:
     """One decision in progress."""
 
     def __init__(self, log: MessageLog, subscription: Subscription, pull: Pull, data_limit: int) -> None:
-        self._log, self._subscription = log, subscription
+        self._log = log
+        self._subscription = subscription
         self.cut = Budget(min(pull.messages_max, PULL_MESSAGES_MAX), min(pull.bytes_max, PULL_BYTES_MAX), data_limit)
         self.made = Chosen()
 
@@ -213,9 +214,13 @@ class Budget:
     )
 
     def __init__(self, messages: int, bytes_max: int, data_limit: int) -> None:
-        self.messages, self.bytes, self.data_limit = messages, bytes_max, data_limit
-        self.is_untouched, self.is_stopped = True, False
-        self._messages_half, self._bytes_half = messages // 2, bytes_max // 2
+        self.messages = messages
+        self.bytes = bytes_max
+        self.data_limit = data_limit
+        self.is_untouched = True
+        self.is_stopped = False
+        self._messages_half = messages // 2
+        self._bytes_half = bytes_max // 2
         self._refs: list[FrameRef] = []
         """Frames looked up ahead, the next one last."""
         self._ahead = FRAMES_AT_FIRST

@@ -75,7 +75,7 @@ async def _answers(
         answer = await stub.BeginGroups(asked, metadata=metadata, timeout=ANSWER_S)
         if len(answer.begins) != len(groups):
             raise NotServed("the answer of the metaserver has another number of groups than the request")
-        return [Begin(one.since_ms, one.mark, one.began_ms) for one in answer.begins]
+        return [Begin(begin.since_ms, begin.mark, begin.began_ms) for begin in answer.begins]
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.UNIMPLEMENTED:
             return [None] * len(groups)
@@ -250,8 +250,8 @@ class Control(CopyControl[BrokerMaster]):
                     await asyncio.sleep(0)  # lets the loop serve others
             if request.behind_max:
                 groups = heapq.nlargest(request.behind_max, groups, key=lambda one: (one.lag, one.dead_letters))
-            causes = [master.causes.of((one.subject, one.group)) for one in groups]
-            oldest_ms = await asyncio.to_thread(self._timestamps, [one.oldest_offset for one in groups])
+            causes = [master.causes.of((group.subject, group.group)) for group in groups]
+            oldest_ms = await asyncio.to_thread(self._timestamps, [group.oldest_offset for group in groups])
         except CorruptFrame as problem:
             await self._being_repaired(problem, context)
         except QmqError as error:
@@ -288,7 +288,7 @@ class Control(CopyControl[BrokerMaster]):
         return answer
 
     async def MarkGroups(self, request: pb.MarkGroupsRequest, context: Any) -> pb.MarkGroupsAnswer:
-        keys, known = [(one.subject, one.group) for one in request.groups], list[bool]()
+        keys, known = [(group.subject, group.group) for group in request.groups], list[bool]()
         try:
             known = self._service.node.acting_master().mark_groups(request.mark, keys)
         except QmqError as error:

@@ -66,8 +66,11 @@ class DeadLetters:
         passes: ServiceQueue,
         wake: Callable[[str], None],
     ) -> None:
-        self._mastership, self._counters, self._passes = mastership, counters, passes
-        self._consumption, self._wake = consumption, wake
+        self._mastership = mastership
+        self._counters = counters
+        self._passes = passes
+        self._consumption = consumption
+        self._wake = wake
         self._jobs: deque[_DeadLetterJob] = deque()
         self._chosen: dict[tuple[str, str], str] = {}
         self._former: dict[int, dict[int, StoredBatch]] = {}
@@ -81,13 +84,13 @@ class DeadLetters:
         """Make dead letters of the messages that the consumer `key` still has among these pull sequences; then call
         `answer`.
         """
-        same = (one for one in self._jobs if one.key == key and one.answer is None) if answer is None else iter(())
+        same = (job for job in self._jobs if job.key == key and job.answer is None) if answer is None else iter(())
         if (job := next(same, None)) is None:
             job = _DeadLetterJob(key, deque(ranges), reason, answer)
             self._jobs.append(job)
         else:  # each new connection of the consumer finds the same ones while the slave is missing
             known = set(job.ranges)
-            job.ranges += [one for one in ranges if one not in known]
+            job.ranges += [range_ for range_ in ranges if range_ not in known]
         self._go_on(job)
 
     @property

@@ -62,7 +62,9 @@ class Delivery:
         clocks: Clocks,
         ask: Ask | None = None,
     ) -> None:
-        self._mastership, self._settings, self._counters = mastership, settings, counters
+        self._mastership = mastership
+        self._settings = settings
+        self._counters = counters
         self.consumption = Subscriptions(
             mastership.log, lease_ms=settings.lease_ms, now_ms=mastership.host.monotonic_ms()
         )
@@ -74,7 +76,8 @@ class Delivery:
         mastership.before_progress, mastership.at_begin = self._changing, self._begin_mastership
         self._woken: dict[str, None] = {}
         self._sending = AnswerSender(mastership, counters, self._passes, self.writable_again)
-        self._offline, self._rates = OfflineRules(), Rates()
+        self._offline = OfflineRules()
+        self._rates = Rates()
         self._forgot_ms = 0
         self.causes = group_status.Causes(self._facts)
         self.backlogs = Backlogs(mastership, settings.metrics_subjects)

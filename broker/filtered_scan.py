@@ -79,14 +79,15 @@ class FilteredScan:
         now_ms: int,
         looks: int,
     ) -> None:
-        self._log, self._label_cache, self._group_filter, self._subscription = (
-            message_log,
-            label_cache,
-            group_filter,
-            subscription,
-        )
-        self._subject, self._rule = subscription.subject, subscription.rule
-        self._cut, self._made, self._now_ms = cut, made, now_ms
+        self._log = message_log
+        self._label_cache = label_cache
+        self._group_filter = group_filter
+        self._subscription = subscription
+        self._subject = subscription.subject
+        self._rule = subscription.rule
+        self._cut = cut
+        self._made = made
+        self._now_ms = now_ms
         state = message_log.state
         self._group: Group = state.groups[subscription.subject, subscription.group]
         self._ordered_from = state.ordered.get(subscription.subject)
@@ -276,7 +277,7 @@ class FilteredScan:
             following = self._log.frames(self._subject, ref.end, READ_FRAMES - 1)
         else:
             ranges = [(ref.end, self._piece_end), *self._group_filter.soon_ready(READ_FRAMES - 1)]
-            following = (one for begin, end in ranges for one in frames_of(self._log, self._subject, begin, end))
+            following = (frame for begin, end in ranges for frame in frames_of(self._log, self._subject, begin, end))
         refs, messages = {ref.offset: ref}, 0
         for one in following:
             if one.offset in refs:
@@ -362,7 +363,9 @@ class Filters:
     def __init__(
         self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]], passes: ServiceQueue
     ) -> None:
-        self._log, self._connected, self._passes = message_log, connected, passes
+        self._log = message_log
+        self._connected = connected
+        self._passes = passes
         self._label_cache = LabelCache(message_log)
         self._filters: dict[tuple[str, str], GroupFilter] = {}
         self._asked: dict[tuple[str, str], TagRule | None] = {}

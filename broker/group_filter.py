@@ -81,7 +81,8 @@ class GroupFilter:
     """Filter state of one group."""
 
     def __init__(self, subject: str, group: str) -> None:
-        self.subject, self.group = subject, group
+        self.subject = subject
+        self.group = group
         self.keys: Keys | None = None
         """None until the keys are restored (`restore_keys`)."""
         self.labels_before: dict[int, array[int]] = {}
@@ -113,7 +114,8 @@ class GroupFilter:
     def rests(self, now_ms: int) -> bool:
         """Return whether a reading failed a moment ago: a damaged copy is not read again for each packet."""
         if self.has_failed:
-            self.has_failed, self._again_ms = False, now_ms + FAILED_MS
+            self.has_failed = False
+            self._again_ms = now_ms + FAILED_MS
         if now_ms < self._again_ms:
             return True
         self._again_ms = 0
@@ -187,7 +189,9 @@ def restore_keys(group_filter: GroupFilter, log: MessageLog, label_cache: LabelC
 
 class _Making:
     def __init__(self, group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> None:
-        self._group_filter, self._log, self._label_cache = group_filter, log, label_cache
+        self._group_filter = group_filter
+        self._log = log
+        self._label_cache = label_cache
         self._group: Group = log.state.groups[group_filter.subject, group_filter.group]
         self._ordered_from = log.state.ordered.get(group_filter.subject)
         consumers = self._group.consumers.values()
@@ -200,7 +204,7 @@ class _Making:
             return []
         requeued = ((one.first, one.end) for one in self._group.requeued)
         ranges = sorted(one for one in (*self._held, *requeued) if one[1] > first)
-        refs = {ref.offset: ref for one in ranges for ref in self._refs(*one)}
+        refs = {ref.offset: ref for range_ in ranges for ref in self._refs(*range_)}
         return [refs[offset] for offset in sorted(refs) if self._labels(refs[offset]) is None]
 
     def make(self) -> None:

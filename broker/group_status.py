@@ -100,7 +100,7 @@ def _is_not_read(facts: Facts) -> bool:
 
 
 def _has_as_many_as_it_may(facts: Facts) -> bool:
-    return any(one.has_as_many_as(UNACKED_MESSAGES_MAX) for one in facts.group.consumers.values())
+    return any(consumer.has_as_many_as(UNACKED_MESSAGES_MAX) for consumer in facts.group.consumers.values())
 
 
 CAUSES: dict[Cause, Rule] = {
@@ -288,7 +288,8 @@ class Backlogs:
     """
 
     def __init__(self, mastership: Mastership, always: Sequence[str]) -> None:
-        self._mastership, self._is_always = mastership, matching(always)
+        self._mastership = mastership
+        self._is_always = matching(always)
         self._known: dict[Key, Backlog] = {}
         """Groups with unacked or waiting messages."""
         self._oldest: dict[Key, _Oldest] = {}

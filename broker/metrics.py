@@ -29,7 +29,8 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         settings: BrokerSettings,
     ) -> None:
         super().__init__("qmq_broker", service, counters, loop, settings)
-        self._counters, self._retention = counters, retention
+        self._counters = counters
+        self._retention = retention
 
     def read(self) -> Iterator[Metric]:
         yield from super().read()

@@ -87,8 +87,8 @@ def of_groups(
         CorruptFrame: this copy is damaged.
     """
     peers: dict[tuple[str, str], dict[str, str]] = {}
-    for one in subscriptions:
-        peers.setdefault((one.subject, one.group), {})[one.consumer] = one.link.peer
+    for subscription in subscriptions:
+        peers.setdefault((subscription.subject, subscription.group), {})[subscription.consumer] = subscription.link.peer
     for key in [key for key in log.state.groups if subject in ("", key[0]) and group in ("", key[1])]:
         if (known := log.state.groups.get(key)) is not None:
             yield _of_group(log, key, known, peers.get(key, {}))
@@ -253,7 +253,8 @@ class GroupBegins:
     """
 
     def __init__(self, message_log: MessageLog, ask: Ask | None) -> None:
-        self._log, self._ask = message_log, ask
+        self._log = message_log
+        self._ask = ask
         self._waiting: dict[Key, Waiting] = {}
         self._answers: dict[Key, Begin] = {}
         """Begins of groups that wait for their next SUBSCRIBE."""

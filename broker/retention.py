@@ -110,4 +110,5 @@ class Retention:
                 *holder,
                 held,
             )
-        self.held_bytes, self.holder = held, holder
+        self.held_bytes = held
+        self.holder = holder

@@ -84,7 +84,8 @@ class Lengths:
         self._summed: dict[Key, _Summed] = {}
         self._unfinished: dict[Key, None] = {}
         """Counts that have not reached the subject's end, the most recently continued last."""
-        self._left, self._walk_left = FRAMES_PER_TICK, WALKED_PER_TICK
+        self._left = FRAMES_PER_TICK
+        self._walk_left = WALKED_PER_TICK
 
     @property
     def has_unfinished(self) -> bool:
@@ -101,7 +102,8 @@ class Lengths:
         Raises:
             CorruptFrame: this copy is damaged.
         """
-        self._left, self._walk_left = FRAMES_PER_TICK, WALKED_PER_TICK
+        self._left = FRAMES_PER_TICK
+        self._walk_left = WALKED_PER_TICK
         for key in list(self._unfinished):
             if self._left <= 0:
                 return
@@ -146,7 +148,7 @@ class Lengths:
             return 0
         first_kept = self._look_up(key[0], requeued.first, 1)
         ranges = requeued.overlapping(first_kept[0].begin, 1 << 63, RANGES_SUMMED) if first_kept else []
-        parts = self._parts(key[0], ((one.first, one.count) for one in ranges))
+        parts = self._parts(key[0], ((range_.first, range_.count) for range_ in ranges))
         size = sum(_part(ref, kept) for _, kept, ref in islice(parts, REQUEUED_FRAMES) if ref is not None)
         self._summed[key] = _Summed(requeued, requeued.changes, start, size)
         return size
@@ -235,7 +237,10 @@ class SubjectLimits:
     def __init__(
         self, mastership: Mastership, clocks: Clocks, dead_letters: DeadLetters, wake: Callable[[str], None]
     ) -> None:
-        self._mastership, self._clocks, self._dead_letters, self._wake = mastership, clocks, dead_letters, wake
+        self._mastership = mastership
+        self._clocks = clocks
+        self._dead_letters = dead_letters
+        self._wake = wake
         self._limits: dict[str, OperatorLimits] = {}
         self._groups: dict[str, dict[str, None]] = {}
         """Subject -> its consumer groups: finds those of a few limited subjects among 100,000."""

@@ -98,7 +98,10 @@ class Cancellations:
     """Handler of cancel and reschedule requests. Made by the master; ends with the mastership."""
 
     def __init__(self, mastership: Mastership, filing: ScheduleFiler, decisions: Decisions, counters: Counters) -> None:
-        self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
+        self._mastership = mastership
+        self._filing = filing
+        self._decisions = decisions
+        self._counters = counters
         self._asked: deque[_Asked] = deque()
         self._is_looking = False
         self.looked: deque[_Looked] = deque()
@@ -311,7 +314,8 @@ class _Look:
     """
 
     def __init__(self, together: Sequence[_Asked], schedule: Schedule, log_start: int) -> None:
-        self._together, self._log_start = [one.named for one in together], log_start
+        self._together = [one.named for one in together]
+        self._log_start = log_start
         self._subjects = [schedule.position(named.subject) for named in self._together]
         self._ids = [(at, place) for at, named in enumerate(self._together) for place in range(len(named.ids))]
         self._keys = [(at, place) for at, named in enumerate(self._together) for place in range(len(named.keys))]

@@ -168,9 +168,9 @@ class Decisions:
         """
         count, places = len(records), _places_of(records) + bytes(delay_frames.PLACE_BYTES * len(records))
         data_ends = [self.data_end(records[at : at + 1]) for at in range(count)]
-        messages = [with_due(one.template, one.next_ms) for one in recurrences]
-        messages += [one.occurrence for one in recurrences]
-        labels = records["label"].tolist() + [one.label for one in recurrences]
+        messages = [with_due(recurrence.template, recurrence.next_ms) for recurrence in recurrences]
+        messages += [recurrence.occurrence for recurrence in recurrences]
+        labels = records["label"].tolist() + [recurrence.label for recurrence in recurrences]
         body = places + join_batch(messages) + encode_labels(labels)
         frame = self._mastership.append(FrameKind.CARRY, subject, body, flags=label_flags(labels), count=len(messages))
         for number in records["number"].tolist():

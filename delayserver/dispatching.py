@@ -97,13 +97,19 @@ class _Batch:
     def __init__(
         self, producer: int, number: int, subject: str, group: str, records: Records, end: int, life: BatchLife
     ) -> None:
-        self.producer, self.number, self.subject, self.group = producer, number, subject, group
-        self.records, self.end = records, end
+        self.producer = producer
+        self.number = number
+        self.subject = subject
+        self.group = group
+        self.records = records
+        self.end = end
         self.oldest_ms = int(records["due"].min()) if len(records) else 0
         """`end`: offset of the log; everything before it must be safe before the batch is sent."""
-        self.is_safe, self.life = False, life
+        self.is_safe = False
+        self.life = life
         self.numbered: NumberedBatch | None = None
-        self.tries, self.next_ms = 0, 0
+        self.tries = 0
+        self.next_ms = 0
         self.sent_ms: int | None = None
         """When this mastership first sent it."""
         self.unsent_bytes = 0
@@ -143,8 +149,13 @@ class Dispatcher:
         unknown_ms: int,
         leftovers: Callable[[Callable[[int], int]], Leftovers],
     ) -> None:
-        self._mastership, self._senders, self._decisions, self._counters = mastership, senders, decisions, counters
-        self._subject_name, self._planned, self._unknown_ms = subject_name, planned, unknown_ms
+        self._mastership = mastership
+        self._senders = senders
+        self._decisions = decisions
+        self._counters = counters
+        self._subject_name = subject_name
+        self._planned = planned
+        self._unknown_ms = unknown_ms
         self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
         """The last transitions of its batches."""
         self.open: dict[tuple[int, int], _Batch] = {}

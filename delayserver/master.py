@@ -61,7 +61,8 @@ class DelayMaster(Master):
     ) -> None:
         super().__init__(promotion)
         mastership = self._mastership
-        self._settings, self._filing = settings, filing
+        self._settings = settings
+        self._filing = filing
         decisions = Decisions(mastership)
         self._decisions = decisions
         self._dispatching = Dispatcher(
@@ -85,7 +86,9 @@ class DelayMaster(Master):
             Command.RESCHEDULE: self._reschedule,
             Command.RECUR: self._recurring.request,
         }
-        self._clocks, self._due_clock, self._compared_ms = promotion.clocks, DueClock(), -1
+        self._clocks = promotion.clocks
+        self._due_clock = DueClock()
+        self._compared_ms = -1
         self._clock_is_off = self._has_much_due = False
         self._has_begun = self._has_resumed = False
         self._follow()

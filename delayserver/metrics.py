@@ -33,7 +33,9 @@ class DelayCollector(CopyCollector[DelayMaster]):
         settings: DelaySettings,
     ) -> None:
         super().__init__(NAME, service, counters, loop, settings)
-        self._counters, self._filing, self._refusals = counters, filing, refusals
+        self._counters = counters
+        self._filing = filing
+        self._refusals = refusals
 
     def read(self) -> Iterator[Metric]:
         yield from super().read()

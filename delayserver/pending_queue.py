@@ -64,7 +64,8 @@ class Piece:
     __slots__ = ("records", "homes")
 
     def __init__(self, records: Records, homes: Homes) -> None:
-        self.records, self.homes = records, homes
+        self.records = records
+        self.homes = homes
 
     def keep(self, fits: Fits) -> Piece:
         return Piece(self.records[fits], self.homes[fits])
@@ -145,7 +146,8 @@ class PendingQueue:
         """Compute the homes again if other groups share the order keys now."""
         if sharers == self._sharers:
             return
-        self._sharers, self.homes = sharers, []
+        self._sharers = sharers
+        self.homes = []
         for piece in self.pieces:
             piece.homes = self._homes_of(piece.records, home)
 
@@ -327,8 +329,11 @@ class Leftovers:
     def __init__(
         self, filing: ScheduleFiler, host: Host, decisions: Decisions, most: int, waiting: Callable[[int], int]
     ) -> None:
-        self._filing, self._host, self._decisions = filing, host, decisions
-        self._most, self._waiting = most, waiting
+        self._filing = filing
+        self._host = host
+        self._decisions = decisions
+        self._most = most
+        self._waiting = waiting
         self._of: dict[int, Leftover] = {}
         self._wanted: dict[int, None] = {}
         """Subjects whose queue may have run low."""

@@ -79,7 +79,9 @@ class _Waiting:
     __slots__ = ("record", "next_ms", "is_unreadable")
 
     def __init__(self, record: Any) -> None:
-        self.record, self.next_ms, self.is_unreadable = record, 0, False
+        self.record = record
+        self.next_ms = 0
+        self.is_unreadable = False
 
 
 class _Found(NamedTuple):
@@ -114,13 +116,18 @@ class Recurring:
         settings: DelaySettings,
         not_recurring: Callable[[Records], None],
     ) -> None:
-        self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
-        self._settings, self._not_recurring = settings, not_recurring
+        self._mastership = mastership
+        self._filing = filing
+        self._decisions = decisions
+        self._counters = counters
+        self._settings = settings
+        self._not_recurring = not_recurring
         self._due: dict[int, _Waiting] = {}
         """By number of the template."""
         self._is_firing = self._is_looking = False
         self._asked: deque[_Asked] = deque()
-        self._look_end, self._look_ms = 0, 0
+        self._look_end = 0
+        self._look_ms = 0
         """Offset that must be filed, and time that must pass, before the next search."""
 
     # Due templates.
@@ -303,7 +310,8 @@ class Recurring:
 
     def _next(self) -> None:
         self._asked.popleft()
-        self._look_end, self._look_ms = self._mastership.log.end, 0
+        self._look_end = self._mastership.log.end
+        self._look_ms = 0
         self._mastership.host.pass_soon()
 
     def _decide(self, asked: _Asked, looked: _Looked) -> None:

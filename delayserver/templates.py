@@ -55,7 +55,8 @@ class Cron:
 
     def __init__(self, expression: str, timezone: str) -> None:
         """Check both arguments; raises InvalidRequest, which names the fault."""
-        self.expression, self.timezone = expression, timezone
+        self.expression = expression
+        self.timezone = timezone
         self._zone = zone_of(timezone)
         fields = expression.split()
         if len(expression) > EXPRESSION_CHARS_MAX or len(fields) != 5:

@@ -57,8 +57,11 @@ class ScheduleFiler:
         discard: Callable[[], None],
         found_damage: Callable[[CorruptFrame], None],
     ) -> None:
-        self._log, self._host, self._found_damage = message_log, host, found_damage
-        self._make, self._discard = make, discard
+        self._log = message_log
+        self._host = host
+        self._found_damage = found_damage
+        self._make = make
+        self._discard = discard
         self.schedule = make(message_log.start)
         self.on_filed: Callable[[Filed], None] | None = None
         """Called with the changes of each frame."""
@@ -212,7 +215,8 @@ class DelayRetention:
     """Retention of a delay server's log. Made by main; called by the service every few seconds, on master and slave."""
 
     def __init__(self, filing: Callable[[], ScheduleFiler], settings: DelaySettings) -> None:
-        self._filing, self._settings = filing, settings
+        self._filing = filing
+        self._settings = settings
 
     def due(self, message_log: MessageLog, now_ms: int) -> Due | None:
         """Return the end of the segments that are old and done. The frames that settled them precede the retention
@@ -242,8 +246,11 @@ class Carrier:
         counters: Counters,
         settings: DelaySettings,
     ) -> None:
-        self._mastership, self._filing, self._decisions = mastership, filing, decisions
-        self._counters, self._settings = counters, settings
+        self._mastership = mastership
+        self._filing = filing
+        self._decisions = decisions
+        self._counters = counters
+        self._settings = settings
         self._left: Records | None = None
         self._is_looking = False
         self._next_ms = 0

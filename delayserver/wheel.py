@@ -50,7 +50,9 @@ class _Run:
     __slots__ = ("dues", "rest", "begin")
 
     def __init__(self, dues: Numbers, rest: Records) -> None:
-        self.dues, self.rest, self.begin = dues, rest, 0
+        self.dues = dues
+        self.rest = rest
+        self.begin = 0
 
     def __len__(self) -> int:
         return len(self.dues) - self.begin
@@ -230,7 +232,8 @@ class Wheel:
             return
         numbers = np.concatenate([records["number"] for records in self._removed])
         dues = np.concatenate([records["due"] for records in self._removed])
-        self._removed, self._removed_rows = [], 0
+        self._removed = []
+        self._removed_rows = 0
         for run in self._runs:
             self._count -= _remove(run, numbers, dues)
 
@@ -279,7 +282,10 @@ class WheelLoader:
         loaded: Callable[[Records], None],
     ) -> None:
         self._loaded = loaded
-        self._filing, self._schedule, self._wheel, self._host = filing, filing.schedule, wheel, host
+        self._filing = filing
+        self._schedule = filing.schedule
+        self._wheel = wheel
+        self._host = host
         self._ahead_ms = int(settings.load_ahead_minutes * 60_000)
         self._most = self._full = settings.loaded_messages_max
         """`_full`: size that triggers a drop. It exceeds the limit if most messages are due at one moment."""

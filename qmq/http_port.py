@@ -64,7 +64,11 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> bool:
         """Close the connection that waits longest for a head; False: all are at work."""
-        waiting = [one for one in self.connections if isinstance(one, Connection) and one._late is not None]
+        waiting = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, Connection) and connection._late is not None
+        ]
         if not waiting:
             return False
         oldest = min(waiting, key=lambda one: one._waits_since)

@@ -116,7 +116,7 @@ def _decode(line: bytes) -> Entry | None:
     """Return the entry of a line; None if it is torn or damaged. Fields of a later version are left out."""
     try:
         plain = decode_checked(line)
-        known = {one.name for one in fields(Entry)}
+        known = {field.name for field in fields(Entry)}
         plain["pieces"] = [Piece(*piece) for piece in plain["pieces"]]
         return Entry(**{name: value for name, value in plain.items() if name in known})
     except (ValueError, KeyError, TypeError, AttributeError):

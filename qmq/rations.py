@@ -18,7 +18,9 @@ class NewSubjects:
     minute (a bucket per token's name), and in all since the process began."""
 
     def __init__(self, per_minute: int, in_all: int, what: str = "subjects") -> None:
-        self._per_minute, self._in_all, self._what = per_minute, in_all, what
+        self._per_minute = per_minute
+        self._in_all = in_all
+        self._what = what
         self._left: dict[str, tuple[float, int]] = {}
         self._made: dict[str, int] = {}
 
@@ -90,7 +92,10 @@ class TokenRation(Ration):
     """A client's part of what its token has. Made by the acceptor; `now_ms` never goes back."""
 
     def __init__(self, caller: Caller, groups: NewSubjects, sent: SentBytes | None, now_ms: Callable[[], int]) -> None:
-        self._caller, self._groups, self._sent, self._now_ms = caller, groups, sent, now_ms
+        self._caller = caller
+        self._groups = groups
+        self._sent = sent
+        self._now_ms = now_ms
 
     def begin_group(self) -> None:
         if not self._groups.allow(self._caller, 1, now_ms=self._now_ms()):

@@ -40,7 +40,9 @@ class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio c
     def __init__(
         self, needed: Needed, check: Callable[[str], Awaitable[Caller]], refused: Callable[[str, str, str], None]
     ) -> None:
-        self._needed, self._check, self._refused = needed, check, refused
+        self._needed = needed
+        self._check = check
+        self._refused = refused
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         name = str(details.method).rpartition("/")[2]

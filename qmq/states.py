@@ -57,7 +57,8 @@ class TransitionTable(Generic[S]):
     """
 
     def __init__(self, initial: S, moves: Mapping[tuple[S, object], S]) -> None:
-        self.initial, self.moves = initial, dict(moves)
+        self.initial = initial
+        self.moves = dict(moves)
         self.following: dict[S, dict[object, tuple[S, str]]] = {state: {} for state in type(initial)}
         """State -> event type -> next state and the event's name: a batch of messages makes two moves."""
         for (state, event), after in self.moves.items():
@@ -142,7 +143,8 @@ class Life(Machine[S], Generic[S, F]):
 
     def __init__(self, table: TransitionTable[S], facts: Mapping[S, type], now: F) -> None:
         super().__init__(table)
-        self._facts, self.now = facts, now
+        self._facts = facts
+        self.now = now
 
     def enter(self, event: object, now: F, *, at_ms: int) -> S:
         """Move by `event` to a state with the facts `now`. Raises IllegalTransition: state is unchanged."""

@@ -129,7 +129,8 @@ class _Reader:
     """Reader of consecutive arrays."""
 
     def __init__(self, data: Buffer, at: int) -> None:
-        self._data, self._at = data, at
+        self._data = data
+        self._at = at
 
     def take(self, count: int, dtype: Any) -> NDArray[Any]:
         array: NDArray[Any] = np.frombuffer(self._data, dtype, count, self._at).copy()
@@ -249,7 +250,7 @@ def _from_checkpoint(disk: Disk, segment_ms: int, log_start: int) -> Book:
         raise DamagedSchedule(f"the checkpoint ends at {saved.filed_end}, the log begins at {log_start}")
     book = Book(disk, segment_ms, saved.filed_end, saved.filed_chain, saved.subjects, counts=saved.counts)
     _check_files(disk, saved)
-    book.timeline.put([_segment(disk, one) for one in saved.segments])
+    book.timeline.put([_segment(disk, segment) for segment in saved.segments])
     for dispatch in saved.in_flight:
         key = (dispatch.producer, dispatch.batch)
         parts = list(book.timeline.split(dispatch.records))
@@ -271,8 +272,8 @@ def _check_files(disk: Disk, saved: Checkpoint) -> None:
     """Check the lengths that the checkpoint states, and delete other files. Bytes behind a stated length are written
     over.
     """
-    sizes = {records_name(one.name): one.written // BLOCK_ROWS * BLOCK_BYTES for one in saved.segments}
-    sizes |= {marks_name(one.name): one.marks_bytes for one in saved.segments}
+    sizes = {records_name(segment.name): segment.written // BLOCK_ROWS * BLOCK_BYTES for segment in saved.segments}
+    sizes |= {marks_name(segment.name): segment.marks_bytes for segment in saved.segments}
     for name, size in sizes.items():
         if (there := disk.size(name)) < size:
             raise DamagedSchedule(f"{name} has {there} bytes, not {size}")

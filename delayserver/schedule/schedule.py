@@ -77,12 +77,14 @@ class Schedule:
             segment_ms: length of new segments.
             keep_ms: how long a finished segment is kept after its end, to answer for its messages.
         """
-        self._disk, self._keep_ms = disk, keep_ms
+        self._disk = disk
+        self._keep_ms = keep_ms
         self._book, self.rebuilt = restore(disk, segment_ms=segment_ms, log_start=log_start)
         self._flush: Flush | None = None
         self._unsynced: set[str] = set()
         self._unflushed_from = 0
-        self._checkpoint_ms, self._checkpoint_end = 0, self._book.filed_end
+        self._checkpoint_ms = 0
+        self._checkpoint_end = self._book.filed_end
         self._piece: Piece | None = None
         self._indexes = Indexes()
 
@@ -228,7 +230,8 @@ class Schedule:
         checkpoint = self._checkpoint(writes) if checkpoints else None
         self._unflushed_from = book.unsaved
         if checkpoint is not None:
-            self._checkpoint_ms, self._checkpoint_end = now_ms, book.filed_end
+            self._checkpoint_ms = now_ms
+            self._checkpoint_end = book.filed_end
             self._unflushed_from = book.unsaved = 0
         self._flush = Flush(self._disk, writes, checkpoint, self._unsynced, gone)
         return self._flush
@@ -330,7 +333,9 @@ class Schedule:
     def pending_below(self, offset: int) -> PendingBelow:
         """Return a question for a thread: the pending messages before `offset` of the log, not in flight."""
         self._book.settle()
-        segments = [one for one in self._book.timeline.segments if one.undone and one.first_number < offset]
+        segments = [
+            segment for segment in self._book.timeline.segments if segment.undone and segment.first_number < offset
+        ]
         return PendingBelow([view_of(segment, self._book.gone) for segment in segments], offset)
 
     def pending_labelled(self, subject: str | None, label: int) -> PendingLabelled:
@@ -338,7 +343,7 @@ class Schedule:
         self._book.settle()
         position = self._book.known_position(subject) if subject is not None else None
         is_known = subject is None or position is not None
-        segments = [one for one in self._book.timeline.segments if one.undone] if is_known else []
+        segments = [segment for segment in self._book.timeline.segments if segment.undone] if is_known else []
         return PendingLabelled([view_of(segment, self._book.gone) for segment in segments], position, label)
 
     def pending_from(self) -> int:

@@ -73,7 +73,8 @@ class SegmentIndex:
 
     def __init__(self) -> None:
         self.end = 0
-        self.ids, self.keys = Hashes(), Hashes()
+        self.ids = Hashes()
+        self.keys = Hashes()
 
     @property
     def bytes(self) -> int:
@@ -134,8 +135,8 @@ class Indexes:
         index.extend(rows)
         self._indexes.pop(rows.name, None)
         self._indexes[rows.name] = index
-        found = [(False, *one) for one in index.ids.rows(np.array(ids, np.uint32))]
-        found += [(True, *one) for one in index.keys.rows(np.array(keys, np.uint32))]
+        found = [(False, *row) for row in index.ids.rows(np.array(ids, np.uint32))]
+        found += [(True, *row) for row in index.keys.rows(np.array(keys, np.uint32))]
         return [one for one in found if one[2] < len(rows)]
 
     def _make_room(self, wanted: int, replaces: bool) -> bool:

@@ -52,7 +52,8 @@ class Growing:
     def __init__(self, elements: NDArray[Any] | None = None, *, dtype: DTypeLike | None = None) -> None:
         room = np.empty(0, dtype) if elements is None else elements
         self._dtype = room.dtype
-        self._room, self._count = _plain(room), len(room)
+        self._room = _plain(room)
+        self._count = len(room)
 
     def __len__(self) -> int:
         return self._count
@@ -293,12 +294,15 @@ class Segment:
     )
 
     def __init__(self, disk: Disk, *, begin_ms: int, end_ms: int, name: str) -> None:
-        self.begin_ms, self.end_ms, self.name = begin_ms, end_ms, name
+        self.begin_ms = begin_ms
+        self.end_ms = end_ms
+        self.name = name
         self.written = 0  # rows in the file
         self.marks_bytes = 0
         self.undone = 0  # messages that pend or are in flight
         self.loading: SegmentLoad | None = None
-        self.tail, self.flushing = Growing(dtype=RECORD), no_records()
+        self.tail = Growing(dtype=RECORD)
+        self.flushing = no_records()
         self.firsts = Growing(dtype=np.uint64)  # number of the first record of each block
         self.marks = Growing(dtype=np.uint64)  # not in the file yet
         self.view: Any = None
@@ -380,7 +384,8 @@ class Segment:
     def _set(self, rows: NDArray[np.uint32] | Numbers, states: States | int) -> None:
         """Set states in place: views see them."""
         if self._states is None:
-            self._states, self.view = Growing(np.zeros(len(self), np.uint8)), None
+            self._states = Growing(np.zeros(len(self), np.uint8))
+            self.view = None
         try:
             self._states.view[rows] = states
         except IndexError:  # some of them have no state yet

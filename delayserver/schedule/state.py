@@ -38,7 +38,8 @@ FEW = 200
 class Timeline:
     def __init__(self, segment_ms: int, new: NewSegment) -> None:
         self.segments: list[Segment] = []
-        self._segment_ms, self._new = segment_ms, new
+        self._segment_ms = segment_ms
+        self._new = new
         self._begin_list: list[int] = []
         self._begins: Numbers = np.empty(0, np.uint64)
         self._ends: Numbers = np.empty(0, np.uint64)
@@ -151,7 +152,9 @@ class Counts:
             self._count(join(self._added), 1)
         if self._removed:
             self._count(join(self._removed), -1)
-        self._added, self._removed, self._later = [], [], 0
+        self._added = []
+        self._removed = []
+        self._later = 0
 
     def copy(self) -> Counts:
         """Return a copy for a thread."""
@@ -333,7 +336,9 @@ class Book:
         if not self._fresh:
             return
         records = join(self._fresh)
-        self._fresh, self._fresh_rows, self._fresh_from = [], 0, NEVER_MS
+        self._fresh = []
+        self._fresh_rows = 0
+        self._fresh_from = NEVER_MS
         self.counts.add(records)
         self.timeline.make(records["due"])
         for segment, part in self.timeline.split(records):

@@ -87,7 +87,7 @@ def _lost(history: History) -> Iterator[str]:
 
 def _is_handled(handovers: list[Handover]) -> bool:
     """Return whether a consumer handled the message and no later consumer gave it up."""
-    decisions = [one.decided.decision for one in handovers if one.decided is not None]
+    decisions = [handover.decided.decision for handover in handovers if handover.decided is not None]
     gave_up = handovers and handovers[-1].is_kept and decisions and decisions[-1] == DEAD
     return DONE in decisions and not gave_up
 
@@ -130,9 +130,9 @@ def _unexpected(history: History) -> Iterator[str]:
     for track, sequences in history.handovers.items():
         tags = groups.get((track.subject, track.group), frozenset())
         for sequence, handovers in sequences.items():
-            for one in handovers:
-                if why := _wrong(history, one, places[one.got.id], tags):
-                    yield f"{why}: {one}; {history.messages.get(one.got.id, '')}"
+            for handover in handovers:
+                if why := _wrong(history, handover, places[handover.got.id], tags):
+                    yield f"{why}: {handover}; {history.messages.get(handover.got.id, '')}"
             for dead in history.dead[track].get(sequence, []):
                 if dead.id != handovers[0].got.id:
                     yield f"a dead letter is of another message: {dead}; {handovers[0]}"
@@ -148,8 +148,8 @@ def _places(history: History) -> dict[str, set[Place]]:
             places[id].add(message.place)
     for track, sequences in history.handovers.items():
         for sequence, handovers in sequences.items():
-            for one in handovers:
-                places[one.got.id].add(Place(track.subject, track.broker_group, sequence))
+            for handover in handovers:
+                places[handover.got.id].add(Place(track.subject, track.broker_group, sequence))
     return places
 
 
@@ -172,7 +172,7 @@ def _wrong(history: History, handover: Handover, places: set[Place], tags: froze
 
 def _one_by_one(history: History) -> Iterator[str]:
     """New messages, of which nothing depends on an order key or a tag, come in the order of their sequences."""
-    keyed = {one.sending.subject for one in history.messages.values() if one.sending.order_key}
+    keyed = {message.sending.subject for message in history.messages.values() if message.sending.order_key}
     plain = {
         (one.consumer, one.subject, one.group)
         for one in history.joined
@@ -180,8 +180,8 @@ def _one_by_one(history: History) -> Iterator[str]:
     }
     for consumer, numbers in history.by_consumer.items():
         newest: dict[Track, Handover] = {}
-        for one in numbers.values():
-            got = one.got
+        for number in numbers.values():
+            got = number.got
             if got.times > 1 or (consumer, got.subject, got.group) not in plain:
                 continue
             track = Track(got.subject, got.group, got.broker_group)
@@ -189,8 +189,8 @@ def _one_by_one(history: History) -> Iterator[str]:
             if before is not None and before.got.sequence > got.sequence:
                 is_excused = history.was_left(got.subject, got.group, got.at)
                 if not is_excused and not history.may_have_lost(got.broker_group, before.got.at, got.at):
-                    yield f"{one} after {before}"
-            newest[track] = one
+                    yield f"{number} after {before}"
+            newest[track] = number
 
 
 def _by_key(history: History) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _by_key(history: History) -> Iterator[str]:
             before, newest[key] = newest.get(key), handovers
             if before is None:
                 continue
-            end, begin = _end(history, track, before), min(one.got.at for one in handovers)
+            end, begin = _end(history, track, before), min(handover.got.at for handover in handovers)
             if begin < end and not history.may_have_lost(track.broker_group, before[0].got.at, min(end, begin)):
                 yield f"for {track.group}, key {key}: {_list(handovers)}; in front of it: {_list(before)}"
 

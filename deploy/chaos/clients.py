@@ -28,7 +28,9 @@ class Clients:
 
     def __init__(self, folder: Path, *, metaserver: str, token: str, seed: int) -> None:
         folder.mkdir()
-        self._folder, self._metaserver, self._seed = folder, metaserver, seed
+        self._folder = folder
+        self._metaserver = metaserver
+        self._seed = seed
         self._environ = os.environ | {"QMQ_TOKEN": token}
         self._lives = dict.fromkeys(CONSUMERS, 0)
         self._producers: dict[str, subprocess.Popen[bytes]] = {}

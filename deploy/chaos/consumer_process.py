@@ -46,7 +46,8 @@ class Notes:
     """Records of one consumer: deliveries, decisions and confirmed decisions."""
 
     def __init__(self, consumer: str, journal: Journal) -> None:
-        self.consumer, self._journal = consumer, journal
+        self.consumer = consumer
+        self._journal = journal
         self._number = 0
         self._open: dict[int, qmq.ReceivedMessage] = {}
 
@@ -176,16 +177,16 @@ async def main(options: dict[str, Any]) -> None:
         def changed(event: qmq.MasterChanged) -> None:
             notes.write(MasterChanged(now(), life, event.broker_group, event.term))
 
-        for one in members:
-            terms: dict[str, Any] = {"group": one.group, "tags": one.tags, "retry_delay": RETRY_DELAY_S}
-            notes.write(Joined(now(), life, one.subject, one.group, one.concurrency or 1, one.tags))
-            if one.concurrency:
+        for member in members:
+            terms: dict[str, Any] = {"group": member.group, "tags": member.tags, "retry_delay": RETRY_DELAY_S}
+            notes.write(Joined(now(), life, member.subject, member.group, member.concurrency or 1, member.tags))
+            if member.concurrency:
                 listen = consumer.listen(
-                    one.subject, start="earliest", concurrency=one.concurrency, prefetch_messages=200, **terms
+                    member.subject, start="earliest", concurrency=member.concurrency, prefetch_messages=200, **terms
                 )
                 listen(partial(handle, notes, rng))
             else:
-                puller = consumer.pull(one.subject, start="earliest", prefetch_messages=500, **terms)
+                puller = consumer.pull(member.subject, start="earliest", prefetch_messages=500, **terms)
                 running.append(asyncio.create_task(pull(notes, rng, puller, stop)))
 
         def end() -> None:

@@ -185,7 +185,7 @@ class History:
         if (gone := self._gone.get(got.consumer)) and gone.at <= before:
             return f"consumer {gone.how}"
         since = got.at - CAUSE_S
-        if any(one.begin <= before and one.end >= since for one in self._stalls[got.consumer]):
+        if any(stall.begin <= before and stall.end >= since for stall in self._stalls[got.consumer]):
             return "consumer stalled"
         for fault in self.faults:
             if fault.broker_group in ("", got.broker_group) and fault.begin <= before and fault.end >= since:
@@ -202,8 +202,8 @@ class History:
     def may_have_lost(self, broker_group: str, begin: float, end: float) -> bool:
         """Return whether a decision of the master within `begin..end` may be lost with its only copy."""
         return any(
-            one.loses and one.broker_group in ("", broker_group) and one.begin <= end and one.end >= begin
-            for one in self.faults
+            fault.loses and fault.broker_group in ("", broker_group) and fault.begin <= end and fault.end >= begin
+            for fault in self.faults
         )
 
 

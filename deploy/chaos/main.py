@@ -157,7 +157,7 @@ def _report(folder: Path, outcome: Outcome, seed: int) -> None:
     for finding in outcome.findings:
         print(f"{finding.rule}: {finding.text}")
     (folder / "report.html").write_text(timeline.page(outcome.history, outcome.findings, said))
-    verdict = {"seed": seed, "findings": [one._asdict() for one in outcome.findings], **_rows(outcome.history)}
+    verdict = {"seed": seed, "findings": [finding._asdict() for finding in outcome.findings], **_rows(outcome.history)}
     (folder / "verdict.json").write_text(json.dumps(verdict) + "\n")
     print(f"picture and record: {folder / 'report.html'}, {folder / 'verdict.json'}", flush=True)
 
@@ -168,7 +168,7 @@ def _rows(history: History) -> dict[str, list[tuple[object, ...]]]:
     none = Sent(0.0, "", UNKNOWN, "", -1)
     sent = [(message.sending, message.sent or none) for message in history.messages.values()]
     got = [handover.got for handover in history.got]
-    windows = {kind: [one for one in history.windows if one.kind == kind] for kind in (MARKED, SLAVE_STOPPED)}
+    windows = {kind: [window for window in history.windows if window.kind == kind] for kind in (MARKED, SLAVE_STOPPED)}
     return {
         "sent": [
             (at.id, at.subject, at.sender, at.at, then.at, then.outcome, then.broker_group, then.sequence)
@@ -179,9 +179,11 @@ def _rows(history: History) -> dict[str, list[tuple[object, ...]]]:
             for one in got
         ],
         "acked": [(one.got.id, one.kept_at) for one in history.got if one.is_kept],
-        "faults": [(one.name, one.broker_group, one.begin, one.end) for one in history.faults],
-        "marked": [("mark readonly", one.broker_group, one.begin, one.end) for one in windows[MARKED]],
-        "slave_stopped": [("stop slave", one.broker_group, one.begin, one.end) for one in windows[SLAVE_STOPPED]],
+        "faults": [(fault.name, fault.broker_group, fault.begin, fault.end) for fault in history.faults],
+        "marked": [("mark readonly", window.broker_group, window.begin, window.end) for window in windows[MARKED]],
+        "slave_stopped": [
+            ("stop slave", window.broker_group, window.begin, window.end) for window in windows[SLAVE_STOPPED]
+        ],
     }
 
 

@@ -31,7 +31,10 @@ class Stream:
     """Messages of one subject from one sender."""
 
     def __init__(self, name: str, subject: str, *, keys: int, rng: random.Random) -> None:
-        self._name, self._subject, self._keys, self._rng = name, subject, keys, rng
+        self._name = name
+        self._subject = subject
+        self._keys = keys
+        self._rng = rng
         self._made = 0
 
     def message(self) -> qmq.Message:
@@ -61,13 +64,22 @@ class Stream:
             messages = [self.message() for _ in range(min(size, count - self._made if count else size))]
             at = now()
             journal.write_all(
-                Sending(at, self._name, one.subject, str(one.id), one.order_key or "", list(one.tags), content_of(one))
-                for one in messages
+                Sending(
+                    at,
+                    self._name,
+                    message.subject,
+                    str(message.id),
+                    message.order_key or "",
+                    list(message.tags),
+                    content_of(message),
+                )
+                for message in messages
             )
             receipts = await producer.send_many(messages)
             at = now()
             journal.write_all(
-                Sent(at, one.message_id, one.outcome.value, one.broker_group, one.sequence) for one in receipts
+                Sent(at, receipt.message_id, receipt.outcome.value, receipt.broker_group, receipt.sequence)
+                for receipt in receipts
             )
 
 

@@ -38,7 +38,7 @@ def page(history: History, findings: Sequence[Finding], said: str) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq chaos</title>',
         f'<style>{_STYLE}</style><h1 class="{"kept" if is_kept else "broken"}">{verdict}</h1><p>{escape(said)}</p>',
         *(_picture(history) if history.messages else ["<p>Nothing was sent.</p>"]),
-        *_table("Findings", ((one.rule, one.text) for one in findings)),
+        *_table("Findings", ((finding.rule, finding.text) for finding in findings)),
         *_table("Faults", _told(history)),
     ]
     return "\n".join(parts) + "\n"
@@ -59,8 +59,11 @@ def _told(history: History) -> Iterator[Sequence[str]]:
 
 def _faults(history: History) -> list[Fault]:
     """Return faults of brokers, and those of consumers, by their begin."""
-    consumers = [one for one in history.windows if one.kind.startswith(OF_CONSUMERS)]
-    faults = [*history.faults, *(Fault(one.begin, one.end, one.kind, one.broker_group, False) for one in consumers)]
+    consumers = [window for window in history.windows if window.kind.startswith(OF_CONSUMERS)]
+    faults = [
+        *history.faults,
+        *(Fault(consumer.begin, consumer.end, consumer.kind, consumer.broker_group, False) for consumer in consumers),
+    ]
     return sorted(faults, key=lambda fault: fault.begin)
 
 
@@ -89,7 +92,8 @@ class _Scale:
     """Seconds to pixels."""
 
     def __init__(self, begin: float, end: float) -> None:
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.end = end
 
     def x(self, at: float) -> float:
         return LEFT + (WIDTH - LEFT) * (min(max(at, self.begin), self.end) - self.begin) / (self.end - self.begin)

@@ -263,4 +263,4 @@ def _stop_and_read(cluster: Cluster, findings: list[Finding]) -> dict[str, list[
 def _ends(cluster: Cluster, group: str) -> set[object]:
     """Return the different log ends and chains of a group's copies; None of a copy that does not answer."""
     states = [state(cluster, plan) for plan in cluster.plan.brokers if plan.group == group]
-    return {(one.log_end, one.chain) if one else None for one in states}
+    return {(state.log_end, state.chain) if state else None for state in states}

@@ -97,7 +97,8 @@ class JournalWriter:
         folder = Path(plain(self._journal.folder))
         folder.mkdir(parents=True, exist_ok=True)
         _make_room(folder, self._journal.bytes_max - self._journal.bytes_max // FILES)
-        self._number, self._size = self._number + 1, 0
+        self._number = self._number + 1
+        self._size = 0
         self._file = FileIO(folder / f"{self._name}-{self._number:06d}{SUFFIX}", "a")
 
     def close(self) -> None:

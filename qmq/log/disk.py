@@ -115,7 +115,8 @@ class _Descriptor:
     __slots__ = ("_system", "fd")
 
     def __init__(self, system: System, fd: int) -> None:
-        self._system, self.fd = system, fd
+        self._system = system
+        self.fd = fd
 
     def __del__(self) -> None:
         self._system.close(self.fd)

@@ -51,7 +51,9 @@ class _Entries:
     __slots__ = ("sequences", "offsets", "lengths")
 
     def __init__(self, begin: int) -> None:
-        self.sequences, self.offsets, self.lengths = array("Q", [begin]), array("Q"), array("I")
+        self.sequences = array("Q", [begin])
+        self.offsets = array("Q")
+        self.lengths = array("I")
 
 
 def _refs(
@@ -164,7 +166,8 @@ class Chapters:
     """The segments in which one subject occurs, oldest first. Made by a read far behind, dropped at a roll."""
 
     def __init__(self, firsts: list[int], bases: list[int]) -> None:
-        self._firsts, self._bases = firsts, bases
+        self._firsts = firsts
+        self._bases = bases
 
     def from_sequence(self, sequence: int) -> list[int]:
         """Return the bases of the segments that may hold `sequence` or later ones."""
@@ -179,7 +182,8 @@ class ConsumeLog:
     """`bases` is the message log's own list of segments, which the log changes before its calls."""
 
     def __init__(self, disk: Disk, bases: list[int], newest: SegmentIndex) -> None:
-        self._disk, self._bases = disk, bases
+        self._disk = disk
+        self._bases = bases
         self.newest = newest
         self._closed: dict[int, ClosedIndex] = {}
         self._chapters: dict[str, Chapters] = {}

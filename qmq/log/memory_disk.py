@@ -82,7 +82,8 @@ class Inode:
     __slots__ = ("data", "durable", "durable_size", "size", "unsynced")
 
     def __init__(self) -> None:
-        self.data, self.durable = bytearray(), bytearray()
+        self.data = bytearray()
+        self.durable = bytearray()
         self.size = self.durable_size = 0
         self.unsynced: list[tuple[int, bytes | None]] = []
         """Writes since the last fsync, in order; without bytes: the file is cut, or extended, to that size."""
@@ -102,7 +103,8 @@ class Inode:
 
     def forget(self) -> None:
         """Drop all changes that are not on the disk."""
-        self.data, self.size = bytearray(self.durable), self.durable_size
+        self.data = bytearray(self.durable)
+        self.size = self.durable_size
         self.unsynced.clear()
 
     def read(self, begin: int, end: int) -> bytes:

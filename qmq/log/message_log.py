@@ -108,7 +108,8 @@ class MessageLog:
     def reload(self) -> None:
         """Read the copy back from disk."""
         recovered = recover(self.disk)
-        self.state, self.damage = recovered.state, recovered.damage
+        self.state = recovered.state
+        self.damage = recovered.damage
         if self.damage is None:
             self.health.on(HealthEvent.RECOVERED_SHORT if self.is_tail_cut else HealthEvent.RECOVERED_WHOLE)
         else:

@@ -145,7 +145,9 @@ class QuarantineKeeper:
     """
 
     def __init__(self, disk: RealDisk, bytes_max: int, segment_bytes: int) -> None:
-        self._disk, self._bytes_max, self._segment_bytes = disk, bytes_max, segment_bytes
+        self._disk = disk
+        self._bytes_max = bytes_max
+        self._segment_bytes = segment_bytes
         self._seen: tuple[list[str], int] | None = None
         self.bytes = self.limit = 0
 

@@ -66,7 +66,8 @@ class RangeBlocks:
         for column, text in zip(whole.columns, texts, strict=True):
             column.frombytes(b64decode(text))
         self = cls()
-        self._size, self.messages = len(whole.firsts), sum(whole.counts)
+        self._size = len(whole.firsts)
+        self.messages = sum(whole.counts)
         self._blocks = [whole.slice(at, at + BLOCK) for at in range(0, self._size, BLOCK)]
         self._begins = [block.firsts[0] for block in self._blocks]
         return self
@@ -156,7 +157,8 @@ class _Block:
     __slots__ = ("firsts", "counts", "columns")
 
     def __init__(self) -> None:
-        self.firsts, self.counts = array("q"), array("I")
+        self.firsts = array("q")
+        self.counts = array("I")
         self.columns = (self.firsts, self.counts, array("I"), array("Q"), array("I"))
 
     def __getitem__(self, at: int) -> RequeuedRange:
@@ -203,8 +205,8 @@ class Requeued:
         """Grows with each change."""
         self._schedule: _Schedule | None = None
         """Made on a master's first question for due messages; a slave has none."""
-        for one in ranges:
-            self._put(one)
+        for range_ in ranges:
+            self._put(range_)
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Requeued:
@@ -310,8 +312,8 @@ class Requeued:
         schedule = self._schedule
         if schedule is None or now_ms < schedule.now_ms:  # the clock of a new mastership is behind the last one's
             schedule = self._schedule = _Schedule()
-            for one in self._ranges:
-                schedule.add(one.first, one.due_ms)
+            for range_ in self._ranges:
+                schedule.add(range_.first, range_.due_ms)
         schedule.advance(now_ms, self._due_of)
         return schedule
 
@@ -370,7 +372,7 @@ class _Schedule:
             number = heappop(self._order)
             bucket = self._buckets.pop(number)
             dues = [(due_ms, first) for first in bucket if (due_ms := due_of(first)) is not None]
-            current = [one for one in dues if one[0] >> BUCKET_BITS == number]  # others have another entry
+            current = [due for due in dues if due[0] >> BUCKET_BITS == number]  # others have another entry
             self._size -= len(bucket) - len(current)
             for one in current:
                 heappush(self._soon, one)

@@ -76,7 +76,8 @@ class Kept:
         if not self.start <= decision.start <= offset:
             raise ValueError(f"frames are kept from {self.start} on, and are to be kept from {decision.start} on")
         if decision.start > self.start:
-            self.start, self.decided_end = decision.start, end
+            self.start = decision.start
+            self.decided_end = end
             self.times = [time for time in self.times if time[0] > decision.start]
         self.times.append((offset, time_ms))
         for key, messages in decision.unconsumed.items():

@@ -316,7 +316,7 @@ class Ack(NamedTuple):
 
 
 def encode_ack(ack: Ack) -> bytes:
-    return _U32.pack(ack.subscription) + b"".join(_RANGE.pack(*one) for one in ack.ranges)
+    return _U32.pack(ack.subscription) + b"".join(_RANGE.pack(*range_) for range_ in ack.ranges)
 
 
 def decode_ack(body: memoryview) -> Ack:
@@ -550,7 +550,7 @@ def decode_recur(body: Buffer) -> Recur:
 
 
 def encode_recurring(schedules: Iterable[RecurringSchedule]) -> bytes:
-    return encode_json(schedules=[one._asdict() for one in schedules])
+    return encode_json(schedules=[schedule._asdict() for schedule in schedules])
 
 
 def decode_recurring(body: Buffer) -> list[RecurringSchedule]:

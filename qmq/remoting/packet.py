@@ -128,7 +128,9 @@ class PacketReader:
     def close(self) -> None:
         """Give the memory back. Nothing is received any more; a connection and its owner, which know each other, stay
         until Python looks for circles, and a server looks at old ones once in an hour."""
-        self._staging, self._filled, self._large = memoryview(b""), 0, None
+        self._staging = memoryview(b"")
+        self._filled = 0
+        self._large = None
 
     def _packet_bytes(self, at: int) -> int:
         length, header_bytes, magic = struct.unpack_from(">ihI", self._staging, at)

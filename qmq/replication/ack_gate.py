@@ -80,7 +80,8 @@ class AckGate:
     def flushed(self, end: int, chain: int) -> None:
         """Record our fsync of everything before `end`, where our chain is `chain`."""
         if end >= self.flushed_end:
-            self.flushed_end, self.flushed_chain = end, chain
+            self.flushed_end = end
+            self.flushed_chain = chain
         self._release()
 
     def confirmed(self, end: int, chain: int, slave: str = "") -> None:

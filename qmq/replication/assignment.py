@@ -124,7 +124,7 @@ class Assignment:
             "slaves": [asdict(slave) for slave in self.slaves],
             "readonly_subjects": list(self.readonly_subjects),
             "offline": [list(rule) for rule in self.offline],
-            "limits": [one._asdict() for one in self.limits],
+            "limits": [limit._asdict() for limit in self.limits],
             "fills": [list(order) for order in self.fills],
         }
         fields = asdict(self) | {"role": int(self.role)} | lists

@@ -39,7 +39,8 @@ class Sources:
         answered; then the copy with the longest log decides.
         """
         if damage != self._damage:
-            self._damage, self._attempts = damage, 0
+            self._damage = damage
+            self._attempts = 0
         answered = [(at, extent) for at, extent in enumerate(extents) if extent is not None]
         whole = [at for at, (begin, end) in answered if begin <= damage.begin and damage.end <= end]
         if whole:

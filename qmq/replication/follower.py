@@ -230,7 +230,10 @@ class SlaveWatch:
     """One slave of a mastership, over all its connections. Made by `Slaves`; ends with the mastership."""
 
     def __init__(self, name: str, mastership: Mastership, identity: IdentityFile, slaves: Others) -> None:
-        self.name, self._mastership, self._identity, self._slaves = name, mastership, identity, slaves
+        self.name = name
+        self._mastership = mastership
+        self._identity = identity
+        self._slaves = slaves
         self._ticked_ms = mastership.host.monotonic_ms()
         self.follower = Follower()
         self.has_parted = False
@@ -296,7 +299,8 @@ class SlaveWatch:
                 f"another process with this copy is the slave of {mastership.group} at this moment, and you may be a "
                 "copy of its directory. Stop one of the two"
             )
-        self.owner, self.instance = hello.owner or hello.incarnation, hello.instance
+        self.owner = hello.owner or hello.incarnation
+        self.instance = hello.instance
         is_ahead = hello.is_ahead_of(mastership.log.state.epoch)
         parted_at: int | None = None
         try:

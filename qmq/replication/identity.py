@@ -62,7 +62,8 @@ class IdentityFile:
         Args:
             instance: id of this directory at its place (`qmq.log.disk`); a copy of it has another one.
         """
-        self._disk, self.instance = disk, instance
+        self._disk = disk
+        self.instance = instance
         self.points = PointFile(disk)
         self.value = Identity(new_incarnation)
         if data := disk.read(NAME, 0, disk.size(NAME)):

@@ -134,7 +134,8 @@ class Master:
         """Set readonly while our disk does not finish: nothing is acknowledged then, whatever slaves confirm."""
         message_log = self._mastership.log
         if self._noted_end <= message_log.flushed_end:
-            self._noted_end, self._noted_ms = message_log.end, now_ms
+            self._noted_end = message_log.end
+            self._noted_ms = now_ms
         age_ms = now_ms - self._noted_ms
         is_late = age_ms > self._mastership.settings.slave_lag_ms_max
         if self.readonly.change(Reason.DISK_LATE, is_late) and is_late:

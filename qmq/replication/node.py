@@ -55,7 +55,10 @@ class Node(Generic[M]):
         settings: CopySettings,
         promote: Callable[[Promotion], M],
     ) -> None:
-        self.log, self.host, self.identity, self._settings = message_log, host, identity, settings
+        self.log = message_log
+        self.host = host
+        self.identity = identity
+        self._settings = settings
         self._promote = promote
         self._name = f"{settings.hostname}:{settings.serve_port}"
         self.clocks = Clocks(settings.clock_difference_ms_max)

@@ -95,7 +95,9 @@ class PointFile:
         self._copy = _decode_copy(_read(disk, COPY))
         self.own = _decode_own(_read(disk, POINTS), self._copy.life)
         """Newest acknowledged point that this copy knows."""
-        self._saved, self._is_saving, self._saved_ms = self.own, False, 0
+        self._saved = self.own
+        self._is_saving = False
+        self._saved_ms = 0
 
     @property
     def lacks(self) -> Point | None:
@@ -175,7 +177,9 @@ class PointFile:
         """Return the job to run on a thread now, or None; call `saved` afterwards."""
         if self._is_saving or self.own == self._saved or now_ms - self._saved_ms < SAVE_MS:
             return None
-        self._is_saving, self._saved, self._saved_ms = True, self.own, now_ms
+        self._is_saving = True
+        self._saved = self.own
+        self._saved_ms = now_ms
         return self._job()
 
     def saved(self) -> None:

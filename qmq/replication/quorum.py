@@ -53,9 +53,13 @@ class Slaves:
         count: int,
         rejoin_wait_ms: int = 0,
     ) -> None:
-        self._mastership, self._identity, self._on_match, self._wait_ms = mastership, identity, matched, wait_ms
+        self._mastership = mastership
+        self._identity = identity
+        self._on_match = matched
+        self._wait_ms = wait_ms
         self._count = max(1, count)
-        self._rejoin_wait_ms, self._awaited = rejoin_wait_ms, frozenset[str]()
+        self._rejoin_wait_ms = rejoin_wait_ms
+        self._awaited = frozenset[str]()
         self.fenced_by: Epoch | None = None
         self.yields_from: int | None = None
         self._must_match = mastership.log.is_empty or mastership.log.is_tail_cut or not identity.value.complete
@@ -224,7 +228,8 @@ class Slaves:
         """Apply which slaves may be filled and which to wait for. A slave that waits to be filled, or must stop, sends
         another hello and gets a new answer.
         """
-        self.fill_orders, self._awaited = orders, awaited
+        self.fill_orders = orders
+        self._awaited = awaited
         for watch in self._watches.values():
             watch.apply_orders(orders)
 

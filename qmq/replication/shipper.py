@@ -52,7 +52,9 @@ class Shipper:
         bytes_per_s: int,
         found_damage: Callable[[CorruptFrame], None],
     ) -> None:
-        self._log, self.link, self._read = log, link, read
+        self._log = log
+        self.link = link
+        self._read = read
         self.position = begin
         self.confirmed_end = begin
         self._sent: deque[tuple[int, int]] = deque([(begin, chain)])

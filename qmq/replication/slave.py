@@ -169,8 +169,13 @@ class Slave:
         bytes_per_s: int,
         may_be_behind: bool = False,
     ) -> None:
-        self._group, self._log, self._host, self._identity = group, message_log, host, identity
-        self.term, self._bytes_per_s, self._may_be_behind = term, bytes_per_s, may_be_behind
+        self._group = group
+        self._log = message_log
+        self._host = host
+        self._identity = identity
+        self.term = term
+        self._bytes_per_s = bytes_per_s
+        self._may_be_behind = may_be_behind
         self.life = SlaveLife()
         self.has_matched = False
         """Whether our log reached, since this role began in this process, the master's end of a handshake: it lacks no

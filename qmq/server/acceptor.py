@@ -96,7 +96,10 @@ class Acceptor:
     def __init__(
         self, service: AcceptorHost, allowed: frozenset[Command], settings: CopySettings, access: Access
     ) -> None:
-        self._service, self._allowed, self._settings, self._access = service, allowed, settings, access
+        self._service = service
+        self._allowed = allowed
+        self._settings = settings
+        self._access = access
         self._is_client = Command.PRODUCE in allowed
         self._is_in = False
         self.app = ""
@@ -215,7 +218,8 @@ class Acceptor:
             self._limits = Limits(caller, access.new_subjects, access.sent)
             connection.ration = TokenRation(caller, access.new_groups, access.sent, clock)
         connection.sends_on = caller.role == TokenRole.CLUSTER
-        self._is_in, self._token = True, token
+        self._is_in = True
+        self._token = token
         self._login_timer.cancel()
         self._service.strangers.pop(self, None)
         if self._is_client:

@@ -55,7 +55,8 @@ class Access:
         self._stub: MetaserverStub | None = None
         self._channel: grpc.aio.Channel | None = None
         bounds = settings.new_subjects_per_minute, settings.new_subjects_max
-        self.new_subjects, self.new_groups = NewSubjects(*bounds), NewSubjects(*bounds, "consumer groups")
+        self.new_subjects = NewSubjects(*bounds)
+        self.new_groups = NewSubjects(*bounds, "consumer groups")
         self.sent = SentBytes(settings.token_bytes_per_s) if settings.token_bytes_per_s else None
 
     def own(self, token: str) -> Caller | None:
@@ -263,7 +264,9 @@ class Limits:
     """Rights and limits of a client's connection. One look-up per batch, once a subject was seen."""
 
     def __init__(self, caller: Caller, ration: NewSubjects, sent: SentBytes | None = None) -> None:
-        self._caller, self._ration, self._sent = caller, ration, sent
+        self._caller = caller
+        self._ration = ration
+        self._sent = sent
         self._produced: set[bytes] = set()
 
     def check(self, packet: Packet, known_subjects: Mapping[str, object], *, now_ms: int) -> None:

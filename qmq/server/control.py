@@ -42,9 +42,12 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     """What brokers and delay servers answer alike. Made by main; its server ends with the process."""
 
     def __init__(self, service: Service[M], settings: CopySettings, samples: Samples) -> None:
-        self._service, self._settings, self._samples = service, settings, samples
+        self._service = service
+        self._settings = settings
+        self._samples = samples
         self._loop = asyncio.get_running_loop()
-        self._pace, self._repairs_pace = Pace(settings.read_log_bytes_per_s), Pace(settings.catch_up_bytes_per_s)
+        self._pace = Pace(settings.read_log_bytes_per_s)
+        self._repairs_pace = Pace(settings.catch_up_bytes_per_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Put what is served on `server`."""

@@ -44,8 +44,11 @@ class CopyHttp:
         readiness: Callable[[], dict[str, object]],
         states: Callable[[], list[dict[str, object]]],
     ) -> None:
-        self._registry, self._access = registry, access
-        self._connections, self._readiness, self._states = connections, readiness, states
+        self._registry = registry
+        self._access = access
+        self._connections = connections
+        self._readiness = readiness
+        self._states = states
         self._rendering = asyncio.Lock()
 
     def app(self) -> Starlette:
@@ -108,8 +111,12 @@ class Series(Metric):
     """
 
     def __init__(self, name: str, text: str, kind: str, labels: Sequence[str]) -> None:
-        self.name, self.documentation, self.type, self.unit = name, text, kind, ""
-        self._labels, self._rows = tuple(labels), list[tuple[Sequence[str], float]]()
+        self.name = name
+        self.documentation = text
+        self.type = kind
+        self.unit = ""
+        self._labels = tuple(labels)
+        self._rows = list[tuple[Sequence[str], float]]()
 
     def add_metric(self, values: Sequence[str], value: float) -> None:
         """Add a series; `values` are its labels', in their order."""

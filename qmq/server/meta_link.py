@@ -89,7 +89,9 @@ class MetaLink:
     """
 
     def __init__(self, service: Service[Any], settings: CopySettings, *, kind: GroupKind = GroupKind.NORMAL) -> None:
-        self._service, self._settings, self._kind = service, settings, kind
+        self._service = service
+        self._settings = settings
+        self._kind = kind
         self._metadata = (("x-api-token", settings.token),)
         self._is_refused = False
         self._failures = 0
@@ -243,7 +245,7 @@ class MetaLink:
             offline=tuple((one.subject, one.group, one.consumer) for one in message.offline),
             min_copies=message.min_copies or 2,
             limits=tuple(
-                OperatorLimits(*(getattr(one, name) for name in OperatorLimits._fields)) for one in message.limits
+                OperatorLimits(*(getattr(limit, name) for name in OperatorLimits._fields)) for limit in message.limits
             ),
             sync_mode=message.sync_mode or SyncMode.AUTOMATIC,
             fills=tuple((order.fill_id, order.allowed) for order in message.fills),

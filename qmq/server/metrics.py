@@ -57,8 +57,11 @@ class CopyCollector(Collector, Generic[M]):
         loop: asyncio.AbstractEventLoop,
         settings: CopySettings,
     ) -> None:
-        self._prefix, self._service, self._loop = prefix, service, loop
-        self._produce_counters, self._shown_max = counters, settings.metrics_subjects_max
+        self._prefix = prefix
+        self._service = service
+        self._loop = loop
+        self._produce_counters = counters
+        self._shown_max = settings.metrics_subjects_max
         self._is_always = matching(settings.metrics_subjects)
 
     def collect(self) -> Iterator[Metric]:

@@ -104,7 +104,8 @@ class _Recent(Generic[K]):
 
     def begin_period(self, late_ms: int) -> None:
         """Begin the next one, `late_ms` after the last one's end; all is forgotten if that is as long."""
-        self._before, self._now = self._now if late_ms < SHARES_MS else set(), set()
+        self._before = self._now if late_ms < SHARES_MS else set()
+        self._now = set()
 
 
 class Shares(Generic[K]):

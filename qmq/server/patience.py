@@ -43,7 +43,8 @@ class Patience:
     def answered(self, now_s: float) -> None:
         """The metaserver sent something."""
         if self._since_s is None:
-            self._since_s, self._slowest_s = now_s, 0.0
+            self._since_s = now_s
+            self._slowest_s = 0.0
         if self._asked_s is not None:
             self._slowest_s = max(self._slowest_s, now_s - self._asked_s)
         self._asked_s = None

@@ -100,8 +100,11 @@ class Producing:
         check_room: Callable[[str], None] = lambda subject: None,
         check: Callable[[Buffer, int, int], list[tuple[int, str]]] = check_messages,
     ) -> None:
-        self._mastership, self._counters = mastership, counters
-        self._wake, self._check_room, self._check = wake, check_room, check
+        self._mastership = mastership
+        self._counters = counters
+        self._wake = wake
+        self._check_room = check_room
+        self._check = check
 
     def produce(self, link: Link, packet: Packet) -> None:
         mastership = self._mastership

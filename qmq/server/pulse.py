@@ -31,7 +31,9 @@ class Pulse:
     """Of one end of a connection. Made when that is let in, by the loop; ends with it."""
 
     def __init__(self, node: Node[Any], connection: Connection, now_ms: Callable[[], int]) -> None:
-        self._node, self._connection, self._now_ms = node, connection, now_ms
+        self._node = node
+        self._connection = connection
+        self._now_ms = now_ms
         self._loop = asyncio.get_running_loop()
         self._beats_too = False
         self._heard_bytes, self._silent_s, self._looked_s = 0, 0.0, self._loop.time()
@@ -67,5 +69,6 @@ class Pulse:
         self._silent_s += min(now_s - self._looked_s, 2 * BEAT_S)
         if heard_bytes != self._heard_bytes or not self._beats_too:
             self._silent_s = 0.0
-        self._heard_bytes, self._looked_s = heard_bytes, now_s
+        self._heard_bytes = heard_bytes
+        self._looked_s = now_s
         return self._silent_s >= SILENT_S - BEAT_S / 10  # timers are not exact: five beats may be a little less

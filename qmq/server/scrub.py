@@ -35,8 +35,10 @@ class Scrub:
     """Made by main; `run` returns when it is cancelled."""
 
     def __init__(self, service: Service[Any], settings: CopySettings) -> None:
-        self._service, self._log = service, service.node.log
-        self.every_s, self._bytes_per_s = settings.scrub_hours * 3600, settings.scrub_bytes_per_s
+        self._service = service
+        self._log = service.node.log
+        self.every_s = settings.scrub_hours * 3600
+        self._bytes_per_s = settings.scrub_bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         self._verified_s: dict[int, float] = {}

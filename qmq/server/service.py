@@ -110,7 +110,10 @@ class Service(Generic[M]):
         keeper: Keeper,
         shelves: Sequence[RealDisk] = (),
     ) -> None:
-        self._settings, self._disk, self._commands, self._keeper = settings, disk, commands, keeper
+        self._settings = settings
+        self._disk = disk
+        self._commands = commands
+        self._keeper = keeper
         self._shelves = shelves
         self.access = Access(settings)
         self.node = Node(message_log=message_log, host=self, identity=identity, settings=settings, promote=promote)

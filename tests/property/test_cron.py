@@ -49,7 +49,7 @@ def shown(expression, zone, begin_ms, minutes):
         if is_fixed and last_wall is not None and wall - last_wall > timedelta(minutes=1):  # those that were skipped
             gap = (wall - last_wall) // timedelta(minutes=1)
             walls = [last_wall + timedelta(minutes=step) for step in range(1, gap + 1)]
-        matching = [one for one in walls if matches(expression, one)]
+        matching = [wall for wall in walls if matches(expression, wall)]
         if is_fixed:
             matching = [one for one in matching if one not in seen]
         seen.update(matching)

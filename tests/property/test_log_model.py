@@ -68,7 +68,9 @@ class LogAndList(RuleBasedStateMachine):
         assert self.copy.log.take_commit() is None
         self.copy.log.perform(self.under_way)
         self.copy.log.flushed(self.under_way)
-        self.under_way, self.flushed, self.gone = None, self.written_when_taken, self.dropped_when_taken
+        self.under_way = None
+        self.flushed = self.written_when_taken
+        self.gone = self.dropped_when_taken
 
     @precondition(lambda self: self.under_way is None and self.flushed)
     @rule(choice=st.integers(0, 1 << 30))
@@ -77,7 +79,8 @@ class LogAndList(RuleBasedStateMachine):
         keep = low + choice % (len(self.parts) - low + 1)
         self.copy.log.cut(self.borders()[keep], "test")
         if keep < len(self.parts):
-            self.flushed, self.gone = keep, self.dropped
+            self.flushed = keep
+            self.gone = self.dropped
             del self.parts[keep:]
 
     @precondition(lambda self: self.under_way is None)

@@ -145,7 +145,7 @@ def test_an_ack_comes_back_as_it_was(ack, end):
 @given(ascending, st.data(), U32, st.text(max_size=30))
 def test_a_nack_comes_back_as_it_was(ranges, data, subscription, reason):
     delays, verdicts = st.integers(0, commands.DELAY_MS_MAX), st.sampled_from(commands.Verdict)
-    entries = [commands.NackEntry(*one, data.draw(delays), data.draw(verdicts)) for one in ranges]
+    entries = [commands.NackEntry(*range_, data.draw(delays), data.draw(verdicts)) for range_ in ranges]
     nack = commands.Nack(subscription, entries, reason)
     assert commands.decode_nack(memoryview(commands.encode_nack(nack))) == nack
 

@@ -40,7 +40,8 @@ class Known:
 class ScheduleAndDict(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.log, self.disk = DelayLog(), MemoryDisk()
+        self.log = DelayLog()
+        self.disk = MemoryDisk()
         self.known: dict[int, Known] = {}
         self.flying: dict[tuple[int, int], list[int]] = {}
         self.count = self.now_ms = self.loaded_until_ms = 0
@@ -55,7 +56,10 @@ class ScheduleAndDict(RuleBasedStateMachine):
         self.feed()
 
     def forget_wheel(self) -> None:
-        self.wheel, self.loaded_until_ms, self.piece, self.is_loaded = Wheel(), 0, None, False
+        self.wheel = Wheel()
+        self.loaded_until_ms = 0
+        self.piece = None
+        self.is_loaded = False
         self.on_wheel: set[int] = set()
         self.schedule.forget_loads()
 

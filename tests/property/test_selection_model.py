@@ -34,7 +34,8 @@ class Plain:
     """What one group may have: each message is settled, with a consumer, or waiting until it is due."""
 
     def __init__(self, tags: tuple[str, ...], is_all: bool) -> None:
-        self.tags, self.is_all = set(tags), is_all
+        self.tags = set(tags)
+        self.is_all = is_all
         self.messages: list[Sent] = []
         self.settled: set[int] = set()
         self.holders: dict[int, str] = {}
@@ -76,7 +77,8 @@ class World:
         tail_bytes = rng.choice([0, 1 << 20])
         self.must_be_whole = is_roomy and tail_bytes > 0
         self.group = Group.made(tail_bytes=tail_bytes, segment_bytes=rng.choice([2048, 1 << 16])).start()
-        self.producer, self.term = Client(self.group.a, "producer"), 1
+        self.producer = Client(self.group.a, "producer")
+        self.term = 1
         tags = rng.choice([(), ("pay",), ("pay", "cancel")])
         self.plain = Plain(tags, is_all=rng.random() < 0.5)
         terms = {"tags": tags, "tag_mode": "all" if self.plain.is_all else "any"}
@@ -178,7 +180,7 @@ class World:
                     for sequence in held:
                         del self.plain.holders[sequence]
         progress = self.group.a.log.state.groups["s", "g"]
-        assert not progress.requeued and not any(one.unacked for one in progress.consumers.values())
+        assert not progress.requeued and not any(consumer.unacked for consumer in progress.consumers.values())
 
 
 NARROW = [

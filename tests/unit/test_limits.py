@@ -161,13 +161,21 @@ def test_consumer_limits_have_names():
         *inspect.signature(qmq.Consumer.__init__).parameters.values(),
         *inspect.signature(qmq.Consumer.listen).parameters.values(),
     ]
-    numbers = {one.name for one in parameters if _is_number(one.default) or one.name in ("prefetch_messages", "batch")}
+    numbers = {
+        parameter.name
+        for parameter in parameters
+        if _is_number(parameter.default) or parameter.name in ("prefetch_messages", "batch")
+    }
     assert numbers == set(CONSUMER)
 
 
 def test_producer_limits_have_names():
     parameters = inspect.signature(qmq.Producer.__init__).parameters.values()
-    numbers = {one.name for one in parameters if _is_number(one.default) or one.name == "readonly_wait_s"}
+    numbers = {
+        parameter.name
+        for parameter in parameters
+        if _is_number(parameter.default) or parameter.name == "readonly_wait_s"
+    }
     assert numbers == set(PRODUCER)
 
 

@@ -140,7 +140,7 @@ class NotingLink(FakeLink):
 
 def shown_reached(page: str, prefix: str = "qmq_broker") -> list[str]:
     """Return the settings that a page of metrics counts, and Doctor reports."""
-    named = "".join(one.found for one in judge_limits("a:1", page))
+    named = "".join(limit.found for limit in judge_limits("a:1", page))
     counts = samples(page, f"{prefix}_limits_reached_total")
     return [labels["setting"] for labels, count in counts if count > 0 and labels["setting"] in named]
 
@@ -495,7 +495,7 @@ def listening(
 def unacked_messages(broker: BrokerInMemory) -> int:
     """Of all consumers of the group."""
     facts = broker._ask(lambda machine: machine._copies.master.causes._facts(KEY))
-    return sum(one.unacked_messages for one in facts.group.consumers.values()) if facts is not None else 0
+    return sum(consumer.unacked_messages for consumer in facts.group.consumers.values()) if facts is not None else 0
 
 
 def seen_of_consumers(cause: Cause, unacked: int | None = None, **words) -> Seen:

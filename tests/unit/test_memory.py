@@ -27,13 +27,13 @@ class Circle:
 
 
 def young():
-    return sum(type(one) is Circle for one in gc.get_objects(0))
+    return sum(type(object) is Circle for object in gc.get_objects(0))
 
 
 async def collected(task):
     """Wait until no circle is left, then end the collector."""
     async with asyncio.timeout(60):
-        while any(type(one) is Circle for one in gc.get_objects()):
+        while any(type(object) is Circle for object in gc.get_objects()):
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -53,7 +53,7 @@ async def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(mo
     async with asyncio.timeout(60):
         while young():
             await asyncio.sleep(0.01)
-    assert sum(type(one) is Circle for one in gc.get_objects()) == len(kept), "what nobody has is gone"
+    assert sum(type(object) is Circle for object in gc.get_objects()) == len(kept), "what nobody has is gone"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert gc.isenabled()

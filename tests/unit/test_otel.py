@@ -27,7 +27,8 @@ class Spans(SpanProcessor):
     """Keeps ended spans in order, and counts open ones."""
 
     def __init__(self):
-        self.ended, self.open = [], set()
+        self.ended = []
+        self.open = set()
 
     def on_start(self, span, parent_context=None):
         self.open.add(span.context.span_id)
@@ -44,8 +45,10 @@ class World:
     """Broker, producer with and without spans, and a consumer for the test's listeners."""
 
     def __init__(self, broker, producer):
-        self.broker, self.plain = broker, producer
-        self.spans, self.provider = Spans(), TracerProvider(shutdown_on_exit=False)
+        self.broker = broker
+        self.plain = producer
+        self.spans = Spans()
+        self.provider = TracerProvider(shutdown_on_exit=False)
         self.provider.add_span_processor(self.spans)
         self.producer = TracedProducer(producer, tracer_provider=self.provider)
         self.tracing = Tracing(tracer_provider=self.provider)

@@ -21,7 +21,8 @@ class World:
     """In-memory broker, a producer with spans, and the tracing for a consumer."""
 
     def __init__(self, broker, producer):
-        self.broker, self.spans = broker, Spans()
+        self.broker = broker
+        self.spans = Spans()
         self.provider = TracerProvider(shutdown_on_exit=False)
         self.provider.add_span_processor(self.spans)
         self.producer = TracedProducer(producer, tracer_provider=self.provider)
@@ -81,7 +82,7 @@ def test_send_nowait_spans_end_with_the_outcome(world):
     with pytest.raises(qmq.ClientClosed):
         world.producer.send_nowait(qmq.Message("order", {"n": 3}))
     assert world.codes() == [StatusCode.UNSET, *[StatusCode.ERROR] * 3]
-    assert len(world.spans.named(CARRY)) == 4 and [one.is_stored for one in receipts] == [True]
+    assert len(world.spans.named(CARRY)) == 4 and [receipt.is_stored for receipt in receipts] == [True]
 
 
 def test_refused_message_fails_its_spans(world):

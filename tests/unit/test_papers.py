@@ -128,7 +128,7 @@ def test_every_command_that_a_page_types_exists_with_its_options(page):
 @pytest.mark.parametrize("page", sources(".md"), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_target_of_make_that_a_page_names_exists(page):
     targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
-    named = [one for text in re.findall(r"`make ([^`]+)`", page.read_text()) for one in text.split()]
+    named = [word for text in re.findall(r"`make ([^`]+)`", page.read_text()) for word in text.split()]
     named = [one for one in named if re.fullmatch(r"[a-z][a-z-]*", one)]
     assert sorted(set(named) - targets) == []
 
@@ -182,7 +182,9 @@ def strange(where, node):
     """What a block says of `qmq` that is not so."""
     if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "qmq":
         module = import_module(str(node.module))
-        yield from (f"{where}: no {one.name} in {node.module}" for one in node.names if not hasattr(module, one.name))
+        yield from (
+            f"{where}: no {name.name} in {node.module}" for name in node.names if not hasattr(module, name.name)
+        )
     elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "qmq" and not _is_there(node.attr):
         yield f"{where}: no qmq.{node.attr}"
     elif isinstance(node, ast.Call) and (called := _named(node.func)) is not None:

@@ -101,7 +101,7 @@ def test_message_fields_are_plain_values():
     plain = qmq.Message("a", {"a": "b"}, id="b", tags={"a"}, order_key="c1", retries_max=9)
     assert encode_message(later, 0) == encode_message(made, 0) == encode_message(plain, 0)
     assert encode_row(later, 0) == encode_row(made, 0) == encode_row(plain, 0)
-    assert all(is_plain(one, "a") for one in (made.subject, *made.tags)) and is_plain(made.id, "b")
+    assert all(is_plain(tag, "a") for tag in (made.subject, *made.tags)) and is_plain(made.id, "b")
     made.set_large(Loud("c"), Loud("c" * 9_000))
     assert list(made.properties)[1:] == ["c#part0", "c#part1"] and made.get_large(Loud("c")) == "c" * 9_000
 
@@ -176,7 +176,7 @@ async def test_plain_values_round_trip(qmq_broker):
     assert [(one.id, one["n"], one.tags) for one in got] == [("b", "9", {"a"})] * 2
     (dead,) = broker.dead_letters(Word.A, Word.B)
     assert (dead.id, dead["qmq_deadReason"]) == ("b", "c1")
-    assert [one.id for one in broker.messages(Loud("a"))] == ["b", "c1"]
+    assert [message.id for message in broker.messages(Loud("a"))] == ["b", "c1"]
 
 
 @pytest.mark.parametrize("value", [Scalar(), Decimal(1), Secret(), b"a", None])

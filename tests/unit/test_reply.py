@@ -21,7 +21,9 @@ class Shop:
     """Producer, requester, and a service that answers with `answer`."""
 
     def __init__(self, broker, producer, requester):
-        self.broker, self.producer, self.requester = broker, producer, requester
+        self.broker = broker
+        self.producer = producer
+        self.requester = requester
 
     async def ask(self, number, timeout=LONG_S):
         answer = await self.requester.request(qmq.Message(QUERY, {"n": number}), timeout=timeout)

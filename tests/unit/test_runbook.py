@@ -41,7 +41,13 @@ REFUSED_ROLES = rows("A command about roles is refused")
 def raised(path, wanted):
     """Texts of the errors that the functions of a file raise, without what is filled in."""
     functions = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)]
-    raises = [node for one in functions if wanted(one.name) for node in ast.walk(one) if isinstance(node, ast.Raise)]
+    raises = [
+        node
+        for function in functions
+        if wanted(function.name)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Raise)
+    ]
     texts = []
     for node in raises:
         parts = [

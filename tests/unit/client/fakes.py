@@ -109,7 +109,8 @@ class FakeBroker:
         self.ack_error: QmqError | None = None
         self.postpones = True
         """False refuses delayed retries, as at the limit."""
-        self.stores_dead_letters, self.refusals = True, 0
+        self.stores_dead_letters = True
+        self.refusals = 0
         """False refuses dead letters, as without a slave."""
         self.heartbeats = 0
         self.lease_ms = 10_000
@@ -324,7 +325,7 @@ class FakeBroker:
             sequences = [min(self.returned[group])]
             self.returned[group].remove(sequences[0])
         else:
-            new = (one for one in range(self.positions[group], len(log)) if one not in self.passed)
+            new = (number for number in range(self.positions[group], len(log)) if number not in self.passed)
             sequences = list(islice(new, pull.messages_max))
             self.positions[group] = sequences[-1] + 1 if sequences else len(log)
         if not sequences:
@@ -407,7 +408,7 @@ class FakeBroker:
     def _begin(self, connection: Connection, packet: Packet) -> None:
         begun = commands.decode_ack(packet.body)
         _, subscriber = self._subscriber(connection, begun.subscription)
-        self.begun += [subscriber.pulled[number] for one in begun.ranges for number in range(*one)]
+        self.begun += [subscriber.pulled[number] for range_ in begun.ranges for number in range(*range_)]
         connection.answer(packet)
 
     def _due(self, group: tuple[str, str], sequence: int) -> None:
@@ -517,7 +518,7 @@ class FakeDelayServer(FakeBroker):
 
     def _recall(self, subject: str, id: str, key: str, done: DelayState) -> DelayState:
         messages = [decode_message(data) for data in self.subjects[subject]]
-        found = {str(one.id) for one in messages if one.id == id or (key and one.get(DELAY_KEY) == key)}
+        found = {str(message.id) for message in messages if message.id == id or (key and message.get(DELAY_KEY) == key)}
         if not found:
             return DelayState.UNKNOWN
         if found <= self.sent:

@@ -136,7 +136,7 @@ async def test_a_call_that_fails_is_logged_once(caplog):
 
         async with listening(consumer):
             await until_async(lambda: len(calls) > 1 and settled(broker))
-        (line,) = [one.getMessage() for one in caplog.records if "handler failed" in one.getMessage()]
+        (line,) = [record.getMessage() for record in caplog.records if "handler failed" in record.getMessage()]
         assert f"messages={calls[0]}" in line
 
 

@@ -132,7 +132,7 @@ def test_callable_kinds_are_recognised():
         async def __call__(self, given: object) -> None: ...
 
     kinds = (coroutine_function, Async(), partial(Async()), Async().__call__, AsyncMock(), print, [].append, old_style)
-    assert [check_callable("a handler", one) for one in kinds] == [True] * 5 + [False] * 3
+    assert [check_callable("a handler", kind) for kind in kinds] == [True] * 5 + [False] * 3
     assert not check_callable("a handler", wraps(generator)(lambda given: list(generator(given))))
 
 

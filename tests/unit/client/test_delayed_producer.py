@@ -56,7 +56,7 @@ async def test_every_send_call_takes_a_delay():
 async def test_refused_receipt_has_the_due_time():
     async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
         receipts = await producer.send_many([Message("a", {"qmq_x": 1}), Message("a")], at=LATER)
-        assert [(one.outcome, one.due_ms) for one in receipts] == [
+        assert [(receipt.outcome, receipt.due_ms) for receipt in receipts] == [
             (Outcome.REFUSED, LATER_MS),
             (Outcome.STORED, LATER_MS),
         ]

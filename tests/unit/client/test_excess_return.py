@@ -97,7 +97,8 @@ class Slow:
     """First consumer, whose handlers take up to `FAST` messages at once, and then none before `gate` is set."""
 
     def __init__(self, metaserver: FakeMetaserver, **options: object) -> None:
-        self.client, self.gate = consumer_of(metaserver, consumer_id="slow"), asyncio.Event()
+        self.client = consumer_of(metaserver, consumer_id="slow")
+        self.gate = asyncio.Event()
         self.began: list[int] = []
         self.done: list[int] = []
         is_batch = "batch" in options

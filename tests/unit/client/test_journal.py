@@ -44,7 +44,7 @@ def test_unstored_messages_are_not_journaled(tmp_path: Path) -> None:
     writer.stored(batch_of(3), refused("g1", BrokerReadOnly("g1")))
     writer.stored(batch_of(3), told(40, (1, "too large")))
     writer.close()
-    assert [(one["id"], one["sequence"]) for one in lines(tmp_path)] == [("m0", 40), ("m2", 41)]
+    assert [(line["id"], line["sequence"]) for line in lines(tmp_path)] == [("m0", 40), ("m2", 41)]
     assert [path.name for path in tmp_path.iterdir()] == ["shop_1-000001.ndjson"]
 
 
@@ -66,7 +66,7 @@ def test_folder_stays_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
         writer.stored(batch, told(500 * number))
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= journal.bytes_max
     writer.close()
-    found = [one["sequence"] for one in lines(tmp_path)]
+    found = [line["sequence"] for line in lines(tmp_path)]
     assert found == list(range(found[0], 30_000)) and len(found) > 30_000 // 2 // FILES
 
 
@@ -76,7 +76,7 @@ def test_removed_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "quiet-000001.ndjson").unlink()
     writer.stored(batch_of(1), told(1))
     writer.close()
-    assert [one["sequence"] for one in lines(tmp_path)] == [1]
+    assert [line["sequence"] for line in lines(tmp_path)] == [1]
 
 
 def test_one_batch_in_so_many_is_kept(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ async def test_messages_that_fail_together_travel_in_one_nack():
 
         async with listening(consumer):
             await until_async(lambda: sum(broker.times["a", "g"].values()) == 100)
-            await until_async(lambda: not any(one.pulled for one in broker.subscribers.values()))
+            await until_async(lambda: not any(subscriber.pulled for subscriber in broker.subscribers.values()))
         assert len(broker.nacks) < 10
 
 

@@ -62,7 +62,7 @@ async def test_batch_is_stored_under_its_number():
         assert await sent(sender, "g2", batch(41, "x", "y")) == Stored(0, 2, [])
         [attempt] = brokers[1].attempts
         assert (attempt.producer, attempt.batch, attempt.count) == (7, 41, 2)
-        assert [decode_message(one)["n"] for one in brokers[1].subjects["a"]] == ["x", "y"]
+        assert [decode_message(subject)["n"] for subject in brokers[1].subjects["a"]] == ["x", "y"]
         assert brokers[0].attempts == []
 
 
@@ -161,7 +161,7 @@ async def test_closing_makes_outcomes_unknown():
             hold = Hold(broker)
             sender.send("g1", batch(1, "x"), answers.append)
             await until_async(lambda: hold.held)
-        assert [type(one) for one in answers] == [Unknown]
+        assert [type(answer) for answer in answers] == [Unknown]
         closed = await sent(sender, "g1", batch(2, "x"))
         assert isinstance(closed, NotStored) and isinstance(closed.error, ClientClosed)
     assert len(answers) == 1

@@ -120,7 +120,7 @@ async def test_readonly_wait_zero_refuses_at_once(is_told):
                 metaserver.set_group(broker, writable=False)
         receipt = await producer.send(Message("a"))
         assert isinstance(receipt.error, NotServed) and receipt.outcome is qmq.Outcome.REFUSED
-        assert all(f"{one.name}: " in receipt.reason for one in brokers)
+        assert all(f"{broker.name}: " in receipt.reason for broker in brokers)
         ordered = await producer.send(Message("a", order_key="k"))
         assert isinstance(ordered.error, NotServed), "also where one group alone may take it"
         for broker in brokers:

@@ -78,7 +78,7 @@ async def test_consecutive_pieces_share_an_ack():
             base = messages[0].pull_sequence
             assert [message.pull_sequence - base for message in messages] == list(range(30))
             assert [message.sequence for message in messages if message.times > 1] == [53]
-            await puller.ack([one for one in messages if one.sequence not in (47, 53)])
+            await puller.ack([message for message in messages if message.sequence not in (47, 53)])
             await until_async(lambda: broker.acks)
             assert broker.acks == [[(base, base + 14), (base + 16, base + 30)]]
             broker.cut()

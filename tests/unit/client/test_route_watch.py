@@ -26,7 +26,8 @@ class Client:
     """A watch and its routes."""
 
     def __init__(self, metaserver: FakeMetaserver, *subjects: str, token: str = TOKEN) -> None:
-        self.routing, self.brought = Routing(), []
+        self.routing = Routing()
+        self.brought = []
         self.watch = RouteWatch(
             metaserver=metaserver.url, token=token, app="test", client_id="c", produces=True, on_routes=self._take
         )
@@ -329,13 +330,13 @@ async def test_requests_have_bounded_size(monkeypatch):
         client.watch.forget(names[:7])
         client.watch.watch(names[6])
         await until_async(lambda: client.brought.count(names[6]) == 3)
-        await until_async(lambda: sum(len(one.forgotten) for one in metaserver.requests) == 7)
+        await until_async(lambda: sum(len(request.forgotten) for request in metaserver.requests) == 7)
         forgotten = [at for at, one in enumerate(metaserver.requests) if names[6] in one.forgotten]
         asked = [at for at, one in enumerate(metaserver.requests) if names[6] in one.subjects]
         assert asked[-1] >= forgotten[-1], "what is watched again was forgotten first"
-        sizes = [max(map(len, (one.subjects, one.held, one.forgotten))) for one in metaserver.requests]
+        sizes = [max(map(len, (request.subjects, request.held, request.forgotten))) for request in metaserver.requests]
         assert max(sizes) == 3
-        assert [name for one in metaserver.requests for name in one.forgotten] == names[:7]
+        assert [name for request in metaserver.requests for name in request.forgotten] == names[:7]
 
 
 async def test_refused_subject_is_requested_again(monkeypatch):
@@ -386,4 +387,4 @@ async def test_idle_routes_are_forgotten(monkeypatch):
         assert (await waiting).is_stored
         for name in names:
             assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
-        assert {name for one in metaserver.requests for name in one.forgotten} == {"s1", "s2", "s3"}
+        assert {name for request in metaserver.requests for name in request.forgotten} == {"s1", "s2", "s3"}

@@ -21,7 +21,8 @@ class Acker:
     def __init__(self) -> None:
         self.told = 0
         self.nacks: list[tuple[int, float, Verdict, str]] = []
-        self.policy, self.group = RetryPolicy(deliveries_max=3, delay_s=5.0), "group"
+        self.policy = RetryPolicy(deliveries_max=3, delay_s=5.0)
+        self.group = "group"
         self.is_mailbox = False
         self.source = "a"
 

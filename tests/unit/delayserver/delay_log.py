@@ -64,7 +64,8 @@ class DelayLog:
             previous_chain=self.chain,
         )
         self.frames.append((frame, body))
-        self.end, self.chain = frame.end, frame.chain
+        self.end = frame.end
+        self.chain = frame.chain
         return frame
 
     def messages(self, messages: Sequence[bytes], subject: str = "s", labels: Sequence[int] = ()) -> list[Place]:

@@ -16,7 +16,10 @@ class World:
     """Three clocks, each off the true time by this much; readings of the others may be late."""
 
     def __init__(self, *, own=0, **others):
-        self.clock, self.ms, self.own, self.others = DueClock(), 0, own, others
+        self.clock = DueClock()
+        self.ms = 0
+        self.own = own
+        self.others = others
 
     def compare(self, *, delay_ms=0):
         own_ms = TRUE_MS + self.ms + self.own

@@ -111,7 +111,8 @@ class SlowReads:
     """Let pages of leftovers be read when a test says; other reads run at once."""
 
     def __init__(self, rng, monkeypatch):
-        self._rng, self._held = rng, deque()
+        self._rng = rng
+        self._held = deque()
         monkeypatch.setattr(FakeHost, "read", lambda host, job, done: self._read(host, job, done))
 
     def _read(self, host, job, done):
@@ -177,7 +178,9 @@ class World:
     """Leftovers alone: a schedule with scripted results, and one queue per subject."""
 
     def __init__(self, most):
-        self.found, self.asked, self.named = no_records(), [], set()
+        self.found = no_records()
+        self.asked = []
+        self.named = set()
         self.queues = {}
         self.schedule = self
         self.leftovers = Leftovers(self, self, self, most, lambda subject: self.queues[subject].count)

@@ -251,7 +251,7 @@ def test_delete_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
         server.host.clock_ms += ahead_ms  # all are due, and the master has not run since
     asked = producer.recur("delete")
     run_until(copies, "2023-11-14T22:16")
-    assert [one.name for one in producer.schedules(asked)] == ["daily"]
+    assert [schedule.name for schedule in producer.schedules(asked)] == ["daily"]
     assert times(copies).count("2023-11-14T22:14") == FIRED_AT_ONCE + 1
     assert times(copies).count("2023-11-14T22:16") == FIRED_AT_ONCE
 
@@ -262,7 +262,7 @@ def test_deleted_schedule_sends_nothing_more_and_delete_may_be_asked_again():
     run_until(copies, "2023-11-14T22:14")
     asked = producer.recur("delete")
     copies.run(200)
-    assert [one.name for one in producer.schedules(asked)] == ["daily"]
+    assert [schedule.name for schedule in producer.schedules(asked)] == ["daily"]
     run_until(copies, "2023-11-14T22:18")
     copies.swap(2)
     run_until(copies, "2023-11-14T22:20")
@@ -335,7 +335,7 @@ def test_put_is_answered_when_both_disks_have_it_and_refused_without_a_slave():
     assert producer.schedules(asked), "the same again needs nothing to be written"
     asked = producer.recur("list", "")
     copies.a.host.settle()
-    assert [one.name for one in producer.schedules(asked)] == ["daily"]
+    assert [schedule.name for schedule in producer.schedules(asked)] == ["daily"]
 
 
 def test_group_that_an_operator_marked_goes_on_and_lets_schedules_be_deleted():

@@ -101,7 +101,8 @@ class DelayServer(Broker):
     """One delay server. Its schedule has its own disk."""
 
     def __init__(self, name, settings=SETTINGS, senders=None):
-        self.shelf, self.senders = MemoryDisk(), senders or Senders()
+        self.shelf = MemoryDisk()
+        self.senders = senders or Senders()
         super().__init__(name, settings)
 
     def start(self):

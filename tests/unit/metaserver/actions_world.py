@@ -46,7 +46,9 @@ class World:
         self.registry = Registry(
             self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1
         )
-        self.brokers, self.hub, self.watchdogs = Brokers(), Hub(), Watchdogs("a secret of all")
+        self.brokers = Brokers()
+        self.hub = Hub()
+        self.watchdogs = Watchdogs("a secret of all")
         self.settings = settings = MetaserverSettings(cluster_token="a secret of all", swap_finish_ms=1000)
         clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
         swaps = Swaps(self.registry, self.brokers, settings)
@@ -64,7 +66,8 @@ class World:
             own_id="m1",
         )
         self.actions = Actions(self.desk, self.metrics)
-        self.sessions, self.refusals = {}, {}
+        self.sessions = {}
+        self.refusals = {}
 
     async def open(self):
         await self.database.open()
@@ -142,10 +145,18 @@ class Brokers:
     """Brokers as seen on their control ports."""
 
     def __init__(self):
-        self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
-        self.held, self.hears_its_master = [], False
+        self.states = {}
+        self.progress = {}
+        self.silent = set()
+        self.resets = []
+        self.cancelled = []
+        self.held = []
+        self.hears_its_master = False
         self.promise_nothing = set()
-        self.stored, self.browsed, self.dead, self.samples = [], [], [], {}
+        self.stored = []
+        self.browsed = []
+        self.dead = []
+        self.samples = {}
         self.destinations = []
 
     def _reach(self, broker):
@@ -224,9 +235,11 @@ class DeadLetters:
     batch_bytes_max = 1 << 20
 
     def __init__(self, broker_group, letters):
-        self.broker_group, self._all = broker_group, letters
+        self.broker_group = broker_group
+        self._all = letters
         self._held, letters[:] = list(letters), []
-        self._gone, self._is_taken = set(), False
+        self._gone = set()
+        self._is_taken = False
 
     async def take(self):
         if self._is_taken or not self._held:
@@ -237,12 +250,12 @@ class DeadLetters:
 
     async def send_back(self, letters):
         refused = [(at, "readonly") for at, one in enumerate(letters) if one.reason == "refuse me"]
-        if any(one.reason == "lose me" for one in letters):
+        if any(letter.reason == "lose me" for letter in letters):
             raise OutcomeUnknown("no answer")
         return Produced(0, 0, 0, refused)
 
     async def settle(self, letters):
-        self._gone |= {one.id for one in letters}
+        self._gone |= {letter.id for letter in letters}
 
     async def close(self):
         self._all += [pair for pair in self._held if pair[0] not in self._gone]
@@ -256,7 +269,10 @@ class Hub:
     """Clients of this metaserver."""
 
     def __init__(self):
-        self.counts, self.infos, self.asked, self.groups = [Counts(0, 0, 0)], [], 0, []
+        self.counts = [Counts(0, 0, 0)]
+        self.infos = []
+        self.asked = 0
+        self.groups = []
 
     def old_routes(self, group, subject):
         self.asked += 1

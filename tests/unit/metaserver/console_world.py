@@ -121,7 +121,10 @@ class PlayedWatchdogs:
     """
 
     def __init__(self, reason):
-        self.asked, self.fails, self.answer, self._reason = [], None, {"database": URL, "retried": 1}, reason
+        self.asked = []
+        self.fails = None
+        self.answer = {"database": URL, "retried": 1}
+        self._reason = reason
 
     async def ask(self, address, path, words, *, changes=False):
         self.asked.append((address, path, changes))

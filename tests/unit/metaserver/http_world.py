@@ -44,7 +44,9 @@ class HttpWorld:
     """The application, one token of each role, and a client for it."""
 
     def __init__(self, limits=LIMITS, **options):
-        self.actions, self.access, self.metrics = FakeActions(), Access([CLUSTER]), Metrics()
+        self.actions = FakeActions()
+        self.access = Access([CLUSTER])
+        self.metrics = Metrics()
         self.tokens = {TokenRole.CLUSTER: CLUSTER}
         rows = []
         for seed, role in enumerate(set(TokenRole) - {TokenRole.CLUSTER}):

@@ -351,7 +351,8 @@ def test_when_the_database_is_away_after_a_broken_commit_it_is_looked_for_until_
 
 class Proxy:
     def __init__(self, read, write):
-        self.read, self.write = read, write
+        self.read = read
+        self.write = write
 
 
 def test_what_nobody_can_find_out_says_how_to_find_out_later(tmp_path, monkeypatch):

@@ -208,7 +208,7 @@ async def test_dead_letters_are_shown_wherever_an_operator_had_them_go(world):
     await world.routed("order.changed", "dead")
     await world.done("LimitGroup", subject="order.changed", group="billing", deadLettersTo="dead")
     answers = [stored(number, f"m-{number}", qmq_deadReason="no price", qmq_times="5") for number in (1, 2)]
-    world.brokers.stored = [pb.BrowseAnswer(messages=[one]) for one in answers]
+    world.brokers.stored = [pb.BrowseAnswer(messages=[answer]) for answer in answers]
     text = await world.read("/messages", subject="order.changed", dead="billing")
     assert "m-1 g1" in text and "m-2 g1" in text
     own, chosen = world.brokers.browsed

@@ -23,7 +23,9 @@ class Masters:
     """Masters of broker groups with their positions. `before` is called at each query."""
 
     def __init__(self):
-        self.known, self.silent, self.asked = {}, set(), []
+        self.known = {}
+        self.silent = set()
+        self.asked = []
         self.before = lambda: asyncio.sleep(0)
 
     async def mark_groups(self, broker, mark, groups):

@@ -15,7 +15,10 @@ class DelayServers:
     """Answers of delay masters; silent ones do not answer."""
 
     def __init__(self, world):
-        self.world, self.pending, self.fates, self.silent = world, {}, {}, set()
+        self.world = world
+        self.pending = {}
+        self.fates = {}
+        self.silent = set()
         self.listed = {}
         for name in ("delay_stats", "list_delayed", "cancel_delayed"):
             setattr(world.brokers, name, getattr(self, name))

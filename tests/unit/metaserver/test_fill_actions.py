@@ -28,7 +28,7 @@ def waits(world, fill_id="disk of g1-c/0", **state):
 def told(world, hostname="g1-a"):
     """Return the fill orders that a broker gets."""
     said = assignment_for(world.registry.directory, BrokerKey(hostname, 20881))
-    return said.sync_mode, [(one.fill_id, one.allowed) for one in said.fills]
+    return said.sync_mode, [(fill.fill_id, fill.allowed) for fill in said.fills]
 
 
 @in_world

@@ -247,7 +247,7 @@ async def test_dead_letters_go_to_a_chosen_subject_that_is_served_wherever_they_
     text = await world.refused("LimitGroup", subject="other", group="people", deadLettersTo="s1")
     assert "come back from s1 to other" in text
     await world.done("LimitGroup", deadLettersTo="%DEAD_RETRY", perSecond="0", **words)
-    assert {one.subject for one in world.registry.directory.limits} == {"dead"}
+    assert {limit.subject for limit in world.registry.directory.limits} == {"dead"}
 
 
 @in_world

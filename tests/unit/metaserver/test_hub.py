@@ -35,7 +35,10 @@ class Registry:
     def __init__(self, groups=("g1", "g2")):
         self.changes = Changes()
         self.directory = Directory({name: _group(name) for name in groups})
-        self.routes, self.routes_version, self.down, self.stored = {}, 0, set(), []
+        self.routes = {}
+        self.routes_version = 0
+        self.down = set()
+        self.stored = []
         self.error = self.held_up = None
 
     def find(self, subject):
@@ -79,7 +82,9 @@ class Client:
     """Client end of a stream. `stuck`: it does not read."""
 
     def __init__(self, hub, *, produces=True, caller=ANYBODY, looks_only=False):
-        self.updates, self.routes, self.data = [], {}, []
+        self.updates = []
+        self.routes = {}
+        self.data = []
         self.stuck = None
         self._news = asyncio.Event()
         self.hub = hub

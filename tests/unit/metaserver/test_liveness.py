@@ -369,8 +369,12 @@ class Installation:
 
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.now, self.made, self.database_up = START, 0, True
-        self.table, self.beats, self.version = {}, {}, 0
+        self.now = START
+        self.made = 0
+        self.database_up = True
+        self.table = {}
+        self.beats = {}
+        self.version = 0
         self.metaservers = {}
         self.alive = {BrokerKey("b", number): True for number in range(4)}
         self.streams = {}

@@ -451,7 +451,7 @@ def test_min_copies_begins_a_term():
     assert rules.set_copies(group, 2) is None, "it is so already"
     change = rules.set_copies(group, 3)
     assert (change.min_copies, change.new_term) == (3, 8)
-    assert [one.key for one in change.brokers] == [one.key for one in group.brokers]
+    assert [broker.key for broker in change.brokers] == [broker.key for broker in group.brokers]
 
 
 def test_raised_min_copies_does_not_complete_a_slave():
