@@ -159,8 +159,8 @@ async def test_status_lists_brokers_that_are_down(world):
     "end, chain, said",
     [
         pytest.param(4096, 78, "LOGS DIFFER", id="same end, another chain"),
-        pytest.param(4000, 70, "a slave lacks 96 bytes", id="slave is behind"),
-        pytest.param(4100, 70, "a slave lacks 0 bytes", id="slave was asked later"),
+        pytest.param(4000, 70, "a slave lags by 96 bytes", id="slave is behind"),
+        pytest.param(4100, 70, "a slave lags by 0 bytes", id="slave was asked later"),
     ],
 )
 def test_status_distinguishes_a_lag_from_a_difference(tmp_path, end, chain, said):
