@@ -113,17 +113,17 @@ class Passing:
 
     def _compare(self, key: Key, frame: Frame, got: list[Range], passed: list[Range]) -> Iterator[Complaint]:
         """Compare passed-over messages with those delivered by this pull, the one before and the one after."""
-        handed_out = self._tags_of(got)
+        delivered = self._tags_of(got)
         before = self._tags_of(self._got.get(key, ()))
-        waiting = self._open.pop(key, []) if handed_out else []
+        waiting = self._open.pop(key, []) if delivered else []
         for begin, end in passed:
             passed_over = _Passed(frame, begin, end - begin, self._tags_of([(begin, end)]))
-            if _selects(handed_out, passed_over.tags):
+            if _selects(delivered, passed_over.tags):
                 yield _complain(passed_over)
-            elif _selects(before, passed_over.tags) and not handed_out:
+            elif _selects(before, passed_over.tags) and not delivered:
                 self._open.setdefault(key, []).append(passed_over)
         for passed_over in waiting:
-            if _selects(handed_out, passed_over.tags):
+            if _selects(delivered, passed_over.tags):
                 yield _complain(passed_over)
 
     def _tags_of(self, ranges: Iterable[Range]) -> frozenset[int]:

@@ -264,7 +264,7 @@ def _findings(last: Sequence[Entry]) -> Iterable[str]:
         if entry.why:
             yield (
                 f"<tr><td>{_badge(entry.verdict)}<td><b>{escape(entry.group)}</b><td><td>{escape(entry.why)}"
-                '<br><span class="why">Mend the place that is named, then run the audit again.</span>'
+                '<br><span class="why">Repair the place that is named, then run the audit again.</span>'
             )
         for row in entry.findings:
             yield _finding(entry, row)

@@ -30,7 +30,7 @@ _EVENTS = {
     "expired": MessageEvent.PASS_OVER,
     "overflowed": MessageEvent.PASS_OVER,
     "ack": MessageEvent.ACK,
-    "dead": MessageEvent.BURY,
+    "dead": MessageEvent.GIVE_UP,
     "nack": MessageEvent.NACK,
     "left": MessageEvent.LEAVE,
     "vanished": MessageEvent.LEAVE,
@@ -159,7 +159,7 @@ def _dead_letter_offset(message: Row, group: str, stored: Iterable[Row]) -> int 
     return None
 
 
-def _message_steps(message: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
+def _message_steps(message: Row, events: list[Row], dead_at: int | None) -> Iterator[Step]:
     """Follow a message through one consumer group."""
     state, holder, number = LIFE.initial, "", -1
     for event in events:
@@ -173,8 +173,8 @@ def _message_steps(message: Row, events: list[Row], buried: int | None) -> Itera
             state, text = _moved(message, event)
         else:
             move = MessageEvent.ACK if by_consumer and what == "expired" else _EVENTS[what]
-            if what == "ack" and buried is not None and buried < event["offset"]:
-                move = MessageEvent.BURY
+            if what == "ack" and dead_at is not None and dead_at < event["offset"]:
+                move = MessageEvent.GIVE_UP
             try:
                 state, text = LIFE.after(state, move), ""
             except IllegalTransition:

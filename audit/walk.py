@@ -105,7 +105,7 @@ class Walk:
         self._end = end
         self.at = begin
         self.chain = chain
-        self._in_step = is_start
+        self._at_frame = is_start
         """Whether a frame must begin at `at`."""
         self.ahead = b""
         """Bytes already read at `at`."""
@@ -121,9 +121,9 @@ class Walk:
 
         Return windows with the unreadable ranges on the way.
         """
-        if self._in_step:
+        if self._at_frame:
             return []
-        self._in_step = True
+        self._at_frame = True
         if self._storage.starts_on_frame(self.at):
             with suppress(OSError):  # the first step reports it
                 self.ahead = self._storage.window(self.at, WINDOW_BYTES)

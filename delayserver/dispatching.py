@@ -238,7 +238,7 @@ class Dispatcher:
         """Resume a batch that an earlier mastership planned and did not settle: it may be stored already."""
         mastership = self._mastership
         batch = _Batch(producer, number, subject, group, records, mastership.log.end, self._life())
-        batch.life.on(BatchEvent.TAKEN_OVER)
+        batch.life.on(BatchEvent.ADOPTED)
         self._senders.watch(subject)
         self._opened(batch)
         self._when_safe(batch)

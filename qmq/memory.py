@@ -62,7 +62,7 @@ def without_frames(work: Callable[[], T]) -> T:
 
 
 async def collect_by_the_clock(rest_s: float = SECOND_S) -> None:
-    """Take over the collector of this process, until cancelled.
+    """Run the collector of this process, until cancelled.
 
     Args:
         rest_s: whole seconds between two looks, when there is nothing to do.

@@ -3,13 +3,13 @@
 Of consumers, in the manner of Jepsen's queue and log checkers:
 
     lost                a stored message was not handled to its end and is no dead letter
-    duplicated          a message was handed over again, or became a dead letter, without a cause
+    duplicated          a message was delivered again, or became a dead letter, without a cause
     unexpected          a consumer got a message that was not sent, or other content, or one of another place or tag
     reordered           a consumer that handles one at a time got an older message after a newer one; of an order key, a
-                        message was handed over before its predecessor was done, or stored in front of it
+                        message was delivered before its predecessor was done, or stored in front of it
     offset went back    a consumer's acked position is lower than it was
-    poll skipped        a sequence was never handed over although a later one was
-    times do not grow   a message was handed over again with the same delivery attempt, or a smaller one
+    poll skipped        a sequence was never delivered although a later one was
+    times do not grow   a message was delivered again with the same delivery attempt, or a smaller one
 
 Causes of a second delivery: a nack; a consumer that vanished, left or stood still before its ack was confirmed; a fault
 of the broker group in that time. After a confirmed ack the only cause is a lost copy of the log that was the only one

@@ -5,7 +5,7 @@ the first answer to a repeated one. So a batch keeps its number and group until 
 
     QUEUED  (begins here)
         SENT       -> IN_FLIGHT
-        TAKEN_OVER -> OUTCOME_UNKNOWN
+        ADOPTED -> OUTCOME_UNKNOWN
         GAVE_UP    -> NOT_STORED
     IN_FLIGHT
         Stored     -> STORED
@@ -389,7 +389,7 @@ class BatchEvent(Enum):
     """Events of a batch besides the answers to its attempts."""
 
     SENT = auto()
-    TAKEN_OVER = auto()  # an earlier process may have sent it
+    ADOPTED = auto()  # an earlier process may have sent it
     GAVE_UP = auto()  # its time ended
 
 
@@ -397,7 +397,7 @@ BATCH_LIFE = TransitionTable(
     BatchState.QUEUED,
     {
         (BatchState.QUEUED, BatchEvent.SENT): BatchState.IN_FLIGHT,
-        (BatchState.QUEUED, BatchEvent.TAKEN_OVER): BatchState.OUTCOME_UNKNOWN,
+        (BatchState.QUEUED, BatchEvent.ADOPTED): BatchState.OUTCOME_UNKNOWN,
         (BatchState.QUEUED, BatchEvent.GAVE_UP): BatchState.NOT_STORED,
         (BatchState.IN_FLIGHT, Stored): BatchState.STORED,
         (BatchState.IN_FLIGHT, NotStored): BatchState.NOT_STORED,

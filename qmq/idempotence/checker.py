@@ -130,7 +130,7 @@ class _Held:
 
     async def finish(self) -> None:
         if not await self._keys.finish(self._key, self._owner):
-            log.warning("key was taken over while its message was handled key=%s", self._key)
+            log.warning("key was taken by another process while its message was handled key=%s", self._key)
             raise RetryLater(self._lease_s)  # by then the other consumer's outcome is known
 
     async def release(self) -> None:

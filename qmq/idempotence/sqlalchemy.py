@@ -57,15 +57,15 @@ class SqlKeys:
         def insert(connection: Connection) -> None:
             self._table.insert(connection, key, owner, self._now_ms(), _ms(lease_s))
 
-        def take_over(connection: Connection) -> Claim | None:
-            return self._table.take_over(connection, key, owner, self._now_ms(), _ms(lease_s))
+        def take_expired(connection: Connection) -> Claim | None:
+            return self._table.take_expired(connection, key, owner, self._now_ms(), _ms(lease_s))
 
         for _ in range(CLAIMS_MAX):
             try:
                 await self._run(insert)
                 return Claim(State.OURS)
             except IntegrityError:
-                if claim := await self._run(take_over):
+                if claim := await self._run(take_expired):
                     return claim
         return Claim(State.BUSY, lease_s)
 

@@ -115,7 +115,7 @@ class ClaimsTable:
         lease = {"lease_end_ms": now_ms + lease_ms, "updated_ms": now_ms}
         connection.execute(self.table.insert().values(message_key=key_digest(key), owner=owner, **lease))
 
-    def take_over(self, connection: Connection, key: str, owner: str, now_ms: int, lease_ms: int) -> Claim | None:
+    def take_expired(self, connection: Connection, key: str, owner: str, now_ms: int, lease_ms: int) -> Claim | None:
         """Take a claim with an ended lease, or return the key's state; None if it no longer exists."""
         columns, is_key = self._columns, self._columns.message_key == key_digest(key)
         taken = connection.execute(

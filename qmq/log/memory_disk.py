@@ -359,7 +359,7 @@ class MemorySystem(System):
         inode.size, inode.durable_size = max(inode.size, len(inode.data)), max(inode.durable_size, len(inode.durable))
 
     def copy_from(self, other: MemorySystem) -> None:
-        """Take over the present files of `other`, with nothing open."""
+        """Copy the present files of `other`, with nothing open."""
         copies: dict[int, Entry] = {}
 
         def copied(inode: Entry) -> Entry:

@@ -41,7 +41,7 @@ class MessageEvent(Enum):
     """it comes again after a delay; the delivery counts, or does not as not begun"""
     LEAVE = auto()
     """its consumer left or vanished"""
-    BURY = auto()
+    GIVE_UP = auto()
     """a copy is a dead letter, and its ack follows"""
 
 
@@ -56,7 +56,7 @@ LIFE = TransitionTable(
         (_S.DELIVERED, _E.ACK): _S.ACKED,
         (_S.DELIVERED, _E.NACK): _S.REQUEUED,
         (_S.DELIVERED, _E.LEAVE): _S.REQUEUED,
-        (_S.DELIVERED, _E.BURY): _S.DEAD,
+        (_S.DELIVERED, _E.GIVE_UP): _S.DEAD,
         (_S.REQUEUED, _E.DELIVER): _S.DELIVERED,
         (_S.REQUEUED, _E.PASS_OVER): _S.ACKED,
         (_S.REQUEUED, _E.DEFER): _S.REQUEUED,

@@ -207,7 +207,7 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeOver:
+class AdoptClaims:
     """Replace the claim `old` by `new`. Answer: its rows by id; none if it is gone."""
 
     old: str
@@ -222,4 +222,4 @@ class Disown:
     reason: str
 
 
-Work = ReadPage | ClaimRows | SettleClaims | ReadClaims | TakeOver | Disown
+Work = ReadPage | ClaimRows | SettleClaims | ReadClaims | AdoptClaims | Disown

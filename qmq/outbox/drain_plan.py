@@ -38,6 +38,7 @@ from qmq.client.batch import (
 )
 from qmq.errors import AskAnotherBroker, CallError, NotServed, QmqError
 from qmq.outbox.claims import (
+    AdoptClaims,
     Candidate,
     ClaimName,
     ClaimRows,
@@ -51,7 +52,6 @@ from qmq.outbox.claims import (
     Released,
     SettleClaims,
     Settled,
-    TakeOver,
     Work,
     batch_of,
     is_relay,
@@ -272,7 +272,7 @@ class DrainPlan:
             return self._order
         if self._foreign:
             old = self._foreign[0].claim
-            return TakeOver(old, str(ClaimName.parse(old).of_term(self.term)))
+            return AdoptClaims(old, str(ClaimName.parse(old).of_term(self.term)))
         if self._unowned:
             claim = self._unowned[0].claim
             return Disown(claim, _reason(f"its claim {claim!r} is foreign; whether it was sent is unknown"))
@@ -415,7 +415,7 @@ class DrainPlan:
         self._unowned = [known for known in self._unowned if known.claim != work.claim]
         self.counts.parked += count
 
-    def taken_over(self, work: TakeOver, rows: list[Candidate], now_ms: int) -> None:
+    def adopted(self, work: AdoptClaims, rows: list[Candidate], now_ms: int) -> None:
         """Take the rows of an adopted claim. Some may be stored, so the same batch is sent again."""
         known = next(known for known in self._foreign if known.claim == work.old)
         self._foreign.remove(known)
@@ -424,7 +424,7 @@ class DrainPlan:
         if not rows:
             return
         claim = Claim(ClaimName.parse(work.new), sound, self._life(), now_ms, now_ms - known.age_ms, unsound)
-        claim.life.on(BatchEvent.TAKEN_OVER)
+        claim.life.on(BatchEvent.ADOPTED)
         self._claims[work.new] = claim
         self.counts.unknown += 1
         if sound:

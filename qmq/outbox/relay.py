@@ -29,12 +29,12 @@ from qmq.outbox.claims import (
     PRODUCER_BITS,
     RELAY_TERM,
     RELAY_TERM_BITS,
+    AdoptClaims,
     ClaimRows,
     Disown,
     ReadClaims,
     ReadPage,
     SettleClaims,
-    TakeOver,
     Work,
 )
 from qmq.outbox.drain_plan import Attempt, DrainPlan, Limits
@@ -106,8 +106,8 @@ class Drain:
                 core.settled(work, now())
             case ReadClaims():
                 core.known(result)
-            case TakeOver():
-                core.taken_over(work, result, now())
+            case AdoptClaims():
+                core.adopted(work, result, now())
             case Disown():
                 core.disowned(work, result)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from qmq.outbox.claims import (
+    AdoptClaims,
     Candidate,
     ClaimName,
     ClaimRows,
@@ -22,7 +23,6 @@ from qmq.outbox.claims import (
     ReadClaims,
     ReadPage,
     SettleClaims,
-    TakeOver,
     Work,
     candidate_of,
 )
@@ -118,8 +118,8 @@ class Statements:
                 return self._settle(work)
             case ReadClaims():
                 return self._read_claims(work)
-            case TakeOver():
-                return self._take_over(work)
+            case AdoptClaims():
+                return self._adopt_claims(work)
             case Disown():
                 return self._disown(work)
 
@@ -246,7 +246,7 @@ class Statements:
     def _parking(self) -> str:
         return f"status = {PARKED}, reason = :reason, claim = NULL, update_time = {self._dialect.moment.format(0)}"
 
-    def _take_over(self, work: TakeOver) -> list[Candidate]:
+    def _adopt_claims(self, work: AdoptClaims) -> list[Candidate]:
         # MariaDB advances `update_time` with each update that does not set it, but it must keep the age of the claim.
         setting = "claim = :new, update_time = update_time"
         self._run(f"UPDATE {self._table} SET {setting} WHERE claim = :old", old=work.old, new=work.new)

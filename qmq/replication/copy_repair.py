@@ -120,7 +120,7 @@ class CopyRepair:
         assert self._node.log.damage is not None
         if self._node.log.stored.may_be_acknowledged(self._node.log.damage, self._node.log.state.high_watermark):
             log.critical(
-                "damage cannot be mended: both copies had it once, and the other lost it group=%s", self._node.group
+                "damage cannot be repaired: both copies had it once, and the other lost it group=%s", self._node.group
             )
             return
         self._node.leave_role()

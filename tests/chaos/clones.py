@@ -63,7 +63,7 @@ class Findings:
     def summary(self) -> str:
         return (
             f"rounds {self.rounds}, acknowledged {self.acknowledged}, lost {len(self.lost)}, "
-            f"accused {len(self.accused)}, copies that took over {self.copies_with_part}, "
+            f"accused {len(self.accused)}, copies that became the broker {self.copies_with_part}, "
             f"rounds with a refusal {self.refused}"
         )
 

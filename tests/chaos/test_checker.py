@@ -144,7 +144,7 @@ def test_consumer_with_tags_gets_exactly_these():
 
 
 def again(*between, decision=DONE, kept=0.2, at=3.0, consumer="c2"):
-    """Message "a", handed over at 2 s and again."""
+    """Message "a", delivered at 2 s and again."""
     first = given("a", 0, 2, decision=decision, kept=kept)
     return kinds(sent("a", 0), joined(), joined("c2"), first, between, given("a", 0, at, times=2, consumer=consumer))
 

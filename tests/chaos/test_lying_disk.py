@@ -72,14 +72,14 @@ class Round:
 
     def complete(self):
         self.cluster.begin(self.b.hostname, self.c.hostname)
-        until(lambda: in_step(self.cluster, self.a) == 2, f"{self.group} is whole")
+        until(lambda: slaves_in_sync(self.cluster, self.a) == 2, f"{self.group} is whole")
         assert state(self.cluster, self.a).writable
         honest = self.b if self.liar is self.a else self.a
         said = log_of(self.cluster, honest.hostname)[self.seen[honest] :]
         assert not reasons(self.cluster, honest) and not any(word in said for word in ACCUSED), said[-2000:]
 
 
-def in_step(cluster, plan):
+def slaves_in_sync(cluster, plan):
     said = state(cluster, plan)
     return len(said.in_step) if said is not None else 0
 
@@ -87,7 +87,7 @@ def in_step(cluster, plan):
 def are_reported(cluster):
     (count,) = row(cluster, "select count(*) from broker where complete")
     masters = [cluster.broker(group, "master") for group in GROUPS]
-    return count == 2 * len(GROUPS) and all(in_step(cluster, master) == 2 for master in masters)
+    return count == 2 * len(GROUPS) and all(slaves_in_sync(cluster, master) == 2 for master in masters)
 
 
 def send_and_cut_power(cluster, rounds, name):

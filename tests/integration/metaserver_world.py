@@ -165,7 +165,7 @@ class FakeBroker(BrokerServicer):
         self.ready, self.reasons, self.durability = True, [], "fsync"
         self.assignments, self.clocks_ms, self.calls = [], [], []
         self.prepare_error, self.report_new_terms, self.before_status = None, True, None
-        self.gone, self.in_step_with = None, None
+        self.gone, self.in_sync_with = None, None
         self._changed = asyncio.Event()
 
     async def start(self):
@@ -257,13 +257,13 @@ class FakeBroker(BrokerServicer):
             writable=master and self.ready and not self.reasons,
             durability=self.durability,
             incarnation=self.incarnation,
-            in_step=self.in_step(known) if master else (),
+            in_step=self.in_sync(known) if master else (),
         )
 
-    def in_step(self, known):
-        """Whose copies are in step: of those that run at the addresses that the assignment names."""
-        if self.in_step_with is not None:
-            return [self.in_step_with] if self.in_step_with else []
+    def in_sync(self, known):
+        """Whose copies are in sync: of those that run at the addresses that the assignment names."""
+        if self.in_sync_with is not None:
+            return [self.in_sync_with] if self.in_sync_with else []
         places = {slave.control_port for slave in known.slaves} - {0}
         running = {broker.control_port: broker.incarnation for broker in self.world._brokers}
         return [running[place] for place in places if place in running]

@@ -537,7 +537,7 @@ def test_audit_that_read_nothing_fails(spark: SparkSession, tmp_path: Path) -> N
 
 
 class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
-    """Serves the directory `master` or `slave` over DescribeLog and ReadLog, as a broker does that is in step."""
+    """Serves the directory `master` or `slave` over DescribeLog and ReadLog, as a broker does that is in sync."""
 
     def __init__(self, log: LogWriter, data: Path) -> None:
         self._log, self._copy, self._name = log, PathCopy(data), data.name

@@ -1,4 +1,4 @@
-"""Shell. A disk has blocks that cannot be read: the broker goes on, and the other copy mends them. P6."""
+"""Shell. A disk has blocks that cannot be read: the broker goes on, and the other copy repairs them. P6."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def bad_blocks(cluster, broker):
     return settings_file(cluster, broker.hostname).with_name(BAD_BLOCKS)
 
 
-def are_mended(cluster, broker):
+def are_repaired(cluster, broker):
     return not bad_blocks(cluster, broker).read_text()
 
 
@@ -88,7 +88,7 @@ def test_bad_blocks_are_repaired_while_consumers_go_on(cluster, subject, sent):
     pid = cluster.service(master.hostname).pid
     got = consume_all(cluster, subject, "g", COUNT, prefetch_messages=20)
     assert len({id for _, id in got}) == COUNT
-    until(lambda: are_mended(cluster, master), "written anew")
+    until(lambda: are_repaired(cluster, master), "written anew")
     assert cluster.service(master.hostname).pid == pid, "the broker goes on"
     said = log_of(cluster, master.hostname)
     assert "disk cannot read" in said and "log repaired" in said
@@ -107,7 +107,7 @@ def test_bad_block_at_start_is_repaired_before_registration(cluster, subject, se
     begin(cluster, broker.hostname)
     starts = cluster.service(broker.hostname).starts
     cluster.wait_writable()
-    until(lambda: are_mended(cluster, broker), "written anew")
+    until(lambda: are_repaired(cluster, broker), "written anew")
     assert cluster.service(broker.hostname).starts == starts, "it did not end"
     assert copies_are_whole(cluster)
 

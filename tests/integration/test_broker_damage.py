@@ -1,4 +1,4 @@
-"""Shell. A bit flips on one disk: it is never served, the group says so, the other copy mends it. P6."""
+"""Shell. A bit flips on one disk: it is never served, the group says so, the other copy repairs it. P6."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def damage(data, subject, *, newest=False, where="body"):
 def is_whole(data):
     try:
         return bool(read_copy(data))
-    except (CorruptFrame, AssertionError):  # or it is being mended at this moment
+    except (CorruptFrame, AssertionError):  # or it is being repaired at this moment
         return False
 
 
@@ -109,7 +109,7 @@ def test_damage_in_a_closed_segment_is_repaired_when_read(cluster, subject, ids,
 
 
 def test_damage_makes_the_group_readonly_until_repaired(cluster, subject, ids):
-    """While the other copy is away nothing can be mended: readonly, with the reason, and what is whole is served."""
+    """While the other copy is away nothing can be repaired: readonly, with the reason, and what is whole is served."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     damage(data_of(cluster, master), subject)
     end(cluster, slave.hostname)

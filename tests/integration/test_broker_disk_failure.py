@@ -46,7 +46,7 @@ def fail_disk(cluster, broker):
     settings_file(cluster, broker.hostname).with_name(TRIGGER).touch()
 
 
-def mend_disk(cluster, broker):
+def repair_disk(cluster, broker):
     settings_file(cluster, broker.hostname).with_name(TRIGGER).unlink()
     begin(cluster, broker.hostname)
 
@@ -83,7 +83,7 @@ def test_failed_fsync_ends_the_broker_and_acknowledges_nothing(cluster, role):
     if role == "slave":
         master = cluster.broker("g1", "master")
         until(lambda: reasons(cluster, master) == ["slave_down"], "the master hears of it")
-    mend_disk(cluster, broker)
+    repair_disk(cluster, broker)
     cluster.wait_writable()
     after = send_all(cluster, "s", 10, name="after")
     until(lambda: are_equal(cluster), "equal copies")
@@ -107,5 +107,5 @@ def test_broker_with_a_failing_disk_does_not_start(cluster):
     assert "Input/output error" in log_of(cluster, slave.hostname)
     master = cluster.broker("g1", "master")
     until(lambda: reasons(cluster, master) == ["slave_down"], "the master hears of it")
-    mend_disk(cluster, slave)
+    repair_disk(cluster, slave)
     cluster.wait_writable()

@@ -68,13 +68,13 @@ def test_consumers_are_listed_as_they_are(cluster, subject):
     send_all(cluster, subject, COUNT)
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
         pulled = pull(wire, subscribe(wire, subject, consumer="one"))
-        handed_out = sum(piece.count for piece in pulled)
+        delivered = sum(piece.count for piece in pulled)
         [told] = progress(cluster, subject)
-        assert (told.group, told.next_sequence, told.position, told.lag) == ("g", COUNT, handed_out, COUNT)
+        assert (told.group, told.next_sequence, told.position, told.lag) == ("g", COUNT, delivered, COUNT)
         assert before_ms <= told.oldest_ms <= time.time_ns() // 1_000_000
         [one] = told.consumers
         host, _, port = one.peer.rpartition(":")
-        assert (one.consumer, one.connected, one.unacked, host) == ("one", True, handed_out, "127.0.0.1") and port
+        assert (one.consumer, one.connected, one.unacked, host) == ("one", True, delivered, "127.0.0.1") and port
         subscribe(wire, f"{subject}.quiet", consumer="two")
         behind = call(cluster, "Consumers", pb.ConsumersRequest(behind_max=1)).groups
         assert len(behind) == 1 and behind[0].lag >= COUNT

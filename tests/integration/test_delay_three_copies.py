@@ -24,7 +24,7 @@ def pending(cluster):
     return group["pendingMessages"]
 
 
-def all_in_step(cluster):
+def all_in_sync(cluster):
     def is_so():
         said = state(cluster, cluster.broker("d1", "master"))
         return said is not None and len(said.in_step) == 2
@@ -42,19 +42,19 @@ def fail_over(cluster, **words):
 
 def test_delay_group_of_three_is_swapped_and_recovered(tmp_path):
     with running(tmp_path / "cluster", groups=(), delay_groups=("d1",), copies=3) as cluster:
-        all_in_step(cluster)
+        all_in_sync(cluster)
         cluster.manage("SetCopies", brokerGroup="d1", minCopies=3)
         cluster.manage("SetCopies", brokerGroup="d1", minCopies=2)
         asyncio.run(send_delayed(cluster, "first"))
         cluster.swap_roles("d1", to="d1-b")
         assert cluster.broker("d1", "master").hostname == "d1-b"
-        all_in_step(cluster)
+        all_in_sync(cluster)
 
         end(cluster, "d1-b")
         fail_over(cluster)
         asyncio.run(send_delayed(cluster, "without it"))
         begin(cluster, "d1-b")
-        all_in_step(cluster)
+        all_in_sync(cluster)
         assert pending(cluster) == 2 * COUNT
 
         lost = cluster.broker("d1", "master")
@@ -75,7 +75,7 @@ def test_delay_group_of_three_is_swapped_and_recovered(tmp_path):
         until(lambda: reasons(cluster, lost) == ["unfilled"], "an empty one waits until it may be filled")
         asyncio.run(send_delayed(cluster, "while it waits"))
         cluster.manage("SyncReplica", brokerGroup="d1", host=lost.hostname)
-        all_in_step(cluster)
+        all_in_sync(cluster)
         assert pending(cluster) == 3 * COUNT
 
 

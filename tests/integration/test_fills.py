@@ -7,7 +7,7 @@ import shutil
 from tests.integration.cluster_world import begin, data_of, end, metrics, reasons, running, send_all, state
 from tests.integration.test_recovery_of_three import key, qmq
 from tests.integration.test_slaves_of_three import failed_checks
-from tests.integration.test_three_copies import all_in_step, check_copies
+from tests.integration.test_three_copies import all_in_sync, check_copies
 from tests.integration.tools_world import DONE, REFUSED
 from tests.support.waiting import until
 
@@ -32,7 +32,7 @@ def ask(cluster, command, slave):
 
 def test_new_slave_is_filled_on_request_and_stopped_halfway(tmp_path):
     with running(tmp_path / "cluster", copies=3, **RATE) as cluster:
-        all_in_step(cluster)
+        all_in_sync(cluster)
         master, slave, other = (plan for plan in cluster.plan.brokers)
         assert qmq(cluster, "SetCopies", "g1", syncMode="manual").returncode == DONE
         refused = ask(cluster, "SyncReplica", slave)
@@ -43,7 +43,7 @@ def test_new_slave_is_filled_on_request_and_stopped_halfway(tmp_path):
         send_all(cluster, "s", COUNT, size=BYTES)
         begin(cluster, slave.hostname)
         until(lambda: state(cluster, slave) and not waits(cluster, slave), "who only catches up does not wait")
-        all_in_step(cluster)
+        all_in_sync(cluster)
 
         end(cluster, slave.hostname)
         shutil.rmtree(data_of(cluster, slave))
@@ -73,7 +73,7 @@ def test_new_slave_is_filled_on_request_and_stopped_halfway(tmp_path):
 
         assert ask(cluster, "SyncReplica", slave).returncode == DONE
         until(lambda: is_partly_filled(cluster, slave, stopped_at), "it goes on where it was stopped")
-        all_in_step(cluster)
+        all_in_sync(cluster)
         actions = [row["action"] for row in cluster.manage("AuditTrail", brokerGroup="g1")["rows"]]
         assert actions.count("SyncReplica") == 2 and actions.count("CancelSync") == 1, actions
         assert len([one for one in check_copies(cluster).messages if one[0] == "s"]) == COUNT + 10

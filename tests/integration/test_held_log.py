@@ -61,7 +61,7 @@ def test_single_frame_is_read_alone(cluster, role):
 
 
 def test_log_is_described_though_its_oldest_snapshot_is_damaged(cluster):
-    """Who asks wants its frames; a peer that is damaged is not mended before it was told of them."""
+    """Who asks wants its frames; a peer that is damaged is not repaired before it was told of them."""
     copy = opened(cluster, "master")
     copy.hold()
     until(lambda: copy.describe().start > 0, "retention")

@@ -111,9 +111,9 @@ def send(cluster, *messages):
     return receipts
 
 
-def bury(cluster, subject, group, reasons):
+def make_dead(cluster, subject, group, reasons):
     """Let a consumer make dead letters of all messages that wait; the reason follows from the message's number."""
-    buried = 0
+    dead = 0
     for name in ("g1", "g2"):
         with Wire(cluster.broker(name, "master").serve_port, token=cluster.token) as wire:
             terms = {"subject": subject, "group": group, "consumer": "c", "start": "earliest", "deliveries_max": 32}
@@ -128,14 +128,14 @@ def bury(cluster, subject, group, reasons):
                         reason = reasons[(piece.sequence + at) % len(reasons)]
                         nack = wire.ask(Command.NACK, commands.encode_nack(Nack(subscription, [entry], reason)))
                         assert nack.code == 0, bytes(nack.body)
-                        buried += 1
-    return buried
+                        dead += 1
+    return dead
 
 
 def failed(cluster, subject, count=COUNT, reasons=("timeout", "refused")):
     """Messages of which each became a dead letter of group g."""
     send_all(cluster, subject, count)
-    assert bury(cluster, subject, "g", reasons) == count
+    assert make_dead(cluster, subject, "g", reasons) == count
 
 
 def mailbox(cluster, subject):
@@ -490,7 +490,7 @@ def test_dead_letters_are_chosen_by_id_and_time(cluster, subject):
     before_ms = time.time_ns() // 1_000_000 + 1
     until(lambda: time.time_ns() // 1_000_000 > before_ms, "the clock goes on")
     send_all(cluster, subject, 4, name="late")
-    assert bury(cluster, subject, "g", ["late"]) == 4
+    assert make_dead(cluster, subject, "g", ["late"]) == 4
 
     def chosen(*words):
         [plan] = lines(redrive(cluster, subject, "--dry-run", *words))
@@ -504,7 +504,7 @@ def test_dead_letters_are_chosen_by_id_and_time(cluster, subject):
 
 def test_tags_and_order_keys_go_back_as_they_were(cluster, subject):
     send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", tags={f"t{n % 2}"}, order_key="k") for n in range(6)])
-    assert bury(cluster, subject, "g", ["timeout"]) == 6
+    assert make_dead(cluster, subject, "g", ["timeout"]) == 6
     [receipt] = lines(redrive(cluster, subject, "--yes"))
     assert ids(receipt["moved"]) == [f"m{n}" for n in range(6)]
     consumed = lines(tool(cluster, "Consume", "--json", "--ack", "--limit=6", subject=subject, group="g", wait=60))
@@ -664,7 +664,7 @@ def test_dead_letters_keep_their_order_on_another_subject(cluster, subject):
     elsewhere = f"{subject}.repaired"
     send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", order_key="k") for n in range(6)])
     send_all(cluster, elsewhere, 1)
-    assert bury(cluster, subject, "g", ["timeout"]) == 6
+    assert make_dead(cluster, subject, "g", ["timeout"]) == 6
     [[here], found] = [
         {one["brokerGroup"] for one in browse(cluster, *words, subject=subject)}
         for words in (["--deadLetters", "--group=g"], [])

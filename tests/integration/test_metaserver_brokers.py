@@ -88,7 +88,7 @@ async def test_stream_ends_when_a_copy_gets_the_part(world):
     gone = await slave.until_gone()
     assert gone.code() == grpc.StatusCode.FAILED_PRECONDITION and "register again" in gone.details()
     await slave.stop()
-    master.in_step_with = ""
+    master.in_sync_with = ""
     await world.until(is_missing)
     with mock.patch.object(renewal, "begin_life", give_away):
         error = await refusal(world.rpc.Register(slave.identity(begins=True), metadata=METADATA))
@@ -245,14 +245,14 @@ async def test_wiped_slave_is_incomplete_despite_its_master(world):
 
     await world.until(lambda: complete(True))
     await slave.stop()
-    master.in_step_with = slave.incarnation  # and it goes on taking messages
+    master.in_sync_with = slave.incarnation  # and it goes on taking messages
     wiped = await world.broker("g1-b", incarnation="wiped disk")
     assert await complete(False)
     master.say()
     for _ in range(20):
         await registry.mirror.catch_up()
         assert await complete(False)
-    master.in_step_with = wiped.incarnation
+    master.in_sync_with = wiped.incarnation
     await world.until(lambda: complete(True))
 
 

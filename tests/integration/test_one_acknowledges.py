@@ -206,7 +206,9 @@ def have_equal_ends(world):
 
 def successor(world, producers):
     """Name of the slave that acknowledges: messages that it was asked for as the master."""
-    return until(lambda: next((name for name in ("b1", "b2") if producers.count[name] > 20), None), "a slave took over")
+    return until(
+        lambda: next((name for name in ("b1", "b2") if producers.count[name] > 20), None), "a slave was promoted"
+    )
 
 
 def check_order(old, new):
@@ -276,5 +278,5 @@ def test_two_masters_behind_a_one_way_hole_do_not_both_acknowledge(world):
         assert world.said(old).term < world.said(world.brokers[int(new[1])]).term, "it takes itself for the master"
         check_order(producers.acknowledged[old.name], producers.acknowledged[new])
         for cable in (world.to_broker[old.name], *world.to_metaserver[old.name].values()):
-            cable.mend()
+            cable.repair()
     check_order(producers.acknowledged[old.name], producers.acknowledged[new])

@@ -324,12 +324,12 @@ def test_each_trouble_has_its_alert_and_no_other(world, mariadb):
                 lambda: audit.write_text(today),
             ),
         }
-        for alert, (breaks, mends) in alone.items():
+        for alert, (breaks, repairs) in alone.items():
             breaks()
             try:
                 until(lambda alert=alert: world.firing() == {alert}, f"{alert} fires, and nothing else")
             finally:
-                mends()
+                repairs()
             until(lambda: world.firing() == set(), f"{alert} ends")
 
 

@@ -38,7 +38,7 @@ def cluster(tmp_path_factory):
 
 
 def plans_of(cluster, group):
-    """Master and slaves, all in step, and with messages that they acknowledged."""
+    """Master and slaves, all in sync, and with messages that they acknowledged."""
     master = cluster.broker(group, "master")
     slaves = [plan for plan in cluster.plan.brokers if plan.group == group and plan != master]
     until(lambda: len((state(cluster, master) or state(cluster, slaves[0])).in_step) == 2, "both slaves are in sync")

@@ -1,4 +1,4 @@
-"""Shell. Closed segments are read again in the background: damage is found and mended although nobody reads it."""
+"""Shell. Closed segments are read again in the background: damage is found and repaired although nobody reads it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_unread_damage_is_found_and_repaired(cluster, role, what):
     else:
         (data / "other").write_bytes(bytes(len(whole)) if what == "exchanged" else of_another_history(whole, bases[1]))
         (data / "other").replace(file)  # an open descriptor still shows the right bytes
-    until(lambda: file.is_file() and file.read_bytes() == whole, "it is mended")
+    until(lambda: file.is_file() and file.read_bytes() == whole, "it is repaired")
     cluster.wait_writable()
     assert f"scrub found damage offset={bases[1]} " in log_of(cluster, broker.hostname)
     assert cluster.service(broker.hostname).pid == pid, "it did not end"

@@ -19,7 +19,7 @@ COUNT = 20
 SEGMENT_BYTES = 1 << 20
 
 
-def in_step(cluster, group="g1"):
+def slaves_in_sync(cluster, group="g1"):
     """How many slaves count."""
     said = state(cluster, cluster.broker(group, "master"))
     return len(said.in_step) if said else 0
@@ -71,7 +71,7 @@ def test_diverged_slave_is_named_and_refilled(tmp_path):
         end(cluster, other.hostname)
         aside = shutil.move(data_of(cluster, other), tmp_path / "aside")
         begin(cluster, other.hostname)
-        until(lambda: in_step(cluster) == 2 and len(ends(cluster)) == 1, "it is filled again")
+        until(lambda: slaves_in_sync(cluster) == 2 and len(ends(cluster)) == 1, "it is filled again")
         assert len(consume_all(cluster, "s.g1", "check", 3 * COUNT)) == 3 * COUNT
         end(cluster, *(plan.hostname for plan in cluster.plan.brokers))
         assert {f"lost-{at}" for at in range(COUNT)} <= {id for _, _, id in read_copy(aside).messages}
@@ -79,7 +79,7 @@ def test_diverged_slave_is_named_and_refilled(tmp_path):
 
 def test_slave_with_a_full_disk_is_passed_over(tmp_path):
     with running(tmp_path / "cluster", copies=3, segment_bytes=SEGMENT_BYTES, disk_free_limit=0) as cluster:
-        until(lambda: in_step(cluster) == 2, "both slaves are in sync")
+        until(lambda: slaves_in_sync(cluster) == 2, "both slaves are in sync")
         master, slave = cluster.broker("g1", "master"), cluster.broker("g1", "slave")
         data = data_of(cluster, slave)
         end(cluster, slave.hostname)
@@ -87,19 +87,19 @@ def test_slave_with_a_full_disk_is_passed_over(tmp_path):
         with small_disk(data, mib=64):
             shutil.copytree(kept, data, dirs_exist_ok=True)
             begin(cluster, slave.hostname)
-            until(lambda: in_step(cluster) == 2 and (data / "reserve").is_file(), "in sync, with a reserve")
+            until(lambda: slaves_in_sync(cluster) == 2 and (data / "reserve").is_file(), "in sync, with a reserve")
             points, end_now = data / "points.json", state(cluster, master).log_end
             until(lambda: points.is_file() and f" {end_now}," in points.read_text(), "it has written down that point")
             filler = fill(data)
             send_all(cluster, "s", 400, size=10_000)  # several segments
             assert state(cluster, master).writable and not reasons(cluster, master)
-            until(lambda: in_step(cluster) == 1, "the full one is missed")
+            until(lambda: slaves_in_sync(cluster) == 1, "the full one is missed")
             until(lambda: "No space left on device" in log_of(cluster, slave.hostname), "its write fails, so it ends")
             pid = until(lambda: state(cluster, slave) and cluster.service(slave.hostname).pid, "it is there again")
             send_all(cluster, "s", 400, size=10_000, name="more")
             assert len(consume_all(cluster, "s", "g", 800)) == 800
             assert cluster.service(slave.hostname).pid == pid, log_of(cluster, slave.hostname)[-3000:]
             filler.unlink()
-            until(lambda: in_step(cluster) == 2 and len(ends(cluster)) == 1, "it has caught up")
+            until(lambda: slaves_in_sync(cluster) == 2 and len(ends(cluster)) == 1, "it has caught up")
             assert not reasons(cluster, slave)
             end(cluster, slave.hostname)

@@ -150,7 +150,7 @@ async def test_lost_link_is_reopened_in_each_term(tmp_path, monkeypatch):
                 lambda term=term: a.node.writable and b.node.slave.has_matched and b.node.slave.term == term
             )
             first = b._master_link
-            cable.mend()
+            cable.repair()
             await until_async(lambda first=first: b._master_link is not first and a.node.writable)
             await produce(a, term)
 

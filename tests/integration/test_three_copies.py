@@ -21,7 +21,7 @@ from tests.support.waiting import until, until_async
 FAILOVER = {"failover": True}
 
 
-def in_step(cluster):
+def slaves_in_sync(cluster):
     """Names of the slaves that are in sync."""
     said = state(cluster, cluster.broker("g1", "master"))
     told = {plan.hostname: state(cluster, plan) for plan in cluster.plan.brokers}
@@ -38,8 +38,8 @@ def ends(cluster):
     return {one and (one.log_end, one.chain) for one in said}
 
 
-def all_in_step(cluster):
-    until(lambda: in_step(cluster) == set(slaves(cluster)), "both slaves are in sync")
+def all_in_sync(cluster):
+    until(lambda: slaves_in_sync(cluster) == set(slaves(cluster)), "both slaves are in sync")
 
 
 def check_copies(cluster):
@@ -83,14 +83,14 @@ async def kill_under_load(cluster, kills):
             now = await asyncio.to_thread(cluster.broker, "g1", "master")
             assert now.hostname != master
             await asyncio.to_thread(begin, cluster, master)
-            await asyncio.to_thread(all_in_step, cluster)
+            await asyncio.to_thread(all_in_sync, cluster)
         is_over.set()
     return stored
 
 
 def test_killed_master_of_three_is_replaced_under_load(tmp_path):
     with running(tmp_path / "cluster", copies=3, metaserver=FAILOVER) as cluster:
-        all_in_step(cluster)
+        all_in_sync(cluster)
         stored = asyncio.run(kill_under_load(cluster, 3))
         assert len(stored) == len(set(stored))
         assert set(stored) <= {id for _, id in consume_all(cluster, "s", "g", len(stored))}
@@ -102,10 +102,10 @@ def test_killed_master_of_three_is_replaced_under_load(tmp_path):
 def test_copy_that_is_down_delays_the_failover(tmp_path):
     """Of three, two have to promise: the one that is there may lack what the dead ones acknowledged."""
     with running(tmp_path / "cluster", copies=3, metaserver=FAILOVER) as cluster:
-        all_in_step(cluster)
+        all_in_sync(cluster)
         master, (first, second) = cluster.broker("g1", "master").hostname, slaves(cluster)
         end(cluster, first)
-        until(lambda: in_step(cluster) == {second}, "it is missed")
+        until(lambda: slaves_in_sync(cluster) == {second}, "it is missed")
         end(cluster, master)
         until(lambda: "no failover broker_group=g1 reason=slave_down" in log_of(cluster, "metaserver"), "it is refused")
         assert cluster.broker("g1", "master").hostname == master
@@ -115,11 +115,11 @@ def test_copy_that_is_down_delays_the_failover(tmp_path):
 
 def test_roles_are_swapped_with_each_slave(tmp_path):
     with running(tmp_path / "cluster", copies=3) as cluster:
-        all_in_step(cluster)
+        all_in_sync(cluster)
         for target in [*slaves(cluster), cluster.broker("g1", "master").hostname]:
             cluster.swap_roles("g1", to=target)
             assert cluster.broker("g1", "master").hostname == target
-            all_in_step(cluster)
+            all_in_sync(cluster)
         master = cluster.broker("g1", "master")
         term = state(cluster, master).term
         cluster.kill("g1", "master")
@@ -130,7 +130,7 @@ def test_roles_are_swapped_with_each_slave(tmp_path):
 
 def test_a_broker_of_three_copies_waits_for_the_metaserver(tmp_path):
     with running(tmp_path / "cluster", copies=3) as cluster:
-        all_in_step(cluster)
+        all_in_sync(cluster)
         names = [plan.hostname for plan in cluster.plan.brokers]
         end(cluster, *names, "metaserver")
         begin(cluster, *names)

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from qmq.outbox.claims import (
+    AdoptClaims,
     ClaimRows,
     Disown,
     Due,
@@ -19,7 +20,6 @@ from qmq.outbox.claims import (
     Released,
     SettleClaims,
     Settled,
-    TakeOver,
 )
 from qmq.outbox.statements import CLAIMS_MAX
 from qmq.watchdog.database import Outbox, Questions, open_source
@@ -151,12 +151,12 @@ def test_write_of_a_deposed_leader_changes_no_row(application, outbox):
     outbox.do(ClaimRows({"1:1:1:g1": [first, second]}, [], []))
     [known] = outbox.do(ReadClaims())
     assert known.claim == "1:1:1:g1" and known.age_ms < 60_000
-    rows = outbox.do(TakeOver("1:1:1:g1", "1:1:2:g1"))
+    rows = outbox.do(AdoptClaims("1:1:1:g1", "1:1:2:g1"))
     assert [row.id for row in rows] == [first, second] and not rows[0].problem
     late = SettleClaims([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], NOW, "?", 1)])
     outbox.do(late)
     assert [(row.status, row.error, row.claim) for row in application.rows()] == [(0, 0, "1:1:2:g1")] * 2
-    assert outbox.do(TakeOver("1:1:1:g1", "1:1:3:g1")) == []
+    assert outbox.do(AdoptClaims("1:1:1:g1", "1:1:3:g1")) == []
     outbox.do(SettleClaims([Settled("1:1:2:g1", [first], [(second, "no broker takes it")])], []))
     [left] = application.rows()
     assert (left.id, left.status, left.reason, left.claim) == (second, -2, "no broker takes it", None)

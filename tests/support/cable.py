@@ -40,7 +40,7 @@ class Cable:
         self._is_lost = lost
         self._is_delivered.set()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Carry both directions again, on new connections: behind what was swallowed, the rest makes no sense."""
         self.swallow_questions = self.swallow_answers = False
         for ends in list(self._carried):

@@ -102,7 +102,7 @@ class DatabaseServer:
         pids = [self.pid]
         try:
             suspend(self.pid)
-            pids += _children(self.pid)  # it starts and buries none of them any more
+            pids += _children(self.pid)  # it starts and reaps none of them any more
             for pid in pids[1:]:
                 suspend(pid)
             yield

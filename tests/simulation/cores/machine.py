@@ -517,8 +517,8 @@ class Process:
         self.guarded(lambda: wanted.append(self.node.repairs.plan(other.log.start, other.log.flushed_end)))
         if not wanted or wanted[0] is None:
             if self.is_alive and self.log.damage is None:
-                self._events.count("mended without the other copy's bytes")
-                self._events.note(f"{self.name} mended {damage}")
+                self._events.count("repaired without the other copy's bytes")
+                self._events.note(f"{self.name} repaired {damage}")
             return
         begin, end = wanted[0]
         found = other.log.stored.next_frame(max(begin, other.log.start))

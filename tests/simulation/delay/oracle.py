@@ -128,7 +128,7 @@ class DelayOracle(Oracle):
             if question.due_ms and id not in self.asked_again:
                 raise Violation(f"I11: {id} is cancelled without an order")
             self.cancelled.setdefault(id, self._events.now_ms)
-            if id not in self.alone and not all(map(self._is_in_doubt, self.places[id])):
+            if id not in self.alone and not all(map(self._has_unknown_outcome, self.places[id])):
                 raise Violation(f"I11: {id} is answered as cancelled, and was stored")
         elif fate == "rescheduled":
             if id not in self.asked_again:
@@ -187,7 +187,7 @@ class DelayOracle(Oracle):
 
     def stored(self, id: str, key: Key) -> None:
         places = self.places[id]
-        if id in self.cancelled and id not in self.alone and not self._is_in_doubt(key):
+        if id in self.cancelled and id not in self.alone and not self._has_unknown_outcome(key):
             raise Violation(f"I11: {id}, which is cancelled, is stored")
         if places and not self._may_repeat(id, key):
             raise Violation(f"I11: {id} is stored as {key} and was as {places}, and its outcome was known")
@@ -205,7 +205,7 @@ class DelayOracle(Oracle):
 
         The same group gets the message again only from a mastership without that outcome, or long after.
         """
-        if not self._is_in_doubt(other) and key[1:] not in self._given_up:
+        if not self._has_unknown_outcome(other) and key[1:] not in self._given_up:
             return False
         if other[0] != key[0]:
             return True
@@ -213,7 +213,7 @@ class DelayOracle(Oracle):
         given_up_ms, epoch = self._given_up.get(first[1:], (self._events.now_ms, None))
         return self.plans[second[1:]][0].epoch != epoch or self._events.now_ms - given_up_ms >= self.unknown_ms
 
-    def _is_in_doubt(self, key: Key) -> bool:
+    def _has_unknown_outcome(self, key: Key) -> bool:
         """Whether some master may not have the outcome of this batch."""
         return key in self.unknown and key[1:] not in self._known_stored
 

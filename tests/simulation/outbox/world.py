@@ -23,12 +23,12 @@ from qmq.errors import BrokerReadOnly, NotMaster
 from qmq.message import Message
 from qmq.outbox.claims import (
     RELAY_TERM,
+    AdoptClaims,
     ClaimName,
     ClaimRows,
     ReadClaims,
     ReadPage,
     SettleClaims,
-    TakeOver,
     batch_of,
     candidate_of,
     is_relay,
@@ -54,7 +54,7 @@ MUST_OCCUR = (
     "leader deposed",
     "leader killed",
     "relay killed",
-    "relay taken over",
+    "claims adopted",
     "group down",
     "group moved",
     "group readonly",
@@ -176,9 +176,9 @@ class Watchdog:
                 core.settled(work, world.now_ms)
             case ReadClaims():
                 core.known(result)
-            case TakeOver():
-                core.taken_over(work, result, world.now_ms)
-                world.counts["relay taken over"] += is_relay(ClaimName.parse(work.old).term) and bool(result)
+            case AdoptClaims():
+                core.adopted(work, result, world.now_ms)
+                world.counts["claims adopted"] += is_relay(ClaimName.parse(work.old).term) and bool(result)
 
 
 class World:

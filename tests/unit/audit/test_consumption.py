@@ -133,8 +133,8 @@ def test_redeliveries_do_not_reveal_a_filter(new, found):
     judge = ConsumptionJudge("s", 0)
     assert not [found for fact in facts(copy) for found in judge.judge(fact)]
     number = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c2")
-    handed_out = [(number, 0, 4), *((number + sequence, sequence, 1) for sequence in new)]
-    entries = [*handed_out, (PASSED, 4 + len(new), 6 - 4 - len(new))]
+    delivered = [(number, 0, 4), *((number + sequence, sequence, 1) for sequence in new)]
+    entries = [*delivered, (PASSED, 4 + len(new), 6 - 4 - len(new))]
     assert [row["what"] for row in judge.judge(forged(copy, FrameKind.PULL, "c2", entries))] == found
 
 

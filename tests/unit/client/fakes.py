@@ -298,7 +298,7 @@ class FakeBroker:
             while True:
                 grown = self._grown
                 key, subscriber = self._subscriber(connection, pull.subscription)
-                if parts := self._hand_out(key, subscriber, pull):
+                if parts := self._deliver(key, subscriber, pull):
                     connection.answer(packet, *parts)
                     return
                 left = deadline - asyncio.get_running_loop().time()
@@ -310,7 +310,7 @@ class FakeBroker:
         except QmqError as error:
             connection.refuse(packet, error)
 
-    def _hand_out(self, key: tuple[str, str, str], subscriber: Subscriber, pull: commands.Pull) -> list[bytes]:
+    def _deliver(self, key: tuple[str, str, str], subscriber: Subscriber, pull: commands.Pull) -> list[bytes]:
         log, group, times = self.subjects[key[0]], key[:2], self.times[key[:2]]
         again = [at for at in sorted(subscriber.pulled) if at >= subscriber.handed_end][: pull.messages_max]
         if again:

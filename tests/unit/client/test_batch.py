@@ -184,10 +184,10 @@ ANSWERS = st.sampled_from([Stored(0, 1, []), NotStored(BrokerReadOnly("no slave"
 
 
 @given(st.booleans(), st.lists(ANSWERS, max_size=20))
-def test_not_stored_needs_the_first_answer(was_taken_over, answers):
+def test_not_stored_needs_the_first_answer(was_adopted, answers):
     life, before = BatchLife(BATCH_LIFE), []
-    if was_taken_over:
-        life.on(BatchEvent.TAKEN_OVER)
+    if was_adopted:
+        life.on(BatchEvent.ADOPTED)
     for answer in answers:
         life.on(BatchEvent.SENT)
         before.append(type(answer))
@@ -195,7 +195,7 @@ def test_not_stored_needs_the_first_answer(was_taken_over, answers):
         if state is BatchState.STORED:
             assert before[-1] is Stored
         if state is BatchState.NOT_STORED:
-            assert before == [NotStored] and not was_taken_over
+            assert before == [NotStored] and not was_adopted
         if state is not BatchState.OUTCOME_UNKNOWN:
             with pytest.raises(IllegalTransition):
                 life.on(BatchEvent.SENT)  # it has its outcome

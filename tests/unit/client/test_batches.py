@@ -75,19 +75,19 @@ async def test_own_decisions_override_the_call(raises):
 async def test_failing_message_dies_alone(retries_max):
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(100))
-        consumer, handled, buried = consumer_of(metaserver, consumer_id="c1"), set(), []
+        consumer, handled, dead = consumer_of(metaserver, consumer_id="c1"), set(), []
 
         @consumer.listen("a", group="g", start="earliest", batch=64, retries_max=retries_max, retry_delay=0.0)
         async def handle(messages: list[qmq.ReceivedMessage]) -> None:
             if 17 in (numbers := ns(messages)):
                 if messages[0].times == retries_max:
-                    buried.append(numbers)
+                    dead.append(numbers)
                 raise ValueError("17 is a poison")
             handled.update(numbers)
 
         async with listening(consumer):
-            await until_async(lambda: buried and settled(broker))
-        assert buried == [[17]] and handled == set(range(100)) - {17}
+            await until_async(lambda: dead and settled(broker))
+        assert dead == [[17]] and handled == set(range(100)) - {17}
 
 
 async def test_own_limit_isolates_the_last_attempt():

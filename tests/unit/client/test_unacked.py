@@ -50,7 +50,7 @@ class Broker:
     def acked_end(self) -> int:
         return min(self.unacked, default=self.next)
 
-    def hand_out(self, count: int, jump: int) -> int:
+    def deliver(self, count: int, jump: int) -> int:
         begin = self.next + jump
         self.handed.update(range(begin, begin + count))
         self.unacked.update(range(begin, begin + count))
@@ -102,7 +102,7 @@ def test_each_decision_is_stored_once(steps):
     for step in steps:
         match step:
             case ("pull", count, jump):
-                begin = broker.hand_out(count, jump)
+                begin = broker.deliver(count, jump)
                 received = unacked.received(begin, count, 1, acker, "g1")
                 assert received is not None and received[1] == 0
                 held.update({begin + at: (received[0], at) for at in range(count)})

@@ -197,12 +197,12 @@ async def test_lost_claim_does_not_ack(some_stores):
     async with some_stores() as (first_store, second_store):
         watched, key = Owned(first_store), "order.paid%stock%id-1"
 
-        async def taken_over(message):
+        async def expired_meanwhile(message):
             await first_store.release(key, watched.owner)
             assert await second_store.claim(key, "other", 60.0) == Claim(State.OURS)
 
         with pytest.raises(RetryLater):
-            await Idempotence(watched, lease_s=60.0)(Handed("id-1"), taken_over)
+            await Idempotence(watched, lease_s=60.0)(Handed("id-1"), expired_meanwhile)
 
 
 class Owned:

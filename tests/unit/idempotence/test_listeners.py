@@ -147,5 +147,5 @@ def test_acks_other_than_after_the_handler_are_refused(tmp_path, wrong, kind):
     engine = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
     check = Idempotence(MemoryKeys()) if kind == "keys" else BlockingSqlTransaction(engine)
     consumer = qmq.Consumer(metaserver="http://127.0.0.1:1", app="test")
-    with pytest.raises(qmq.InvalidRequest, match="must know when a message is acked"):
+    with pytest.raises(qmq.InvalidRequest, match="needs acks after the handler"):
         consumer.listen("order", group="g", filters=[check], **wrong)

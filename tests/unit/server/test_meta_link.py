@@ -82,7 +82,7 @@ def test_disk_that_fails_as_the_old_part_is_taken_up_ends_the_process():
 @pytest.mark.parametrize(
     ("served_s", "waits"),
     [
-        pytest.param(0.01, list(RETRIES_S), id="another process with the same name takes over again and again"),
+        pytest.param(0.01, list(RETRIES_S), id="another process with the same name registers again and again"),
         pytest.param(60, [0.0] * len(RETRIES_S), id="metaservers that end after a while"),
     ],
 )

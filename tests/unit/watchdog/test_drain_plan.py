@@ -10,6 +10,7 @@ from qmq.codec import label_of
 from qmq.errors import AccessError, BrokerReadOnly, InvalidMessage, InvalidRequest
 from qmq.outbox.claims import (
     RELAY_TERM,
+    AdoptClaims,
     Candidate,
     ClaimName,
     ClaimRows,
@@ -19,7 +20,6 @@ from qmq.outbox.claims import (
     ReadClaims,
     ReadPage,
     SettleClaims,
-    TakeOver,
 )
 from qmq.outbox.drain_plan import NUMBERS_SPAN_MAX, RELAY_MS, DrainPlan, Limits
 
@@ -405,8 +405,8 @@ def test_earlier_leaders_claim_keeps_its_number():
     old = str(ClaimName(0xABC, 5, 8, "g1"))
     drain.core.known([Known(old, 70_000), Known(str(ClaimName(1, 1, 10, "g1")), 5), Known("by hand", 5)])
     work = drain.next()
-    assert work == TakeOver(old, "abc:5:9:g1"), "not that of a later leader, nor what nobody of ours wrote"
-    drain.core.taken_over(work, [row(1), row(2)], drain.now_ms)
+    assert work == AdoptClaims(old, "abc:5:9:g1"), "not that of a later leader, nor what nobody of ours wrote"
+    drain.core.adopted(work, [row(1), row(2)], drain.now_ms)
     [attempt] = drain.attempts()
     assert (attempt.batch.producer, attempt.batch.number, attempt.group) == (0xABC, 5, "g1")
     drain.answer(attempt, NotStored(BrokerReadOnly("no slave")))
@@ -421,7 +421,7 @@ def test_old_claim_of_other_terms_is_adopted():
     drain = Drain(term=3)
     drain.core._claims_after = ""
     drain.core.known([Known("abc:5:39:g1", 599_999), Known("abc:6:39:g1", 600_000)])
-    assert drain.next() == TakeOver("abc:6:39:g1", "abc:6:3:g1")
+    assert drain.next() == AdoptClaims("abc:6:39:g1", "abc:6:3:g1")
 
 
 @pytest.mark.parametrize("term", [7, RELAY_TERM + 7], ids=["watchdog", "producer"])
@@ -430,10 +430,10 @@ def test_producers_claim_is_adopted_after_a_minute(term):
     drain = Drain(term=term)
     young, old = f"5:1:{RELAY_TERM:x}:g1", f"5:2:{RELAY_TERM:x}:g1"
     drain.core.known([Known(young, RELAY_MS - 1), Known(old, RELAY_MS)])
-    assert drain.next() == TakeOver(old, f"5:2:{term:x}:g1")
+    assert drain.next() == AdoptClaims(old, f"5:2:{term:x}:g1")
     drain = Drain(term=term)
     drain.core.known([Known("5:1:3:g1", RELAY_MS)])
-    assert isinstance(drain.next(), TakeOver) == (term == 7)
+    assert isinstance(drain.next(), AdoptClaims) == (term == 7)
 
 
 def test_late_release_ends_its_producers_numbers():
@@ -484,8 +484,8 @@ def test_database_failure_resets_claims_and_numbers():
     drain.core.failed(work, drain.now_ms)
     assert isinstance(drain.next(), ReadClaims)
     drain.core.known([Known(unheard, 10)])
-    assert drain.next() == TakeOver(unheard, unheard)
-    drain.core.taken_over(drain.next(), [row(1)], drain.now_ms)
+    assert drain.next() == AdoptClaims(unheard, unheard)
+    drain.core.adopted(drain.next(), [row(1)], drain.now_ms)
     drain.core.known([])
     drain.page(row(2))
     [claim] = drain.claim().claims
