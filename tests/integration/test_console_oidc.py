@@ -124,11 +124,11 @@ def test_login_has_the_role_of_its_claims(tmp_path, issuer, who, role):
     "who, why",
     [
         ("nobody", "nothing in the claim groups has a role here"),
-        ("audience", "the provider's token is not good"),
-        ("expired", "the provider's token is not good"),
-        ("issuer", "the provider's token is not good"),
-        ("nonce", "the provider's token is not good"),
-        ("key", "the provider's token is not good"),
+        ("audience", "the provider's token is invalid"),
+        ("expired", "the provider's token is invalid"),
+        ("issuer", "the provider's token is invalid"),
+        ("nonce", "the provider's token is invalid"),
+        ("key", "the provider's token is invalid"),
         ("unsigned", "the provider's token"),
         ("refuses", "the provider refused: access_denied they said no"),
     ],
@@ -197,7 +197,7 @@ def test_absent_or_foreign_provider_logs_nobody_in(tmp_path, issuer):
 
     [free] = free_ports(1)
     in_console(tmp_path, f"http://127.0.0.1:{free}", test)
-    with pytest.raises(NotServed, match="calls itself"):
+    with pytest.raises(NotServed, match="issuer is"):
         asyncio.run(Provider(wanted(f"{issuer}/")).begin("/console", now_ms=0))
 
 
