@@ -137,35 +137,35 @@ def read_copies(
     Raises:
         WrongReport: a report or a name belongs to no broker of this group.
     """
-    said = {f"{row['hostname']}:{row['servePort']}": row for row in replicas}
+    status = {f"{row['hostname']}:{row['servePort']}": row for row in replicas}
     held = {f"{row['hostname']}:{row['servePort']}": row for row in reports}
     rows = {f"{row['hostname']}:{row['servePort']}": row for row in brokers}
     for name in (*held, *gone):
         if name not in rows:
             raise WrongReport(f"{name} is no broker of this group: {', '.join(rows) or 'it has none'}")
-    copies = [_copy(row, said.get(name, {}), held.get(name), name in set(gone)) for name, row in rows.items()]
+    copies = [_copy(row, status.get(name, {}), held.get(name), name in set(gone)) for name, row in rows.items()]
     return sorted(copies, key=lambda copy: copy.role not in MASTERS)
 
 
-def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, Any] | None, is_gone: bool) -> Copy:
+def _copy(row: Mapping[str, Any], status: Mapping[str, Any], report: Mapping[str, Any] | None, is_gone: bool) -> Copy:
     place = (Role[row["role"]], row["hostname"], row["ip"], row["servePort"], row["syncPort"])
-    if said.get("reachable") and not is_gone:
-        troubles = tuple(reason for reason in said["readonlyReasons"] or () if reason in SERIOUS)
-        if said.get("incomplete") and place[0] not in MASTERS:  # absent in answers of older metaservers
+    if status.get("reachable") and not is_gone:
+        troubles = tuple(reason for reason in status["readonlyReasons"] or () if reason in SERIOUS)
+        if status.get("incomplete") and place[0] not in MASTERS:  # absent in answers of older metaservers
             troubles += (INCOMPLETE,)
         if (
-            PARTED in (said["readonlyReasons"] or ()) and place[0] not in MASTERS
+            PARTED in (status["readonlyReasons"] or ()) and place[0] not in MASTERS
         ):  # a master reports it about its slaves
             troubles += (PARTED,)
-        epoch = _epoch(said["lastEpoch"])
-        if said.get("otherDirectory") and report is None:
+        epoch = _epoch(status["lastEpoch"])
+        if status.get("otherDirectory") and report is None:
             return Copy(*place, OTHER)
-        parted = said.get("parted")
-        return Copy(*place, RUNS, said["logEnd"], epoch, said["highWatermark"] or 0, troubles, parted=parted)
+        parted = status.get("parted")
+        return Copy(*place, RUNS, status["logEnd"], epoch, status["highWatermark"] or 0, troubles, parted=parted)
     if report is None:
-        known = said.get("highWatermark") or 0
-        epoch = _epoch(said.get("lastEpoch"))
-        return Copy(*place, GONE if is_gone else SILENT, said.get("logEnd"), epoch, known)
+        known = status.get("highWatermark") or 0
+        epoch = _epoch(status.get("lastEpoch"))
+        return Copy(*place, GONE if is_gone else SILENT, status.get("logEnd"), epoch, known)
     if report["group"] != row["group"]:
         raise WrongReport(f"{report['directory']} is of {report['group'] or 'no group'}, not of {row['group']}")
     points = [report[name]["end"] for name in ("acknowledged", "lacks") if report[name]]
@@ -181,8 +181,8 @@ def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, 
     )
 
 
-def _epoch(said: Sequence[int] | None) -> tuple[int, int]:
-    return (said[0], said[1]) if said else (0, 0)
+def _epoch(status: Sequence[int] | None) -> tuple[int, int]:
+    return (status[0], status[1]) if status else (0, 0)
 
 
 ABOUT_MISSED = (

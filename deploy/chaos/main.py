@@ -152,11 +152,11 @@ def _strike_in_turn(names: Sequence[str], nemesis: Nemesis, is_over: Callable[[]
 
 
 def _report(folder: Path, outcome: Outcome, seed: int) -> None:
-    said = f"seed {seed}: {outcome.summary()}"
-    print(said)
+    summary = f"seed {seed}: {outcome.summary()}"
+    print(summary)
     for finding in outcome.findings:
         print(f"{finding.rule}: {finding.text}")
-    (folder / "report.html").write_text(timeline.page(outcome.history, outcome.findings, said))
+    (folder / "report.html").write_text(timeline.page(outcome.history, outcome.findings, summary))
     verdict = {"seed": seed, "findings": [finding._asdict() for finding in outcome.findings], **_rows(outcome.history)}
     (folder / "verdict.json").write_text(json.dumps(verdict) + "\n")
     print(f"picture and record: {folder / 'report.html'}, {folder / 'verdict.json'}", flush=True)

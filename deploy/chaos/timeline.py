@@ -30,16 +30,16 @@ h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}svg{display:block
 """
 
 
-def page(history: History, findings: Sequence[Finding], said: str) -> str:
+def page(history: History, findings: Sequence[Finding], summary: str) -> str:
     """Return the page. `said` is a line about the run."""
     is_kept = not findings
     verdict = "every promise was kept" if is_kept else f"{len(findings)} finding{'s' * (len(findings) > 1)}"
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq chaos</title>',
-        f'<style>{_STYLE}</style><h1 class="{"kept" if is_kept else "broken"}">{verdict}</h1><p>{escape(said)}</p>',
+        f'<style>{_STYLE}</style><h1 class="{"kept" if is_kept else "broken"}">{verdict}</h1><p>{escape(summary)}</p>',
         *(_picture(history) if history.messages else ["<p>Nothing was sent.</p>"]),
         *_table("Findings", ((finding.rule, finding.text) for finding in findings)),
-        *_table("Faults", _told(history)),
+        *_table("Faults", _described(history)),
     ]
     return "\n".join(parts) + "\n"
 
@@ -50,7 +50,7 @@ def _table(title: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield from (f"<h2>{title}</h2><table>", *lines, "</table>")
 
 
-def _told(history: History) -> Iterator[Sequence[str]]:
+def _described(history: History) -> Iterator[Sequence[str]]:
     begin = min((message.sending.at for message in history.messages.values()), default=0.0)
     for fault in _faults(history):
         took_s = fault.end - fault.begin

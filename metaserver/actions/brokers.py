@@ -45,25 +45,25 @@ def slave_at(group: Group, host: str) -> Broker:
     raise OperatorError(f"{host} is no slave of {group.name}; its slaves are {slaves}")
 
 
-def sync_replica(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
+def sync_replica(slave: Broker, report: ReplicaState, *, counts: bool) -> Plan:
     """SyncReplica: allow the slave's fill."""
-    if not _is_being_filled(said, counts=counts):
+    if not _is_being_filled(report, counts=counts):
         return refused(f"{slave.key} needs no fill: its copy is complete and catches up automatically")
-    return _ordered(slave, FillOrder(said.fill_id, is_allowed=True))
+    return _ordered(slave, FillOrder(report.fill_id, is_allowed=True))
 
 
-def cancel_sync(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
+def cancel_sync(slave: Broker, report: ReplicaState, *, counts: bool) -> Plan:
     """CancelSync: stop the slave's fill. A slave whose copy counts is not being filled."""
     if counts:
         return refused(f"{slave.key} is in sync, so there is no fill to stop")
-    if not _is_being_filled(said, counts=counts):
+    if not _is_being_filled(report, counts=counts):
         return refused(f"{slave.key} is not being filled: its copy is complete and catches up automatically")
-    return _ordered(slave, FillOrder(said.fill_id, is_allowed=False))
+    return _ordered(slave, FillOrder(report.fill_id, is_allowed=False))
 
 
-def _is_being_filled(said: ReplicaState, *, counts: bool) -> bool:
+def _is_being_filled(report: ReplicaState, *, counts: bool) -> bool:
     """Return whether the slave is being filled, or waits for it."""
-    return not counts and bool(said.fill_id) and (said.incomplete or Reason.UNFILLED in said.readonly_reasons)
+    return not counts and bool(report.fill_id) and (report.incomplete or Reason.UNFILLED in report.readonly_reasons)
 
 
 def _ordered(slave: Broker, order: FillOrder) -> Plan:
@@ -319,8 +319,8 @@ async def _master_lacking(desk: Desk, group: Group | None) -> str:
     """
     if group is None or group.master is None:
         return ""
-    said = desk.registry.own_state(group.master)
-    if said is not None and Reason.CORRUPT in said.readonly_reasons:
+    report = desk.registry.own_state(group.master)
+    if report is not None and Reason.CORRUPT in report.readonly_reasons:
         return f"the log of {group.master.key} is damaged, and is repaired from another copy"
     return await desk.registry.lacking(group.master)
 
@@ -345,13 +345,13 @@ async def _plan_filling(desk: Desk, words: Words, plan: Callable[..., Plan]) -> 
     group = desk.find_group(words["brokerGroup"])
     try:
         slave = slave_at(group, words["host"])
-        said = await desk.brokers.replica_status(slave)
+        report = await desk.brokers.replica_status(slave)
     except OperatorError as refusal:
         return refused(str(refusal))
     except QmqError as error:
         return refused(f"{words['host']} does not answer, so what it lacks is not known: {error}. Start it first")
     master = desk.registry.state(group.master) if group.master else None
-    return plan(slave, said, counts=master is not None and said.incarnation in master.in_step)
+    return plan(slave, report, counts=master is not None and report.incarnation in master.in_step)
 
 
 async def _remove_broker(desk: Desk, words: Words) -> Plan:

@@ -161,10 +161,10 @@ async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRo
 
 def _together(names: list[str], answers: Iterable[Iterable[str]]) -> dict[str, str]:
     """Return the fate of each message, as reported with certainty by any group."""
-    told = [list(answer) for answer in answers]
+    answers_by_group = [list(answer) for answer in answers]
     fates = {}
     for place, name in enumerate(names):
-        each = {answer[place] for answer in told if place < len(answer)}
+        each = {answer[place] for answer in answers_by_group if place < len(answer)}
         fates[name] = next((fate for fate in (CANCELLED, SENT) if fate in each), UNKNOWN)
     return fates
 

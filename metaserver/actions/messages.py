@@ -205,10 +205,10 @@ async def _carry_out(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> A
         await desk.registry.change((), replace(audit, after=counts, result=result))
     except QmqError as error:  # they have gone back, and the first row records the beginning
         log.warning("end of Redrive not recorded subject=%s reason=%s", words["subject"], error)
-    return _told(receipt, counts, is_whole=is_whole)
+    return _as_shown(receipt, counts, is_whole=is_whole)
 
 
-def _told(receipt: Receipt, counts: dict[str, int], *, is_whole: bool) -> Any:
+def _as_shown(receipt: Receipt, counts: dict[str, int], *, is_whole: bool) -> Any:
     shown = {**counts, "unasked": receipt.unasked, "ids": [row["id"] for row in receipt.moved[:SHOWN_MAX]]}
     why = next((str(row["why"]) for row in (*receipt.unknown, *receipt.left)), "; ".join(receipt.unasked.values()))
     if is_whole:

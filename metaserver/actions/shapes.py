@@ -80,7 +80,7 @@ def group_json(
 
 def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterable[str]) -> list[str]:
     """Return the reasons why a group takes no messages, each with its remedy."""
-    told = {
+    conditions = {
         "it has no master: AddBroker or ReplaceBroker gives it one": group.master is None,
         f"its master is down or silent: start it, or Failover --brokerGroup={group.name}": group.master and not state,
         "it has no slave: AddBroker adds one": not group.slaves,
@@ -88,10 +88,10 @@ def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterabl
         "an operator drains it: UndrainGroup ends it": group.draining,
         "an operator marked it: UnMarkReadonlyBrokerGroup ends it": ALL_SUBJECTS in readonly_subjects,
     }
-    said = set(state.readonly_reasons if state else ())
+    readonly = set(state.readonly_reasons if state else ())
     if group.draining or ALL_SUBJECTS in readonly_subjects:
-        said.discard("operator")
-    return [text for text, is_so in told.items() if is_so] + [explain(reason) for reason in sorted(said)]
+        readonly.discard("operator")
+    return [text for text, is_so in conditions.items() if is_so] + [explain(reason) for reason in sorted(readonly)]
 
 
 def _copy_json(broker: Broker, up: bool, state: ReplicaState | None, master: ReplicaState | None) -> dict[str, Any]:

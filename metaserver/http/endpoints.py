@@ -100,7 +100,7 @@ def make_route(
     """
     is_closed = not is_open(endpoint)
     answers: dict[int | str, Any] = {**(_ERRORS if is_closed else {}), **(responses or {})}
-    said = {**({"x-role": role} if role else {}), **(extra or {})}
+    extras = {**({"x-role": role} if role else {}), **(extra or {})}
     if content is not None:
         answers[200] = {"description": summary, "content": dict(content)}
         options["response_class"] = Response
@@ -111,7 +111,7 @@ def make_route(
         methods=[method],
         summary=summary,
         responses=answers,
-        openapi_extra=said,
+        openapi_extra=extras,
         dependencies=[*(_TOKENS if is_closed else ()), *dependencies],
         # JSON without a content type is accepted: no browser can send the token by itself.
         strict_content_type=False,

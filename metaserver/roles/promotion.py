@@ -122,7 +122,7 @@ class SlaveFacts:
         return self.all.slave_states.get(self.slave.key)
 
     @property
-    def said(self) -> ReplicaState:
+    def report(self) -> ReplicaState:
         assert self.answer is not None, "asked behind SLAVE_DOWN only"
         return self.answer
 
@@ -148,7 +148,7 @@ SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] 
     (Refusal.OTHER_DISK, lambda s: not _is_disk_of_row(s), "came with another data directory"),
     (
         Refusal.OTHER_TERM,
-        lambda s: (s.said.role, s.said.term) != (Role.SLAVE, s.all.group.term),
+        lambda s: (s.report.role, s.report.term) != (Role.SLAVE, s.all.group.term),
         "has not followed the master of this term",
     ),
     (
@@ -158,17 +158,17 @@ SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] 
     ),
     (
         Refusal.NOT_IN_SYNC_SINCE_START,
-        lambda s: not s.said.in_sync and not _was_in_sync_before(s),
+        lambda s: not s.report.in_sync and not _was_in_sync_before(s),
         "has not been in sync since its process began",
     ),
     (
         Refusal.ROLLED_BACK,
-        lambda s: Reason.ROLLED_BACK in s.said.readonly_reasons,
+        lambda s: Reason.ROLLED_BACK in s.report.readonly_reasons,
         "was rolled back and lacks acknowledged messages",
     ),
     (
         Refusal.DAMAGED,
-        lambda s: bool({Reason.CORRUPT, Reason.DIVERGED} & set(s.said.readonly_reasons)),
+        lambda s: bool({Reason.CORRUPT, Reason.DIVERGED} & set(s.report.readonly_reasons)),
         "has a copy that is damaged, or differs from the master's",
     ),
 )
@@ -290,8 +290,8 @@ def _too_few(facts: Facts) -> tuple[Refusal, str] | None:
 
 
 def _is_disk_of_row(known: SlaveFacts) -> bool:
-    is_there = known.slave.instance in ("", known.said.instance)
-    return bool(known.slave.incarnation) and known.said.incarnation == known.slave.incarnation and is_there
+    is_there = known.slave.instance in ("", known.report.instance)
+    return bool(known.slave.incarnation) and known.report.incarnation == known.slave.incarnation and is_there
 
 
 def _was_in_sync_before(known: SlaveFacts) -> bool:
@@ -301,16 +301,16 @@ def _was_in_sync_before(known: SlaveFacts) -> bool:
     frame, and a copy with them has everything before. Of later frames, one of the promising slaves has all.
     """
     group = known.all.group
-    is_told = len(group.brokers) == group.min_copies or known.said.last_term == group.term
-    return known.all.master_gone and is_told
+    is_reported = len(group.brokers) == group.min_copies or known.report.last_term == group.term
+    return known.all.master_gone and is_reported
 
 
 def _were_in_sync_at_the_end(facts: Facts) -> bool:
     """A master without enough slaves in sync answers acks alone and marks them; a new master would take these back."""
-    said = facts.master_state
-    if said is None or not said.is_master_in(facts.group.term) or Reason.SLAVE_DOWN in said.readonly_reasons:
+    report = facts.master_state
+    if report is None or not report.is_master_in(facts.group.term) or Reason.SLAVE_DOWN in report.readonly_reasons:
         return False
-    return sum(slave.incarnation in said.in_step for slave in facts.group.slaves) >= facts.group.min_copies - 1
+    return sum(slave.incarnation in report.in_step for slave in facts.group.slaves) >= facts.group.min_copies - 1
 
 
 def _is_behind(facts: Facts) -> bool:

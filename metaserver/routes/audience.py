@@ -82,7 +82,7 @@ class Seat:
         """Return whether the topic's route differs from the sent one."""
         return self.topic.route.version not in (0, self.sent)
 
-    def says(self, version: int) -> None:
+    def confirm(self, version: int) -> None:
         """Record the version that a request names. If it is not the sent one, the route is sent again.
 
         An update in flight arrives after the request was written, and another metaserver may have sent a version.
@@ -90,7 +90,7 @@ class Seat:
         self.used = version
         self.sent = version if self.sent in (0, version) else UNSURE
 
-    def told(self) -> RouteBytes:
+    def next_route(self) -> RouteBytes:
         """Record the route as sent, and return it."""
         route = self.topic.route
         self.sent = route.version

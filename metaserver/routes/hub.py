@@ -215,7 +215,7 @@ class WatchHub:
         seats = await self._take_seats(watch, subjects, held)
         for seat in seats:
             seat.sent = held.get(seat.topic.name, 0)
-        return [seat.told() for seat in seats if seat.is_news]
+        return [seat.next_route() for seat in seats if seat.is_news]
 
     def _forget_polls(self) -> None:
         oldest_s = time.monotonic() - POLL_KEPT_S
@@ -245,7 +245,7 @@ class WatchHub:
                 await asyncio.sleep(0)
         for seat in seats:
             if version := held.get(seat.topic.name):
-                seat.says(version)
+                seat.confirm(version)
         try:
             async with asyncio.timeout(STORE_WAIT_S):
                 while any(not seat.topic.route.version for seat in seats):
@@ -379,7 +379,7 @@ class WatchHub:
                 for seat in owed:
                     seat.owed = False
                 for begin in range(0, max(len(owed), 1), UPDATE_ROUTES_MAX):
-                    routes = [seat.told() for seat in owed[begin : begin + UPDATE_ROUTES_MAX] if seat.is_news]
+                    routes = [seat.next_route() for seat in owed[begin : begin + UPDATE_ROUTES_MAX] if seat.is_news]
                     if routes or is_answer:
                         is_answer = False
                         watch.revision = max(watch.revision + 1, self._revision)

@@ -85,11 +85,11 @@ class Connection(asyncio.BufferedProtocol):
                 else:
                     self._handler.packet_received(self, packet)
         except InvalidRequest as error:
-            is_told = False
+            is_logged = False
             if isinstance(error, PacketTooLarge) and not error.request.is_response:
                 self.refuse(error.request, error)
-                is_told = self.logs_refusals
-            if not is_told:
+                is_logged = self.logs_refusals
+            if not is_logged:
                 log.warning("connection closed peer=%s reason=%s", self.peer, error)
             self.close(str(error))
 
@@ -246,8 +246,8 @@ async def connect(
         async with asyncio.timeout(timeout_s):
             transport, connection = await loop.create_connection(make, endpoint.host, endpoint.port)
             notice_dead_peers(transport.get_extra_info("socket"))
-            said = commands.encode_json(token=token, app=app, wall_ms=time.time_ns() // 1_000_000)
-            body = await connection.request(Command.AUTHENTICATE, said)
+            request = commands.encode_json(token=token, app=app, wall_ms=time.time_ns() // 1_000_000)
+            body = await connection.request(Command.AUTHENTICATE, request)
         return connection, commands.decode_json(body)
     except BaseException as error:
         if connection is not None:

@@ -47,15 +47,15 @@ class FillOrders:
 
     def may_begin(self, fill_id: str) -> bool:
         """Whether this filling may begin, or go on over a new connection."""
-        said = self._said(fill_id)
-        return self.mode is SyncMode.AUTOMATIC if said is None else said.is_allowed
+        order = self._order_of(fill_id)
+        return self.mode is SyncMode.AUTOMATIC if order is None else order.is_allowed
 
     def is_cancelled(self, fill_id: str) -> bool:
         """Whether this filling has to stop. A change of the mode stops no filling under way."""
-        said = self._said(fill_id)
-        return said is not None and not said.is_allowed
+        order = self._order_of(fill_id)
+        return order is not None and not order.is_allowed
 
-    def _said(self, fill_id: str) -> FillOrder | None:
+    def _order_of(self, fill_id: str) -> FillOrder | None:
         return next((order for order in self.orders if order.fill_id == fill_id), None)
 
 

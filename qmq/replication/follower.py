@@ -519,8 +519,8 @@ class SlaveWatch:
         slave = self.follower.in_sync
         if slave is not None and point != slave.point_sent and slave.shipper.confirmed_end >= point.end:
             slave.point_sent = point
-            told = Confirmation(point.epoch, point.end, point.chain)
-            slave.shipper.link.push(Command.ACKNOWLEDGED, commands.encode_confirmation(told))
+            confirmation = Confirmation(point.epoch, point.end, point.chain)
+            slave.shipper.link.push(Command.ACKNOWLEDGED, commands.encode_confirmation(confirmation))
 
     def confirm_restored(self, end: int, chain: int) -> None:
         slave = self.follower.restoring

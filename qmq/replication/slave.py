@@ -393,10 +393,10 @@ class Slave:
         else:
             restoring.shipper.ship()
 
-    def _acknowledged(self, told: Confirmation) -> None:
+    def _acknowledged(self, confirmation: Confirmation) -> None:
         """Record that the master acknowledged frames that we confirmed."""
-        if told.epoch == self._identity.value.epoch and told.matched_end <= self._log.flushed_end:
-            self._identity.points.acknowledged(Point(told.epoch, told.matched_end, told.chain))
+        if confirmation.epoch == self._identity.value.epoch and confirmation.matched_end <= self._log.flushed_end:
+            self._identity.points.acknowledged(Point(confirmation.epoch, confirmation.matched_end, confirmation.chain))
 
     def end_of_pass(self) -> None:
         """Do nothing: the node starts the fsync."""

@@ -51,7 +51,7 @@ async def _produce(session: Session) -> Exit:
                 receipts = iter(await producer.send_many([one for one in chunk if isinstance(one, qmq.Message)]))
                 try:
                     for one in chunk:
-                        outcomes.add(_told(session, one if isinstance(one, str) else next(receipts)))
+                        outcomes.add(_print_outcome(session, one if isinstance(one, str) else next(receipts)))
                 except BrokenPipeError:  # the reader of the output is gone
                     raise
                 except OSError as error:
@@ -101,7 +101,7 @@ def _problem(message: qmq.Message) -> str:
     return ""
 
 
-def _told(session: Session, receipt: Receipt | str) -> qmq.Outcome:
+def _print_outcome(session: Session, receipt: Receipt | str) -> qmq.Outcome:
     """Print the outcome of a message."""
     if isinstance(receipt, str):
         _print(session, outcome=qmq.Outcome.REFUSED.value, reason=receipt)
@@ -111,15 +111,15 @@ def _told(session: Session, receipt: Receipt | str) -> qmq.Outcome:
     return receipt.outcome
 
 
-def _print(session: Session, **told: Any) -> None:
+def _print(session: Session, **fields: Any) -> None:
     """Print one line about a message; empty fields are left out."""
-    told = {name: value for name, value in told.items() if value not in (None, "")}
+    fields = {name: value for name, value in fields.items() if value not in (None, "")}
     if session.as_json:
-        print(to_json(told))
+        print(to_json(fields))
         return
-    place = f"{told['brokerGroup']}/{told['sequence']}" if "sequence" in told else ""
-    content = to_json(told["properties"]) if "properties" in told else ""
-    words = (told["outcome"], told.get("id"), place, content, told.get("reason"))
+    place = f"{fields['brokerGroup']}/{fields['sequence']}" if "sequence" in fields else ""
+    content = to_json(fields["properties"]) if "properties" in fields else ""
+    words = (fields["outcome"], fields.get("id"), place, content, fields.get("reason"))
     print(printable("  ".join(filter(None, words))))
 
 

@@ -249,9 +249,11 @@ class _Redrive:
     def _finish(self, kept: PrivateFile | None) -> None:
         """Write and show the receipt."""
         receipt = self._receipt
-        told = {(row["brokerGroup"], row["sequence"]) for row in (*receipt.moved, *receipt.unknown, *receipt.left)}
+        listed = {(row["brokerGroup"], row["sequence"]) for row in (*receipt.moved, *receipt.unknown, *receipt.left)}
         chosen = [letter for _, letters in self._chosen for letter in letters]
-        receipt.left += [one.json(why=self._why_left) for one in chosen if (one.broker_group, one.sequence) not in told]
+        receipt.left += [
+            one.json(why=self._why_left) for one in chosen if (one.broker_group, one.sequence) not in listed
+        ]
         if kept is not None:
             kept.commit(json.dumps(receipt.json(), ensure_ascii=False, indent=1) + "\n")
         if self._session.as_json:
