@@ -69,8 +69,8 @@ def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
     pair, findings, frames long: the number of frames in the finding.
 
     Frames moved by one distance are one finding, and so are neighbours that one copy lacks; frames below and above the
-    high watermark are kept apart. Frames missing within a damaged range are not reported again. A frame whose messages
-    stand elsewhere in the other copy is `reordered`.
+    high watermark are kept apart. Frames missing within a damaged range are not reported again. A frame is `reordered`
+    if the other copy has its messages elsewhere.
     """
     master, slave = (frames.where(F.col("side") == side).drop("side") for side in COPIES)
     sides, shifted = _without_shifted(master, slave)

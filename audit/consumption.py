@@ -90,8 +90,8 @@ class Passing:
         """Take a pull; yield complaints about messages that it or an earlier pull passed over without reason.
 
         `first`: first sequence of the subject in the log. `position`: position of the group before this pull.
-        Redelivered messages before the position do not reveal the filter: candidates for dead letters go to the next
-        consumer, whatever its filter.
+        Redelivered messages before the position do not reveal the filter: the next consumer gets candidates for dead
+        letters regardless of its filter.
         """
         if not self.is_known:
             return

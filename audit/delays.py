@@ -183,9 +183,9 @@ def unsent_messages(found: DataFrame) -> DataFrame:
 
 
 def early_messages(delays: DataFrame) -> DataFrame:
-    """Return messages planned before the due time in the message itself, whatever due time the plan states.
+    """Return messages planned before their own due time, regardless of the due time in the plan.
 
-    out: as `unsent_messages`, without targets.
+    in: `message_states`; out: as `unsent_messages`, without targets.
     """
     planned = delays.where("event = 'planned'").select(
         "subject", F.col("number").alias("sequence"), "offset", F.col("due_ms").alias("said_ms"), "timestamp_ms"
@@ -205,7 +205,7 @@ def waits_for(closed: Collection[str]) -> Column:
 
 
 def absent_batches(delays: DataFrame, frames: DataFrame, since: DataFrame) -> DataFrame:
-    """Return batches that a broker group acknowledged and whose frames its log lacks.
+    """Return batches that a broker group acknowledged and its log lacks.
 
     Batches planned before the oldest frame of that log are left out. in: since: target string, since_ms long; out: as
     `unsent_messages`, of the first message.

@@ -225,7 +225,7 @@ def _different(found: State, due: State) -> str:
 
 
 class DerivedFilesJudge:
-    """Judges one copy: passes on problems whose reference snapshot is right."""
+    """Judge of one copy: drops problems that were found from a wrong snapshot."""
 
     def __init__(self) -> None:
         self._wrong: set[int] = set()

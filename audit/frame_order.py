@@ -90,7 +90,7 @@ class FrameOrder:
         return True
 
     def forget(self) -> None:
-        """Frames are missing here: the next frame may begin an epoch whose epoch frame is missing."""
+        """Frames are missing here, so the next frame may begin an epoch without its epoch frame."""
         self.last_epoch = self.epoch = NO_EPOCH
         self._forget_times()
 

@@ -154,7 +154,7 @@ def _wait_until_well(groups: Mapping[int, Group]) -> dict[int, Group]:
 
 
 def _audit_all(spark: SparkSession, groups: Sequence[Group], options: Options, known: Sequence[Group]) -> list[_Audit]:
-    """Audit groups once. `known`: groups whose logs are searched for messages of delay groups."""
+    """Audit groups once. `known`: groups with logs to search for messages of delay groups."""
     audits = [_Audit(group, _new(group)) for group in groups]
     try:
         _each(audits, lambda audit: _prepare(audit, options))
@@ -473,8 +473,8 @@ def _freeze(group: Group, result: Result) -> None:
 
 
 def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) -> History:
-    """Decide what is read: all, or the bytes after a verified point that both copies still have, and a part of the old
-    ones.
+    """Choose the ranges to read: all, or the bytes after a verified point that both copies still have, and a part of
+    the old ones.
     """
     history = History(known_from([]), result.start)
     if ledger is not None:

@@ -104,7 +104,7 @@ def _row(window: Window, frame: Frame) -> Row:
 _OF_FRAMES = frozenset(
     {FindingKind.DIFFERENT, FindingKind.MISSING, FindingKind.EXTRA, FindingKind.SHIFTED, FindingKind.HISTORY}
 )
-"""Kinds whose `sequence` comes from the frame's header; meaningless for frames other than of messages."""
+"""Kinds that take `sequence` from the frame's header; only frames of messages have one."""
 NAMED_MAX = 200
 """Findings for which both copies are read again."""
 COMPARED_BYTES_MAX = FRAME_BYTES_MAX + HEADER_BYTES_MAX
@@ -112,7 +112,7 @@ COMPARED_BYTES_MAX = FRAME_BYTES_MAX + HEADER_BYTES_MAX
 BLOCK_BYTES = 1 << 16
 _COMPARED = frozenset({FindingKind.DIFFERENT, FindingKind.DAMAGED, FindingKind.CHAIN, FindingKind.REORDERED})
 _BY_PLACE = frozenset({FindingKind.BATCH_TWICE, FindingKind.ID_TWICE})
-"""Kinds whose `sequence` is the message's index in its frame, until it is read here."""
+"""Kinds with the message's index in its frame as `sequence`, until it is read here."""
 
 
 def describe_findings(

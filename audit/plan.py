@@ -79,7 +79,7 @@ class Job:
     bases: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Offsets of each copy's segments, up to the watermark."""
     segments: Sequence[int] = ()
-    """Segments whose index and snapshot are checked."""
+    """Segments with index and snapshot to check."""
 
     @property
     def buckets(self) -> int:

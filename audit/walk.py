@@ -258,7 +258,7 @@ def problem_of(frame: Frame, what: FindingKind, reason: str) -> Problem:
 
 
 def tail_of(storage: Storage, begin: int, end: int) -> tuple[int, Frame | None]:
-    """Return the end of a log whose last segment stands at `[begin, end)`, and its last frame.
+    """Return a log's end and its last frame, from its last segment at `[begin, end)`.
 
     Segments are allocated before they are filled, so zeros follow the last frame; after a crash, a torn frame may. The
     last frame is the last that parses with its body: later bytes are no part of the log (`qmq.log.recovery`).

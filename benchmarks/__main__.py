@@ -73,7 +73,7 @@ class Bench:
             self._measure("audit", self._audit)
 
     def _cluster(self, name: str) -> Cluster:
-        """Yield a fresh cluster of one group, whose dead processes restart at once."""
+        """Yield a fresh cluster of one group; dead processes restart at once."""
         shutil.rmtree(self._dir / name, ignore_errors=True)
         self._say(f"starting a metaserver, a master and a slave in {self._dir / name}/")
         return Cluster(

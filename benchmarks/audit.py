@@ -45,7 +45,7 @@ SPREAD = 64
 """Subjects that share the progress."""
 SMALL_BYTES = 192 << 20
 SEGMENT_BYTES = 256 << 20
-"""A quarter of a broker's, so that small logs have closed segments, whose index and snapshot the audit checks."""
+"""A quarter of a broker's segment size, so that small logs have closed segments with index and snapshot to check."""
 SUBJECT = "order.changed"
 SAMPLE_S = 0.1
 
@@ -67,7 +67,7 @@ class Figures(NamedTuple):
 
 
 class Skew(NamedTuple):
-    """Seconds of an audit whose progress is in `subjects` subjects."""
+    """Seconds of an audit with its progress in `subjects` subjects."""
 
     subjects: int
     frames: int

@@ -36,7 +36,7 @@ ID = "{:016x}"
 
 
 class Template:
-    """A batch whose ids and due times are rewritten for each send."""
+    """A batch that gets new ids and due times for each send."""
 
     def __init__(self, subject: str, size: int) -> None:
         content = texts(max(1, size - 80))[0]

@@ -1,4 +1,4 @@
-"""Shell. `make bench-failover`: downtime of a group whose master is killed or falls silent.
+"""Shell. `make bench-failover`: downtime of a group after its master is killed or falls silent.
 
 One group of two copies, then one of three, two of which acknowledge, on this machine; with constant producers and a
 consumer with a backlog. Once all copies are in sync, each round ends the master: with SIGKILL, followed by a restart as

@@ -101,7 +101,9 @@ class Figure:
 
     @property
     def cpu_bound(self) -> float | None:
-        """Messages per second for each core that the processes together have, if nobody else takes any of it."""
+        """Messages per second that one core can carry, by the CPU time per message of all processes; None: not
+        measured.
+        """
         total_us = sum(self.cpu_us.values())
         return 1e6 / total_us if total_us else None
 

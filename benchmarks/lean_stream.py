@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(address: str, path: str, metadata: Iterable[tuple[str, str]]) -> Connection:
-    """Open a connection whose streams all call `path` with the same metadata.
+    """Open a connection for streams that all call `path` with the same metadata.
 
     Raises:
         OSError: the connection is refused.

@@ -148,7 +148,7 @@ class Cluster:
             self.wait_writable()
             if PROMETHEUS in self._groups.others:
                 self._write_targets()  # by now every broker has registered its scrape address
-            self._kept.clear()  # written before any caller learns that it runs
+            self._kept.clear()  # written before any caller sees the cluster as running
             self._refresh_at = 0.0
             self.wait(self._kept.is_set, f"{self.run_dir / 'cluster.json'} cannot be written")
         except BaseException:

@@ -1,4 +1,4 @@
-"""Shell. `qmq demo`: real rows through a cluster whose master is killed and whose roles are swapped, then a proof.
+"""Shell. `qmq demo`: real rows through a cluster during a master's death and role swaps, then a proof.
 
 Each row becomes one message; four consumers of one group take them. During production, the master of the first group is
 killed with SIGKILL and comes back, then both groups swap their roles. At the end Spark compares both copies of both

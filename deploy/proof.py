@@ -298,7 +298,7 @@ def _count_rows(cluster: Cluster, source: Input, expected: Counter[str | None], 
 
 
 def counting_sql(source: Input) -> str:
-    """Return the query whose answer the file gives as well."""
+    """Return the query that counts the rows in the logs as the file's own counts do."""
     column, subject = (text.replace("\\", "\\\\").replace("'", "\\'") for text in (source.counted, source.subject))
     return (
         f"SELECT properties['{column}'] AS value, count(*) AS messages FROM messages "

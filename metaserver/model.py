@@ -50,7 +50,7 @@ def part(role: Role, kind: int) -> Role:
 
 
 def role_and_kind(part: Role) -> tuple[Role, int]:
-    """Return the role and kind of group that `part` made the name of."""
+    """Return the role and kind of group for a name from `part`."""
     return next(key for key, value in _PARTS.items() if value == part)
 
 
@@ -78,7 +78,9 @@ class Broker:
     fill_allowed: bool = False
     """True: SyncReplica allowed that filling. False: CancelSync stopped it."""
     instance: str = ""
-    """Name of the data directory at its place; a copy has another one. Another one gets the role in a new term."""
+    """Name of the data directory at its place. A broker with another one, such as a copy, gets the role in a new
+    term.
+    """
     kind: int = field(default=NORMAL, compare=False)
     """Kind of its group; never changes."""
 
@@ -310,7 +312,7 @@ class ReplicaState:
 
     @property
     def reach(self) -> tuple[int, int, int]:
-        """Order of copies whose logs follow the same rules: the greatest has everything."""
+        """Sort key of copies with equal rules for their logs: the greatest copy has every frame."""
         return self.last_term, self.last_boot, self.flushed_end
 
     def is_master_in(self, term: int) -> bool:

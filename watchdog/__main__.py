@@ -6,7 +6,7 @@ import sys
 
 from qmq.control_plane import use_older_engine
 
-use_older_engine()  # before main, and with it grpc, is imported
+use_older_engine()  # before main is imported, which imports grpc
 
 from qmq.watchdog.main import main  # noqa: E402
 

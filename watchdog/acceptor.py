@@ -27,7 +27,7 @@ TOKEN_VALID_S = 10.0
 TOKENS_MAX = 1_000
 IDS_MAX = 10_000
 ID_DIGITS_MAX = 19
-"""Digits of a bigint."""
+"""Maximum digits of a bigint."""
 RECONCILE_S = 15.0
 REFUSALS_SHOWN = 10
 

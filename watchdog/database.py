@@ -1,6 +1,6 @@
 """Shell. A registered application database: its engine, the drain's statements, and the questions of operators.
 
-The watchdog is a guest there: few connections, short waits, small locks, bounded reads by an index.
+The database belongs to the application: few connections, short waits, small locks, bounded reads by an index.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ _SHOWN = "id, content, status, error, reason, claim"
 
 
 class Stats(NamedTuple):
-    """Counts up to COUNT_MAX. `by_age`: pending rows older than each step, of those due longest."""
+    """Row counts, each up to COUNT_MAX. `by_age`: pending rows older than each step, among the AGES_MAX due longest."""
 
     pending: int
     claimed: int

@@ -1,4 +1,4 @@
-"""Shell. A watchdog's two states: waiting for the lease, and draining all databases of its room while it holds it.
+"""Shell. A watchdog's two states: waiting for the lease, and holding it, which drains all databases of its room.
 
 Losing the lease ends every drain at once; winning it again makes new ones. Only counters survive. Each drain runs its
 SQL on a thread of its own, so a slow or hanging database delays only itself.
@@ -126,7 +126,7 @@ class Leader:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Subjects whose route the metaserver refuses -> reason."""
+        """Subject -> reason why the metaserver refuses its route."""
         return self._sender.refusals
 
     @property

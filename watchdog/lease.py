@@ -1,11 +1,11 @@
 """Core. Lease that lets one of several watchdogs act: a row with term and beat at the metaserver, changed by
 compare-and-set.
 
-The holder raises the beat after a third of its lease. Each time costs the metaserver a transaction with its fsync, and
-the rest of the lease leaves time for one lost request and another. A watchdog that sees the same (term, beat) for a
-whole lease, by its own clock, takes the row with the next term; clocks are never compared. The holder counts its lease
-from before its request, the others from after they saw the resulting beat. So the lease ends for its holder first. The
-same process may hold it again after any number of elections.
+The holder raises the beat after a third of its lease. Each raise costs the metaserver a transaction with its fsync. The
+rest of the lease leaves time to repeat a lost request. A watchdog that sees the same (term, beat) for a whole lease, by
+its own clock, takes the row with the next term; clocks are never compared. The holder counts its lease from before its
+request, the others from after they saw the resulting beat. So the lease ends for its holder first. The same process may
+hold it again after any number of elections.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Lease:
         return self.term != 0 and now_ms < self._held_until_ms
 
     def is_due(self, now_ms: int) -> bool:
-        """Return whether to ask the metaserver now: always without the lease; as its holder, after KEPT_SHARE of it."""
+        """Return whether to send a request now: always without the lease; as its holder, after KEPT_SHARE of it."""
         return not self.holds(now_ms) or self._held_until_ms - now_ms <= (1 - KEPT_SHARE) * self.lease_ms
 
     @property
@@ -76,7 +76,7 @@ class Lease:
         return LeaseRequest(is_over, self._seen.term, self._seen.beat)
 
     def answered(self, row: LeaseRow, *, asked_ms: int, now_ms: int) -> None:
-        """Take the metaserver's row after a request sent at `asked_ms`."""
+        """Apply the metaserver's row, the answer to a request sent at `asked_ms`."""
         if row != self._seen:
             self._seen = row
             self._seen_ms = now_ms

@@ -101,7 +101,7 @@ def _repeated(history: History) -> Iterator[str]:
 
 
 def _unexplained(history: History, before: Handover, after: Handover) -> str | None:
-    """Return the fault of a second hand-over; None if it has a cause."""
+    """Return the fault of a second delivery; None if it has a cause."""
     decision = before.decided.decision if before.decided else None
     if decision == RETRY:
         return None
@@ -171,7 +171,7 @@ def _wrong(history: History, handover: Handover, places: set[Place], tags: froze
 
 
 def _one_by_one(history: History) -> Iterator[str]:
-    """New messages, of which nothing depends on an order key or a tag, come in the order of their sequences."""
+    """New messages without a dependency on an order key or a tag come in the order of their sequences."""
     keyed = {message.sending.subject for message in history.messages.values() if message.sending.order_key}
     plain = {
         (one.consumer, one.subject, one.group)

@@ -1,4 +1,4 @@
-"""Shell. The processes of producers and consumers: started, killed, held still, asked to leave, started again."""
+"""Shell. Processes of producers and consumers: start, kill, pause, leave, restart."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ class Clients:
     # Faults of consumers.
 
     def strike(self, rng: random.Random, stop: threading.Event, lease_s: float) -> None:
-        """Until `stop`: consumers vanish and come back, stand still for longer than their lease, leave and rejoin."""
+        """Until `stop`: kill and restart consumers, pause them for longer than their lease, let them leave and
+        rejoin.
+        """
         while not stop.wait(rng.uniform(0.5, 3.0)):
             name, kind = rng.choice(sorted(CONSUMERS)), KINDS[len(self.struck) % len(KINDS)]
             process, life = self._consumers[name], self._life(name)
@@ -113,7 +115,7 @@ class Clients:
 
     @property
     def was_struck(self) -> bool:
-        """Whether each kind of stroke befell one of them, and was over."""
+        """Whether each kind of fault hit a consumer and was over."""
         return len(self.struck) > len(KINDS)
 
     # Ends.
@@ -139,7 +141,7 @@ class Clients:
         return ""
 
     def leave(self) -> None:
-        """Ask all consumers to leave, and wait for that."""
+        """Let all consumers leave, and wait for that."""
         for name, process in self._consumers.items():
             self._leave(process, self._life(name))
         for process in self._consumers.values():
@@ -167,7 +169,7 @@ def history_in(folder: Path) -> History:
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a process has ended; one that was asked to and does not is killed, as a service manager does."""
+    """Wait until a process has ended; kill one that does not end on request, as a service manager does."""
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:

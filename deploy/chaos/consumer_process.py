@@ -1,4 +1,6 @@
-"""Shell. A consumer as a process: listeners or pullers that decide about messages by chance, and note everything."""
+"""Shell. A consumer as a process: listeners or pullers that make random decisions about messages and record
+everything.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ class Notes:
         self._journal.write(*records)
 
     def got(self, messages: list[qmq.ReceivedMessage]) -> list[int]:
-        """Note hand-overs; return their numbers."""
+        """Record deliveries; return their numbers."""
         at, first = now(), self._number
         self._number += len(messages)
         numbers = list(range(first, self._number))

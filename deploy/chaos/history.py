@@ -29,13 +29,13 @@ from qmq.deploy.chaos.records import (
 )
 
 CAUSE_S = 10.0
-"""Longest time of a message in a consumer's buffer. A fault in this time before the hand-over explains its
+"""Longest time of a message in a consumer's buffer. A fault in this time before the delivery explains its
 redelivery.
 """
 
 
 class Place(NamedTuple):
-    """Where a message lies."""
+    """Place of a message."""
 
     subject: str
     broker_group: str
@@ -72,7 +72,7 @@ class SentMessage:
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """A message in the hands of an application."""
+    """Delivery of a message to an application."""
 
     got: Got
     decided: Decided | None = None
@@ -104,7 +104,7 @@ class History:
     _stalls: dict[str, list[Stalled]] = field(default_factory=lambda: defaultdict(list))
 
     def read(self, records: Iterable[Record]) -> None:
-        """Add the records of one file in their order: a hand-over precedes its decision."""
+        """Add the records of one file in their order: a delivery precedes its decision."""
         for record in records:
             match record:
                 case Sending():
@@ -176,7 +176,7 @@ class History:
 
     @property
     def groups(self) -> dict[tuple[str, str], frozenset[str]]:
-        """Of each (subject, group), the tags that it asks for."""
+        """Selected tags by (subject, group)."""
         return {(one.subject, one.group): frozenset(one.tags) for one in self.joined}
 
     def cause(self, handover: Handover, before: float) -> str | None:
@@ -212,7 +212,7 @@ def _track(got: Got) -> Track:
 
 
 def _rank(handover: Handover) -> tuple[int, bool, float]:
-    """Return the broker's order of hand-overs. A consumer that lost its lease unnoticed may begin a message late, with
+    """Return the broker's order of deliveries. A consumer that lost its lease unnoticed may begin a message late, with
     the attempt number of its successor; the broker confirms only the successor's decision.
     """
     return handover.got.times, handover.kept_at is not None, handover.got.at

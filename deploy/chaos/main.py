@@ -29,7 +29,7 @@ from qmq.deploy.chaos.workload import FAULTS, ROLE_CHANGES
 from qmq.errors import NotServed, QmqError
 
 ROUND_S = 120.0
-"""A new cluster after so long: comparing whole logs at the end bounds how much one trial may write."""
+"""Age at which a trial gets a new cluster: the comparison of whole logs at the end bounds the size of a trial."""
 MARK = "qmq-chaos"
 """File that marks the folder of a run; only such a folder is emptied."""
 OF_ONE_BROKER = frozenset(
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _minutes(text: str) -> float:
     with suppress(ValueError):
-        if (minutes := float(text)) > 0:  # "nan", with which a run would never end, is not
+        if (minutes := float(text)) > 0:  # "nan" is refused: such a run would never end
             return minutes
     raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 

@@ -1,4 +1,4 @@
-"""Shell. Strikes one fault after the other, and sees to it that the cluster becomes well after each by itself."""
+"""Shell. Injects one fault after the other, and waits until the cluster has recovered from each by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WELL_S = 180.0
 CALM_S = 1.0
 STRIKES_MIN = 3
 NOTICED_S = 4.0
-"""Longer than a master takes to miss a slave that was killed, also on a busy machine."""
+"""Longer than a master takes to detect a killed slave, also on a busy machine."""
 LOSES = frozenset({"replace broker", "lose the master's disk"})
 """Faults that make a slave the master without a check that it has every decision of the master."""
 STOP_SLAVE = "stop slave"
@@ -26,7 +26,7 @@ STRIKES: dict[str, Strike] = processes.STRIKES | operators.STRIKES | disks.STRIK
 
 
 def possible() -> list[str]:
-    """Return the faults that this machine has all for."""
+    """Return the faults that this machine can inject."""
     return [name for name, strike in STRIKES.items() if not strike.missing()]
 
 
@@ -47,7 +47,7 @@ class Nemesis:
         self._groups = sorted({broker.group for broker in cluster.plan.brokers})
 
     def strike_all(self, is_over: Callable[[], bool]) -> None:
-        """Strike with each fault once, in random order."""
+        """Inject each fault once, in random order."""
         names = possible()
         self.target.rng.shuffle(names)
         for name in names:
@@ -55,17 +55,17 @@ class Nemesis:
                 self.strike(name)
 
     def strike_in_turn(self, names: Sequence[str], is_over: Callable[[], bool]) -> None:
-        """Strike with these faults, again and again, until `is_over`, and `STRIKES_MIN` times at least."""
+        """Inject these faults repeatedly until `is_over`, and at least `STRIKES_MIN` times."""
         for number, name in enumerate(cycle(names)):
             if number >= STRIKES_MIN and is_over():
                 return
-            if name in LOSES:  # the fault's record is to cover all decisions that were made without a slave
+            if name in LOSES:  # the fault's record covers all decisions made without a slave
                 time.sleep(NOTICED_S)
                 self.target.cluster.wait_writable(timeout_s=WELL_S)
             self.strike(name)
 
     def strike_within(self, seconds: float, rng: random.Random, names: Sequence[str]) -> None:
-        """Strike until the time is over, or a message was acknowledged by one copy; at least once.
+        """Inject faults until the time is over, or one copy alone acknowledged a message; at least one fault.
 
         If "stop slave" is among the names, it comes first in each group: an acknowledgement by one copy shows there
         within seconds, and elsewhere perhaps never.
@@ -87,7 +87,7 @@ class Nemesis:
         return next((str(message) for message, _ in history.acknowledged_alone()), "")
 
     def strike(self, name: str, group: str = "") -> None:
-        """Inject one fault in a broker group, by default a random one; return when the cluster is well again."""
+        """Inject one fault in a broker group, by default a random one; return once the cluster has recovered."""
         target, begun = self.target, time.monotonic()
         cluster, group = target.cluster, group or target.rng.choice(self._groups)
         STRIKES[name].hit(target, group)

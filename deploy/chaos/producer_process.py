@@ -1,4 +1,4 @@
-"""Shell. A producer as a process: sends a number of messages at a steady rate, and notes each before and after.
+"""Shell. A producer as a process: sends messages at a steady rate, and records each before and after.
 
 Two streams run side by side, one call after the other in each: messages with order keys, and those with tags.
 """
@@ -23,7 +23,7 @@ from qmq.deploy.chaos.workload import KEYED, PLAIN, TAGS
 CALLS_PER_S = 10
 LATE_MAX = 1_000
 POISONED = 0.002
-"""Share of messages that no handler can do."""
+"""Share of messages that every handler fails."""
 POISONED_RETRIES = 3
 
 
@@ -53,7 +53,7 @@ class Stream:
         )
 
     async def run(self, producer: qmq.Producer, journal: Journal, count: int, rate: float, stop: asyncio.Event) -> None:
-        """Send `count` messages, 0: until `stop`; `rate` a second, and after a fault faster until that is met."""
+        """Send `count` messages, or until `stop` if 0; at `rate` per second, and faster after a fault to catch up."""
         began = time.monotonic()
         while not stop.is_set() and (not count or self._made < count):
             due = began + self._made / rate

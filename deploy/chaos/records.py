@@ -1,7 +1,7 @@
 """Core. Records of clients and nemesis, a line of JSON each. Times are seconds of CLOCK_MONOTONIC.
 
-A process writes an intent before the action and a result after it, each to the file before it goes on. A killed process
-leaves an open entry, never a gap.
+A process writes an intent before the action and a result after it, each to the file before it continues. A killed
+process leaves an open entry, never a gap.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Joined(NamedTuple):
     group: str
     concurrency: int
     tags: list[str]
-    """It asks for messages with any of these; none: for all."""
+    """Requested tags; a message with any of them is delivered. None: all messages."""
 
 
 class Got(NamedTuple):
-    """The application is given a message, its `number` among those of the consumer."""
+    """Delivery of a message to the application; `number` counts the consumer's deliveries."""
 
     at: float
     consumer: str
@@ -102,7 +102,7 @@ class Position(NamedTuple):
 
 
 class Stalled(NamedTuple):
-    """The consumer's process stood still."""
+    """Pause of the consumer's process."""
 
     begin: float
     end: float
@@ -118,7 +118,7 @@ class Gone(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Fault of a broker group ("": of all); `end` is the time when the cluster was well again.
+    """Fault of a broker group ("": of all); `end` is the time when the cluster had recovered.
 
     `loses`: the only copy with the newest decisions may be lost. Messages are always on two copies; decisions are on
     one while the slave is missing.
@@ -154,7 +154,7 @@ class MasterChanged(NamedTuple):
 
 
 class DeadLetter(NamedTuple):
-    """At the end a dead letter was found, of the message `sequence` of `subject` in `group`."""
+    """Dead letter found at the end, of the message `sequence` of `subject` in `group`."""
 
     at: float
     subject: str

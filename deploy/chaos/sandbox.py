@@ -22,7 +22,9 @@ def is_inside() -> bool:
 
 
 def enter(module: str, arguments: Sequence[str]) -> None:
-    """Run `module` again within namespaces of its own; returns if it is there already, or if that is not allowed."""
+    """Run `module` again within its own namespaces; return if it already is there, or if the system does not
+    allow it.
+    """
     if is_inside():
         _raise_loopback()
         return

@@ -23,20 +23,20 @@ class Target:
     records: list[Record] = field(default_factory=list)
     """Faults and windows so far."""
     refused: list[str] = field(default_factory=list)
-    """Operators' commands that were refused, with the reason. Some are meant to be."""
+    """Operators' commands that were refused, with the reason. Some refusals are intended."""
 
     def pause(self, least_s: float, most_s: float) -> None:
         time.sleep(self.rng.uniform(least_s, most_s))
 
     def copies(self, group: str) -> tuple[BrokerPlan, BrokerPlan]:
-        """Return master and slave of a group, as they are now."""
+        """Return the present master and slave of a group."""
         return self.cluster.broker(group, "master"), self.cluster.broker(group, "slave")
 
     def any_copy(self, group: str) -> BrokerPlan:
         return self.rng.choice(self.copies(group))
 
     def command(self, action: str, **parameters: object) -> bool:
-        """Give an operator's command; return whether it was carried out."""
+        """Run an operator's command; return whether it was accepted."""
         try:
             self.cluster.manage(action, **parameters)
         except OperatorError as error:
@@ -50,7 +50,7 @@ def nothing_is_missing() -> str:
 
 
 class Strike(NamedTuple):
-    """One kind of fault. `hit` strikes a broker group and returns when nothing more is done to it."""
+    """Kind of fault. `hit` strikes a broker group and returns once the fault is removed."""
 
     hit: Callable[[Target, str], None]
     missing: Callable[[], str] = nothing_is_missing

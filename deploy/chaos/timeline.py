@@ -31,7 +31,7 @@ h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}svg{display:block
 
 
 def page(history: History, findings: Sequence[Finding], summary: str) -> str:
-    """Return the page. `said` is a line about the run."""
+    """Return the page. `summary` is a line about the run."""
     is_kept = not findings
     verdict = "every promise was kept" if is_kept else f"{len(findings)} finding{'s' * (len(findings) > 1)}"
     parts = [
@@ -100,7 +100,7 @@ class _Scale:
 
 
 class _Bar(NamedTuple):
-    """A fault in pixels: from where to where it lasted, and from where its name can be read."""
+    """A fault in pixels: its begin and end, and the begin of its name."""
 
     x: float
     end: float

@@ -49,11 +49,13 @@ SETTINGS = {
     "slave_lag_ms_max": 2000,
     "tail_bytes": 64 << 10,
 }
-"""Of brokers: short times, small segments, and a tail so short that late consumers are served from the disk."""
+"""Settings of brokers: short times, small segments, and a tail so short that late consumers are served from the
+disk.
+"""
 CHOSEN = {"disk_free_limit": 0}
-"""Over all other settings: a fault fills a small disk to the last byte."""
+"""Overrides all other settings: a fault fills a small disk to the last byte."""
 Strike = Callable[[Nemesis, Callable[[], bool]], None]
-"""Strikes until its argument returns true: all messages are sent, or a client failed."""
+"""Injects faults until its argument returns true: all messages are sent, or a client failed."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,7 @@ async def _run(
     lease_s: float,
     findings: list[Finding],
 ) -> None:
-    """Let clients work while the cluster is struck, then drain it; add a finding if the cluster does not become
-    well.
-    """
+    """Let clients work during the faults, then drain the cluster; add a finding if it does not recover."""
     stop = threading.Event()
     striking = threading.Thread(target=clients.strike, args=(rng, stop, lease_s))
 
@@ -233,7 +233,7 @@ async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
 
 
 def _unread(cluster: Cluster, letters: str) -> float:
-    """Return the number of dead letters that the group `look` was not given."""
+    """Return the number of dead letters that the group `look` has not received."""
     return sum(
         value
         for broker_group in BROKER_GROUPS

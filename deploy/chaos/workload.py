@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PLAIN, KEYED = "order.changed", "seat.booked"
-"""Subjects; of the second one, nearly all messages have an order key."""
+"""Subjects; in the second one, nearly all messages have an order key."""
 TAGS = ["red", "green", "blue"]
 RETRY_DELAY_S = 0.3
 """After a handler failed."""
 
 
 class Member(NamedTuple):
-    """One consumer's place in a group: a listener with so many handlers; 0: a puller."""
+    """A consumer's place in a group: a listener with this many handlers; 0: a puller."""
 
     subject: str
     group: str
@@ -50,4 +50,4 @@ FAULTS = (
 )
 """In this order, and again from the beginning, until everything is sent."""
 ROLE_CHANGES = ("swap roles", "kill master")
-"""The faults with more than two copies: each is followed by the next as soon as it is over."""
+"""The faults with more than two copies; each follows the one before at once."""

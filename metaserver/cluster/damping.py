@@ -43,7 +43,7 @@ class Damping:
             self._histories.pop(key, None)
 
     def damped(self, key: BrokerKey, state: ReplicaState, *, now_ms: int) -> ReplicaState:
-        """Return the state to publish: `state`, or the same as not writable yet."""
+        """Return the state to publish: `state`, or `state` marked not writable while the broker flaps."""
         history = self._histories.setdefault(key, _History())
         if state.term != history.term:
             history.term, history.writable = state.term, False

@@ -13,8 +13,8 @@ from qmq.metaserver.model import ConsumerGroupRow, Route
 from qmq.subjects import real_subject
 
 CLOCKS_MS = 60_000
-"""Largest assumed difference of clocks. A member that could not note the subject's end delivers messages of so long a
-time again.
+"""Largest assumed difference of clocks. A member that could not note the subject's end gets the messages of this span
+again.
 """
 STALE_MS = 3_600_000
 """A broadcast consumer's row of this age is replaced if no member has a position: brokers forget absent consumers."""
@@ -68,7 +68,7 @@ def new_row(asked: Asked, members: Iterable[str], *, is_known: bool, mark: str, 
 
 
 def to_store(asked: Iterable[Asked], rows: Mapping[tuple[str, str], ConsumerGroupRow], *, now_ms: int) -> list[Asked]:
-    """Return the groups without a row, and broadcast consumers whose positions every broker group may have dropped."""
+    """Return the groups without a row, and the broadcast consumers that every broker group may have forgotten."""
 
     def is_stale(group: Asked) -> bool:
         return group.broadcast and now_ms - rows[group.key].created_ms > STALE_MS

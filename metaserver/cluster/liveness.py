@@ -1,11 +1,10 @@
 """Core. Liveness of brokers: up or down, and whether their groups take messages, from heartbeats at all metaservers.
 
-A broker sends heartbeats to one metaserver, in a numbered *session*. One row per broker holds what all metaservers
-need.
+A broker sends heartbeats to one metaserver, in a numbered *session*. All metaservers share one row per broker.
 
 - The metaserver with the session decides by the heartbeats; the others use the row while that metaserver is alive.
 - A stored "down" holds until a new session begins.
-- A stored "up" holds until a metaserver asked the broker and got no answer.
+- A stored "up" holds until a metaserver queried the broker and got no answer.
 
 So a restarted metaserver neither forgets that a broker is down, nor marks one down that is about to reconnect. A broker
 that changes its metaserver stays up. While the database is away, sessions here and the last rows stay valid.
@@ -412,7 +411,7 @@ class Liveness:
         return now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
 
     def suspect(self, key: BrokerKey, *, now_ms: int) -> bool:
-        """Schedule a query to a broker of another metaserver, which may hang itself.
+        """Schedule a query to a broker of another metaserver; its row is no proof if that metaserver hangs.
 
         False: its stream is here, or it is down.
         """
@@ -548,7 +547,7 @@ class Liveness:
         return sighting.metaserver if sighting else ""
 
     def mentioned(self) -> set[str]:
-        """Return the ids of other metaservers whose rows are still in use."""
+        """Return the ids of the other metaservers that decide about brokers stored as up."""
         named = {sighting.metaserver for sighting in self._sightings.values() if sighting.up and not sighting.live}
         return named - {self.own}
 

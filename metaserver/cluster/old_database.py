@@ -181,7 +181,7 @@ class ReportedTerms:
         return {group: self.floor(group) for group in self._given.keys() | self._newest.keys()}
 
     def above_rows(self, groups: Mapping[str, Group]) -> list[str]:
-        """Return the names of groups whose row is older than a report."""
+        """Return the names of groups with a row older than a report."""
         return [name for name, term in self._newest.items() if name in groups and groups[name].term < term]
 
     def unknown(self, groups: Iterable[str]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Shell. Registration of brokers: check the process that comes as a broker, and store what it reports about itself."""
+"""Shell. Registration of brokers: check each process that registers, and store its report."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Registration:
         them.
         """
         self.refused: dict[BrokerKey, tuple[str, int]] = {}
-        """Brokers as which another process was rejected, with the reason and the last time."""
+        """Latest rejection of a second process, by broker: the reason and the time."""
 
     async def register(self, registering: Broker, ask: Ask, *, term: int = 0) -> Broker:
-        """Check and store what a broker reports about itself; return it with its group and role.
+        """Check and store a broker's report about itself; return the broker with its group and role.
 
         Args:
             registering: the broker's report; its group and role are ignored.
@@ -109,7 +109,7 @@ class Registration:
             raise
 
     def _is_in_sync(self, group: Group, slave: Broker) -> bool:
-        """Return whether the group's master, whose stream is here, has this slave in sync."""
+        """Return whether the group's master has a stream here and reports this slave in sync."""
         master = self._registry.state(group.master) if group.master and slave.role == Role.SLAVE else None
         liveness = self._registry.liveness
         is_heard_here = group.master is not None and liveness.where(group.master.key) == liveness.own

@@ -94,7 +94,7 @@ class Registry:
         self.points_rose = asyncio.Event()
         """Set when there is a point to store."""
         self.no_failover: dict[str, tuple[Refusal, str]] = {}
-        """Groups whose master is gone, with the reason why no slave is promoted."""
+        """Groups without a live master, with the reason why no slave is promoted."""
         self.news = asyncio.Event()
         """Set when there is a row to store."""
         self.doubted = asyncio.Event()
@@ -102,7 +102,7 @@ class Registry:
         self.is_stopping = False
         metrics.observe_groups(self._read_groups)
 
-    # -- what the database holds ----------------------------------------------------------------------------------
+    # -- rows of the database -------------------------------------------------------------------------------------
 
     @property
     def directory(self) -> Directory:
@@ -211,7 +211,7 @@ class Registry:
         return old_database.judge(row, self.terms.newest(group), self.own_state, given=self.terms.floor(group))
 
     def old_rows(self) -> list[str]:
-        """Return the names of groups whose row is older than their brokers."""
+        """Return the names of groups with a row older than their brokers."""
         return self.terms.above_rows(self.directory.groups)
 
     def own_state(self, broker: Broker) -> ReplicaState | None:
@@ -245,7 +245,7 @@ class Registry:
         return self._table.is_short(subject, groups, self.directory)
 
     def _stored_bytes(self) -> dict[str, int]:
-        """Return the bytes in the logs of groups whose masters have their stream here."""
+        """Return the log size in bytes of each group with its master's stream here."""
         found = {}
         for group in self.directory.groups.values():
             state = self.state(group.master) if group.master else None
@@ -299,7 +299,7 @@ class Registry:
         return self.liveness.last_state(broker.key)
 
     async def lacking(self, broker: Broker) -> str:
-        """Return what a broker's copy lacks, by its own last report; empty: nothing known."""
+        """Return the reason why a broker's copy is incomplete, by its own last report; empty: no such report."""
         state = self.liveness.last_state(broker.key)
         if state is None or not rules.is_rolled_back(state) or state.incarnation != broker.incarnation:
             return ""

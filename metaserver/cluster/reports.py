@@ -50,7 +50,7 @@ class Reports:
         self._stored_points.clear()
 
     def forget_groups(self, groups: Collection[str]) -> None:
-        """Drop the points of removed groups: a new group of such a name lacks what they acknowledged."""
+        """Drop the points of removed groups: a new group of the same name lacks those messages."""
         for place in [place for place in self.points if place[0] in groups]:
             del self.points[place]
 

@@ -33,7 +33,7 @@ log = logging.getLogger("qmq.metaserver")
 
 TICK_S = 0.1
 STORE_GAP_S = 0.1
-"""Reports of so long a time are stored in one transaction."""
+"""Reports within this time are stored in one transaction."""
 CLOCK_READ_S = 2.0
 """Longest time between two readings of the clock, below `liveness.PAUSE_MS`."""
 STORED_AGAIN_S = 10.0
@@ -68,7 +68,7 @@ class Upkeep:
         self._beat_s = 0.0
         """Time of the next look at the database."""
         self._named: dict[str, str] = {}
-        """Groups with an old row whose brokers disagree, and the logged text."""
+        """Logged text of each group with an old row and disagreeing brokers."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -37,8 +37,8 @@ log = logging.getLogger("qmq.metaserver")
 LOOK_S = 0.1
 """Time between checks for silence while there may be some; heartbeats and changes wake the task at once."""
 AGAINS_S = (0.1, 0.2, 0.5, 1.0)
-"""Waits between attempts while a master is gone. The first obstacle may be short: a slave that has not yet seen that
-its master's connection is closed.
+"""Waits between attempts while a master is gone. The first obstacle may be short: a slave that has not yet detected the
+closed connection to its master.
 """
 HOLD_MS = 3000
 """Time in which a slave follows no master; a compare-and-set takes a few ms."""
@@ -80,7 +80,7 @@ FAILOVER = TransitionTable(
         (FailoverState.OUTDATED, FailoverEvent.ATTEMPT_ENDED): FailoverState.MASTER_UP,
     },
 )
-"""OUTDATED: the master returned while an attempt runs, which finds that out by itself."""
+"""OUTDATED: the master returned during an attempt; the attempt detects that by itself."""
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
-"""Core. Rules of promotion: may a slave become the master because the master is gone, and which one.
+"""Core. Rules of promotion: whether a slave may become the master because the master is gone, and which one.
 
-A promotion must not lose acknowledged messages nor take back answers. It cannot create two active masters, whatever the
-choice: the old master cannot acknowledge without the slaves that promised, and they reject the old epoch. So a wrong
-guess about the old master costs availability only; `tests/model` promotes at any moment. The conditions are two tables,
-checked from the top:
+A promotion must not lose acknowledged messages nor take back answers. It cannot create two active masters, whichever
+slave is promoted: the old master cannot acknowledge without the slaves that promised, and they reject the old epoch. So
+a wrong guess about the old master costs availability only; `tests/model` promotes at any moment. The conditions are two
+tables, checked from the top:
 
     the row        has a master and a slave, is as new as every broker's report, and no ReplaceBroker is half done
     in sync        by the master's last report: as many slaves as an acknowledgement needs

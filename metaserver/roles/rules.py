@@ -78,7 +78,7 @@ def parse_broker(group: str, role: str, hostname: str, ip: str, serve_port: str,
     """Parse an operator's parameters into a broker.
 
     Raises:
-        OperatorError, InvalidName: which parameter is wrong, and a right one.
+        OperatorError, InvalidName: the text names the wrong parameter and gives a valid value.
     """
     check_name("brokerGroup", group)
     check_name("hostname", hostname)

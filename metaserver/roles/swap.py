@@ -150,7 +150,7 @@ class Swaps:
         group = exchange.group
         assert group.master  # checked by `ready`
         try:
-            if group.kind == DELAY:  # offsets may be known at another metaserver only, and are not stored
+            if group.kind == DELAY:  # offsets are not stored, and another metaserver may have them
                 rules.check_clock(group, exchange.slave, await self._brokers.replica_status(exchange.slave))
             at_end = await self._brokers.prepare_swap(
                 group.master,

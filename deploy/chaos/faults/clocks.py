@@ -12,7 +12,7 @@ STEPS = ("+3m", "-3m", "+1d", "-1d", "+400d")
 
 
 def _wrong_clock(target: Target, group: str) -> None:
-    """A copy starts with a wrong clock and, some seconds later, with the right one. Time goes on as fast as ever."""
+    """A copy starts with a wrong clock and, some seconds later, with the right one. The clock's rate stays right."""
     broker = target.any_copy(group)
     service = target.cluster.service(broker.hostname)
     target.cluster.end(broker.hostname)

@@ -1,4 +1,4 @@
-"""Shell. Networks fail without a word: packets are dropped in both directions, in one of them, or some of them.
+"""Shell. Silent network failures: packets are dropped both ways, one way, at random, or above a rate.
 
 Rules of nftables on the loopback device, in a network namespace of the run's own (qmq.deploy.chaos.sandbox): no other
 program of this machine is touched.

@@ -36,7 +36,7 @@ def _replace_broker(target: Target, group: str) -> None:
 
 
 def exchange(target: Target, master: BrokerPlan, slave: BrokerPlan) -> bool:
-    """Put each in the other's place; return whether that was not refused."""
+    """Put each broker in the other's place; return whether both commands were accepted."""
     if not target.command("ReplaceBroker", **_place(slave, 0)):
         return False
     target.cluster.manage("ReplaceBroker", **_place(master, 1))

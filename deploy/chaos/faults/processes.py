@@ -1,4 +1,4 @@
-"""Shell. Processes die at any moment and in any order, or stand still."""
+"""Shell. Processes are killed or paused, at any moment and in any order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _kill_metaserver(target: Target, group: str) -> None:
 
 
 def _kill_metaserver_and_broker(target: Target, group: str) -> None:
-    """A broker that starts while the metaserver is away takes up the part it had."""
+    """A broker that starts while the metaserver is away resumes its last role."""
     target.cluster.end("metaserver")
     target.cluster.kill(group, target.rng.choice(["master", "slave"]))
     target.pause(0, 5.0)
@@ -66,7 +66,7 @@ def _stop_slave(target: Target, group: str) -> None:
 
 
 def _stop(target: Target, broker: BrokerPlan) -> Window | None:
-    """Stop a process for some seconds; return these, or None if the process had ended."""
+    """Pause a process; return the seconds, or None if the process had ended."""
     service = target.cluster.service(broker.hostname)
     if (pid := service.pid) is None:
         return None
