@@ -38,7 +38,7 @@ class Account:
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
-        """First message that counts: where the group began or was moved to."""
+        """First message that counts: where the group began, or where it was moved to."""
         self.began_ms = 0
         """Time when the group began in the cluster; 0 if unknown, or if it was moved."""
         self.nacked = 0

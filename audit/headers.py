@@ -72,7 +72,7 @@ def whole_frames(
     """Return the frames of `data`, at `offset` of a log, that begin before `end`; possibly none.
 
     Each passes `decode_header` with the chain of the frame before it. `chain` is that of the first one, or None if
-    unknown. `bodies` selects the frames whose body is checked.
+    unknown. `bodies` selects the frames to check with their bodies.
     """
     if offset % 8:
         return []

@@ -63,7 +63,7 @@ def without_late_copies(
 
 
 def torn_max(journal: Path) -> int:
-    """Return the number of lines that may be torn: the last one of each file, whose producer may have crashed."""
+    """Return the number of lines that may be torn: the last one of each file, if its producer crashed."""
     return sum(path.is_file() for path in journal.rglob("*")) if journal.is_dir() else 0
 
 

@@ -243,7 +243,7 @@ class GroupAnswer:
 
 
 def merge_copies(found: Iterable[tuple[str, Row]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield the findings in `found`, (copy, row); one shared by all copies becomes one of BOTH."""
+    """Yield the findings in `found`, (copy, row); one that all copies share becomes one of BOTH."""
     copies: defaultdict[tuple[Any, ...], set[str]] = defaultdict(set)
     for name, row in found:
         copies[tuple(row[field] for field in _FIELDS)].add(name)

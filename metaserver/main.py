@@ -61,11 +61,11 @@ log = logging.getLogger("qmq.metaserver")
 STOP_S = 1.0
 """Time for streams and calls to end when the process stops."""
 MOVE_S = 0.3
-"""A stopping metaserver answers for so long, until nginx has noticed; then the port is closed."""
+"""Time for which a stopping metaserver still answers, so that nginx detects the stop before the port closes."""
 RPC_OPTIONS = [
     *SERVER_OPTIONS,
     ("grpc.max_allowed_incoming_connections", 50_000),  # for 20,000 clients
-    NO_PROBE,  # with it, 20,000 confirmations of a change cost a quarter more
+    NO_PROBE,  # with it, 20,000 confirmations of a change take a quarter more CPU time
 ]
 BODY_TIMEOUT_MS = 10_000
 CONNECTIONS_MAX = 1000

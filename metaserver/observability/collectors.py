@@ -196,7 +196,7 @@ class DoctorMetrics:
     async def _look(self) -> None:
         try:
             checks = await self._examine()
-        except Exception:  # a defect in a check shows as a timestamp that stands still, and must not end the metaserver
+        except Exception:  # a defect in a check must not end the metaserver; the timestamp shows it
             log.exception("doctor's checks for its metrics failed")
             return
         self._findings = Counter(check["kind"] for check in checks if not check["ok"])

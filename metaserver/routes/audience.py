@@ -50,7 +50,7 @@ class ClientInfo(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Topic:
-    """Watched route. `real`: the subject whose groups it has; empty: the name was rejected."""
+    """Watched route. `real`: the subject that provides its groups; empty: the name was rejected."""
 
     name: str
     real: str

@@ -538,7 +538,7 @@ class RouteHubs:
         return Counts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
 
     def refusals(self) -> dict[str, str]:
-        """Return the tokens whose clients exceed a bound at present, with the reason."""
+        """Return the tokens with clients beyond a bound at present, and the reasons."""
         return self._quotas.refusals(time.monotonic())
 
     def clients(self) -> list[ClientInfo]:

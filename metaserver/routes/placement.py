@@ -171,7 +171,7 @@ def _least(heaps: list[list[_Entry]]) -> list[_Entry] | None:
 
 
 def _reserve(group: Group, directory: Directory, is_writable: IsWritable) -> int:
-    """Return 0 for a group that takes new subjects; otherwise a number that rises the less it should be used."""
+    """Return 0 for a group that takes new subjects; otherwise a number that is higher for less suitable groups."""
     if directory.is_marked(group.name, ALL_SUBJECTS):
         return 3
     if group.full:

@@ -86,7 +86,7 @@ class Quotas:
         self._used[caller.name].subjects -= subjects
 
     def refusals(self, now_s: float) -> dict[str, str]:
-        """Return the tokens whose clients are refused something at present, with the last reason."""
+        """Return the tokens with a recent refusal, and the last reason of each."""
         self._refusals = {name: refusal for name, refusal in self._refusals.items() if now_s - refusal.at_s < REFUSED_S}
         return {name: refusal.reason for name, refusal in self._refusals.items()}
 

@@ -91,7 +91,7 @@ class Visits:
             await self.review()
 
     async def review(self) -> None:
-        """End the streams whose token is no longer valid."""
+        """End the streams with a token that is no longer valid."""
         reasons = {token: self._refusal(token) for token in set(self._tokens.values())}
         ended = [(context, reason) for context, token in self._tokens.items() if (reason := reasons[token])]
         for number, (context, reason) in enumerate(ended, start=1):

@@ -1,7 +1,7 @@
 """Shell. Backup of everything that operators configured, as one JSON value; its checks, and Restore.
 
 Layout, version 1: {"format": "qmq metadata", "version": 1, "schema": newest migration, "time": ms, "tables": {table:
-[{column: value}, …]}}, without the ids that a database counts up. Rows that metaservers renew (heartbeats, versions)
+[{column: value}, …]}}, without the ids that a database generates. Rows that metaservers renew (heartbeats, versions)
 are left out.
 
 `dump_of` makes the same value from a metaserver's memory, for a database that has lost its rows.

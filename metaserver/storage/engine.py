@@ -209,7 +209,7 @@ def _upgrade(connection: Connection, config: Config, present: str | None) -> Non
         metadata.create_all(connection)
         connection.execute(meta_version.insert(), FIRST_VERSIONS)
         if not _can_undo(connection):
-            connection.commit()  # alembic compiles its scripts next, which may take longer than a transaction may rest
+            connection.commit()  # alembic compiles its scripts next, longer than a transaction may pause
         command.stamp(config, "head")
     else:
         command.upgrade(config, "head")
