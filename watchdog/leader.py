@@ -89,7 +89,7 @@ class DatabaseDrain(Drain):
     async def _trouble(self, error: Exception) -> None:
         reason = str(getattr(error, "orig", None) or error).partition("\n")[0][:200]
         if reason != self.trouble:
-            log.error("outbox not of use database=%s reason=%s", self.source.url, reason)
+            log.error("outbox unusable database=%s reason=%s", self.source.url, reason)
         self.trouble = reason
         wait_s = min(TROUBLE_S_MIN * 2 ** min(self._failures, 10), TROUBLE_S_MAX)
         self._failures += 1
@@ -153,7 +153,7 @@ class Leader:
             row = await self._link.hold(self.lease.node, self._address, request, patience_ms=self.lease.patience_ms)
         except NotServed as error:
             if not self.metaserver_trouble:
-                log.warning("no metaserver reason=%s", error)
+                log.warning("metaserver not reachable, retrying reason=%s", error)
             self.metaserver_trouble = str(error)
             return
         self.metaserver_trouble = ""
@@ -162,7 +162,7 @@ class Leader:
     async def _depose(self) -> None:
         """End all drains. Their running statements are conditional on claims of the ended term."""
         if self._term:
-            log.warning("not the leader any more term=%d", self._term)
+            log.warning("leadership ended term=%d", self._term)
         self._term = 0
         self._ended = [drain for drain in (*self._ended, *self.drains.values()) if drain.is_hanging]
         tasks = self._tasks
@@ -177,12 +177,12 @@ class Leader:
             self._term = self.lease.term
             self.elections += 1
             self._refreshed_at = 0.0
-            log.info("leader now room=%s term=%d", self._settings.room, self._term)
+            log.info("leadership began room=%s term=%d", self._settings.room, self._term)
         if time.monotonic() - self._refreshed_at >= self._settings.refresh_ms / 1000:
             await self._refresh()
         for url, task in list(self._tasks.items()):
             if task.done():  # drains end on an error, or if the lease was late for a moment
-                log.warning("drain begins anew database=%s reason=%r", url, task.exception() or "the lease was late")
+                log.warning("drain restarted database=%s reason=%r", url, task.exception() or "the lease was late")
                 self._forget(url)
                 self._refreshed_at = 0.0
 
@@ -191,11 +191,11 @@ class Leader:
         try:
             self.sources, self.problems = await self._link.sources()
         except (NotServed, CallError) as error:
-            log.warning("registered databases not read reason=%s", error)
+            log.warning("registered databases not read, retrying reason=%s", error)
             return
         self._refreshed_at = time.monotonic()
         for url, problem in self.problems.items():
-            log.warning("database cannot be used database=%s reason=%s", url, problem)
+            log.warning("registration unusable database=%s reason=%s", url, problem)
         wanted = {source.url: source for source in self.sources}
         for url, drain in list(self.drains.items()):
             if wanted.get(url) != drain.source:
@@ -239,7 +239,7 @@ class Leader:
             try:
                 await self._link.release(self.lease.node)
             except NotServed as error:
-                log.warning("lease not given back; it ends by itself reason=%s", error)
+                log.warning("lease not released, it expires by itself reason=%s", error)
             self.lease.released()
 
 

@@ -307,7 +307,7 @@ class Registry:
         newest = max(points.by_incarnation.values(), default=None)
         return (
             f"{broker.key} was rolled back (its disk was restored to an older state, or lost fsynced writes): it lacks "
-            f"what {broker.group} acknowledged up to {newest}"
+            f"messages that {broker.group} acknowledged up to {newest}"
         )
 
     def peers(self) -> list[MetaserverRow]:

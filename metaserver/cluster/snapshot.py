@@ -103,7 +103,7 @@ class Snapshots:
         except OSError as error:
             problem = str(error)
         if problem and problem != self._problem:
-            log.error("snapshot not written: %s", problem)
+            log.error("snapshot not written, the earlier file stays: %s", problem)
         self._problem = problem
 
     def load(self, registry: Registry) -> bool:

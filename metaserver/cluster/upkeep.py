@@ -290,9 +290,9 @@ class Upkeep:
                 try:
                     await self.raise_row(name)
                 except (NotServed, OperatorError, OutcomeUnknown) as error:
-                    log.warning("row of a group not raised broker_group=%s error=%s", name, error)
+                    log.warning("old row of a group not repaired broker_group=%s error=%s", name, error)
                 except Exception:
-                    log.exception("row of a group not raised broker_group=%s", name)
+                    log.exception("old row of a group not repaired broker_group=%s", name)
             await self._end_promises()
             await self._widen_routes()
             await asyncio.sleep(_pause_s(CLOCK_READ_S))
@@ -306,11 +306,11 @@ class Upkeep:
             audit = AuditRow("metaserver", "", "WidenRoute", words, before, change.groups, result="done")
             try:
                 await registry.change((change,), audit)
-                log.warning("route of dead letters is wider subject=%s groups=%s", change.subject, change.groups)
+                log.warning("route of dead letters extended subject=%s groups=%s", change.subject, change.groups)
             except (NotServed, OperatorError, OutcomeUnknown) as error:
-                log.warning("route of dead letters not wider subject=%s error=%s", change.subject, error)
+                log.warning("route of dead letters not extended subject=%s error=%s", change.subject, error)
             except Exception:
-                log.exception("route of dead letters not wider subject=%s", change.subject)
+                log.exception("route of dead letters not extended subject=%s", change.subject)
 
     async def _end_promises(self) -> None:
         try:
@@ -339,7 +339,7 @@ class Upkeep:
         except StaleTerm:
             return  # another metaserver was first; the next round checks the rest
         registry.metrics.rows_raised.inc()
-        log.warning("row of a group raised broker_group=%s term=%d: %s", name, old.change.new_term, old.found)
+        log.warning("old row of a group repaired broker_group=%s term=%d: %s", name, old.change.new_term, old.found)
 
     async def _keep_snapshot(self) -> None:
         saved: object = None

@@ -260,7 +260,7 @@ class Swaps:
         try:
             await self._brokers.cancel_swap(group.master)
         except QmqError as error:
-            log.warning("cancel of swap not answered broker_group=%s, the hold runs out: %s", group.name, error)
+            log.warning("swap not cancelled, its hold expires by itself broker_group=%s: %s", group.name, error)
 
 
 def _without(group: Group, gone: Broker) -> str:

@@ -130,4 +130,4 @@ class BadRows:
             if row in self._seen or len(self._seen) >= REMEMBERED_MAX:
                 return
             self._seen.add(row)
-        log.error("row left out, repair it: table=%s key=%r reason=%s", *row)
+        log.error("invalid row left out, repair it: table=%s key=%r reason=%s", *row)
