@@ -41,7 +41,7 @@ class Cost:
 
 
 def neighbour(path: str, pipe: Connection) -> None:
-    """Append and fsync until told to end by a line; other lines request the fsyncs since the last one."""
+    """Append and fsync until a line of input ends it; other lines request the fsyncs since the last one."""
     descriptor, took_ms = os.open(path, os.O_CREAT | os.O_WRONLY), list[float]()
     while True:
         began = time.perf_counter()

@@ -84,7 +84,7 @@ class Worker:
         self._process.stdin.flush()
 
     def end(self, timeout_s: float = 600.0) -> dict[str, Any]:
-        """Wait for the answer to the begun action; raise NotServed with the worker's last words without one."""
+        """Wait for the answer to the begun action; without one, raise NotServed with the worker's last output."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._text:

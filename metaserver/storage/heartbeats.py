@@ -29,7 +29,7 @@ def load_sightings(connection: Connection, after: int, bad: BadRows) -> list[Sig
 
 
 def store_sightings(connection: Connection, rows: Sequence[SightingRow], changed: int) -> None:
-    """Store each row that begins a session, and each of the stored session."""
+    """Store the rows that begin a session or belong to the stored one."""
     stored = _sessions(connection, [row.key for row in rows])
     new: dict[BrokerKey, dict[str, Any]] = {}
     old: dict[BrokerKey, dict[str, Any]] = {}
@@ -260,7 +260,7 @@ def hold_lease(connection: Connection, wish: LeaseRow, *, take: bool, release: b
     """Renew, take or release a lease; return its row afterwards.
 
     The holder `wish.node` raises the beat. Another node takes a free lease or, with `take`, one that is still at
-    (`wish.term`, `wish.beat`). With `release` the holder gives it back.
+    (`wish.term`, `wish.beat`). With `release` the holder frees it.
     """
     if not release and (kept := _keep_on(connection, wish)):
         return kept

@@ -152,7 +152,7 @@ class Repository:
         )
 
     def store_sightings(self, rows: Sequence[SightingRow]) -> None:
-        """Store each row that begins a session, and each of the stored session; leave out others."""
+        """Store the rows that begin a session or belong to the stored one; leave out others."""
 
         def work(connection: Connection) -> None:
             heartbeats.store_sightings(connection, rows, raise_versions(connection, SIGHTINGS)[0])

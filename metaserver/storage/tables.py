@@ -80,7 +80,7 @@ broker_group = Table(
     Column("lost_term", BigInteger, nullable=False, server_default="0"),
     Column(
         "failover", name(8), nullable=False, server_default="default"
-    ),  # on, off, or as the metaservers' setting says
+    ),  # on, off, or default: the metaservers' setting applies
     Column("sync_mode", name(16), nullable=False, server_default="automatic"),  # or manual
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
