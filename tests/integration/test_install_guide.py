@@ -230,7 +230,7 @@ def test_every_block_of_the_guide_has_a_known_kind():
 def test_unit_runs_the_command_of_the_guide(module):
     unit = RawConfigParser(strict=False)
     unit.optionxform = str
-    unit.read(UNITS / f"qmq-{module}.service")
+    unit.read(UNITS / f"qmq-{module}@.service")
     service = unit["Service"]
     given = dict(ENV.findall(next(block.text for block in read_blocks() if "QMQ_HOME=" in block.text)))
     command = f"{given['QMQ_HOME']}/.venv/bin/qmq"
