@@ -22,7 +22,6 @@ from qmq.logs import configure
 from qmq.memory import collect_by_the_clock
 from qmq.replication.identity import IdentityFile
 from qmq.replication.settings import CopySettings
-from qmq.server.cores import come_first
 from qmq.server.reserve import wait_for_room
 from qmq.settings import InvalidSettings, load
 
@@ -49,7 +48,6 @@ def run(name: str, settings_type: type[S], prefix: str, description: str, build:
         print(error, file=sys.stderr)
         return 2
     configure(settings.log_level, settings.log_format)
-    come_first()
     try:
         settings.data.mkdir(parents=True, exist_ok=True)
         with (

@@ -41,7 +41,6 @@ from qmq.replication.retention import Keeper
 from qmq.replication.settings import CopySettings
 from qmq.server.acceptor import SYNC_PACKET_BYTES_MAX, Acceptor
 from qmq.server.access import Access
-from qmq.server.cores import come_first, stand_back
 from qmq.server.overload import ConnectionState, DiskWatch, LimitsReached, MemoryAlarm, Shares
 from qmq.server.pulse import Pulse
 from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
@@ -145,8 +144,8 @@ class Service(Generic[M]):
         self._role_changed = asyncio.Event()
         self._pass_is_due = False
         self._loop: asyncio.AbstractEventLoop
-        self._disk_thread = ThreadPoolExecutor(1, "disk", come_first)
-        self._read_threads = ThreadPoolExecutor(4, "read", stand_back)
+        self._disk_thread = ThreadPoolExecutor(1, "disk")
+        self._read_threads = ThreadPoolExecutor(4, "read")
         self._master_link: Connection | None = None
         self._master_heard_at = 0.0
         self._last_reported: object = None

@@ -17,7 +17,6 @@ from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.server.control import CONNECTIONS_MAX as CONTROL_CONNECTIONS
-from qmq.server.cores import READ_NICE, SLICE_NS
 from qmq.tools.findings import judge_broker, judge_limits
 from tests.integration.cluster_world import (
     Wire,
@@ -29,7 +28,6 @@ from tests.integration.cluster_world import (
     send_all,
     until,
 )
-from tests.support.cores import needs_slices, nice_of, nices_of, slice_ns
 
 CONNECTIONS, OF_A_TOKEN = 20, 5
 KIB = 1 << 10
@@ -90,15 +88,6 @@ def _hears(stranger):
         return bool(stranger.recv(9))
     except ConnectionError:
         return False
-
-
-@needs_slices
-def test_broker_loop_runs_before_its_reading_threads(cluster):
-    loop = cluster.service(cluster.broker("g1", "master").hostname).pid
-    send_all(cluster, "s", 1)
-    until(lambda: READ_NICE in nices_of(loop), "a thread that reads")
-    assert slice_ns(loop) == SLICE_NS
-    assert nice_of(loop) == nice_of()
 
 
 def timer_of_accepted(port, peer):
