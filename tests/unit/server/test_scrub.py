@@ -32,13 +32,34 @@ async def test_newest_file_that_is_gone_is_missed_while_a_closed_segment_is_read
             loop.call_soon_threadsafe(is_read.set)
 
     monkeypatch.setattr(copy.log.stored, "verify", verified)
-    service = SimpleNamespace(node=SimpleNamespace(log=copy.log, role="slave"), fail=failures.put_nowait)
-    settings = SimpleNamespace(scrub_hours=168, scrub_bytes_per_s=1)  # minutes for each piece
-    reading = asyncio.ensure_future(scrub.Scrub(service, settings).run())
+    reading = asyncio.ensure_future(scrub_of(copy, failures).run())
     await is_read.wait()
     copy.disk.system.unlink(copy.disk._path(f"log/{copy.log.bases[-1]:020d}.log"))
     async with asyncio.timeout(10):
         assert isinstance(await failures.get(), DiskFailed)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+def scrub_of(copy, failures):
+    """Return a scrub that takes minutes for each piece; `failures` gets the errors that would end the process."""
+    service = SimpleNamespace(node=SimpleNamespace(log=copy.log, role="slave"), fail=failures.put_nowait)
+    return scrub.Scrub(service, SimpleNamespace(scrub_hours=168, scrub_bytes_per_s=1))
+
+
+async def test_disk_failure_in_a_closed_segment_ends_the_process(monkeypatch):
+    copy = Copy(MemoryDisk(), tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60, size=100)
+    failure, failures = DiskFailed("read"), asyncio.Queue()
+
+    def fail(*args):
+        raise failure
+
+    monkeypatch.setattr(copy.log.stored, "verify", fail)
+    reading = asyncio.ensure_future(scrub_of(copy, failures).run())
+    async with asyncio.timeout(10):
+        assert await failures.get() is failure
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
 
