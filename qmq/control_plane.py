@@ -1,4 +1,4 @@
-"""Shell. How processes and clients reach each other's control ports: gRPC channels, the metaserver's address."""
+"""Shell. gRPC channels and servers of the control ports, and the metaserver's address."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ from qmq.types import Endpoint
 HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
 IDLE_MS = "grpc.max_connection_idle_ms"
 CHANNEL_OPTIONS = [
-    # Brokers are neighbours: a proxy of the environment is for the world outside.
+    # Brokers are neighbours: a proxy of the environment is for addresses outside the installation.
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 80 << 20),
-    # A machine that hangs or is cut off sends nothing; without questions nobody would notice for many minutes.
+    # A machine that hangs or is cut off sends nothing; without keepalive pings the loss shows after many minutes.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 NO_PROBE = ("grpc.http2.bdp_probe", 0)
-"""Else each message is answered with a PING, to find out how much could be sent ahead. Of a line that says little, once
-a second, that is half of what it costs both ends; only large streams gain from it."""
+"""Otherwise gRPC answers each message with a PING to measure the bandwidth. For a stream with one small message a
+second that is half of its cost at both ends; only large streams gain from it.
+"""
 META_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, NO_PROBE]
-"""For channels to a metaserver. Those of a process with the same options share a connection."""
+"""Options of channels to a metaserver. Channels of one process with equal options share a connection."""
 SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a second process on the same port is an error, not a coin toss
+    ("grpc.so_reuseport", 0),  # a second process on the same port is an error, not chance
     ("grpc.max_send_message_length", 80 << 20),
-    # Who asks sends a few kilobytes; a client that watches 10,000 subjects sends one megabyte.
+    # Requests have a few kilobytes; a client that watches 10,000 subjects sends one megabyte.
     ("grpc.max_receive_message_length", 4 << 20),
-    # Who opens a connection and says nothing has no token, and holds it no longer than this.
+    # Longest life of a connection without an HTTP/2 handshake: it has no token.
     (HANDSHAKE_MS, 5_000),
-    # Nor longer than this, who says all that belongs to HTTP/2 and calls nothing. Links and watches are calls that
-    # last; a channel of ours that rests for so long connects again by itself with its next call.
+    # Longest life of a connection without a call. Links and watches are calls that last; a channel of ours reconnects
+    # with its next call.
     (IDLE_MS, 60_000),
-    # A caller whose machine is gone is noticed within 15 s.
+    # A caller on a lost machine is detected within 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Accept the channel's questions above, instead of taking them for an attack.
+    # Accept the channel's pings above instead of counting them as abuse.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    # From a busy machine they come late, then in bunches: with a limit, all clients there were cut off at once.
+    # A busy machine sends pings late and in bunches: with a limit, all its clients were cut off at once.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-"""For every gRPC server of ours."""
+"""Options of every gRPC server."""
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Opens HTTP addresses of our own processes."""
+"""Opener for HTTP addresses of our own processes."""
 
 
 EXPERIMENTS = "GRPC_EXPERIMENTS"
@@ -60,23 +61,25 @@ EXPERIMENTS = "GRPC_EXPERIMENTS"
 OLDER_ENGINE = (
     "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints,-event_engine_callback_cq"
 )
-"""gRPC's older I/O engine. A version of gRPC that does not know one of these names any more goes on with the newer one
-and logs an error for each."""
+"""gRPC's older I/O engine. A gRPC version without one of these names uses the newer engine and logs an error for
+each.
+"""
 
 
 def use_older_engine() -> None:
-    """Let the thread that waits for a process's calls read its connections, too. By default a pool does, whose threads
-    look twenty times a second for more: a sixth of what an idle broker costs, and a third of what it costs a metaserver
-    to tell a client (docs/metaservers.md). gRPC looks at it once, when it is imported, so `__main__` calls this before.
-    An operator's own setting stays."""
+    """Let the thread that waits for a process's calls read its connections too. By default a pool reads them, and its
+    threads look for work twenty times a second: a sixth of an idle broker's cost, and a third of a metaserver's cost
+    per client (docs/metaservers.md). gRPC reads the variable once, at import, so `__main__` calls this before. An
+    operator's own value stays.
+    """
     os.environ.setdefault(EXPERIMENTS, OLDER_ENGINE)
 
 
 def metaserver_url(address: str) -> str:
-    """Return the URL of a metaserver that an application names; `http://` may be left out.
+    """Return the URL of a metaserver given by an application; `http://` may be left out.
 
     Raises:
-        InvalidRequest: it is none, as what an environment's missing variable gives.
+        InvalidRequest: it is no URL, as with a missing environment variable.
     """
     if isinstance(address, str):
         address = plain(address)
@@ -88,21 +91,21 @@ def metaserver_url(address: str) -> str:
 
 
 def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
-    """Ask the metaserver at the HTTP address `url` for its gRPC `host:port`. Blocks.
+    """Return the gRPC `host:port` that the metaserver at the HTTP address `url` names. Blocks.
 
     Raises:
-        OSError: nobody answers.
-        ValueError: what answers is no metaserver.
+        OSError: no answer.
+        ValueError: the answer is not a metaserver's.
     """
     answer = get(f"{url.rstrip('/')}/meta/address", timeout_s=timeout_s, bytes_max=1000)
     return str(Endpoint.parse(str(answer, "utf-8").strip()))
 
 
 def get(request: str | urllib.request.Request, *, timeout_s: float, bytes_max: int) -> bytes:
-    """Get what an HTTP address of ours answers, `bytes_max` of it at most. Blocks.
+    """Return the body at an HTTP address of ours, at most `bytes_max` of it. Blocks.
 
     Raises:
-        OSError: nobody answers; urllib's HTTPError is one. ValueError: what answers does not speak HTTP.
+        OSError: no answer; urllib's HTTPError is one. ValueError: the answer is not HTTP.
     """
     try:
         with DIRECT.open(request, timeout=timeout_s) as response:

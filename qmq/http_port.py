@@ -1,11 +1,12 @@
-"""Shell. The HTTP port of every process: health, metrics, and whatever more that process answers.
+"""Shell. The HTTP port of every process: health, metrics, and the process's own pages.
 
-A connection costs nobody a token, so it has to be cheap and short:
+Connecting needs no token, so a connection must be cheap and short:
 
-    no whole head within HEAD_S, from the first byte or the connection on    closed
-    more connections than `connections_max`                                  the one that waits longest for a head is
-                                                                             closed; if all are at work, the new one
-None of that is logged: whoever can open connections could fill the log.
+    no whole request head within HEAD_S, from the first byte or the connection on    closed
+    more connections than `connections_max`    the one that has waited longest for a head is closed; if all are
+                                               being answered, the new one
+
+None of that is logged: any stranger could fill the log.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_S = 10.0
 """A client sends the head of a request within milliseconds."""
 CONNECTIONS_MAX = 200
-"""Of a port that Prometheus, probes and operators ask."""
+"""For a port that Prometheus, probes and operators use."""
 STOP_S = 2
-"""What is being answered when the process stops has so long."""
+"""Time that a stopping process leaves for its answers."""
 HEADERS = "header X-Api-Token, or Authorization: Bearer"
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with the bounds above. Made by uvicorn, one for each connection."""
+    """uvicorn's protocol with the bounds above. Made by uvicorn, one per connection."""
 
     connections_max: ClassVar[int] = CONNECTIONS_MAX
 
@@ -63,7 +64,7 @@ class Connection(H11Protocol):
             super().connection_lost(error)
 
     def _make_room(self) -> bool:
-        """Close the connection that waits longest for a head; False: all are at work."""
+        """Close the connection that has waited longest for a head; False: all are being answered."""
         waiting = [
             connection
             for connection in self.connections
@@ -90,12 +91,12 @@ class Connection(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take a port; 0: a free one. Raises OSError: another program has it."""
+    """Return a listening socket; port 0: a free one. Raises OSError: another program has the port."""
     return socket.create_server((host, port), backlog=1024)
 
 
 class HttpPort:
-    """What answers on one port, opened with `listen`. Made by a process's main; `run` ends when it is cancelled."""
+    """HTTP server on one port, opened with `listen`. Made by a process's main; `run` ends when it is cancelled."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class HttpPort:
         self._listener = listener
         protocol = type("Connection", (Connection,), {"connections_max": connections_max})
         proxies = list(trusted_proxies)
-        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a line for each request that is none
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # one line per malformed request
         self._server = _Server(
             uvicorn.Config(
                 _Dated(app),
@@ -136,7 +137,7 @@ class HttpPort:
 
 
 class _Dated:
-    """Says in each answer what time it is: Doctor compares clocks by that."""
+    """Adds the time to each answer; Doctor compares clocks with it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -151,8 +152,9 @@ class _Dated:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own handling of signals, as each process has more to stop; and without a timer: it would wake
-    the process ten times a second to make a header `Date`."""
+    """uvicorn without its signal handling, because each process stops more than this, and without its timer, which
+    would wake the process ten times a second for the header `Date`.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -171,7 +173,7 @@ class _Server(uvicorn.Server):
 
 
 def shown_token(headers: Mapping[str, str]) -> str:
-    """The token that a request shows; empty: none. Prometheus can send the second form only."""
+    """Return the token of a request; empty: none. Prometheus can send only the second form."""
     token = headers.get("x-api-token", "")
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     return token or (bearer.strip() if kind.lower() == "bearer" else "")

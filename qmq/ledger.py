@@ -1,30 +1,30 @@
-"""Shell. The audit's ledger: what was proven of each broker group's log, run after run, and up to where.
+"""Shell. The audit's ledger: the part of each broker group's log that was proven, run after run.
 
-A directory with one file per broker group, `<group>.jsonl`: a JSON object a line, appended and fsynced, never changed.
-JSON lines, because a run appends one line without reading what is there, a line that a crash tore is seen by its CRC
-and left out, and an operator reads it with any tool; a Parquet file is written whole, and by Spark alone (decision 36).
+A directory with one file per broker group, `<group>.jsonl`: a JSON object per line, appended and fsynced, never
+changed. JSON lines, because a run appends one line without reading the file, the CRC exposes a line torn by a crash,
+and an operator reads it with any tool; a Parquet file is written whole, and by Spark alone (decision 36).
 
     crc        CRC-32 of the rest, as JSON with sorted keys
-    run        when the run began, UTC: 2026-11-22T01:00:00Z
+    run        start of the run, UTC: 2026-11-22T01:00:00Z
     at_ms      the same, ms since 1970
     group      broker group
     verdict    "proven equal", "findings" or "could not read"
-    why        why it could not be read; empty otherwise
-    found      {kind of finding: how many}
-    findings   the first of them, for whoever looks back: [{what, copy, offset, subject, sequence, id, text, …}]
-    start      where the log began then
-    begin      from where on everything was read, up to `verified`
-    verified   up to here both copies were read and found equal, by this run or the ones before it
+    why        reason why it could not be read; empty otherwise
+    found      {kind of finding: count}
+    findings   the first findings: [{what, copy, offset, subject, sequence, id, text, …}]
+    start      start of the log at that time
+    begin      offset from which everything was read, up to `verified`
+    verified   offset up to which both copies were read and found equal, by this run or earlier ones
     chain      the chain right before `verified`, 16 hexadecimal digits
-    frame      offset of the last frame before `verified`: where to look for that chain
+    frame      offset of the last frame before `verified`, which has that chain
     ends       {subject: the sequence after its last message} at `verified`
-    pieces     [[begin, end, bytes, digest], …]: what was read and found equal, with a hash of all that stands there
+    pieces     [[begin, end, bytes, digest], …]: ranges read and found equal, with a hash of their bytes
     read       {copy: bytes read}
-    places     {copy: where it was read}
-    by         who ran it: user@host
-    unverified bytes that retention has removed since the run before, and that no run had verified
+    places     {copy: address or directory}
+    by         caller: user@host
+    unverified bytes that retention deleted since the run before, and that no run had verified
     conserved  [{subject, group, stored, …}]: the equation of each consumer group (docs/audit.md)
-    kept       from where on frames are kept, by the retention frames so far; null if none was read
+    kept       offset from which frames are kept, by the retention frames so far; null if none was read
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from qmq.textfile import gauge
 PROVEN, FINDINGS, NOT_READ = "proven equal", "findings", "could not read"
 SUFFIX = ".jsonl"
 ALIKE = "both"
-"""The copy of a finding that is about all of them."""
+"""Copy named in findings about all copies."""
 TAIL_BYTES = 1 << 14
-"""So much of a file's end is read first for its newest entries."""
+"""Bytes of a file's end that are read first for its newest entries."""
 
 
 class LedgerDamaged(QmqError):
-    """A line of the ledger, not the last, is not what was written. Restore the file, or move it aside: the next run
-    then reads the whole log and begins anew."""
+    """A line before the last one is damaged. Restore the file, or move it aside: the next run then reads the whole log
+    and begins anew.
+    """
 
 
 class Piece(NamedTuple):
-    """A range of a log that was read, and what stood there."""
+    """Range of a log that was read, with the hash of its bytes."""
 
     begin: int
     end: int
@@ -68,7 +69,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One run's line about one broker group. The module's text says what the fields mean."""
+    """One run's line about one broker group. The module docstring defines the fields."""
 
     run: str
     at_ms: int
@@ -95,8 +96,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Known:
-    """What all runs together say of a broker group: `anchor` is the last one that verified anything, `since` from where
-    on all was verified up to there; each piece comes with the number of the run that read it last."""
+    """Combined entries of a broker group. `anchor`: the last entry that verified anything. `since`: offset from which
+    everything up to there was verified. Each piece has the number of the run that read it last.
+    """
 
     runs: int
     anchor: Entry | None
@@ -104,7 +106,7 @@ class Known:
     since: int = 0
     kept: int | None = None
     wrong: list[dict[str, Any]] = field(default_factory=list)
-    """Findings about both copies alike, of which nobody has read the place since: the point went on behind them."""
+    """Findings shared by both copies, at places not read since: the verified offset went past them."""
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -113,7 +115,7 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def _decode(line: bytes) -> Entry | None:
-    """Return the entry of a line; None if it is torn or damaged. Fields of a later version are left out."""
+    """Return the entry of a line; None if it is torn or damaged. Fields of later versions are left out."""
     try:
         plain = decode_checked(line)
         known = {field.name for field in fields(Entry)}
@@ -124,7 +126,7 @@ def _decode(line: bytes) -> Entry | None:
 
 
 class Ledger:
-    """The files in one directory, which is made when it is written to first. One run writes at a time."""
+    """Files of one directory, which is created by the first write. One run writes at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -134,7 +136,7 @@ class Ledger:
         return sorted(path.name.removesuffix(SUFFIX) for path in self._folder.glob(f"*{SUFFIX}"))
 
     def entries(self, group: str) -> list[Entry]:
-        """Return the entries of a group, oldest first; a torn last line is none.
+        """Return the entries of a group, oldest first, without a torn last line.
 
         Raises:
             LedgerDamaged: another line is damaged.
@@ -143,7 +145,7 @@ class Ledger:
         return _entries(path, path.read_bytes().splitlines(keepends=True) if path.exists() else [])
 
     def newest(self, group: str, count: int) -> list[Entry]:
-        """As `entries`, the last ones alone; what is before them is not read."""
+        """Return the last entries of a group, like `entries`, without reading the ones before."""
         path, lines, block = self.path(group), list[bytes](), TAIL_BYTES
         with path.open("rb") as file:
             begin = size = file.seek(0, os.SEEK_END)
@@ -152,35 +154,36 @@ class Ledger:
                 file.seek(begin)
                 lines = file.read(size - begin).splitlines(keepends=True)
                 if begin:
-                    del lines[0]  # it lacks its begin
+                    del lines[0]  # its begin is missing
                 block *= 4
         last = lines[-count - 1 :]  # one more, as the last one may be torn
         return _entries(path, last, f" of the last {len(last)}")[-count:]
 
     def append(self, entry: Entry) -> None:
-        """Add a run's line, durably; a torn last line is cut off first. The folder is touched, so that readers of all
-        groups see by one look that there is something new."""
+        """Append a run's line, durably; a torn last line is cut off first. The folder is touched, so that readers of
+        all groups detect the change with one call.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.path(entry.group).open("ab") as file:
             with suppress(OSError):  # a file system without locks; two runs at a time are rare
-                fcntl.flock(file, fcntl.LOCK_EX)  # the line that another run is writing is not torn
-            size = file.seek(0, os.SEEK_END)  # before the reading: what comes meanwhile is no torn line
+                fcntl.flock(file, fcntl.LOCK_EX)  # a line being written by another run is not torn
+            size = file.seek(0, os.SEEK_END)  # before the reading: a line added meanwhile is not torn
             whole = self.path(entry.group).read_bytes().rfind(b"\n") + 1
             if whole < size:
                 file.truncate(whole)
             file.write(encode_entry(entry))
             file.flush()
             os.fsync(file.fileno())
-        now_ns = time.time_ns()  # not the file system's own time, whose ticks are coarse
-        with suppress(PermissionError):  # the folder is somebody else's: readers look into the files now and then, too
+        now_ns = time.time_ns()  # the file system's own time has coarse ticks
+        with suppress(PermissionError):  # another owner's folder: readers also open the files now and then
             os.utime(self._folder, ns=(now_ns, now_ns))
 
     def known(self, group: str) -> Known:
-        """Return what the entries of a group say together; raises LedgerDamaged."""
+        """Return the combined entries of a group. Raises LedgerDamaged."""
         return known_from(self.entries(group))
 
     def path(self, group: str) -> Path:
-        """The file of a broker group; it need not be there."""
+        """Return the file of a broker group; it may be absent."""
         return self._folder / f"{group}{SUFFIX}"
 
 
@@ -215,9 +218,9 @@ def known_from(entries: Iterable[Entry]) -> Known:
 
 
 def _wrong_behind(before: list[dict[str, Any]], entry: Entry) -> list[dict[str, Any]]:
-    """Return what both copies are known to have wrong alike behind one more run; what it read, it judged anew."""
+    """Return the shared findings after one more run, which judged its range anew."""
     alike = [row for row in entry.findings if row.get("copy") == ALIKE and row.get("offset") is not None]
-    if not entry.pieces or not (before or alike):  # most nights, and a ledger has years of them
+    if not entry.pieces or not (before or alike):  # most nights have none, and a ledger has years of them
         return before
     pieces = sorted(entry.pieces)
     found = [row for row in before if not lies_in(pieces, row["offset"])]
@@ -225,14 +228,15 @@ def _wrong_behind(before: list[dict[str, Any]], entry: Entry) -> list[dict[str, 
 
 
 def lies_in(pieces: Sequence[Piece], offset: int) -> bool:
-    """Return whether an offset lies in one of these pieces, which are in order and do not overlap."""
+    """Return whether an offset lies in one of these pieces, which are in order and disjoint."""
     at = bisect_right(pieces, offset, key=attrgetter("begin")) - 1
     return at >= 0 and offset < pieces[at].end
 
 
 def _without_overlaps(pieces: Mapping[tuple[int, int], tuple[Piece, int]]) -> dict[tuple[int, int], tuple[Piece, int]]:
-    """Of two that overlap, keep the one that was read last: runs at one time begin at the same point, and each has an
-    end of its own."""
+    """Keep the last read of two overlapping pieces: runs at one time begin at the same point and end at different
+    ones.
+    """
     found: list[tuple[Piece, int]] = []
     for piece, run in sorted(pieces.values()):
         while found and found[-1][0].end > piece.begin:
@@ -245,9 +249,10 @@ def _without_overlaps(pieces: Mapping[tuple[int, int], tuple[Piece, int]]) -> di
 
 
 def pieces_due(known: Known, start: int, share: int) -> list[Piece]:
-    """Return what of the old is to be read again now: those that nobody has read for longest, up to one part in `share`
-    of what there is; at least one. `start`: where the logs begin by now; what a piece still has behind it has no
-    digest before it was read as a piece of its own."""
+    """Return the old pieces to read again now: the least recently read ones, one part in `share` of the total, at least
+    one. `start`: present start of the logs. The rest of a piece that begins before it has no digest until it is read as
+    a piece of its own.
+    """
     verified = known.anchor.verified if known.anchor is not None else 0
     old: list[tuple[int, Piece]] = []
     for piece, run in known.pieces.values():
@@ -267,7 +272,7 @@ def pieces_due(known: Known, start: int, share: int) -> list[Piece]:
 
 
 OLD_S = 36 * 3600
-"""A nightly run, and half a day: then nobody has looked for too long."""
+"""A nightly run and half a day; a group not proven for longer is overdue."""
 
 Readings = list[tuple[dict[str, str], float]]
 """Labels and values."""
@@ -284,7 +289,7 @@ _GAUGES = {
 
 
 def status_of(entries: list[Entry], now_ms: int) -> dict[str, Any]:
-    """Say how the audit of one broker group stands. `entries` are all of its ledger, at least one."""
+    """Return the audit status of one broker group. `entries`: all of its ledger, at least one."""
     last, known = entries[-1], known_from(entries)
     anchor = known.anchor
     return {
@@ -308,18 +313,18 @@ def status_of(entries: list[Entry], now_ms: int) -> dict[str, Any]:
 
 
 def all_status(ledger: Ledger, now_ms: int) -> list[dict[str, Any]]:
-    """Say so of every broker group of a ledger; raises LedgerDamaged."""
+    """Return the status of every broker group of a ledger. Raises LedgerDamaged."""
     found = ((ledger.entries(group)) for group in ledger.groups())
     return [status_of(entries, now_ms) for entries in found if entries]
 
 
 def is_old(row: dict[str, Any]) -> bool:
-    """Whether nobody has proven the group of this status for too long."""
+    """Return whether a group has not been proven for too long."""
     return row["ageS"] is None or row["ageS"] > OLD_S
 
 
 def readings(status: list[dict[str, Any]]) -> dict[str, tuple[str, Readings]]:
-    """Return the status as gauges: the text of help of each, and its readings."""
+    """Return the status as gauges: help text and samples of each."""
     found: dict[str, Readings] = {name: [] for name in _GAUGES}
     for one in status:
         group = {"broker_group": one["group"]}
@@ -342,7 +347,7 @@ def gauges(status: list[dict[str, Any]]) -> str:
 
 
 def write_gauges(path: Path, ledger: Ledger, *, now_ms: int) -> None:
-    """Write the gauges of a ledger into a file of node_exporter's textfile collector, which never sees half of one."""
+    """Write the gauges of a ledger for node_exporter's textfile collector, which never reads half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(gauges(all_status(ledger, now_ms)))
     beside.replace(path)

@@ -1,17 +1,17 @@
-"""Shell. Keeps Python's collector of circles from stopping a server's loop.
+"""Shell. Keeps Python's cycle collector from stopping a server's loop, and measures memory.
 
-By itself it comes when there are so many more objects than before, whatever it has to look at then. Where an old object
-goes for each new one, as in a broker under steady load, it does not come for seconds; then half a million young objects
-are looked at in one piece: 40-110 ms, measured at 1,000 messages a second. And a full collection stops a metaserver
-with 100,000 subjects for 0.9 s, each time there is a quarter more.
+By default the collector runs when the number of objects has grown enough, whatever it must look at then. Under steady
+load a broker frees one object for each new one, so it does not run for seconds; then it looks at half a million young
+objects in one piece: 40-110 ms, measured at 1,000 messages a second. A full collection stops a metaserver with 100,000
+subjects for 0.9 s, after each growth by a quarter.
 
-So it comes by the clock, while there is little to look at, less often to a process that has nothing to do; and once in
-an hour to everything. Most of what waits for that hour is small: a connection that ended leaves eight objects in a
-circle, and gives its buffers back before. What is not small shows as memory that grows. So everything is looked at as
-well when there is a quarter more memory, and `GROWTH_BYTES`.
+So it runs by the clock, while there is little to look at, more rarely in an idle process; and once an hour over
+everything. Most garbage that waits for that hour is small: a closed connection leaves eight objects in a cycle and
+frees its buffers before. Large garbage shows as growing memory. So a full collection also runs when memory has grown by
+a quarter, and by `GROWTH_BYTES`.
 
-An error of a database's driver is not small: its traceback holds the driver's variables, and MariaDB's driver has a TLS
-context of 0.8 MB for each attempt to connect. `without_frames` lets go of them at once.
+An error of a database driver is large: its traceback holds the driver's variables, and MariaDB's driver has a TLS
+context of 0.8 MB for each attempt to connect. `without_frames` frees them at once.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ from qmq.ticking import SECOND_S, until_next_second
 
 YOUNG_S = 0.1
 MIDDLE_EVERY = 4
-"""So many collections of what is new, then one of what they left."""
+"""Collections of young objects before one of the older generation."""
 FULL_S = 3600.0
 GROWTH_BYTES = 64 << 20
 LOOK_EVERY = 10
-"""So many collections, then one look at how much memory there is."""
+"""Collections between two measurements of memory."""
 IDLE_TURNS = 10
-"""After so many collections in a row that found next to nothing, it rests in between, until one finds more."""
+"""Collections in a row that found next to nothing, after which it pauses until one finds more."""
 FEW = 2000
-"""Objects that are not worth it to a process that has nothing to do."""
+"""Fewer new objects are not worth a collection in an idle process."""
 QUICK_S = 0.0003
-"""What a collection takes that finds next to nothing. A steady load that begins meanwhile makes the first one a few ms
-long: a second of objects instead of a tenth."""
+"""Duration of a collection that finds next to nothing. The first one of a steady load takes a few ms more: it covers a
+second of objects instead of a tenth.
+"""
 
 T = TypeVar("T")
 
 
 def without_frames(work: Callable[[], T]) -> T:
-    """Run `work`. The traceback of an error that it raises keeps its lines, but none of the variables."""
+    """Run `work`. The traceback of its error keeps the lines and drops the variables."""
     try:
         return work()
     except BaseException as error:
         cause: BaseException | None = error
         seen: set[int] = set()
-        while cause is not None and id(cause) not in seen:  # an error may be raised again from one that came of it
+        while cause is not None and id(cause) not in seen:  # an error may be raised again from its own consequence
             seen.add(id(cause))
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
@@ -65,7 +66,7 @@ async def collect_by_the_clock(rest_s: float = SECOND_S) -> None:
     """Run the collector of this process, until cancelled.
 
     Args:
-        rest_s: whole seconds between two looks, when there is nothing to do.
+        rest_s: whole seconds between two collections of an idle process.
     """
     gc.disable()
     idle, turn = 0, 0
@@ -85,12 +86,12 @@ async def collect_by_the_clock(rest_s: float = SECOND_S) -> None:
 
 
 def _full_is_due() -> tuple[float, int]:
-    """Return when to look at everything again, and with how much memory."""
+    """Return the time and the memory size of the next full collection."""
     return time.monotonic() + FULL_S, memory_bytes() * 5 // 4 + GROWTH_BYTES
 
 
 def memory_bytes() -> int:
-    """Return how much memory this process has for itself, without what it shares with files; 0: nobody can tell."""
+    """Return the memory of this process, without pages shared with files; 0: unknown."""
     try:
         return used_bytes()
     except OSError:
@@ -106,7 +107,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def ram_bytes() -> int:
-    """Return what this process may count on: the machine's memory, or its container's share of it."""
+    """Return the memory available to this process: the machine's, or its container's limit."""
     ram = PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
     for name in _CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError), open(name) as file:  # "max" is no limit
@@ -115,21 +116,21 @@ def ram_bytes() -> int:
 
 
 def used_bytes() -> int:
-    """Return what this process alone has in memory; not the files it maps, which the system may drop. Takes 20 µs."""
+    """Return the memory of this process alone, without mapped files, which the system may drop. Takes 20 µs."""
     _, resident, shared, *_ = os.pread(_statm(os.getpid()), 200, 0).split()
     return (int(resident) - int(shared)) * PAGE_BYTES
 
 
 @cache
 def _statm(pid: int) -> int:
-    """Opened once, as it is read each second; by each process that was forked, as it is the opener's."""
+    """Opened once, because it is read each second; by each forked process anew, because it shows its opener."""
     return os.open(f"/proc/{pid}/statm", os.O_RDONLY)
 
 
 def give_back() -> None:
-    """Return free memory to the system: the allocator keeps what lies between blocks that are still in use.
+    """Return free memory to the system: the allocator keeps pages between blocks in use.
 
-    Blocks no other thread of Python; takes milliseconds. Nothing happens where the C library cannot do it.
+    Blocks no other thread of Python; takes milliseconds. Does nothing where the C library lacks the call.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Shell. What every process tells Prometheus about itself: memory, processor time, open files, start, what runs."""
+"""Shell. Prometheus metrics of every process: memory, processor time, open files, start, version."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def register_process(registry: CollectorRegistry) -> None:
 
 
 def version_of(process: str) -> Metric:
-    """The build that runs, as a gauge that is always 1."""
+    """Running build, as a gauge that is always 1."""
     info = GaugeMetricFamily(f"qmq_{process}_info", "Always 1; says what runs.", labels=["version"])
     info.add_metric([VERSION], 1)
     return info
 
 
 class Reader(Collector):
-    """Exports what a function gives, read whenever Prometheus asks."""
+    """Exports the samples of a function, called at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""Core. Bounds what one token's clients may bring into being or send, so that none of them takes what others need."""
+"""Core. Bounds of one token's clients: new subjects, new consumer groups, and bytes a second."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from qmq.errors import Overloaded
 from qmq.rights import Caller, TokenRole
 
 NAMES_MAX = 100_000
-"""Tokens that are remembered; they are forgotten all at once when there are more."""
+"""Number of remembered tokens; beyond it all are forgotten at once."""
 BURST_MS = 1_000
-"""Of bytes: with less, a batch of the usual megabyte would stop a token for longer than it takes to send the next."""
+"""Burst of bytes. With less, a batch of the usual megabyte would stop a token for longer than its sending takes."""
 
 
 class NewSubjects:
-    """Bounds how many subjects, or consumer groups if `what` says so, each token's clients bring into being: within a
-    minute (a bucket per token's name), and in all since the process began."""
+    """Bound on the new subjects (or consumer groups, by `what`) of each token's clients: per minute, in a bucket per
+    token name, and since the process began.
+    """
 
     def __init__(self, per_minute: int, in_all: int, what: str = "subjects") -> None:
         self._per_minute = per_minute
@@ -25,7 +26,7 @@ class NewSubjects:
         self._made: dict[str, int] = {}
 
     def allow(self, caller: Caller, wanted: int, *, now_ms: int) -> int:
-        """Return how many of `wanted` new ones may be made now; the others later. `now_ms` never goes back."""
+        """Return how many of `wanted` new names may be created now; the others later. `now_ms` never goes back."""
         if caller.role == TokenRole.CLUSTER:
             return wanted
         if len(self._left) > NAMES_MAX:
@@ -35,17 +36,17 @@ class NewSubjects:
         made = self._made.get(caller.name, 0)
         allowed = min(wanted, int(left), self._in_all - made)
         self._left[caller.name] = (left - allowed, now_ms)
-        if allowed:  # tokens that made none are not remembered, and those that did are few: AddToken made them
+        if allowed:  # remembers only tokens that created names; they are few, because AddToken made them
             self._made[caller.name] = made + allowed
         return allowed
 
     def allowed(self, caller: Caller, wanted: int, *, now_ms: int) -> tuple[int, str]:
-        """Return what `allow` does, and why not the others; empty if all may be made."""
+        """Return the count of `allow`, and the reason for the rest; empty if all may be created."""
         count = self.allow(caller, wanted, now_ms=now_ms)
         return count, "" if count == wanted else str(self.why_not(caller))
 
     def why_not(self, caller: Caller) -> Overloaded:
-        """Say which bound a token has reached."""
+        """Return the error that names the bound reached by a token."""
         who = f"token {caller.name!r} made"
         if self._made.get(caller.name, 0) >= self._in_all:
             limit = "new_subjects_max"
@@ -55,16 +56,17 @@ class NewSubjects:
 
 
 class SentBytes:
-    """Bounds how many bytes a second each token's clients send. A second's worth may come at once, or one batch that is
-    larger; who sends more waits until what was taken is paid for. Used where there is such a bound."""
+    """Bound on the bytes a second of each token's clients. One second's worth may come at once, or one larger batch;
+    further bytes wait until those are paid for. Made only where a bound is set.
+    """
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
         self._paid_ms: dict[str, float] = {}
-        """Token's name -> when what was taken of it is paid for."""
+        """Token name -> time at which its bytes are paid for."""
 
     def take(self, caller: Caller, size: int, *, now_ms: int) -> None:
-        """Count what is taken. `now_ms` never goes back. Raises Overloaded: it is not taken, and not counted."""
+        """Count bytes. `now_ms` never goes back. Raises Overloaded: the bytes are rejected and not counted."""
         paid_ms = max(self._paid_ms.get(caller.name, 0.0), now_ms)
         if paid_ms - now_ms >= BURST_MS:
             limit = "token_bytes_per_s"
@@ -78,18 +80,19 @@ class SentBytes:
 
 
 class Ration:
-    """What may be written for who is at the other end of a connection, besides what it sends: of this one, without
-    bound. The core takes of it when it writes, so that nothing counts that was refused for another reason."""
+    """Bound on frames that a request of one client writes besides its messages; this one has no bound. The core counts
+    when it writes, so a request rejected for another reason counts nothing.
+    """
 
     def begin_group(self) -> None:
-        """Count a consumer group that comes into being. Raises Overloaded: it may not, and is not counted."""
+        """Count a new consumer group. Raises Overloaded: it is rejected and not counted."""
 
     def write(self, size: int) -> None:
-        """Count so many bytes. Raises Overloaded: they may not be written, and are not counted."""
+        """Count bytes. Raises Overloaded: they must not be written and are not counted."""
 
 
 class TokenRation(Ration):
-    """A client's part of what its token has. Made by the acceptor; `now_ms` never goes back."""
+    """Share of one client in its token's bounds. Made by the acceptor; `now_ms` never goes back."""
 
     def __init__(self, caller: Caller, groups: NewSubjects, sent: SentBytes | None, now_ms: Callable[[], int]) -> None:
         self._caller = caller

@@ -18,13 +18,13 @@ from qmq.rights import Caller, TokenRole
 TOKEN_KEY = "x-api-token"
 
 Needed = Mapping[str, frozenset[TokenRole]]
-"""Name of a method -> roles of which a caller needs one."""
+"""Method name -> roles of which a caller needs one."""
 
 _caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def caller() -> Caller:
-    """Who makes the call that is being answered. Within a method that the acceptor let in; its task only."""
+    """Caller of the current call. Set within a method that the acceptor let in, for its task only."""
     return _caller.get()
 
 
@@ -32,9 +32,9 @@ class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio c
     """Made by main, for one server.
 
     Args:
-        needed: what each method needs.
-        check: says whose token it is; raises AccessError.
-        refused: told of each refusal: the method, the peer and the reason.
+        needed: roles that each method requires.
+        check: returns the caller of a token; raises AccessError.
+        refused: called for each rejected call with the method, the peer and the reason.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Core. The version of this code: what processes say of themselves, so that a half-finished upgrade shows."""
+"""Core. The version of this code. Processes report it, so that a half-finished upgrade shows."""
 
 from __future__ import annotations
 
