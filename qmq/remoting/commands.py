@@ -67,7 +67,7 @@ class Command(IntEnum):
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-_encode = json.JSONEncoder(sort_keys=True).encode  # to make an encoder takes as long as to encode a small object
+_encode = json.JSONEncoder(sort_keys=True).encode  # building an encoder takes as long as encoding a small object
 
 
 def encode_json(**fields: Any) -> bytes:
@@ -75,7 +75,7 @@ def encode_json(**fields: Any) -> bytes:
 
 
 def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
-    """Decode a JSON object and check that each named field has its type.
+    """Decode a JSON object and check the type of each named field.
 
     Raises:
         InvalidRequest: names the field that is missing or of another type.
@@ -83,7 +83,7 @@ def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
     data = bytes(body)
     try:
         fields = json.loads(data)
-        if b"\\u" in data:  # which can say half a character, and whoever hashed, stored or sent it on would break off
+        if b"\\u" in data:  # JSON can hold half a character, which fails later when it is hashed, stored or forwarded
             json.dumps(fields, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"body is not JSON: {error}") from None
@@ -96,13 +96,13 @@ def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
     return fields
 
 
-# AUTHENTICATE: JSON token str, app str, maybe wall_ms int (what time it is by the client) -> JSON broker_group str,
-# packet_bytes_max int, message_bytes_max int, window_bytes int (un-acknowledged bytes a producer may have on this
+# AUTHENTICATE: JSON token str, app str, optional wall_ms int (the client's clock) -> JSON broker_group str,
+# packet_bytes_max int, message_bytes_max int, window_bytes int (unacknowledged bytes that a producer may have on this
 # connection).
 
 # PRODUCE:  0 u64 producer id, 8 u64 batch number, 16 u32 messages, 20 u32 CRC-32 of the body, 24 u16 s, 26 u16 flags
-#           (2 labelled, 4 ordered: qmq.log.frame), 28 subject s, then the body: the batch, and its labels if the flags
-#           say so (qmq.codec).
+#           (2 labelled, 4 ordered: qmq.log.frame), 28 subject s, then the body: the batch, and its labels if flagged
+#           (qmq.codec).
 _PRODUCE = struct.Struct("<QQIIHH")
 
 
@@ -117,7 +117,7 @@ class Produce(NamedTuple):
 
 
 def produce_header(producer: int, batch: int, count: int, crc: int, subject: str, flags: int = 0) -> bytes:
-    """Pack what stands in front of the batch."""
+    """Pack the bytes before the batch."""
     name = subject.encode()
     return _PRODUCE.pack(producer, batch, count, crc, len(name), flags) + name
 
@@ -136,7 +136,7 @@ def decode_produce(body: memoryview) -> Produce:
 
 
 def produced_subject(body: memoryview) -> bytes:
-    """Return the name of the subject in a PRODUCE, as it was sent, without looking at anything else."""
+    """Return the subject's name in a PRODUCE, as it was sent, without parsing the rest."""
     try:
         length = _PRODUCE.unpack_from(body)[4]
     except struct.error as error:
@@ -146,8 +146,8 @@ def produced_subject(body: memoryview) -> bytes:
 
 # Produced: 0 u64 sequence of the first stored message, 8 u32 stored, 12 u8 durability, 13 u16 refused r,
 #           then r x (u32 position in the batch, u16 n, reason n). Stored messages keep their order, without gaps.
-#           Behind that, while a quiet client produces here as well, u32: how large a batch should be at most, as that
-#           one's acknowledgements wait for what it takes on two disks. A larger one is taken all the same.
+#           While a quiet client produces here as well, a u32 follows: the advised maximum size of a batch, because
+#           that client's acknowledgements wait for this batch on two disks. A larger batch is accepted.
 _PRODUCED = struct.Struct("<QIBH")
 _REFUSED = struct.Struct("<IH")
 _BATCH_BYTES = struct.Struct("<I")
@@ -159,7 +159,7 @@ class Produced(NamedTuple):
     durability: int
     refused: list[tuple[int, str]]
     batch_bytes: int = 0
-    """How large the next batches should be at most; 0: as large as the client likes."""
+    """Advised maximum size of the next batches; 0: no advice."""
 
 
 def encode_produced(produced: Produced) -> bytes:
@@ -171,7 +171,7 @@ def encode_produced(produced: Produced) -> bytes:
 
 
 def encode_batch_bytes(batch_bytes: int) -> bytes:
-    """Make the end of a Produced."""
+    """Encode the end of a Produced."""
     return _BATCH_BYTES.pack(batch_bytes) if batch_bytes else b""
 
 
@@ -191,16 +191,16 @@ def decode_produced(body: memoryview) -> Produced:
 
 # SUBSCRIBE: JSON subject str, group str, consumer str, start "latest"|"earliest"|"since" and since_ms int (for a new
 #            group: messages stored at that time or later), broadcast bool (a new group is this consumer's own),
-#            held_end int: the first pull sequence that this consumer does not hold, is_new bool: this process has not
-#            subscribed before: what its name has un-acked goes back to the group, as delivered,
+#            held_end int: the first pull sequence that this consumer does not hold, is_new bool: the process has not
+#            subscribed before, so the unacked messages of its name return to the group, as delivered,
 #            deliveries_max int: deliveries of a message before it is a dead letter (0: no limit), tags list of str
 #            (none: all messages), tag_mode "any"|"all"; and, true or missing, begins: this client sends BEGIN for
-#            suspected messages, and its Pulled leave out of `times` what does not count. ephemeral, true or missing: a
-#            broadcast consumer whose name never comes back, so the cluster does not keep where it began.
+#            suspected messages, and `times` of its Pulled has attempts only. ephemeral, true or missing: a broadcast
+#            consumer whose name never returns, so the cluster does not store its beginning.
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
-#            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again
-#            what it decided: a master that was alone may have answered it, and its successor knows nothing of that.
-#            And begins true: this broker takes BEGIN and the verdict NOT_BEGUN (missing: it does not).
+#            [begin, end]: unsettled pull sequences below held_end. The consumer holds them, or sends its decision
+#            again: a master without a slave may have answered it, and the next master lacks it. And begins true: this
+#            broker accepts BEGIN and the verdict NOT_BEGUN (missing: it does not).
 
 
 def encode_subscribe(
@@ -262,9 +262,9 @@ def decode_pull(body: memoryview) -> Pull:
 
 # Pulled:   one or more pieces of one batch each, back to back, in order of pull sequence:
 #           0 u64 pull sequence of its first message, 8 u64 its sequence, 16 u32 messages, 20 u32 batch bytes,
-#           24 u32 CRC-32 of the batch, 28 u16 flags (1: progress is on the master alone, 4: messages with an order key
-#           came in its batch, 8: suspected, a consumer that had them vanished, 16: a dead letter in a chosen subject),
-#           30 u16 times: how often they were delivered, this time included (65,535: or more often), then the batch.
+#           24 u32 CRC-32 of the batch, 28 u16 flags (1: progress is on the master alone, 4: its batch has messages with
+#           an order key, 8: suspected, its consumer vanished, 16: a dead letter in a chosen subject),
+#           30 u16 times: delivery attempts, this one included (65,535: or more), then the batch.
 FLAG_SUSPECTED, FLAG_IS_DEAD = 8, 16
 TIMES_MAX = 65_535
 _PIECE = struct.Struct("<QQIIIHH")
@@ -301,13 +301,13 @@ def decode_pulled(body: memoryview) -> Iterator[Piece]:
         at += PIECE_BYTES + body_bytes
 
 
-# ACK:      0 u32 subscription, then n x (u64 begin, u64 end): pull sequences, half-open, ascending, anywhere in what is
-#           un-acked. What is settled already does no harm. Answer: 0 u64 acked end: everything below is settled.
+# ACK:      0 u32 subscription, then n x (u64 begin, u64 end): pull sequences, half-open, ascending, anywhere among the
+#           unacked. Settled ones are ignored. Answer: 0 u64 acked end: everything below is settled.
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _RANGE = struct.Struct("<QQ")
 RANGES_MAX = 10_000
-"""In one ACK or NACK."""
+"""Most ranges in one ACK or NACK."""
 
 
 class Ack(NamedTuple):
@@ -333,7 +333,7 @@ def _ascending(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 # NACK:     0 u32 subscription, 4 u32 n, n x (u64 begin, u64 end, u64 delay ms, u32 verdict), then the reason, UTF-8.
-#           The messages of a range come again after the delay, or become dead letters. Answer: as for ACK.
+#           The messages of a range are delivered again after the delay, or become dead letters. Answer: as for ACK.
 DELAY_MS_MAX = 24 * 3600 * 1000
 REASON_BYTES_MAX = 1_000
 _NACK = struct.Struct("<II")
@@ -341,15 +341,16 @@ _NACK_ENTRY = struct.Struct("<QQQI")
 
 
 class Verdict(IntEnum):
-    """What becomes of messages that a consumer could not handle."""
+    """Fate of messages that a consumer could not handle."""
 
     RETRY = 0
     DEAD_LETTER = 1
     NOT_BEGUN = 2
-    """They come again at once, and this delivery does not count. To brokers that answer SUBSCRIBE with `begins`."""
+    """Delivered again at once, and this delivery does not count. For brokers that answer SUBSCRIBE with `begins`."""
     EXPIRED = 3
-    """No handler got them in time: over, or dead letters if the subject says so. To brokers that answer SUBSCRIBE with
-    `expires`."""
+    """Expired before a handler began: settled, or dead letters if the subject is set so. For brokers that answer
+    SUBSCRIBE with `expires`.
+    """
 
 
 class NackEntry(NamedTuple):
@@ -366,7 +367,7 @@ class Nack(NamedTuple):
 
 
 def encode_nack(nack: Nack) -> bytes:
-    """Pack a NACK; a reason that is too long is cut."""
+    """Pack a NACK; a long reason is cut."""
     entries = b"".join(_NACK_ENTRY.pack(*entry) for entry in nack.entries)
     reason = nack.reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
     return _NACK.pack(nack.subscription, len(nack.entries)) + entries + reason
@@ -399,28 +400,28 @@ def decode_acked(body: memoryview) -> int:
 
 
 # HEARTBEAT: empty; renews the lease of every subscription of the connection.
-# BEGIN:    as ACK: pull sequences of suspected messages that a handler begins with now. Answer: empty. Whatever else of
-#           a consumer's un-acked messages is not named by one does not count as an attempt if the consumer vanishes.
-# UNSUBSCRIBE: JSON subscription int. What this consumer did not ack goes back to its group at once.
+# BEGIN:    as ACK: pull sequences of suspected messages that a handler begins now. Answer: empty. If the consumer
+#           vanishes, only messages named by a BEGIN count as attempts.
+# UNSUBSCRIBE: JSON subscription int. The consumer's unacked messages return to its group at once.
 
-# CANCEL:   JSON subject str, ids list of str, keys list of str (qmq_delayKey of messages that wait), due_ms int: about
-#           when they are due, where to look first; 0: unknown. Answered when both disks have it, and the same when it
-#           is asked again.
-#           -> Cancelled: JSON ids, keys: for each a DelayState. A key may name several messages: all of them that wait.
+# CANCEL:   JSON subject str, ids list of str, keys list of str (qmq_delayKey of pending messages), due_ms int: about
+#           the due time, where the search begins; 0: unknown. Answered when both disks have it; a repeated request
+#           gets the same answer.
+#           -> Cancelled: JSON ids, keys: for each a DelayState. A key may name several pending messages: all of them.
 # RESCHEDULE: JSON subject str, id str, key str (one of the two is ""), due_ms int -> Rescheduled: JSON outcome.
 DELAY_KEY_BYTES_MAX = 100
 RECALLED_MAX = 10_000
-"""Ids and keys in one CANCEL."""
+"""Most ids and keys in one CANCEL."""
 
 
 class DelayState(StrEnum):
-    """What a delay server says of a delayed message."""
+    """State of a delayed message, as a delay server reports it."""
 
     CANCELLED = "cancelled"
-    """Taken out, now or by an earlier CANCEL."""
+    """Removed, now or by an earlier CANCEL."""
     RESCHEDULED = "rescheduled"
     SENT = "sent"
-    """Given to a broker, or about to be: what was planned is not taken back."""
+    """Sent to a broker, or planned to be: a plan is not revoked."""
     UNKNOWN = "unknown"
 
 
@@ -494,10 +495,10 @@ def decode_rescheduled(body: Buffer) -> DelayState:
 
 # RECUR:    JSON action "put"|"delete"|"list", subject str, name str ("" for list: all), owner str, cron str,
 #           timezone str, message str: base64 of an encoded message (these four for put). Answered when both disks have
-#           it, and the same when it is asked again.
+#           it; a repeated request gets the same answer.
 #           -> JSON schedules list of RecurringSchedule: the one that was put, those that were deleted, or all.
 RECUR_NAME_BYTES_MAX = 60
-"""With the time of an occurrence it makes the occurrence's id."""
+"""Prefix of an occurrence's id; the occurrence's time follows."""
 
 
 class RecurAction(StrEnum):
@@ -517,7 +518,7 @@ class Recur(NamedTuple):
 
 
 class RecurringSchedule(NamedTuple):
-    """A message that is sent again and again; `due_ms`: when next, in ms since 1970 UTC."""
+    """Schedule of a recurring message; `due_ms`: its next time, in ms since 1970 UTC."""
 
     subject: str
     name: str
@@ -528,7 +529,7 @@ class RecurringSchedule(NamedTuple):
 
     @property
     def next_at(self) -> datetime:
-        """When it is due next."""
+        """Its next due time."""
         return _EPOCH + timedelta(milliseconds=self.due_ms)
 
 
@@ -573,7 +574,7 @@ def split_offset(body: memoryview) -> tuple[int, memoryview]:
     return _U64.unpack_from(body)[0], body[8:]
 
 
-# BEAT:  0 u64 ms since 1970 UTC, and if anything is to be said, 8 u8 flags: 1 the sender's disk is nearly full.
+# BEAT:  0 u64 ms since 1970 UTC, then, if any is set, 8 u8 flags: 1 the sender's disk is nearly full.
 _DISK_IS_FULL = b"\x01"
 
 

@@ -1,4 +1,4 @@
-"""Shell. A TCP connection that carries packets both ways; brokers, clients and slaves use the same one."""
+"""Shell. TCP connection that carries packets both ways; brokers, clients and slaves use the same class."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ log = bounded(__name__)
 Answered = Callable[[memoryview | QmqError], None]
 
 WRITE_BUFFER_BYTES = 4 << 20
-"""Above it the peer reads too slowly and `writable` turns false; whoever produces bytes must wait."""
+"""Above it the peer reads too slowly: `writable` turns false, and senders must wait."""
 
 
 class PacketHandler(Protocol):
-    """What a connection's owner is told, on the event loop."""
+    """Callbacks of a connection's owner, on the event loop."""
 
     def packet_received(self, connection: Connection, packet: Packet) -> None: ...
 
@@ -43,7 +43,7 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     logs_refusals = False
-    """Whether `refuse` logs which limit a packet is over: one event is one line."""
+    """Whether `refuse` logs the limit that a packet exceeds: one event is one line."""
 
     def __init__(self, handler: PacketHandler, packet_bytes_max: int) -> None:
         self._handler = handler
@@ -69,7 +69,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "?"
-        if self.lost_reason:  # its owner closed it before it was made
+        if self.lost_reason:  # its owner closed it before it was connected
             transport.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -115,11 +115,11 @@ class Connection(asyncio.BufferedProtocol):
     # Used by the owner.
 
     def allow_packets(self, packet_bytes_max: int) -> None:
-        """Take larger packets from now on."""
+        """Accept larger packets from now on."""
         self._reader.packet_bytes_max = packet_bytes_max
 
     def read(self, is_read: bool) -> None:
-        """Read from the socket, or let the other end wait until it is full; packets that are in already are handled."""
+        """Read from the socket, or stop reading so that the peer's socket fills; received packets are still handled."""
         if is_read is not self._is_read and self._transport is not None and not self._transport.is_closing():
             self._is_read = is_read
             (self._transport.resume_reading if is_read else self._transport.pause_reading)()
@@ -129,19 +129,19 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def close(self, reason: str = "") -> None:
-        """Close after what was written is sent; `reason` is what `connection_lost` will report."""
+        """Close after all written bytes are sent; `connection_lost` gets `reason`."""
         self.lost_reason = self.lost_reason or reason
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close at once: what was written may never leave, as the other end does not take it."""
+        """Close at once; written bytes may be lost, because the peer does not read them."""
         self.lost_reason = self.lost_reason or reason
         if self._transport is not None:
             self._transport.abort()
 
     def send(self, code: int, flag: int, opaque: int, request_code: int, *parts: Buffer) -> None:
-        """Send one packet; nothing happens if the connection is closed, its loss was or will be reported."""
+        """Send one packet. Does nothing if the connection is closed; the loss is reported on its own."""
         if self._transport is None:
             return
         size = 0
@@ -151,8 +151,8 @@ class Connection(asyncio.BufferedProtocol):
         if size <= 2048:
             self._transport.write(b"".join((header, *parts)))
         else:
-            # asyncio's own loop, from Python 3.12 on, never gets rid of an empty part at the end: it would try to write
-            # it for ever, and not end the connection.
+            # asyncio's own loop, from Python 3.12 on, never removes an empty part at the end: it would try to write it
+            # for ever, and not end the connection
             self._transport.writelines([header, *filter(len, parts)])
 
     def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
@@ -168,9 +168,9 @@ class Connection(asyncio.BufferedProtocol):
         self.send(command, ONE_WAY, 0, command, *parts)
 
     def ask(self, answered: Answered, command: Command, *parts: Buffer) -> None:
-        """Send a request; `answered` gets the answer's body, the error it carries, or OutcomeUnknown.
+        """Send a request; `answered` gets the answer's body, its error, or OutcomeUnknown.
 
-        It is called in the order in which packets arrive, so before anything that came behind the answer is handled.
+        Called in the order in which packets arrive, so before later packets are handled.
         """
         if not self.is_open:
             answered(OutcomeUnknown(f"{self.peer}: {self.lost_reason or 'not connected'}"))
@@ -180,11 +180,11 @@ class Connection(asyncio.BufferedProtocol):
         self.send(command, 0, self._opaque, command, *parts)
 
     def request(self, command: Command, *parts: Buffer) -> asyncio.Future[memoryview]:
-        """Send a request; the future ends as `ask` says."""
+        """Send a request; the future ends like the callback of `ask`."""
         future: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
 
         def answered(answer: memoryview | QmqError) -> None:
-            if future.done():  # whoever stopped waiting need not hear of it
+            if future.done():  # the caller has stopped waiting
                 return
             if isinstance(answer, QmqError):
                 future.set_exception(answer)
@@ -213,14 +213,14 @@ _KEEPALIVE = [
 
 
 def notice_dead_peers(sock: socket.socket | None) -> None:
-    """A peer whose machine is gone sends nothing: let the kernel ask, and end the connection within 15 s.
+    """Let the kernel probe a silent peer, and end the connection to a lost machine within 15 s.
 
-    A listening socket is told once, and the kernel does it for all that it accepts: told one by one, that was a fifth
-    of what a connection cost.
+    A listening socket passes the options on to its accepted connections: setting them one by one took a fifth of a
+    connection's cost.
     """
     if sock is None:
         return
-    # One of our own on the same connection: uvloop's makes one for each call.
+    # An object of our own for the same connection: uvloop creates one per call.
     with socket.socket(sock.family, sock.type, sock.proto, os.dup(sock.fileno())) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
@@ -230,11 +230,11 @@ def notice_dead_peers(sock: socket.socket | None) -> None:
 async def connect(
     endpoint: Endpoint, *, handler: PacketHandler, token: str, app: str, packet_bytes_max: int, timeout_s: float
 ) -> tuple[Connection, dict[str, object]]:
-    """Connect and authenticate; return the connection and the broker's welcome (qmq.remoting.commands).
+    """Connect and authenticate; return the connection and the broker's answer (qmq.remoting.commands).
 
     Raises:
-        AccessError: the token is not valid.
-        NotServed: nobody answers at `endpoint`.
+        AccessError: the token is invalid.
+        NotServed: no answer at `endpoint`.
     """
     loop = asyncio.get_running_loop()
 
@@ -252,7 +252,7 @@ async def connect(
     except BaseException as error:
         if connection is not None:
             connection.close("not authenticated")
-        if isinstance(error, OutcomeUnknown):  # which names the other end
+        if isinstance(error, OutcomeUnknown):  # the text names the peer
             raise NotServed(str(error)) from None
         if isinstance(error, OSError | TimeoutError):
             raise NotServed(f"{endpoint}: {cause_of(error)}") from None

@@ -47,12 +47,12 @@ class Packet(NamedTuple):
 
 
 def packet_header(code: int, opaque: int, flag: int, request_code: int, body_bytes: int) -> bytes:
-    """Pack what stands in front of a body of `body_bytes`."""
+    """Pack the header of a body of `body_bytes`."""
     return _HEADER.pack(20 + body_bytes, 18, MAGIC, code, VERSION, opaque, flag, request_code)
 
 
 class PacketTooLarge(InvalidRequest):
-    """A packet is over the limit of its connection. `request` is its header, for an answer; its body is not read."""
+    """A packet exceeds the limit of its connection. `request` is its header, for an answer; its body is not read."""
 
     code = ErrorCode.MESSAGE_TOO_LARGE
     limit = "packet_bytes_max"
@@ -74,28 +74,29 @@ class PacketReader:
     """
 
     FIRST_BYTES, STAGING_BYTES = 4 * 1024, 256 * 1024
-    """The staging area grows while reads fill it: most connections say little, some nothing, and 256 KiB for each took
-    more time than all else that one costs which is refused."""
+    """The staging area grows while reads fill it. Most connections carry little: 256 KiB for each cost more time than
+    everything else about a rejected connection.
+    """
 
     def __init__(self, packet_bytes_max: int) -> None:
         self.packet_bytes_max = packet_bytes_max
-        """May be raised, for instance once the other end has said who it is."""
+        """May be raised, for instance after authentication."""
         self._staging = memoryview(bytearray(self.FIRST_BYTES))
         self._filled = 0
         self._large: memoryview | None = None
         self._large_filled = 0
 
     def buffer(self) -> memoryview:
-        """Return where the next bytes belong; never empty."""
+        """Return the place of the next bytes; never empty."""
         if self._large is not None:
             return self._large[self._large_filled :]
         return self._staging[self._filled :]
 
     def received(self, count: int) -> list[Packet]:
-        """Take note that `count` bytes were written into `buffer()`; return the packets complete now.
+        """Consume `count` bytes written into `buffer()`; return the packets complete now.
 
         Raises:
-            InvalidRequest: the stream is not QMQ's protocol or (PacketTooLarge) a packet is over the limit; close the
+            InvalidRequest: the stream is not QMQ's protocol, or (PacketTooLarge) a packet exceeds the limit; close the
                 connection.
         """
         if self._large is not None:
@@ -126,8 +127,9 @@ class PacketReader:
         return packets
 
     def close(self) -> None:
-        """Give the memory back. Nothing is received any more; a connection and its owner, which know each other, stay
-        until Python looks for circles, and a server looks at old ones once in an hour."""
+        """Free the memory after the last receive. A connection and its owner refer to each other, so both stay until
+        Python's cycle collector runs, once an hour for old objects in a server.
+        """
         self._staging = memoryview(b"")
         self._filled = 0
         self._large = None
