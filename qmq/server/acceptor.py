@@ -67,7 +67,7 @@ class AcceptorHost(Protocol):
 
 
 class _Guest(Connection):
-    """An accepted connection, whose invalid requests are logged."""
+    """An accepted connection; logs its invalid requests."""
 
     logs_refusals = True
 
@@ -241,7 +241,9 @@ class Acceptor:
 
     @property
     def is_clock_off(self) -> bool:
-        """Whether the client's clock differed too much from ours at login. A client whose login waited seems behind."""
+        """Whether the client's clock differed too much from ours at login. A delayed login makes a clock seem
+        behind.
+        """
         return abs(self.clock_ahead_ms or 0) > self._settings.clock_difference_ms_max
 
     def _tell_clock(self) -> None:

@@ -183,9 +183,9 @@ SUBJECTS_MAX = 10_000
 """Per connection; more are checked anew."""
 
 _WRITING = frozenset({Command.PRODUCE, Command.RECUR})
-"""What is written with its message, and may bring a subject into being."""
+"""Commands that carry a message, which may create a subject."""
 _OF_PRODUCERS = frozenset({Command.CANCEL, Command.RESCHEDULE})
-"""What delayed messages are told by those who may send them."""
+"""Commands about delayed messages, for clients that may send them."""
 
 CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "ReplicaStatus": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
@@ -206,7 +206,7 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "ResetOffset": frozenset({TokenRole.CLUSTER}),
     "MarkGroups": frozenset({TokenRole.CLUSTER}),
 }
-"""Method of the control port -> roles of which a caller needs one. What changes something comes from a metaserver."""
+"""Method of the control port -> roles of which a caller needs one. Only a metaserver sends changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class Limits:
         if self._sent is not None and packet.code in _WRITING:
             self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
         elif self._sent is not None and packet.code == Command.RESCHEDULE:
-            self._sent.take(self._caller, 0, now_ms=now_ms)  # what it writes anew is counted when it is found
+            self._sent.take(self._caller, 0, now_ms=now_ms)  # the search counts the messages that it writes anew
 
     def _check_subject(self, name: bytes, known_subjects: Mapping[str, object], now_ms: int) -> None:
         if name in self._produced:

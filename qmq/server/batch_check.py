@@ -49,7 +49,7 @@ def check_messages(batch: Buffer, count: int, message_bytes_max: int) -> list[tu
 
 
 def _is_usual(data: memoryview, begin: int, end: int) -> bool:
-    """Return for one message what `are_usual` returns for a batch."""
+    """Return for one message the verdict of `are_usual` for a batch."""
     try:
         at = begin + _SUBJECT_AT + (data[begin + 17] << 8 | data[begin + 18])
         id_bytes = data[at + 1]
@@ -179,7 +179,7 @@ def _pass_tags(data: Bytes, begins: Ints, at: Ints, ends: Ints) -> bool:
 
 
 def _end_there(data: Bytes, at: Ints, ends: Ints) -> bool:
-    """Return whether what is left of each message has the length that it says: four bytes, of which two are 0."""
+    """Return whether the rest of each message has the length in its four length bytes, of which two are 0."""
     if (at + 4 > ends).any() or _length(data, at).any():
         return False
     return bool((_behind_string(data, at + 2) == ends).all())

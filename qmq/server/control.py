@@ -35,11 +35,11 @@ CONNECTIONS_MAX = 1_000
 """Of a control port: metaservers, the other copies, audits and tools."""
 POLL_S = 0.005
 FLUSHED_S = 1.0
-"""A disk that takes longer to write down what a copy has is none to choose."""
+"""A copy whose disk takes longer to store its state must not be chosen."""
 
 
 class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generated code has no types
-    """What brokers and delay servers answer alike. Made by main; its server ends with the process."""
+    """Control methods shared by brokers and delay servers. Made by main; its server ends with the process."""
 
     def __init__(self, service: Service[M], settings: CopySettings, samples: Samples) -> None:
         self._service = service
@@ -50,7 +50,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         self._repairs_pace = Pace(settings.catch_up_bytes_per_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Put what is served on `server`."""
+        """Register the methods on `server`."""
         add_BrokerServicer_to_server(self, server)
 
     async def serve(self) -> None:
@@ -145,7 +145,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         )
         try:
             self._service.guarded(prepare)
-            if request.promised_term:  # what it says that it has must outlive a power cut, as the promise does
+            if request.promised_term:  # the reported frames must outlive a power cut, as the promise does
                 async with asyncio.timeout(FLUSHED_S):
                     while not node.log.is_idle:
                         await asyncio.sleep(POLL_S)

@@ -128,7 +128,7 @@ class Series(Metric):
         return [Sample(name, dict(zip(self._labels, values, strict=True)), value) for values, value in self._rows]
 
     def lines(self, quoted: Callable[[str], str], shown: Callable[[float], str]) -> Iterable[str]:
-        """Return the line of each series. Shared by a page's families: what writes a label's value, and a number."""
+        """Return the line of each series. The families of a page share the encoders of label values and numbers."""
         if not self._rows:
             return ()
         labels, values = zip(*self._rows, strict=True)

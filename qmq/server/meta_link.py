@@ -38,8 +38,9 @@ RETRIES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits after failures in a row. The first is none: another metaserver is there when one ends, and /meta/address names
 it. Up to half of a wait is added at random, so that not all brokers come at once."""
 STEADY_S = 3.0
-"""Who was served for so long begins with the first wait again. Two machines with a copy of one broker's disk and name
-end each other's heartbeats; they must not do it a hundred times a second."""
+"""A connection that lasted this long resets the waits. Two machines with a copy of one broker's disk and name end each
+other's heartbeats; they must not do so a hundred times a second.
+"""
 ALONE_AFTER_S = 3.0
 """Time that a starting broker waits for the metaserver before it takes its last role."""
 

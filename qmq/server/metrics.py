@@ -1,4 +1,4 @@
-"""Shell. What every process that keeps one copy of a group tells Prometheus: its part, its log, its producers."""
+"""Shell. Metrics of every process that keeps a copy of a group: its part, its log, its producers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from qmq.subjects import is_dead_letter_subject, matching
 from qmq.version import VERSION
 
 Reading = tuple[str, str, float]
-"""Name without the prefix, what it says, value."""
+"""Name without the prefix, help text, value."""
 Later = Callable[[], Iterable[Metric]]
 
 
@@ -42,11 +42,11 @@ def largest(sizes: Mapping[str, int], most: int, is_always: Callable[[str], bool
 
 
 class CopyCollector(Collector, Generic[M]):
-    """Reads the state on its loop whenever Prometheus asks; nothing is counted twice or kept beside the core.
+    """Reads the state on its loop at each scrape; nothing is counted twice or kept beside the core.
 
     Args:
-        prefix: with which all names begin.
-        settings: say how many subjects, and how many consumer groups, are shown one by one, and which always are.
+        prefix: begin of all names.
+        settings: numbers of subjects and consumer groups with series of their own, and those that always have some.
     """
 
     def __init__(
@@ -74,13 +74,14 @@ class CopyCollector(Collector, Generic[M]):
             yield from make()
 
     def copied(self) -> Iterator[Later]:
-        """Copy what is about all subjects and groups, on the loop; what is returned ranks it and makes families of it,
-        which takes longer, on another thread."""
+        """Copy the facts about all subjects and groups, on the loop. The returned function ranks them and makes
+        families, which takes longer, on another thread.
+        """
         ends = dict(self._service.node.log.state.next_sequence)
         yield lambda: self._subjects(ends)
 
     def read(self) -> Iterator[Metric]:
-        """What a process of this kind adds comes behind this."""
+        """Metrics of the subclass's process follow these."""
         yield from map(self.gauge, self._gauges())
         yield from map(self.count, self._counts())
         info = self.gauges("info", "Always 1; says what runs", "version")
@@ -118,7 +119,7 @@ class CopyCollector(Collector, Generic[M]):
         yield from (lag, in_sync)
 
     def readiness(self) -> dict[str, object]:
-        """What `/health/ready` answers: ready is who has a part in its group and can do it."""
+        """Return the answer of `/health/ready`: ready is a process with a part in its group that it can do."""
         node = self._service.node
         return {
             "ready": node.role is not None,
@@ -154,13 +155,13 @@ class CopyCollector(Collector, Generic[M]):
         return Series(f"{self._prefix}_{name}", text, "counter", ["broker_group", *labels])
 
     def histogram(self, name: str, text: str, buckets_ms: Sequence[int], counts: list[int], sum_ms: float) -> Metric:
-        """Make a histogram in seconds; the last place of `counts` is for what is slower than every bucket."""
+        """Make a histogram in seconds; the last place of `counts` is for values above every bucket."""
         bounds = [str(ms / 1000) for ms in buckets_ms] + ["+Inf"]
         family = HistogramMetricFamily(f"{self._prefix}_{name}", text, labels=["broker_group"])
         family.add_metric([self.group], list(zip(bounds, accumulate(counts), strict=True)), sum_ms / 1000)
         return family
 
-    # What all have.
+    # Metrics of every process.
 
     def _gauges(self) -> Iterator[Reading]:
         node, service = self._service.node, self._service
@@ -254,7 +255,7 @@ class CopyCollector(Collector, Generic[M]):
 
 
 def connections(service: Service[Any]) -> list[dict[str, object]]:
-    """What each client's connection does: `/connections`."""
+    """Answer of `/connections`: the state of each client's connection."""
     return [
         {
             "peer": acceptor.connection.peer,

@@ -8,8 +8,8 @@ States of a client's connection:
     flow      its unacknowledged bytes fill its window: not read until half of them were answered
     blocked   the process is over its memory limit: not read until that ends
 
-A connection that consumes is always running: its acks end an overload. What it produces beyond its window, or while
-memory is short, is refused instead (qmq.server.producing, and the readonly reason).
+A connection that consumes is always running: its acks end an overload. Its batches beyond the window, or while memory
+is short, are rejected instead (qmq.server.producing, and the readonly reason).
 
 Keeps I19.
 """
@@ -41,10 +41,11 @@ BATCH_BYTES = 256 << 10
 """How large a batch should be at most beside a quiet connection, which waits for the whole of each. Not beside loud
 ones alone: smaller batches cost both brokers and their producers more."""
 QUIET_BYTES = 64 << 10
-"""A connection is quiet whose batches have been smaller for ten to twenty seconds, or ever since it began."""
+"""A connection with smaller batches only, for ten to twenty seconds or since its begin, is quiet."""
 SHARES_MS = 10_000
-"""A connection has a share until it has produced nothing for so long, or twice that: so also who produces now and then
-finds no long queue."""
+"""A connection keeps its share until it has produced nothing for so long, or twice that; so an occasional producer
+finds no long queue either.
+"""
 
 
 class ConnectionState(StrEnum):
@@ -150,8 +151,9 @@ class Shares(Generic[K]):
 
 @dataclass(slots=True)
 class LimitsReached:
-    """Settings whose bound stopped or refused a client, and operators' limits of subjects. Made by the service; times
-    never go back."""
+    """Settings that stopped or rejected a client, and operators' limits of subjects. Made by the service; times never
+    go back.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     """How often, by setting; only those that ever did."""

@@ -15,8 +15,9 @@ SILENT_S_MAX = 10.0
 LATE_S = 0.5
 """A look that comes so late was held up here: the answer may wait unread."""
 CALM_S = 5.0
-"""What answers took in so long a time decides about the wait after it. Longer, and a metaserver that stood still would
-make its brokers slow to leave the next one that does."""
+"""Window of answer times that decides the wait after it. With a longer one, a metaserver that stood still would make
+its brokers slow to leave the next.
+"""
 
 
 class Patience:

@@ -48,7 +48,7 @@ PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
 @dataclass(slots=True)
 class ProduceCounters:
-    """What a master took from producers, for metrics; goes on from one mastership to the next."""
+    """A master's counts of its producers, for metrics; they continue from one mastership to the next."""
 
     produce_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(PRODUCE_MS_BUCKETS) + 1))
     """Batches acknowledged, by time from arrival; the last place is for those slower than every bucket."""
@@ -60,7 +60,7 @@ class ProduceCounters:
 
 
 class _Batch(NamedTuple):
-    """The body of a frame, with its labels if `flags` say so."""
+    """Body of a frame, with its labels if `flags` have them."""
 
     body: Buffer
     count: int  # type: ignore[assignment]  # shadows tuple.count
@@ -87,7 +87,7 @@ class Producing:
     Args:
         wake: called when a subject got messages.
         check_room: raises SubjectFull if a subject takes no more from producers.
-        check: says which of so many messages of a batch, of so many bytes at most, cannot be stored; raises
+        check: returns the messages of a batch that cannot be stored, from its bytes, count and largest message; raises
             InvalidRequest.
     """
 
@@ -135,7 +135,7 @@ class Producing:
         self._hold(link, packet, len(produce.body), frame.end, commands.encode_produced(produced))
 
     def _storable(self, produce: Produce) -> tuple[_Batch | None, list[tuple[int, str]]]:
-        """Return what is left when each message that cannot be stored is taken out, and (position, reason) of those."""
+        """Return the batch without the messages that cannot be stored, and (position, reason) of those."""
         batch, labels = _split(produce)
         refused = self._check(batch, produce.count, self._mastership.settings.message_bytes_max)
         flags = label_flags(labels) if labels else 0
@@ -176,7 +176,7 @@ class Producing:
     def _answer_repeated(self, link: Link, packet: Packet, produce: Produce, stored: StoredBatch) -> None:
         mastership = self._mastership
         if mastership.gate.too_few_in_sync and stored.end > mastership.gate.high_watermark:
-            # Nobody knows for how long; repeats that wait here would fill the memory of the only copy that is up.
+            # The wait has no bound, and waiting repeats would fill the memory of the only running copy.
             raise OutcomeUnknown(
                 f"stored on one copy; the other is missing. Repeat the same batch to {mastership.group}"
             )
@@ -192,8 +192,9 @@ class Producing:
         self._mastership.gate.stored(stored.end, answer)
 
     def _look_inside(self, link: Link, packet: Packet, produce: Produce, stored: StoredBatch) -> None:
-        """Find out which messages of a batch were stored under its number. It has others than then, as rows of an
-        outbox were deleted meanwhile; or other limits decided what is refused."""
+        """Find the messages of a repeated batch that were stored under its number. The batch differs from the stored
+        one: rows of an outbox were deleted meanwhile, or other limits rejected other messages.
+        """
         message_log = self._mastership.log
         refs = message_log.frames(produce.subject, stored.first_sequence, 1)
         if not refs or refs[0].begin != stored.first_sequence or stored.end > message_log.flushed_end:
@@ -241,8 +242,9 @@ class Producing:
         mastership.gate.stored(end, answer)
 
     def _check_window(self, link: Link) -> None:
-        """Refuse what comes beyond the window and what may have been read together with the packet that filled it: only
-        a connection that consumes as well is read on (qmq.server.overload)."""
+        """Reject batches beyond the window and beyond one read of the socket. Only a connection that consumes as well
+        is read on (qmq.server.overload).
+        """
         window = self._mastership.settings.window_bytes
         if link.unacked_bytes >= window + min(window, PacketReader.STAGING_BYTES):
             raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait", "window_bytes")
@@ -260,5 +262,5 @@ def _ids(batch: Buffer, count: int) -> list[str | None]:
 
 
 def _without_body(packet: Packet) -> Packet:
-    """What waits for its answer needs no batch any more; the log has it."""
+    """The waiting answer does not need the batch; the log has it."""
     return packet._replace(body=_EMPTY)

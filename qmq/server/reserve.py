@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 NAME = "reserve"
 RESERVE_BYTES = 8 << 20
 DISK_FLOOR_BYTES = 32 << 20
-"""Below it the group is readonly, also where `disk_free_limit` is less: what a disk writes in a tenth of a second."""
+"""Below it the group is readonly, even if `disk_free_limit` is less: a disk writes this much in a tenth of a second."""
 NEEDED_BYTES = 2 << 20
 """Of epoch, snapshot of a small installation, and a torn tail. More is rare, and ends the process as any full disk."""
 LOOK_S = 1.0

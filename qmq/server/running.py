@@ -31,14 +31,16 @@ S = TypeVar("S", bound=CopySettings)
 
 
 Tasks = list[Coroutine[None, None, None]]
-"""What a process does; none of them ends by itself."""
+"""Tasks of a process; none of them ends by itself."""
 
 Build = Callable[[S, MessageLog, RealDisk, IdentityFile], Tasks]
 """Called on the loop, once the log is recovered."""
 
 
 def run(name: str, settings_type: type[S], prefix: str, description: str, build: Build[S]) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit status: 0 told to stop, 2 wrong settings, 1 could not start."""
+    """Run until SIGTERM or SIGINT; return the exit status: 0 after a signal, 2 for wrong settings, 1 for a failed
+    start.
+    """
     parser = argparse.ArgumentParser(prog=f"qmq {name}", description=description)
     parser.add_argument("--config", type=Path, help=f"TOML file; {prefix}_… variables override it")
     arguments = parser.parse_args()
@@ -85,7 +87,7 @@ async def _serve(settings: S, build: Build[S], instance: str) -> None:
     identity = IdentityFile(disk, new_incarnation=secrets.token_hex(8), instance=instance)
     parts = build(settings, message_log, disk, identity)
     gc.collect()
-    gc.freeze()  # what was imported and built stays for good; looking at it again and again costs 30 ms a time
+    gc.freeze()  # imports and what they built stay for good; each look at them costs 30 ms
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):

@@ -90,7 +90,7 @@ class Scrub:
         return None if self._found_s is None else self._loop.time() - self._found_s
 
     def _note_segments(self) -> None:
-        """What this process wrote counts as read when it was closed; what it found here, as read before it began."""
+        """Segments written by this process count as read when they are closed; older ones as read before it began."""
         closed, now_s = self._log.bases[:-1], self._loop.time()
         known = self._verified_s
         self._verified_s = {base: known.get(base, self._began_s if base in self._older else now_s) for base in closed}

@@ -53,23 +53,26 @@ M = TypeVar("M", bound=Master)
 
 TICK_S = 0.1
 INLINE_COMMIT_BYTES = 64 * 1024
-"""A larger commit always goes to the thread: writing it would hold up the loop, whatever its fsync costs. So does one
-that begins or deletes a segment, which takes ten fsyncs."""
+"""A larger commit always goes to the thread: its writing would block the loop, whatever its fsync costs. So does one
+that begins or deletes a segment, which takes ten fsyncs.
+"""
 LOGGED_MAX = 1000
 LOGGED_CHARS = 500
 """Remembered mistakes of clients, so that each is logged once; maximum of the logged text."""
 RECONNECTS_S = (0.02, 0.05, 0.1, 0.2)
-"""How long a slave waits before it connects again, by attempts since its role changed: the new master of a failover
-begins some milliseconds after its slaves hear of it, and takes nothing before one of them has matched."""
+"""Waits of a slave before it reconnects, by attempts since its role changed: the new master of a failover begins some
+milliseconds after its slaves, and accepts nothing before one of them has matched.
+"""
 LOST_MS = 2000
 """A slave without a packet for this time, two beats at least, reports its master as lost."""
 GIVE_BACK_S = 1.0
-"""While memory is short, how often what is free in it goes back to the system."""
+"""While memory is short, free memory goes back to the system this often."""
 BLOCKED_READ_MAX = 32
-"""Blocked connections that are read in a tick: each request gets its refusal in the end, and no kernel gives up a
-connection whose other end is full."""
+"""Blocked connections read per tick: each request is rejected in the end, and no kernel gives up a connection whose
+peer is full.
+"""
 HOUSE_S, HOUSE_SOON_S = 10.0, 1.0
-"""How often retention looks for what may go; the second while the disk is full, or something is to go."""
+"""Intervals of retention's checks; the second while the disk is full, or something is to be deleted."""
 DELETE_S = 0.1
 """Between two looks whether a segment is deleted, and the next one may be: others' commits come in between."""
 
@@ -93,8 +96,8 @@ class ScrubProgress(Protocol):
 class Service(Generic[M]):
     """Runs one process of a group. Made by main; `run` returns when it is cancelled.
 
-    `commands` are those that clients may send; `promote` makes the master whose mastership begins; `shelves` are disks
-    in folders of their own below `disk`.
+    `commands` are those of clients; `promote` makes the master of a new mastership; `shelves` are disks in folders of
+    their own below `disk`.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class Service(Generic[M]):
         self.node = Node(message_log=message_log, host=self, identity=identity, settings=settings, promote=promote)
         self.state_changed = asyncio.Event()
         self.is_registered = False
-        """Whether a metaserver serves this process, as its link to it says."""
+        """Whether a metaserver serves this process, as reported by its link."""
         self.reader_positions: dict[object, int] = {}
         self.log_holders: set[object] = set()
         """Readers of the whole log in many calls, such as the audit."""
@@ -206,8 +209,10 @@ class Service(Generic[M]):
         return True
 
     def limit_reached(self, setting: str, peer: str, text: str, subject: str = "") -> None:
-        """Name the setting that stopped or refused a client: in metrics, Doctor, and in the log once for each `text`
-        and when it begins anew. With an operator's limit of a subject, whose text counts what waits: only then."""
+        """Report the setting that stopped or rejected a client: in metrics, in Doctor, and in the log once per `text`
+        and when it begins anew. An operator's limit, whose text counts waiting messages, is logged only when it begins
+        anew.
+        """
         begins = self.limits.reached(setting, self.monotonic_ms(), subject)
         if (not subject and self._is_news(text)) or begins:
             log.warning("limit reached setting=%s peer=%s: %s", setting, peer, text)
@@ -337,7 +342,7 @@ class Service(Generic[M]):
         """Call into the core every `every_s`; as long as nothing is due there for `quiet_ms`, once a second, and soon
         after something happens."""
         while True:
-            await asyncio.sleep(0)  # what the call asked for is done in a pass, which may leave something to do
+            await asyncio.sleep(0)  # a pass carries out the call's request, and may leave work
             quiet_s = 0.0 if self._pass_is_due else quiet_ms() / 1000
             if quiet_s <= every_s or await self._doze(quiet_s):
                 await asyncio.sleep(every_s)
@@ -459,7 +464,7 @@ class Service(Generic[M]):
             await asyncio.sleep(DELETE_S if self.node.log.is_deleting else pause_s)
 
     async def _sweep(self, disk: RealDisk) -> None:
-        """Free what was removed there, in pieces that hold up nobody; as fast as it goes while the disk is full."""
+        """Free the removed files there, in pieces that block no other work; at full speed while the disk is full."""
         while True:
             swept: asyncio.Future[bool] = self._loop.create_future()
             self.read(disk.sweep, partial(_swept, swept))
@@ -481,8 +486,9 @@ class Service(Generic[M]):
         self.quarantine.look(message_log.end - message_log.start, is_disk_short=is_short)
 
     def _delete_oldest(self) -> None:
-        """Begin to delete the oldest segment, if it may go and the one before is gone: a commit that deletes one takes
-        ten fsyncs, and with a hundred it would hold up what is to be acknowledged for seconds."""
+        """Begin to delete the oldest segment, if it may go and the one before is gone. A commit that deletes one takes
+        ten fsyncs; with a hundred, acknowledgements would wait for seconds.
+        """
         node = self.node
         if self.log_holders and not self._disk_watch.is_full:  # a hanging audit makes no group readonly
             return
@@ -497,7 +503,7 @@ def _is_small(commit: Commit) -> bool:
 
 
 def _swept(swept: asyncio.Future[bool], result: bool | LogError) -> None:
-    """Raises DiskFailed: it would be tried again and again, and nobody would be told."""
+    """Raises DiskFailed: otherwise it would be tried again and again, without a report."""
     if isinstance(result, LogError):
         raise result
     if not swept.done():  # a process that stops waits for no piece
@@ -523,7 +529,7 @@ class _MasterLink:
         self._pulse: Pulse | None = None
 
     def pulse_of(self, connection: Connection) -> Pulse:
-        """Made by what comes first: the first beat is often read together with the answer to our login."""
+        """Made by the first packet: the first beat is often read together with the answer to our login."""
         if self._pulse is None:
             self._pulse = Pulse(self._service.node, connection, self._service.now_ms)
         return self._pulse
