@@ -287,15 +287,15 @@ def _entries(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[d
         return
     if kind == FrameKind.PULL and not entries:
         yield {"event": "joined"}
-    for one, two, three in entries:
+    for first, two, three in entries:
         if kind == FrameKind.PULL:
-            event = _WITHOUT_A_CONSUMER.get(one, "pull")
-            yield {"event": event, "pull": one if event == "pull" else None, "sequence": two, "messages": three}
+            event = _WITHOUT_A_CONSUMER.get(first, "pull")
+            yield {"event": event, "pull": first if event == "pull" else None, "sequence": two, "messages": three}
         elif kind == FrameKind.ACK:
-            yield {"event": SETTLED.get(three, "ack"), "pull": one, "messages": two - one}
+            yield {"event": SETTLED.get(three, "ack"), "pull": first, "messages": two - first}
         else:
             due_ms = None if three == NOT_BEGUN else three
-            yield {"event": "nack", "pull": one, "messages": two - one, "due_ms": due_ms}
+            yield {"event": "nack", "pull": first, "messages": two - first, "due_ms": due_ms}
 
 
 def _moved(consumer: str, entries: tuple[Entry, ...]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Bodies:
     def _were_read(self, refs: list[FrameRef], found: Found | LogError) -> None:
         waiting = [self._waiting.pop(ref.offset) for ref in refs]
         if isinstance(found, LogError):
-            for wanted in dict.fromkeys(one for several in waiting for one in several):
+            for wanted in dict.fromkeys(frame for several in waiting for frame in several):
                 wanted.fail(found)
             return
         for (frame, body), several in zip(found, waiting, strict=True):

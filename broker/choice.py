@@ -131,13 +131,17 @@ class Choice:
     def again(self, consumer: Consumer) -> None:
         """Redeliver the consumer's unacked messages, from the first pull sequence that this connection did not get."""
         limit, made = self._subscription.deliveries_max, self.made
-        for one in consumer.overlapping(self._subscription.resend, consumer.next_pull):
-            if limit and one.deliveries > limit:
-                made.dead.append((one.pull, one.pull_end))
+        for span in consumer.overlapping(self._subscription.resend, consumer.next_pull):
+            if limit and span.deliveries > limit:
+                made.dead.append((span.pull, span.pull_end))
                 continue
-            at, end, ahead = max(self._subscription.resend - one.pull, 0) + one.first, one.end, one.pull - one.first
+            at, end, ahead = (
+                max(self._subscription.resend - span.pull, 0) + span.first,
+                span.end,
+                span.pull - span.first,
+            )
             while at < end and not self.is_over:
-                part, at_next = self._next(at, end, at + ahead, one.attempts, one.suspected)
+                part, at_next = self._next(at, end, at + ahead, span.attempts, span.suspected)
                 if part is None and at_next > at:
                     made.gone.append((at + ahead, at_next + ahead))
                     made.skipped += at_next - at
@@ -149,13 +153,13 @@ class Choice:
         """Deliver the group's messages: requeued ones that are due, then new ones."""
         state, subscription, limit = self._log.state, self._subscription, self._subscription.deliveries_max
         pull_sequence = state.next_pull(group, subscription.consumer)
-        for one in group.requeued.due(now_ms, self.cut.messages):
-            if limit and one.deliveries >= limit:
-                self.made.entries.append((pull_sequence, one.first, one.count))
-                self.made.dead.append((pull_sequence, pull_sequence + one.count))
-                pull_sequence += one.count
+        for span in group.requeued.due(now_ms, self.cut.messages):
+            if limit and span.deliveries >= limit:
+                self.made.entries.append((pull_sequence, span.first, span.count))
+                self.made.dead.append((pull_sequence, pull_sequence + span.count))
+                pull_sequence += span.count
                 continue
-            pull_sequence = self._give(one.first, one.end, pull_sequence, one.attempts + 1, one.suspected)
+            pull_sequence = self._give(span.first, span.end, pull_sequence, span.attempts + 1, span.suspected)
             if self.is_over:
                 return
         self._give(group.position, state.next_sequence.get(subscription.subject, 0), pull_sequence, 1)

@@ -198,18 +198,18 @@ def _step(browse: Browse, refs: list[FrameRef], in_tail: dict[int, tuple[Frame, 
 def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessage]:
     """Encode messages for the answer. Runs on a thread, and pauses as `_step` does."""
     messages = []
-    for at, one in enumerate(found, start=1):
+    for at, match in enumerate(found, start=1):
         messages.append(
             pb.BrowsedMessage(
-                sequence=one.sequence,
-                offset=one.offset,
-                stored_ms=one.stored_ms,
-                created_ms=one.created_ms,
-                id=one.id,
-                tags=one.tags,
-                bytes=one.bytes,
-                properties=_properties(one) if with_properties else (),
-                problem=one.problem,
+                sequence=match.sequence,
+                offset=match.offset,
+                stored_ms=match.stored_ms,
+                created_ms=match.created_ms,
+                id=match.id,
+                tags=match.tags,
+                bytes=match.bytes,
+                properties=_properties(match) if with_properties else (),
+                problem=match.problem,
             )
         )
         if at % MESSAGES_AT_ONCE == 0:
@@ -217,8 +217,8 @@ def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessa
     return messages
 
 
-def _properties(one: Found) -> list[pb.Property]:
-    return [pb.Property(name=name, value=value) for name, value in one.properties.items()]
+def _properties(match: Found) -> list[pb.Property]:
+    return [pb.Property(name=name, value=value) for name, value in match.properties.items()]
 
 
 GROUPS_AT_A_TIME = 200
@@ -238,14 +238,14 @@ class Control(CopyControl[BrokerMaster]):
         node, groups = self._service.node, list[positions.GroupProgress]()
         try:
             master = node.acting_master()
-            keys = {(one.subject, one.group): _begin(one.begin) for one in request.known}
+            keys = {(entry.subject, entry.group): _begin(entry.begin) for entry in request.known}
             lacking = {key: master.begins_at(key, at) for key, at in keys.items() if key not in node.log.state.groups}
             found = positions.of_groups(
                 node.log, master.subscriptions, subject=request.subject, group=request.group, lacking=lacking
             )
-            for number, one in enumerate(found):
-                if one.lag or one.dead_letters or not request.behind_max:
-                    groups.append(one)
+            for number, match in enumerate(found):
+                if match.lag or match.dead_letters or not request.behind_max:
+                    groups.append(match)
                 if number % GROUPS_AT_A_TIME == GROUPS_AT_A_TIME - 1:
                     await asyncio.sleep(0)  # lets the loop serve others
             if request.behind_max:
@@ -343,23 +343,23 @@ def _begin(message: pb.GroupBegin) -> Begin:
     return Begin(message.since_ms, message.mark, message.began_ms)
 
 
-def _group_message(one: positions.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:
+def _group_message(progress: positions.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:
     consumers = [
         pb.ConsumerProgress(
             consumer=consumer.consumer, connected=bool(consumer.peer), unacked=consumer.unacked, peer=consumer.peer
         )
-        for consumer in one.consumers
+        for consumer in progress.consumers
     ]
     return pb.GroupProgress(
-        subject=one.subject,
-        group=one.group,
-        first_sequence=one.first_sequence,
-        next_sequence=one.next_sequence,
-        position=one.position,
-        returned=one.returned,
-        lag=one.lag,
+        subject=progress.subject,
+        group=progress.group,
+        first_sequence=progress.first_sequence,
+        next_sequence=progress.next_sequence,
+        position=progress.position,
+        returned=progress.returned,
+        lag=progress.lag,
         oldest_ms=oldest_ms,
         consumers=consumers,
         causes=causes,
-        dead_letters=one.dead_letters,
+        dead_letters=progress.dead_letters,
     )

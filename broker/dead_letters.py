@@ -267,7 +267,7 @@ class DeadLetters:
         stored = sorted(sequence for sequence, batch in former.items() if batch.end > progress.began)
         for name, consumer in list(progress.consumers.items()):
             pulls = [
-                one.pull + at - one.first for one in consumer.unacked for at in stored if one.first <= at < one.end
+                span.pull + at - span.first for span in consumer.unacked for at in stored if span.first <= at < span.end
             ]
             entries = [(pull, pull + 1, DEAD) for pull in pulls]
             if entries:

@@ -182,7 +182,7 @@ class Delivery:
         ack = commands.decode_ack(packet.body)
         subscription = self.consumption.find(link, ack.subscription, mastership.host.monotonic_ms())
         consumer = self._consumer(subscription)
-        held = [one for begin, end in ack.ranges for one in consumer.unacked_in(begin, end)]
+        held = [span for begin, end in ack.ranges for span in consumer.unacked_in(begin, end)]
         was_full = consumer.has_as_many_as(UNACKED_MESSAGES_MAX)
         if held:
             mastership.append_progress(FrameKind.ACK, subscription.key, _entries(held))
@@ -210,7 +210,7 @@ class Delivery:
                 expired += held
             else:
                 due_ms = NOT_BEGUN if verdict == Verdict.NOT_BEGUN else now_ms + delay_ms if delay_ms else 0
-                later += [(*one, due_ms) for one in held]
+                later += [(*span, due_ms) for span in held]
         if any(due_ms not in (0, NOT_BEGUN) for _, _, due_ms in later):
             self._check_may_postpone(subscription)
         if self.pruning.expired_die(subscription.subject):
@@ -279,7 +279,10 @@ class Delivery:
             may_progress,
             not gate.too_few_in_sync,
             self._rates.is_slowed(key, mastership.host.monotonic_ms()),
-            all(one.exclusive_ms and not self.consumption.has_its_turn(one, self._is_offline) for one in connected),
+            all(
+                subscription.exclusive_ms and not self.consumption.has_its_turn(subscription, self._is_offline)
+                for subscription in connected
+            ),
             any(map(self._filtering.is_looking, connected)),
             subject in state.ordered,
             state.next_sequence.get(subject, 0) - group.position,

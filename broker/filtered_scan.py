@@ -128,21 +128,21 @@ class FilteredScan:
         left: list[tuple[int, int]] = []
         while not self._is_over and (ready := group_filter.pop_ready(self._now_ms)) is not None:
             begin, end = max(ready[0], done_end), ready[1]
-            for one in self._group.requeued.overlapping(begin, end):
-                if one.due_ms > self._now_ms:
-                    group_filter.note(one.first, one.end, one.due_ms)
-                elif (reached := self._piece(one)) < one.end:
-                    left.append((reached, one.end))
+            for span in self._group.requeued.overlapping(begin, end):
+                if span.due_ms > self._now_ms:
+                    group_filter.note(span.first, span.end, span.due_ms)
+                elif (reached := self._piece(span)) < span.end:
+                    left.append((reached, span.end))
             done_end = max(done_end, end)
         for first, last in left:
             group_filter.note(first, last, 0)
 
-    def _piece(self, one: RequeuedRange) -> int:
+    def _piece(self, span: RequeuedRange) -> int:
         """Decide about the requeued messages of one range; return where the scan stopped."""
-        begin, end, times, self._suspected = one.first, one.end, one.attempts, one.suspected
+        begin, end, times, self._suspected = span.first, span.end, span.attempts, span.suspected
         self._piece_end = end
         limit, at, self._is_border = self._subscription.deliveries_max, begin, True
-        if limit and one.deliveries >= limit and not self._is_over:
+        if limit and span.deliveries >= limit and not self._is_over:
             self.looks -= LOOKS_PER_DEAD
             self._made.dead.append((self._pull_sequence, self._pull_sequence + end - begin))
             self._number(begin, end)
@@ -279,13 +279,13 @@ class FilteredScan:
             ranges = [(ref.end, self._piece_end), *self._group_filter.soon_ready(READ_FRAMES - 1)]
             following = (frame for begin, end in ranges for frame in frames_of(self._log, self._subject, begin, end))
         refs, messages = {ref.offset: ref}, 0
-        for one in following:
-            if one.offset in refs:
+        for span in following:
+            if span.offset in refs:
                 continue  # several ranges lie in it
-            if not self._label_cache.is_on_disk(one) or messages > LOOKS_AHEAD or len(refs) == READ_FRAMES:
+            if not self._label_cache.is_on_disk(span) or messages > LOOKS_AHEAD or len(refs) == READ_FRAMES:
                 break
-            refs[one.offset] = one
-            messages += one.end - one.begin
+            refs[span.offset] = span
+            messages += span.end - span.begin
         self.wanted = MissingFrames([refs[offset] for offset in sorted(refs)], self._rule)
 
     # Parts and entries.
@@ -392,7 +392,7 @@ class Filters:
         before, self._asked[key] = self._asked.get(key, subscription.rule), subscription.rule
         if before == subscription.rule or key in self._warned:
             return
-        if any(one.rule != subscription.rule for one in self._connected() if one.key[:2] == key):
+        if any(other.rule != subscription.rule for other in self._connected() if other.key[:2] == key):
             self._warned.add(key)
             log.warning(
                 "consumers of one group use different tags subject=%s group=%s consumer=%s: messages passed "

@@ -150,10 +150,10 @@ class GroupFilter:
         if self.keys is None:
             return
         for begin, end in changed:
-            for one in group.requeued.overlapping(begin, end):
-                self.settle(group, begin, one.first)
-                self.note(one.first, one.end, one.due_ms)
-                begin = one.end
+            for span in group.requeued.overlapping(begin, end):
+                self.settle(group, begin, span.first)
+                self.note(span.first, span.end, span.due_ms)
+                begin = span.end
             self.settle(group, begin, end)
 
     def settle(self, group: Group, begin: int, end: int) -> None:
@@ -169,8 +169,8 @@ class GroupFilter:
 
 def sequences_unacked(consumer: Consumer, begin: int, end: int) -> Iterator[Range]:
     """Yield the sequences of a consumer's unacked messages within pull sequences `[begin, end)`."""
-    for one in consumer.overlapping(begin, end):
-        part = one.part(begin, end)
+    for span in consumer.overlapping(begin, end):
+        part = span.part(begin, end)
         yield part.first, part.end
 
 
@@ -195,15 +195,15 @@ class _Making:
         self._group: Group = log.state.groups[group_filter.subject, group_filter.group]
         self._ordered_from = log.state.ordered.get(group_filter.subject)
         consumers = self._group.consumers.values()
-        self._held = sorted((one.first, one.end) for consumer in consumers for one in consumer.unacked)
+        self._held = sorted((span.first, span.end) for consumer in consumers for span in consumer.unacked)
 
     def missing(self) -> list[FrameRef]:
         """Return the frames with unsettled messages whose labels have to be read."""
         first = self._ordered_from
         if first is None:
             return []
-        requeued = ((one.first, one.end) for one in self._group.requeued)
-        ranges = sorted(one for one in (*self._held, *requeued) if one[1] > first)
+        requeued = ((span.first, span.end) for span in self._group.requeued)
+        ranges = sorted(span for span in (*self._held, *requeued) if span[1] > first)
         refs = {ref.offset: ref for range_ in ranges for ref in self._refs(*range_)}
         return [refs[offset] for offset in sorted(refs) if self._labels(refs[offset]) is None]
 
@@ -217,14 +217,14 @@ class _Making:
             for key, sequence, _ in self._keyed(begin, end):
                 if key and not keys.is_busy(key):
                     keys.hold(key, sequence)
-        for one in self._group.requeued:
-            for key, begin, end in self._keyed(one.first, one.end):
+        for span in self._group.requeued:
+            for key, begin, end in self._keyed(span.first, span.end):
                 if keys.is_busy(key):
                     keys.defer(key, begin)
                     continue
                 if key:
                     keys.hold(key, begin)
-                group_filter.note(begin, end, one.due_ms)
+                group_filter.note(begin, end, span.due_ms)
         group_filter.labels_before.clear()
 
     def _refs(self, begin: int, end: int) -> Iterator[FrameRef]:

@@ -81,7 +81,11 @@ class Facts(NamedTuple):
     @property
     def waiting(self) -> list[Subscription]:
         """Consumers with waiting pulls that are not switched off."""
-        return [one for one in self.connected if one.waiting and not self.is_offline(one)]
+        return [
+            subscription
+            for subscription in self.connected
+            if subscription.waiting and not self.is_offline(subscription)
+        ]
 
 
 class Rule(NamedTuple):
@@ -96,7 +100,9 @@ class Rule(NamedTuple):
 
 def _is_not_read(facts: Facts) -> bool:
     waiting = facts.waiting
-    return bool(waiting) and all(not one.link.writable or one.link.owed_bytes >= OWED_BYTES_MAX for one in waiting)
+    return bool(waiting) and all(
+        not subscription.link.writable or subscription.link.owed_bytes >= OWED_BYTES_MAX for subscription in waiting
+    )
 
 
 def _has_as_many_as_it_may(facts: Facts) -> bool:
@@ -161,7 +167,9 @@ CAUSES: dict[Cause, Rule] = {
         "all waiting messages are postponed",
     ),
     Cause.PREFETCH: Rule(
-        lambda f: bool(f.new or f.due) and bool(f.connected) and not any(one.waiting for one in f.connected),
+        lambda f: (
+            bool(f.new or f.due) and bool(f.connected) and not any(subscription.waiting for subscription in f.connected)
+        ),
         False,
         "consumers have all the messages that they prefetch: their handlers are the bound",
     ),
@@ -327,15 +335,15 @@ class Backlogs:
 
         def done(found: list[tuple[Key, _Oldest] | CorruptFrame] | LogError) -> None:
             self._is_reading = False
-            for one in [found] if isinstance(found, LogError) else found:
-                if isinstance(one, CorruptFrame):
-                    self._mastership.found_damage(one)
-                elif isinstance(one, LogError):
-                    raise one
-                elif one[0] in self._known:
-                    self._oldest[one[0]] = one[1]
+            for error in [found] if isinstance(found, LogError) else found:
+                if isinstance(error, CorruptFrame):
+                    self._mastership.found_damage(error)
+                elif isinstance(error, LogError):
+                    raise error
+                elif error[0] in self._known:
+                    self._oldest[error[0]] = error[1]
 
-        self._mastership.host.read(lambda: [_stored(message_log, *one) for one in wanted], done)
+        self._mastership.host.read(lambda: [_stored(message_log, *item) for item in wanted], done)
 
     def copy(self) -> Backlogs:
         """Return a snapshot for another thread."""
@@ -345,13 +353,13 @@ class Backlogs:
 
     def largest(self, most: int) -> dict[Key, Backlog]:
         """Return the largest backlogs, and those that are always shown."""
-        found = nlargest(most, self._known.items(), key=lambda one: sum(one[1]))
-        return dict(found) | {key: one for key, one in self._known.items() if self._is_always(key[0])}
+        found = nlargest(most, self._known.items(), key=lambda entry: sum(entry[1]))
+        return dict(found) | {key: counts for key, counts in self._known.items() if self._is_always(key[0])}
 
     def ages_ms(self, now_ms: int) -> dict[Key, int]:
         """Return the ages of the oldest messages not acked: the highest ages, and those always shown."""
         found = nsmallest(AGES_MAX, self._oldest.items(), key=lambda one: one[1].stored_ms)
-        found += [one for one in self._oldest.items() if self._is_always(one[0][0])]
+        found += [entry for entry in self._oldest.items() if self._is_always(entry[0][0])]
         return {key: max(0, now_ms - oldest.stored_ms) for key, oldest in found}
 
 

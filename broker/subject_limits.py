@@ -259,7 +259,7 @@ class SubjectLimits:
             self._groups.setdefault(subject, {})[name] = None
 
     def limit(self, limits: dict[Key, OperatorLimits]) -> None:
-        self._limits = {subject: one for (subject, group), one in limits.items() if group == OF_SUBJECT}
+        self._limits = {subject: limit for (subject, group), limit in limits.items() if group == OF_SUBJECT}
 
     def changing(self, key: Key, *, is_known: bool) -> None:
         """Follow a group that begins, is moved, or is about to be forgotten."""
@@ -432,8 +432,8 @@ class SubjectLimits:
 
 def _before(group: Group, end: int) -> Iterator[tuple[int, int]]:
     """Yield (first, count) of the group's messages before sequence `end`: requeued ranges, then new ones."""
-    for one in group.requeued.before(end, RANGES_AT_ONCE):
-        yield one.first, one.count
+    for span in group.requeued.before(end, RANGES_AT_ONCE):
+        yield span.first, span.count
     if group.position < end:
         yield group.position, end - group.position
 
@@ -445,10 +445,10 @@ def _waiting(group: Group, end: int) -> int:
 
 def _oldest(group: Group, messages: int) -> Iterator[tuple[int, int]]:
     """Yield (first, count) of the oldest `messages` that wait for the group, as far as one frame holds them."""
-    for one in group.requeued.before(group.position, RANGES_AT_ONCE):
+    for span in group.requeued.before(group.position, RANGES_AT_ONCE):
         if messages <= 0:
             return
-        yield one.first, min(one.count, messages)
-        messages -= one.count
+        yield span.first, min(span.count, messages)
+        messages -= span.count
     if messages > 0 and len(group.requeued) <= RANGES_AT_ONCE:  # else older ones are requeued and go first
         yield group.position, messages

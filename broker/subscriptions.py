@@ -64,7 +64,7 @@ def read_terms(packet: Packet) -> dict[str, Any]:
 
 
 def _is_word(tag: object) -> bool:
-    return isinstance(tag, str) and tag != "" and not any("\ud800" <= one <= "\udfff" for one in tag)
+    return isinstance(tag, str) and tag != "" and not any("\ud800" <= letter <= "\udfff" for letter in tag)
 
 
 PULLS_IN_FLIGHT_MAX = 64
@@ -262,7 +262,7 @@ class Subscriptions:
 
     def move(self, subject: str, group: str) -> None:
         """End the group's subscriptions: its consumers drop their messages and subscribe again."""
-        for subscription in [one for one in self._by_consumer.values() if one.key[:2] == (subject, group)]:
+        for subscription in [other for other in self._by_consumer.values() if other.key[:2] == (subject, group)]:
             self._end(subscription, InvalidAck(f"an operator moved {group}; begin anew"))
         for key in [key for key in self._seen if key[:2] == (subject, group)]:
             self.left(*key)
@@ -342,7 +342,9 @@ class Subscriptions:
         if begun_none or is_silent:
             return [(Departure.NONE_BEGUN if begun_none else Departure.VANISHED, 0, 0)]
         subject, group, name = key
-        unacked = [(one.pull, one.pull_end) for one in self._log.state.groups[subject, group].consumers[name].unacked]
+        unacked = [
+            (span.pull, span.pull_end) for span in self._log.state.groups[subject, group].consumers[name].unacked
+        ]
         counted = ranges.difference(unacked, ranges.difference(unacked, begun))
         return [(Departure.SUSPECTED, 0, 0), *((begin, end, 0) for begin, end in counted)]
 
@@ -364,16 +366,17 @@ class Subscriptions:
         others = self._by_group[subject, group]
         began = subscription.exclusive_ms, subscription.consumer
         if any(
-            0 < one.exclusive_ms and (one.exclusive_ms, one.consumer) < began and not is_offline(one) for one in others
+            0 < other.exclusive_ms and (other.exclusive_ms, other.consumer) < began and not is_offline(other)
+            for other in others
         ):
             return False
         consumers = self._log.state.groups[subject, group].consumers.items()
-        return not any(one.unacked for name, one in consumers if name not in (subscription.consumer, PRUNER))
+        return not any(consumer.unacked for name, consumer in consumers if name not in (subscription.consumer, PRUNER))
 
     @property
     def exclusive_waiting(self) -> list[Subscription]:
         """Exclusive subscriptions with waiting pulls: it may be their turn now."""
-        return [one for one in self._exclusive if one.waiting]
+        return [subscription for subscription in self._exclusive if subscription.waiting]
 
     @property
     def connected(self) -> Collection[Subscription]:
@@ -417,11 +420,13 @@ class Subscriptions:
         return list(self._waiting.get(subject, {}).get(group, ()))
 
     def all_waiting(self) -> list[Subscription]:
-        return [one for groups in self._waiting.values() for waiting in groups.values() for one in waiting]
+        return [
+            subscription for groups in self._waiting.values() for waiting in groups.values() for subscription in waiting
+        ]
 
     def waiting_at(self, link: Link) -> list[Subscription]:
         """Return the connection's subscriptions with waiting pulls."""
-        return [one for one in self._by_link.get(link, {}).values() if one.waiting]
+        return [subscription for subscription in self._by_link.get(link, {}).values() if subscription.waiting]
 
     def take_waiting(self, subscription: Subscription) -> WaitingPull:
         """Take the oldest waiting pull, and move the subscription behind the others of its group."""

@@ -118,7 +118,7 @@ class Cancellations:
 
     def step_down(self) -> None:
         """End the mastership: refuse all requests, which go to the next master."""
-        asked, self._asked = [*(one.asked for one in self.looked), *self._asked], deque()
+        asked, self._asked = [*(request.asked for request in self.looked), *self._asked], deque()
         self.looked.clear()
         _refuse(asked, NotMaster(f"{self._mastership.group} has a newer master: fetch the route again"))
 
@@ -209,9 +209,9 @@ class Cancellations:
             self._mastership.check_may_progress()
             self._file_all()
             schedule = self._filing.schedule
-            now = schedule.states_of(_records(found for one in some for found in one.found))
+            now = schedule.states_of(_records(found for request in some for found in request.found))
         except QmqError as error:
-            _refuse([one.asked for one in some], self._what_to_say(error, schedule))
+            _refuse([request.asked for request in some], self._what_to_say(error, schedule))
             return
         self._decide(some, now)
 
@@ -246,11 +246,12 @@ class Cancellations:
         """
         found, names = looked.found, self._decisions.names
         if looked.filed_end < self._decisions.moved_end:
-            newest = {(one.name, one.id_hash): one for one in sorted(found, key=_number)}
-            if any(one.state == State.MOVED for one in newest.values()):
+            newest = {(candidate.name, candidate.id_hash): candidate for candidate in sorted(found, key=_number)}
+            if any(candidate.state == State.MOVED for candidate in newest.values()):
                 return True
         return any(
-            names(one.number) or (now.get(one.number) == State.MOVED and one.state != State.MOVED) for one in found
+            names(candidate.number) or (now.get(candidate.number) == State.MOVED and candidate.state != State.MOVED)
+            for candidate in found
         )
 
     def _fates(self, looked: _Looked, now: States) -> list[DelayState]:
@@ -260,25 +261,25 @@ class Cancellations:
         pending: dict[int, _Found] = {}
         last: dict[tuple[int, int], _Found] = {}
         """The last entry of each message: a broker may have refused an earlier one that counts as sent."""
-        for one in sorted(found, key=_number):
-            if one.message and now.get(one.number) == State.PENDING:
-                pending[one.number] = one
+        for candidate in sorted(found, key=_number):
+            if candidate.message and now.get(candidate.number) == State.PENDING:
+                pending[candidate.number] = candidate
             else:
-                last[one.name, one.id_hash] = one
-        for one in last.values():
-            if (fate := _past(now.get(one.number))) is not None and fates[one.name] is not DelayState.SENT:
-                fates[one.name] = fate
+                last[candidate.name, candidate.id_hash] = candidate
+        for candidate in last.values():
+            if (fate := _past(now.get(candidate.number))) is not None and fates[candidate.name] is not DelayState.SENT:
+                fates[candidate.name] = fate
         if not pending:
             return fates
         fate = self._cancel(named, pending) if looked.asked.due_ms is None else self._move(looked.asked, pending)
-        for one in found:
-            if one.number in pending:
-                fates[one.name] = fate
+        for candidate in found:
+            if candidate.number in pending:
+                fates[candidate.name] = fate
         return fates
 
     def _cancel(self, named: Named, pending: dict[int, _Found]) -> DelayState:
         records = self._cancelled.setdefault(named.subject, {})
-        records.update((number, one.record) for number, one in pending.items())
+        records.update((number, candidate.record) for number, candidate in pending.items())
         return DelayState.CANCELLED
 
     def _write_cancelled(self) -> None:
@@ -292,9 +293,9 @@ class Cancellations:
 
     def _move(self, asked: _Asked, pending: dict[int, _Found]) -> DelayState:
         assert asked.due_ms is not None
-        asked.ration.write(sum(len(one.message) for one in pending.values()))
+        asked.ration.write(sum(len(candidate.message) for candidate in pending.values()))
         for some in _parts(pending.values()):
-            messages, records = [one.message for one in some], _records(some)
+            messages, records = [candidate.message for candidate in some], _records(some)
             frame = self._decisions.carry(asked.named.subject, records, messages, [asked.due_ms] * len(messages))
             self._filing.schedule.decided(frame, records)
         self._counters.rescheduled_messages += len(pending)
@@ -314,15 +315,15 @@ class _Look:
     """
 
     def __init__(self, together: Sequence[_Asked], schedule: Schedule, log_start: int) -> None:
-        self._together = [one.named for one in together]
+        self._together = [request.named for request in together]
         self._log_start = log_start
         self._subjects = [schedule.position(named.subject) for named in self._together]
         self._ids = [(at, place) for at, named in enumerate(self._together) for place in range(len(named.ids))]
         self._keys = [(at, place) for at, named in enumerate(self._together) for place in range(len(named.keys))]
         self._find = schedule.find(
             None,
-            [hash for one in together for hash in one.id_hashes],
-            [hash for one in together for hash in one.key_hashes],
+            [hash for request in together for hash in request.id_hashes],
+            [hash for request in together for hash in request.key_hashes],
             [named.due_ms for named in self._together if named.due_ms > 0],
         )
 
@@ -363,7 +364,9 @@ def _are_all_there(named: Named, found: Sequence[_Found]) -> bool:
     """Return whether each name has one message, all of them pending. A sent or moved message may exist elsewhere too,
     and a key may have several.
     """
-    return not named.keys and len({one.name for one in found if one.state == State.PENDING}) == len(named.ids)
+    return not named.keys and len({candidate.name for candidate in found if candidate.state == State.PENDING}) == len(
+        named.ids
+    )
 
 
 def _read(message_log: Any, record: Any) -> bytes | None:
@@ -392,12 +395,12 @@ def _has_name(message: bytes, named: Named, by_key: bool, index: int) -> bool:
 def _parts(found: Iterable[_Found]) -> Iterator[list[_Found]]:
     """Split messages into the contents of frames, at least one message each."""
     part, size = list[_Found](), 0
-    for one in found:
-        if part and size + len(one.message) > MOVED_BYTES:
+    for candidate in found:
+        if part and size + len(candidate.message) > MOVED_BYTES:
             yield part
             part, size = [], 0
-        part.append(one)
-        size += len(one.message)
+        part.append(candidate)
+        size += len(candidate.message)
     if part:
         yield part
 
@@ -414,7 +417,7 @@ def _past(state: State | None) -> DelayState | None:
 
 
 def _records(found: Iterable[_Found]) -> Records:
-    return _joined(one.record for one in found)
+    return _joined(candidate.record for candidate in found)
 
 
 def _joined(records: Iterable[Any]) -> Records:
@@ -422,5 +425,5 @@ def _joined(records: Iterable[Any]) -> Records:
 
 
 def _refuse(asked: Iterable[_Asked], error: QmqError) -> None:
-    for one in asked:
-        one.answer(error)
+    for request in asked:
+        request.answer(error)

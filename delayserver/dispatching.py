@@ -616,17 +616,19 @@ class Dispatcher:
     def _refused(self, batch: _Batch, refused: Sequence[tuple[int, str]]) -> None:
         """Keep messages that a broker refuses as they are: an operator may raise its limits."""
         assert batch.numbered is not None
-        messages = [bytes(one) for one in split_batch(batch.numbered.blocks[0], len(batch.records))]
+        messages = [bytes(message) for message in split_batch(batch.numbered.blocks[0], len(batch.records))]
         for position, reason in refused:
             log.error("message refused by a broker subject=%s group=%s: %s", batch.subject, batch.group, reason)
             self._counters.refused_messages_later += 1
-            one = batch.records[position : position + 1]
-            self._refused_messages.append((batch.subject, one, messages[position]))
+            record = batch.records[position : position + 1]
+            self._refused_messages.append((batch.subject, record, messages[position]))
 
     def _write_settled(self) -> None:
         refused, self._refused_messages = self._refused_messages, []
-        for subject, one, message in refused:
-            self._decisions.carry(subject, one, [message], [self._mastership.retry_ms() + REFUSED_MS], replaces=False)
+        for subject, record, message in refused:
+            self._decisions.carry(
+                subject, record, [message], [self._mastership.retry_ms() + REFUSED_MS], replaces=False
+            )
         if self._settled:
             settled, self._settled = self._settled, []
             self._decisions.settle(settled)

@@ -195,8 +195,8 @@ class PendingQueue:
         """Return due time and number of roughly the message at position `at`, which exists."""
         for piece in self.pieces:
             if at < len(piece.records):
-                one = piece.records[order_of(piece.records["due"], piece.records["number"])[at]]
-                return int(one["due"]), int(one["number"])
+                record = piece.records[order_of(piece.records["due"], piece.records["number"])[at]]
+                return int(record["due"]), int(record["number"])
             at -= len(piece.records)
         raise IndexError(at)
 

@@ -150,7 +150,7 @@ class Recurring:
     @property
     def waiting(self) -> int:
         """Due templates that have not fired, without unreadable ones."""
-        return sum(not one.is_unreadable for one in self._due.values())
+        return sum(not template.is_unreadable for template in self._due.values())
 
     @property
     def is_idle(self) -> bool:
@@ -160,9 +160,13 @@ class Recurring:
     def go_on(self, now_ms: int) -> None:
         """Fire due templates, and search for the next request. `now_ms` is monotonic."""
         if self._due and not self._is_firing:
-            ready = [one for one in self._due.values() if one.next_ms <= now_ms and self._is_safe(one.record)]
+            ready = [
+                template
+                for template in self._due.values()
+                if template.next_ms <= now_ms and self._is_safe(template.record)
+            ]
             if ready:
-                sizes = accumulate(int(one.record["size"]) for one in ready[:FIRED_AT_ONCE])
+                sizes = accumulate(int(template.record["size"]) for template in ready[:FIRED_AT_ONCE])
                 self._fire(ready[: max(1, sum(size <= FIRED_BYTES for size in sizes))])
         if self._asked and not self._is_looking and now_ms >= self._look_ms and self._filing.reaches(self._look_end):
             self._look()
@@ -173,14 +177,14 @@ class Recurring:
 
     def _fire(self, ready: Sequence[_Waiting]) -> None:
         message_log, now_ms = self._mastership.log, self._mastership.retry_ms()
-        records = np.array([one.record for one in ready])
+        records = np.array([template.record for template in ready])
         wanted, dues = Messages.of(records), records["due"].tolist()
         subjects = [self._filing.schedule.subjects[subject] for subject in records["subject"].tolist()]
         self._is_firing = True
 
         def job() -> list[_Firing | QmqError]:
             messages = read_messages(message_log, wanted)
-            return [_firing(*one, now_ms) for one in zip(messages, subjects, dues)]
+            return [_firing(*values, now_ms) for values in zip(messages, subjects, dues)]
 
         def done(result: list[_Firing | QmqError] | LogError) -> None:
             self._is_firing = False
@@ -199,28 +203,28 @@ class Recurring:
         self._rest(ready, REST_MS)
 
     def _rest(self, waiting: Sequence[_Waiting], ms: int) -> None:
-        for one in waiting:
-            one.next_ms = self._mastership.host.monotonic_ms() + ms
+        for template in waiting:
+            template.next_ms = self._mastership.host.monotonic_ms() + ms
 
     def _fired(self, ready: Sequence[_Waiting], firings: Sequence[_Firing | QmqError]) -> None:
         """Write one frame of occurrences per subject."""
         by_subject: dict[str, list[tuple[Any, _Firing]]] = {}
-        for one, firing in zip(ready, firings):
-            number = int(one.record["number"])
-            if self._due.get(number) is not one or self._decisions.names(number):
+        for template, firing in zip(ready, firings):
+            number = int(template.record["number"])
+            if self._due.get(number) is not template or self._decisions.names(number):
                 self._due.pop(number, None)  # deleted or replaced meanwhile
             elif isinstance(firing, InvalidMessage):
                 del self._due[number]
-                self._not_recurring(np.array([one.record]))
+                self._not_recurring(np.array([template.record]))
             elif isinstance(firing, QmqError):
-                one.is_unreadable = True
+                template.is_unreadable = True
                 log.error("recurring schedule cannot go on; delete it, or put it anew: %s", firing)
-                self._rest([one], UNREADABLE_MS)
-            elif not (self._mastership.may_progress and self._is_safe(one.record)):
-                self._rest([one], REST_MS)
+                self._rest([template], UNREADABLE_MS)
+            elif not (self._mastership.may_progress and self._is_safe(template.record)):
+                self._rest([template], REST_MS)
             else:
                 del self._due[number]
-                by_subject.setdefault(firing.template.subject, []).append((one.record, firing))
+                by_subject.setdefault(firing.template.subject, []).append((template.record, firing))
         for subject, due in by_subject.items():
             self._write(subject, due)
 
@@ -319,9 +323,9 @@ class Recurring:
         recur = asked.recur
         self._mastership.check_may_progress()
         self._check_deletes(recur)
-        named = [one for one in looked.found if recur.name in ("", one.template.name)]
+        named = [template for template in looked.found if recur.name in ("", template.template.name)]
         if recur.action is RecurAction.LIST:
-            body = commands.encode_recurring(sorted(one.schedule for one in named))
+            body = commands.encode_recurring(sorted(template.schedule for template in named))
             self._mastership.answer_when_safe(asked.link, asked.packet, body)
             self._next()
         elif recur.action is RecurAction.DELETE:
@@ -344,7 +348,7 @@ class Recurring:
             return
         if named:
             self._decisions.cancel(asked.recur.subject, _records(named))
-        self._answer(asked, [one.schedule for one in named])
+        self._answer(asked, [template.schedule for template in named])
 
     def _put(self, asked: _Asked, named: Sequence[_Found], count: int) -> None:
         """Put a schedule, unless the same one exists: applications repeat the put at each start, even while writes are
@@ -414,4 +418,4 @@ def _templates(records: Records, messages: Sequence[bytes], subject: str) -> Ite
 
 
 def _records(found: Sequence[_Found]) -> Records:
-    return np.array([one.record for one in found], RECORD)
+    return np.array([template.record for template in found], RECORD)

@@ -257,7 +257,9 @@ def read_template(message: bytes, subject: str) -> Template:
     if envelope.subject != subject:
         raise InvalidMessage(f"the message is of subject {envelope.subject[:50]!r}, not {subject!r}")
     found = decode_properties(message, envelope.body_begin)
-    name, owner, expression, zone = (found.get(one, "") for one in (RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE))
+    name, owner, expression, zone = (
+        found.get(property, "") for property in (RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE)
+    )
     if not (name and owner and expression and zone):
         raise InvalidMessage("the message is no recurring schedule")
     return Template(envelope.subject, name, owner, expression, zone, message)

@@ -134,8 +134,8 @@ def _read_check(check: Mapping[str, Any]) -> tuple[str, str]:
 
 def silent_brokers(facts: Mapping[str, Any]) -> set[tuple[str, int]]:
     """Return the brokers that do not answer the metaserver; their other findings follow from that."""
-    found = [one for check in facts["checks"] for one in check["facts"].get("brokers", [check["facts"]])]
-    return {(one["hostname"], one["servePort"]) for one in found if one.get("answers") is False}
+    found = [broker for check in facts["checks"] for broker in check["facts"].get("brokers", [check["facts"]])]
+    return {(broker["hostname"], broker["servePort"]) for broker in found if broker.get("answers") is False}
 
 
 TRANSITIONS_SHOWN = 5

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `tools.sh … | head` ends quietly
     typed = sys.argv[1:] if arguments is None else arguments
-    others = {name: one.words for name, one in PROGRAMS.items()} if program() == "qmq" else {}
+    others = {name: entry.words for name, entry in PROGRAMS.items()} if program() == "qmq" else {}
     try:
         options = parse(typed, os.environ, now_ms=time.time_ns() // 1_000_000, program=program(), others=others)
         if options.command is None:

@@ -32,42 +32,47 @@ def stuck_blocks(answer: Mapping[str, Any]) -> Iterator[Block]:
     yield from _each(answer, _stuck)
 
 
-def _stuck(one: Mapping[str, Any]) -> Iterator[Block]:
-    line = f"{one['pending']} to be sent ({one['claimed']} of them under way), oldest {round(one['oldest'])} s"
-    yield f"{one['database']}: {line}"
-    if one["parked"]:
-        yield bad(f"{one['parked']} parked: not sent until OutboxRetry")
-    if one["rows"]:
-        yield Table((*_ROW, _REASON), one["rows"])
+def _stuck(database: Mapping[str, Any]) -> Iterator[Block]:
+    line = (
+        f"{database['pending']} to be sent ({database['claimed']} of them under way), "
+        f"oldest {round(database['oldest'])} s"
+    )
+    yield f"{database['database']}: {line}"
+    if database["parked"]:
+        yield bad(f"{database['parked']} parked: not sent until OutboxRetry")
+    if database["rows"]:
+        yield Table((*_ROW, _REASON), database["rows"])
 
 
 def reconciled_blocks(answer: Mapping[str, Any]) -> Iterator[Block]:
     yield from _each(answer, _reconciled)
 
 
-def _reconciled(one: Mapping[str, Any]) -> Iterator[Block]:
-    counts = one["counts"]
+def _reconciled(database: Mapping[str, Any]) -> Iterator[Block]:
+    counts = database["counts"]
     yield (
-        f"{one['database']}: of {sum(counts.values())} rows {counts['inLog']} are in a log, {counts['notInLog']} are "
-        f"in none, {counts['unchecked']} could not be checked"
+        f"{database['database']}: of {sum(counts.values())} rows {counts['inLog']} are in a log, "
+        f"{counts['notInLog']} are in none, {counts['unchecked']} could not be checked"
     )
     more = (Column("LOG", "log"), Column("WHERE", lambda row: row["where"] or row["why"], fold=20))
-    if one["rows"]:
-        yield Table((*_ROW, *more), one["rows"])
+    if database["rows"]:
+        yield Table((*_ROW, *more), database["rows"])
 
 
 def problems_of(answer: Mapping[str, Any]) -> list[str]:
-    return [f"{one['database']}: {one['problem']}" for one in answer["databases"] if "problem" in one]
+    return [
+        f"{database['database']}: {database['problem']}" for database in answer["databases"] if "problem" in database
+    ]
 
 
 def _each(answer: Mapping[str, Any], blocks: Any) -> Iterator[Block]:
     if not answer["databases"]:
         yield Cell("no database is registered in this room")
-    for one in answer["databases"]:
-        if "problem" in one:
-            yield warning(f"{one['database']}: not looked at, {one['problem']}")
+    for database in answer["databases"]:
+        if "problem" in database:
+            yield warning(f"{database['database']}: not looked at, {database['problem']}")
         else:
-            yield from blocks(one)
+            yield from blocks(database)
 
 
 ANSWER_S = 45.0

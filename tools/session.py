@@ -153,7 +153,7 @@ class Session:
         if self.as_json:
             _print_json(shown)
         else:
-            show(self.command.show([{name: as_typed(text) for name, text in one.items()} for one in shown]))
+            show(self.command.show([{name: as_typed(text) for name, text in row.items()} for row in shown]))
         return Exit.REFUSED if worst(findings) is Level.FAIL else Exit.DONE
 
     def _path(self) -> str:

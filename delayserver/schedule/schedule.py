@@ -271,8 +271,8 @@ class Schedule:
             list(book.subjects),
             [_save(segment, by_name.get(segment.name)) for segment in book.timeline.segments],
             [
-                SavedDispatch(one.producer, one.batch, one.group, one.subject, one.records)
-                for one in book.in_flight.values()
+                SavedDispatch(batch.producer, batch.batch, batch.group, batch.subject, batch.records)
+                for batch in book.in_flight.values()
             ],
             book.counts.copy(),
         )

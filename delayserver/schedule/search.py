@@ -137,7 +137,7 @@ class Indexes:
         self._indexes[rows.name] = index
         found = [(False, *row) for row in index.ids.rows(np.array(ids, np.uint32))]
         found += [(True, *row) for row in index.keys.rows(np.array(keys, np.uint32))]
-        return [one for one in found if one[2] < len(rows)]
+        return [candidate for candidate in found if candidate[2] < len(rows)]
 
     def _make_room(self, wanted: int, replaces: bool) -> bool:
         while self._indexes and self.bytes + wanted > self._bytes_max and replaces:
@@ -267,7 +267,7 @@ class Find:
         def into(view: SegmentView) -> list[Candidate]:
             return self._in_segment(view, replaces)
 
-        return [one for view in views for one in view.look(into, list[Candidate]())]
+        return [candidate for view in views for candidate in view.look(into, list[Candidate]())]
 
     def _in_segment(self, view: SegmentView, replaces: bool) -> list[Candidate]:
         found = None
@@ -278,14 +278,14 @@ class Find:
         if not found:
             return []
         states = view.states_of(np.array([record["row"] for _, _, record in found], np.uint32))
-        return [Candidate(*one, State(state)) for one, state in zip(found, states.tolist(), strict=True)]
+        return [Candidate(*candidate, State(state)) for candidate, state in zip(found, states.tolist(), strict=True)]
 
     def _by_index(self, view: SegmentView, replaces: bool) -> Found | None:
         rows = self.indexes.find(view.rows, self.ids, self.keys, replaces=replaces)
         if rows is None:
             return None
         found = [(by_key, index, view.rows.read(row, row + 1)[0].copy()) for by_key, index, row in rows]
-        return [one for one in found if self.subject is None or one[2]["subject"] == self.subject]
+        return [candidate for candidate in found if self.subject is None or candidate[2]["subject"] == self.subject]
 
     def _by_reading(self, view: SegmentView) -> Found:
         found: Found = []
@@ -306,7 +306,7 @@ def _earliest(views: list[SegmentView], most: int, matching: Matching, below: St
     """Return the first `most` matching records by (due, number) whose state is lower than `below`."""
     parts, count = [no_records()], 0
     for view in views:
-        parts.append(view.look(lambda one: _earliest_in(one, most, matching, below), no_records()))
+        parts.append(view.look(lambda segment: _earliest_in(segment, most, matching, below), no_records()))
         count += len(parts[-1])
         if count >= most:
             break

@@ -119,10 +119,12 @@ def _dead_again(history: History) -> Iterator[str]:
         for sequence, dead in places.items():
             if len(dead) > 1:
                 yield f"{len(dead)} dead letters of one message: {dead}"
-            for one in history.handovers[track].get(sequence, []):
-                is_done = one.kept_at is not None and one.decided is not None and one.decided.decision == DONE
-                if is_done and not history.may_have_lost(track.broker_group, one.got.at, one.kept_at or 0.0):
-                    yield f"a dead letter although its ack was confirmed: {dead[0]}; {one}"
+            for handover in history.handovers[track].get(sequence, []):
+                is_done = (
+                    handover.kept_at is not None and handover.decided is not None and handover.decided.decision == DONE
+                )
+                if is_done and not history.may_have_lost(track.broker_group, handover.got.at, handover.kept_at or 0.0):
+                    yield f"a dead letter although its ack was confirmed: {dead[0]}; {handover}"
 
 
 def _unexpected(history: History) -> Iterator[str]:
@@ -174,9 +176,9 @@ def _one_by_one(history: History) -> Iterator[str]:
     """New messages without a dependency on an order key or a tag come in the order of their sequences."""
     keyed = {message.sending.subject for message in history.messages.values() if message.sending.order_key}
     plain = {
-        (one.consumer, one.subject, one.group)
-        for one in history.joined
-        if one.concurrency == 1 and not one.tags and one.subject not in keyed
+        (member.consumer, member.subject, member.group)
+        for member in history.joined
+        if member.concurrency == 1 and not member.tags and member.subject not in keyed
     }
     for consumer, numbers in history.by_consumer.items():
         newest: dict[Track, Handover] = {}
@@ -257,7 +259,7 @@ def _times(history: History) -> Iterator[str]:
     for places in history.handovers.values():
         for handovers in places.values():
             for smaller, larger in pairwise(handovers):
-                first, second = sorted((smaller, larger), key=lambda one: one.got.at)
+                first, second = sorted((smaller, larger), key=lambda handover: handover.got.at)
                 if larger.got.times > smaller.got.times and first is smaller:
                     continue
                 if history.cause(smaller, larger.got.at):

@@ -66,16 +66,16 @@ class Notes:
                 at,
                 self.consumer,
                 number,
-                one.subject,
-                one.group,
-                one.broker_group,
-                one.sequence,
-                one.pull_sequence,
-                one.times,
-                str(one.id),
-                content_of(one),
+                message.subject,
+                message.group,
+                message.broker_group,
+                message.sequence,
+                message.pull_sequence,
+                message.times,
+                str(message.id),
+                content_of(message),
             )
-            for number, one in zip(numbers, messages)
+            for number, message in zip(numbers, messages)
         )
         self._open |= zip(numbers, messages)
         return numbers
@@ -86,10 +86,10 @@ class Notes:
 
     def look(self) -> None:
         """Record messages that are settled by now."""
-        kept = [number for number, one in self._open.items() if one.is_settled]
+        kept = [number for number, delivery in self._open.items() if delivery.is_settled]
         if kept:
             self.write(Kept(now(), self.consumer, kept))
-        for number in [*kept, *(number for number, one in self._open.items() if one.is_dropped)]:
+        for number in [*kept, *(number for number, delivery in self._open.items() if delivery.is_dropped)]:
             self._open.pop(number, None)
 
     async def watch(self) -> None:
@@ -157,13 +157,13 @@ async def pull(notes: Notes, rng: random.Random, puller: qmq.Puller, stop: async
             rng.shuffle(together)
             if rng.random() < TAKES_TIME:
                 await asyncio.sleep(rng.uniform(0, WORK_S_MAX))
-            decisions = [(number, one, choose(one, rng)) for number, one in together]
+            decisions = [(number, message, choose(message, rng)) for number, message in together]
             notes.decided(*((number, decision) for number, _, decision in decisions))
-            await puller.ack([one for _, one, decision in decisions if decision == DONE])
-            await puller.dead_letter([one for _, one, decision in decisions if decision == DEAD], "by chance")
-            for _, one, decision in decisions:
+            await puller.ack([message for _, message, decision in decisions if decision == DONE])
+            await puller.dead_letter([message for _, message, decision in decisions if decision == DEAD], "by chance")
+            for _, message, decision in decisions:
                 if decision == RETRY:
-                    await one.nack("by chance", delay=rng.uniform(0, DELAY_S_MAX))
+                    await message.nack("by chance", delay=rng.uniform(0, DELAY_S_MAX))
 
 
 async def main(options: dict[str, Any]) -> None:

@@ -177,7 +177,7 @@ class History:
     @property
     def groups(self) -> dict[tuple[str, str], frozenset[str]]:
         """Selected tags by (subject, group)."""
-        return {(one.subject, one.group): frozenset(one.tags) for one in self.joined}
+        return {(member.subject, member.group): frozenset(member.tags) for member in self.joined}
 
     def cause(self, handover: Handover, before: float) -> str | None:
         """Return the cause of a redelivery without a nack, until `before`; None if there is none."""
@@ -196,7 +196,7 @@ class History:
         """Return whether a consumer of the group left or vanished shortly before `at`; messages it had not begun have
         no order.
         """
-        members = {one.consumer for one in self.joined if (one.subject, one.group) == (subject, group)}
+        members = {member.consumer for member in self.joined if (member.subject, member.group) == (subject, group)}
         return any(name in members and gone.at <= at <= gone.at + 2 * CAUSE_S for name, gone in self._gone.items())
 
     def may_have_lost(self, broker_group: str, begin: float, end: float) -> bool:

@@ -175,10 +175,18 @@ def _rows(history: History) -> dict[str, list[tuple[object, ...]]]:
             for at, then in sent
         ],
         "delivered": [
-            (one.id, one.subject, one.broker_group, one.sequence, one.consumer, began[one.consumer], one.at)
-            for one in got
+            (
+                delivery.id,
+                delivery.subject,
+                delivery.broker_group,
+                delivery.sequence,
+                delivery.consumer,
+                began[delivery.consumer],
+                delivery.at,
+            )
+            for delivery in got
         ],
-        "acked": [(one.got.id, one.kept_at) for one in history.got if one.is_kept],
+        "acked": [(delivery.got.id, delivery.kept_at) for delivery in history.got if delivery.is_kept],
         "faults": [(fault.name, fault.broker_group, fault.begin, fault.end) for fault in history.faults],
         "marked": [("mark readonly", window.broker_group, window.begin, window.end) for window in windows[MARKED]],
         "slave_stopped": [

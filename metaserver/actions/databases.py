@@ -122,7 +122,7 @@ async def _stuck(desk: Desk, words: Words) -> Any:
         if isinstance(result, QmqError):
             unasked[_room(row)] = str(result)
         else:
-            databases += [{"room": _room(row), **one} for one in result["databases"]]
+            databases += [{"room": _room(row), **database} for database in result["databases"]]
     return {"databases": databases, "unasked": unasked}
 
 
@@ -141,12 +141,12 @@ async def _plan_retry(desk: Desk, words: Words) -> Plan:
         return refused("ids are whole numbers with commas between them")
     asked = {"database": database, "older": PARKED_ALONE, "limit": SHOWN_MAX}
     found = (await desk.watchdogs.ask(await _active(desk, words), "/outbox/stuck", asked))["databases"]
-    parked = {one["database"]: one["parked"] for one in found if "parked" in one}
-    problems = {one["database"]: one["problem"] for one in found if "problem" in one}
+    parked = {answer["database"]: answer["parked"] for answer in found if "parked" in answer}
+    problems = {answer["database"]: answer["problem"] for answer in found if "problem" in answer}
     rows = (
         []
         if ids
-        else [f"{row['id']} {row['subject']}: {row['reason']}" for one in found for row in one.get("rows", ())]
+        else [f"{row['id']} {row['subject']}: {row['reason']}" for answer in found for row in answer.get("rows", ())]
     )
     again: dict[str, Any] = {"sentAgain": ids or sum(parked.values())}
     return Plan(
@@ -170,8 +170,8 @@ async def _carry_out_retry(desk: Desk, words: Words, plan: Plan, audit: AuditRow
     except QmqError as error:
         await _record(desk, replace(audit, result="unknown" if isinstance(error, OutcomeUnknown) else "failed"))
         raise
-    retried = {one["database"]: one["retried"] for one in found if "retried" in one}
-    problems = {one["database"]: one["problem"] for one in found if "problem" in one}
+    retried = {answer["database"]: answer["retried"] for answer in found if "retried" in answer}
+    problems = {answer["database"]: answer["problem"] for answer in found if "problem" in answer}
     data = {"retried": retried, "notAsked": problems}
     await _record(desk, replace(audit, after=data, result="partly done" if problems else "done"))
     if problems:  # a slow database's outcome is unknown

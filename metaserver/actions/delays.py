@@ -54,8 +54,8 @@ def _stats_json(name: str, answer: pb.DelayStatsAnswer) -> dict[str, Any]:
         "dueMessages": answer.due_messages,
         "dueAgeMs": answer.due_age_ms,
         "waiting": [
-            {"subject": one.subject, "messages": one.messages, "why": one.why, "ageMs": one.age_ms}
-            for one in answer.waiting
+            {"subject": subject.subject, "messages": subject.messages, "why": subject.why, "ageMs": subject.age_ms}
+            for subject in answer.waiting
         ],
     }
 

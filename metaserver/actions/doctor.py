@@ -129,7 +129,7 @@ def _remedy(facts: Mapping[str, Any], groups: Groups) -> str:
 def _command(facts: Mapping[str, Any], groups: Groups) -> str:
     """Return the command that replaces a broker: a slave takes the master's place, a new broker a slave's."""
     role, group = Role[facts["role"]], facts["group"]
-    others = [one["facts"] for one in groups[group] if one["facts"] is not facts]
+    others = [check["facts"] for check in groups[group] if check["facts"] is not facts]
     recover = f"qmq RecoverGroup --brokerGroup={group}"
     if role in MASTERS and not facts["incarnation"]:  # it never had a message
         return f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
@@ -137,14 +137,14 @@ def _command(facts: Mapping[str, Any], groups: Groups) -> str:
         if not others:
             lost = f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
             return f"restore its data directory: it was the only copy; if that is lost, too: {lost}"
-        if any(one["answers"] for one in others):
+        if any(other["answers"] for other in others):
             return f"qmq Failover --brokerGroup={group} --masterGone=true"
         return recover if len(others) > 1 else f"stop the slave, {_call('ReplaceBroker', role, others[0])} --swap"
     new = {**facts, "hostname": "NEW", "ip": "IP"}
     if len(others) < 2:
-        is_last = any(not one["answers"] for one in others)
+        is_last = any(not other["answers"] for other in others)
         return recover if is_last else _call("ReplaceBroker", role, new)
-    if any(Role[one["role"]] in MASTERS and not one["answers"] for one in others):
+    if any(Role[other["role"]] in MASTERS and not other["answers"] for other in others):
         return recover
     remove = f"qmq RemoveBroker --hostname={facts['hostname']} --servePort={facts['servePort']}"
     calls = [remove, _call("AddBroker", role, new)]

@@ -285,7 +285,7 @@ async def _rates(desk: Desk, words: Words) -> Any:
     except QmqError as error:
         return {"brokerGroup": group.name, "rates": [], "unasked": {group.name: str(error)}}
     looks = [Look(sample.at_ms, {"taken": sample.taken, "delivered": sample.delivered}) for sample in samples]
-    rates = [{"at": one.at_ms, **one.values} for one in per_second(looks)]
+    rates = [{"at": rate.at_ms, **rate.values} for rate in per_second(looks)]
     return {"brokerGroup": group.name, "rates": rates, "unasked": {}}
 
 

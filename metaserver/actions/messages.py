@@ -51,8 +51,10 @@ async def _browse(desk: Desk, words: Words, caller: Caller) -> Any:
     )
     asked = [(group, place) for group in groups for place in places]
     found = await together([_look(desk, group, place, request, limit) for group, place in asked])
-    unasked = {group.name: str(one) for (group, _), one in zip(asked, found, strict=True) if isinstance(one, QmqError)}
-    messages = [message for one in found if not isinstance(one, QmqError) for message in one]
+    unasked = {
+        group.name: str(answer) for (group, _), answer in zip(asked, found, strict=True) if isinstance(answer, QmqError)
+    }
+    messages = [message for answer in found if not isinstance(answer, QmqError) for message in answer]
     messages.sort(key=lambda message: message["stored"], reverse=newest_first)
     return {"subject": places[0][0], "messages": messages[:limit], "unasked": unasked}
 
@@ -224,7 +226,7 @@ async def _move_all(source: DeadLetters, letters: Sequence[Chosen], receipt: Rec
         if not why:
             why = await _move(source, batch, receipt)
         else:
-            receipt.left += [one.json(why=why) for one in batch]
+            receipt.left += [letter.json(why=why) for letter in batch]
 
 
 async def _move(source: DeadLetters, batch: Sequence[Chosen], receipt: Receipt) -> str:
@@ -232,22 +234,22 @@ async def _move(source: DeadLetters, batch: Sequence[Chosen], receipt: Receipt) 
     try:
         produced = await source.send_back(batch)
     except OutcomeUnknown as error:
-        receipt.unknown += [one.json(why=str(error)) for one in batch]
+        receipt.unknown += [letter.json(why=str(error)) for letter in batch]
         return str(error)
     except QmqError as error:
-        receipt.left += [one.json(why=str(error)) for one in batch]
+        receipt.left += [letter.json(why=str(error)) for letter in batch]
         return str(error)
     refusals = dict(produced.refused)
-    receipt.left += [one.json(why=refusals[at]) for at, one in enumerate(batch) if at in refusals]
-    stored = [one for at, one in enumerate(batch) if at not in refusals]
+    receipt.left += [letter.json(why=refusals[at]) for at, letter in enumerate(batch) if at in refusals]
+    stored = [letter for at, letter in enumerate(batch) if at not in refusals]
     try:
         if stored:
             await source.settle(stored)
     except QmqError as error:
         why = f"they went back, but may be dead letters still: {error}"
-        receipt.unknown += [one.json(why=why) for one in stored]
+        receipt.unknown += [letter.json(why=why) for letter in stored]
         return why
-    receipt.moved += [one.json() for one in stored]
+    receipt.moved += [letter.json() for letter in stored]
     return ""
 
 

@@ -81,11 +81,11 @@ def chart_of(rates: Sequence[Rates], now_ms: int) -> dict[str, Any]:
     """
     shown = [rate for rate in rates if rate.at_ms > now_ms - KEPT_MS]
     span_ms = min(max(now_ms - shown[0].at_ms, SPAN_MS_MIN), KEPT_MS) if shown else KEPT_MS
-    names = list(dict.fromkeys(name for one in shown for name in one.values))[: SERIES_MAX + 1]
-    most = round_up(max((value for one in shown for value in one.values.values()), default=0.0))
+    names = list(dict.fromkeys(name for rate in shown for name in rate.values))[: SERIES_MAX + 1]
+    most = round_up(max((value for rate in shown for value in rate.values.values()), default=0.0))
     series = []
     for name in names:
-        found = [(one.at_ms, one.values[name]) for one in shown if name in one.values]
+        found = [(rate.at_ms, rate.values[name]) for rate in shown if name in rate.values]
         points = " ".join(
             f"{WIDTH - (now_ms - at_ms) * WIDTH / span_ms:.0f},{HEIGHT - value * HEIGHT / most:.1f}"
             for at_ms, value in found

@@ -112,7 +112,7 @@ class Provider:
 
     def _use(self, state: str, attempt: Attempt, now_ms: int) -> None:
         """A state is valid once, in time, in the browser that began."""
-        self._used = {one: until_ms for one, until_ms in self._used.items() if until_ms > now_ms}
+        self._used = {state: until_ms for state, until_ms in self._used.items() if until_ms > now_ms}
         if not secrets.compare_digest(state.encode(), attempt.state.encode()):
             raise AccessError("this login was not begun in this browser")
         if now_ms >= attempt.until_ms:
@@ -174,7 +174,7 @@ def role_of(claims: Mapping[str, Any], wanted: Wanted) -> TokenRole:
     """Return the highest role among a person's claims; raises AccessError."""
     found = _claim(claims, wanted.roles_claim)
     listed = found if isinstance(found, list) else [found]
-    has = {one for one in listed if isinstance(one, str)}
+    has = {value for value in listed if isinstance(value, str)}
     for role in RANKS:
         if any(mine == role and value in has for mine, value in wanted.roles):
             return role

@@ -214,7 +214,7 @@ async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
     if subject:
         words = {"subject": subject, "group": group}
         lag, consumers = await asyncio.gather(asking.ask("Lag", words), asking.ask("Consumers", words))
-        each = [(row, one) for row in (consumers.data or {}).get("groups", ()) for one in row["consumers"]]
+        each = [(row, consumer) for row in (consumers.data or {}).get("groups", ()) for consumer in row["consumers"]]
         drawn = drawn_of_subject(asking, subject, group, consumers)
         return {"lag": lag, "consumers": consumers, "each": each, "count": 0, **drawn}
     count = len((await asking.ask("ListBrokerGroups")).data or ())

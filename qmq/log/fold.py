@@ -268,12 +268,12 @@ def _leave(group: Group, progress: Progress) -> None:
     (departure, _, _), *begun = progress.entries
     consumer = group.consumers.pop(progress.consumer, Consumer())
     for begin, end, _ in begun:
-        for one in consumer.take(begin, end):
-            group.requeue(one, attempts=one.attempts, suspected=one.suspected)
+        for span in consumer.take(begin, end):
+            group.requeue(span, attempts=span.attempts, suspected=span.suspected)
     is_suspect = departure == Departure.SUSPECTED
-    for one in consumer.unacked:
-        attempts = one.attempts - (departure != Departure.VANISHED)
-        group.requeue(one, attempts=attempts, suspected=one.suspected + is_suspect)
+    for span in consumer.unacked:
+        attempts = span.attempts - (departure != Departure.VANISHED)
+        group.requeue(span, attempts=attempts, suspected=span.suspected + is_suspect)
     group.floor = max(group.floor, consumer.next_pull)
 
 
@@ -362,7 +362,7 @@ def decode_snapshot(data: Buffer) -> State:
             position,
             floor,
             Requeued.from_plain(returned),
-            {c: Consumer(n, [UnackedRange(*one) for one in u], e) for c, n, u, e in consumers},
+            {c: Consumer(n, [UnackedRange(*span) for span in u], e) for c, n, u, e in consumers},
             is_broadcast,
             left_ms,
             began,

@@ -74,7 +74,7 @@ class Consumer:
 
     @property
     def unacked_messages(self) -> int:
-        return sum(one.count for one in self.unacked)
+        return sum(span.count for span in self.unacked)
 
     def has_as_many_as(self, limit: int) -> bool:
         """Return whether this many messages are unacked; mostly without counting them."""
@@ -97,16 +97,16 @@ class Consumer:
 
     def delivered_more_than(self, limit: int) -> list[Range]:
         """Return the ranges of pull sequences with more deliveries than `limit`; 0 is no limit."""
-        return [(one.pull, one.pull_end) for one in self.unacked if limit and one.deliveries > limit]
+        return [(span.pull, span.pull_end) for span in self.unacked if limit and span.deliveries > limit]
 
     def unacked_below(self, end: int, limit: int) -> list[Range]:
         """Return the unacked pull sequences below `end` with at most `limit` deliveries."""
         found: list[Range] = []
-        for one in self.unacked:
-            if one.pull >= end:
+        for span in self.unacked:
+            if span.pull >= end:
                 break
-            if not limit or one.deliveries <= limit:
-                ranges.add(found, one.pull, min(end, one.pull_end))
+            if not limit or span.deliveries <= limit:
+                ranges.add(found, span.pull, min(end, span.pull_end))
         return found
 
     def was_given(self, end: int) -> bool:
@@ -124,8 +124,8 @@ class Consumer:
         """
         self.check_given(begin, end)
         found: list[Range] = []
-        for one in self.overlapping(begin, end):
-            ranges.add(found, max(begin, one.pull), min(end, one.pull_end))
+        for span in self.overlapping(begin, end):
+            ranges.add(found, max(begin, span.pull), min(end, span.pull_end))
         return found
 
     def check_given(self, begin: int, end: int) -> None:
@@ -149,12 +149,12 @@ class Consumer:
         kept: list[UnackedRange] = []
         start = at = self._find(begin)
         while at < len(self.unacked) and self.unacked[at].pull < end:
-            one = self.unacked[at]
-            taken.append(one.part(begin, end))
-            if begin > one.pull:
-                kept.append(one.part(one.pull, begin))
-            if end < one.pull_end:
-                kept.append(one.part(end, one.pull_end))
+            span = self.unacked[at]
+            taken.append(span.part(begin, end))
+            if begin > span.pull:
+                kept.append(span.part(span.pull, begin))
+            if end < span.pull_end:
+                kept.append(span.part(end, span.pull_end))
             at += 1
         self.unacked[start:at] = kept
         return taken
@@ -192,14 +192,14 @@ class Group:
 
     def unconsumed(self, end: int) -> list[Range]:
         """Return the ranges not acked of a subject that ends at sequence `end`; in no order."""
-        found = [(one.first, one.end) for one in self.requeued]
+        found = [(span.first, span.end) for span in self.requeued]
         for consumer in self.consumers.values():
-            found += [(one.first, one.end) for one in consumer.unacked]
+            found += [(span.first, span.end) for span in consumer.unacked]
         return [*found, (self.position, end)] if self.position < end else found
 
     def first_unconsumed(self, end: int) -> int | None:
         """Return the first sequence of `unconsumed` without listing all; None if there is none."""
-        firsts = [one.first for consumer in self.consumers.values() for one in consumer.unacked]
+        firsts = [span.first for consumer in self.consumers.values() for span in consumer.unacked]
         if (requeued := self.requeued.first) is not None:
             firsts.append(requeued)
         return min([*firsts, self.position] if self.position < end else firsts, default=None)
@@ -210,6 +210,6 @@ class Group:
             return MessageState.NEW
         if self.requeued.overlapping(sequence, sequence + 1):
             return MessageState.REQUEUED
-        unacked = (one for consumer in self.consumers.values() for one in consumer.unacked)
-        is_delivered = any(one.first <= sequence < one.end for one in unacked)
+        unacked = (span for consumer in self.consumers.values() for span in consumer.unacked)
+        is_delivered = any(span.first <= sequence < span.end for span in unacked)
         return MessageState.DELIVERED if is_delivered else MessageState.ACKED

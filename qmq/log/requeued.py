@@ -117,34 +117,34 @@ class RangeBlocks:
             found += sum(block.counts[:at]) - max(block[at - 1].end - end, 0)
         return found
 
-    def put(self, one: RequeuedRange) -> bool:
+    def put(self, span: RequeuedRange) -> bool:
         """Add a range, replacing one with the same first message; return whether there was none."""
         if not self._blocks:
             self._blocks.append(_Block())
-            self._begins.append(one.first)
-        number = max(bisect_right(self._begins, one.first) - 1, 0)
+            self._begins.append(span.first)
+        number = max(bisect_right(self._begins, span.first) - 1, 0)
         block = self._blocks[number]
-        at = bisect_left(block.firsts, one.first)
-        if is_new := block.firsts[at : at + 1] != array("q", [one.first]):
-            block.insert(at, one)
+        at = bisect_left(block.firsts, span.first)
+        if is_new := block.firsts[at : at + 1] != array("q", [span.first]):
+            block.insert(at, span)
             self._size += 1
         else:
             self.messages -= block.counts[at]
-            block.replace(at, one)
-        self.messages += one.count
+            block.replace(at, span)
+        self.messages += span.count
         self._begins[number] = block.firsts[0]
         if len(block.firsts) > 2 * BLOCK:
             self._blocks[number : number + 1] = halves = block.slice(0, BLOCK), block.slice(BLOCK, None)
             self._begins.insert(number + 1, halves[1].firsts[0])
         return is_new
 
-    def remove(self, one: RequeuedRange) -> None:
+    def remove(self, span: RequeuedRange) -> None:
         """Remove a range that exists."""
-        number = bisect_right(self._begins, one.first) - 1
+        number = bisect_right(self._begins, span.first) - 1
         block = self._blocks[number]
-        block.delete(bisect_left(block.firsts, one.first))
+        block.delete(bisect_left(block.firsts, span.first))
         self._size -= 1
-        self.messages -= one.count
+        self.messages -= span.count
         if block.firsts:
             self._begins[number] = block.firsts[0]
         else:
@@ -174,12 +174,12 @@ class _Block:
             column.extend(own[begin:end])
         return part
 
-    def insert(self, at: int, one: RequeuedRange) -> None:
-        for column, value in zip(self.columns, one, strict=True):
+    def insert(self, at: int, span: RequeuedRange) -> None:
+        for column, value in zip(self.columns, span, strict=True):
             column.insert(at, value)
 
-    def replace(self, at: int, one: RequeuedRange) -> None:
-        for column, value in zip(self.columns, one, strict=True):
+    def replace(self, at: int, span: RequeuedRange) -> None:
+        for column, value in zip(self.columns, span, strict=True):
             column[at] = value
 
     def delete(self, at: int) -> None:
@@ -212,7 +212,7 @@ class Requeued:
     def from_plain(cls, plain: list[Any]) -> Requeued:
         """Read a snapshot's part: `plain()`, or, of an older version, one list per range."""
         if not plain or not isinstance(plain[0], str):
-            return cls(RequeuedRange(*one) for one in plain)
+            return cls(RequeuedRange(*span) for span in plain)
         self = cls()
         self._ranges = RangeBlocks.from_columns(plain)
         return self
@@ -249,7 +249,7 @@ class Requeued:
     def before(self, end: int, most: int) -> list[RequeuedRange]:
         """Return up to `most` ranges before `end`, due or not, in order."""
         below = takewhile(lambda one: one.first < end, self._ranges)
-        return [one.part(0, end) for one in islice(below, most)]
+        return [span.part(0, end) for span in islice(below, most)]
 
     def messages_before(self, end: int) -> int:
         """Return the number of messages before `end`, due or not."""
@@ -258,11 +258,11 @@ class Requeued:
     def overlapping(self, begin: int, end: int, most: int = COUNT_MAX) -> list[RequeuedRange]:
         """Return up to `most` ranges in `[begin, end)`, in order."""
         parts: list[RequeuedRange] = []
-        for one in self._ranges.since(begin):
-            if one.first >= end or len(parts) == most:
+        for span in self._ranges.since(begin):
+            if span.first >= end or len(parts) == most:
                 break
-            if one.end > begin:
-                parts.append(one.part(begin, end))
+            if span.end > begin:
+                parts.append(span.part(begin, end))
         return parts
 
     def add(self, new: RequeuedRange) -> None:
@@ -296,11 +296,11 @@ class Requeued:
         found: list[RequeuedRange] = []
         ready: list[int] = []
         while len(found) < most and (first := schedule.pop_ready()) is not None:
-            if (one := self._ranges.get(first)) is None or ready[-1:] == [first]:
+            if (span := self._ranges.get(first)) is None or ready[-1:] == [first]:
                 continue
-            if one.due_ms <= now_ms:  # otherwise it was requeued for later and has another entry
+            if span.due_ms <= now_ms:  # otherwise it was requeued for later and has another entry
                 ready.append(first)
-                found.append(one)
+                found.append(span)
         schedule.put_back(ready)
         return found
 
@@ -318,18 +318,18 @@ class Requeued:
         return schedule
 
     def _due_of(self, first: int) -> int | None:
-        one = self._ranges.get(first)
-        return None if one is None else one.due_ms
+        span = self._ranges.get(first)
+        return None if span is None else span.due_ms
 
-    def _put(self, one: RequeuedRange) -> None:
-        if self._ranges.put(one) and self._schedule is not None:
-            self._schedule.add(one.first, one.due_ms)
+    def _put(self, span: RequeuedRange) -> None:
+        if self._ranges.put(span) and self._schedule is not None:
+            self._schedule.add(span.first, span.due_ms)
             if len(self._schedule) > STALE_MIN + 2 * len(self):
                 self._schedule = None
 
 
-def _touch(one: RequeuedRange, after: RequeuedRange) -> bool:
-    return one.end == after.first and one[2:] == after[2:] and one.count + after.count <= COUNT_MAX
+def _touch(span: RequeuedRange, after: RequeuedRange) -> bool:
+    return span.end == after.first and span[2:] == after[2:] and span.count + after.count <= COUNT_MAX
 
 
 class _Schedule:
@@ -374,8 +374,8 @@ class _Schedule:
             dues = [(due_ms, first) for first in bucket if (due_ms := due_of(first)) is not None]
             current = [due for due in dues if due[0] >> BUCKET_BITS == number]  # others have another entry
             self._size -= len(bucket) - len(current)
-            for one in current:
-                heappush(self._soon, one)
+            for span in current:
+                heappush(self._soon, span)
         while self._soon and self._soon[0][0] <= now_ms:
             heappush(self._ready, heappop(self._soon)[1])
 

@@ -93,11 +93,11 @@ def without_fate(data: bytes, begin: int, properties: Mapping[str, str]) -> byte
 def batches_of(chosen: Sequence[Chosen], *, messages_max: int, bytes_max: int) -> Iterator[Sequence[Chosen]]:
     """Split into batches of limited messages and bytes; a larger message is a batch of its own."""
     begin = size = 0
-    for at, one in enumerate(chosen):
-        if at > begin and (at - begin >= messages_max or size + len(one.data) > bytes_max):
+    for at, letter in enumerate(chosen):
+        if at > begin and (at - begin >= messages_max or size + len(letter.data) > bytes_max):
             yield chosen[begin:at]
             begin, size = at, 0
-        size += len(one.data)
+        size += len(letter.data)
     if begin < len(chosen):
         yield chosen[begin:]
 
@@ -115,7 +115,7 @@ def ranges_of(letters: Iterable[Chosen]) -> list[tuple[int, int]]:
 
 def others_of(pieces: Iterable[Piece], chosen: Iterable[Chosen]) -> list[tuple[int, int]]:
     """Return the pull sequences that were delivered and not chosen, as ranges; both ascend."""
-    borders = iter([one.pull_sequence for one in chosen])
+    borders = iter([letter.pull_sequence for letter in chosen])
     others: list[tuple[int, int]] = []
     border = next(borders, None)
     for piece in pieces:

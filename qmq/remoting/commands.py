@@ -556,7 +556,7 @@ def encode_recurring(schedules: Iterable[RecurringSchedule]) -> bytes:
 
 def decode_recurring(body: Buffer) -> list[RecurringSchedule]:
     try:
-        return [RecurringSchedule(**one) for one in decode_json(body, schedules=list)["schedules"]]
+        return [RecurringSchedule(**schedule) for schedule in decode_json(body, schedules=list)["schedules"]]
     except TypeError as error:
         raise InvalidRequest(f"not an answer to RECUR: {error}") from None
 

@@ -145,7 +145,7 @@ class Assignment:
             tuple(fields["readonly_subjects"]),
             tuple((subject, group, consumer) for subject, group, consumer in fields.get("offline", ())),
             fields.get("min_copies", 2),
-            tuple(OperatorLimits(**one) for one in fields.get("limits", ())),
+            tuple(OperatorLimits(**limits) for limits in fields.get("limits", ())),
             fields.get("sync_mode", SyncMode.AUTOMATIC),
             tuple((fill_id, is_allowed) for fill_id, is_allowed in fields.get("fills", ())),
         )

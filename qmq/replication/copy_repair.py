@@ -48,7 +48,7 @@ class Sources:
             return whole[(self._attempts - 1) // ATTEMPTS_EACH % len(whole)]
         if not answered or len(answered) < len(extents):
             return None
-        return max(answered, key=lambda one: one[1][1])[0]
+        return max(answered, key=lambda answer: answer[1][1])[0]
 
 
 class CopyRepair:

@@ -109,7 +109,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         )
 
     async def Rates(self, request: pb.Nothing, context: Any) -> pb.RatesAnswer:
-        return pb.RatesAnswer(samples=[pb.RateSample(**one._asdict()) for one in self._samples.all()])
+        return pb.RatesAnswer(samples=[pb.RateSample(**sample._asdict()) for sample in self._samples.all()])
 
     async def PrepareSwap(self, request: pb.PrepareSwapRequest, context: Any) -> pb.BrokerState:
         node, guarded = self._service.node, self._service.guarded
@@ -171,7 +171,9 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             log_end=node.log.flushed_end,
             high_watermark=state.high_watermark,
             segments=node.log.bases,
-            damaged=[pb.DamagedRange(begin=one.begin, end=one.end, reason=one.reason) for one in node.log.damaged],
+            damaged=[
+                pb.DamagedRange(begin=damage.begin, end=damage.end, reason=damage.reason) for damage in node.log.damaged
+            ],
             start_chain=await asyncio.to_thread(node.log.stored.start_chain),
         )
 

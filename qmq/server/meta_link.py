@@ -243,7 +243,7 @@ class MetaLink:
             master=_address(message.master) if message.HasField("master") else None,
             slaves=tuple(map(_address, message.slaves)),
             readonly_subjects=tuple(message.readonly_subjects),
-            offline=tuple((one.subject, one.group, one.consumer) for one in message.offline),
+            offline=tuple((consumer.subject, consumer.group, consumer.consumer) for consumer in message.offline),
             min_copies=message.min_copies or 2,
             limits=tuple(
                 OperatorLimits(*(getattr(limit, name) for name in OperatorLimits._fields)) for limit in message.limits

@@ -170,7 +170,7 @@ class LimitsReached:
 
     def _reached_of(self, key: tuple[str, str], now_ms: int) -> bool:
         if key not in self._subjects and len(self._subjects) >= LIMITED_SUBJECTS_MAX:
-            self._subjects = {one: self._subjects[one] for one in self.subjects_lately(now_ms)}
+            self._subjects = {subject: self._subjects[subject] for subject in self.subjects_lately(now_ms)}
             if len(self._subjects) >= LIMITED_SUBJECTS_MAX:
                 return False
         begins = now_ms - self._subjects.get(key, now_ms - LATELY_MS) >= LATELY_MS

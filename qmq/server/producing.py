@@ -142,7 +142,9 @@ class Producing:
         if not refused:
             return _Batch(produce.body, produce.count, produce.crc, flags), refused
         bad = {position for position, _ in refused}
-        messages = [bytes(one) for position, one in enumerate(split_batch(batch, produce.count)) if position not in bad]
+        messages = [
+            bytes(message) for position, message in enumerate(split_batch(batch, produce.count)) if position not in bad
+        ]
         if not messages:
             return None, refused
         body = join_batch(messages)

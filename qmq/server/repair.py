@@ -54,7 +54,7 @@ async def _repair(service: Service[Any], settings: CopySettings, damage: Damage,
     best = sources.best(damage, [(theirs.log_start, theirs.log_end) if theirs else None for theirs in described])
     theirs = described[best] if best is not None else None
     if best is None or theirs is None:
-        raise NotServed(f"{sum(one is None for one in described)} of {len(peers)} copies do not answer")
+        raise NotServed(f"{sum(description is None for description in described)} of {len(peers)} copies do not answer")
     wanted: tuple[int, int] | None = None
 
     def plan() -> None:

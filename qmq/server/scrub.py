@@ -97,7 +97,11 @@ class Scrub:
 
     def _due(self) -> int | None:
         self._note_segments()
-        base = min(self._verified_s, key=lambda one: (one not in self._older, self._verified_s[one]), default=None)
+        base = min(
+            self._verified_s,
+            key=lambda base_offset: (base_offset not in self._older, self._verified_s[base_offset]),
+            default=None,
+        )
         if base is None or (base not in self._older and self._loop.time() - self._verified_s[base] < self.every_s):
             return None
         return base

@@ -26,10 +26,10 @@ def _stats(data: Any) -> Iterable[Block]:
         empty="no group of delay servers answered",
     )
     for group in data["groups"]:
-        for one in group["waiting"]:
-            if one["why"]:
-                waiting = f"{one['messages']:,} of {one['subject']} wait, for {span(one['ageMs'])}"
-                yield warning(f"{group['brokerGroup']}: {waiting}: {one['why']}")
+        for subject in group["waiting"]:
+            if subject["why"]:
+                waiting = f"{subject['messages']:,} of {subject['subject']} wait, for {span(subject['ageMs'])}"
+                yield warning(f"{group['brokerGroup']}: {waiting}: {subject['why']}")
     if data["hours"]:
         yield ""
         yield Table((Column("HOUR", moment("begin")), Column("MESSAGES", "messages")), data["hours"])

@@ -57,7 +57,7 @@ async def _browse(session: Session) -> Exit:
         found = await asyncio.gather(*(_take(looker, request, limit) for looker in lookers))
     parts = [part for part in found if not isinstance(part, Unanswered)]
     messages = list(merge(*parts, key=lambda message: int(message["stored"]), reverse=newest_first))
-    unasked = {one.broker_group: part for one, part in zip(lookers, found) if isinstance(part, Unanswered)}
+    unasked = {looker.broker_group: part for looker, part in zip(lookers, found) if isinstance(part, Unanswered)}
     answer = {"messages": messages[:limit], "unasked": {name: str(why) for name, why in unasked.items()}}
     if session.as_json:
         print(to_json(answer))

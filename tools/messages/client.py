@@ -48,10 +48,10 @@ async def _produce(session: Session) -> Exit:
         with _lines(values["file"]) as lines:
             messages = iter(typed_messages(values, lines))
             while chunk := list(islice(messages, SENT_AT_ONCE)):
-                receipts = iter(await producer.send_many([one for one in chunk if isinstance(one, qmq.Message)]))
+                receipts = iter(await producer.send_many([line for line in chunk if isinstance(line, qmq.Message)]))
                 try:
-                    for one in chunk:
-                        outcomes.add(_print_outcome(session, one if isinstance(one, str) else next(receipts)))
+                    for line in chunk:
+                        outcomes.add(_print_outcome(session, line if isinstance(line, str) else next(receipts)))
                 except BrokenPipeError:  # the reader of the output is gone
                     raise
                 except OSError as error:

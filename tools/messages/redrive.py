@@ -46,7 +46,7 @@ Bounds = tuple[int, int]
 
 def run(session: Session) -> Exit:
     try:
-        return ended(session, lambda one: _Redrive(one).run())
+        return ended(session, lambda opened: _Redrive(opened).run())
     except KeyboardInterrupt:
         complain("interrupted before anything was moved")
         return Exit.REFUSED
@@ -169,7 +169,7 @@ class _Redrive:
                     others = []
                 self._receipt.looked_at += sum(piece.count for piece in pieces)
                 self._left_to_choose -= len(more)
-                self._chosen_bytes += sum(len(one.data) for one in more)
+                self._chosen_bytes += sum(len(letter.data) for letter in more)
                 chosen += more
         except QmqError as error:
             raise _unanswered(source.broker_group, error) from None
@@ -182,7 +182,7 @@ class _Redrive:
         session = self._session
         chosen = [letter for _, letters in self._chosen for letter in letters]
         if session.dry_run:
-            plan = self._receipt.json() | {"dryRun": True, "chosen": [one.json() for one in chosen]}
+            plan = self._receipt.json() | {"dryRun": True, "chosen": [letter.json() for letter in chosen]}
             print(to_json(plan)) if session.as_json else show(self._planned(chosen))
             return Exit.UNREACHABLE if self._receipt.unasked else Exit.DONE
         show(self._planned(chosen), sys.stderr)
@@ -200,7 +200,7 @@ class _Redrive:
             f"{self._receipt.looked_at:,} dead letters of {group} looked at; {count:,} of them go {goes_to}"
         ]
         if chosen:
-            rows = [one.json() for one in chosen[:SHOWN_MAX]]
+            rows = [letter.json() for letter in chosen[:SHOWN_MAX]]
             blocks.append(Table(_LETTER, rows))
             blocks += [f"and {count - SHOWN_MAX:,} more"] if count > SHOWN_MAX else []
         return blocks + self._warnings()
@@ -222,13 +222,13 @@ class _Redrive:
     async def _move(self, source: DeadLetters, batch: Sequence[Chosen]) -> bool:
         """Move one batch; return whether to try the next one."""
         receipt = self._receipt
-        rows = [one.json() for one in batch]
+        rows = [letter.json() for letter in batch]
         try:
             produced = await _send_back(source, batch)
             refused = dict(produced.refused)
-            receipt.left += [one.json(why=refused[at]) for at, one in enumerate(batch) if at in refused]
-            stored = [one for at, one in enumerate(batch) if at not in refused]
-            rows = [one.json(newSequence=produced.first_sequence + at) for at, one in enumerate(stored)]
+            receipt.left += [letter.json(why=refused[at]) for at, letter in enumerate(batch) if at in refused]
+            stored = [letter for at, letter in enumerate(batch) if at not in refused]
+            rows = [letter.json(newSequence=produced.first_sequence + at) for at, letter in enumerate(stored)]
             if stored:
                 await _settle(source, stored)
         except OutcomeUnknown as error:
@@ -252,7 +252,7 @@ class _Redrive:
         listed = {(row["brokerGroup"], row["sequence"]) for row in (*receipt.moved, *receipt.unknown, *receipt.left)}
         chosen = [letter for _, letters in self._chosen for letter in letters]
         receipt.left += [
-            one.json(why=self._why_left) for one in chosen if (one.broker_group, one.sequence) not in listed
+            letter.json(why=self._why_left) for letter in chosen if (letter.broker_group, letter.sequence) not in listed
         ]
         if kept is not None:
             kept.commit(json.dumps(receipt.json(), ensure_ascii=False, indent=1) + "\n")
