@@ -794,7 +794,7 @@ def test_nothing_dies_while_roles_are_swapped_and_all_of_it_if_they_stay():
     assert [one.id for one in dead_letters(group.a)] == ["m0"]
 
 
-def test_settled_messages_do_not_die():
+def test_dead_letters_of_unknown_consumers_are_ignored():
     group, client, first = a_group("m0")
     said = []
     make_dead(group, "who left", first, answer=said.append)

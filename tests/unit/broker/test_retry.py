@@ -508,7 +508,7 @@ def test_frames_record_progress():
     ]
 
 
-def test_subscribe_answer_lists_what_the_broker_holds_unacked():
+def test_subscribe_answer_lists_each_unacked_range():
     """Acks confirmed by a master alone may be missing at its successor: they must be sent again."""
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
     first = pulled(group, client, most=4)[0][0]

@@ -326,7 +326,7 @@ def test_a_subscription_that_ended_is_looked_at_no_later_than_a_while_after_it_a
     assert consumers.now.quiet_ms(LOOKS_WITHIN_MS + 50) == QUIET_MS
 
 
-def test_served_pull_goes_behind_its_group():
+def test_served_consumer_goes_behind_its_group():
     consumers = Consumers()
     one, other = consumers.joined("a"), consumers.joined("b")
     first, second, last = (consumers.waits(who, 500) for who in (one, one, other))

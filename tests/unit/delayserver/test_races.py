@@ -269,7 +269,7 @@ def test_master_whose_log_is_damaged_waits_for_its_repair_without_turning_in_cir
     assert not copies.a.host.pass_is_due and copies.a.filing.schedule.filed_end < copies.a.log.flushed_end
 
 
-def test_master_alone_keeps_pending_messages():
+def test_master_alone_deletes_no_segments():
     copies, producer = a_group(retention_hours=0.001, segment_bytes=1 << 14)
     for i in range(30):
         producer.delayed(copies.now_ms, f"m{i}", size=900)
