@@ -69,7 +69,7 @@ class AnswerLate(CommitUnknown):
     """A change was not answered in time. `result` receives a late answer."""
 
     def __init__(self, result: asyncio.Future[Any]) -> None:
-        super().__init__("the database did not answer in time: the change is stored as a whole, or not at all")
+        super().__init__("the database did not answer in time: the change is stored as a whole or not at all")
         self.result = result
 
 

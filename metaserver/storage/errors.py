@@ -13,7 +13,7 @@ class DatabaseUnusable(Exception):
 
 
 class CommitUnknown(OutcomeUnknown):
-    """The connection broke during a commit: the change is stored as a whole, or not at all. Read, then decide."""
+    """The connection broke during a commit: the change is stored as a whole or not at all. Read, then decide."""
 
 
 class Withdrawn(OperatorError):

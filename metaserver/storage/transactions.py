@@ -87,7 +87,7 @@ class Transactions:
                     raise  # a cluster of databases detected the conflict at the commit, and rolled back
                 log.error("commit unknown reason=%s", error.orig)
                 raise CommitUnknown(
-                    "the connection to the database broke in the commit: the change is stored as a whole, or not at all"
+                    "the connection to the database broke in the commit: the change is stored as a whole or not at all"
                 ) from error
             return result
 
