@@ -31,7 +31,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,24 +244,37 @@ def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_SUBMIT_OPTS", _QUICK_JVM)  # for a JVM started here; spark-defaults.conf overrides it
-    # The JVM starts the process that plans a Python data source; that process must find our modules too.
-    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if _is_here(master):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     asked = {key.replace("__", "."): value for key, value in config.items()}
     if master is not None:
         asked["spark.master"] = master
-    conf = _submitted(asked)
-    for key, value in _defaults(conf.get("spark.master")).items():
-        conf.setIfMissing(key, value)
-    conf.setAll([*asked.items(), ("spark.app.name", name)])
-    spark: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
+    with _our_path():
+        conf = _submitted(asked)
+        for key, value in _defaults(conf.get("spark.master")).items():
+            conf.setIfMissing(key, value)
+        conf.setAll([*asked.items(), ("spark.app.name", name)])
+        spark: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     if _is_submitted() or not str(spark.sparkContext.master).startswith("local"):
         _ship(spark)
     _register(spark)
     return spark
+
+
+@contextmanager
+def _our_path() -> Iterator[None]:
+    """Put our modules on PYTHONPATH for a JVM started here: it starts the process that plans a Python data source."""
+    before = os.environ.get("PYTHONPATH")
+    paths = [str(_ROOT), *filter(None, (before or "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _submitted(asked: dict[str, str]) -> SparkConf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,9 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "docs/examples/logs/questions.p
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
+    before = os.environ.get("PYTHONPATH")
     with local_spark("table tests") as session:
+        assert os.environ.get("PYTHONPATH") == before, "programs started later import other modules"
         yield session
 
 
