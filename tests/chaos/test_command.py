@@ -133,7 +133,8 @@ def test_unrecovered_group_and_unreadable_copy_are_findings(tmp_path, monkeypatc
         struck.strike("kill metaserver")
 
     outcome = asyncio.run(attempt(tmp_path, seed=1, strike=strike, http_port=run_of_ports()))
-    assert [finding.rule for finding in outcome.findings] == ["not-well", "not-equal", "not-equal", "unreadable"], outcome.findings
+    rules = [finding.rule for finding in outcome.findings]
+    assert rules == ["not-well", "not-equal", "not-equal", "unreadable"], outcome.findings
 
 
 def test_settings_that_brokers_refuse_are_named(tmp_path):

@@ -1,9 +1,8 @@
-# %% [markdown]
-# # Questions to the logs
+# %% [markdown] # Questions to the logs
 #
-# A notebook in cells (jupytext, or a `.py` file that VS Code and PyCharm open as one). It needs `pip install
-# 'qmq[audit]'` and a data directory of a broker, or a metaserver: `QMQ_LOG=/data/b1`, or
-# `QMQ_METASERVER=http://127.0.0.1:8080` and `QMQ_TOKEN`. A test runs every cell.
+# A notebook in cells, for jupytext, VS Code and PyCharm. It needs `pip install 'qmq[audit]'` and either a broker's data
+# directory, `QMQ_LOG=/data/b1`, or a metaserver, `QMQ_METASERVER=http://127.0.0.1:8080` and `QMQ_TOKEN`. A test runs
+# every cell.
 
 # %%
 import os
@@ -13,7 +12,7 @@ from pyspark.sql import SparkSession
 
 import qmq.audit
 
-os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers run what this notebook runs
+os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers run the Python of this notebook
 spark = SparkSession.builder.getOrCreate()
 qmq.audit.register(spark)
 
@@ -24,15 +23,14 @@ else:
 
 
 def view(name: str, **options: str) -> None:
-    """Make a view of a table; a damaged range makes its queries fail, as half an answer is none."""
+    """Create a view of a table. Queries of a damaged range fail, because they would return part of the answer."""
     spark.read.format("qmq").options(**where, rows=name, damage="fail", **options).load().createOrReplaceTempView(name)
 
 
 view("messages")
 view("progress")
 
-# %% [markdown]
-# How much is in each subject, and since when? Only headers are needed: naming the columns saves decoding messages.
+# %% [markdown] Size and age of each subject. The query needs headers only: naming the columns avoids decoding messages.
 
 # %%
 stored = spark.read.format("qmq").options(**where, columns="subject,sequence,timestamp_ms").load()
@@ -43,8 +41,7 @@ per_subject = spark.sql("""
 """)
 per_subject.show(truncate=False)
 
-# %% [markdown]
-# The messages of one order. `subject = …` reaches the reader, which reads that subject's frames alone.
+# %% [markdown] Messages of one order. The reader receives `subject = …` and reads only frames of that subject.
 
 # %%
 order = spark.sql("""
@@ -53,9 +50,8 @@ order = spark.sql("""
 """)
 order.show(truncate=False)
 
-# %% [markdown]
-# How long did consumers take, from delivery to ack? A pull delivers `messages` under pull sequences from `pull` on, an
-# ack names such numbers.
+# %% [markdown] Time between delivery and ack. A pull delivers `messages` with pull sequences that begin at `pull`; an
+# ack lists such sequences.
 
 # %%
 waited = spark.sql("""
@@ -68,8 +64,7 @@ waited = spark.sql("""
 """)
 waited.show()
 
-# %% [markdown]
-# Which messages died of what?
+# %% [markdown] Dead letters and their reasons.
 
 # %%
 dead = spark.sql("""

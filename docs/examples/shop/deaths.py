@@ -1,4 +1,4 @@
-"""Shell. Kills this process at a step of a transaction: nobody could press a button fast enough."""
+"""Shell. Kills this process at a chosen step of a transaction, which no button press could hit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sqlalchemy import Engine, event
 
 
 class Step(StrEnum):
-    """When to die."""
+    """Steps at which the process may be killed."""
 
     BEFORE_COMMIT = "before-commit"
-    """The order and the message's row are written, and not committed."""
+    """The order and the message's row are written but not committed."""
     AFTER_COMMIT = "after-commit"
     """They are committed, and the message is not sent."""
     BEFORE_DELETE = "before-delete"
-    """The message is stored by the brokers, and its row is still there."""
+    """The brokers have stored the message, and its row still exists."""
 
 
 class Deaths:
-    """Watches an engine, and does what `next` says once it gets there."""
+    """Hook on an engine that kills the process at the step `next`."""
 
     def __init__(self, engine: Engine) -> None:
         self.next: Step | None = None

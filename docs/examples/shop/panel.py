@@ -1,8 +1,9 @@
-"""Shell. The page with the buttons: runs a cluster, a watchdog and the shop, kills them when told, and shows the rest.
+"""Shell. The page with the buttons: runs a cluster, a watchdog and the shop, kills them on request, and shows the
+results.
 
     python docs/examples/shop/panel.py
 
-It keeps everything in one directory, so that the next start finds the same orders.
+All data is in one directory, so the next start finds the same orders.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ from qmq.deploy.processes import ROOT
 
 HERE = Path(__file__).parent
 RESTART_S = 1.0
-"""Until what was killed is started again; long enough to be seen on the page."""
+"""Pause before a killed process is started again; long enough to be seen on the page."""
 ANSWER_S = 10.0
 OPEN_S = 60.0
-"""How long a customer waits for a shop that is being started."""
+"""Time that a customer waits for a starting shop."""
 AGE_S = 3
-"""How old a row is before the watchdog sends it. In production a minute: longer than a producer tries."""
+"""Age at which the watchdog sends a row. In production it is a minute, longer than a producer tries."""
 
 
 class Kept:
-    """A process that is started again when it dies."""
+    """A process that is restarted when it ends."""
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self.name, self.deaths = name, 0
+        self.name = name
+        self.deaths = 0
         self._command, self._environment, self._log = command, environment, log
         self._process: subprocess.Popen[bytes] | None = None
         self._restart_at = 0.0
@@ -76,13 +78,14 @@ class Kept:
 
 
 class Panel:
-    """Everything that runs, and what the customers did since the panel was started."""
+    """All processes, and the orders since the panel was started."""
 
     def __init__(self, directory: Path, cluster_port: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._database = directory.resolve() / "shop.db"
         self._engine = create_engine(f"sqlite:///{self._database}")
-        self._directory, self._cluster_port = directory.resolve(), cluster_port
+        self._directory = directory.resolve()
+        self._cluster_port = cluster_port
         self._payments: list[dict[str, Any]] = []
         self.kept: dict[str, Kept] = {}
 
@@ -133,10 +136,10 @@ class Panel:
         self.kept[name] = Kept(name, [sys.executable, *arguments], environment, log)
 
     def _register(self) -> None:
-        """Tell the watchdog of the shop's database, as an operator does with `tools.sh AddDb`."""
+        """Register the shop's database with the watchdog, as `tools.sh AddDb` does."""
         self.cluster.manage("AddDb", type="sqlite", database=str(self._database), age=AGE_S)
 
-    # What the buttons do.
+    # Actions of the buttons.
 
     async def pay(self, die: Step | None) -> None:
         payment = {"number": await asyncio.to_thread(self._next_number), "die": die, "answer": "…"}
@@ -148,15 +151,15 @@ class Panel:
         known: list[int] = [payment["number"] for payment in self._payments]
         return 1 + max([0, *known, *self._read("SELECT number FROM orders")])
 
-    def kill(self, what: str) -> None:
-        if what == "master":
+    def kill(self, name: str) -> None:
+        if name == "master":
             self.cluster.kill("g1", "master")
-        elif what in self.kept:
-            self.kept[what].kill()
+        elif name in self.kept:
+            self.kept[name].kill()
         else:
-            raise HTTPException(404, f"there is no {what}")
+            raise HTTPException(404, f"there is no {name}")
 
-    # What the page shows.
+    # Contents of the page.
 
     def state(self) -> dict[str, Any]:
         paid = set(self._read("SELECT number FROM orders"))
@@ -185,7 +188,7 @@ class Panel:
             with self._engine.connect() as connection:
                 return list(connection.execute(text(statement)).scalars())
         except OperationalError:
-            return []  # the shop has not made its tables yet
+            return []  # the shop has not created its tables yet
 
 
 def application(panel: Panel) -> FastAPI:
@@ -198,16 +201,16 @@ def application(panel: Panel) -> FastAPI:
         await panel.pay(die)
         return await asyncio.to_thread(panel.state)
 
-    @app.post("/kill/{what}")
-    def kill(what: str) -> dict[str, Any]:
-        panel.kill(what)
+    @app.post("/kill/{name}")
+    def kill(name: str) -> dict[str, Any]:
+        panel.kill(name)
         return panel.state()
 
     return app
 
 
 def _post(url: str) -> str:
-    """What a customer sees, who waits for a shop that is about to open."""
+    """Send a POST to the shop, which may be starting; return its answer as text."""
     opener, deadline = urllib.request.build_opener(urllib.request.ProxyHandler({})), time.monotonic() + OPEN_S
     while True:
         try:
@@ -221,9 +224,9 @@ def _post(url: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Shell. A shop with FastAPI and SQLAlchemy: pays orders, and issues a ticket for each order that was paid.
+"""Shell. A shop with FastAPI and SQLAlchemy: pays orders, and issues a ticket for each paid order.
 
-An order and the message about it are one transaction, and so are a ticket and the note that its message was handled.
-In between, whatever may die may die.
+One transaction holds an order and its message; another one holds a ticket and the note that its message was handled.
+The process may be killed at any step between them.
 
-The environment says where things are: SHOP_DATABASE (a URL of SQLAlchemy), QMQ_METASERVER, and QMQ_TOKEN.
+Environment: SHOP_DATABASE (a SQLAlchemy URL), QMQ_METASERVER and QMQ_TOKEN.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ once = SqlTransaction(engine)
 
 
 class Base(DeclarativeBase):
-    """The shop's tables, and the one that says which messages were handled."""
+    """Tables of the shop, and the table of handled messages."""
 
 
 class Order(Base):
-    """An order that was paid."""
+    """A paid order."""
 
     __tablename__ = "orders"
     number: Mapped[int] = mapped_column(primary_key=True)
 
 
 class Ticket(Base):
-    """A ticket that was issued. Nothing keeps an order from having two, or none: that is what is to be seen."""
+    """An issued ticket. No constraint keeps an order from having two tickets, or none, so the page would show it."""
 
     __tablename__ = "tickets"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -57,7 +57,7 @@ handled_table(Base.metadata)
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Make the tables, as a migration would, and run producer and consumer."""
+    """Create the tables, as a migration would, and run producer and consumer."""
     async with engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
         if not await connection.run_sync(lambda sync: sync.dialect.has_table(sync, "qmq_msg_queue")):
@@ -73,7 +73,7 @@ app = FastAPI(title="Shop", lifespan=lifespan)
 
 @app.post("/orders/{number}")
 async def pay(number: int, die: Step | None = None) -> dict[str, int]:
-    """Pay an order. `die`: where this process shall kill itself while it does so."""
+    """Pay an order. `die`: the step at which this process kills itself."""
     deaths.next = die
     async with AsyncSession(engine) as session, session.begin():
         session.add(Order(number=number))
@@ -83,5 +83,5 @@ async def pay(number: int, die: Step | None = None) -> dict[str, int]:
 
 @consumer.listen("shop.paid", group="tickets", start="earliest", filters=[once])
 async def issue(message: qmq.ReceivedMessage) -> None:
-    """Issue the ticket, in the transaction that notes that the message was handled."""
+    """Issue the ticket in the transaction that notes the message as handled."""
     once.session.add(Ticket(order_number=message.get_int("order")))

@@ -1,11 +1,11 @@
-"""Shell. Orders that nobody pays are cancelled after half an hour.
+"""Shell. Unpaid orders are cancelled after half an hour.
 
     make run                                                          # a cluster, in another terminal
     python docs/examples/unpaid_orders/orders.py --minutes 0.1        # three orders, of which two are paid
 
-Each order sends itself a message that is due in half an hour; paying takes it back. Whether an order is paid or
-cancelled is decided in one place, the row of the database: a payment that comes in the same moment as the message finds
-the order open or cancelled, never both. So nothing here hangs on which of the two was faster.
+Each order sends a message that is due in half an hour; a payment cancels that message. The row in the database alone
+decides whether an order is paid or cancelled. A payment and the message may come at the same moment: either of them
+finds the order open, and the other one finds it paid or cancelled. So the result does not depend on their order.
 """
 
 from __future__ import annotations
@@ -24,43 +24,45 @@ HALF_AN_HOUR = timedelta(minutes=30)
 
 
 class Orders:
-    """The shop's orders, by number: open, paid or cancelled.
+    """The shop's orders by number: open, paid or cancelled.
 
     Args:
         database: path of an SQLite file.
-        producer: open while orders come in.
-        pay_within: how long an order waits for its payment.
+        producer: open while orders are taken.
+        pay_within: time for the payment of an order.
     """
 
     def __init__(self, database: str, producer: qmq.Producer, *, pay_within: timedelta = HALF_AN_HOUR) -> None:
         self._database = sqlite3.connect(database, isolation_level=None)
         self._database.execute("CREATE TABLE IF NOT EXISTS orders (number TEXT PRIMARY KEY, state TEXT NOT NULL)")
-        self._producer, self._pay_within = producer, pay_within
+        self._producer = producer
+        self._pay_within = pay_within
 
     def close(self) -> None:
         self._database.close()
 
     async def open(self, number: str) -> None:
-        """Take an order. Raises QmqError if its end cannot be planned; then there is no order.
+        """Take an order. Raises QmqError if its message cannot be sent; then the order does not exist.
 
-        The message goes first: one without an order does no harm, an order without a message would stay open for ever.
+        The message goes first: a message without an order does no harm, but an order without a message stays open for
+        ever.
         """
         receipt = await self._producer.send(qmq.Message(UNPAID, {"order": number}), delay=self._pay_within, key=number)
         receipt.check()
         self._database.execute("INSERT INTO orders VALUES (?, 'open')", (number,))
 
     async def pay(self, number: str) -> bool:
-        """Pay an order; return False if it is not open any more."""
+        """Pay an order; return False if it is no longer open."""
         if not self._change(number, "paid"):
             return False
         try:
             await self._producer.cancel(subject=UNPAID, key=number)
         except qmq.QmqError:
-            pass  # the message will come, and find the order paid
+            pass  # the message will be delivered and finds the order paid
         return True
 
     def end_unpaid(self, message: qmq.ReceivedMessage) -> None:
-        """Handle the message of an order: its time is up. Handled twice, it does the same as once."""
+        """Cancel the order of a due message, if it is still open. A second delivery changes nothing."""
         self._change(str(message["order"]), "cancelled")
 
     def state(self, number: str) -> str | None:
@@ -68,7 +70,7 @@ class Orders:
         return row[0] if row else None
 
     def _change(self, number: str, state: str) -> bool:
-        """Give an open order another state; return whether it was open."""
+        """Change the state of an open order; return whether it was open."""
         changed = self._database.execute(
             "UPDATE orders SET state = ? WHERE number = ? AND state = 'open'", (state, number)
         )
@@ -76,7 +78,7 @@ class Orders:
 
 
 def listen(consumer: qmq.Consumer, orders: Orders) -> None:
-    """Let a consumer end the orders whose time is up."""
+    """Start a consumer that cancels orders at the end of their time."""
 
     @consumer.listen(UNPAID, group="orders", start="earliest")
     async def on_unpaid(message: qmq.ReceivedMessage) -> None:
@@ -84,7 +86,7 @@ def listen(consumer: qmq.Consumer, orders: Orders) -> None:
 
 
 async def show(metaserver: str, token: str, pay_within: timedelta) -> None:
-    """Take three orders, pay two of them, and wait until the time of the third is up."""
+    """Take three orders, pay two of them, and wait until the third is cancelled."""
     consumer = qmq.Consumer(metaserver=metaserver, app="orders", token=token)
     async with qmq.Producer(metaserver=metaserver, app="orders", token=token) as producer:
         with closing(Orders(":memory:", producer, pay_within=pay_within)) as orders:
@@ -105,7 +107,7 @@ async def show(metaserver: str, token: str, pay_within: timedelta) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Orders that nobody pays are cancelled.")
+    parser = argparse.ArgumentParser(description="Unpaid orders are cancelled.")
     parser.add_argument("--minutes", type=float, default=30.0, help="within which an order has to be paid")
     pay_within = timedelta(minutes=parser.parse_args().minutes)
     metaserver, token = local_cluster()

@@ -1,4 +1,4 @@
-"""Half an hour passes at once: qmq.testing puts the clock forward (docs/testing.md).
+"""The half hour passes at once: qmq.testing moves the clock forward (docs/testing.md).
 
 cd docs/examples/unpaid_orders && python -m pytest test_orders.py
 """
@@ -15,7 +15,7 @@ import qmq
 
 @asynccontextmanager
 async def shop(broker, database=":memory:"):
-    """Orders, and a consumer that ends them."""
+    """Orders with a running consumer that ends them."""
     consumer = qmq.Consumer(metaserver=broker.metaserver, app="orders")
     async with qmq.Producer(metaserver=broker.metaserver, app="orders") as producer:
         with closing(Orders(database, producer)) as orders:
@@ -26,7 +26,7 @@ async def shop(broker, database=":memory:"):
             await task
 
 
-def test_an_order_that_nobody_pays_is_cancelled_after_half_an_hour(qmq_broker):
+def test_unpaid_order_is_cancelled_after_half_an_hour(qmq_broker):
     async def test():
         async with shop(qmq_broker) as orders:
             await orders.open("A-1")
@@ -40,7 +40,7 @@ def test_an_order_that_nobody_pays_is_cancelled_after_half_an_hour(qmq_broker):
     asyncio.run(test())
 
 
-def test_a_paid_order_stays_paid_and_its_message_never_comes(qmq_broker):
+def test_paid_order_stays_paid(qmq_broker):
     async def test():
         async with shop(qmq_broker) as orders:
             await orders.open("A-1")
@@ -54,12 +54,12 @@ def test_a_paid_order_stays_paid_and_its_message_never_comes(qmq_broker):
     asyncio.run(test())
 
 
-def test_a_payment_in_the_last_moment_counts_although_the_message_is_out(qmq_broker):
+def test_payment_after_the_message_was_sent_counts(qmq_broker):
     async def test():
         async with qmq.Producer(metaserver=qmq_broker.metaserver, app="orders") as producer:
             with closing(Orders(":memory:", producer)) as orders:
                 await orders.open("A-1")
-                qmq_broker.advance(31 * 60)  # it is at the broker, and no consumer has it yet
+                qmq_broker.advance(31 * 60)  # stored at the broker, not delivered yet
                 assert await orders.pay("A-1")
                 consumer = qmq.Consumer(metaserver=qmq_broker.metaserver, app="orders")
                 listen(consumer, orders)
