@@ -58,10 +58,8 @@ class Consumer:
 
     def join(self) -> None:
         """Connect, or reconnect with the unacked messages; after a swap to the new master."""
-        self.client = Client(self.group.a, self.name)
-        opaque = self.client.subscribe(self.name, held_end=max(self.held, default=-1) + 1, **self.terms)
-        self.group.settle()
-        self.subscription = self.client.subscription(opaque)
+        self.client = self.group.client(self.name)
+        self.subscription = self.client.join(self.name, held_end=max(self.held, default=-1) + 1, **self.terms)
 
     def ask(self, most: int = 1_000, timeout_ms: int = 0, bytes_max: int = 1 << 20) -> int:
         return self.client.pull(self.subscription, most, bytes_max, timeout_ms)

@@ -21,16 +21,14 @@ KEY = ("s", "g")
 
 def a_group(**settings) -> tuple[Group, Client]:
     group = Group.made(**settings).start()
-    client = Client(group.a)
-    client.subscribe()
-    group.settle()
+    client = group.client()
+    client.join()
     return group, client
 
 
 def looked(group: Group, ms: int = 100) -> dict[tuple[str, str], int]:
     """Return the ages after a tick."""
-    group.a.wait(ms)
-    group.settle()
+    group.wait(ms)
     group.a.wait(0)
     group.a.node.tick()
     group.settle()
@@ -40,40 +38,34 @@ def looked(group: Group, ms: int = 100) -> dict[tuple[str, str], int]:
 def test_age_is_that_of_the_oldest_message_wherever_it_is():
     group, client = a_group()
     assert looked(group) == {}
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     assert looked(group, 4_000) == {KEY: 4_000}, "not delivered"
     client.produce("m1")
     first = client.pull(most=1)
     group.settle()
     assert looked(group, 1_000) == {KEY: 5_000}, "delivered"
     pull_sequence = client.pulled(first)[0][0]
-    client.nack(pull_sequence, pull_sequence + 1, delay_ms=60_000)
-    group.settle()
+    client.done(client.nack(pull_sequence, pull_sequence + 1, delay_ms=60_000))
     assert looked(group, 1_000) == {KEY: 6_000}, "requeued"
 
 
 def test_age_is_the_next_messages_once_the_oldest_is_acked_and_none_after_the_last():
     group, client = a_group()
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     looked(group, 3_000)
     client.produce("m1")
     first = client.pull(most=2)
     group.settle()
     (pull_sequence, *_), *_ = client.pulled(first)
-    client.ack(pull_sequence, pull_sequence + 1)
-    group.settle()
+    client.done(client.ack(pull_sequence, pull_sequence + 1))
     assert looked(group, 500) == {KEY: 500}
-    client.ack(pull_sequence + 1, pull_sequence + 2)
-    group.settle()
+    client.done(client.ack(pull_sequence + 1, pull_sequence + 2))
     assert looked(group) == {}
 
 
 def test_time_of_a_message_that_is_on_disk_alone_is_read_there():
     group, client = a_group(tail_bytes=0)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     assert looked(group, 2_000) == {KEY: 2_000}
     clock_ms = group.a.host.clock_ms
     group.a.crash()
@@ -102,16 +94,14 @@ def test_the_oldest_are_shown(monkeypatch):
     for number in range(5):
         name = f"s{number}"
         client.produce("m", subject=name)
-        client.subscribe(subject=name, start="earliest")
-        group.settle()
+        client.join(subject=name, start="earliest")
         group.a.wait(1_000)
     assert {subject for subject, _ in looked(group)} == {"s0", "s1", "s4"}
 
 
 def test_damage_found_during_backlog_scan_is_reported(monkeypatch):
     group, client = a_group(tail_bytes=0)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     (ref,) = group.a.log.frames("s", 0, 1)
     group.a.disk.flip(log_name(0), 8 * ref.offset)
 

@@ -12,7 +12,7 @@ from qmq.broker.answers import Bodies
 from qmq.errors import CorruptFrame, LogError
 from qmq.log.index import FrameRef
 from qmq.log.segments import log_name
-from tests.unit.broker.test_produce import a_group
+from tests.unit.broker.world import a_group
 
 FRAMES, MESSAGES = 6, 4
 
@@ -22,13 +22,8 @@ def group():
     """Group whose log has frames of four messages each, none of them in memory."""
     group, client = a_group(tail_bytes=0, segment_bytes=1 << 20)
     for frame in range(FRAMES):
-        client.produce(*[f"m{frame * MESSAGES + at}" for at in range(MESSAGES)])
-        group.settle()
+        client.store(*[f"m{frame * MESSAGES + at}" for at in range(MESSAGES)])
     return group
-
-
-def ids(client, opaque):
-    return [id for *_, id in client.pulled(opaque)]
 
 
 def test_a_frame_is_read_once_for_all_that_want_it_at_the_same_time(group):
@@ -37,8 +32,8 @@ def test_a_frame_is_read_once_for_all_that_want_it_at_the_same_time(group):
     reads = group.a.host.reads
     assert len(reads) == 1, "three pulls of one frame"
     group.settle()
-    assert [ids(one, first), ids(one, second)] == [["m0", "m1"], ["m2", "m3"]]
-    assert ids(other, third) == ["m0", "m1", "m2"]
+    assert [one.ids(first), one.ids(second)] == [["m0", "m1"], ["m2", "m3"]]
+    assert other.ids(third) == ["m0", "m1", "m2"]
     late = group.subscribed("late", group="late").pull(most=4)
     assert not reads and late, "it is still in memory"
 
@@ -54,8 +49,8 @@ def test_answer_waits_for_both_of_its_frames(group):
     assert not other.answered(both)
     group.a.host.reads.append(reads.pop())
     group.settle()
-    assert ids(one, first) == ["m0", "m1", "m2", "m3"]
-    assert ids(other, both) == [f"m{n}" for n in range(8)]
+    assert one.ids(first) == ["m0", "m1", "m2", "m3"]
+    assert other.ids(both) == [f"m{n}" for n in range(8)]
 
 
 def test_all_that_wait_for_a_damaged_frame_ask_again(group):

@@ -34,8 +34,7 @@ def test_a_group_that_has_everything_or_gets_it_has_no_cause():
     group, client = a_group()
     assert of(group) == []
     client.pull(timeout_ms=60_000)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     assert of(group) == []
     assert group.a.master.causes.of(("s", "another")) == []
 
@@ -91,11 +90,9 @@ def test_postponed_messages_have_the_cause_later():
 
 def test_due_requeued_messages_wait_for_a_pull():
     group, client = a_group("m0")
-    pull = client.pull()
-    group.settle()
-    number = client.pulled(pull)[0][0]
-    client.nack(number, number + 1)
-    group.settle()
+    client.take()
+    number = client.first
+    client.done(client.nack(number, number + 1))
     assert of(group) == [Cause.PREFETCH]
 
 

@@ -58,10 +58,9 @@ class Port:
 def stored(*, size: int = 900, **changes) -> Group:
     """A group with messages in several segments, one each second."""
     group = Group.made(**changes).start()
-    client = Client(group.a)
+    client = group.client()
     for number in range(COUNT):
-        client.produce(f"m{number}", size=size)
-        group.settle()
+        client.store(f"m{number}", size=size)
         group.a.wait(1_000)
     assert len(group.a.log.bases) > 3
     return group
@@ -235,11 +234,9 @@ def consumed(group: Group, name: str, count: int, *, subject: str = "s") -> Clie
     """Let a consumer of the group `name` ack this number of messages."""
     client = group.subscribed("c", group=name, subject=subject)
     if count:
-        opaque = client.pull(most=count)
-        group.settle()
-        pull_sequence = client.pulled(opaque)[0][0]
-        client.ack(pull_sequence, pull_sequence + count)
-        group.settle()
+        client.take(most=count)
+        pull_sequence = client.first
+        client.done(client.ack(pull_sequence, pull_sequence + count))
     return client
 
 
@@ -251,9 +248,8 @@ def test_groups_are_listed_with_consumers_and_lag():
     group = stored(tail_bytes=0)
     consumed(group, "half", 5)
     client = consumed(group, "none", 0)
-    opaque = client.pull(most=3)
-    group.settle()
-    first = client.pulled(opaque)[0][0]
+    client.take(most=3)
+    first = client.first
     client.nack(first, first + 1, delay_ms=60_000)
     client.lost()
     half, none = consumers(group)
@@ -280,12 +276,10 @@ def test_largest_lags_are_listed_first():
 def test_a_group_that_gave_messages_up_is_behind_too():
     group = stored()
     client = consumed(group, "a", 0)
-    opaque = client.pull(most=COUNT)
-    group.settle()
-    first = client.pulled(opaque)[0][0]
+    client.take(most=COUNT)
+    first = client.first
     client.nack(first, first + 1, dead=True)
-    client.ack(first + 1, first + COUNT)
-    group.settle()
+    client.done(client.ack(first + 1, first + COUNT))
     (shown,) = consumers(group, behind_max=5, subject="s")
     assert (shown.group, shown.lag, shown.dead_letters) == ("a", 0, 1)
 

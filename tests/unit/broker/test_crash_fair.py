@@ -17,7 +17,7 @@ DEAD = dead_letter_subject("s", "g")
 
 def a_group(count: int, **settings) -> Group:
     group = Group.made(**settings).start()
-    Client(group.a, "producer").produce(*[f"m{number}" for number in range(count)])
+    group.client("producer").produce(*[f"m{number}" for number in range(count)])
     group.settle()
     return group
 
@@ -36,9 +36,12 @@ def pieces(group: Group, client: Client, most: int = 10_000) -> list[commands.Pi
 
 
 def begin(group: Group, client: Client, number: int) -> None:
-    opaque = client.send(Command.BEGIN, commands.encode_ack(Ack(client.last_subscription, [(number, number + 1)])))
-    group.settle()
-    assert client.code(opaque) == ErrorCode.SUCCESS
+    assert (
+        client.outcome(
+            client.send(Command.BEGIN, commands.encode_ack(Ack(client.last_subscription, [(number, number + 1)])))
+        )
+        == ErrorCode.SUCCESS
+    )
 
 
 def process(group: Group, poison: int, limit: int, *, begins: bool = True) -> bool:
@@ -107,8 +110,7 @@ def test_a_lease_that_ends_counts_no_more_than_a_crash():
     first = pieces(group, client)[0].pull_sequence
     begin(group, client, first)
     client.lost()
-    group.a.wait(5_000)
-    group.settle()
+    group.wait(5_000)
     requeued = list(group.a.log.state.groups["s", "g"].requeued)
     assert [(one.first, one.attempts, one.suspected) for one in requeued] == [(0, 1, 0), (1, 0, 1)]
     assert list(group.b.log.state.groups["s", "g"].requeued) == requeued, "the slave counts the same"
@@ -130,12 +132,9 @@ def test_messages_not_begun_return_uncounted():
     client = joins(group)
     first = pieces(group, client)[0].pull_sequence
     entry = NackEntry(first + 1, first + 5, 0, Verdict.NOT_BEGUN)
-    client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, [entry], "")))
-    group.settle()
-    other = Client(group.a, "other")
-    opaque = other.subscribe("c2")
-    group.settle()
-    other.subscription(opaque)
+    client.done(client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, [entry], ""))))
+    other = group.client("other")
+    other.join("c2")
     assert [(one.sequence, one.count, one.times) for one in pieces(group, other)] == [(1, 4, 1)]
     state = group.a.log.state.groups["s", "g"]
     assert state.consumers["c1"].unacked == [UnackedRange(first, 0, 1, 1)]

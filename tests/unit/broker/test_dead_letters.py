@@ -40,10 +40,9 @@ CHOSEN = (OperatorLimits("s", "g", dead_letters_to="t"),)
 def a_group(*ids: str, deliveries_max: int = 0, subject: str = "s", **settings) -> tuple[Group, Client, int]:
     """Group whose consumer has these messages unacked, in one batch; returns the first pull sequence."""
     group = Group.made(**settings).start()
-    client = Client(group.a)
+    client = group.client()
     client.produce(*ids, subject=subject)
-    client.subscribe(subject=subject, deliveries_max=deliveries_max)
-    group.settle()
+    client.join(subject=subject, deliveries_max=deliveries_max)
     opaque = client.pull()
     group.settle()
     return group, client, client.pulled(opaque)[0][0]
@@ -62,9 +61,12 @@ def unacked(group: Group) -> list[list[int]]:
 
 def test_dead_letter_carries_its_fate():
     group, client, first = a_group("m0", "m1", "m2")
-    opaque = client.nack(first + 1, first + 2, dead=True, reason="no such order")
-    group.settle()
-    assert commands.decode_acked(memoryview(client.body(opaque))) == first
+    assert (
+        commands.decode_acked(
+            memoryview(client.done(client.nack(first + 1, first + 2, dead=True, reason="no such order")))
+        )
+        == first
+    )
     (dead,) = dead_letters(group.a)
     assert dead.id == "m1" and dead.subject == "s"
     assert dict(dead.properties) == {"qmq_times": "1", "qmq_deadReason": "no such order", "qmq_deadSequence": "1"}
@@ -93,8 +95,7 @@ def test_dead_letters_are_counted_for_the_subject_that_they_are_of_and_for_no_de
 def test_dead_letters_in_a_chosen_subject_that_retention_took_are_not_counted():
     group, client, first = a_group("m0", "m1")
     group.a.assign(Role.MASTER, limits=CHOSEN)
-    client.nack(first, first + 2, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 2, dead=True))
     assert counted(group) == 2
     one, other = group.a.log.frames("t", 0, 2)
     assert one.offset + one.length == other.offset
@@ -109,48 +110,38 @@ def counted(group: Group) -> int:
 def test_dead_letters_in_a_chosen_subject_are_counted_with_those_in_the_groups_own():
     group, client, first = a_group("m0", "m1", "m2")
     client.produce("another's", subject="t")
-    client.nack(first, first + 1, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 1, dead=True))
     group.a.assign(Role.MASTER, limits=CHOSEN)
-    client.nack(first + 1, first + 2, dead=True)
-    group.settle()
+    client.done(client.nack(first + 1, first + 2, dead=True))
     assert len(dead_letters(group.a)) == len(dead_letters(group.a, "t")) - 1 == 1
     assert counted(group) == 2, "one in each, and not what others sent there"
     group.a.assign(Role.MASTER)
-    client.nack(first + 2, first + 3, dead=True)
-    group.settle()
+    client.done(client.nack(first + 2, first + 3, dead=True))
     assert counted(group) == 3, "also after it was chosen no more"
 
 
 def test_dead_letters_that_were_given_back_are_not_counted_any_more():
     """Otherwise a redrive would seem to have no effect."""
     group, client, first = a_group("m0", "m1", "m2")
-    client.nack(first, first + 3, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 3, dead=True))
     assert counted(group) == 3
-    redriver = Client(group.a, REDRIVER)
-    opaque = redriver.subscribe("r", subject=DEAD, group=REDRIVER, start="earliest")
-    group.settle()
-    subscription = redriver.subscription(opaque)
-    opaque = redriver.pull(subscription)
-    group.settle()
-    held = redriver.pulled(opaque)[0][0]
+    redriver = group.client(REDRIVER)
+    subscription = redriver.join("r", subject=DEAD, group=REDRIVER, start="earliest")
+    redriver.take(subscription)
+    held = redriver.first
     assert counted(group) == 3, "it has them, and may give none back"
-    redriver.ack(held + 1, held + 2, subscription)
-    group.settle()
+    redriver.done(redriver.ack(held + 1, held + 2, subscription))
     assert counted(group) == 2
 
 
 @pytest.mark.parametrize(("acked", "gone", "left"), [((), 0, 3), ((), 2, 1), ((1,), 1, 1), ((0,), 2, 1), ((2,), 1, 1)])
 def test_dead_letters_that_retention_took_are_not_counted(acked, gone, left):
     group, client, first = a_group("m0", "m1", "m2")
-    client.nack(first, first + 3, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 3, dead=True))
     if acked:
         redriver = group.subscribed("r", subject=DEAD, group=REDRIVER)
-        opaque = redriver.pull()
-        group.settle()
-        held = redriver.pulled(opaque)[0][0]
+        redriver.take()
+        held = redriver.first
         for one in acked:
             redriver.ack(held + one, held + one + 1)
         group.settle()
@@ -161,12 +152,10 @@ def test_dead_letters_that_retention_took_are_not_counted(acked, gone, left):
 
 def test_dead_letters_of_a_range_from_disk_come_in_order():
     group, client, first = a_group(*[f"m{i}" for i in range(10)], tail_bytes=0)
-    client.produce("n0", "n1")
-    group.settle()
+    client.store("n0", "n1")
     client.pull()
     group.settle()
-    client.nack(first + 3, first + 12, dead=True)
-    group.settle()
+    client.done(client.nack(first + 3, first + 12, dead=True))
     assert [dead.id for dead in dead_letters(group.a)] == [*[f"m{i}" for i in range(3, 10)], "n0", "n1"]
     assert [(one.first, one.count) for one in unacked(group)] == [(0, 3)]
 
@@ -174,18 +163,15 @@ def test_dead_letters_of_a_range_from_disk_come_in_order():
 def test_dead_letter_is_consumed_as_any_message_and_does_not_die_again():
     group, client, first = a_group("m0")
     client.nack(first, first + 1, dead=True)
-    people = Client(group.a, "people")
-    opaque = people.subscribe("c9", subject=DEAD, group="people", deliveries_max=1)
-    group.settle()
-    subscription = people.subscription(opaque)
+    people = group.client("people")
+    subscription = people.join("c9", subject=DEAD, group="people", deliveries_max=1)
     for times in (1, 2, 3):
         opaque = people.pull(subscription)
         group.settle()
         assert people.times(opaque) == [times], "there is no limit"
         number = people.pulled(opaque)[0][0]
         refused = people.nack(number, number + 1, dead=True)
-        people.nack(number, number + 1)
-        group.settle()
+        people.done(people.nack(number, number + 1))
         assert people.code(refused) == ErrorCode.INVALID_REQUEST
 
 
@@ -193,9 +179,8 @@ def test_waiting_pull_on_the_dead_letters_wakes_at_once():
     group, client, first = a_group("m0")
     people = group.subscribed("c9", subject=DEAD, group="people")
     waiting = people.pull(timeout_ms=60_000)
-    client.nack(first, first + 1, dead=True)
-    group.settle()
-    assert [id for _, _, id in people.pulled(waiting)] == ["m0"]
+    client.done(client.nack(first, first + 1, dead=True))
+    assert people.ids(waiting) == ["m0"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
@@ -208,9 +193,7 @@ def test_message_that_is_only_ever_abandoned_becomes_a_dead_letter_after_its_las
         opaque = client.pull(client.subscription(opaque))
         group.settle()
         assert client.times(opaque) == [times, times] and not dead_letters(group.a)
-    opaque = client.subscribe(deliveries_max=limit)
-    group.settle()
-    opaque = client.pull(client.subscription(opaque), timeout_ms=1_000)
+    opaque = client.pull(client.join(deliveries_max=limit), timeout_ms=1_000)
     group.settle()
     assert not client.answered(opaque)
     assert [dead.id for dead in dead_letters(group.a)] == ["poison", "m1"]
@@ -223,9 +206,7 @@ def test_answers_that_never_left_do_not_make_dead_letters(limit):
     """A consumer that reconnects again and again while a damaged copy cannot be read gets nothing."""
     group, client, _ = a_group("m0", deliveries_max=limit)
     for _ in range(10):
-        opaque = client.subscribe(deliveries_max=limit, is_new=False)
-        group.settle()
-        opaque = client.pull(client.subscription(opaque))
+        opaque = client.pull(client.join(deliveries_max=limit, is_new=False))
         group.settle()
         assert client.times(opaque) == [1]
     assert not dead_letters(group.a)
@@ -234,8 +215,7 @@ def test_answers_that_never_left_do_not_make_dead_letters(limit):
 def test_dead_letters_of_the_mailbox_lie_beside_the_others():
     mailbox = retry_subject("s", "g")
     group, client, first = a_group("m0", subject=mailbox)
-    client.nack(first, first + 1, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 1, dead=True))
     assert [dead.id for dead in dead_letters(group.a)] == ["m0"], "names are never nested"
 
 
@@ -245,14 +225,10 @@ def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch, limits):
     group, client, _ = a_group("m0")
     broken = b"\0" * 40
     monkeypatch.setattr("qmq.server.batch_check.are_usual", lambda *batch: True)
-    client.produce_raw([broken])
-    group.settle()
-    opaque = client.pull()
-    group.settle()
-    (piece,) = commands.decode_pulled(memoryview(client.body(opaque)))
+    client.done(client.produce_raw([broken]))
+    (piece,) = commands.decode_pulled(memoryview(client.done(client.pull())))
     group.a.assign(Role.MASTER, limits=limits)
-    client.nack(piece.pull_sequence, piece.pull_sequence + 1, dead=True)
-    group.settle()
+    client.done(client.nack(piece.pull_sequence, piece.pull_sequence + 1, dead=True))
     data = group.a.log.stored.read(0, group.a.log.end, 1 << 30).data
     ((frame, body),) = [(frame, body) for frame, body in decode_frames(data, 0, 0) if frame.subject == DEAD]
     assert bytes(body[8:48]) == broken and frame.flags == 0
@@ -262,9 +238,7 @@ def test_dead_letters_need_the_slave():
     """P3: nothing new is stored on one copy."""
     group, client, first = a_group("m0")
     group.cut()
-    opaque = client.nack(first, first + 1, dead=True)
-    group.settle()
-    assert client.code(opaque) == ErrorCode.NOT_SERVED
+    assert client.outcome(client.nack(first, first + 1, dead=True)) == ErrorCode.NOT_SERVED
     assert not dead_letters(group.a) and unacked(group)
 
 
@@ -281,19 +255,16 @@ def test_burial_that_the_slave_s_absence_stopped_goes_on_when_it_is_back():
     assert not client.answered(opaque) and not dead_letters(group.a)
     group.connect()
     group.settle()
-    group.a.wait(1)
-    group.settle()
+    group.wait(1)
     assert client.body(opaque) and [dead.id for dead in dead_letters(group.a)] == ["m0"]
 
 
 def test_message_that_is_acked_while_it_is_read_does_not_die():
     group, client, first = a_group("m0", "m1", tail_bytes=0)
-    client.produce("n0")
-    group.settle()
+    client.store("n0")
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
     opaque = client.nack(first, first + 2, dead=True)
-    client.ack_ranges((first, first + 1))
-    group.settle()
+    client.done(client.ack_ranges((first, first + 1)))
     group.a.host.do_read = read
     group.settle()
     assert client.body(opaque)
@@ -305,14 +276,11 @@ def test_process_that_ends_in_between_stores_a_dead_letter_once(was_stored):
     group, client, first = a_group("m0")
     if was_stored:
         group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
-        client.nack(first, first + 1, dead=True)
-        group.settle()
+        client.done(client.nack(first, first + 1, dead=True))
         assert unacked(group) and len(dead_letters(group.a)) == 1
     group.swap(2)
     again = group.subscribed(held_end=first + 1)
-    opaque = again.nack(first, first + 1, dead=True)
-    group.settle()
-    assert again.body(opaque)
+    assert again.done(again.nack(first, first + 1, dead=True))
     assert [dead.id for dead in dead_letters(group.a)] == ["m0"]
     assert not group.a.log.state.groups["s", "g"].consumers["c1"].unacked
 
@@ -322,17 +290,14 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
     dead = "t" if limits else DEAD
     group, client, first = a_group(*[f"m{number}" for number in range(100)], segment_bytes=1 << 20)
     group.a.assign(Role.MASTER, limits=limits)
-    client.nack(first + 10, first + 100, dead=True)
-    group.settle()
+    client.done(client.nack(first + 10, first + 100, dead=True))
     group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
-    client.nack(first, first + 10, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 10, dead=True))
     assert len(dead_letters(group.a, dead)) == 100 and sum(one.count for one in unacked(group)) == 10
     group.swap(2)
     group.a.assign(Role.MASTER, 2, limits=limits)
     again = group.subscribed(held_end=first + 100)
-    again.nack(first, first + 10, dead=True)
-    group.settle()
+    again.done(again.nack(first, first + 10, dead=True))
     assert sorted(one.id for one in dead_letters(group.a, dead)) == sorted(f"m{number}" for number in range(100))
     assert not unacked(group)
 
@@ -340,14 +305,12 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
 def a_group_that_loses_acks(dead):
     """Its first messages died without an ack; another consumer has more than a producer's window holds."""
     group, client, first = a_group(*[f"m{number}" for number in range(dead)], segment_bytes=1 << 20)
-    Client(group.a, "other").produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
+    group.client("other").produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
     other = group.subscribed("c2")
-    opaque = other.pull()
-    group.settle()
-    others_first = other.pulled(opaque)[0][0]
+    other.take()
+    others_first = other.first
     group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
-    client.nack(first, first + dead, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + dead, dead=True))
     return group, first, others_first
 
 
@@ -360,8 +323,7 @@ def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_tha
         if consumer == "c1" and masterships == 3:
             group.swap(3)
         again = group.subscribed(consumer, held_end=begin + count)
-        again.nack(begin, begin + count, dead=True)
-        group.settle()
+        again.done(again.nack(begin, begin + count, dead=True))
         assert not group.a.log.state.groups["s", "g"].consumers[consumer].unacked
     died = [one.id for one in dead_letters(group.a)]
     assert len(died) == len(set(died)) == 10 + BATCHES_PER_PRODUCER + 1
@@ -377,8 +339,7 @@ def test_a_copy_whose_ack_is_missing_is_recognized_when_its_message_was_given_ba
     opaque = client.pull()
     group.settle()
     ((number, _, id),) = client.pulled(opaque)
-    client.nack(number, number + 1, dead=True)
-    group.settle()
+    client.done(client.nack(number, number + 1, dead=True))
     assert id == "m0" and not any(one.unacked for one in group.a.log.state.groups["s", "g"].consumers.values())
     assert [one.id for one in dead_letters(group.a)].count("m0") == 1
 
@@ -386,27 +347,24 @@ def test_a_copy_whose_ack_is_missing_is_recognized_when_its_message_was_given_ba
 def test_next_master_finishes_dead_letters():
     """Its consumer has later messages: nothing else would request the dead one."""
     group, client, first = a_group("m0", deliveries_max=1, tail_bytes=0)
-    client.nack(first, first + 1)
-    group.settle()
+    client.done(client.nack(first, first + 1))
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
-    client.produce("m1")
-    group.settle()
+    client.store("m1")
     client.pull(timeout_ms=60_000)  # m0 dies instead, once it is read
     group.settle()
     held_end = group.a.log.state.groups["s", "g"].consumers["c1"].next_pull
     group.swap(2)
-    again = Client(group.a)
-    opaque = again.subscribe(held_end=held_end, deliveries_max=1)
-    group.settle()
-    assert again.body(opaque) and [dead.id for dead in dead_letters(group.a)] == ["m0"]
+    again = group.client()
+    assert again.done(again.subscribe(held_end=held_end, deliveries_max=1)) and [
+        dead.id for dead in dead_letters(group.a)
+    ] == ["m0"]
     assert read
 
 
 def test_burial_under_way_ends_with_the_mastership():
     """A former master writes nothing."""
     group, client, first = a_group("m0", tail_bytes=0)
-    client.produce("n0")
-    group.settle()
+    client.store("n0")
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
     opaque = client.nack(first, first + 1, dead=True)
     group.settle()
@@ -421,8 +379,7 @@ def test_burial_under_way_ends_with_the_mastership():
 def test_dead_letters_go_to_the_chosen_subject():
     group, client, first = a_group("m0", "m1", "m2")
     group.a.assign(Role.MASTER, limits=CHOSEN)
-    client.nack(first + 1, first + 2, dead=True, reason="no such order")
-    group.settle()
+    client.done(client.nack(first + 1, first + 2, dead=True, reason="no such order"))
     (dead,) = dead_letters(group.a, "t")
     assert (dead.id, dead.subject) == ("m1", "s") and not dead_letters(group.a)
     fate = {"qmq_times": "1", "qmq_deadReason": "no such order", "qmq_deadSequence": "1"}
@@ -431,24 +388,20 @@ def test_dead_letters_go_to_the_chosen_subject():
     assert group.a.counters.dead_letters == {("s", "g"): 1}, "alerts look at that, wherever it went"
     assert [(one.first, one.count) for one in unacked(group)] == [(0, 1), (2, 1)]
     group.a.assign(Role.MASTER, limits=())
-    client.nack(first, first + 1, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 1, dead=True))
     assert [one.id for one in dead_letters(group.a)] == ["m0"], "from then on, those that die go to their own subject"
 
 
 def test_those_of_the_retry_subject_go_there_and_those_of_another_group_do_not():
     group, client, first = a_group("m0", subject=retry_subject("s", "g"))
     group.a.assign(Role.MASTER, limits=CHOSEN)
-    client.nack(first, first + 1, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 1, dead=True))
     assert [one.id for one in dead_letters(group.a, "t")] == ["m0"]
     client.produce("m1")
     other = group.subscribed("c9", group="h")
-    opaque = other.pull()
-    group.settle()
-    number = other.pulled(opaque)[0][0]
-    other.nack(number, number + 1, dead=True)
-    group.settle()
+    other.take()
+    number = other.first
+    other.done(other.nack(number, number + 1, dead=True))
     assert [one.id for one in dead_letters(group.a, dead_letter_subject("s", "h"))] == ["m1"]
 
 
@@ -457,17 +410,14 @@ def test_consumers_of_the_chosen_subject_wake_are_limited_and_find_tags_and_orde
     group.a.assign(Role.MASTER, limits=CHOSEN)
     one = Message("s", {"x": "1"}, id="tagged", tags=["vip"], order_key="k", expires_after=60)
     label = label_of_message(one)
-    client.produce_raw([encode_message(one, 0)], after=encode_labels([label]), flags=label_flags([label]))
-    group.settle()
-    opaque = client.pull()
-    group.settle()
-    tagged = client.pulled(opaque)[0][0]
+    client.done(client.produce_raw([encode_message(one, 0)], after=encode_labels([label]), flags=label_flags([label])))
+    client.take()
+    tagged = client.first
     people = group.subscribed("c9", subject="t", group="people", tags=["vip"], deliveries_max=1)
     waiting = people.pull(timeout_ms=60_000)
     client.nack(first, first + 1, dead=True)
-    client.nack(tagged, tagged + 1, dead=True)
-    group.settle()
-    assert [id for _, _, id in people.pulled(waiting)] == ["tagged"], "those without the tag are passed over"
+    client.done(client.nack(tagged, tagged + 1, dead=True))
+    assert people.ids(waiting) == ["tagged"], "those without the tag are passed over"
     dead = dead_letters(group.a, "t")[1]
     assert dead.expires_after is None, "or it would expire before anybody has looked at it"
     frames = list(decode_frames(group.a.log.stored.read(0, group.a.log.end, 1 << 30).data, 0, 0))
@@ -476,8 +426,7 @@ def test_consumers_of_the_chosen_subject_wake_are_limited_and_find_tags_and_orde
     flags = [frame.flags for frame, _ in frames if frame.kind == FrameKind.MESSAGES and frame.subject == "t"]
     assert flags == [FLAG_DEAD, FLAG_DEAD | label_flags([label])] and flags[1] & FLAG_ORDERED
     number = people.pulled(waiting)[0][0]
-    people.nack(number, number + 1, dead=True)
-    group.settle()
+    people.done(people.nack(number, number + 1, dead=True))
     assert [one.id for one in dead_letters(group.a, dead_letter_subject("t", "people"))] == ["tagged"]
 
 
@@ -489,9 +438,7 @@ def test_redrive_takes_only_letters_of_the_group():
     client.produce_raw([with_properties(forged, {"qmq_deadSubject": "s", "qmq_deadGroup": "g"})], subject="t")
     client.nack(first, first + 1, dead=True)
     people = group.subscribed("c9", subject="t", group="people")
-    opaque = people.pull()
-    group.settle()
-    pieces = list(commands.decode_pulled(memoryview(people.body(opaque))))
+    pieces = list(commands.decode_pulled(memoryview(people.done(people.pull()))))
 
     def chosen(whose):
         return [one.id for one in Choice(whose=whose).of("g1", pieces, (0, 1 << 62))]
@@ -503,7 +450,7 @@ def test_redrive_takes_only_letters_of_the_group():
 
 def test_returning_consumer_with_lower_limit_gets_dead_letters():
     group = Group.made().start()
-    produce(Client(group.a), [Sent(), Sent()], first=0)
+    produce(group.client(), [Sent(), Sent()], first=0)
     group.settle()
     consumer = Consumer(group, "c1")
     assert consumer.sequences(1) == [0]
@@ -519,12 +466,11 @@ def test_returning_consumer_with_lower_limit_gets_dead_letters():
 
 def test_messages_before_a_pending_dead_letter_are_redelivered():
     group, client, first = a_group("m0", "m1", "m2")
-    client.nack(first + 2, first + 3)
-    group.settle()
+    client.done(client.nack(first + 2, first + 3))
     client.pull()
     group.settle()
     group.cut()  # nothing dies without the slave
-    again = Client(group.a, "again")
+    again = group.client("again")
     opaque = again.subscribe(deliveries_max=1, is_new=False)
     group.a.host.settle()
     again.subscription(opaque)
@@ -536,16 +482,12 @@ def test_messages_before_a_pending_dead_letter_are_redelivered():
 
 def test_a_pull_that_has_enough_lets_nothing_die_that_lies_behind():
     group, client, first = a_group("m0", "m1", "m2", deliveries_max=2)
-    client.nack(first + 2, first + 3)
-    group.settle()
+    client.done(client.nack(first + 2, first + 3))
     opaque = client.pull()
     group.settle()
     client.nack(client.pulled(opaque)[0][0], client.pulled(opaque)[0][0] + 1)
-    client.nack(first, first + 2)
-    group.settle()
-    opaque = client.pull(most=2)
-    group.settle()
-    assert [id for _, _, id in client.pulled(opaque)] == ["m0", "m1"] and not dead_letters(group.a)
+    client.done(client.nack(first, first + 2))
+    assert client.take(most=2) == ["m0", "m1"] and not dead_letters(group.a)
     client.pull(most=2)
     group.settle()
     assert [one.id for one in dead_letters(group.a)] == ["m2"]
@@ -554,13 +496,11 @@ def test_a_pull_that_has_enough_lets_nothing_die_that_lies_behind():
 def in_frames_of_their_own(count: int, **settings) -> tuple[Group, Client, int]:
     """Group whose consumer has this number of messages, each in its own frame, none of them in the log's tail."""
     group = Group.made(**{"tail_bytes": 0, "segment_bytes": 1024} | settings).start()
-    client = Client(group.a)
+    client = group.client()
     for number in range(count):
-        client.produce(f"m{number}")
-        group.settle()
+        client.store(f"m{number}")
     client.produce("last", subject="t")
-    client.subscribe()
-    group.settle()
+    client.join()
     opaque = client.pull()
     group.settle()
     assert len(client.pulled(opaque)) == count
@@ -576,9 +516,7 @@ def test_deleted_messages_are_counted_the_rest_dies(is_all):
     assert 1 < gone < 11
     end = gone if is_all else 12
     client.ack(first, first + 1)
-    opaque = client.nack(first + 1, first + end, dead=True)
-    group.settle()
-    assert commands.decode_acked(memoryview(client.body(opaque))) == first + end
+    assert commands.decode_acked(memoryview(client.done(client.nack(first + 1, first + end, dead=True)))) == first + end
     assert [settled for _, _, settled in acked(group)[:2]] == [0, 0], "no dead letter of it is said to be stored"
     assert [one.id for one in dead_letters(group.b)] == [f"m{number}" for number in range(gone, end)]
     assert group.a.master.skipped == {("s", "g"): gone - 1}
@@ -600,8 +538,7 @@ def acked(group: Group, consumer: str = "c1") -> list[tuple[int, int, int]]:
 
 def test_a_frame_is_read_once_for_all_that_dies_of_it():
     group, client, first = a_group(*[f"m{number}" for number in range(9)], tail_bytes=0)
-    client.produce("n0")
-    group.settle()
+    client.store("n0")
     readings, read = [], group.a.log.stored.read_bodies
     group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     make_dead(group, "c1", *range(first, first + 9, 2))
@@ -615,11 +552,9 @@ def test_frames_are_read_for_dead_letters_up_to_a_number_of_bytes_but_one_at_lea
     readings, read = [], group.a.log.stored.read_bodies
     group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     monkeypatch.setattr(module, "READ_BYTES", sum(sizes[:2]))
-    client.nack(first, first + 4, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 4, dead=True))
     monkeypatch.setattr(module, "READ_BYTES", 1)
-    client.nack(first + 4, first + 6, dead=True)
-    group.settle()
+    client.done(client.nack(first + 4, first + 6, dead=True))
     assert readings == [[0, 1], [2, 3], [4], [5]] and len(dead_letters(group.a)) == 6
 
 
@@ -628,8 +563,7 @@ def test_as_many_frames_are_read_at_once_as_may_and_none_behind_the_last_message
     readings, read = [], group.a.log.stored.read_bodies
     group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     monkeypatch.setattr(module, "READ_FRAMES", 3)
-    client.nack(first, first + 5, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 5, dead=True))
     assert readings == [[0, 1, 2], [3, 4]]
 
 
@@ -691,8 +625,7 @@ def test_partly_cached_messages_die_in_order():
     group, client, first = in_frames_of_their_own(12)
     refs = group.a.log.frames("s", 5, 12)
     group.a.log.tail_body = {found[0].offset: found for found in group.a.log.stored.read_bodies(refs)}.get
-    client.nack(first, first + 12, dead=True)
-    group.settle()
+    client.done(client.nack(first, first + 12, dead=True))
     assert [one.id for one in dead_letters(group.a)] == [f"m{number}" for number in range(12)]
 
 
@@ -706,9 +639,8 @@ def test_postponed_dead_letters_are_kept_once():
     group, client, first = a_group("m0", "m1", "m2", "m3")
     client.produce("n0")
     other = group.subscribed("c2")
-    opaque = other.pull()
-    group.settle()
-    theirs = other.pulled(opaque)[0][0]
+    other.take()
+    theirs = other.first
     group.cut()
     said = []
     make_dead(group, "c1", first + 2, answer=said.append)
@@ -724,8 +656,7 @@ def test_postponed_dead_letters_are_kept_once():
     assert not said and not dead_letters(group.a)
     group.connect()
     group.settle()
-    group.a.wait(100)
-    group.settle()
+    group.wait(100)
     assert said == [None] and [one.id for one in dead_letters(group.a)] == ["m2", "m0", "m1", "m3", "n0"]
     assert not waiting(group) and not unacked(group)
 
@@ -748,18 +679,19 @@ def test_settled_messages_do_not_die_in_later_passes(monkeypatch):
 def test_one_copy_a_pass_is_enough_to_get_on(monkeypatch):
     monkeypatch.setattr(service_queue, "COPIES_PER_PASS", 1)
     group, client, first = a_group("m0", "m1", "m2")
-    opaque = client.nack(first, first + 3, dead=True)
-    group.settle()
-    assert client.body(opaque) and [one.id for one in dead_letters(group.a)] == ["m0", "m1", "m2"]
+    assert client.done(client.nack(first, first + 3, dead=True)) and [one.id for one in dead_letters(group.a)] == [
+        "m0",
+        "m1",
+        "m2",
+    ]
 
 
 def test_dead_letters_waiting_for_repair_are_not_reread():
     group, client, first = in_frames_of_their_own(4)
     client.produce("n0")
     other = group.subscribed("c2")
-    opaque = other.pull()
-    group.settle()
-    theirs = other.pulled(opaque)[0][0]
+    other.take()
+    theirs = other.first
     (ref,) = group.a.log.frames("s", 0, 1)
     group.a.disk.flip(f"log/{0:020d}.log", 8 * (ref.offset + ref.length - 1))
     readings, read = [], group.a.log.stored.read_bodies
@@ -788,9 +720,7 @@ def test_nothing_dies_while_roles_are_swapped_and_all_of_it_if_they_stay():
     make_dead(group, "c1", first)
     group.settle()
     assert not dead_letters(group.a)
-    for _ in range(3):
-        group.a.wait(2_000)
-        group.settle()
+    group.wait(2_000, times=3)
     assert [one.id for one in dead_letters(group.a)] == ["m0"]
 
 
@@ -805,7 +735,7 @@ def test_dead_letters_of_unknown_consumers_are_ignored():
 
 def test_of_those_with_a_copy_and_without_its_ack_these_alone_are_acked():
     group = Group.made().start()
-    Client(group.a).produce("m0", "m1", "m2", "m3", "m4")
+    group.client().produce("m0", "m1", "m2", "m3", "m4")
     first, second = group.subscribed("c1"), group.subscribed("c2")
     numbers = []
     for client, most in ((first, 3), (second, 1), (first, 1)):
@@ -814,12 +744,10 @@ def test_of_those_with_a_copy_and_without_its_ack_these_alone_are_acked():
         numbers += [(number, id) for number, _, id in client.pulled(opaque)]
     assert [id for _, id in numbers] == ["m0", "m1", "m2", "m3", "m4"]
     group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
-    second.nack(numbers[3][0], numbers[3][0] + 1, dead=True)
-    group.settle()
+    second.done(second.nack(numbers[3][0], numbers[3][0] + 1, dead=True))
     group.swap(2)
     first = group.subscribed("c1", held_end=numbers[4][0] + 1)
-    first.nack(numbers[0][0], numbers[0][0] + 1, dead=True)
-    group.settle()
+    first.done(first.nack(numbers[0][0], numbers[0][0] + 1, dead=True))
     consumers = group.a.log.state.groups["s", "g"].consumers
     assert [(one.first, one.count) for one in consumers["c1"].unacked] == [(1, 2), (4, 1)]
     assert not consumers["c2"].unacked and [one.id for one in dead_letters(group.a)] == ["m3", "m0"]
@@ -836,11 +764,9 @@ def test_a_copy_from_right_before_its_group_was_moved_counts_no_more_for_the_nex
     group.settle()
     group.swap(2)
     client = group.subscribed("c1")
-    opaque = client.pull()
-    group.settle()
-    number = client.pulled(opaque)[0][0]
-    client.nack(number, number + 1, dead=True)
-    group.settle()
+    client.take()
+    number = client.first
+    client.done(client.nack(number, number + 1, dead=True))
     assert [one.id for one in dead_letters(group.a)] == ["m0", "m0"] and not unacked(group)
 
 
@@ -849,13 +775,10 @@ def test_each_copy_in_a_chosen_subject_has_the_label_of_its_own_message():
     group.a.assign(Role.MASTER, limits=CHOSEN)
     labels = [label_of_message(Message("s", id=id, order_key=id)) for id in ("n0", "n1", "n2")]
     some = [encode_message(Message("s", id=id, order_key=id), 0) for id in ("n0", "n1", "n2")]
-    client.produce_raw(some, after=encode_labels(labels), flags=label_flags(labels))
-    group.settle()
-    opaque = client.pull()
-    group.settle()
-    number = client.pulled(opaque)[0][0]
-    client.nack(number + 1, number + 3, dead=True)
-    group.settle()
+    client.done(client.produce_raw(some, after=encode_labels(labels), flags=label_flags(labels)))
+    client.take()
+    number = client.first
+    client.done(client.nack(number + 1, number + 3, dead=True))
     refs = group.a.log.frames("t", 0, 9)
     assert [list(one) for one in group.a.log.stored.read_labels(refs)] == [labels[1:2], labels[2:3]]
 
@@ -863,14 +786,13 @@ def test_each_copy_in_a_chosen_subject_has_the_label_of_its_own_message():
 def test_scattered_dead_letters_cost_linear_time(monkeypatch):
     """A tag leaves gaps: each message is a range of its own. Scanning 100,000 takes 40 ms."""
     group = Group.made().start()
-    produce(Client(group.a), [Sent(("pay",)), Sent()] * 100, first=0)
+    produce(group.client(), [Sent(("pay",)), Sent()] * 100, first=0)
     consumer = Consumer(group, "c1", tags=["pay"])
     pulls = [got.pull_sequence for got in consumer.pull()]
     seen, overlapping = [], LogConsumer.overlapping
     monkeypatch.setattr(
         LogConsumer, "overlapping", lambda *args: (seen.append(one) or one for one in overlapping(*args))
     )
-    consumer.client.nack(pulls[0], pulls[-1] + 1, dead=True, subscription=consumer.subscription)
-    group.settle()
+    consumer.client.done(consumer.client.nack(pulls[0], pulls[-1] + 1, dead=True, subscription=consumer.subscription))
     assert len(dead_letters(group.a)) == len(pulls) == 100 and not unacked(group)
     assert len(seen) <= 4 * len(pulls)

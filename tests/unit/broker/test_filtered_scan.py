@@ -7,10 +7,9 @@ import pytest
 from qmq.broker import filtered_scan, service_queue
 from qmq.broker.labels import TagRule
 from qmq.log.group import Consumer as Progress
-from qmq.remoting.commands import Command
 from tests.unit.broker.selecting import Consumer, Got, Sent, produce
 from tests.unit.broker.test_selection import CANCEL, NONE, PAY, PLAIN, A, B, more, pulls_of, stored
-from tests.unit.broker.world import Client, Group
+from tests.unit.broker.world import Group
 
 KEY = ("s", "g")
 PAYS = {"tags": ["pay"]}
@@ -56,9 +55,8 @@ def history(terms: dict) -> list[object]:
     first.client.lost()
     second = Consumer(group, "c2", deliveries_max=3, **terms)
     for _ in range(3):
-        second.client.send(Command.HEARTBEAT, b"")
-        group.a.wait(6_000)
-        group.settle()
+        second.client.heartbeat()
+        group.wait(6_000)
     note(second.pull(2))
     note(second.pull())
     for _ in range(3):
@@ -137,11 +135,9 @@ def test_a_retry_is_delivered_when_it_is_due_and_not_a_moment_before(terms):
     assert consumer.sequences() == [0, 1]
     consumer.nack(0, delay_ms=5_000)
     waiting = consumer.ask(timeout_ms=60_000)
-    group.a.wait(4_999)
-    group.settle()
+    group.wait(4_999)
     assert not consumer.client.answered(waiting)
-    group.a.wait(1)
-    group.settle()
+    group.wait(1)
     assert [(got.sequence, got.times) for got in consumer.got(waiting)] == [(0, 2)]
 
 
@@ -183,7 +179,7 @@ def test_unreplicated_messages_are_not_passed_over(monkeypatch):
     monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 1)
     group = stored(PAY)
     consumer = Consumer(group, "c1", tags=["cancel"])
-    produce(Client(group.a, "producer"), [PAY, PAY], first=1)
+    produce(group.client("producer"), [PAY, PAY], first=1)
     group.a.host.turn()
     group.cut()
     consumer.ask(timeout_ms=60_000)
@@ -235,18 +231,14 @@ def test_that_nothing_matched_is_written_down_a_second_after_the_first_of_it_how
     for number in range(1, 4):
         group.a.wait(300)
         more(group, PAY, first=number)
-    group.a.wait(99)
-    group.settle()
+    group.wait(99)
     assert group.a.log.state.groups[KEY].position == 0
-    group.a.wait(1)
-    group.settle()
+    group.wait(1)
     assert group.a.log.state.groups[KEY].position == 4
     more(group, PAY, first=4)
-    group.a.wait(999)
-    group.settle()
+    group.wait(999)
     assert group.a.log.state.groups[KEY].position == 4, "the time of what comes later begins anew"
-    group.a.wait(1)
-    group.settle()
+    group.wait(1)
     assert group.a.log.state.groups[KEY].position == 5
 
 
@@ -279,9 +271,7 @@ def test_requeued_mismatch_is_settled_at_once(count):
 def test_nothing_is_passed_over_where_there_is_nothing():
     group = stored(PAY)
     Consumer(group, "c1", subject="t", tags=["cancel"]).ask(timeout_ms=60_000)
-    for _ in range(3):
-        group.a.wait(1_000)
-        group.settle()
+    group.wait(1_000, times=3)
     assert group.a.log.state.groups["t", "g"].position == 0 and pulls_of(group, "c1") == []
 
 
@@ -321,13 +311,11 @@ def test_noted_range_waits_until_it_is_due():
     filter_of(group)._later.clear()
     filter_of(group).note(0, 1, 0)
     group.a.master._delivery.wake("s")
-    group.a.wait(4_900)
-    group.settle()
+    group.wait(4_900)
     assert not consumer.client.answered(waiting)
     more(group, CANCEL, first=1)
     assert not consumer.client.answered(waiting)
-    group.a.wait(100)
-    group.settle()
+    group.wait(100)
     assert [got.sequence for got in consumer.got(waiting)] == [0]
 
 

@@ -277,11 +277,7 @@ def test_reading_after_an_empty_scan_is_used():
     consumer.nack(0, delay_ms=5_000)
     waiting = consumer.ask(timeout_ms=60_000)
     group.settle()
-    for _ in range(3):
-        group.a.wait(1_000)
-        group.settle()
+    group.wait(1_000, times=3)
     group.a.master._delivery._filtering._label_cache = LabelCache(group.a.log)
-    for _ in range(3):
-        group.a.wait(1_000)
-        group.settle()
+    group.wait(1_000, times=3)
     assert [(got.sequence, got.times) for got in consumer.got(waiting)] == [(0, 2)]

@@ -12,7 +12,7 @@ from qmq.errors import ErrorCode
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.types import Role
-from tests.unit.broker.test_limits import KEY, joined, pulled, started
+from tests.unit.broker.test_limits import KEY, started
 from tests.unit.broker.world import Client, Group
 
 LIMIT = OperatorLimits("s", OF_SUBJECT, bytes_max=5_000)
@@ -33,8 +33,7 @@ def obvious(group: Group) -> int:
 def returned(group: Group, client: Client, first: int, end: int) -> None:
     """Requeue these of the consumer's messages, for later."""
     begin = group.a.log.state.groups[KEY].consumers["c"].next_pull - group.a.log.state.groups[KEY].position
-    client.nack(begin + first, begin + end, delay_ms=3_600_000)
-    group.settle()
+    client.done(client.nack(begin + first, begin + end, delay_ms=3_600_000))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -42,13 +41,13 @@ def test_the_count_is_that_of_all_frames_from_the_groups_position_on(seed, monke
     monkeypatch.setattr(subject_limits, "FRAMES_PER_LOOK_UP", 2)
     rng = random.Random(seed)
     group, client = started()
-    counts, producer = Lengths(group.a.log), Client(group.a)
+    counts, producer = Lengths(group.a.log), group.client()
     for step in range(60):
         match rng.choice(["produce", "produce", "pull", "nack", "look"]):
             case "produce":
                 producer.produce(*(f"m{step}-{n}" for n in range(rng.randint(1, 4))), size=rng.randint(1, 900))
             case "pull":
-                pulled(group, client, most=rng.randint(1, 9))
+                client.take(most=rng.randint(1, 9))
             case "nack":
                 consumer = group.a.log.state.groups[KEY].consumers.get("c")
                 if consumer is not None and consumer.unacked:
@@ -62,10 +61,9 @@ def test_the_count_is_that_of_all_frames_from_the_groups_position_on(seed, monke
 
 def test_uncounted_frames_count_zero():
     group, client = started()
-    producer = Client(group.a)
+    producer = group.client()
     for number in range(12):
-        producer.produce(f"m{number}", size=100)
-        group.settle()
+        producer.store(f"m{number}", size=100)
     counts, state = Lengths(group.a.log), group.a.log.state
     assert counts.waiting(KEY, state.groups[KEY]) == obvious(group) and not counts.has_unfinished
     counts._left = 0  # of this tick
@@ -78,16 +76,15 @@ def test_uncounted_frames_count_zero():
 def test_a_long_backlog_is_counted_in_pieces_and_never_too_high(monkeypatch):
     monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
     group, client = started()
-    producer = Client(group.a)
+    producer = group.client()
     for n in range(35):
-        producer.produce(f"m{n}", size=100)
-        group.settle()
+        producer.store(f"m{n}", size=100)
     counts, seen = Lengths(group.a.log), []
     for _ in range(5):
         counts.new_tick()
         seen.append(counts.waiting(KEY, group.a.log.state.groups[KEY]))
     assert seen == sorted(seen) and len(set(seen)) == 4 and seen[-1] == obvious(group)
-    assert len(pulled(group, client, most=30)) == 30
+    assert len(client.take(most=30)) == 30
     counts.new_tick()
     assert counts.waiting(KEY, group.a.log.state.groups[KEY]) <= obvious(group)
     for _ in range(3):
@@ -98,7 +95,7 @@ def test_a_long_backlog_is_counted_in_pieces_and_never_too_high(monkeypatch):
 
 def test_producers_are_refused_while_as_many_bytes_wait_for_a_group_as_may():
     group, client = started(LIMIT)
-    producer = Client(group.a)
+    producer = group.client()
     for n in range(7):
         stored = producer.produce(f"m{n}", size=600)
         group.settle()
@@ -107,23 +104,20 @@ def test_producers_are_refused_while_as_many_bytes_wait_for_a_group_as_may():
     group.settle()
     assert producer.receipt(other).stored == 1 and producer.code(refused) == ErrorCode.SUBJECT_FULL
     assert "bytes of s wait for g at g1, and 5,000 may (SetLimits --bytesMax)" in producer.text(refused)
-    assert pulled(group, client, most=2) == ["m0", "m1"]
-    again = producer.produce("m11")
-    group.settle()
-    assert producer.receipt(again).stored == 1, "what a consumer has does not wait"
+    assert client.take(most=2) == ["m0", "m1"]
+    assert producer.store("m11").stored == 1, "what a consumer has does not wait"
 
 
 def test_of_too_many_bytes_the_oldest_messages_are_given_up_and_counted():
     group, client = started(LIMIT._replace(drops_oldest=True))
-    producer = Client(group.a)
+    producer = group.client()
     for n in range(20):
         stored = producer.produce(f"m{n}", size=600)
         group.settle()
         assert producer.receipt(stored).stored == 1
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     assert obvious(group) <= 5_000
-    left = pulled(group, client, most=100)
+    left = client.take(most=100)
     assert left == [f"m{n}" for n in range(20 - len(left), 20)] and len(left) == 6
     assert group.a.master.overflowed == {KEY: 14} and not group.a.master.expired
     assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY]
@@ -131,11 +125,10 @@ def test_of_too_many_bytes_the_oldest_messages_are_given_up_and_counted():
 
 def test_deleted_frames_do_not_count():
     group, _ = started()
-    producer, log = Client(group.a), group.a.log
+    producer, log = group.client(), group.a.log
     counts = Lengths(log)
     while len(log.bases) < 3:
-        producer.produce("m", size=900)
-        group.settle()
+        producer.store("m", size=900)
     before = counts.waiting(KEY, log.state.groups[KEY])
     assert before == obvious(group)
     log.state.kept.start = log.bases[1]
@@ -144,23 +137,21 @@ def test_deleted_frames_do_not_count():
 
 def produced(group: Group, *sizes: int) -> None:
     """Messages of these sizes, each in its own frame."""
-    producer = Client(group.a)
+    producer = group.client()
     for n, size in enumerate(sizes):
-        producer.produce(f"m{n}", size=size)
-        group.settle()
+        producer.store(f"m{n}", size=size)
 
 
 def test_requeued_messages_count_as_their_own_frames_do_and_not_as_the_first_of_them():
     group, client = started(LIMIT._replace(drops_oldest=True))
     produced(group, 900, *[10] * 30)
-    assert len(pulled(group, client, most=100)) == 31
+    assert len(client.take(most=100)) == 31
     returned(group, client, 0, 31)
     counts = Lengths(group.a.log)
     assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == obvious(group) < 10_000
     whole = LIMIT._replace(bytes_max=obvious(group), drops_oldest=True)
     group.a.assign(Role.MASTER, limits=(whole,))
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     assert not group.a.master.overflowed and group.a.log.state.groups[KEY].requeued.messages == 31
 
 
@@ -168,7 +159,7 @@ def test_requeued_messages_of_many_ranges_are_counted_in_part_and_never_too_high
     monkeypatch.setattr(subject_limits, "RANGES_SUMMED", 3)
     group, client = started()
     produced(group, *[100] * 20)
-    assert len(pulled(group, client, most=100)) == 20
+    assert len(client.take(most=100)) == 20
     for n in range(0, 20, 2):
         returned(group, client, n, n + 1)
     counts = Lengths(group.a.log)
@@ -185,7 +176,7 @@ def test_requeued_messages_that_retention_took_do_not_count_and_hide_none(monkey
         n += 1
     state = log.state.groups[KEY]
     while state.position < n:
-        pulled(group, client, most=100)
+        client.take(most=100)
     for at in range(0, n - 1, 2):
         returned(group, client, at, at + 1)
     returned(group, client, n - 1, n)
@@ -200,12 +191,10 @@ def test_requeued_messages_that_retention_took_do_not_count_and_hide_none(monkey
 def test_deleted_requeued_messages_refuse_no_producer():
     group, client = started(LIMIT)
     produced(group, *[600] * 7)
-    assert len(pulled(group, client, most=100)) == 7
+    assert len(client.take(most=100)) == 7
     returned(group, client, 0, 7)
-    producer = Client(group.a)
-    refused = producer.produce("m")
-    group.settle()
-    assert producer.code(refused) == ErrorCode.SUBJECT_FULL
+    producer = group.client()
+    assert producer.outcome(producer.produce("m")) == ErrorCode.SUBJECT_FULL
     group.a.log.state.kept.start = group.a.log.frames("s", 6, 1)[0].offset
     stored = producer.produce("m")
     group.settle()
@@ -217,16 +206,14 @@ def test_counts_go_on_in_each_tick_though_a_subject_is_looked_at_once_a_second(m
     group, _ = started()
     produced(group, *[100] * 95)
     group.a.assign(Role.MASTER, limits=(LIMIT._replace(drops_oldest=True),))
-    for _ in range(20):
-        group.a.wait(100)
-        group.settle()
+    group.wait(100, times=20)
     assert obvious(group) <= 5_000, "95 frames, 10 in a tick, were counted within the second"
 
 
 def test_counts_of_several_groups_go_on_by_turns(monkeypatch):
     monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
     group, _ = started()
-    joined(group, "o", group="other").lost()
+    group.subscribed("o", group="other").lost()
     produced(group, *[100] * 45)
     counts, groups = Lengths(group.a.log), group.a.log.state.groups
     assert counts.waiting(KEY, groups[KEY]) > 0 == counts.waiting(("s", "other"), groups["s", "other"])
@@ -242,15 +229,13 @@ def test_counts_of_several_groups_go_on_by_turns(monkeypatch):
 
 def test_no_more_of_the_oldest_are_given_up_than_have_the_bytes_that_are_too_many():
     group, _ = started()
-    producer = Client(group.a)
+    producer = group.client()
     produced(group, 900, 900)
-    producer.produce(*(f"n{n}" for n in range(50)), size=10)
-    group.settle()
+    producer.store(*(f"n{n}" for n in range(50)), size=10)
     refs = group.a.log.frames("s", 0, 10)
     limit = LIMIT._replace(bytes_max=obvious(group) - refs[0].length - 1, drops_oldest=True)
     group.a.assign(Role.MASTER, limits=(limit,))
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     assert group.a.master.overflowed == {KEY: 2}
 
 
@@ -262,14 +247,13 @@ def test_oldest_requeued_messages_are_summed():
         n += 1
     produced(group, 900, 900, 900)
     while log.state.groups[KEY].position < n + 1:
-        pulled(group, client, most=1)
+        client.take(most=1)
     returned(group, client, 0, 1)
     returned(group, client, n, n + 1)
     log.state.kept.start = log.bases[1]
     limit = LIMIT._replace(bytes_max=obvious(group) - 1, drops_oldest=True)
     group.a.assign(Role.MASTER, limits=(limit,))
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     assert group.a.master.overflowed == {KEY: 2} and not log.state.groups[KEY].requeued
     assert log.state.groups[KEY].position == n + 1
 
@@ -280,12 +264,9 @@ def test_very_many_are_given_up_in_bounded_pieces(monkeypatch):
     group, _ = started()
     produced(group, *[100] * 60)
     group.a.assign(Role.MASTER, limits=(LIMIT._replace(bytes_max=1_000, drops_oldest=True),))
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     assert 0 < group.a.master.overflowed[KEY] <= 10
-    for _ in range(10):
-        group.a.wait(1_000)
-        group.settle()
+    group.wait(1_000, times=10)
     assert obvious(group) <= 1_000
 
 
@@ -344,7 +325,7 @@ def test_a_group_that_is_moved_is_counted_from_where_it_stands(positions):
 def test_requeued_messages_are_summed_once_until_others_wait_or_retention_took_some():
     group, client = started()
     produced(group, 10, 200, 400)
-    pulled(group, client, most=100)
+    client.take(most=100)
     returned(group, client, 0, 1)
     counts, state = Lengths(group.a.log), group.a.log.state.groups[KEY]
     assert counts.waiting(KEY, state) == obvious(group)

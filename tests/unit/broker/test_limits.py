@@ -31,15 +31,7 @@ HOUR = OperatorLimits("s", OF_SUBJECT, expires_after_s=3600)
 def started(*limits: OperatorLimits) -> tuple[Group, Client]:
     group = Group.made(lease_ms=7_200_000).start()
     group.a.assign(Role.MASTER, limits=limits)
-    return group, joined(group, "c")
-
-
-def joined(world: Group, name: str, **subscribe) -> Client:
-    client = Client(world.a, name)
-    opaque = client.subscribe(name, **subscribe)
-    world.settle()
-    client.subscription(opaque)
-    return client
+    return group, group.subscribed("c")
 
 
 def hours_pass(group: Group, hours: float = 1.1) -> None:
@@ -50,15 +42,8 @@ def hours_pass(group: Group, hours: float = 1.1) -> None:
     group.settle()
 
 
-def pulled(group: Group, client: Client, **terms) -> list[str]:
-    opaque = client.pull(**terms)
-    group.settle()
-    code, _ = client.link.answers[opaque]
-    return [] if code else [id for _, _, id in client.pulled(opaque)]
-
-
 def dead_letters(group: Group, subject: str = "s") -> list[Message]:
-    support = joined(group, "support", subject=dead_letter_subject(subject, "g"), group="support")
+    support = group.subscribed("support", subject=dead_letter_subject(subject, "g"), group="support")
     opaque = support.pull()
     group.settle()
     if support.link.answers[opaque][0]:
@@ -72,20 +57,19 @@ def dead_letters(group: Group, subject: str = "s") -> list[Message]:
 
 def test_expired_messages_are_settled_and_counted():
     group, client = started(HOUR)
-    Client(group.a).produce("m0", "m1")
+    group.client().produce("m0", "m1")
     group.settle()
     hours_pass(group)
-    Client(group.a).produce("m2")
+    group.client().produce("m2")
     group.settle()
-    assert pulled(group, client) == ["m2"]
+    assert client.take() == ["m2"]
     assert group.a.master.expired == {KEY: 2}
     assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY], "the slave folds the same"
 
 
 def test_a_new_master_limits_the_groups_that_are_in_its_log():
     group, client = started()
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     group.swap(2)
     group.a.assign(Role.MASTER, 2, limits=(HOUR,))
     hours_pass(group)
@@ -94,8 +78,8 @@ def test_a_new_master_limits_the_groups_that_are_in_its_log():
 
 def test_a_broadcast_is_limited_from_when_its_consumer_is_there():
     group, _ = started(HOUR)
-    joined(group, "host", group="host", broadcast=True)
-    Client(group.a).produce("m0")
+    group.subscribed("host", group="host", broadcast=True)
+    group.client().produce("m0")
     group.settle()
     hours_pass(group)
     assert group.a.master.expired == {KEY: 1, ("s", "host"): 1}
@@ -106,7 +90,7 @@ def test_of_many_limited_subjects_some_are_looked_at_in_each_tick(monkeypatch):
     subjects = [f"s{number}" for number in range(5)]
     group, _ = started(*(HOUR._replace(subject=subject) for subject in subjects))
     for subject in subjects:
-        joined(group, "c", subject=subject).produce("m", subject=subject)
+        group.subscribed("c", subject=subject).produce("m", subject=subject)
     group.settle()
     hours_pass(group)
     counts = []
@@ -119,8 +103,7 @@ def test_of_many_limited_subjects_some_are_looked_at_in_each_tick(monkeypatch):
 
 def test_young_messages_cost_no_search(monkeypatch):
     group, client = started(HOUR)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     with monkeypatch.context() as searched:
         searched.setattr(subject_limits.positions, "first_since", lambda *_: pytest.fail("a search"))
         hours_pass(group, 0.9)
@@ -139,12 +122,10 @@ def test_a_group_without_consumers_keeps_nothing_that_has_expired():
 
 def test_requeued_messages_expire_unacked_ones_do_not():
     group, client = started(HOUR)
-    client.produce("m0", "m1", "m2")
-    group.settle()
-    assert pulled(group, client, most=3) == ["m0", "m1", "m2"]
+    client.store("m0", "m1", "m2")
+    assert client.take(most=3) == ["m0", "m1", "m2"]
     begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
-    client.nack(begin, begin + 2, delay_ms=80_000_000)
-    group.settle()
+    client.done(client.nack(begin, begin + 2, delay_ms=80_000_000))
     hours_pass(group)
     state = group.a.log.state.groups[KEY]
     assert not state.requeued and state.consumers["c"].unacked_messages == 1 and group.a.master.expired == {KEY: 2}
@@ -152,13 +133,11 @@ def test_requeued_messages_expire_unacked_ones_do_not():
 
 def test_nothing_expires_while_the_masters_clock_disagrees_with_another():
     group, client = started(HOUR)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     group.a.host.wall_skew_ms = 7_200_000
     group.hear_clocks()
-    group.a.wait(2_000)
-    group.settle()
-    assert not group.a.master.expired and pulled(group, client) == ["m0"]
+    group.wait(2_000)
+    assert not group.a.master.expired and client.take() == ["m0"]
     unheard, other = started(HOUR)
     other.produce("m0")
     unheard.a.host.clock_ms += 7_200_000
@@ -168,31 +147,27 @@ def test_nothing_expires_while_the_masters_clock_disagrees_with_another():
 
 def test_expired_messages_become_dead_letters_if_set():
     group, client = started(HOUR._replace(expired_die=True))
-    client.produce("m0", "m1")
-    group.settle()
+    client.store("m0", "m1")
     hours_pass(group)
-    for _ in range(3):
-        group.a.wait(200)
-        group.settle()
+    group.wait(200, times=3)
     fates = [(one.id, one.properties["qmq_deadReason"], one.properties["qmq_times"]) for one in dead_letters(group)]
     assert fates == [("m0", "expired", "0"), ("m1", "expired", "0")], "no consumer ever had them"
-    assert pulled(group, client) == [] and group.a.master.expired == {KEY: 2}
+    assert client.take() == [] and group.a.master.expired == {KEY: 2}
     assert not group.a.log.state.groups[KEY].consumers[subject_limits.PRUNER].unacked
 
 
 def test_a_broadcast_that_stays_away_is_forgotten_though_its_messages_expire_into_dead_letters():
     group = Group.made(lease_ms=30_000, broadcast_forget_hours=2.0).start()
     group.a.assign(Role.MASTER, limits=(HOUR._replace(expired_die=True),))
-    joined(group, "b", group="b", broadcast=True).lost()
+    group.subscribed("b", group="b", broadcast=True).lost()
     for _ in range(6):
         group.a.wait(7_500)  # its lease ends
         group.settle()
     for _ in range(5):
-        Client(group.a).produce("m")
+        group.client().produce("m")
         group.settle()
         hours_pass(group)
-        group.a.wait(1_000)
-        group.settle()
+        group.wait(1_000)
     assert 1 <= group.a.log.state.next_sequence[dead_letter_subject("s", "b")] < 5
     assert not group.a.log.state.groups and not group.a.master.expired
 
@@ -200,12 +175,10 @@ def test_a_broadcast_that_stays_away_is_forgotten_though_its_messages_expire_int
 def test_broadcast_with_expired_messages_is_not_forgotten():
     group = Group.made(lease_ms=7_200_000, tail_bytes=0, broadcast_forget_hours=1.0).start()
     group.a.assign(Role.MASTER, limits=(HOUR._replace(expired_die=True),))
-    host = joined(group, "b", group="b", broadcast=True)
-    host.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=host.last_subscription))
-    host.produce("m")
-    group.settle()
-    host.produce("o", subject="other")
-    group.settle()
+    host = group.subscribed("b", group="b", broadcast=True)
+    host.leave()
+    host.store("m")
+    host.store("o", subject="other")
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
     for _ in range(2):
         hours_pass(group)
@@ -220,15 +193,13 @@ def test_broadcast_with_expired_messages_is_not_forgotten():
 def test_dead_letters_of_many_expired_messages_are_made_in_bounded_pieces(monkeypatch):
     monkeypatch.setattr(subject_limits, "EXPIRED_AT_ONCE", 3)
     group, client = started(HOUR._replace(expired_die=True))
-    client.produce(*(f"m{n}" for n in range(10)))
-    group.settle()
+    client.store(*(f"m{n}" for n in range(10)))
     hours_pass(group)
     held = group.a.log.state.groups[KEY]
     assert held.position <= 3
     for _ in range(6):
         group.hear_clocks()
-        group.a.wait(1_000)
-        group.settle()
+        group.wait(1_000)
     assert len(dead_letters(group)) == 10 and held.position == 10
 
 
@@ -237,40 +208,38 @@ def test_an_expired_message_frees_its_order_key():
     messages = [Message("s", {}, id=f"m{n}", order_key="k") for n in range(2)]
     labels = [label_of_message(one) for one in messages]
     encoded = [encode_message(one, 0) for one in messages]
-    Client(group.a).produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels))
+    group.client().produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels))
     group.settle()
-    assert pulled(group, client) == ["m0"]
+    assert client.take() == ["m0"]
     begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
-    client.nack(begin, begin + 1, delay_ms=80_000_000)
-    group.settle()
-    assert pulled(group, client) == []
+    client.done(client.nack(begin, begin + 1, delay_ms=80_000_000))
+    assert client.take() == []
     hours_pass(group)
     new = Message("s", {}, id="m2", order_key="k")
     label = [label_of_message(new)]
-    Client(group.a).produce_raw([encode_message(new, 0)], after=encode_labels(label), flags=label_flags(label))
+    group.client().produce_raw([encode_message(new, 0)], after=encode_labels(label), flags=label_flags(label))
     group.settle()
-    assert group.a.master.expired == {KEY: 2} and pulled(group, client) == ["m2"]
+    assert group.a.master.expired == {KEY: 2} and client.take() == ["m2"]
 
 
 def produce_keyed(group: Group, *ids: str) -> None:
     messages = [Message("s", {}, id=id, order_key="k") for id in ids]
     labels, encoded = [label_of_message(one) for one in messages], [encode_message(one, 0) for one in messages]
-    Client(group.a).produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels))
+    group.client().produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels))
     group.settle()
 
 
 def test_expired_message_behind_unacked_one_frees_its_key():
     group, client = started(HOUR)
     produce_keyed(group, "m0", "m1", "m2")
-    assert pulled(group, client) == ["m0"], "the others wait behind it"
+    assert client.take() == ["m0"], "the others wait behind it"
     hours_pass(group)
     assert group.a.master.expired == {KEY: 2}
     produce_keyed(group, "m3")
-    assert pulled(group, client) == []
+    assert client.take() == []
     begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
-    client.ack(begin, begin + 1)
-    group.settle()
-    assert pulled(group, client) == ["m3"]
+    client.done(client.ack(begin, begin + 1))
+    assert client.take() == ["m3"]
 
 
 def test_message_back_from_the_pruner_waits_for_its_key():
@@ -281,9 +250,9 @@ def test_message_back_from_the_pruner_waits_for_its_key():
     hours_pass(group)
     group.swap(2)  # a master ends the leases of all consumers in its log
     group.a.assign(Role.MASTER, 2, limits=(dying,))
-    client = joined(group, "c")
+    client = group.subscribed("c")
     produce_keyed(group, "m1")
-    assert pulled(group, client) == ["m1"]
+    assert client.take() == ["m1"]
     produce_keyed(group, "m2", "m3")
     group.cut()
     hours_pass(group)
@@ -291,17 +260,17 @@ def test_message_back_from_the_pruner_waits_for_its_key():
     assert state.consumers[subject_limits.PRUNER].unacked_messages == 2
     group.a.assign(Role.MASTER, 2)
     for _ in range(5):
-        client.send(Command.HEARTBEAT, b"")
+        client.heartbeat()
         group.a.wait(1_800_000)
     group.settle()
     assert subject_limits.PRUNER not in state.consumers and state.requeued.messages == 2
-    assert pulled(group, client) == [], "m1 is not done"
+    assert client.take() == [], "m1 is not done"
     begin = state.consumers["c"].unacked[0].pull
     for id in ("m2", "m3"):
         client.ack(begin, begin + 1)
         begin += 1
         group.settle()
-        assert pulled(group, client) == [id]
+        assert client.take() == [id]
 
 
 def expire(group: Group, client: Client, *, subject: str = "s") -> int:
@@ -315,9 +284,8 @@ def expire(group: Group, client: Client, *, subject: str = "s") -> int:
 
 def test_expiry_found_by_a_consumer_is_counted():
     group, client = started()
-    client.produce("m0", "m1")
-    group.settle()
-    assert pulled(group, client) == ["m0", "m1"]
+    client.store("m0", "m1")
+    assert client.take() == ["m0", "m1"]
     client.body(expire(group, client))
     assert group.a.master.expired == {KEY: 1}
     log = group.a.log
@@ -329,9 +297,8 @@ def test_expiry_found_by_a_consumer_is_counted():
 
 def test_expiry_found_by_a_consumer_needs_no_slave():
     group, client = started()
-    client.produce("m0")
-    group.settle()
-    assert pulled(group, client) == ["m0"]
+    client.store("m0")
+    assert client.take() == ["m0"]
     group.cut()
     assert client.code(expire(group, client)) == ErrorCode.SUCCESS
     assert not group.a.log.state.groups[KEY].consumers["c"].unacked_messages
@@ -339,9 +306,8 @@ def test_expiry_found_by_a_consumer_needs_no_slave():
 
 def test_expiry_found_by_a_consumer_becomes_a_dead_letter():
     group, client = started(OperatorLimits("s", OF_SUBJECT, expired_die=True))
-    client.produce("m0")
-    group.settle()
-    assert pulled(group, client) == ["m0"]
+    client.store("m0")
+    assert client.take() == ["m0"]
     client.body(expire(group, client))
     (dead,) = dead_letters(group)
     assert (dead.id, dead.properties["qmq_deadReason"]) == ("m0", "expired")
@@ -350,10 +316,9 @@ def test_expiry_found_by_a_consumer_becomes_a_dead_letter():
 def test_of_a_mailbox_the_limits_are_those_of_its_subject():
     group, _ = started(OperatorLimits("s", OF_SUBJECT, expired_die=True))
     mailbox = retry_subject("s", "g")
-    client = joined(group, "c", subject=mailbox)
-    client.produce("m0", subject=mailbox)
-    group.settle()
-    assert pulled(group, client) == ["m0"]
+    client = group.subscribed("c", subject=mailbox)
+    client.store("m0", subject=mailbox)
+    assert client.take() == ["m0"]
     client.body(expire(group, client, subject=mailbox))
     assert [one.id for one in dead_letters(group)] == ["m0"]
 
@@ -365,8 +330,7 @@ def messages_in(group: Group, client: Client, seconds: float, **terms) -> int:
     """Return the messages that a consumer with constant demand gets in this number of seconds."""
     got, opaque = 0, client.pull(timeout_ms=60_000, **terms)
     for _ in range(int(seconds * 10)):
-        group.a.wait(100)
-        group.settle()
+        group.wait(100)
         while client.answered(opaque):
             got += len(client.pulled(opaque))
             opaque = client.pull(timeout_ms=60_000, **terms)
@@ -393,15 +357,13 @@ def test_rate_limits_messages_per_second(per_second):
 
 def test_consumers_of_a_limited_group_share_its_rate_and_other_groups_have_none():
     group, first = started(OperatorLimits("s", "g", per_second=10))
-    second, other = joined(group, "d"), joined(group, "e", group="other")
-    first.produce(*(f"m{n}" for n in range(100)))
-    group.settle()
-    assert len(pulled(group, other)) == 100
+    second, other = group.subscribed("d"), group.subscribed("e", group="other")
+    first.store(*(f"m{n}" for n in range(100)))
+    assert len(other.take()) == 100
     got = [0, 0]
     waiting = [one.pull(timeout_ms=60_000, most=1) for one in (first, second)]
     for _ in range(50):
-        group.a.wait(100)
-        group.settle()
+        group.wait(100)
         for at, one in enumerate((first, second)):
             while one.answered(waiting[at]):
                 got[at] += 1
@@ -413,9 +375,8 @@ def test_consumers_of_a_limited_group_share_its_rate_and_other_groups_have_none(
 def test_retry_subject_counts_towards_the_rate():
     group, client = started(OperatorLimits("s", "g", per_second=10))
     mailbox = retry_subject("s", "g")
-    again = joined(group, "c", subject=mailbox)
-    client.produce(*(f"m{n}" for n in range(100)), subject=mailbox)
-    group.settle()
+    again = group.subscribed("c", subject=mailbox)
+    client.store(*(f"m{n}" for n in range(100)), subject=mailbox)
     assert 48 <= messages_in(group, again, 5) <= 52
 
 
@@ -435,7 +396,7 @@ TEN = OperatorLimits("s", OF_SUBJECT, messages_max=10)
 
 def test_producers_are_refused_while_as_many_messages_wait_for_a_group_as_may():
     group, client = started(TEN)
-    producer = Client(group.a)
+    producer = group.client()
     stored = producer.produce(*(f"m{n}" for n in range(10)))
     group.settle()
     refused, other = producer.produce("m10"), producer.produce("n0", subject="t")
@@ -443,27 +404,24 @@ def test_producers_are_refused_while_as_many_messages_wait_for_a_group_as_may():
     assert producer.receipt(stored).stored == 10 and producer.receipt(other).stored == 1
     assert producer.code(refused) == ErrorCode.SUBJECT_FULL
     assert "10 messages of s wait for g at g1" in producer.text(refused)
-    assert len(pulled(group, client, most=1)) == 1
-    again = producer.produce("m11")
-    group.settle()
-    assert producer.receipt(again).stored == 1, "what a consumer has does not wait"
+    assert len(client.take(most=1)) == 1
+    assert producer.store("m11").stored == 1, "what a consumer has does not wait"
 
 
 @pytest.mark.parametrize("limit", ["messages_max", "bytes_max"])
 def test_a_refusal_of_a_full_subject_names_its_limit_and_the_subject(limit):
     """It left nothing on the broker: no count, no log line, no finding."""
     group, _ = started(OperatorLimits("s", OF_SUBJECT, **{limit: 10}))
-    producer, refusals = Client(group.a), []
+    producer, refusals = group.client(), []
     producer.link.refuse = lambda request, error: refusals.append((error.limit, error.limited_subject))
-    producer.produce(*(f"m{n}" for n in range(10)))
-    group.settle()
+    producer.store(*(f"m{n}" for n in range(10)))
     producer.produce("more")
     assert refusals == [({"messages_max": "messagesMax", "bytes_max": "bytesMax"}[limit], "s")]
 
 
 def test_internal_producers_are_never_refused():
     group, _ = started(TEN)
-    delay_server = Client(group.a)
+    delay_server = group.client()
     delay_server.link.sends_on = True
     opaques = [delay_server.produce(*(f"m{n}-{k}" for n in range(8))) for k in range(3)]
     group.settle()
@@ -472,45 +430,39 @@ def test_internal_producers_are_never_refused():
 
 def test_absent_broadcast_refuses_no_producer():
     group, client = started(TEN)
-    joined(group, "b", group="b", broadcast=True).lost()
-    producer = Client(group.a)
+    group.subscribed("b", group="b", broadcast=True).lost()
+    producer = group.client()
     for k in range(3):
         stored = producer.produce(*(f"m{n}-{k}" for n in range(8)))
         group.settle()
-        assert producer.receipt(stored).stored == 8 and len(pulled(group, client)) == 8
+        assert producer.receipt(stored).stored == 8 and len(client.take()) == 8
 
 
 def test_of_too_many_the_oldest_are_given_up_for_each_group_by_itself_and_counted():
     group, client = started(TEN._replace(drops_oldest=True))
-    client.produce(*(f"m{n}" for n in range(8)))
-    group.settle()
-    assert len(pulled(group, client, most=3)) == 3
+    client.store(*(f"m{n}" for n in range(8)))
+    assert len(client.take(most=3)) == 3
     begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
     client.nack(begin, begin + 2)
-    joined(group, "e", group="other").lost()
-    client.produce(*(f"m{n}" for n in range(8, 15)))
-    group.settle()
-    group.a.wait(1_000)
-    group.settle()
+    group.subscribed("e", group="other").lost()
+    client.store(*(f"m{n}" for n in range(8, 15)))
+    group.wait(1_000)
     assert group.a.master.overflowed == {KEY: 2 + 2, ("s", "other"): 5}
-    assert pulled(group, client) == [f"m{n}" for n in range(5, 15)]
+    assert client.take() == [f"m{n}" for n in range(5, 15)]
     assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY]
     assert not group.a.master.expired
 
 
 def test_a_message_that_waits_for_its_retry_is_not_given_up_when_many_others_went_past_it():
     group, client = started(TEN._replace(drops_oldest=True))
-    client.produce("m0")
-    group.settle()
-    assert pulled(group, client) == ["m0"]
+    client.store("m0")
+    assert client.take() == ["m0"]
     begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
     client.nack(begin, begin + 1, delay_ms=60_000)
     for k in range(4):
-        client.produce(*(f"n{k}{n}" for n in range(5)))
-        group.settle()
-        assert len(pulled(group, client)) == 5
-    group.a.wait(1_000)
-    group.settle()
+        client.store(*(f"n{k}{n}" for n in range(5)))
+        assert len(client.take()) == 5
+    group.wait(1_000)
     state = group.a.log.state.groups[KEY]
     assert state.requeued.messages == 1 and not group.a.master.overflowed, "one of the ten that may wait does"
 
@@ -518,18 +470,15 @@ def test_a_message_that_waits_for_its_retry_is_not_given_up_when_many_others_wen
 def test_requeued_ranges_overflow_before_new_messages(monkeypatch):
     monkeypatch.setattr(subject_limits, "RANGES_AT_ONCE", 1)
     group, client = started(TEN._replace(drops_oldest=True))
-    client.produce(*(f"m{n}" for n in range(8)))
-    group.settle()
-    assert len(pulled(group, client, most=3)) == 3
+    client.store(*(f"m{n}" for n in range(8)))
+    assert len(client.take(most=3)) == 3
     begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
     client.nack(begin, begin + 1)
     client.nack(begin + 2, begin + 3)
-    client.produce(*(f"m{n}" for n in range(8, 15)))
-    group.settle()
+    client.store(*(f"m{n}" for n in range(8, 15)))
     seen = []
     for _ in range(3):
-        group.a.wait(1_000)
-        group.settle()
+        group.wait(1_000)
         seen.append((group.a.master.overflowed[KEY], group.a.log.state.groups[KEY].position))
     assert seen == [(1, 3), (4, 5), (4, 5)], "a second later it goes on"
 

@@ -63,7 +63,7 @@ def test_returning_consumer_needs_no_ration():
 def test_promoted_slave_has_the_groups():
     """A slave refuses requests as a slave; groups that it copies count against no ration."""
     world = Group.made().start()
-    assert codes(world, Client(world.a), "a", "b", "c") == [OK] * 3
+    assert codes(world, world.client(), "a", "b", "c") == [OK] * 3
     early = a_client(world.b, rationed(NewSubjects(1, 1, "consumer groups")))
     assert codes(world, early, "new", "a", "newer") == [ErrorCode.NOT_MASTER] * 3
     world.cut()
@@ -77,7 +77,7 @@ def test_promoted_slave_has_the_groups():
 
 def test_restarted_broker_has_its_groups():
     world = Group.made().start()
-    assert codes(world, Client(world.a), "a", "b") == [OK] * 2
+    assert codes(world, world.client(), "a", "b") == [OK] * 2
     world.cut()
     world.a.crash()
     world.a.alone()
@@ -91,7 +91,7 @@ def test_the_installation_itself_begins_as_many_as_it_likes():
     world = Group.made().start()
     client = a_client(world.a, rationed(NewSubjects(1, 1, "consumer groups"), TokenRole.CLUSTER))
     assert codes(world, client, "a", "b", "c") == [OK] * 3
-    assert codes(world, Client(world.a), "d", "e", "f") == [OK] * 3, "a connection without a ration"
+    assert codes(world, world.client(), "d", "e", "f") == [OK] * 3, "a connection without a ration"
 
 
 def test_a_group_and_its_own_retry_subject_count_as_one():

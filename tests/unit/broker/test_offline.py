@@ -11,47 +11,33 @@ from qmq.errors import ErrorCode
 from qmq.replication.assignment import Address, Assignment
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
-from tests.unit.broker.world import Client, Group
+from tests.unit.broker.world import Group
 
 RULES = [("s", "g", "c"), ("*", "g", "c"), ("s", "*", "c"), ("s", "g", "*"), ("*", "*", "c"), ("*", "*", "*")]
-
-
-def joined(group: Group, name: str, **subscribe) -> Client:
-    client = Client(group.a, name)
-    opaque = client.subscribe(name, **subscribe)
-    group.settle()
-    client.subscription(opaque)
-    return client
-
-
-def ids(client: Client, pull: int) -> list[str]:
-    return [id for _, _, id in client.pulled(pull)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids="/".join)
 def test_consumer_that_is_switched_off_waits_and_is_served_once_it_is_switched_on(rule):
     group = Group.made().start()
-    consumer = joined(group, "c")
+    consumer = group.subscribed("c")
     group.a.assign(Role.MASTER, offline=(rule,))
     pull = consumer.pull(timeout_ms=60_000)
-    Client(group.a).produce("m0")
+    group.client().produce("m0")
     group.settle()
     assert not consumer.answered(pull)
     group.a.assign(Role.MASTER)
     group.settle()
-    assert ids(consumer, pull) == ["m0"]
+    assert consumer.ids(pull) == ["m0"]
 
 
 @pytest.mark.parametrize("rule", [("t", "g", "c"), ("s", "other", "*"), ("*", "*", "d")], ids="/".join)
 def test_others_are_served(rule):
     assert ("s", "g", "c") not in OfflineRules([rule])
     group = Group.made().start()
-    consumer = joined(group, "c")
+    consumer = group.subscribed("c")
     group.a.assign(Role.MASTER, offline=(rule,))
-    Client(group.a).produce("m0")
-    pull = consumer.pull()
-    group.settle()
-    assert ids(consumer, pull) == ["m0"]
+    group.client().produce("m0")
+    assert consumer.take() == ["m0"]
 
 
 @pytest.mark.parametrize("derived", [retry_subject("s", "g"), dead_letter_subject("s", "g")])
@@ -63,9 +49,9 @@ def test_consumer_that_is_switched_off_is_handed_no_retries_of_the_subject_eithe
 
 def test_pull_of_a_consumer_that_is_switched_off_ends_with_no_message_in_time():
     group = Group.made().start()
-    consumer = joined(group, "c")
+    consumer = group.subscribed("c")
     group.a.assign(Role.MASTER, offline=(("s", "g", "c"),))
-    Client(group.a).produce("m0")
+    group.client().produce("m0")
     at_once, later = consumer.pull(), consumer.pull(timeout_ms=500)
     group.settle()
     assert consumer.code(at_once) == ErrorCode.NO_MESSAGE and not consumer.answered(later)
@@ -75,8 +61,8 @@ def test_pull_of_a_consumer_that_is_switched_off_ends_with_no_message_in_time():
 
 def test_offline_consumer_keeps_and_acks_its_messages():
     group = Group.made().start()
-    Client(group.a).produce("m0", "m1")
-    consumer, other = joined(group, "c"), joined(group, "o")
+    group.client().produce("m0", "m1")
+    consumer, other = group.subscribed("c"), group.subscribed("o")
     pull = consumer.pull()
     group.settle()
     begin = consumer.pulled(pull)[0][0]
@@ -90,24 +76,24 @@ def test_offline_consumer_keeps_and_acks_its_messages():
 
 def test_offline_consumer_waits_for_lost_messages_too():
     group = Group.made().start()
-    Client(group.a).produce("m0")
-    consumer = joined(group, "c")
+    group.client().produce("m0")
+    consumer = group.subscribed("c")
     consumer.pull()
     group.settle()
     consumer.lost()
     group.a.assign(Role.MASTER, offline=(("s", "g", "c"),))
-    again = joined(group, "c")
+    again = group.subscribed("c")
     pull = again.pull(timeout_ms=60_000)
     group.settle()
     assert not again.answered(pull)
     group.a.assign(Role.MASTER)
     group.settle()
-    assert ids(again, pull) == ["m0"]
+    assert again.ids(pull) == ["m0"]
 
 
 def test_consumer_stays_switched_off_after_a_restart_without_the_metaserver():
     group = Group.made().start()
-    Client(group.a).produce("m0")
+    group.client().produce("m0")
     group.a.assign(Role.MASTER, offline=(("s", "g", "c"),))
     group.settle()
     group.cut()
@@ -115,7 +101,7 @@ def test_consumer_stays_switched_off_after_a_restart_without_the_metaserver():
     assert group.a.node.start_without_metaserver()
     group.connect()
     group.settle()
-    consumer = joined(group, "c")
+    consumer = group.subscribed("c")
     pull = consumer.pull()
     group.settle()
     assert consumer.code(pull) == ErrorCode.NO_MESSAGE

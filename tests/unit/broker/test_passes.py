@@ -9,10 +9,9 @@ import pytest
 from qmq.broker import delivery, service_queue
 from qmq.broker.service_queue import OWED_BYTES_MAX, PASS_BYTES, ServiceQueue
 from qmq.errors import ErrorCode
-from qmq.remoting.commands import Command
 from qmq.subjects import dead_letter_subject
 from tests.unit.broker.selecting import Sent, produce
-from tests.unit.broker.test_produce import a_group
+from tests.unit.broker.world import a_group
 
 
 def consumers(group, count, *, subject="s", name="g"):
@@ -67,8 +66,7 @@ def test_message_for_a_group_of_200_consumers_is_looked_for_once(looks):
     for consumer in [*consumers(group, 200, name="many"), *consumers(group, 2, name="few")]:
         consumer.pull(timeout_ms=60_000)
     looks.clear()
-    client.produce("m")
-    group.settle()
+    client.store("m")
     assert looks == {"many": 1, "few": 1}
 
 
@@ -79,8 +77,7 @@ def test_consumers_of_a_group_are_served_in_turn():
     for round in range(2):
         pulls = [(consumer, consumer.pull(timeout_ms=60_000)) for consumer in some]
         for number in range(3):
-            client.produce(f"m{round}{number}")
-            group.settle()
+            client.store(f"m{round}{number}")
             order += [
                 some.index(one)
                 for one, opaque in pulls
@@ -94,8 +91,7 @@ def test_consumer_with_a_backlog_and_many_pulls_costs_an_idle_subject_one_turn(l
     (greedy,) = consumers(group, 1, subject="backlog", name="greedy")
     (modest,) = consumers(group, 1, subject="idle", name="modest")
     for number in range(100):
-        client.produce(f"m{number}", subject="backlog", size=30_000)
-        group.settle()
+        client.store(f"m{number}", subject="backlog", size=30_000)
     waiting = modest.pull(timeout_ms=60_000)
     looks.clear()
     many = [greedy.pull(most=5, bytes_max=8 << 20, timeout_ms=60_000) for _ in range(64)]
@@ -112,14 +108,12 @@ def test_overdue_pull_gets_no_message():
     (late,) = consumers(group, 1)
     overdue, patient = late.pull(timeout_ms=50), late.pull(timeout_ms=60_000)
     group.a.host.clock_ms += 50
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     assert late.code(overdue) == ErrorCode.NO_MESSAGE
-    assert [id for *_, id in late.pulled(patient)] == ["m0"]
+    assert late.ids(patient) == ["m0"]
     overdue = late.pull(timeout_ms=50)
     group.a.host.clock_ms += 50
-    client.produce("m1")
-    group.settle()
+    client.store("m1")
     assert late.code(overdue) == ErrorCode.NO_MESSAGE and group.a.log.state.groups["s", "g"].position == 1
 
 
@@ -129,8 +123,7 @@ def test_connection_that_is_owed_as_much_as_it_may_waits(owed_bytes, is_served):
     (one,) = consumers(group, 1)
     waiting = one.pull(timeout_ms=60_000)
     one.link.owed_bytes = owed_bytes
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     assert one.answered(waiting) is is_served
 
 
@@ -156,7 +149,7 @@ def test_pulls_time_out_in_order_of_deadline():
 def wait(group, ms, *alive):
     group.a.host.clock_ms += ms
     for consumer in alive:
-        consumer.send(Command.HEARTBEAT, b"")
+        consumer.heartbeat()
     group.a.node.tick()
     group.settle()
 
@@ -166,8 +159,7 @@ def test_connection_that_reads_nothing_is_owed_so_much_and_no_more():
     group, client = a_group(message_bytes_max=1 << 20)
     (stalled,) = consumers(group, 1)
     for number in range(700):
-        client.produce(f"m{number}", size=30_000)
-        group.settle()
+        client.store(f"m{number}", size=30_000)
     for _ in range(60):
         stalled.pull(most=20, timeout_ms=60_000)
         group.a.host.turn()
@@ -183,12 +175,10 @@ def test_consumers_of_a_group_share_a_batch(comes):
     former, *others = consumers(group, 3)
     first = former.pull(timeout_ms=60_000) if comes == "back" else 0
     waiting = [one.pull(most=1, timeout_ms=60_000) for one in others]
-    client.produce("m0", "m1")
-    group.settle()
+    client.store("m0", "m1")
     if comes == "back":
         number = former.pulled(first)[0][0]
-        former.nack(number, number + 2)
-        group.settle()
+        former.done(former.nack(number, number + 2))
     assert [one.pulled(opaque)[0][2] for one, opaque in zip(others, waiting, strict=True)] == ["m0", "m1"]
 
 
@@ -196,13 +186,11 @@ def test_an_ack_looks_for_nothing_while_its_consumer_may_have_more(looks):
     group, client = a_group()
     client.produce("m0")
     (one,) = consumers(group, 1)
-    opaque = one.pull()
-    group.settle()
-    number = one.pulled(opaque)[0][0]
+    one.take()
+    number = one.first
     one.pull(timeout_ms=60_000)
     looks.clear()
-    one.ack(number, number + 1)
-    group.settle()
+    one.done(one.ack(number, number + 1))
     assert not looks
 
 
@@ -225,11 +213,9 @@ def test_dead_letters_that_a_pass_has_no_time_for_are_the_next_ones(monkeypatch)
     for number in range(5):
         client.produce(f"m{number}")
     (one,) = consumers(group, 1)
-    opaque = one.pull()
-    group.settle()
-    number = one.pulled(opaque)[0][0]
-    one.nack(number, number + 5, dead=True)
-    group.settle()
+    one.take()
+    number = one.first
+    one.done(one.nack(number, number + 5, dead=True))
     assert group.a.log.state.next_sequence[dead_letter_subject("s", "g")] == 5
 
 
@@ -252,8 +238,7 @@ def test_connection_that_takes_nothing_more_is_served_when_it_does():
     (one,) = consumers(group, 1)
     waiting = [one.pull(most=1, timeout_ms=60_000) for _ in range(2)]
     one.link.writable = False
-    client.produce("m0", "m1")
-    group.settle()
+    client.store("m0", "m1")
     assert not any(map(one.answered, waiting)) and not group.a.log.state.groups["s", "g"].consumers
     one.link.writable = True
     group.a.node.writable_again(one.link)
@@ -264,8 +249,7 @@ def test_connection_that_takes_nothing_more_is_served_when_it_does():
 def test_connection_that_was_owed_too_much_is_served_when_an_answer_has_left():
     group, client = a_group()
     (one,) = consumers(group, 1)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     first = one.pull()
     one.link.owed_bytes = OWED_BYTES_MAX
     second = one.pull(timeout_ms=60_000)
@@ -281,8 +265,7 @@ def test_an_answer_that_leaves_looks_for_nothing(looks):
     (one,) = consumers(group, 1)
     waiting = [one.pull(timeout_ms=60_000) for _ in range(2)]
     looks.clear()
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     assert looks == {"g": 1} and list(map(one.answered, waiting)) == [True, False]
 
 
@@ -292,8 +275,7 @@ def test_delivery_costs_its_bytes_and_overhead(monkeypatch):
     for _ in range(3):
         one.pull(most=1, timeout_ms=60_000)
     one.link.writable = False
-    client.produce("m0", "m1", "m2")
-    group.settle()
+    client.store("m0", "m1", "m2")
     one.link.writable = True
     monkeypatch.setattr(service_queue, "PASS_BYTES", service_queue.TRY_BYTES + service_queue.DELIVERY_BYTES + 1)
     group.a.node.writable_again(one.link)

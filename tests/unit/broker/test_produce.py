@@ -9,12 +9,7 @@ from qmq.log.segments import log_name
 from qmq.remoting.commands import Command
 from qmq.replication.readonly import Reason
 from qmq.types import Role
-from tests.unit.broker.world import Client, Group, message
-
-
-def a_group(**settings) -> tuple[Group, Client]:
-    group = Group.made(**settings).start()
-    return group, Client(group.a)
+from tests.unit.broker.world import Client, Group, a_group, message
 
 
 @pytest.mark.slow
@@ -53,8 +48,7 @@ def part_of_a_stored_batch(group: Group, client: Client, *kept: str) -> int:
     """Three messages are stored in a batch, and the rest of it is sent again. An application deletes rows that it sent
     itself, also those of a watchdog's batch.
     """
-    client.produce("m0", "m1", "m2", batch=5)
-    group.settle()
+    client.store("m0", "m1", "m2", batch=5)
     return client.produce(*kept, batch=5)
 
 
@@ -82,12 +76,10 @@ def test_repeated_batch_with_unstored_part_is_refused():
 @pytest.mark.parametrize("how", ["gone", "damaged", "the mastership is over"])
 def test_of_a_repeated_batch_that_cannot_be_read_the_outcome_is_unknown(how):
     group, client = a_group(tail_bytes=0)
-    client.produce("m0", "m1", "m2", batch=5)
-    group.settle()
+    client.store("m0", "m1", "m2", batch=5)
     if how == "gone":
         while len(group.a.log.bases) < 3:
-            client.produce("x", size=900)
-            group.settle()
+            client.store("x", size=900)
         group.a.drop_oldest_segment()
     ref = group.a.log.frames("s", 0, 1)[0]
     if how == "damaged":
@@ -109,11 +101,8 @@ def test_message_that_cannot_be_stored_is_refused_alone():
     receipt = client.receipt(stored)
     assert (receipt.first_sequence, receipt.stored) == (0, 3)
     assert [position for position, _ in receipt.refused] == [0, 2, 4] and all(why for _, why in receipt.refused)
-    client.subscribe()
-    group.settle()
-    pull = client.pull()
-    group.settle()
-    assert [id for _, _, id in client.pulled(pull)] == ["m0", "m1", "m2"]
+    client.join()
+    assert client.take() == ["m0", "m1", "m2"]
 
 
 def test_batch_with_a_wrong_crc_is_refused_and_changes_nothing():
@@ -123,9 +112,7 @@ def test_batch_with_a_wrong_crc_is_refused_and_changes_nothing():
     refused = client.produce_raw([message("s", "m")], crc=12345)
     assert client.code(refused) == ErrorCode.INVALID_REQUEST and "CRC" in client.text(refused)
     assert group.a.log.end == end and not group.a.host.pass_is_due
-    stored = client.produce("next")
-    group.settle()
-    assert client.receipt(stored).first_sequence == 0
+    assert client.store("next").first_sequence == 0
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff" * 11, bytes(26), b"\xff" * 64], ids=len)
@@ -155,19 +142,14 @@ def test_readonly_group_refuses_produces_with_the_way_out_and_serves_pulls(reaso
     """P3"""
     group, client = a_group()
     client.produce("m")
-    client.subscribe()
-    group.settle()
+    client.join()
     group.a.master.readonly.change(reason, True)
     refused = client.produce("n")
     assert client.code(refused) == ErrorCode.READ_ONLY and str(reason) in client.text(refused)
     if reason != Reason.DRAINING:
-        pull = client.pull()
-        group.settle()
-        assert [id for _, _, id in client.pulled(pull)] == ["m"]
+        assert client.take() == ["m"]
     group.a.master.readonly.change(reason, False)
-    stored = client.produce("n")
-    group.settle()
-    assert client.receipt(stored).stored == 1
+    assert client.store("n").stored == 1
 
 
 def test_operator_may_mark_one_subject():
@@ -178,9 +160,7 @@ def test_operator_may_mark_one_subject():
     group.a.assign(Role.MASTER, 1, readonly_subjects=("*",))
     assert client.code(client.produce("m", subject="other")) == ErrorCode.READ_ONLY
     group.a.assign(Role.MASTER, 1)
-    again = client.produce("m", subject="s")
-    group.settle()
-    assert client.receipt(other).stored == client.receipt(again).stored == 1
+    assert client.store("m", subject="s").stored == client.receipt(other).stored == 1
 
 
 def test_connection_may_have_so_many_bytes_unacknowledged_and_no_more():
@@ -191,9 +171,7 @@ def test_connection_may_have_so_many_bytes_unacknowledged_and_no_more():
         opaque = client.produce(f"m{i}", size=30_000)
         codes.append(client.link.answers.get(opaque, (0, b""))[0])
     assert codes[0] == 0 and codes[-1] == ErrorCode.OVERLOADED
-    assert Client(group.a, "another").produce("m") and group.a.log.end > 0
+    assert group.client("another").produce("m") and group.a.log.end > 0
     group.settle()
     assert client.receipt(first).stored == 1
-    after = client.produce("after", size=30_000)
-    group.settle()
-    assert client.receipt(after).stored == 1
+    assert client.store("after", size=30_000).stored == 1

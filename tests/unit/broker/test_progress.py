@@ -12,27 +12,10 @@ from qmq.log.fold import State
 from qmq.log.frame import FrameKind
 from qmq.log.index import FrameRef
 from qmq.log.segments import log_name
-from qmq.remoting import commands
-from qmq.remoting.commands import Command
 from qmq.replication.readonly import Reason
-from tests.unit.broker.world import Client, Group
+from tests.unit.broker.world import Group, a_group
 
 BIG = 1 << 62
-
-
-def a_group(**settings) -> tuple[Group, Client]:
-    group = Group.made(**settings).start()
-    return group, Client(group.a)
-
-
-def joined(group: Group, name: str = "c", *, held_end: int = 0, consumers: str = "g") -> Client:
-    return group.subscribed(name, group=consumers, held_end=held_end)
-
-
-def pulled(group: Group, client: Client, **pull) -> list[str]:
-    opaque = client.pull(**pull)
-    group.settle()
-    return [id for _, _, id in client.pulled(opaque)] if client.link.answers[opaque][0] == 0 else []
 
 
 def move(group: Group, to: str, value: int = 0, *, consumers: str = "g", dry_run: bool = False, settles: bool = True):
@@ -53,21 +36,20 @@ def test_moved_group_gets_messages_of_its_new_position():
     ):
         group, client = a_group()
         client.produce(*[f"m{i}" for i in range(6)])
-        consumer = joined(group)
-        assert pulled(group, consumer, most=3) == ["m0", "m1", "m2"]
+        consumer = group.subscribed("c")
+        assert consumer.take(most=3) == ["m0", "m1", "m2"]
         _, answers = move(group, to, value)
         assert answers == [None]
-        assert pulled(group, joined(group)) == expected, (to, value)
+        assert group.subscribed("c").take() == expected, (to, value)
 
 
 def test_move_reports_skipped_and_repeated_messages():
     group, client = a_group()
     client.produce(*[f"m{i}" for i in range(10)])
-    consumer = joined(group)
-    pulled(group, consumer, most=6)
-    first = consumer.pulled(consumer.opaque)[0][0]
-    consumer.ack(first, first + 4)
-    group.settle()
+    consumer = group.subscribed("c")
+    consumer.take(most=6)
+    first = consumer.first
+    consumer.done(consumer.ack(first, first + 4))
     assert move(group, "sequence", 2, dry_run=True)[0] == positions.Reset(6, 2, skipped=0, repeated=2)
     assert move(group, "sequence", 5, dry_run=True)[0] == positions.Reset(6, 5, skipped=1, repeated=0)
     assert move(group, "latest", dry_run=True)[0] == positions.Reset(6, 10, skipped=6, repeated=0)
@@ -76,9 +58,8 @@ def test_move_reports_skipped_and_repeated_messages():
 def test_deleted_messages_are_neither_skipped_nor_repeated():
     group, client = a_group()
     for number in range(5):
-        client.produce(f"m{number}")
-        group.settle()
-    joined(group)
+        client.store(f"m{number}")
+    group.subscribed("c")
     group.a.log.state.kept.start = group.a.log.frames("s", 2, 1)[0].offset
     assert move(group, "earliest", dry_run=True)[0] == positions.Reset(0, 2, skipped=0, repeated=0)
     assert move(group, "sequence", 4, dry_run=True)[0] == positions.Reset(0, 4, skipped=2, repeated=0)
@@ -93,7 +74,7 @@ def test_a_time_that_is_looked_for_while_retention_takes_all_ends_where_the_log_
 def test_dry_run_changes_nothing():
     group, client = a_group()
     client.produce("m0")
-    consumer = joined(group)
+    consumer = group.subscribed("c")
     waiting = consumer.pull(subscription=0, most=1)
     group.settle()
     end = group.a.log.end
@@ -106,8 +87,8 @@ def test_moved_group_stays_where_it_is(change):
     """W19."""
     group, client = a_group()
     client.produce("m0", "m1", "m2")
-    consumer = joined(group)
-    assert pulled(group, consumer) == ["m0", "m1", "m2"]
+    consumer = group.subscribed("c")
+    assert consumer.take() == ["m0", "m1", "m2"]
     move(group, "sequence", 1)
     if change == "swap":
         group.swap(2)
@@ -117,13 +98,13 @@ def test_moved_group_stays_where_it_is(change):
         group.b.crash()
         group.start()
     group.settle()
-    assert pulled(group, joined(group)) == ["m1", "m2"]
+    assert group.subscribed("c").take() == ["m1", "m2"]
 
 
 def test_reports_of_clients_end_with_a_move():
     group, client = a_group()
     client.produce("m0")
-    assert pulled(group, joined(group)) == ["m0"]
+    assert group.subscribed("c").take() == ["m0"]
     consumption = group.a.master._delivery.consumption
     assert consumption._silent
     move(group, "latest")
@@ -133,9 +114,8 @@ def test_reports_of_clients_end_with_a_move():
 def test_damage_found_during_a_move_is_reported():
     group, client = a_group(tail_bytes=0)
     for number in range(3):
-        client.produce(f"m{number}")
-        group.settle()
-    joined(group)
+        client.store(f"m{number}")
+    group.subscribed("c")
     ref = group.a.log.frames("s", 1, 1)[0]
     group.a.disk.flip(log_name(0), 8 * ref.offset)
     with pytest.raises(NotServed, match="damaged"):
@@ -145,7 +125,7 @@ def test_damage_found_during_a_move_is_reported():
 
 def test_counters_of_a_group_survive_a_move():
     group, _ = a_group()
-    joined(group)
+    group.subscribed("c")
     group.a.master.skipped["s", "g"] = 3
     move(group, "latest")
     assert group.a.master.skipped == {("s", "g"): 3}
@@ -154,7 +134,7 @@ def test_counters_of_a_group_survive_a_move():
 def test_move_is_answered_once_both_copies_have_it():
     group, client = a_group()
     client.produce("m0")
-    joined(group)
+    group.subscribed("c")
     _, answers = move(group, "latest", settles=False)
     group.a.host.settle()
     assert answers == []
@@ -165,7 +145,7 @@ def test_move_is_answered_once_both_copies_have_it():
 
 def test_move_outcome_is_unknown_after_a_step_down():
     group, _ = a_group()
-    joined(group)
+    group.subscribed("c")
     _, answers = move(group, "latest", settles=False)
     group.swap(2)
     assert [type(answer) for answer in answers] == [OutcomeUnknown]
@@ -175,13 +155,12 @@ def test_move_outcome_is_unknown_after_a_step_down():
 def test_consumers_that_are_connected_begin_anew(held):
     """Waiting pulls and pulls under way are refused; other consumers get the error with their next request."""
     group, client = a_group()
-    consumer = joined(group)
+    consumer = group.subscribed("c")
     if held == "waiting":
         pull = consumer.pull(timeout_ms=60_000)
         group.settle()
     else:
-        client.produce("m0", "m1")
-        group.settle()
+        client.store("m0", "m1")
         pull = consumer.pull()
         if held == "held":
             group.settle()
@@ -196,13 +175,13 @@ def test_consumers_that_are_connected_begin_anew(held):
     again = consumer.subscribe("c", held_end=begin + 2)
     assert consumer.code(again) == ErrorCode.INVALID_ACK, "what it holds counts no more"
     if held != "waiting":
-        assert pulled(group, joined(group)) == ["m0", "m1"]
+        assert group.subscribed("c").take() == ["m0", "m1"]
 
 
 def test_pulls_that_are_under_way_when_their_group_is_moved_are_all_refused():
     group, client = a_group()
     client.produce("m0", "m1")
-    consumer = joined(group)
+    consumer = group.subscribed("c")
     pulls = [consumer.pull(most=1) for _ in range(2)]
     move(group, "earliest")
     assert [consumer.code(pull) for pull in pulls] == [ErrorCode.INVALID_ACK] * 2
@@ -213,26 +192,24 @@ def test_late_ack_from_before_the_move_hits_nothing():
     """W2, W13."""
     group, client = a_group()
     client.produce("m0", "m1")
-    consumer = joined(group)
-    pulled(group, consumer)
-    old = consumer.pulled(consumer.opaque)[0][0]
+    consumer = group.subscribed("c")
+    consumer.take()
+    old = consumer.first
     move(group, "earliest")
-    consumer = joined(group)
+    consumer = group.subscribed("c")
     assert consumer.code(consumer.ack(old, old + 2)) == ErrorCode.INVALID_ACK
-    assert pulled(group, consumer) == ["m0", "m1"]
-    new = consumer.pulled(consumer.opaque)[0][0]
-    late = consumer.ack(old, old + 2)
-    group.settle()
-    assert new >= old + 2 and consumer.code(late) == ErrorCode.SUCCESS
+    assert consumer.take() == ["m0", "m1"]
+    new = consumer.first
+    assert new >= old + 2 and consumer.outcome(consumer.ack(old, old + 2)) == ErrorCode.SUCCESS
     assert group.a.log.state.groups["s", "g"].consumers["c"].unacked_messages == 2
 
 
 def test_other_groups_and_subjects_are_not_touched():
     group, client = a_group()
     client.produce("m0")
-    other = joined(group, "o", consumers="other")
+    other = group.subscribed("o", group="other")
     waiting_elsewhere = other.pull(timeout_ms=60_000)
-    joined(group)
+    group.subscribed("c")
     before = group.a.log.state.groups["s", "other"]
     move(group, "latest")
     assert group.a.log.state.groups["s", "other"] is before
@@ -242,7 +219,7 @@ def test_other_groups_and_subjects_are_not_touched():
 def test_readonly_group_can_be_moved():
     group, client = a_group()
     client.produce("m0")
-    joined(group)
+    group.subscribed("c")
     group.a.master.readonly.change(Reason.OPERATOR, True)
     assert move(group, "latest")[1] == [None]
 
@@ -250,7 +227,7 @@ def test_readonly_group_can_be_moved():
 def test_refused_move_changes_nothing():
     group, client = a_group()
     client.produce("m0", "m1")
-    joined(group)
+    group.subscribed("c")
     end = group.a.log.end
     for to, value, consumers, why in (
         ("earliest", 0, "nobody", "never subscribed"),
@@ -269,7 +246,7 @@ def test_refused_move_changes_nothing():
 
 def test_it_waits_while_the_roles_are_swapped():
     group, _ = a_group()
-    joined(group)
+    group.subscribed("c")
     group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     with pytest.raises(NotServed, match="swapped"):
         move(group, "latest")
@@ -297,10 +274,9 @@ def test_time_search_covers_segments_and_tail():
 
 def test_group_moves_no_further_back_than_the_oldest_message_that_is_kept():
     group, client = a_group()
-    joined(group)
+    group.subscribed("c")
     while len(group.a.log.bases) < 3:
-        client.produce("m", size=800)
-        group.settle()
+        client.store("m", size=800)
     group.a.drop_oldest_segment()
     first, _ = positions.sequences_kept(group.a.log, "s")
     assert first > 0
@@ -312,14 +288,13 @@ def test_progress_of_groups_is_reported():
     group, client = a_group()
     client.produce(*[f"m{i}" for i in range(6)])
     client.produce("o", subject="other")
-    one, gone = joined(group, "one"), joined(group, "gone")
-    joined(group, "idle", consumers="late")
-    pulled(group, gone, most=2)
-    pulled(group, one, most=3)
-    first = one.pulled(one.opaque)[0][0]
+    one, gone = group.subscribed("one"), group.subscribed("gone")
+    group.subscribed("idle", group="late")
+    gone.take(most=2)
+    one.take(most=3)
+    first = one.first
     one.ack(first, first + 1)
-    gone.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=gone.last_subscription))
-    group.settle()
+    gone.done(gone.leave())
     subscriptions = group.a.master.subscriptions
     told = {(p.subject, p.group): p for p in positions.of_groups(group.a.log, subscriptions)}
     assert set(told) == {("s", "g"), ("s", "late")}
@@ -334,14 +309,14 @@ def test_progress_of_groups_is_reported():
 
 def test_group_that_is_done_has_no_oldest_message():
     group, _ = a_group()
-    joined(group)
+    group.subscribed("c")
     [told] = positions.of_groups(group.a.log, ())
     assert (told.lag, told.oldest_offset, told.consumers) == (0, None, [])
 
 
 def test_moving_writes_one_position_frame():
     group, _ = a_group()
-    joined(group)
+    group.subscribed("c")
     kinds = []
     append = group.a.log.append
 

@@ -18,7 +18,7 @@ from qmq.operator_limits import OF_SUBJECT, OperatorLimits, by_key
 from qmq.replication.mastership import Mastership
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
-from tests.unit.broker.test_limits import HOUR, KEY, TEN, hours_pass, joined, pulled, started
+from tests.unit.broker.test_limits import HOUR, KEY, TEN, hours_pass, started
 from tests.unit.broker.world import Client, Group
 
 WAITING = Requeued([RequeuedRange(2, 2, 1, 0), RequeuedRange(5, 1, 1, 9_000), RequeuedRange(8, 1, 1, 0)])
@@ -107,8 +107,7 @@ def test_a_count_that_is_not_finished_is_gone_on_with_in_the_next_tick():
 
 def test_no_subject_is_looked_at_when_a_tick_has_walked_enough():
     group, client = started(HOUR)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     lengths = group.a.master._delivery.pruning._lengths
     lengths.new_tick = lambda: setattr(lengths, "_walk_left", 0)
     hours_pass(group)
@@ -152,8 +151,7 @@ def test_a_group_that_is_forgotten_is_counted_no_more_and_one_that_begins_anew_b
 
 def test_a_new_master_goes_on_with_the_groups_that_it_finds():
     group, client = started(HOUR)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     group.b.host.clock_ms = group.a.host.clock_ms
     group.swap(2)
     group.a.assign(Role.MASTER, 2, limits=(HOUR,))
@@ -164,7 +162,7 @@ def test_a_new_master_goes_on_with_the_groups_that_it_finds():
 def segments_of_ten() -> tuple[Group, Client]:
     group, client = started(TEN)
     for number in range(10):
-        Client(group.a).produce(f"m{number}", size=900)
+        group.client().produce(f"m{number}", size=900)
         group.settle()
     assert len(group.a.log.bases) > 2
     return group, client
@@ -175,7 +173,7 @@ def test_deleted_messages_do_not_wait(ranges, monkeypatch):
     monkeypatch.setattr(subject_limits, "RANGES_AT_ONCE", 1)
     group, client = segments_of_ten()
     if ranges:
-        assert len(pulled(group, client)) == 10
+        assert len(client.take()) == 10
         begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
         for number in range(ranges):
             end = begin + 10 // ranges
@@ -187,7 +185,7 @@ def test_deleted_messages_do_not_wait(ranges, monkeypatch):
         group.a.drop_oldest_segment()
     first = group.a.log.frames("s", 0, 1)[0].begin
     assert first > 1
-    producer = Client(group.a)
+    producer = group.client()
     for number in range(first):
         stored = producer.produce(f"n{number}")
         group.settle()
@@ -204,28 +202,26 @@ def test_deleted_messages_do_not_wait(ranges, monkeypatch):
 def test_of_two_limits_the_one_that_gives_up_more_counts(messages_max, bytes_max, expected):
     group, _ = started()
     for number in range(10):
-        Client(group.a).produce(f"m{number}", size=700)
+        group.client().produce(f"m{number}", size=700)
         group.settle()
     size = group.a.log.frames("s", 0, 1)[0].length
     assert 3 * size < 3_000 < 4 * size
     one = OperatorLimits("s", OF_SUBJECT, messages_max=messages_max, bytes_max=bytes_max, drops_oldest=True)
     group.a.assign(Role.MASTER, limits=(one,))
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     assert group.a.master.overflowed.get(KEY, 0) == expected
 
 
 def test_bytes_at_the_limit_do_not_overflow():
     group, _ = started()
     for number in range(5):
-        Client(group.a).produce(f"m{number}", size=600)
+        group.client().produce(f"m{number}", size=600)
         group.settle()
     refs = group.a.log.frames("s", 0, 9)
     group.a.log.state.kept.start = refs[1].offset
     one = OperatorLimits("s", OF_SUBJECT, bytes_max=sum(ref.length for ref in refs[1:]), drops_oldest=True)
     group.a.assign(Role.MASTER, limits=(one,))
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     assert not group.a.master.overflowed
 
 
@@ -233,36 +229,29 @@ def test_the_first_message_of_a_subject_is_never_too_much():
     group, client = started(OperatorLimits("s", OF_SUBJECT, messages_max=1))
     first = client.produce("m0")
     group.settle()
-    second = client.produce("m1")
-    group.settle()
-    assert client.receipt(first).stored == 1 and client.code(second) == ErrorCode.SUBJECT_FULL
+    assert client.receipt(first).stored == 1 and client.outcome(client.produce("m1")) == ErrorCode.SUBJECT_FULL
 
 
 def test_a_limit_of_length_alone_that_refuses_gives_nothing_up():
     group, client = started()
-    client.produce(*(f"m{number}" for number in range(12)))
-    group.settle()
+    client.store(*(f"m{number}" for number in range(12)))
     group.a.assign(Role.MASTER, limits=(TEN,))
     hours_pass(group)
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     assert not group.a.master.overflowed and not group.a.master.expired
     assert group.a.log.state.groups[KEY].position == 0
 
 
 def test_where_nothing_is_given_up_nothing_is_written():
     group, client = started(HOUR, TEN._replace(subject="t", drops_oldest=True))
-    other = joined(group, "c", subject="t")
+    other = group.subscribed("c", subject="t")
     other.produce("n0", subject="t")
-    ahead = joined(group, "d", group="ahead")
-    client.produce("m0")
-    group.settle()
-    assert pulled(group, ahead) == ["m0"]
+    ahead = group.subscribed("d", group="ahead")
+    client.store("m0")
+    assert ahead.take() == ["m0"]
     hours_pass(group)
     assert group.a.master.expired == {KEY: 1}, "of two groups, the one that did not consume it"
-    for _ in range(3):
-        group.a.wait(1_000)
-        group.settle()
+    group.wait(1_000, times=3)
     frames = group.a.log.stored.read(0, group.a.log.end, 1 << 30).data
     pulls = [frame for frame, _ in decode_frames(frames, 0, NO_CHAIN) if frame.kind == FrameKind.PULL]
     assert [frame.subject for frame in pulls] == ["s", "s"]
@@ -270,8 +259,7 @@ def test_where_nothing_is_given_up_nothing_is_written():
 
 def test_a_message_expires_when_it_is_older_than_it_may_be_and_is_no_dead_letter():
     group, client = started(HOUR)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     counts = []
     for ms in (3_599_000, 1_000, 1_000):
         for broker in (group.a, group.b):
@@ -288,17 +276,14 @@ def test_that_messages_are_given_up_is_logged_once_for_each_group(caplog):
     group, client = started(TEN._replace(drops_oldest=True))
     with caplog.at_level(logging.WARNING, "qmq.broker.subject_limits"):
         for number in range(3):
-            client.produce(*(f"m{number}-{at}" for at in range(11)))
-            group.settle()
-            group.a.wait(1_000)
-            group.settle()
+            client.store(*(f"m{number}-{at}" for at in range(11)))
+            group.wait(1_000)
     assert group.a.master.overflowed == {KEY: 23} and len(caplog.records) == 1
 
 
 def test_a_subject_may_have_a_length_and_an_age():
     group, client = started(HOUR._replace(messages_max=2, drops_oldest=True))
-    client.produce("m0", "m1", "m2")
-    group.settle()
+    client.store("m0", "m1", "m2")
     hours_pass(group)
     assert (group.a.master.overflowed, group.a.master.expired) == ({KEY: 1}, {KEY: 2})
 
@@ -309,17 +294,15 @@ def test_consumers_are_woken_when_something_is_given_up():
     woken = []
     wake = group.a.master._delivery.pruning._wake
     group.a.master._delivery.pruning._wake = lambda subject: woken.append(subject) or wake(subject)
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     hours_pass(group)
     assert woken == ["s"]
 
 
 def test_damage_found_during_expiry_is_reported(monkeypatch):
     group, client = started(HOUR, HOUR._replace(subject="t"))
-    joined(group, "c", subject="t").produce("n0", subject="t")
-    client.produce("m0")
-    group.settle()
+    group.subscribed("c", subject="t").produce("n0", subject="t")
+    client.store("m0")
     found, first_since = [], subject_limits.positions.first_since
     monkeypatch.setattr(Mastership, "found_damage", lambda self, problem: found.append(problem))
 
@@ -336,20 +319,17 @@ def test_damage_found_during_expiry_is_reported(monkeypatch):
 def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_others_as_there_is_room(monkeypatch):
     monkeypatch.setattr(subject_limits, "EXPIRED_AT_ONCE", 5)
     group, client = started(HOUR._replace(expired_die=True))
-    client.produce(*(f"m{number}" for number in range(9)))
-    group.settle()
-    assert len(pulled(group, client, most=4)) == 4
+    client.store(*(f"m{number}" for number in range(9)))
+    assert len(client.take(most=4)) == 4
     begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
     client.nack(begin, begin + 1, delay_ms=80_000_000)
     client.nack(begin + 2, begin + 4, delay_ms=80_000_000)
-    client.ack(begin + 1, begin + 2)
-    group.settle()
+    client.done(client.ack(begin + 1, begin + 2))
     buried, dead_letters = [], group.a.master._delivery.pruning._dead_letters
     group.a.master._delivery.pruning._dead_letters = SimpleNamespace(make_dead=lambda *args: buried.append(args))
     hours_pass(group)
     group.hear_clocks()
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     pruner = group.a.log.state.groups[KEY].consumers[PRUNER]
     assert [(one.first, one.count) for one in pruner.unacked] == [(0, 1), (2, 2), (4, 2)]
     ((key, ranges, *rest),) = buried
@@ -360,6 +340,5 @@ def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_oth
     dead_letters.make_dead(key, ranges, *rest)
     for _ in range(3):
         group.hear_clocks()
-        group.a.wait(1_000)
-        group.settle()
+        group.wait(1_000)
     assert group.a.master.expired == {KEY: 8} and not pruner.unacked

@@ -10,14 +10,11 @@ from tests.unit.broker.world import Client, Group
 def held_back_reads() -> tuple[Group, Client, list[int]]:
     """Three pulls of one message each, whose bytes are being read from disk."""
     group = Group.made(tail_bytes=0).start()
-    client = Client(group.a)
+    client = group.client()
     for number in range(3):
-        client.produce(f"m{number}")
-        group.settle()
-    client.produce("other", subject="other")
-    group.settle()
-    client.subscribe()
-    group.settle()
+        client.store(f"m{number}")
+    client.store("other", subject="other")
+    client.join()
     pulls = [client.pull(most=1, timeout_ms=1_000) for _ in range(3)]
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
     group.settle()
@@ -40,8 +37,7 @@ def test_answer_from_memory_waits_for_an_earlier_one_from_disk():
     group, client, pulls = held_back_reads()
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
     later = client.pull(most=1, timeout_ms=1_000)
-    client.produce("m3")
-    group.settle()
+    client.store("m3")
     assert not client.answered(later), "its messages come after those that are still being read"
     group.a.host.do_read = read
     group.settle()
@@ -50,10 +46,9 @@ def test_answer_from_memory_waits_for_an_earlier_one_from_disk():
 
 def test_answer_waits_for_its_frames_on_both_copies():
     group = Group.made().start()
-    client = Client(group.a)
+    client = group.client()
     client.produce("m0")
-    client.subscribe()
-    group.settle()
+    client.join()
     pull = client.pull()
     (subscription,) = group.a.master.subscriptions
     group.a.host.settle()
@@ -64,10 +59,9 @@ def test_answer_waits_for_its_frames_on_both_copies():
 
 def test_an_answer_that_is_safe_takes_none_along_that_is_not():
     group = Group.made().start()
-    client = Client(group.a)
+    client = group.client()
     client.produce("m0", "m1")
-    client.subscribe()
-    group.settle()
+    client.join()
     first = client.pull(most=1)
     group.a.host.settle()
     while group.to_slave():

@@ -13,10 +13,9 @@ from tests.unit.broker.world import Client, Group
 
 def a_group(**settings) -> tuple[Group, Client]:
     group = Group.made(**settings).start()
-    client = Client(group.a)
+    client = group.client()
     client.produce("m0")
-    client.subscribe()
-    group.settle()
+    client.join()
     settled(group)
     return group, client
 
@@ -78,9 +77,8 @@ def test_master_is_ticked_when_a_pull_has_waited_long_enough():
 
 def test_master_is_ticked_when_a_message_comes_again():
     group, client = a_group()
-    opaque = client.pull()
-    group.settle()
-    first = client.pulled(opaque)[0][0]
+    client.take()
+    first = client.first
     client.nack(first, first + 1, delay_ms=3_000)
     waiting = client.pull(timeout_ms=60_000)
     group.settle()
@@ -135,8 +133,7 @@ def test_master_is_ticked_often_while_a_rate_slows_a_group():
 def test_expiry_is_checked_every_second():
     group, _ = a_group()
     group.a.assign(Role.MASTER, limits=(OperatorLimits("s", OF_SUBJECT, expires_after_s=60),))
-    group.a.wait(1_000)
-    group.settle()
+    group.wait(1_000)
     settled(group)
     pruned_ms = group.a.master._delivery.pruning._pruned_ms
     assert group.a.node.quiet_ms() == pruned_ms + 1_000 - group.a.host.clock_ms
@@ -154,9 +151,8 @@ def test_master_is_ticked_often_while_an_exclusive_consumer_waits_for_its_turn(e
 
 def test_master_is_ticked_often_while_a_message_is_read_to_become_a_dead_letter():
     group, client = a_group(tail_bytes=0)
-    opaque = client.pull()
-    group.settle()
-    first = client.pulled(opaque)[0][0]
+    client.take()
+    first = client.first
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
     client.nack(first, first + 1, dead=True)
     group.settle()

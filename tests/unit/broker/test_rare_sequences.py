@@ -8,21 +8,14 @@ from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.segments import log_name
-from qmq.remoting.commands import Command
 from qmq.subjects import dead_letter_subject
 from qmq.types import Role
-from tests.unit.broker.world import Client, Group
-
-
-def a_group(**settings) -> tuple[Group, Client]:
-    group = Group.made(**settings).start()
-    return group, Client(group.a)
+from tests.unit.broker.world import Client, Group, a_group
 
 
 def test_slave_of_an_older_row_does_not_count():
     group, client = a_group()
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     group.a.assign(Role.MASTER, 2)  # another broker is the slave now, and this one has no news of it
     group.cut()
     group.connect()
@@ -39,13 +32,9 @@ def test_slave_of_an_older_row_does_not_count():
 
 def test_pull_that_asks_for_nothing_is_refused_and_waits_nowhere():
     group, client = a_group()
-    subscribed = client.subscribe()
-    group.settle()
-    nothing = client.pull(client.subscription(subscribed), most=0, timeout_ms=60_000)
+    nothing = client.pull(client.join(), most=0, timeout_ms=60_000)
     assert client.code(nothing) == ErrorCode.INVALID_REQUEST
-    stored = client.produce("m0")
-    group.settle()
-    assert client.code(stored) == ErrorCode.SUCCESS, "commits go on"
+    assert client.outcome(client.produce("m0")) == ErrorCode.SUCCESS, "commits go on"
 
 
 def test_repeats_do_not_pile_up_while_the_slave_is_missing():
@@ -60,7 +49,7 @@ def test_repeats_do_not_pile_up_while_the_slave_is_missing():
     group.cut()
     held = group.a.master.gate.waiting
     for _ in range(20):
-        again = Client(group.a, "again")
+        again = group.client("again")
         repeated = again.produce("m0", batch=9)
         assert again.code(repeated) == ErrorCode.OUTCOME_UNKNOWN
         again.lost()
@@ -72,7 +61,7 @@ def test_produce_before_the_mastership_is_refused():
     group, client = a_group()
     group.cut()
     group.a.crash()
-    asked = Client(group.a)
+    asked = group.client()
     assert asked.code(asked.produce("m0")) == ErrorCode.NOT_MASTER
     group.a.assign(Role.MASTER)
     refused = asked.produce("m1")
@@ -94,13 +83,11 @@ def test_repeats_of_safe_batches_are_answered_at_once():
 
 def test_acknowledged_frames_survive_a_replaced_copy():
     group, client = a_group()
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     client.produce("m1")
     client.produce("m2")  # in the same commit: its frame does not state yet that m1 is safe
     group.settle()
-    client.produce("m3")
-    group.settle()
+    client.store("m3")
     offset, end = group.a.log.frames("s", 1, 1)[0].offset, group.a.log.end
     group.a.disk.flip(log_name(0), 8 * (offset + 100))
     group.cut()
@@ -116,14 +103,13 @@ def test_acknowledged_frames_survive_a_replaced_copy():
 
 def test_a_mastership_that_begins_with_a_damaged_log_takes_nothing_new_before_it_is_mended():
     group, client = a_group()
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     offset = group.b.log.frames("s", 0, 1)[0].offset
     whole = group.a.log.stored.read(offset, group.a.log.end, 1).data
     group.b.disk.flip(log_name(0), 8 * (offset + 100))
     group.b.node.found_damage(CorruptFrame(offset, "met by a reader"))
     group.swap(2)
-    client = Client(group.a)
+    client = group.client()
     refused = client.produce("m1")
     assert client.code(refused) == ErrorCode.READ_ONLY and "corrupt" in client.text(refused)
     group.a.node.repairs.apply(offset, whole)
@@ -148,35 +134,29 @@ def test_pull_in_flight_when_the_slave_dies_is_given_back_and_those_behind_it_ar
     assert subscription.in_flight == client.link.owed_bytes == 0 and not subscription.owed
     again = client.pull(client.subscription(subscribed), timeout_ms=60_000)
     group.a.host.settle()
-    assert [id for _, _, id in client.pulled(again)] == ["safe"], "what both copies have goes on"
+    assert client.ids(again) == ["safe"], "what both copies have goes on"
 
 
 def test_heartbeat_of_replaced_connection_renews_no_lease():
     group, client = a_group()
     client.produce("m0")
     client.subscribe(consumer="c", start="earliest")
-    second = Client(group.a, "second")
-    subscribed = second.subscribe(consumer="c", start="earliest")
-    group.settle()
-    second.pull(second.subscription(subscribed))
+    second = group.client("second")
+    second.pull(second.join(consumer="c", start="earliest"))
     group.settle()
     second.lost()
     for _ in range(40):
-        client.send(Command.HEARTBEAT, b"")
-        group.a.wait(1_000)
-        group.settle()
-    other = Client(group.a, "other")
-    mine = other.subscribe(consumer="d", start="earliest")
+        client.heartbeat()
+        group.wait(1_000)
+    other = group.client("other")
+    got = other.pull(other.join(consumer="d", start="earliest"))
     group.settle()
-    got = other.pull(other.subscription(mine))
-    group.settle()
-    assert [id for _, _, id in other.pulled(got)] == ["m0"], "its lease ended, its message went back"
+    assert other.ids(got) == ["m0"], "its lease ended, its message went back"
 
 
 def test_read_of_a_cut_frame_is_no_damage():
     group, client = a_group()
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     for offset in (group.a.log.end, group.a.log.end + 4096, 0):
         group.a.node.found_damage(CorruptFrame(offset, "read at a bad moment"))
     assert group.a.log.damage is None and group.a.master.readonly.reasons == []
@@ -186,13 +166,10 @@ def test_message_that_fails_anew_after_its_group_was_moved_becomes_a_dead_letter
     group, client = a_group()
     client.produce("m0")
     for dead_letters in (1, 2):
-        subscribed = client.subscribe()
-        group.settle()
-        got = client.pull(client.subscription(subscribed))
+        got = client.pull(client.join())
         group.settle()
         ((number, _, _),) = client.pulled(got)
-        client.nack(number, number + 1, dead=True)
-        group.settle()
+        client.done(client.nack(number, number + 1, dead=True))
         assert group.a.log.state.next_sequence[dead_letter_subject("s", "g")] == dead_letters, "the first one is gone"
         group.a.master.move_group("s", "g", "earliest", 0, dry_run=False, answer=lambda error: None)
         group.settle()
@@ -201,9 +178,7 @@ def test_message_that_fails_anew_after_its_group_was_moved_becomes_a_dead_letter
 def test_giving_up_on_very_many_messages_takes_many_turns_and_loses_none():
     group, client = a_group(segment_bytes=1 << 20)
     client.produce(*[f"m{i}" for i in range(2 * COPIES_PER_PASS + 10)])
-    subscribed = client.subscribe()
-    group.settle()
-    got = client.pull(client.subscription(subscribed), most=10_000)
+    got = client.pull(client.join(), most=10_000)
     group.settle()
     pulled = client.pulled(got)
     counters, counts = group.a.counters, []
@@ -241,13 +216,10 @@ def test_groups_that_are_forgotten_are_not_remembered_beside_the_log():
     group.clocks_agree()
     for number in range(3):
         client.subscribe(f"c{number}", group=f"c{number}", broadcast=True, tags=["pay"])
-    client.produce("m0")
-    group.settle()
+    client.store("m0")
     group.a.master._delivery.consumption.note_skipped("s", "c0", 1)
     client.lost()
-    for _ in range(200):
-        group.a.wait(1_000)
-        group.settle()
+    group.wait(1_000, times=200)
     assert not group.a.log.state.groups
     master = group.a.master
     assert not master._delivery._filtering._asked
@@ -264,13 +236,11 @@ def a_poison_message(**settings) -> tuple[Group, Client, int, int]:
     """
     group, client = a_group(**settings)
     client.produce("m0")
-    client.subscribe(deliveries_max=1)
-    group.settle()
+    client.join(deliveries_max=1)
     first = client.pull()
     group.settle()
     client.produce("n0")
-    client.nack(client.pulled(first)[0][0], client.pulled(first)[0][0] + 1)
-    group.settle()
+    client.done(client.nack(client.pulled(first)[0][0], client.pulled(first)[0][0] + 1))
     return group, client, client.pulled(first)[0][0] + 1, client.last_subscription
 
 
@@ -280,15 +250,12 @@ def test_dead_letters_continue_after_a_repair():
     name = f"log/{group.a.log.bases[0]:020d}.log"
     group.a.disk.flip(name, 8 * (ref.offset + ref.length - 1))
     client.pull(subscription, most=1, timeout_ms=60_000)
-    for _ in range(3):
-        group.a.wait(100)
-        group.settle()
+    group.wait(100, times=3)
     assert group.a.log.damage is not None and not dead_of_s(group)
     group.a.disk.flip(name, 8 * (ref.offset + ref.length - 1))
     group.a.log.damage = None
     group.a.node.repaired()
-    group.a.wait(100)
-    group.settle()
+    group.wait(100)
     assert dead_of_s(group) == 1
 
 
@@ -296,7 +263,7 @@ def test_consumer_that_reconnects_while_the_slave_is_missing_leaves_nothing_behi
     group, client, begin, _ = a_poison_message()
     group.cut()
     for number in range(20):
-        again = Client(group.a, f"again{number}")
+        again = group.client(f"again{number}")
         subscribed = again.subscribe(deliveries_max=1, held_end=begin)
         group.a.host.settle()
         again.pull(again.subscription(subscribed), timeout_ms=60_000)
@@ -306,8 +273,7 @@ def test_consumer_that_reconnects_while_the_slave_is_missing_leaves_nothing_behi
     assert len(burial.ranges) == 1
     group.connect()
     group.settle()
-    group.a.wait(100)
-    group.settle()
+    group.wait(100)
     assert dead_of_s(group) == 1
     assert not group.a.master._delivery._dead_letters._jobs
 
@@ -315,27 +281,22 @@ def test_consumer_that_reconnects_while_the_slave_is_missing_leaves_nothing_behi
 def test_consumer_whose_group_could_not_begin_is_not_subscribed():
     group, client = a_group(tail_bytes=0)
     for number in range(3):
-        client.produce(f"m{number}")
-        group.settle()
+        client.store(f"m{number}")
     ref = group.a.log.frames("s", 1, 1)[0]
     group.a.disk.flip(f"log/{group.a.log.bases[0]:020d}.log", 8 * ref.offset)
     refused = client.subscribe(start="since", since_ms=1)
     assert client.code(refused) == ErrorCode.NOT_SERVED and group.a.log.damage is not None
     assert client.code(client.pull(1, timeout_ms=60_000)) == ErrorCode.UNKNOWN_SUBSCRIPTION
-    client.produce("more")
-    group.settle()
+    assert client.outcome(client.produce("more")) == ErrorCode.READ_ONLY
 
 
 def test_no_more_dead_letters_are_stored_before_their_ack_than_the_next_master_would_recognize():
     group, client = a_group(segment_bytes=1 << 20)
     client.produce(*[f"m{i}" for i in range(300)])
-    subscribed = client.subscribe()
-    group.settle()
-    got = client.pull(client.subscription(subscribed), most=1_000)
+    got = client.pull(client.join(), most=1_000)
     group.settle()
     numbers = [number for number, _, _ in client.pulled(got)]
-    client.nack(numbers[10], numbers[-1] + 1, dead=True)
-    group.settle()
+    client.done(client.nack(numbers[10], numbers[-1] + 1, dead=True))
     assert dead_of_s(group) == 290
     waiting = 0
     for frame, _ in decode_frames(group.a.log.stored.read(0, group.a.log.end, 1 << 30).data, 0, 0):

@@ -17,20 +17,14 @@ from qmq.replication import follower
 from qmq.replication.agreement import Action, Agreement, Hello
 from qmq.replication.points import SAVE_MS
 from qmq.types import Epoch, Role
-from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
-
-
-def a_group(**settings) -> tuple[Group, Client]:
-    group = Group.made(**settings).start()
-    return group, Client(group.a)
+from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group, a_group
 
 
 def filled(frames: int = 80, **settings) -> Group:
     """A group with a log of several segments."""
     group, client = a_group(**settings)
     for i in range(frames):
-        client.produce(f"m{i}", size=200)
-        group.settle()
+        client.store(f"m{i}", size=200)
     assert len(group.a.log.bases) > 4
     return group
 
@@ -44,9 +38,7 @@ def replace_slave(group: Group, term: int = 1) -> None:
 
 
 def settle_slowly(group: Group) -> None:
-    for _ in range(100):
-        group.a.wait(100)
-        group.settle()
+    group.wait(100, times=100)
 
 
 def test_a_disk_of_the_other_broker_is_named_and_takes_no_part():
@@ -172,7 +164,7 @@ def test_master_restored_behind_a_damaged_snapshot_is_readonly():
     settle_slowly(group)
     assert group.a.master.has_begun and equal(group)
     assert group.a.node.readonly_reasons == ["corrupt"] and group.a.log.damage[:2] == (first, second)
-    client = Client(group.a)
+    client = group.client()
     assert client.code(client.produce("one more")) == ErrorCode.READ_ONLY
     mend(group.a, group.b)
     assert group.a.node.writable and group.a.log.bases == group.b.log.bases
@@ -181,7 +173,7 @@ def test_master_restored_behind_a_damaged_snapshot_is_readonly():
 def test_snapshot_damaged_on_its_way_does_not_cost_the_slave_its_copy():
     group = filled(tail_bytes=0)
     group.cut()
-    client = Client(group.a)
+    client = group.client()
     client.subscribe()
     group.a.host.settle()
     while len(group.a.log.bases) > 1:
@@ -301,10 +293,9 @@ def test_slave_gives_up_nothing_acknowledged_for_a_seed_of_another_history():
     group = filled()
     group.cut()
     stranger = Group.made().start()
-    client = Client(stranger.a)
+    client = stranger.client()
     for i in range(40):
-        client.produce(f"x{i}", size=200)
-        stranger.settle()
+        client.store(f"x{i}", size=200)
     while len(stranger.a.log.bases) > 1:
         stranger.a.drop_oldest_segment()
     assert stranger.a.log.start < group.b.log.state.high_watermark
@@ -349,7 +340,7 @@ def test_equal_epochs_with_other_bytes_are_reported_as_divergence_and_nothing_is
     group, other = Group.made(tail_bytes=0).start(), Group.made().start()
     for one, count, bytes_each in ((group, 10, 200), (other, 2, size)):
         for i in range(count):
-            Client(one.a).produce(f"m{i}", size=bytes_each)
+            one.client().produce(f"m{i}", size=bytes_each)
             one.settle()
     group.cut()
     group.b, end, theirs = other.b, group.a.log.end, other.b.log.end
@@ -381,11 +372,9 @@ def test_master_from_an_old_backup_is_refilled_from_a_slave_whose_log_begins_lat
 def test_master_whose_loss_was_accepted_before_it_knew_of_it_goes_on_at_its_first_start():
     """Its disk lost its end while it was stopped; the files beside the log showed an operator the loss."""
     group, client = a_group()
-    client.produce("kept")
-    group.settle()
+    client.store("kept")
     kept_end = group.a.log.end
-    client.produce("lost")
-    group.settle()
+    client.store("lost")
     group.cut()
     group.a.wait(SAVE_MS)
     group.a.node.identity.points.save()
@@ -441,7 +430,7 @@ def test_slave_counts_only_from_the_acknowledged_point():
     group = filled(tail_bytes=0)
     replace_slave(group)
     group.deliver_hello()
-    client = Client(group.a)
+    client = group.client()
     client.subscribe()
     high = group.a.master.gate.high_watermark
     for restarts in range(2):
@@ -542,12 +531,10 @@ def test_slave_is_not_seeded_below_its_confirmation():
 def test_slave_never_cuts_acknowledged_frames():
     """W3: the master's disk was restored; the master gives way, and gets everything again."""
     group, client = a_group()
-    client.produce("first")
-    group.settle()
+    client.store("first")
     older = group.a.disk.copy()
     for i in range(5):
-        client.produce(f"acknowledged {i}")
-        group.settle()
+        client.store(f"acknowledged {i}")
     group.cut()
     end = group.b.log.end
     group.a.disk.put_back(older)
@@ -564,7 +551,7 @@ def test_slave_never_cuts_acknowledged_frames():
 
 def swapped_with_a_tail(group: Group) -> Group:
     """An old master with a message of its own connects as the slave; its former slave began without that message."""
-    Client(group.a).produce("never acknowledged")
+    group.client().produce("never acknowledged")
     group.a.host.settle()
     group.cut()
     group.b.assign(Role.MASTER, 2)
@@ -578,8 +565,7 @@ def swapped_with_a_tail(group: Group) -> Group:
 
 def test_unacknowledged_tail_of_an_old_master_is_cut_and_kept_aside():
     group, client = a_group()
-    client.produce("kept")
-    group.settle()
+    client.store("kept")
     swapped_with_a_tail(group)
     group.settle()
     assert equal(group) and group.a.node.writable
@@ -619,8 +605,7 @@ def test_a_master_whose_disk_does_not_finish_is_readonly_until_it_does():
 def test_newer_epoch_fences_the_master_at_once():
     group, client = a_group()
     client.subscribe()
-    client.produce("m")
-    group.settle()
+    client.store("m")
     hello = Hello("g1", "x", Epoch(2, 0), [], 0, 0, 0)
     refused = client.send(Command.HELLO, hello.encode())
     assert client.code(refused) == ErrorCode.FENCED and not group.a.node.writable
@@ -683,8 +668,7 @@ def test_slave_redirects_clients_to_the_master():
 
 def test_waiting_requests_are_answered_on_role_change():
     group, client = a_group()
-    client.subscribe()
-    group.settle()
+    client.join()
     idle = client.pull(timeout_ms=60_000)
     group.cut()
     stored = client.produce("m")
@@ -729,8 +713,7 @@ def test_link_survives_a_change_of_other_ports():
 
 def test_draining_takes_nothing_new_until_both_copies_are_equal_and_ends_by_itself():
     group, client = a_group()
-    client.subscribe()
-    group.settle()
+    client.join()
     stored = client.produce("under way")
     group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     assert not group.a.master.is_drained_to("")
@@ -773,8 +756,7 @@ def test_master_that_promised_a_swap_takes_nothing_although_the_time_for_it_was_
 
 def test_swap_answers_pulls_that_wait_and_serves_them_if_it_is_called_off():
     group, client = a_group()
-    client.subscribe()
-    group.settle()
+    client.join()
     pull = client.pull(timeout_ms=60_000)
     client.produce("m")
     group.a.node.changes.prepare_swap(1, hold_ms=1_000)
@@ -782,7 +764,7 @@ def test_swap_answers_pulls_that_wait_and_serves_them_if_it_is_called_off():
     assert not client.answered(pull)
     group.a.node.changes.cancel_swap()
     group.settle()
-    assert [id for _, _, id in client.pulled(pull)] == ["m"]
+    assert client.ids(pull) == ["m"]
 
 
 def test_boot_is_above_every_boot_in_the_log_even_if_the_identity_was_lost():
@@ -823,17 +805,15 @@ def test_slave_in_sync_takes_no_second_snapshot():
 def test_reused_epoch_of_a_restored_disk_is_detected():
     """The broker's boot counter was restored with the log: the same epoch begins at the same offset twice."""
     group, client = a_group()
-    client.produce("first")
-    group.settle()
+    client.store("first")
     group.cut()
     older = group.a.disk.copy()
     group.a.crash()
     group.b.crash()
     group.start()
-    client = Client(group.a)
+    client = group.client()
     for i in range(5):
-        client.produce(f"acknowledged {i}")
-        group.settle()
+        client.store(f"acknowledged {i}")
     group.cut()
     end, epoch = group.b.log.end, group.a.master.epoch
     group.a.disk.put_back(older)
@@ -850,8 +830,7 @@ def test_reused_epoch_of_a_restored_disk_is_detected():
 
 def test_copies_that_both_confirmed_keep_their_frames():
     group, client = a_group()
-    client.produce("first")
-    group.settle()
+    client.store("first")
     older = group.a.disk.copy(), group.b.disk.copy()
     histories = []
     for name in ("here", "there"):
@@ -860,7 +839,7 @@ def test_copies_that_both_confirmed_keep_their_frames():
         group.a.start()
         group.b.start()
         group.start()
-        Client(group.a).produce(f"acknowledged {name}")
+        group.client().produce(f"acknowledged {name}")
         group.settle()
         group.a.wait(1000)
         group.cut()
@@ -881,18 +860,14 @@ def test_copies_that_both_confirmed_keep_their_frames():
 def given_back(*, nacked: bool):
     """Group whose master's disk was restored to before the pull of a vanished consumer, and the messages to deliver."""
     group, client = a_group()
-    client.produce("m")
-    group.settle()
+    client.store("m")
     older = group.a.disk.copy()
-    subscribed = client.subscribe("gone")
-    group.settle()
-    client.subscription(subscribed)
+    client.join("gone")
     pulled = client.pull()
     group.settle()
     (begin, _, _), *_ = client.pulled(pulled)
     if nacked:
-        client.nack(begin, begin + 1, delay_ms=SETTINGS.lease_ms)
-        group.settle()
+        client.done(client.nack(begin, begin + 1, delay_ms=SETTINGS.lease_ms))
     group.cut()
     group.a.disk.put_back(older)
     group.a.start()
@@ -915,13 +890,10 @@ def test_a_master_that_got_its_log_back_states_no_lower_high_watermark_than_that
 def test_restored_master_redelivers_from_the_slave_log(nacked):
     """Consumers and retries that only the slave's log had when the mastership began."""
     group = given_back(nacked=nacked)
-    client = Client(group.a, "other")
-    subscribed = client.subscribe("c2")
-    group.settle()
-    client.subscription(subscribed)
+    client = group.client("other")
+    client.join("c2")
     pulled = client.pull(timeout_ms=10 * SETTINGS.lease_ms)
     for _ in range(30):
         group.a.wait(SETTINGS.lease_ms // 10)
-        client.send(Command.HEARTBEAT, b"")
-        group.settle()
-    assert [id for _, _, id in client.pulled(pulled)] == ["m"]
+        client.done(client.heartbeat())
+    assert client.ids(pulled) == ["m"]

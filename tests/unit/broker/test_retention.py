@@ -31,10 +31,9 @@ def a_group(**changes) -> Group:
 
 
 def produce(group: Group) -> None:
-    client = Client(group.a)
+    client = group.client()
     for i in range(80):
-        client.produce(*(f"m{i}-{j}" for j in range(10)), size=50)
-        group.settle()
+        client.store(*(f"m{i}-{j}" for j in range(10)), size=50)
 
 
 def days_pass(group: Group, days: float) -> None:
@@ -44,15 +43,12 @@ def days_pass(group: Group, days: float) -> None:
 
 def consume_nothing(group: Group) -> Client:
     """A consumer group has some unacked and some requeued; the rest was never delivered."""
-    client = Client(group.a)
-    subscribed = client.subscribe(start="earliest")
-    group.settle()
-    client.subscription(subscribed)
+    client = group.client()
+    client.join(start="earliest")
     pulled = client.pull(most=50)
     group.settle()
     first = client.pulled(pulled)[0][0]
-    client.nack(first, first + 20, delay_ms=10 * YEAR_MS)
-    group.settle()
+    client.done(client.nack(first, first + 10, delay_ms=DAY_MS))
     return client
 
 
@@ -119,7 +115,7 @@ def test_a_wrong_clock_on_the_slave_deletes_nothing_when_it_is_the_master_either
     consume_nothing(group)
     group.b.host.wall_skew_ms = YEAR_MS
     group.swap(2)
-    Client(group.a).produce("next")
+    group.client().produce("next")
     group.settle()
     assert group.look_after_logs() == 0 and kept(group) == {0}
 
@@ -129,10 +125,9 @@ def test_times_in_frames_from_a_wrong_clock_neither_delete_nor_keep_later(skew_m
     """A whole log written by it: for 400 days nothing would be deleted, or everything at once."""
     group = Group.made().start()
     group.a.host.wall_skew_ms = skew_ms
-    client = Client(group.a)
+    client = group.client()
     for i in range(40):
-        client.produce(f"wrong{i}", size=500)
-        group.settle()
+        client.store(f"wrong{i}", size=500)
     group.look_after_logs()
     group.a.host.wall_skew_ms = 0
     assert group.look_after_logs() == 0
@@ -247,7 +242,7 @@ def test_dropped_messages_block_no_group_and_no_producer():
     outcomes = []
     for most in (left, left + 1):
         group.a.assign(Role.MASTER, limits=(OperatorLimits("s", OF_SUBJECT, messages_max=most),))
-        producer = Client(group.a)
+        producer = group.client()
         outcomes.append((producer, producer.produce("m")))
         group.settle()
     (full, refused), (other, stored) = outcomes
@@ -276,9 +271,8 @@ def test_group_begun_after_the_decision_starts_behind_it():
     consume_nothing(group)
     position = group.a.log.state.kept.start
     assert group.look_after_logs() > 0
-    client = Client(group.a, "other")
-    client.subscribe("c2")
-    group.settle()
+    client = group.client("other")
+    client.join("c2")
     assert group.a.log.state.kept.unconsumed == {} and group.a.master.skipped == {}
     assert group.a.log.start == position
 
@@ -297,7 +291,7 @@ def test_a_log_from_before_retention_frames_begins_to_age_with_the_first():
 
 def test_oldest_segment_stays_until_the_next_one_is_on_disk():
     group = Group.made().start()
-    client, log = Client(group.a), group.a.log
+    client, log = group.client(), group.a.log
     while len(log.bases) == 1:
         client.produce("m", size=500)
         if len(log.bases) == 1:
@@ -305,12 +299,10 @@ def test_oldest_segment_stays_until_the_next_one_is_on_disk():
     log.state.kept.start, log.state.kept.decided_end = log.bases[1], 0
     assert log.bases[1] == log.flushed_end and not group.a.node.oldest_may_go(group.a.keeper, ())
     group.settle()
-    client.produce("its high watermark covers the segment")
-    group.settle()
+    client.store("its high watermark covers the segment")
     assert group.a.node.oldest_may_go(group.a.keeper, ())
     log.drop_oldest_segment()
-    client.produce("m")
-    group.settle()
+    client.store("m")
     group.a.crash()
     assert group.a.log.damage is None and group.a.log.end == group.b.log.end
 

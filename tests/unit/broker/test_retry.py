@@ -18,11 +18,10 @@ from tests.unit.broker.world import Client, Group
 def a_group(*ids: str, **settings) -> tuple[Group, Client]:
     """Group with these messages in one batch, and a subscribed consumer."""
     group = Group.made(**settings).start()
-    client = Client(group.a)
+    client = group.client()
     if ids:
         client.produce(*ids)
-    client.subscribe()
-    group.settle()
+    client.join()
     return group, client
 
 
@@ -38,46 +37,40 @@ def ids(group: Group, client: Client, **terms) -> list[str]:
 
 def test_nacked_message_comes_again_after_its_delay_and_not_before():
     group, client = a_group("m0", "m1")
-    first = pulled(group, client)[0][0]
-    client.nack(first, first + 1, delay_ms=5_000)
-    group.settle()
+    client.take()
+    first = client.first
+    client.done(client.nack(first, first + 1, delay_ms=5_000))
     waiting = client.pull(timeout_ms=60_000)
-    group.a.wait(4_999)
-    group.settle()
+    group.wait(4_999)
     assert not client.answered(waiting)
-    group.a.wait(1)
-    group.settle()
-    assert [id for _, _, id in client.pulled(waiting)] == ["m0"], "the pull that waits is answered when it is due"
+    group.wait(1)
+    assert client.ids(waiting) == ["m0"], "the pull that waits is answered when it is due"
     assert client.times(waiting) == [2]
     assert client.pulled(waiting)[0][0] > first + 1, "under a number of its own"
 
 
 def test_retry_that_is_due_wakes_another_consumer_of_the_group():
     group, client = a_group("m0")
-    first = pulled(group, client)[0][0]
-    other = Client(group.a, "other")
-    opaque = other.subscribe("c2")
-    group.settle()
-    waiting = other.pull(other.subscription(opaque), timeout_ms=60_000)
-    client.nack(first, first + 1)
-    group.settle()
-    assert [id for _, _, id in other.pulled(waiting)] == ["m0"]
+    client.take()
+    first = client.first
+    other = group.client("other")
+    waiting = other.pull(other.join("c2"), timeout_ms=60_000)
+    client.done(client.nack(first, first + 1))
+    assert other.ids(waiting) == ["m0"]
 
 
 def test_each_delivery_counts_over_consumers_and_swaps():
     """A message that is always abandoned becomes a dead letter (in QMQ it never does)."""
     group, client = a_group("m0")
-    first = pulled(group, client)[0][0]
-    client.nack(first, first + 1)
-    group.settle()
+    client.take()
+    first = client.first
+    client.done(client.nack(first, first + 1))
     opaque = client.pull()
     group.settle()
     assert client.times(opaque) == [2]
     group.swap(2)
-    late = Client(group.a)
-    opaque = late.subscribe("c1")
-    group.settle()
-    opaque = late.pull(late.subscription(opaque))
+    late = group.client()
+    opaque = late.pull(late.join("c1"))
     group.settle()
     assert late.times(opaque) == [3], "a new process under the old name: what the old one began with counts"
 
@@ -85,9 +78,8 @@ def test_each_delivery_counts_over_consumers_and_swaps():
 def test_return_without_begin_does_not_count():
     group, client = a_group("m0")
     pulled(group, client)
-    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
-    client.subscribe()
-    group.settle()
+    client.leave()
+    client.join()
     opaque = client.pull(client.subscription(client.opaque))
     group.settle()
     assert client.times(opaque) == [1]
@@ -97,16 +89,13 @@ def test_consumer_that_falls_silent_has_its_messages_counted_and_given_to_others
     """W1: QMQ acks and drops them."""
     group, client = a_group("m0", "m1")
     pulled(group, client)
-    other = Client(group.a, "other")
-    opaque = other.subscribe("c2")
-    group.settle()
-    waiting = other.pull(other.subscription(opaque), timeout_ms=120_000)
+    other = group.client("other")
+    waiting = other.pull(other.join("c2"), timeout_ms=120_000)
     client.lost()
     group.a.wait(20_000)
-    other.send(Command.HEARTBEAT, b"")
-    group.a.wait(10_001)
-    group.settle()
-    assert [id for _, _, id in other.pulled(waiting)] == ["m0", "m1"]
+    other.heartbeat()
+    group.wait(10_001)
+    assert other.ids(waiting) == ["m0", "m1"]
     assert other.times(waiting) == [2, 2]
 
 
@@ -114,39 +103,38 @@ def test_reconnecting_consumer_keeps_its_messages():
     group, client = a_group("m0", "m1")
     held = pulled(group, client, most=1)
     client.lost()
-    again = Client(group.a)
-    opaque = again.subscribe(held_end=held[-1][0] + 1)
+    again = group.client()
+    opaque = again.pull(again.join(held_end=held[-1][0] + 1))
     group.settle()
-    opaque = again.pull(again.subscription(opaque))
-    group.settle()
-    assert [id for _, _, id in again.pulled(opaque)] == ["m1"]
-    again.ack(held[0][0], held[0][0] + 1)
-    group.settle()
+    assert again.ids(opaque) == ["m1"]
+    again.done(again.ack(held[0][0], held[0][0] + 1))
     assert again.body(again.opaque)
 
 
 def test_ack_in_the_middle_settles_only_that():
     """In QMQ one slow message holds back the acks of all later ones."""
     group, client = a_group("slow", "m1", "m2", "m3")
-    first = pulled(group, client)[0][0]
-    opaque = client.ack_ranges((first + 1, first + 2), (first + 3, first + 4))
-    group.settle()
-    assert commands.decode_acked(memoryview(client.body(opaque))) == first, "everything below is settled"
+    client.take()
+    first = client.first
+    assert (
+        commands.decode_acked(
+            memoryview(client.done(client.ack_ranges((first + 1, first + 2), (first + 3, first + 4))))
+        )
+        == first
+    ), "everything below is settled"
     client.lost()
     group.a.wait(30_001)
-    other = Client(group.a, "other")
-    opaque = other.subscribe("c2")
-    group.settle()
-    other.subscription(opaque)
-    assert ids(group, other) == ["slow", "m2"]
+    other = group.client("other")
+    other.join("c2")
+    assert other.take() == ["slow", "m2"]
 
 
 def test_ack_or_nack_that_is_repeated_changes_nothing():
     group, client = a_group("m0", "m1", "m2")
-    first = pulled(group, client)[0][0]
+    client.take()
+    first = client.first
     client.nack(first + 1, first + 2, delay_ms=1_000)
-    client.ack_ranges((first, first + 1))
-    group.settle()
+    client.done(client.ack_ranges((first, first + 1)))
     end = group.a.log.end
     opaques = [client.nack(first + 1, first + 2, delay_ms=9_000), client.ack_ranges((first, first + 2))]
     group.settle()
@@ -157,7 +145,8 @@ def test_ack_or_nack_that_is_repeated_changes_nothing():
 @pytest.mark.parametrize("kind", ["ack", "nack", "dead"])
 def test_undelivered_messages_cannot_be_settled(kind):
     group, client = a_group("m0", "m1")
-    first = pulled(group, client, most=1)[0][0]
+    client.take(most=1)
+    first = client.first
     send = {
         "ack": lambda: client.ack(first, first + 2),
         "nack": lambda: client.nack(first + 1, first + 2),
@@ -172,11 +161,11 @@ def test_undelivered_messages_cannot_be_settled(kind):
 def test_retries_wait_while_new_messages_go_on():
     """A poison message blocks no other."""
     group, client = a_group("poison")
-    first = pulled(group, client)[0][0]
+    client.take()
+    first = client.first
     client.nack(first, first + 1, delay_ms=60_000)
-    client.produce("m1")
-    group.settle()
-    assert ids(group, client) == ["m1"]
+    client.store("m1")
+    assert client.take() == ["m1"]
 
 
 def test_group_at_the_postpone_limit_gets_new_messages(monkeypatch, caplog):
@@ -184,140 +173,117 @@ def test_group_at_the_postpone_limit_gets_new_messages(monkeypatch, caplog):
     monkeypatch.setattr(group_status, "REQUEUED_RANGES_MAX", 2)
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
     for delay_ms in (1_000, 2_000):  # of different times, so that they do not become one range
-        number = pulled(group, client, most=1)[0][0]
-        client.nack(number, number + 1, delay_ms=delay_ms)
-        group.settle()
+        client.take(most=1)
+        number = client.first
+        client.done(client.nack(number, number + 1, delay_ms=delay_ms))
     first = pulled(group, client)
     assert [id for _, _, id in first] == ["m2", "m3", "m4"], "new ones come"
     third = first[0][0]
     now = NackEntry(third, third + 1, 0, Verdict.RETRY)
     later = NackEntry(third + 1, third + 2, 3_000, Verdict.RETRY)
     for entries in ([later], [now, later]):
-        refused = client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, entries, "")))
-        group.settle()
-        assert client.code(refused) == ErrorCode.POSTPONES_TOO_MUCH, (
-            "it is for a delay group, or its consumer asks again"
-        )
+        assert (
+            client.outcome(client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, entries, ""))))
+            == ErrorCode.POSTPONES_TOO_MUCH
+        ), "it is for a delay group, or its consumer asks again"
     group.a.wait(500)
     said = [record.message for record in caplog.records if "cause=postponed" in record.message]
     assert len(said) == 1 and "subject=s consumer_group=g" in said[0], "said once"
     assert "postponed" in group.a.master.causes.of(("s", "g"))
-    at_once = client.nack(third + 1, third + 2)
-    group.settle()
-    assert client.code(at_once) == ErrorCode.SUCCESS, "what comes again at once may"
+    assert client.outcome(client.nack(third + 1, third + 2)) == ErrorCode.SUCCESS, "what comes again at once may"
     group.a.wait(1_000)
-    assert ids(group, client) == ["m0", "m3"]
+    assert client.take() == ["m0", "m3"]
     group.settle()
-    client.nack(third, third + 1, delay_ms=3_000)
-    group.settle()
+    client.done(client.nack(third, third + 1, delay_ms=3_000))
     assert len(group.a.log.state.groups["s", "g"].requeued) == 2, "there is room again"
 
 
 @pytest.mark.slow
 def test_a_hundred_thousand_postponed_ranges_hold_up_nothing():
     group, client = a_group("m0", "m1")
-    number = pulled(group, client, most=1)[0][0]
-    client.nack(number, number + 1, delay_ms=1)
-    group.settle()
+    client.take(most=1)
+    number = client.first
+    client.done(client.nack(number, number + 1, delay_ms=1))
     known = group.a.log.state.groups["s", "g"]
     for sequence in range(10, 110_010):
         known.requeued.add(RequeuedRange(sequence, 1, 1, group.a.host.now_ms() + 3_600_000 + sequence))
-    assert ids(group, client, most=1) == ["m1"]
+    assert client.take(most=1) == ["m1"]
     group.a.wait(10)
-    assert ids(group, client, most=1) == ["m0"]
+    assert client.take(most=1) == ["m0"]
 
 
 def test_nacks_and_their_times_are_the_same_on_the_slave_and_after_a_restart():
     group, client = a_group("m0", "m1", "m2")
-    first = pulled(group, client)[0][0]
-    client.nack(first + 1, first + 2, delay_ms=7_000)
-    group.settle()
+    client.take()
+    first = client.first
+    client.done(client.nack(first + 1, first + 2, delay_ms=7_000))
     due = group.a.host.now_ms() + 7_000
     for broker in (group.a, group.b):
         assert broker.log.state.groups["s", "g"].requeued == Requeued([RequeuedRange(1, 1, 1, due)])
     group.swap(2)
-    new = Client(group.a)
-    opaque = new.subscribe("c2")
-    group.settle()
-    waiting = new.pull(new.subscription(opaque), timeout_ms=60_000)
-    group.a.wait(7_001)
-    group.settle()
-    assert [id for _, _, id in new.pulled(waiting)] == ["m1"]
+    new = group.client()
+    waiting = new.pull(new.join("c2"), timeout_ms=60_000)
+    group.wait(7_001)
+    assert new.ids(waiting) == ["m1"]
 
 
 @pytest.mark.parametrize("skew_ms", [-86_400_000, 86_400_000], ids=["behind", "ahead"])
 def test_a_clock_that_is_wrong_by_a_day_moves_no_retry(skew_ms):
     """Neither a clock set during the mastership, nor one that differs from the former master's."""
     group, client = a_group("m0", "m1")
-    first = pulled(group, client)[0][0]
-    client.nack(first, first + 1, delay_ms=5_000)
-    group.settle()
+    client.take()
+    first = client.first
+    client.done(client.nack(first, first + 1, delay_ms=5_000))
     group.a.host.wall_skew_ms = skew_ms
-    client.nack(first + 1, first + 2, delay_ms=5_000)
-    group.settle()
-    assert ids(group, client) == []
+    client.done(client.nack(first + 1, first + 2, delay_ms=5_000))
+    assert client.take() == []
     group.a.wait(5_000)
-    assert ids(group, client) == ["m0", "m1"]
+    assert client.take() == ["m0", "m1"]
     first = group.a.log.state.groups["s", "g"].consumers["c1"].unacked[0][0]
-    client.nack(first, first + 2, delay_ms=5_000)
-    group.settle()
+    client.done(client.nack(first, first + 2, delay_ms=5_000))
     group.b.host.wall_skew_ms = -skew_ms
     group.swap(2)
-    new = Client(group.a)
-    opaque = new.subscribe("c2")
-    group.settle()
-    waiting = new.pull(new.subscription(opaque), timeout_ms=60_000)
-    group.a.wait(5_001)
-    group.settle()
-    assert [id for _, _, id in new.pulled(waiting)] == ["m0", "m1"], "never later than its delay"
+    new = group.client()
+    waiting = new.pull(new.join("c2"), timeout_ms=60_000)
+    group.wait(5_001)
+    assert new.ids(waiting) == ["m0", "m1"], "never later than its delay"
 
 
 def test_retries_survive_a_clock_set_back():
     group, client = a_group("m0")
-    first = pulled(group, client)[0][0]
-    client.nack(first, first + 1, delay_ms=5_000)
-    group.settle()
+    client.take()
+    first = client.first
+    client.done(client.nack(first, first + 1, delay_ms=5_000))
     group.a.wait(6_000)  # it is due now, without a consumer
     group.swap(2)
     group.b.host.wall_skew_ms = -4_000
     group.swap(3)
-    new = Client(group.a)
-    opaque = new.subscribe("c2")
-    group.settle()
-    waiting = new.pull(new.subscription(opaque), timeout_ms=60_000)
+    new = group.client()
+    waiting = new.pull(new.join("c2"), timeout_ms=60_000)
     group.settle()
     assert not new.answered(waiting)
-    group.a.wait(3_001)
-    group.settle()
-    assert [id for _, _, id in new.pulled(waiting)] == ["m0"]
+    group.wait(3_001)
+    assert new.ids(waiting) == ["m0"]
 
 
 def test_a_new_group_begins_at_a_time():
     group, client = a_group()
-    client.produce("early")
-    group.settle()
+    client.store("early")
     group.a.host.clock_ms += 5_000
     since_ms = group.a.host.now_ms()
-    client.produce("late")
-    group.settle()
-    opaque = client.subscribe("c9", group="g9", start="since", since_ms=since_ms)
-    group.settle()
-    client.subscription(opaque)
-    assert ids(group, client) == ["late"]
+    client.store("late")
+    client.join("c9", group="g9", start="since", since_ms=since_ms)
+    assert client.take() == ["late"]
 
 
 def test_a_broadcast_consumer_that_stays_away_is_forgotten_and_others_are_not():
     """W20: QMQ never removes the progress of one."""
     group, client = a_group("m0", lease_ms=30_000, broadcast_forget_hours=1.0)
     group.clocks_agree()
-    opaque = client.subscribe("host1", group="host1", broadcast=True)
-    group.settle()
-    client.subscription(opaque)
-    assert ids(group, client) == ["m0"]
+    client.join("host1", group="host1", broadcast=True)
+    assert client.take() == ["m0"]
     client.lost()
-    for _ in range(500):
-        group.a.wait(7_500)
-        group.settle()
+    group.wait(7_500, times=500)
     assert list(group.a.log.state.groups) == [("s", "g")]
     assert group.b.log.state.groups.keys() == group.a.log.state.groups.keys()
 
@@ -325,13 +291,11 @@ def test_a_broadcast_consumer_that_stays_away_is_forgotten_and_others_are_not():
 def test_a_broadcast_consumer_that_only_listens_is_not_forgotten():
     group, client = a_group(lease_ms=30_000, broadcast_forget_hours=1.0)
     group.clocks_agree()
-    client.subscribe("host1", group="host1", broadcast=True)
-    group.settle()
+    client.join("host1", group="host1", broadcast=True)
     for _ in range(200):
         group.a.wait(20_000)
-        client.send(Command.HEARTBEAT, b"")
-        group.a.wait(1)
-        group.settle()
+        client.heartbeat()
+        group.wait(1)
     assert ("s", "host1") in group.a.log.state.groups
 
 
@@ -339,9 +303,7 @@ def test_a_broadcast_consumer_that_only_listens_is_not_forgotten():
 def test_a_broadcast_consumer_is_forgotten_when_it_was_away_for_longer(away_ms, is_forgotten):
     group, client = a_group(broadcast_forget_hours=1.0)
     group.clocks_agree()
-    opaque = client.subscribe("host1", group="host1", broadcast=True)
-    group.settle()
-    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=client.subscription(opaque)))
+    client.leave(client.join("host1", group="host1", broadcast=True))
     group.settle()
     group.a.stand_still(away_ms)
     assert (("s", "host1") not in group.a.log.state.groups) is is_forgotten
@@ -355,9 +317,7 @@ def test_a_broadcast_consumer_is_forgotten_when_it_was_away_for_longer(away_ms, 
 def test_a_clock_that_was_set_forgets_no_broadcast_consumer(is_heard):
     """It would begin at the end when it is back a moment later, and miss messages stored meanwhile."""
     group, client = a_group(broadcast_forget_hours=1.0)
-    opaque = client.subscribe("host1", group="host1", broadcast=True)
-    group.settle()
-    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=client.subscription(opaque)))
+    client.leave(client.join("host1", group="host1", broadcast=True))
     group.settle()
     if is_heard:
         group.clocks_agree()
@@ -378,7 +338,7 @@ def test_subscribe_without_a_change_writes_nothing(who):
         client.ack(held[0][0], held[-1][0] + 1, subscription=1)
     group.settle()
     end = group.a.log.end
-    again = Client(group.a, "again")
+    again = group.client("again")
     match who:
         case "broadcast":
             again.subscribe("host1", group="host1", broadcast=True)
@@ -396,9 +356,8 @@ def listened_for(group: Group, client: Client, seconds: int) -> None:
     """Let time pass with heartbeats of the consumer, and without messages."""
     for _ in range(seconds // 20):
         group.a.wait(20_000)
-        client.send(Command.HEARTBEAT, b"")
-        group.a.wait(1)
-        group.settle()
+        client.heartbeat()
+        group.wait(1)
     group.connect()  # the slave was silent all the time
     group.settle()
 
@@ -411,34 +370,25 @@ def test_absence_of_a_broadcast_consumer_begins_when_it_leaves_though_it_was_han
     group.settle()
     listened_for(group, client, 4_000)
     if how == "unsubscribes":
-        client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=client.subscription(opaque)))
+        client.leave(client.subscription(opaque))
     client.lost()
-    for _ in range(20):
-        group.a.wait(7_500)
-        group.settle()
+    group.wait(7_500, times=20)
     group.connect()
     group.settle()
-    client = Client(group.a)
-    stored = client.produce("while it was away")
-    group.settle()
-    assert client.receipt(stored)
-    opaque = client.subscribe("host1", group="host1", broadcast=True, start="latest")
-    group.settle()
-    client.subscription(opaque)
-    assert ids(group, client) == ["while it was away"]
+    client = group.client()
+    assert client.store("while it was away")
+    client.join("host1", group="host1", broadcast=True, start="latest")
+    assert client.take() == ["while it was away"]
 
 
 def test_a_broadcast_consumer_that_left_and_is_back_gets_numbers_that_were_never_given():
     group, client = a_group("m0", "m1")
     numbers = []
     for _ in range(2):
-        opaque = client.subscribe("host1", group="host1", broadcast=True)
-        group.settle()
-        subscription = client.subscription(opaque)
+        subscription = client.join("host1", group="host1", broadcast=True)
         ((number, _, _),) = pulled(group, client, most=1)
         client.ack(number, number + 1)
-        client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=subscription))
-        group.settle()
+        client.done(client.leave(subscription))
         numbers.append(number)
     assert numbers[0] < numbers[1]
 
@@ -448,24 +398,20 @@ def test_a_new_master_does_not_forget_a_broadcast_consumer_that_was_there_until_
     group.clocks_agree()
     client.subscribe("host1", group="host1", broadcast=True, start="latest")
     listened_for(group, client, 4_000)
-    stored = client.produce("right before the swap")
-    group.settle()
-    assert client.receipt(stored)
+    assert client.store("right before the swap")
     group.b.host.clock_ms = group.a.host.clock_ms
     group.swap(2)
     group.a.wait(1_000)
-    client = Client(group.a)
-    opaque = client.subscribe("host1", group="host1", broadcast=True, start="latest")
-    group.settle()
-    client.subscription(opaque)
-    assert ids(group, client) == ["right before the swap"]
+    client = group.client()
+    client.join("host1", group="host1", broadcast=True, start="latest")
+    assert client.take() == ["right before the swap"]
 
 
 def test_frames_record_a_retry():
     group, client = a_group("m0")
-    first = pulled(group, client)[0][0]
-    client.nack(first, first + 1, delay_ms=1_000)
-    group.settle()
+    client.take()
+    first = client.first
+    client.done(client.nack(first, first + 1, delay_ms=1_000))
     data = group.a.log.stored.read(0, group.a.log.end, 1 << 20).data
     frame, body = next(found for found in decode_frames(data, 0, 0) if found[0].kind == FrameKind.NACK)
     assert decode_progress(body) == ("g", "c1", ((first, first + 1, group.a.host.now_ms() + 1_000),))
@@ -474,13 +420,13 @@ def test_frames_record_a_retry():
 
 def test_consumer_actions_are_counted():
     group, client = a_group("m0", "m1", "m2", "m3", "m4", "m5")
-    first = pulled(group, client, most=5)[0][0]
+    client.take(most=5)
+    first = client.first
     client.ack_ranges((first, first + 1), (first + 2, first + 4))
     client.nack(first, first + 2)
-    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
-    group.settle()
+    client.done(client.leave())
     client.subscribe("c2")
-    assert ids(group, client, subscription=2) == ["m1", "m4", "m5"]
+    assert client.take(subscription=2) == ["m1", "m4", "m5"]
     done = group.a.counters
     counts = done.pulled_messages, done.acked_messages, done.nacked_messages, done.returned_consumers
     assert counts == (8, 3, 1, 1), "of what is nacked, one is acked already"
@@ -488,12 +434,12 @@ def test_consumer_actions_are_counted():
 
 def test_frames_record_progress():
     group, client = a_group("m0", "m1")
-    first = pulled(group, client)[0][0]
+    client.take()
+    first = client.first
     client.ack(first, first + 1)
     group.a.node.acting_master().move_group("s", "g", "latest", 0, dry_run=False, answer=lambda _: None)
     client.subscribe("host1", group="host1", broadcast=True, start="latest")
-    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=2))
-    group.settle()
+    client.done(client.leave(2))
     data = group.a.log.stored.read(0, group.a.log.end, 1 << 20).data
     kinds = (FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK)
     frames = [(frame.kind, decode_progress(body)) for frame, body in decode_frames(data, 0, 0) if frame.kind in kinds]
@@ -511,11 +457,10 @@ def test_frames_record_progress():
 def test_subscribe_answer_lists_each_unacked_range():
     """Acks confirmed by a master alone may be missing at its successor: they must be sent again."""
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
-    first = pulled(group, client, most=4)[0][0]
+    client.take(most=4)
+    first = client.first
     client.ack_ranges((first + 1, first + 2))
     pulled(group, client)
-    again = Client(group.a)
-    opaque = again.subscribe(held_end=first + 4)
-    group.settle()
-    answer = commands.decode_json(again.body(opaque), unacked=list, acked_end=int)
+    again = group.client()
+    answer = commands.decode_json(again.done(again.subscribe(held_end=first + 4)), unacked=list, acked_end=int)
     assert (answer["unacked"], answer["acked_end"]) == ([[first, first + 1], [first + 2, first + 4]], first)

@@ -15,9 +15,8 @@ from qmq.log.group import Group as LogGroup
 from qmq.log.progress_frame import PASSED, decode_progress
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.remoting import commands
-from qmq.remoting.commands import Command
 from tests.unit.broker.selecting import Consumer, Sent, produce
-from tests.unit.broker.world import Client, Group, message
+from tests.unit.broker.world import Group, message
 
 A, B, PLAIN = Sent(key="a"), Sent(key="b"), Sent()
 PAY, CANCEL, BOTH, NONE = Sent(("pay",)), Sent(("cancel",)), Sent(("cancel", "pay")), Sent()
@@ -31,7 +30,7 @@ def stored(*messages: Sent, **changes) -> Group:
 
 
 def more(group: Group, *messages: Sent, first: int, labelled: bool = True) -> None:
-    opaque = produce(client := Client(group.a, "producer"), messages, first=first, labelled=labelled)
+    opaque = produce(client := group.client("producer"), messages, first=first, labelled=labelled)
     group.settle()
     assert client.receipt(opaque).first_sequence == first
 
@@ -71,7 +70,7 @@ def test_free_key_wakes_waiting_consumers(how):
         case "vanish":
             first.client.lost()
             for _ in range(3):
-                second.client.send(Command.HEARTBEAT, b"")
+                second.client.heartbeat()
                 group.a.wait(6_000)
             group.settle()
         case "move":
@@ -91,8 +90,7 @@ def test_a_message_that_failed_holds_its_key_until_it_is_due_and_comes_first():
     first.nack(0, delay_ms=5_000)
     assert second.sequences() == []
     waiting = second.ask(timeout_ms=60_000)
-    group.a.wait(5_100)
-    group.settle()
+    group.wait(5_100)
     assert [(got.sequence, got.times) for got in second.got(waiting)] == [(0, 2)]
     second.ack()
     assert first.sequences() == [1]
@@ -202,9 +200,7 @@ def test_mismatches_are_settled_without_delivery():
     waiting = consumer.ask(timeout_ms=60_000)
     group.settle()
     assert group.a.log.state.groups["s", "g"].position == 0, "a frame for each batch would cost as much as the batch"
-    for _ in range(3):
-        group.a.wait(600)
-        group.settle()
+    group.wait(600, times=3)
     assert group.a.log.state.groups["s", "g"].position == 3
     assert not consumer.client.answered(waiting), "and the pull waits on"
     more(group, CANCEL, first=3)
@@ -276,8 +272,7 @@ def test_bytes_are_read_once_for_waiting_pulls():
     read, group.a.host.do_read = group.a.host.do_read, lambda: False
     pulls = [consumer.ask(1) for consumer in consumers]
     group.settle()
-    group.a.wait(100)
-    group.settle()
+    group.wait(100)
     assert len(group.a.host.reads) == 2, "one of them asks for the age of the oldest message"
     assert not any(consumer.client.answered(pull) for consumer, pull in zip(consumers, pulls, strict=True))
     group.a.host.do_read = read
@@ -311,9 +306,7 @@ def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_
         group.settle()
     assert len(readings) == 1
     group.a.disk.flip(name, 8 * (ref.offset + ref.length - 1))
-    for _ in range(3):
-        group.a.wait(600)
-        group.settle()
+    group.wait(600, times=3)
     assert [got.sequence for got in consumer.got(waiting)] == [0, 2]
 
 
@@ -340,9 +333,7 @@ def a_reading() -> tuple[Group, Consumer, int]:
 def test_deletion_before_a_reading_is_no_damage():
     group, consumer, waiting = a_reading()
     group.a.log.state.kept.start = group.a.log.frames("s", 2, 1)[0].offset
-    for _ in range(3):
-        group.a.wait(600)
-        group.settle()
+    group.wait(600, times=3)
     assert group.a.log.damage is None and [got.sequence for got in consumer.got(waiting)] == [2]
 
 
@@ -411,16 +402,17 @@ def label_section(*messages: Sent) -> bytes:
 )
 def test_labels_that_are_none_are_refused(flags, section):
     group = Group.made().start()
-    client = Client(group.a)
-    opaque = client.produce_raw([message("s", "m0"), message("s", "m1")], after=section, flags=flags)
-    group.settle()
-    assert client.code(opaque) == ErrorCode.INVALID_REQUEST
+    client = group.client()
+    assert (
+        client.outcome(client.produce_raw([message("s", "m0"), message("s", "m1")], after=section, flags=flags))
+        == ErrorCode.INVALID_REQUEST
+    )
     assert "s" not in group.a.log.state.next_sequence
 
 
 def test_a_message_that_is_refused_takes_its_label_along():
     group = Group.made(message_bytes_max=1024).start()
-    client = Client(group.a)
+    client = group.client()
     data = [message("s", "m0"), message("s", "large", 2_000), message("s", "m1")]
     opaque = client.produce_raw(data, after=label_section(A, B, A), flags=FLAG_LABELLED | FLAG_ORDERED)
     group.settle()

@@ -7,6 +7,7 @@ nothing is left.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -237,8 +238,9 @@ class Broker:
 class Client:
     """Connection of a producer or consumer to one broker."""
 
-    def __init__(self, broker: Broker, name: str = "client") -> None:
+    def __init__(self, broker: Broker, name: str = "client", settle: Callable[[], None] | None = None) -> None:
         self.broker, self.link, self.opaque = broker, FakeLink(name), 0
+        self.settle = settle or broker.host.settle
         self.last_subscription = 1  # of a broker's first connection; others are read from the answer
 
     def send(self, command: Command, body: bytes) -> int:
@@ -263,6 +265,16 @@ class Client:
         code, body = self.link.answers[opaque]
         assert code == 0, body
         return body
+
+    def done(self, opaque: int) -> bytes:
+        """Settle, and return the body of a successful answer."""
+        self.settle()
+        return self.body(opaque)
+
+    def outcome(self, opaque: int) -> ErrorCode:
+        """Settle, and return the code of the answer."""
+        self.settle()
+        return self.code(opaque)
 
     # Producing.
 
@@ -293,6 +305,10 @@ class Client:
     def receipt(self, opaque: int) -> Produced:
         return commands.decode_produced(memoryview(self.body(opaque)))
 
+    def store(self, *ids: str, **terms) -> Produced:
+        """Send one batch, settle, and return its receipt."""
+        return commands.decode_produced(memoryview(self.done(self.produce(*ids, **terms))))
+
     # Consuming.
 
     def subscribe(
@@ -305,9 +321,36 @@ class Client:
         self.last_subscription = commands.decode_json(self.body(opaque))["subscription"]
         return self.last_subscription
 
+    def join(self, consumer: str = "c1", **terms) -> int:
+        """Subscribe, settle, and return the subscription."""
+        opaque = self.subscribe(consumer, **terms)
+        self.settle()
+        return self.subscription(opaque)
+
+    def leave(self, subscription: int = 0) -> int:
+        return self.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=subscription or self.last_subscription))
+
+    def heartbeat(self) -> int:
+        return self.send(Command.HEARTBEAT, b"")
+
+    def take(self, subscription: int = 0, **pull) -> list[str]:
+        """Pull, settle, and return the ids of the messages; empty without messages or with an error."""
+        opaque = self.pull(subscription, **pull)
+        self.settle()
+        return self.ids(opaque) if self.link.answers.get(opaque, (1, b""))[0] == 0 else []
+
+    @property
+    def first(self) -> int:
+        """Pull sequence of the first message that the last `pull` or `take` delivered."""
+        return self.pulled(self.last_pull)[0][0]
+
+    def ids(self, opaque: int) -> list[str]:
+        return [id for _, _, id in self.pulled(opaque)]
+
     def pull(self, subscription: int = 0, most: int = 100, bytes_max: int = 1 << 20, timeout_ms: int = 0) -> int:
         pull = Pull(subscription or self.last_subscription, most, bytes_max, timeout_ms)
-        return self.send(Command.PULL, commands.encode_pull(pull))
+        self.last_pull = self.send(Command.PULL, commands.encode_pull(pull))
+        return self.last_pull
 
     def pulled(self, opaque: int) -> list[tuple[int, int, str]]:
         """Return (pull sequence, sequence, message id) of a pull's messages."""
@@ -373,11 +416,19 @@ class Group:
 
     def subscribed(self, consumer: str = "c1", **terms) -> Client:
         """Return a connection to `a` that consumes as `consumer`, with the `terms` of `Client.subscribe`."""
-        client = Client(self.a, consumer)
-        opaque = client.subscribe(consumer, **terms)
-        self.settle()
-        assert client.subscription(opaque)
+        client = self.client(consumer)
+        client.join(consumer, **terms)
         return client
+
+    def client(self, name: str = "client") -> Client:
+        """Return a connection to `a`."""
+        return Client(self.a, name, self.settle)
+
+    def wait(self, ms: int, times: int = 1) -> None:
+        """Let time pass at `a`, and settle."""
+        for _ in range(times):
+            self.a.wait(ms)
+            self.settle()
 
     def connect(self) -> None:
         self.at_master, self.at_slave = FakeLink("slave"), FakeLink("master")
@@ -472,3 +523,9 @@ class Group:
         self.a, self.b = self.b, self.a
         self.connect()
         self.settle()
+
+
+def a_group(**settings) -> tuple[Group, Client]:
+    """Return a group that accepts messages, and a connection to its master."""
+    group = Group.made(**settings).start()
+    return group, group.client()

@@ -25,8 +25,7 @@ from qmq.server.overload import (
     Shares,
 )
 from qmq.server.service import Service
-from tests.unit.broker.test_produce import a_group
-from tests.unit.broker.world import Client, message
+from tests.unit.broker.world import Client, a_group, message
 
 RUNNING, SHARING, FLOW, BLOCKED = ConnectionState
 WINDOW, GIB = 1000, 1 << 30
