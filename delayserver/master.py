@@ -22,7 +22,6 @@ from qmq.codec import Buffer
 from qmq.delayserver.cancellation import Cancellations, Fates, Named
 from qmq.delayserver.decisions import Counters, Decisions
 from qmq.delayserver.dispatching import Dispatcher
-from qmq.delayserver.due_clock import DueClock
 from qmq.delayserver.messages import DAY_MS, Records, check_delayed
 from qmq.delayserver.pending_queue import Leftovers
 from qmq.delayserver.recurring import Recurring
@@ -36,6 +35,7 @@ from qmq.errors import InvalidRequest, LogError, QmqError
 from qmq.remoting import commands
 from qmq.remoting.commands import Cancelled, Command, DelayState
 from qmq.remoting.packet import Packet
+from qmq.replication.clocks import DueClock
 from qmq.replication.master import Master, Promotion
 from qmq.replication.ports import QUIET_MS, Link
 from qmq.server.producing import Producing
@@ -246,7 +246,7 @@ class DelayMaster(Master):
                 log.warning("clock agrees again group=%s", self._mastership.group)
 
     def _compare_clocks(self) -> None:
-        """Let the due clock follow the clocks that report (delayserver.due_clock)."""
+        """Let the due clock follow the clocks that report (`DueClock`)."""
         host = self._mastership.host
         own_ms, monotonic_ms = host.now_ms(), host.monotonic_ms()
         if self._compared_ms == monotonic_ms:

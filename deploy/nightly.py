@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from qmq.deploy.plan import write_atomically
-from qmq.textfile import gauge
+from qmq.ledger import gauge
 
 CANNOT_START = 127
 """The shell's status."""

@@ -42,7 +42,6 @@ from typing import Any, NamedTuple
 
 from qmq.crc import decode_checked, encode_checked
 from qmq.errors import QmqError
-from qmq.textfile import gauge
 
 PROVEN, FINDINGS, NOT_READ = "proven equal", "findings", "could not read"
 SUFFIX = ".jsonl"
@@ -344,6 +343,19 @@ def readings(status: list[dict[str, Any]]) -> dict[str, tuple[str, Readings]]:
 def gauges(status: list[dict[str, Any]]) -> str:
     """Write the status in Prometheus' text format."""
     return "".join(gauge(name, help_text, values) for name, (help_text, values) in readings(status).items())
+
+
+def gauge(name: str, help_text: str, readings: Iterable[tuple[Mapping[str, str], object]]) -> str:
+    """Return a gauge in Prometheus' text format, for node_exporter's textfile collector: each value with its labels."""
+    lines = [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
+    for labels, value in readings:
+        named = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        lines.append(f"{name}{{{named}}} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def write_gauges(path: Path, ledger: Ledger, *, now_ms: int) -> None:

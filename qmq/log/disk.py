@@ -16,15 +16,15 @@ import fcntl
 import logging
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from qmq.codec import Buffer
 from qmq.errors import DiskFailed, QmqError
-from qmq.log.page_cache import PageCache
 from qmq.log.system import System
 
 log = logging.getLogger(__name__)
@@ -122,13 +122,64 @@ class _Descriptor:
         self._system.close(self.fd)
 
 
+STEP_BYTES = 8 << 20
+"""Ranges are dropped in steps of this size: a call per commit would cost more than it saves."""
+
+
+class _Range(NamedTuple):
+    file: _Descriptor
+    begin: int
+    end: int
+
+
+class PageCache:
+    """Newest part of a disk's files in the system's page cache. Made by the disk; `synced` runs on the writing thread.
+
+    Written and fsynced bytes stay in the page cache until another program needs the memory. A log broker would fill a
+    machine with pages without readers, evict others' pages, and pay for a fresh page per 4 KiB. In a virtual machine
+    whose host takes unused memory back, that is 1.7 to 2 µs per KiB, two thirds of a broker's time. So bytes more than
+    `keep_bytes` behind the end are dropped. Measured, 1 KiB messages through master and slave: 190,000 to 250,000/s
+    without, 290,000 to 355,000/s with it. Readers further behind read from the disk, and leave nothing in the cache.
+    """
+
+    def __init__(self, system: System, keep_bytes: int) -> None:
+        self._system = system
+        self._keep_bytes = keep_bytes
+        self._ranges: deque[_Range] = deque()
+        self._bytes = 0
+
+    def synced(self, file: _Descriptor, begin: int, end: int) -> None:
+        """Drop what is too far behind `[begin, end)`, which is written and fsynced."""
+        self._bytes += end - begin
+        last = self._ranges[-1] if self._ranges else None
+        if last is not None and last.file is file and last.end == begin and last.end - last.begin < STEP_BYTES:
+            self._ranges[-1] = _Range(file, last.begin, end)
+        else:
+            self._ranges.append(_Range(file, begin, end))
+        while self._bytes > self._keep_bytes + STEP_BYTES and len(self._ranges) > 1:
+            oldest = self._ranges.popleft()
+            self._bytes -= oldest.end - oldest.begin
+            self._drop(oldest)
+
+    def was_read(self, file: _Descriptor, begin: int, end: int) -> None:
+        """Drop `[begin, end)` after a read, unless it belongs to the newest part."""
+        ranges = self._ranges
+        try:
+            is_new = any(kept.file is file and kept.begin < end and begin < kept.end for kept in ranges)
+        except RuntimeError:  # the writing thread changed the ranges; pages that stay do no harm
+            return
+        if not is_new:
+            self._drop(_Range(file, begin, end))
+
+    def _drop(self, gone: _Range) -> None:
+        self._system.drop_cached(gone.file.fd, gone.begin, gone.end)
+
+
 class RealDisk:
     """Files below one directory. Reads and writes may run on different threads; one writer at a time per file."""
 
     def __init__(self, root: Path, *, cached_bytes: int | None = 256 << 20, system: System | None = None) -> None:
-        """`cached_bytes`: the newest bytes written that stay in the page cache (qmq.log.page_cache); None: the system
-        decides.
-        """
+        """`cached_bytes`: newest bytes written that stay in the page cache; None: the system decides."""
         self._root = str(root)
         self._system = system or System()
         self._cache = PageCache(self._system, cached_bytes) if cached_bytes is not None else None

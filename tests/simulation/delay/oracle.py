@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from qmq.client.batch import NumberedBatch
 from qmq.codec import Buffer, decode_envelope, split_batch
-from qmq.delayserver.due_clock import DEAD_BAND_MS
 from qmq.log.delay_frames import Outcome, decode_dispatch, decode_settled
 from qmq.log.frame import Frame, FrameKind
 from qmq.remoting.commands import Produced
-from qmq.replication.clocks import METASERVER, SLAVE
+from qmq.replication.clocks import DEAD_BAND_MS, METASERVER, SLAVE
 from qmq.types import Epoch
 from tests.simulation.cores.oracle import Oracle
 from tests.simulation.cores.watched_log import WatchedLog

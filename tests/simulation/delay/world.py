@@ -87,8 +87,8 @@ class DelayWorld(World):
             "qmq.delayserver.dispatching.SPAN_MAX": rng.choice((4, 48)),
             "qmq.delayserver.dispatching.REFUSED_MS": 700,
             "qmq.delayserver.upkeep.PASS_BYTES": rng.choice((500, 1 << 20)),
-            "qmq.delayserver.due_clock.WINDOW_MS": 500,
-            "qmq.delayserver.due_clock.CATCH_UP_MS": 200,
+            "qmq.replication.clocks.WINDOW_MS": 500,
+            "qmq.replication.clocks.CATCH_UP_MS": 200,
             "qmq.replication.clocks.READING_MS_MAX": 2000,
             "qmq.delayserver.upkeep.READ_BYTES": rng.choice((2000, 1 << 20)),
         }

@@ -7,13 +7,13 @@ from unittest import mock
 
 from qmq.delayserver.decisions import Decisions
 from qmq.delayserver.dispatching import Dispatcher
-from qmq.delayserver.due_clock import DueClock
 from qmq.delayserver.schedule import Filed, state
 from qmq.delayserver.schedule.record import read_batch
 from qmq.delayserver.schedule.state import Book
 from qmq.delayserver.upkeep import DelayRetention
 from qmq.log.delay_frames import Outcome, batch_begin
 from qmq.log.frame import FrameKind
+from qmq.replication.clocks import DueClock
 from tests.simulation.bugs import Patch, bug
 
 

@@ -18,7 +18,6 @@ from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import SubjectRoute
 from qmq.client.sender import Sender
 from qmq.delayserver.dispatching import Dispatcher
-from qmq.delayserver.due_clock import DueClock
 from qmq.errors import OutcomeUnknown
 from qmq.log import Commit
 from qmq.log.disk import RealDisk
@@ -29,6 +28,7 @@ from qmq.outbox.table import Rows
 from qmq.outbox.unit import Item, Unit, Written
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
+from qmq.replication.clocks import DueClock
 from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
 from qmq.watchdog.leader import Drain

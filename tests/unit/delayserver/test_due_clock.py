@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.delayserver.due_clock import DEAD_BAND_MS, WINDOW_MS, DueClock
-from qmq.replication.clocks import MASTER, METASERVER, READING_MS_MAX, SLAVE
+from qmq.replication.clocks import DEAD_BAND_MS, MASTER, METASERVER, READING_MS_MAX, SLAVE, WINDOW_MS, DueClock
 from tests.unit.delayserver.test_races import a_group
 from tests.unit.delayserver.world import HOUR_MS, Producer
 

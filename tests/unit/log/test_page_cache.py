@@ -6,9 +6,7 @@ import os
 
 import pytest
 
-from qmq.log import page_cache
-from qmq.log.disk import COLD_READ_BYTES, RealDisk
-from qmq.log.page_cache import STEP_BYTES, PageCache
+from qmq.log.disk import COLD_READ_BYTES, STEP_BYTES, PageCache, RealDisk
 from qmq.log.system import System
 
 KEEP = 4 * STEP_BYTES
@@ -84,7 +82,7 @@ def test_a_new_segment_is_a_range_of_its_own(dropped):
 )
 def test_what_was_read_stays_only_if_it_is_of_the_newest_part(dropped, fd, begin, end, is_dropped):
     files = {1: File(1), 2: File(2)}
-    cache = page_cache.PageCache(System(), KEEP)
+    cache = PageCache(System(), KEEP)
     cache.synced(files[1], 100, 200)
     cache.was_read(files[fd], begin, end)
     assert dropped == ([(fd, begin, end)] if is_dropped else [])
