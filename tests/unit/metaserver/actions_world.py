@@ -32,7 +32,7 @@ KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
 
 
 class World:
-    """One metaserver's actions. Use it with `in_world`.
+    """Actions of one metaserver.
 
     Args:
         database: a file of SQLite, or the URL of another database.
@@ -40,8 +40,9 @@ class World:
 
     def __init__(self, database, *, keys=(KEY,)):
         self.metrics, clock = Metrics(), AwakeClock()
-        url = database if "://" in str(database) else f"sqlite:///{database}"
-        self.database = Database(url, timeout_ms=30_000)
+        self.url = database if "://" in str(database) else f"sqlite:///{database}"
+        self.others = []
+        self.database = Database(self.url, timeout_ms=30_000)
         self.liveness = Liveness("m1", timeout_ms=5000)
         self.registry = Registry(
             self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1
@@ -72,6 +73,17 @@ class World:
     async def open(self):
         await self.database.open()
         await self.registry.mirror.catch_up()
+
+    async def another(self, url=""):
+        """Return another metaserver, on the same database unless a URL is given."""
+        other = World(url or self.url)
+        await other.open()
+        self.others.append(other)
+        return other
+
+    def close(self):
+        for world in (self, *self.others):
+            world.database.close()
 
     async def run(self, name, caller=ADMIN, /, **words):
         return await self.actions.run(name, {key: str(value) for key, value in words.items()}, caller)
@@ -300,21 +312,3 @@ def place(group, role, hostname, port=20881):
 
 def caller(role, *, subjects=(), groups=()):
     return Caller("otto", TokenRole(role), Scope(tuple(subjects), tuple(groups)))
-
-
-def in_world(test):
-    """Run an async test in a world of its own."""
-
-    def run(tmp_path):
-        async def body():
-            world = World(tmp_path / "metaserver.db")
-            await world.open()
-            try:
-                await test(world)
-            finally:
-                world.database.close()
-
-        asyncio.run(body())
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 import random
 import re
@@ -28,7 +27,7 @@ ROLES = ("viewer", "operator", "admin", "client")
 
 
 class ConsoleWorld(World):
-    """One metaserver with its console. Use it with `in_console`."""
+    """One metaserver with its console."""
 
     def __init__(self, database, **options):
         super().__init__(database)
@@ -39,7 +38,7 @@ class ConsoleWorld(World):
         self.rows = [row for row, _ in made.values()]
         self.access.replace(self.rows)
         self.trouble = ""
-        self.console = console = Console(
+        self.served = Console(
             self.actions,
             Sessions(self.access, [CLUSTER], dice),
             refusals,
@@ -54,7 +53,7 @@ class ConsoleWorld(World):
             address="10.0.0.1:8081",
             database_trouble=lambda: "",
             limits=Limits(65_536, 65_536, 1000),
-            more=console.routes(),
+            more=self.served.routes(),
         )
         self.browser = self.new_browser()
 
@@ -88,25 +87,6 @@ class ConsoleWorld(World):
 
 def text_of(page):
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
-
-
-def in_console(test):
-    """Run an async test in a world of its own, a viewer logged in."""
-
-    def run(tmp_path):
-        async def body():
-            world = ConsoleWorld(tmp_path / "metaserver.db")
-            await world.open()
-            await world.log_in()
-            try:
-                await test(world)
-            finally:
-                world.database.close()
-
-        asyncio.run(body())
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
 
 
 URL = "mmm://db1:3306"
@@ -160,7 +140,7 @@ async def with_something_on_every_page(world, folder):
     for name, verdict in (("g1", PROVEN), ("g2", FINDINGS)):
         more = {"found": {"lost": 1}, "findings": [{"what": "lost", "id": "m-7"}]} if verdict == FINDINGS else {}
         ledger.append(Entry("2026-11-22", now - 9_000_000, name, verdict, verified=4096, by="audit@mq1", **more))
-    world.console._nights = Nights(folder)
+    world.served._nights = Nights(folder)
     _play_messages(world, now)
 
 

@@ -17,7 +17,7 @@ from qmq.metaserver.routes.audience import Counts
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.metaserver.storage.errors import CommitUnknown
 from qmq.metaserver.storage.repository import Repository
-from tests.unit.metaserver.actions_world import caller, in_world, place
+from tests.unit.metaserver.actions_world import caller, place
 
 QMQ = {
     "AddBroker",
@@ -98,7 +98,6 @@ SAME_PLAN = {
 }
 
 
-@in_world
 async def test_a_plan_has_the_same_word_while_nothing_was_changed(world):
     """Else a plan could never be confirmed: brokers go on, and new subjects arrive."""
     await world.running_copies("g1")
@@ -113,13 +112,11 @@ async def test_a_plan_has_the_same_word_while_nothing_was_changed(world):
         assert again["wouldChange"] and again["plan"] == before[name]["plan"] != "", name
 
 
-@in_world
 async def test_unknown_action_is_refused_with_a_near_one(world):
     answer = await world.run("AddBrokr")
     assert answer.status == Status.REFUSED and "did you mean AddBroker?" in answer.message
 
 
-@in_world
 async def test_each_change_leaves_one_row_of_the_trail(world):
     """Weakness 32: author, address, action, parameters, values before and after."""
     await world.done("AddBroker", **place("g1", 0, "h1"))
@@ -133,7 +130,6 @@ async def test_each_change_leaves_one_row_of_the_trail(world):
     assert oldest.before is None
 
 
-@in_world
 async def test_the_trail_is_read_in_pages_and_by_filter(world):
     for number in range(5):
         await world.done("AddBroker", **place(f"g{number}", 0, f"h{number}"))
@@ -151,7 +147,6 @@ async def test_the_trail_is_read_in_pages_and_by_filter(world):
     assert len((await world.done("AuditTrail", request=request))["rows"]) == 1
 
 
-@in_world
 async def test_dry_run_says_what_would_change_and_changes_nothing(world):
     """Weakness 33: QMQ's tools have no dry run."""
     await world.copies("g1")
@@ -165,7 +160,6 @@ async def test_dry_run_says_what_would_change_and_changes_nothing(world):
     assert not world.registry.directory.marks and len(await world.audit()) == rows
 
 
-@in_world
 async def test_dry_run_of_what_would_be_refused_is_refused_with_the_reasons(world):
     await world.copies("g1")
     answer = await world.run("AddBroker", **place("g1", 0, "h9"), dryRun="true")
@@ -173,7 +167,6 @@ async def test_dry_run_of_what_would_be_refused_is_refused_with_the_reasons(worl
     assert answer.data["reasons"] and not answer.data["wouldChange"]
 
 
-@in_world
 async def test_a_role_too_low_is_refused(world):
     assert "needs admin" in await world.refused("AddBroker", caller("operator"), **place("g1", 0, "h1"))
     assert "needs operator" in await world.refused("MarkReadonlyBrokerGroup", caller("viewer"), brokerGroup="g1")
@@ -181,7 +174,6 @@ async def test_a_role_too_low_is_refused(world):
     assert not await world.audit()
 
 
-@in_world
 async def test_a_token_changes_only_what_is_in_its_scope(world):
     await world.copies("g1")
     await world.copies("g2")
@@ -201,7 +193,6 @@ async def test_a_token_changes_only_what_is_in_its_scope(world):
         assert "concerns all" in await world.refused(name, limited, **words), name
 
 
-@in_world
 async def test_who_is_limited_to_subjects_does_not_change_what_others_use(world):
     """A change of a group's brokers affects all its subjects, also later ones."""
     await world.copies("g1")
@@ -216,7 +207,6 @@ async def test_who_is_limited_to_subjects_does_not_change_what_others_use(world)
     assert (await world.run("ReplaceBroker", caller("admin", subjects=["shop.*", "other"]), **replaced)).done
 
 
-@in_world
 async def test_a_preview_of_changed_roles_counts_what_the_group_serves(world):
     await world.copies("g1")
     await world.copies("g2")
@@ -229,7 +219,6 @@ async def test_a_preview_of_changed_roles_counts_what_the_group_serves(world):
     assert shown["blastRadius"] == "1 subject, 1 group, 9 clients"
 
 
-@in_world
 async def test_a_lost_race_is_decided_anew(world):
     """Weakness 6: QMQ reads, computes and compares once, and leaves the loss to the operator."""
     await world.copies("g1")
@@ -253,7 +242,6 @@ async def test_a_lost_race_is_decided_anew(world):
     assert [row.action for row in await world.audit()].count("AddSubjectBrokerGroup") == 1
 
 
-@in_world
 async def test_who_always_loses_the_race_is_told_and_changes_nothing(world):
     await world.copies("g1")
     await world.copies("g2")
@@ -288,65 +276,51 @@ class BrokenCommit:
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "not stored"])
-def test_a_commit_without_an_answer_is_looked_for(tmp_path, monkeypatch, stored):
-    @in_world
-    async def body(world):
-        BrokenCommit(monkeypatch, stored=stored)
-        answer = await world.run("AddBroker", **place("g1", 0, "h1"))
-        assert answer.status == (Status.DONE if stored else Status.WAIT), answer
-        assert ("g1" in world.registry.directory.groups) == stored
-        assert len(await world.audit()) == int(stored)
-
-    body(tmp_path)
+async def test_a_commit_without_an_answer_is_looked_for(world, monkeypatch, stored):
+    BrokenCommit(monkeypatch, stored=stored)
+    answer = await world.run("AddBroker", **place("g1", 0, "h1"))
+    assert answer.status == (Status.DONE if stored else Status.WAIT), answer
+    assert ("g1" in world.registry.directory.groups) == stored
+    assert len(await world.audit()) == int(stored)
 
 
-def test_a_commit_without_an_answer_is_found_though_the_clock_was_set_back_meanwhile(tmp_path, monkeypatch):
-    @in_world
-    async def body(world):
-        BrokenCommit(monkeypatch, stored=True)
-        monkeypatch.setattr("metaserver.storage.tokens.now_ms", lambda: wall_ms() - 60_000)
-        assert (await world.run("AddBroker", **place("g1", 0, "h1"))).done
-
-    body(tmp_path)
+async def test_a_commit_without_an_answer_is_found_though_the_clock_was_set_back_meanwhile(world, monkeypatch):
+    BrokenCommit(monkeypatch, stored=True)
+    monkeypatch.setattr("metaserver.storage.tokens.now_ms", lambda: wall_ms() - 60_000)
+    assert (await world.run("AddBroker", **place("g1", 0, "h1"))).done
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "not stored"])
-def test_when_the_database_is_away_after_a_broken_commit_it_is_looked_for_until_it_is_back(
-    tmp_path, monkeypatch, stored
-):
-    @in_world
-    async def body(world):
-        monkeypatch.setattr("qmq.metaserver.actions.runner.SETTLE_PAUSE_S", 0)
-        change, attempts = world.registry.change, 0
+async def test_outcome_is_looked_up_once_the_database_returns(world, monkeypatch, stored):
+    monkeypatch.setattr("qmq.metaserver.actions.runner.SETTLE_PAUSE_S", 0)
+    change, attempts = world.registry.change, 0
 
-        async def broken(changes, audit):
-            if stored:
-                await change(changes, audit)
-            raise OutcomeUnknown("the connection broke")
+    async def broken(changes, audit):
+        if stored:
+            await change(changes, audit)
+        raise OutcomeUnknown("the connection broke")
 
-        read = world.database.read
+    read = world.database.read
 
-        async def away_at_first(work, **options):
-            nonlocal attempts
-            attempts += 1
-            if attempts == 1:
-                raise DatabaseAway("starting")
-            return await read(work, **options)
+    async def away_at_first(work, **options):
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise DatabaseAway("starting")
+        return await read(work, **options)
 
-        world.registry.change = broken
-        plan_reads = world.actions._plan
+    world.registry.change = broken
+    plan_reads = world.actions._plan
 
-        async def plan(*arguments):
-            made = await plan_reads(*arguments)
-            object.__setattr__(world.desk, "database", Proxy(away_at_first, world.database.write))
-            return made
+    async def plan(*arguments):
+        made = await plan_reads(*arguments)
+        object.__setattr__(world.desk, "database", Proxy(away_at_first, world.database.write))
+        return made
 
-        world.actions._plan = plan
-        answer = await world.run("AddBroker", **place("g1", 0, "h1"))
-        assert answer.status == (Status.DONE if stored else Status.REFUSED), answer
-        assert attempts == 2
-
-    body(tmp_path)
+    world.actions._plan = plan
+    answer = await world.run("AddBroker", **place("g1", 0, "h1"))
+    assert answer.status == (Status.DONE if stored else Status.REFUSED), answer
+    assert attempts == 2
 
 
 class Proxy:
@@ -355,26 +329,21 @@ class Proxy:
         self.write = write
 
 
-def test_what_nobody_can_find_out_says_how_to_find_out_later(tmp_path, monkeypatch):
-    @in_world
-    async def body(world):
-        monkeypatch.setattr("qmq.metaserver.actions.runner.SETTLE_PAUSE_S", 0)
+async def test_what_nobody_can_find_out_says_how_to_find_out_later(world, monkeypatch):
+    monkeypatch.setattr("qmq.metaserver.actions.runner.SETTLE_PAUSE_S", 0)
 
-        def away(repository):
-            raise OperationalError("SELECT", {}, OSError("killed"))
+    def away(repository):
+        raise OperationalError("SELECT", {}, OSError("killed"))
 
-        async def broken(changes, audit):
-            monkeypatch.setattr(Repository, "versions", away)
-            raise OutcomeUnknown("the connection broke")
+    async def broken(changes, audit):
+        monkeypatch.setattr(Repository, "versions", away)
+        raise OutcomeUnknown("the connection broke")
 
-        world.registry.change = broken
-        answer = await world.run("AddBroker", **place("g1", 0, "h1"))
-        assert answer.status == Status.UNKNOWN and "AuditTrail with request=" in answer.message
-
-    body(tmp_path)
+    world.registry.change = broken
+    answer = await world.run("AddBroker", **place("g1", 0, "h1"))
+    assert answer.status == Status.UNKNOWN and "AuditTrail with request=" in answer.message
 
 
-@in_world
 async def test_while_the_database_is_away_changes_wait_and_lists_go_on(world):
     await world.copies("g1")
     await world.routed("s1")
@@ -389,14 +358,12 @@ async def test_while_the_database_is_away_changes_wait_and_lists_go_on(world):
     assert [route["subject"] for route in await world.done("ListSubjectRoutes")] == ["s1"]
 
 
-@in_world
 async def test_two_operators_at_once_make_one_master(world):
     answers = await asyncio.gather(*(world.run("AddBroker", **place("g1", 0, f"h{n}")) for n in range(5)))
     assert sorted(answer.status for answer in answers) == [-1, -1, -1, -1, 0]
     assert len(await world.audit()) == 1
 
 
-@in_world
 async def test_a_secret_is_written_down_nowhere(world):
     """Weakness 29: a password is neither shown nor recorded, and what is stored is encrypted."""
     words = {"host": "db1", "port": 3306, "username": "app", "password": "hunter2"}

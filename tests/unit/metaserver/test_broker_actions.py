@@ -13,7 +13,7 @@ from qmq.metaserver.roles import swap
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
-from tests.unit.metaserver.actions_world import in_world, left, place
+from tests.unit.metaserver.actions_world import left, place
 
 
 def parts(world, group="g1"):
@@ -21,14 +21,12 @@ def parts(world, group="g1"):
     return known.master and known.master.hostname, known.slave and known.slave.hostname
 
 
-@in_world
 async def test_replace_answers_with_the_broker_before(world):
     await world.copies("g1")
     before = await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
     assert (before["hostname"], before["role"]) == ("g1-b", "SLAVE") and parts(world) == ("g1-a", "g1-c")
 
 
-@in_world
 async def test_qmqs_documented_swap_of_two_calls_works(world):
     """Weakness 22: QMQ's own metaserver refuses the first of the two calls that its document describes."""
     await world.running_copies("g1")
@@ -40,7 +38,6 @@ async def test_qmqs_documented_swap_of_two_calls_works(world):
     assert parts(world) == ("g1-b", "g1-a") and world.registry.directory.groups["g1"].term == 4
 
 
-@in_world
 async def test_a_swap_of_two_stopped_brokers_is_one_call(world):
     """Weakness 22: between QMQ's calls the group has one broker and no spare."""
     await world.running_copies("g1")
@@ -57,7 +54,6 @@ async def test_a_swap_of_two_stopped_brokers_is_one_call(world):
     assert parts(world) == ("g1-a", "g1-b")
 
 
-@in_world
 async def test_a_swap_of_brokers_that_run_is_refused(world):
     await world.running_copies("g1")
     words = place("g1", 0, "g1-b")
@@ -67,13 +63,11 @@ async def test_a_swap_of_brokers_that_run_is_refused(world):
     assert parts(world) == ("g1-a", "g1-b")
 
 
-@in_world
 async def test_a_swap_with_a_third_broker_is_none(world):
     await world.copies("g1")
     assert "is none of them" in await world.refused("ReplaceBroker", **place("g1", 0, "g1-c"), swap="true")
 
 
-@in_world
 async def test_an_incomplete_slave_becomes_the_master_only_when_the_loss_is_accepted(world):
     await world.copies("g1")
     await world.start("g1-a")
@@ -90,7 +84,6 @@ async def test_an_incomplete_slave_becomes_the_master_only_when_the_loss_is_acce
     assert parts(world) == ("g1-b", None) and "what g1 acknowledged" in (await world.audit())[0].after["acceptedLoss"]
 
 
-@in_world
 async def test_a_slave_is_removed_once_it_is_stopped(world):
     """Weakness 8: QMQ cannot remove a broker."""
     await world.running_copies("g1")
@@ -102,7 +95,6 @@ async def test_a_slave_is_removed_once_it_is_stopped(world):
     assert "is no broker" in await world.refused("RemoveBroker", **words)
 
 
-@in_world
 async def test_the_last_copy_is_neither_replaced_nor_removed_without_a_word(world):
     await world.running_copies("g1")
     world.stop("g1-b")
@@ -116,7 +108,6 @@ async def test_the_last_copy_is_neither_replaced_nor_removed_without_a_word(worl
     assert parts(world) == ("g1-a", "g1-c") and (await world.audit())[0].action == "ReplaceBroker"
 
 
-@in_world
 async def test_the_slave_of_a_master_that_was_rolled_back_is_neither_replaced_nor_removed_without_a_word(world):
     """The master runs, and lacks frames that only this slave has."""
     await world.running_copies("g1")
@@ -132,7 +123,6 @@ async def test_the_slave_of_a_master_that_was_rolled_back_is_neither_replaced_no
     assert parts(world) == ("g1-a", None)
 
 
-@in_world
 async def test_the_slave_of_a_master_whose_log_is_damaged_is_neither_replaced_nor_removed_without_a_word(world):
     """The range comes from the slave, if from anywhere."""
     await world.running_copies("g1")
@@ -149,13 +139,11 @@ async def test_the_slave_of_a_master_whose_log_is_damaged_is_neither_replaced_no
     assert parts(world) == ("g1-a", None)
 
 
-@in_world
 async def test_a_master_is_not_removed_before_its_slave(world):
     await world.copies("g1")
     assert "Swap them first" in await world.refused("RemoveBroker", hostname="g1-a", servePort=20881)
 
 
-@in_world
 async def test_the_last_broker_takes_its_group_with_it(world):
     """Weakness 8: QMQ cannot remove a group, and its routes keep it."""
     await world.copies("g1")
@@ -172,7 +160,6 @@ async def test_the_last_broker_takes_its_group_with_it(world):
     assert world.registry.directory.groups["g2"].term == 5, "terms go on, so that no term has two masters"
 
 
-@in_world
 async def test_roles_are_swapped_with_a_row_of_the_trail(world):
     await world.running_copies("g1")
 
@@ -191,7 +178,6 @@ async def test_roles_are_swapped_with_a_row_of_the_trail(world):
     assert (newest.action, newest.before["term"], newest.after["term"]) == ("SwapRoles", 2, 3)
 
 
-@in_world
 async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_master(world):
     """Its registration raises no term: the swap would give the group an empty log."""
     await world.running_copies("g1")
@@ -211,7 +197,6 @@ async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_ma
     assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
 
 
-@in_world
 async def test_swap_refuses_logs_that_differ(world):
     await world.running_copies("g1")
     status = world.brokers.replica_status
@@ -226,7 +211,6 @@ async def test_swap_refuses_logs_that_differ(world):
         assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"] * times
 
 
-@in_world
 async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
     """The pause begins with the order, so it includes the slave's time to catch up."""
     await world.running_copies("g1")
@@ -242,7 +226,6 @@ async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
     assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
 
 
-@in_world
 async def test_a_master_of_several_slaves_that_promises_nothing_stays_the_master(world):
     await world.running_copies("g1")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
@@ -254,7 +237,6 @@ async def test_a_master_of_several_slaves_that_promises_nothing_stays_the_master
     assert world.registry.directory.groups["g1"].master.hostname == "g1-a" and world.brokers.cancelled == ["g1-a"]
 
 
-@in_world
 async def test_nobody_is_made_delay_master_while_its_clock_is_wrong(world):
     for role, name in ((5, "d1-a"), (6, "d1-b"), (6, "d1-c")):
         await world.done("AddBroker", **place("d1", role, name))
@@ -271,7 +253,6 @@ async def test_nobody_is_made_delay_master_while_its_clock_is_wrong(world):
     assert shown["after"]["master"]["hostname"] == "d1-c", "the clock counts more than what it lacks now"
 
 
-@in_world
 async def test_a_clock_that_another_metaserver_hears_of_is_asked_for(world):
     for role, name in ((5, "d1-a"), (6, "d1-b")):
         await world.done("AddBroker", **place("d1", role, name))
@@ -285,14 +266,12 @@ async def test_a_clock_that_another_metaserver_hears_of_is_asked_for(world):
     assert world.registry.directory.groups["d1"].master.hostname == "d1-a"
 
 
-@in_world
 async def test_messages_that_are_due_at_once_need_no_clock(world):
     await world.running_copies("g1")
     world.beat("g1-b", clock_off_s=3600)
     assert (await world.done("SwapRoles", brokerGroup="g1", dryRun="true"))["wouldChange"]
 
 
-@in_world
 async def test_what_to_do_about_a_broker_of_three_that_is_down_is_what_works(world):
     await world.running_copies("g1")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
@@ -302,7 +281,6 @@ async def test_what_to_do_about_a_broker_of_three_that_is_down_is_what_works(wor
     assert "Failover --brokerGroup=g1" in await world.refused("SwapRoles", brokerGroup="g1", to="g1-b")
 
 
-@in_world
 async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
     await world.running_copies("g1")
     shown = await world.done("SwapRoles", brokerGroup="g1", dryRun="true")
@@ -313,7 +291,6 @@ async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
     assert "no broker group" in await world.refused("SwapRoles", brokerGroup="g9")
 
 
-@in_world
 async def test_brokers_and_groups_are_listed_with_their_state(world):
     """Weakness 14: QMQ's metaserver does not see whether a slave is up."""
     await world.running_copies("g1")
@@ -326,7 +303,6 @@ async def test_brokers_and_groups_are_listed_with_their_state(world):
     assert (g1["brokerState"], g1["term"], g2["brokerState"]) == ("RW", 2, "NRW")
 
 
-@in_world
 async def test_copies_are_compared(world):
     await world.running_copies("g1")
     [status] = await world.done("ReplicaStatus", brokerGroup="g1")
@@ -339,7 +315,6 @@ async def test_copies_are_compared(world):
     assert (await world.done("ReplicaStatus"))[0]["equal"] is False
 
 
-@in_world
 async def test_status_says_up_to_where_anything_is_remembered_to_be_acknowledged(world):
     """Also for copies that are gone: RecoverGroup shows the losses."""
     await world.running_copies("g1")
@@ -352,7 +327,6 @@ async def test_status_says_up_to_where_anything_is_remembered_to_be_acknowledged
     assert status["acknowledged"] == 900
 
 
-@in_world
 async def test_status_says_that_nobody_can_say_now_what_is_remembered(world):
     await world.running_copies("g1")
     world.beat("g1-a", incarnation="disk a", point=Point(Epoch(2, 1), 900, 7))
@@ -361,7 +335,6 @@ async def test_status_says_that_nobody_can_say_now_what_is_remembered(world):
     assert status["acknowledged"] is None
 
 
-@in_world
 async def test_leftovers_do_not_hinder_a_replacement_of_addresses(world):
     await world.running_copies("g1")
     world.brokers.progress["g1"] = [left("s1", "shop", 2)]
@@ -371,7 +344,6 @@ async def test_leftovers_do_not_hinder_a_replacement_of_addresses(world):
     assert world.registry.directory.groups["g1"].slave.ip == "10.0.0.2"
 
 
-@in_world
 async def test_an_accepted_loss_is_told_of_until_it_is_acknowledged(world):
     async def told():
         checks = (await world.done("Doctor"))["checks"]
@@ -400,7 +372,6 @@ async def test_an_accepted_loss_is_told_of_until_it_is_acknowledged(world):
     assert "no broker group g9" in await world.refused("AcknowledgeLoss", brokerGroup="g9")
 
 
-@in_world
 async def test_slave_that_is_away_for_moments_counts_as_in_sync_at_the_last_report(world):
     """It may confirm again before that is stored; a master that restarts then must wait for it."""
     await world.running_copies("g1")

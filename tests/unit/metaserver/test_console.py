@@ -19,36 +19,33 @@ from qmq.metaserver.console.sessions import LASTS_MS, Sessions
 from qmq.metaserver.rpc.access import wall_ms
 from qmq.rights import Caller, TokenRole
 from tests.unit.metaserver.actions_world import place
-from tests.unit.metaserver.console_world import CLUSTER, ConsoleWorld, in_console, text_of
+from tests.unit.metaserver.console_world import CLUSTER, ConsoleWorld, text_of
 
 HOSTILE = '<script>alert("1")</script>\'&'
 
 
-@in_console
-async def test_every_page_is_shown_while_there_is_nothing(world):
+async def test_every_page_is_shown_while_there_is_nothing(console):
     for page in PAGES:
-        assert f"<h1>{page.title}" in await world.see(page.path)
+        assert f"<h1>{page.title}" in await console.see(page.path)
 
 
-@in_console
-async def test_every_page_goes_on_without_the_database(world):
-    await world.running_copies("g1")
-    world.trouble = "connection refused"
+async def test_every_page_goes_on_without_the_database(console):
+    await console.running_copies("g1")
+    console.trouble = "connection refused"
 
     async def away(work, **options):
         raise NotServed("the database does not answer")
 
-    world.desk.database.read = away
+    console.desk.database.read = away
     for page in PAGES:
-        text = await world.read(page.path, name="g1")
+        text = await console.read(page.path, name="g1")
         assert f"{page.title} " in text and "connection refused" in text
-    assert "takes messages" in await world.read()
+    assert "takes messages" in await console.read()
 
 
-@in_console
-async def test_answers_of_pages_have_the_strict_policy(world):
+async def test_answers_of_pages_have_the_strict_policy(console):
     for path in ("", "/login", "/change?action=DrainGroup", "/nothing", "/console.css", "/console.js"):
-        answer = await world.browser.get(f"/console{path}")
+        answer = await console.browser.get(f"/console{path}")
         if path == "/nothing":
             assert answer.status_code == 401
             continue
@@ -59,97 +56,91 @@ async def test_answers_of_pages_have_the_strict_policy(world):
         assert answer.headers["cache-control"] == ("max-age=300" if path.startswith("/console.") else "no-store")
 
 
-@in_console
-async def test_no_page_has_anything_that_the_policy_forbids(world):
+async def test_no_page_has_anything_that_the_policy_forbids(console):
     """Inline scripts, styles and handlers would not run; foreign addresses are never loaded."""
-    await world.log_in("admin")
-    await world.running_copies("g1")
+    await console.log_in("admin")
+    await console.running_copies("g1")
     for path in [page.path for page in PAGES] + ["/change?action=MarkReadonlyBrokerGroup", "/group?name=g1"]:
-        page = await world.see(path)
+        page = await console.see(path)
         page = page.replace('<script src="/console/console.js" defer></script>', "")
         assert not re.search(r"<script|\son\w+=|\sstyle=|<style|https?://|javascript:", page), path
 
 
-@in_console
-async def test_the_overview_says_which_group_is_readonly_and_why(world):
-    await world.running_copies("g1")
-    await world.running_copies("g2")
-    world.beat("g2-a", writable=False, readonly_reasons=("slave_down",), log_end=9000)
-    text = await world.read()
+async def test_the_overview_says_which_group_is_readonly_and_why(console):
+    await console.running_copies("g1")
+    await console.running_copies("g2")
+    console.beat("g2-a", writable=False, readonly_reasons=("slave_down",), log_end=9000)
+    text = await console.read()
     assert "1 of 2 take messages" in text
     assert re.search(r"g2 readonly master g2-a:20881 up 9,000 0 its slave is missing: start it.* 4,096 4,904 g1", text)
-    assert "?name=g1" not in await world.see(state="readonly") and "?name=g2" not in await world.see(name="g1")
+    assert "?name=g1" not in await console.see(state="readonly") and "?name=g2" not in await console.see(name="g1")
 
 
-@in_console
-async def test_a_mark_is_told_as_the_reason(world):
-    await world.running_copies("g1")
-    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
-    assert "an operator marked it: UnMarkReadonlyBrokerGroup ends it" in await world.read()
-    assert "an operator marked it" in await world.read("/group", name="g1")
+async def test_a_mark_is_told_as_the_reason(console):
+    await console.running_copies("g1")
+    await console.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    assert "an operator marked it: UnMarkReadonlyBrokerGroup ends it" in await console.read()
+    assert "an operator marked it" in await console.read("/group", name="g1")
 
 
-@in_console
-async def test_doctors_findings_stand_on_the_overview_with_machine_and_command(world):
-    await world.running_copies("g1")
-    assert "checks are as they should be" in await world.read()
-    world.stop("g1-a")
-    text = await world.read()
+async def test_doctors_findings_stand_on_the_overview_with_machine_and_command(console):
+    await console.running_copies("g1")
+    assert "checks are as they should be" in await console.read()
+    console.stop("g1-a")
+    text = await console.read()
     assert "broker g1-a:20881 (MASTER of g1)" in text and "start it on 10.0.0.1" in text
     assert "qmq Failover --brokerGroup=g1 --masterGone=true" in text
 
 
-@in_console
-async def test_a_loss_that_was_accepted_stands_on_the_groups_page_until_it_is_acknowledged(world):
-    await world.log_in("admin")
-    await world.running_copies("g1")
-    world.stop("g1-a")
-    world.stop("g1-b")
-    await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true", acceptLoss="true")
-    text = await world.read("/group", name="g1")
+async def test_a_loss_that_was_accepted_stands_on_the_groups_page_until_it_is_acknowledged(console):
+    await console.log_in("admin")
+    await console.running_copies("g1")
+    console.stop("g1-a")
+    console.stop("g1-b")
+    await console.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true", acceptLoss="true")
+    text = await console.read("/group", name="g1")
     assert "that acknowledged messages are lost" in text and "AcknowledgeLoss…" in text and "Failover…" in text
-    await world.done("AcknowledgeLoss", brokerGroup="g1")
-    assert "AcknowledgeLoss" not in await world.read("/group", name="g1")
+    await console.done("AcknowledgeLoss", brokerGroup="g1")
+    assert "AcknowledgeLoss" not in await console.read("/group", name="g1")
 
 
-@in_console
-async def test_groups_come_in_pages(world):
-    await world.copies("g")
-    (row,) = (await world.run("ListBrokerGroups")).data
+async def test_groups_come_in_pages(console):
+    await console.copies("g")
+    (row,) = (await console.run("ListBrokerGroups")).data
     rows = [row | {"groupName": f"g{number}"} for number in range(101)]
 
     async def many(name, words, caller):
         return Answer(Status.DONE, data=rows if name == "ListBrokerGroups" else {"checks": []})
 
-    world.actions.run = many
-    first, second = await world.see(), await world.see("", page="1")
+    console.actions.run = many
+    first, second = await console.see(), await console.see("", page="1")
     assert (first.count("/group?name="), second.count("/group?name=")) == (100, 1)
     assert "Next" in first and "Next" not in second and "page=0" in second
-    assert "No such broker group" in await world.read("", page="7")
+    assert "No such broker group" in await console.read("", page="7")
 
 
 # Access.
 
 
-@in_console
-async def test_nobody_sees_a_page_without_logging_in(world):
-    stranger = world.new_browser()
+async def test_nobody_sees_a_page_without_logging_in(console):
+    stranger = console.new_browser()
     for page in PAGES:
         answer = await stranger.get(f"/console{page.path}", params={"name": "g"})
         assert (answer.status_code, answer.text) == (303, "")
         assert answer.headers["location"].startswith("/console/login")
     for words in ({"action": "DrainGroup"}, {"action": "DrainGroup", "step": "confirm"}):
         assert (await stranger.post("/console/change", data=words)).status_code == 303
-    assert (await stranger.get("/console", headers={"X-Api-Token": world.tokens["admin"]})).status_code == 303
+    assert (await stranger.get("/console", headers={"X-Api-Token": console.tokens["admin"]})).status_code == 303
 
 
-@in_console
-async def test_the_cookie_is_for_this_browser_alone(world):
-    answer = await world.log_in()
+async def test_the_cookie_is_for_this_browser_alone(console):
+    answer = await console.log_in()
     cookie = answer.headers["set-cookie"]
     assert {"HttpOnly", "Path=/console", "SameSite=strict", f"Max-Age={LASTS_MS // 1000}"} <= set(cookie.split("; "))
-    assert "Secure" not in cookie and world.tokens["viewer"] not in cookie
-    secure = await world.new_browser().post("https://metaserver/console/login", data={"token": world.tokens["viewer"]})
+    assert "Secure" not in cookie and console.tokens["viewer"] not in cookie
+    secure = await console.new_browser().post(
+        "https://metaserver/console/login", data={"token": console.tokens["viewer"]}
+    )
     assert "Secure" in secure.headers["set-cookie"]
 
 
@@ -163,22 +154,17 @@ async def test_the_cookie_is_for_this_browser_alone(world):
         ("client", "role"),
     ],
 )
-def test_a_login_is_refused(tmp_path, token, why):
-    @in_console
-    async def test(world):
-        before = world.metrics.refused_tokens._value.get()
-        answer = await world.new_browser().post("/console/login", data={"token": world.tokens.get(token, token)})
-        assert answer.status_code == 401 and why in answer.text and "set-cookie" not in answer.headers
-        assert world.metrics.refused_tokens._value.get() == before + 1
-
-    test(tmp_path)
+async def test_a_login_is_refused(console, token, why):
+    before = console.metrics.refused_tokens._value.get()
+    answer = await console.new_browser().post("/console/login", data={"token": console.tokens.get(token, token)})
+    assert answer.status_code == 401 and why in answer.text and "set-cookie" not in answer.headers
+    assert console.metrics.refused_tokens._value.get() == before + 1
 
 
-@in_console
-async def test_a_login_leads_to_the_page_that_was_asked_for_and_nowhere_else(world):
-    asked = await world.new_browser().get("/console/group?name=g%26h")
+async def test_a_login_leads_to_the_page_that_was_asked_for_and_nowhere_else(console):
+    asked = await console.new_browser().get("/console/group?name=g%26h")
     to = asked.headers["location"]
-    form = await world.new_browser().get(to)
+    form = await console.new_browser().get(to)
     assert 'value="/console/group?name=g%26h"' in form.text
     for to, lands in {
         "/console/group?name=g%26h": "/console/group?name=g%26h",
@@ -189,44 +175,44 @@ async def test_a_login_leads_to_the_page_that_was_asked_for_and_nowhere_else(wor
         "/console/subjects?prefix=Я": "/console",
         "/console/subjects?prefix=%D0%AF": "/console/subjects?prefix=%D0%AF",
     }.items():
-        answer = await world.browser.post("/console/login", data={"token": world.tokens["viewer"], "next": to})
+        answer = await console.browser.post("/console/login", data={"token": console.tokens["viewer"], "next": to})
         assert answer.headers["location"] == lands
 
 
-@in_console
-async def test_a_revoked_token_ends_its_sessions(world):
-    assert await world.see()
-    world.access.replace([row for row in world.rows if row.name != "viewer"])
-    assert (await world.browser.get("/console")).status_code == 303
+async def test_a_revoked_token_ends_its_sessions(console):
+    assert await console.see()
+    console.access.replace([row for row in console.rows if row.name != "viewer"])
+    assert (await console.browser.get("/console")).status_code == 303
 
 
 OPEN = {"/console/login", "/console/console.css", "/console/console.js", "/console/icon.svg"}
 
 
-@in_console
-async def test_every_address_asks_for_a_session_that_goes_on(world):
+async def test_every_address_asks_for_a_session_that_goes_on(console):
     """All invalid cookies: none, of another installation, of an expired or logged-out session, of a revoked token, of a
     token without an operator's role.
     """
     dice = random.Random(5).randbytes
     now = wall_ms()
-    sessions = Sessions(world.access, [CLUSTER], dice)
+    sessions, foreign = (Sessions(console.access, [key], dice) for key in (CLUSTER, "foreign"))
     cookies = {
         "none": "",
-        "of another installation": Sessions(world.access, ["foreign"], dice).begin(world.tokens["admin"], now_ms=now),
-        "ended": sessions.begin(world.tokens["admin"], now_ms=now - LASTS_MS),
-        "of a client": sessions._cookie(next(row.id for row in world.rows if row.name == "client"), now),
-        "of a revoked token": sessions.begin(world.tokens["operator"], now_ms=now),
+        "of another installation": Sessions(console.access, ["foreign"], dice).begin(
+            console.tokens["admin"], now_ms=now
+        ),
+        "ended": sessions.begin(console.tokens["admin"], now_ms=now - LASTS_MS),
+        "of a client": sessions._cookie(next(row.id for row in console.rows if row.name == "client"), now),
+        "of a revoked token": sessions.begin(console.tokens["operator"], now_ms=now),
     }
-    await world.log_in("admin")
-    cookies["logged out"] = world.browser.cookies["qmq_console"]
-    await world.send("/logout", csrf=await world.csrf())
-    world.access.replace([row for row in world.rows if row.name != "operator"])
-    asked = [(route.path, method) for route in world.console.routes() for method in route.methods - {"HEAD"}]
+    await console.log_in("admin")
+    cookies["logged out"] = console.browser.cookies["qmq_console"]
+    await console.send("/logout", csrf=await console.csrf())
+    console.access.replace([row for row in console.rows if row.name != "operator"])
+    asked = [(route.path, method) for route in console.served.routes() for method in route.methods - {"HEAD"}]
     assert {("/console/rates", "GET"), ("/console/change", "POST")} < set(asked)
     for path, method in asked:
         for whose, cookie in cookies.items():
-            browser = world.new_browser()
+            browser = console.new_browser()
             browser.cookies.set("qmq_console", cookie)
             form = {"csrf": sessions.csrf(cookie), "action": "DrainGroup", "brokerGroup": "g1", "step": "confirm"}
             answer = await browser.request(method, path, data=form if method == "POST" else None)
@@ -234,35 +220,33 @@ async def test_every_address_asks_for_a_session_that_goes_on(world):
             assert leads != (path in OPEN and method == "GET"), (path, method, whose, answer.status_code)
 
 
-@in_console
-async def test_every_form_shows_the_proof_of_its_session_and_comes_from_this_site(world):
-    await world.log_in("admin")
-    others = await world.csrf()
-    await world.log_in("admin")
-    posted = [route.path for route in world.console.routes() if "POST" in route.methods]
+async def test_every_form_shows_the_proof_of_its_session_and_comes_from_this_site(console):
+    await console.log_in("admin")
+    others = await console.csrf()
+    await console.log_in("admin")
+    posted = [route.path for route in console.served.routes() if "POST" in route.methods]
     assert "/console/change" in posted
     for path in posted:
         for site in ("cross-site", "same-site", "none"):
-            answer = await world.browser.post(path, data={}, headers={"Sec-Fetch-Site": site})
+            answer = await console.browser.post(path, data={}, headers={"Sec-Fetch-Site": site})
             assert answer.status_code == 403 and "another site" in answer.text, path
         if path != "/console/login":  # before the login; its cookie does not come from another site
             for csrf in ("", "x", others):
-                answer = await world.browser.post(path, data={"csrf": csrf, "action": "DrainGroup"})
+                answer = await console.browser.post(path, data={"csrf": csrf, "action": "DrainGroup"})
                 assert answer.status_code == 403 and "not of your session" in answer.text, path
-    await world.see()
+    await console.see()
 
 
-@in_console
-async def test_logging_out_ends_the_session_here(world):
-    cookie, proof = world.browser.cookies["qmq_console"], await world.csrf()
-    answer = await world.send("/logout", csrf=proof)
+async def test_logging_out_ends_the_session_here(console):
+    cookie, proof = console.browser.cookies["qmq_console"], await console.csrf()
+    answer = await console.send("/logout", csrf=proof)
     assert answer.status_code == 303 and 'qmq_console=""' in answer.headers["set-cookie"]
-    assert (await world.browser.get("/console")).status_code == 303
-    copied = world.new_browser()
+    assert (await console.browser.get("/console")).status_code == 303
+    copied = console.new_browser()
     copied.cookies.set("qmq_console", cookie)
     assert (await copied.get("/console")).status_code == 303
-    await world.log_in()
-    await world.see()  # another session of the same token goes on
+    await console.log_in()
+    await console.see()  # another session of the same token goes on
 
 
 def test_sessions_that_were_logged_out_of_are_remembered_as_long_as_they_would_last(monkeypatch):
@@ -332,100 +316,94 @@ async def test_lists_that_are_open_are_open_here_and_the_rest_is_not(tmp_path):
 # Changes.
 
 
-@in_console
-async def test_a_change_is_planned_then_confirmed_and_stands_in_the_trail(world):
-    await world.log_in("operator")
-    await world.running_copies("g1")
-    await world.routed("s1", "s2")
-    words = {"csrf": await world.csrf(), "action": "MarkReadonlyBrokerGroup", "brokerGroup": "g1", "subject": "*"}
-    before = len(await world.audit())
-    planned = await world.send("/change", step="plan", **words)
+async def test_a_change_is_planned_then_confirmed_and_stands_in_the_trail(console):
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    await console.routed("s1", "s2")
+    words = {"csrf": await console.csrf(), "action": "MarkReadonlyBrokerGroup", "brokerGroup": "g1", "subject": "*"}
+    before = len(await console.audit())
+    planned = await console.send("/change", step="plan", **words)
     text = text_of(planned.text)
     assert "Reaches 2 subjects, 1 group, 0 clients" in text and "Do it" in text
-    assert len(await world.audit()) == before and not world.registry.directory.is_marked("g1", "*")
-    done = await world.send("/change", step="confirm", **words)
-    assert "Done." in text_of(done.text) and world.registry.directory.is_marked("g1", "*")
-    newest = (await world.audit())[0]
+    assert len(await console.audit()) == before and not console.registry.directory.is_marked("g1", "*")
+    done = await console.send("/change", step="confirm", **words)
+    assert "Done." in text_of(done.text) and console.registry.directory.is_marked("g1", "*")
+    newest = (await console.audit())[0]
     assert (newest.who, newest.peer, newest.action) == ("operator", "10.0.0.9", "MarkReadonlyBrokerGroup")
-    again = await world.send("/change", step="plan", **words)
+    again = await console.send("/change", step="plan", **words)
     assert "Nothing would change" in again.text and "Do it" not in again.text
 
 
-@in_console
-async def test_a_plan_that_is_another_one_by_now_is_not_carried_out(world):
+async def test_a_plan_that_is_another_one_by_now_is_not_carried_out(console):
     """Two operators confirm contradictory plans of one subject at the same time."""
-    await world.log_in("operator")
-    await world.running_copies("g1")
-    await world.routed("s1")
-    csrf, plans = await world.csrf(), []
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    await console.routed("s1")
+    csrf, plans = await console.csrf(), []
     for seconds in ("60", "3600"):
         words = {"csrf": csrf, "action": "SetLimits", "subject": "s1", "expiresAfterS": seconds}
-        planned = (await world.send("/change", step="plan", **words)).text
+        planned = (await console.send("/change", step="plan", **words)).text
         plans.append(words | {"step": "confirm", "plan": re.search(r'name="plan" value="([^"]+)"', planned)[1]})
-    assert "Done." in (await world.send("/change", **plans[0])).text
-    refused = await world.send("/change", **plans[1])
+    assert "Done." in (await console.send("/change", **plans[0])).text
+    refused = await console.send("/change", **plans[1])
     assert "the plan has changed since it was shown" in refused.text and "expiresAfterS=3600" in refused.text
-    assert [limits.expires_after_s for limits in world.registry.directory.limits] == [60]
-    assert "Done." in (await world.send("/change", **plans[0])).text  # nothing to change
-    assert not any("ifPlan" in row.parameters for row in await world.audit())
+    assert [limits.expires_after_s for limits in console.registry.directory.limits] == [60]
+    assert "Done." in (await console.send("/change", **plans[0])).text  # nothing to change
+    assert not any("ifPlan" in row.parameters for row in await console.audit())
 
 
-@in_console
-async def test_a_form_that_was_filled_in_when_the_session_ended_is_there_after_the_login(world):
+async def test_a_form_that_was_filled_in_when_the_session_ended_is_there_after_the_login(console):
     words = {"action": "MarkReadonlyBrokerGroup", "brokerGroup": "g 1&x", "step": "confirm", "csrf": "x"}
-    browser = world.new_browser()
+    browser = console.new_browser()
     to = (await browser.post("/console/change", data=words)).headers["location"]
     login = re.search(r'name="next" value="([^"]*)"', (await browser.get(to)).text)[1]
     answer = await browser.post(
-        "/console/login", data={"token": world.tokens["operator"], "next": html.unescape(login)}
+        "/console/login", data={"token": console.tokens["operator"], "next": html.unescape(login)}
     )
     form = await browser.get(answer.headers["location"])
     assert 'value="g 1&amp;x"' in form.text and "Show the plan" in form.text and "Do it" not in form.text
-    long = await world.new_browser().post("/console/change", data=words | {"subject": "x" * 5000})
-    other = await world.new_browser().post("/console/change", data=words | {"action": "AddToken"})
+    long = await console.new_browser().post("/console/change", data=words | {"subject": "x" * 5000})
+    other = await console.new_browser().post("/console/change", data=words | {"action": "AddToken"})
     assert long.headers["location"] == "/console/login" and other.headers["location"].startswith("/console/login")
 
 
-@in_console
-async def test_a_refused_plan_offers_nothing_to_confirm(world):
-    await world.log_in("operator")
-    words = {"csrf": await world.csrf(), "action": "DrainGroup", "brokerGroup": "g9"}
-    planned = await world.send("/change", step="plan", **words)
+async def test_a_refused_plan_offers_nothing_to_confirm(console):
+    await console.log_in("operator")
+    words = {"csrf": await console.csrf(), "action": "DrainGroup", "brokerGroup": "g9"}
+    planned = await console.send("/change", step="plan", **words)
     assert "there is no broker group g9" in planned.text and "Do it" not in planned.text
-    assert "Nothing was changed" in (await world.send("/change", step="confirm", **words)).text
+    assert "Nothing was changed" in (await console.send("/change", step="confirm", **words)).text
 
 
-@in_console
-async def test_a_change_needs_the_proof_of_its_own_session_and_site(world):
-    await world.log_in("admin")
-    others = await world.csrf()
-    await world.log_in("operator")
-    await world.copies("g1")
-    await world.copies("g2")
+async def test_a_change_needs_the_proof_of_its_own_session_and_site(console):
+    await console.log_in("admin")
+    others = await console.csrf()
+    await console.log_in("operator")
+    await console.copies("g1")
+    await console.copies("g2")
     words = {"action": "DrainGroup", "brokerGroup": "g1", "step": "confirm"}
     for csrf in ("", "x", "ä", others):
-        answer = await world.send("/change", csrf=csrf, **words)
+        answer = await console.send("/change", csrf=csrf, **words)
         assert answer.status_code == 403 and "not of your session" in answer.text
-    words["csrf"] = await world.csrf()
-    answer = await world.browser.post("/console/change", data=words, headers={"Sec-Fetch-Site": "cross-site"})
+    words["csrf"] = await console.csrf()
+    answer = await console.browser.post("/console/change", data=words, headers={"Sec-Fetch-Site": "cross-site"})
     assert answer.status_code == 403 and "another site" in answer.text
-    assert not world.registry.directory.groups["g1"].draining
-    assert (await world.send("/change", **words)).status_code == 200
-    assert world.registry.directory.groups["g1"].draining
+    assert not console.registry.directory.groups["g1"].draining
+    assert (await console.send("/change", **words)).status_code == 200
+    assert console.registry.directory.groups["g1"].draining
 
 
-@in_console
-async def test_a_viewer_is_refused_changes_and_not_offered_them(world):
-    await world.running_copies("g1")
-    assert "/change?" not in await world.see("/group", name="g1")
-    words = {"csrf": await world.csrf(), "action": "DrainGroup", "brokerGroup": "g1"}
+async def test_a_viewer_is_refused_changes_and_not_offered_them(console):
+    await console.running_copies("g1")
+    assert "/change?" not in await console.see("/group", name="g1")
+    words = {"csrf": await console.csrf(), "action": "DrainGroup", "brokerGroup": "g1"}
     for step in ("plan", "confirm"):
-        answer = await world.send("/change", step=step, **words)
+        answer = await console.send("/change", step=step, **words)
         assert answer.status_code == 403 and "this needs operator" in answer.text
-    await world.log_in("operator")
-    assert "/change?action=DrainGroup" in await world.see("/group", name="g1")
-    words = {"csrf": await world.csrf(), "action": "RemoveBroker", "hostname": "g1-a", "servePort": "20881"}
-    assert (await world.send("/change", step="plan", **words)).status_code == 403
+    await console.log_in("operator")
+    assert "/change?action=DrainGroup" in await console.see("/group", name="g1")
+    words = {"csrf": await console.csrf(), "action": "RemoveBroker", "hostname": "g1-a", "servePort": "20881"}
+    assert (await console.send("/change", step="plan", **words)).status_code == 403
 
 
 def test_what_has_a_secret_or_a_document_is_left_to_the_tools():
@@ -434,23 +412,22 @@ def test_what_has_a_secret_or_a_document_is_left_to_the_tools():
     assert pages.offered("ListBrokers") is None and pages.offered("x") is None
 
 
-@in_console
-async def test_hostile_words_are_text(world):
-    await world.log_in("admin")
-    await world.running_copies("g1")
+async def test_hostile_words_are_text(console):
+    await console.log_in("admin")
+    await console.running_copies("g1")
     words = {
-        "csrf": await world.csrf(),
+        "csrf": await console.csrf(),
         "action": "MarkReadonlyBrokerGroup",
         "brokerGroup": HOSTILE,
         "subject": HOSTILE,
     }
     pages = [
-        await world.see("", name=HOSTILE, state=HOSTILE, page=HOSTILE),
-        await world.see("/group", name=HOSTILE),
-        await world.see("/change", action="DrainGroup", brokerGroup=HOSTILE),
-        (await world.send("/change", step="plan", **words)).text,
-        (await world.send("/change", step="confirm", **words)).text,
-        (await world.new_browser().post("/console/login", data={"token": HOSTILE, "next": HOSTILE})).text,
+        await console.see("", name=HOSTILE, state=HOSTILE, page=HOSTILE),
+        await console.see("/group", name=HOSTILE),
+        await console.see("/change", action="DrainGroup", brokerGroup=HOSTILE),
+        (await console.send("/change", step="plan", **words)).text,
+        (await console.send("/change", step="confirm", **words)).text,
+        (await console.new_browser().post("/console/login", data={"token": HOSTILE, "next": HOSTILE})).text,
     ]
     for page in pages:
         assert "<script>" not in page and "alert(" not in page.replace("&lt;script&gt;alert(", "")

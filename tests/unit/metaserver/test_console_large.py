@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger, encode_entry
 from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console import nights as console_nights
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import PAGES
-from tests.unit.metaserver.console_world import ConsoleWorld, text_of
+from tests.unit.metaserver.console_world import text_of
 
 MANY = 10_000
 ROWS_MAX, BYTES_MAX = 400, 400_000
@@ -92,20 +90,15 @@ ANSWERS = {
 """Answers of actions without a limit of their own; the others answer as for an empty installation."""
 
 
-async def _in_large_world(folder, test, answers=ANSWERS):
-    world = ConsoleWorld(folder / "metaserver.db")
-    await world.open()
-    await world.log_in("admin")
-    run = world.actions.run
+async def answer_with(console, answers):
+    """Log in as an admin; these actions give these answers."""
+    await console.log_in("admin")
+    run = console.actions.run
 
     async def answer(name, words, caller):
         return Answer(Status.DONE, data=answers[name]) if name in answers else await run(name, words, caller)
 
-    world.actions.run = answer
-    try:
-        await test(world)
-    finally:
-        world.database.close()
+    console.actions.run = answer
 
 
 QUERIES = {"/group": {"name": "g"}, "/messages": {"subject": "s"}}
@@ -129,69 +122,58 @@ SAID = [
 ]
 
 
-def test_ten_thousand_rows_make_a_page_no_longer_and_it_says_what_it_leaves_out(tmp_path):
-    async def test(world):
-        for path, words in ADDRESSES:
-            page = await world.see(path, **words)
-            rows = page.count("<tr") + page.count("<p") + page.count("<h3")
-            assert rows < ROWS_MAX and len(page) < BYTES_MAX, (path, words, rows, len(page))
-        for path, words, said in SAID:
-            assert said in text_of(await world.see(path, **words)), (path, words)
-
-    asyncio.run(_in_large_world(tmp_path, test))
+async def test_ten_thousand_rows_make_a_page_no_longer_and_it_says_what_it_leaves_out(console):
+    await answer_with(console, ANSWERS)
+    for path, words in ADDRESSES:
+        page = await console.see(path, **words)
+        rows = page.count("<tr") + page.count("<p") + page.count("<h3")
+        assert rows < ROWS_MAX and len(page) < BYTES_MAX, (path, words, rows, len(page))
+    for path, words, said in SAID:
+        assert said in text_of(await console.see(path, **words)), (path, words)
 
 
-def test_consumers_behind_many_groups_without_any_are_shown(tmp_path):
+async def test_consumers_behind_many_groups_without_any_are_shown(console):
     nobody, somebody = PROGRESS | {"consumers": []}, PROGRESS | {"consumers": [CONSUMER | {"consumer": "the one"}]}
     consumers = {"groups": [nobody] * 300 + [somebody], "unasked": {}}
-
-    async def test(world):
-        text = text_of(await world.see("/consumers", subject="s"))
-        assert "the one" in text and "None is known" not in text
-
-    asyncio.run(_in_large_world(tmp_path, test, ANSWERS | {"Consumers": consumers}))
+    await answer_with(console, ANSWERS | {"Consumers": consumers})
+    text = text_of(await console.see("/consumers", subject="s"))
+    assert "the one" in text and "None is known" not in text
 
 
 def night(ledger, group, at_ms, verdict=PROVEN):
     ledger.append(Entry(f"run {at_ms}", at_ms, group, verdict, verified=at_ms, by="audit@mq1"))
 
 
-def test_of_more_groups_than_a_page_shows_the_one_with_findings_is_counted_and_comes_first(tmp_path):
+async def test_of_more_groups_than_a_page_shows_the_one_with_findings_is_counted_and_comes_first(console, tmp_path):
     ledger = Ledger(tmp_path / "ledger")
     for number in range(300):
         night(ledger, f"g{number:03d}", 1000)
     night(ledger, "g299", 2000, FINDINGS)
-
-    async def test(world):
-        world.console._nights = Nights(tmp_path / "ledger")
-        page = await world.see("/audit")
-        text = text_of(page)
-        assert "299 of 300 broker groups were proven equal" in text and "And 200 more groups" in text
-        assert text.index("g299") < text.index("g000") and page.count("<tr") < ROWS_MAX
-
     there = [GROUP | {"groupName": f"g{number:03d}"} for number in range(300)]
-    asyncio.run(_in_large_world(tmp_path, test, {"ListBrokerGroups": there}))
+    await answer_with(console, {"ListBrokerGroups": there})
+    console.served._nights = Nights(tmp_path / "ledger")
+    page = await console.see("/audit")
+    text = text_of(page)
+    assert "299 of 300 broker groups were proven equal" in text and "And 200 more groups" in text
+    assert text.index("g299") < text.index("g000") and page.count("<tr") < ROWS_MAX
 
 
-def test_a_group_that_no_audit_ever_read_is_named(tmp_path):
+async def test_a_group_that_no_audit_ever_read_is_named(console, tmp_path):
     """A fixed bug: "All are proven" although no run had read the third group."""
     ledger = Ledger(tmp_path / "ledger")
     night(ledger, "g1", 1000)
-
-    async def test(world):
-        world.console._nights = Nights(tmp_path / "ledger")
-        await world.running_copies("g1")
-        await world.running_copies("g2")
-        text = text_of(await world.see("/audit"))
-        assert "1 of 2 broker groups were proven equal" in text and "Never audited: g2" in text
-        assert "Never audited" not in text_of(await world.see("/audit", group="g1"))
-        night(ledger, "g2", 2000)
-        night(ledger, "g0", 1)
-        text = text_of(await world.see("/audit"))
-        assert "All 2 broker groups were" in text and "removed since: g0" in text and "began 55 y" not in text
-        assert "run 1" in text_of(await world.see("/audit", group="g0"))
-
-    asyncio.run(_in_large_world(tmp_path, test, {}))
+    await answer_with(console, {})
+    console.served._nights = Nights(tmp_path / "ledger")
+    await console.running_copies("g1")
+    await console.running_copies("g2")
+    text = text_of(await console.see("/audit"))
+    assert "1 of 2 broker groups were proven equal" in text and "Never audited: g2" in text
+    assert "Never audited" not in text_of(await console.see("/audit", group="g1"))
+    night(ledger, "g2", 2000)
+    night(ledger, "g0", 1)
+    text = text_of(await console.see("/audit"))
+    assert "All 2 broker groups were" in text and "removed since: g0" in text and "began 55 y" not in text
+    assert "run 1" in text_of(await console.see("/audit", group="g0"))
 
 
 def test_the_newest_runs_are_shown_and_files_are_read_again_when_they_change_only(tmp_path, monkeypatch):

@@ -14,113 +14,111 @@ from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.rpc.access import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import left
-from tests.unit.metaserver.console_world import LEASE, URL, PlayedWatchdogs, in_console, text_of
+from tests.unit.metaserver.console_world import LEASE, URL, PlayedWatchdogs, text_of
 
 HOSTILE = "<script>alert(1)</script>"
 
 
-@in_console
-async def test_consumers_that_are_behind_are_named_with_since_when_and_why(world):
-    await world.running_copies("g1")
-    await world.routed("order.changed", "quiet")
+async def test_consumers_that_are_behind_are_named_with_since_when_and_why(console):
+    await console.running_copies("g1")
+    await console.routed("order.changed", "quiet")
     since = wall_ms() - 3_725_000
     stuck = left("order.changed", "billing", 1234, since)
     stuck.consumers.append(pb.ConsumerProgress(consumer="c1", connected=False, unacked=0))
     stuck.causes.append("no consumer")
     gave_up = left("order.changed", "mail", 0)
     gave_up.dead_letters = 3
-    world.brokers.progress["g1"] = [left("quiet", "idle", 0), left("order.changed", "ticket", 2, since), stuck, gave_up]
-    assert "messages?subject=order.changed" not in await world.see("/consumers"), "a viewer may not look at messages"
-    await world.log_in("operator")
-    assert "/messages?subject=order.changed&amp;dead=mail" in await world.see("/consumers")
-    text = await world.read("/consumers")
+    console.brokers.progress["g1"] = [
+        left("quiet", "idle", 0),
+        left("order.changed", "ticket", 2, since),
+        stuck,
+        gave_up,
+    ]
+    assert "messages?subject=order.changed" not in await console.see("/consumers"), "a viewer may not look at messages"
+    await console.log_in("operator")
+    assert "/messages?subject=order.changed&amp;dead=mail" in await console.see("/consumers")
+    text = await console.read("/consumers")
     assert "order.changed billing 1,234 1 h 2 min" in text and "no consumer g1: 1,234" in text
     assert text.index("billing") < text.index("ticket") and "idle" not in text
-    text = await world.read("/consumers", subject="order.changed")
+    text = await console.read("/consumers", subject="order.changed")
     assert "billing 1,234" in text and "c1 billing g1 no 0" in text
-    assert "0 – –" in await world.read("/consumers", subject="quiet")
-    world.brokers.silent = {"g1"}
-    assert "Not asked: g1" in await world.read("/consumers")
+    assert "0 – –" in await console.read("/consumers", subject="quiet")
+    console.brokers.silent = {"g1"}
+    assert "Not asked: g1" in await console.read("/consumers")
 
 
-@in_console
-async def test_broker_groups_where_messages_wait_are_told_apart(world):
-    await world.running_copies("g1")
-    await world.running_copies("g2")
-    await world.routed("order.changed")
+async def test_broker_groups_where_messages_wait_are_told_apart(console):
+    await console.running_copies("g1")
+    await console.running_copies("g2")
+    await console.routed("order.changed")
     for group, messages in (("g1", 4200), ("g2", 40)):
-        world.brokers.progress[group] = [left("order.changed", "billing", messages, wall_ms())]
-    assert "g1: 4,200, g2: 40" in await world.read("/consumers")
+        console.brokers.progress[group] = [left("order.changed", "billing", messages, wall_ms())]
+    assert "g1: 4,200, g2: 40" in await console.read("/consumers")
 
 
-@in_console
-async def test_a_large_installation_is_asked_only_when_somebody_says_so(world):
-    await world.running_copies("g1")
+async def test_a_large_installation_is_asked_only_when_somebody_says_so(console):
+    await console.running_copies("g1")
 
     before, pages.ASKED_MAX = pages.ASKED_MAX, 0
     try:
-        assert "ask all of them" in await world.read("/consumers") and "Nobody is behind" not in await world.read(
+        assert "ask all of them" in await console.read("/consumers") and "Nobody is behind" not in await console.read(
             "/consumers"
         )
-        assert "Nobody is behind" in await world.read("/consumers", all="yes")
-        assert "ask it" in await world.read() and "checks are" not in await world.read()
+        assert "Nobody is behind" in await console.read("/consumers", all="yes")
+        assert "ask it" in await console.read() and "checks are" not in await console.read()
     finally:
         pages.ASKED_MAX = before
 
 
-@in_console
-async def test_when_doctor_waits_for_a_silent_broker_the_overview_leads_to_it(world):
+async def test_when_doctor_waits_for_a_silent_broker_the_overview_leads_to_it(console):
 
-    await world.running_copies("g1")
+    await console.running_copies("g1")
     before, pages.DOCTOR_S = pages.DOCTOR_S, 0.0
     try:
-        page = await world.see()
+        page = await console.see()
     finally:
         pages.DOCTOR_S = before
     assert "A broker may not answer" in page and 'href="/console/doctor">ask it on its own page' in page
     assert "takes messages" in page
 
 
-@in_console
-async def test_subjects_come_in_pages(world):
-    await world.copies("g1")
-    await world.routed(*[f"s{number:03d}" for number in range(150)])
-    first, second = await world.see("/subjects"), await world.see("/subjects", after="s099")
+async def test_subjects_come_in_pages(console):
+    await console.copies("g1")
+    await console.routed(*[f"s{number:03d}" for number in range(150)])
+    first, second = await console.see("/subjects"), await console.see("/subjects", after="s099")
     assert ("s000" in first, "s099" in first, "s100" in first, "after=s099" in first) == (True, True, False, True)
     assert ("s099<" in second, "s100<" in second, "s149<" in second, "after=" in second) == (False, True, True, False)
-    assert "s140" in await world.see("/subjects", prefix="s14") and "s100" not in await world.see(
+    assert "s140" in await console.see("/subjects", prefix="s14") and "s100" not in await console.see(
         "/subjects", prefix="s14"
     )
-    assert "No such subject" in await world.see("/subjects", group="g9")
+    assert "No such subject" in await console.see("/subjects", group="g9")
 
 
-@in_console
-async def test_the_trail_says_what_was_changed_at_a_time(world):
-    await world.copies("g1")
-    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
-    rows = await world.audit()
+async def test_the_trail_says_what_was_changed_at_a_time(console):
+    await console.copies("g1")
+    await console.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    rows = await console.audit()
 
     async def at_five_past_two(work, **options):
         return [replace(rows[0], time_ms=1_795_356_300_000, who=HOSTILE, parameters={"brokerGroup": HOSTILE})]
 
-    text = await world.read("/trail")
+    text = await console.read("/trail")
     assert "anna 10.0.0.9 MarkReadonlyBrokerGroup brokerGroup=g1" in text
-    assert "No change in this time" in await world.read("/trail", until="2020-01-01T00:00")
-    assert "No change in this time" in await world.read("/trail", since="2099-01-01T00:00")
-    assert "MarkReadonly" not in await world.read("/trail", name="AddBroker")
-    assert "yesterday is no moment" in await world.read("/trail", since="yesterday")
-    world.desk.database.read = at_five_past_two
-    page = await world.see("/trail")
+    assert "No change in this time" in await console.read("/trail", until="2020-01-01T00:00")
+    assert "No change in this time" in await console.read("/trail", since="2099-01-01T00:00")
+    assert "MarkReadonly" not in await console.read("/trail", name="AddBroker")
+    assert "yesterday is no moment" in await console.read("/trail", since="yesterday")
+    console.desk.database.read = at_five_past_two
+    page = await console.see("/trail")
     assert "2026-11-22 14:05:00" in page and "<script>" not in page
 
 
-@in_console
-async def test_the_trail_ends_where_it_was_asked_to(world):
-    await world.copies("g1")
-    first, second = reversed(await world.audit())
-    data = await world.done("AuditTrail", until=second.time_ms + 1, since=first.time_ms)
+async def test_the_trail_ends_where_it_was_asked_to(console):
+    await console.copies("g1")
+    first, second = reversed(await console.audit())
+    data = await console.done("AuditTrail", until=second.time_ms + 1, since=first.time_ms)
     assert [row["id"] for row in data["rows"]] == [second.id, first.id]
-    later = await world.done("AuditTrail", until=first.time_ms)
+    later = await console.done("AuditTrail", until=first.time_ms)
     assert later["rows"] == []
 
 
@@ -128,37 +126,31 @@ def night(ledger, group, at_ms, verdict=PROVEN, **more):
     ledger.append(Entry(f"2026-11-{at_ms}", at_ms, group, verdict, verified=4096 * at_ms, by="audit@mq1", **more))
 
 
-def test_the_nightly_audit_is_shown_night_by_night(tmp_path):
+async def test_the_nightly_audit_is_shown_night_by_night(console, tmp_path):
     ledger = Ledger(tmp_path / "ledger")
-
-    @in_console
-    async def test(world):
-        assert "is not configured" in await world.read("/audit")
-        world.console._nights = Nights(tmp_path / "ledger")
-        assert "is no directory" in await world.read("/audit")
-        await world.copies("g1")
-        await world.copies("g2")
-        night(ledger, "g1", 1)
-        night(ledger, "g1", 2)
-        night(ledger, "g2", 2)
-        text = await world.read("/audit")
-        assert "All 2 broker groups were proven equal" in text and "g1 1970-01-01 00:00:00 proven equal 8,192" in text
-        assert text.count("audit@mq1") == 3
-        night(ledger, "g2", 3, FINDINGS, found={"lost": 1}, findings=[{"what": "lost", "text": HOSTILE}])
-        page = await world.see("/audit")
-        assert "1 of 2 broker groups" in page and "lost: 1" in page and "<script>" not in page
-        (tmp_path / "ledger" / "g1.jsonl").unlink()
-        (tmp_path / "ledger" / "g1.jsonl").write_bytes(b"x\n" + b"y\n")
-        assert "does not match its CRC" in await world.read("/audit"), "each line that is shown is checked"
-
-    test(tmp_path)
+    assert "is not configured" in await console.read("/audit")
+    console.served._nights = Nights(tmp_path / "ledger")
+    assert "is no directory" in await console.read("/audit")
+    await console.copies("g1")
+    await console.copies("g2")
+    night(ledger, "g1", 1)
+    night(ledger, "g1", 2)
+    night(ledger, "g2", 2)
+    text = await console.read("/audit")
+    assert "All 2 broker groups were proven equal" in text and "g1 1970-01-01 00:00:00 proven equal 8,192" in text
+    assert text.count("audit@mq1") == 3
+    night(ledger, "g2", 3, FINDINGS, found={"lost": 1}, findings=[{"what": "lost", "text": HOSTILE}])
+    page = await console.see("/audit")
+    assert "1 of 2 broker groups" in page and "lost: 1" in page and "<script>" not in page
+    (tmp_path / "ledger" / "g1.jsonl").unlink()
+    (tmp_path / "ledger" / "g1.jsonl").write_bytes(b"x\n" + b"y\n")
+    assert "does not match its CRC" in await console.read("/audit"), "each line that is shown is checked"
 
 
-@in_console
-async def test_a_token_for_some_subjects_does_not_see_the_audit_of_all(world):
-    world.access.replace([replace(row, subjects=("order.*",)) for row in world.rows])
-    assert "needs a token for all" in await world.read("/audit")
-    assert "limited to some" in await world.read("/trail")
+async def test_a_token_for_some_subjects_does_not_see_the_audit_of_all(console):
+    console.access.replace([replace(row, subjects=("order.*",)) for row in console.rows])
+    assert "needs a token for all" in await console.read("/audit")
+    assert "limited to some" in await console.read("/trail")
 
 
 def stored(sequence, id, **properties):
@@ -166,73 +158,68 @@ def stored(sequence, id, **properties):
     return pb.BrowsedMessage(sequence=sequence, id=id, stored_ms=1_000_000 * sequence, bytes=40, properties=pairs)
 
 
-@in_console
-async def test_messages_are_found_and_what_they_say_is_text(world):
-    await world.log_in("operator")
-    await world.running_copies("g1")
-    await world.routed("order.changed")
-    assert "Subject" in await world.read("/messages") and world.brokers.browsed == []
+async def test_messages_are_found_and_what_they_say_is_text(console):
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    await console.routed("order.changed")
+    assert "Subject" in await console.read("/messages") and console.brokers.browsed == []
     more = pb.BrowseAnswer(messages=[stored(9, "m-9", orderNo=HOSTILE)], begin=0, end=9)
-    world.brokers.stored = [more, pb.BrowseAnswer(messages=[stored(3, HOSTILE, long="x" * 500)])]
-    page = await world.see("/messages", subject="order.changed")
+    console.brokers.stored = [more, pb.BrowseAnswer(messages=[stored(3, HOSTILE, long="x" * 500)])]
+    page = await console.see("/messages", subject="order.changed")
     assert page.index("m-9") < page.index("g1 / 3") and "<script>" not in page and "x" * 500 in page
-    first, second = world.brokers.browsed
+    first, second = console.brokers.browsed
     assert (first.subject, first.newest_first, first.with_properties) == ("order.changed", True, True)
     assert (second.begin, second.end) == (0, 9)
     words = {"id": "m-9", "since": "1970-01-01T00:01", "until": "1970-01-01T00:02", "tag": "pay,late"}
-    assert "No such message" in await world.read("/messages", subject="order.changed", **words)
-    asked = world.brokers.browsed[-1]
+    assert "No such message" in await console.read("/messages", subject="order.changed", **words)
+    asked = console.brokers.browsed[-1]
     assert (asked.id, asked.since_ms, asked.until_ms, list(asked.tags)) == ("m-9", 60_000, 120_000, ["pay", "late"])
-    world.brokers.silent = {"g1"}
-    assert "Not asked: g1" in await world.read("/messages", subject="order.changed")
-    assert "has no route" in await world.read("/messages", subject="nothing")
+    console.brokers.silent = {"g1"}
+    assert "Not asked: g1" in await console.read("/messages", subject="order.changed")
+    assert "has no route" in await console.read("/messages", subject="nothing")
 
 
-@in_console
-async def test_dead_letters_are_shown_with_what_they_died_of(world):
-    await world.log_in("operator")
-    await world.running_copies("g1")
-    await world.routed("order.changed")
+async def test_dead_letters_are_shown_with_what_they_died_of(console):
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    await console.routed("order.changed")
     dead = stored(1, "m-1", qmq_deadReason="ValueError: no price", qmq_times="5")
-    world.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
-    text = await world.read("/messages", subject="order.changed", dead="billing")
+    console.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
+    text = await console.read("/messages", subject="order.changed", dead="billing")
     assert "m-1 g1 / 1 ValueError: no price 5" in text and "Redrive…" in text
     assert text.count("no price") == 1 and "qmq_" not in text, "its content is what was sent"
-    assert world.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
+    assert console.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
 
-@in_console
-async def test_dead_letters_are_shown_wherever_an_operator_had_them_go(world):
-    await world.log_in("operator")
-    await world.running_copies("g1")
-    await world.routed("order.changed", "dead")
-    await world.done("LimitGroup", subject="order.changed", group="billing", deadLettersTo="dead")
+async def test_dead_letters_are_shown_wherever_an_operator_had_them_go(console):
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    await console.routed("order.changed", "dead")
+    await console.done("LimitGroup", subject="order.changed", group="billing", deadLettersTo="dead")
     answers = [stored(number, f"m-{number}", qmq_deadReason="no price", qmq_times="5") for number in (1, 2)]
-    world.brokers.stored = [pb.BrowseAnswer(messages=[answer]) for answer in answers]
-    text = await world.read("/messages", subject="order.changed", dead="billing")
+    console.brokers.stored = [pb.BrowseAnswer(messages=[answer]) for answer in answers]
+    text = await console.read("/messages", subject="order.changed", dead="billing")
     assert "m-1 g1" in text and "m-2 g1" in text
-    own, chosen = world.brokers.browsed
+    own, chosen = console.brokers.browsed
     assert (own.subject, dict(own.properties)) == ("%DEAD_RETRY%order.changed%billing", {})
     marked = {"qmq_deadSubject": "order.changed", "qmq_deadGroup": "billing"}
     assert (chosen.subject, dict(chosen.properties)) == ("dead", marked)
 
 
-@in_console
-async def test_messages_are_for_those_who_may_consume_them(world):
-    await world.running_copies("g1")
-    await world.routed("order.changed")
-    assert "this needs operator" in await world.read("/messages", subject="order.changed")
-    world.access.replace([replace(row, subjects=("produce:*", "consume:pay.*")) for row in world.rows])
-    await world.log_in("operator")
-    assert "may not consume from" in await world.read("/messages", subject="order.changed")
-    world.access.replace([replace(row, groups=("g2",)) for row in world.rows])
-    assert "limited to other groups" in await world.read("/messages", subject="order.changed")
-    assert world.brokers.browsed == []
+async def test_messages_are_for_those_who_may_consume_them(console):
+    await console.running_copies("g1")
+    await console.routed("order.changed")
+    assert "this needs operator" in await console.read("/messages", subject="order.changed")
+    console.access.replace([replace(row, subjects=("produce:*", "consume:pay.*")) for row in console.rows])
+    await console.log_in("operator")
+    assert "may not consume from" in await console.read("/messages", subject="order.changed")
+    console.access.replace([replace(row, groups=("g2",)) for row in console.rows])
+    assert "limited to other groups" in await console.read("/messages", subject="order.changed")
+    assert console.brokers.browsed == []
 
 
-@in_console
-async def test_what_is_late_is_said_of_delayed_messages(world):
-    await world.log_in("operator")
+async def test_what_is_late_is_said_of_delayed_messages(console):
+    await console.log_in("operator")
     group = {
         "brokerGroup": "d1",
         "pendingMessages": 7,
@@ -262,122 +249,117 @@ async def test_what_is_late_is_said_of_delayed_messages(world):
         }
         return Answer(Status.DONE, data=data[name])
 
-    assert "no group of delay servers" in await world.read("/delayed")
-    world.actions.run = answer
-    page = await world.see("/delayed")
+    assert "no group of delay servers" in await console.read("/delayed")
+    console.actions.run = answer
+    page = await console.see("/delayed")
     assert "Nothing is late" in page and "Not asked: d2" in page and "2001-09-09 01:46:40" in page
     assert "<script>" not in page and "/change?action=CancelDelayed" in page
-    text = await world.read("/delayed")
+    text = await console.read("/delayed")
     assert "2001-09-09 01:46:40 report nightly end… nightly shop 0 3 * * * Europe/Berlin d1" in text
     assert "ids=recurring%3Anightly" in page and "There are more: name a subject or an owner" in text
     group |= {"dueMessages": 1500, "dueAgeMs": 61_000}
-    assert "1,500 messages are due and not sent yet, the oldest for 1 min 1 s" in await world.read("/delayed")
+    assert "1,500 messages are due and not sent yet, the oldest for 1 min 1 s" in await console.read("/delayed")
 
 
-@in_console
-async def test_databases_of_outboxes_are_listed_without_passwords(world):
-    assert "No database is registered" in await world.read("/outbox")
+async def test_databases_of_outboxes_are_listed_without_passwords(console):
+    assert "No database is registered" in await console.read("/outbox")
     words = {"host": "db1", "port": 3306, "username": "qmq", "password": "secret of db1"}
-    await world.done("AddDb", **words)
-    page = await world.see("/outbox")
+    await console.done("AddDb", **words)
+    page = await console.see("/outbox")
     assert "mmm://db1:3306" in page and "secret" not in page
 
 
-@in_console
-async def test_parked_rows_are_shown_with_their_reason_and_sent_again_by_a_confirmed_change(world):
-    await world.log_in("operator")
-    world.actions._desk = replace(world.desk, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
-    assert "No watchdog was ever active" in await world.read("/outbox")
-    await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
-    text = await world.read("/outbox")
+async def test_parked_rows_are_shown_with_their_reason_and_sent_again_by_a_confirmed_change(console):
+    await console.log_in("operator")
+    console.actions._desk = replace(console.desk, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
+    assert "No watchdog was ever active" in await console.read("/outbox")
+    await console.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
+    text = await console.read("/outbox")
     assert "1 parked: not sent until somebody says so" in text and f"order.new m-1 {HOSTILE} retry… row 17" in text
-    page = await world.see("/outbox")
+    page = await console.see("/outbox")
     assert "<script>" not in page and "action=OutboxRetry" in page and "ids=17" in page
     assert watchdogs.asked[-1] == ("10.0.0.7:8083", "/outbox/stuck", False)
-    words = {"csrf": await world.csrf(), "action": "OutboxRetry", "database": URL, "ids": "17"}
-    planned = text_of((await world.send("/change", step="plan", **words)).text)
+    words = {"csrf": await console.csrf(), "action": "OutboxRetry", "database": URL, "ids": "17"}
+    planned = text_of((await console.send("/change", step="plan", **words)).text)
     assert f"parked.{URL} 1" in planned and "sentAgain" in planned and "Do it" in planned
     assert all(not changes for *_, changes in watchdogs.asked)
-    assert "Done." in (await world.send("/change", step="confirm", **words)).text
+    assert "Done." in (await console.send("/change", step="confirm", **words)).text
     assert watchdogs.asked[-1] == ("10.0.0.7:8083", "/outbox/retry", True)
-    newest, before = (await world.audit())[:2]
+    newest, before = (await console.audit())[:2]
     assert (newest.action, newest.result, newest.after) == (
         "OutboxRetry",
         "done",
         {"retried": {URL: 1}, "notAsked": {}},
     )
     assert before.result == "begun"
-    await world.log_in("viewer")
-    assert "OutboxRetry" not in await world.see("/outbox")
+    await console.log_in("viewer")
+    assert "OutboxRetry" not in await console.see("/outbox")
 
 
-@in_console
-async def test_a_retry_says_what_became_of_it(world):
-    world.actions._desk = replace(world.desk, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
+async def test_a_retry_says_what_became_of_it(console):
+    console.actions._desk = replace(console.desk, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
     words = {"database": URL, "ids": "17"}
-    assert "was ever active" in (await world.run("OutboxRetry", **words)).message
-    await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
-    assert "name it" in await world.refused("OutboxRetry", ids="17")
+    assert "was ever active" in (await console.run("OutboxRetry", **words)).message
+    await console.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
+    assert "name it" in await console.refused("OutboxRetry", ids="17")
     for ids in ("a", ","):
-        assert "whole numbers" in await world.refused("OutboxRetry", database=URL, ids=ids), "not all that are parked"
+        assert "whole numbers" in await console.refused("OutboxRetry", database=URL, ids=ids), "not all that are parked"
     for error, status, result in (
         (NotServed("silent"), Status.WAIT, "failed"),
         (OutcomeUnknown("lost"), Status.UNKNOWN, "unknown"),
     ):
         watchdogs.fails = error
-        assert (await world.run("OutboxRetry", **words)).status == status
-        assert (await world.audit())[0].result == result
+        assert (await console.run("OutboxRetry", **words)).status == status
+        assert (await console.audit())[0].result == result
     watchdogs.fails, watchdogs.answer = None, {"database": URL, "problem": "too slow"}
-    answer = await world.run("OutboxRetry", **words)
+    answer = await console.run("OutboxRetry", **words)
     assert answer.status == Status.UNKNOWN and "too slow" in answer.message
-    assert (await world.audit())[0].result == "partly done"
+    assert (await console.audit())[0].result == "partly done"
 
 
-@in_console
-async def test_messages_a_second_of_a_group_are_drawn(world):
-    await world.running_copies("g1")
-    text = await world.read("/group", name="g1")
+async def test_messages_a_second_of_a_group_are_drawn(console):
+    await console.running_copies("g1")
+    text = await console.read("/group", name="g1")
     assert "Its master has just begun" in text
     now = wall_ms()
     samples = [pb.RateSample(at_ms=now - 5_000 * (9 - n), taken=250 * n, delivered=10 * n) for n in range(10)]
-    world.brokers.samples["g1"] = samples
+    console.brokers.samples["g1"] = samples
     with patch.object(pages, "wall_ms", lambda: now):  # the chart moves with time, and two are compared
-        page = await world.see("/group", name="g1")
-        part = await world.browser.get("/console/rates?brokerGroup=g1")
+        page = await console.see("/group", name="g1")
+        part = await console.browser.get("/console/rates?brokerGroup=g1")
     assert "messages in: 50.0 messages out: 2.0" in text_of(page) and page.count("<polyline") == 2
     assert 'data-renew="/console/rates?brokerGroup=g1"' in page and "100 at the upper edge" not in page
     assert part.text.strip().startswith("<ul") and part.text.strip() in page
-    data = await world.done("Rates", brokerGroup="g1")
+    data = await console.done("Rates", brokerGroup="g1")
     assert data["rates"][-1] == {"at": now, "taken": 50.0, "delivered": 2.0} and len(data["rates"]) == 9
-    world.brokers.silent = {"g1"}
-    assert "No rates: " in (await world.browser.get("/console/rates?brokerGroup=g1")).text
-    assert (await world.new_browser().get("/console/rates?brokerGroup=g1")).status_code == 401
+    console.brokers.silent = {"g1"}
+    assert "No rates: " in (await console.browser.get("/console/rates?brokerGroup=g1")).text
+    assert (await console.new_browser().get("/console/rates?brokerGroup=g1")).status_code == 401
 
 
-@in_console
-async def test_messages_a_second_of_a_subject_are_counted_while_somebody_looks(world):
-    await world.running_copies("g1")
-    await world.running_copies("g2")
-    await world.routed("s", groups=("g1", "g2"))
+async def test_messages_a_second_of_a_subject_are_counted_while_somebody_looks(console):
+    await console.running_copies("g1")
+    await console.running_copies("g2")
+    await console.routed("s", groups=("g1", "g2"))
     looked, began = [], wall_ms() - 60_000
-    note = world.console._looks.note
+    note = console.served._looks.note
 
     def five_seconds_later(subject, look):
         looked.append(look)
         return note(subject, look._replace(at_ms=began + 5_000 * len(looked)))
 
-    world.console._looks.note = five_seconds_later
+    console.served._looks.note = five_seconds_later
     for step in range(3):
-        world.brokers.progress = {
+        console.brokers.progress = {
             group: [pb.GroupProgress(subject="s", group="billing", next_sequence=100 * step, lag=50 * step)]
             for group in ("g1", "g2")
         }
-        text = await world.read("/consumers", subject="s")
+        text = await console.read("/consumers", subject="s")
         assert ("Counting begins now" in text) == (step == 0)
     assert "messages in: 40.0 billing: 20.0" in text
-    world.brokers.silent = {"g2"}
-    assert "No rates: not every broker group answers" in await world.read("/consumers", subject="s")
-    assert "<script src" not in await world.see("/consumers"), "what is not drawn needs no script"
+    console.brokers.silent = {"g2"}
+    assert "No rates: not every broker group answers" in await console.read("/consumers", subject="s")
+    assert "<script src" not in await console.see("/consumers"), "what is not drawn needs no script"
 
 
 WORDS = {
@@ -395,14 +377,13 @@ WORDS = {
 NONSENSE = ("-1", "9" * 23, "NaN", "1e9", "0x10", "٣", "%00", "\0", HOSTILE, "a" * 3000, "' OR 1=1", "\ud7ff")
 
 
-@in_console
-async def test_whatever_an_address_says_the_page_is_whole_and_shows_it_as_text(world):
-    await world.log_in("operator")
-    await world.running_copies("g1")
-    await world.routed("order.changed")
+async def test_whatever_an_address_says_the_page_is_whole_and_shows_it_as_text(console):
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    await console.routed("order.changed")
     for path, names in WORDS.items():
         for name, word in product(names, NONSENSE):
             words = {"subject": "order.changed", name: word} if path == "/messages" else {name: word}
-            answer = await world.browser.get(f"/console{path}", params=words)
+            answer = await console.browser.get(f"/console{path}", params=words)
             assert answer.status_code < 500 and answer.text.rstrip().endswith("</html>"), (path, name, word)
             assert HOSTILE not in answer.text, (path, name)

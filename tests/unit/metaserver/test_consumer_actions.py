@@ -9,7 +9,7 @@ from qmq.errors import QmqError
 from qmq.metaserver.actions import Status
 from qmq.metaserver.actions.desk import wall_ms
 from qmq.proto import qmq_pb2 as pb
-from tests.unit.metaserver.actions_world import client, in_world, left
+from tests.unit.metaserver.actions_world import client, left
 
 
 async def two_groups(world):
@@ -19,7 +19,6 @@ async def two_groups(world):
     await world.routed("s1", groups=("g1", "g2"))
 
 
-@in_world
 async def test_a_reset_reaches_every_broker_of_the_subject_and_is_recorded(world):
     """Weakness 35: QMQ's reset is lost with the broker's memory, and its answer is ignored."""
     await two_groups(world)
@@ -31,19 +30,13 @@ async def test_a_reset_reaches_every_broker_of_the_subject_and_is_recorded(world
 
 
 @pytest.mark.parametrize("code, to", [("1", "latest"), ("2", "earliest")])
-def test_qmqs_codes_are_understood(tmp_path, code, to):
+async def test_qmqs_codes_are_understood(world, code, to):
     """Weakness 33: QMQ's own tool never sends them."""
-
-    @in_world
-    async def body(world):
-        await two_groups(world)
-        await world.done("ResetOffset", subject="s1", group="shop", code=code)
-        assert {reset[3] for reset in world.brokers.resets} == {to}
-
-    body(tmp_path)
+    await two_groups(world)
+    await world.done("ResetOffset", subject="s1", group="shop", code=code)
+    assert {reset[3] for reset in world.brokers.resets} == {to}
 
 
-@in_world
 async def test_a_reset_to_a_time_or_a_sequence(world):
     """Weakness 35: QMQ can reset to the first and the last message only."""
     await two_groups(world)
@@ -54,7 +47,6 @@ async def test_a_reset_to_a_time_or_a_sequence(world):
     assert "name one of g1, g2" in text
 
 
-@in_world
 async def test_wrong_resets_are_refused_before_any_broker_is_asked(world):
     await two_groups(world)
     words = {"subject": "s1", "group": "shop"}
@@ -68,7 +60,6 @@ async def test_wrong_resets_are_refused_before_any_broker_is_asked(world):
     assert not world.brokers.resets
 
 
-@in_world
 async def test_one_broker_that_refuses_keeps_all_from_being_reset(world):
     """Weakness 35: QMQ resets broker after broker until one fails."""
     await two_groups(world)
@@ -79,7 +70,6 @@ async def test_one_broker_that_refuses_keeps_all_from_being_reset(world):
     assert "no consumer group other" in text
 
 
-@in_world
 async def test_a_reset_that_is_partly_done_says_where(world):
     await two_groups(world)
     world.brokers.fail_for_real = frozenset({"g2"})
@@ -89,7 +79,6 @@ async def test_a_reset_that_is_partly_done_says_where(world):
     assert [row.result for row in await world.audit() if row.action == "ResetOffset"] == ["partly done", "begun"]
 
 
-@in_world
 async def test_a_reset_that_cannot_be_recorded_is_not_begun(world):
     await two_groups(world)
 
@@ -101,7 +90,6 @@ async def test_a_reset_that_cannot_be_recorded_is_not_begun(world):
     assert not world.brokers.resets
 
 
-@in_world
 async def test_a_dry_run_of_a_reset_shows_each_broker(world):
     """Weakness 35: QMQ does not show beforehand what a reset skips. A group that got all and acked less stays where it
     is, and gives up the rest.
@@ -126,7 +114,6 @@ async def test_a_dry_run_of_a_reset_shows_each_broker(world):
     assert (await world.audit())[0].after == {"g1": {"position": 10, "skipped": 5, "repeated": 0}}
 
 
-@in_world
 async def test_lag_is_summed_up_over_brokers(world):
     await two_groups(world)
     now = wall_ms()
@@ -150,7 +137,6 @@ async def test_lag_is_summed_up_over_brokers(world):
     assert partial["lag"][0]["messages"] == 5 and "did not answer" in partial["unasked"]["g2"]
 
 
-@in_world
 async def test_consumers_are_listed_with_who_is_connected_and_switched_off(world):
     """Weakness 37: QMQ lists all former consumers, not the current ones."""
     await two_groups(world)
@@ -168,7 +154,6 @@ async def test_consumers_are_listed_with_who_is_connected_and_switched_off(world
     assert "no route" in await world.refused("Consumers", subject="s9")
 
 
-@in_world
 async def test_clients_are_listed_by_subject_and_application(world):
     """Weakness 37: QMQ has its live clients in memory and no list of them."""
     world.hub.infos = [client("shop", "c2", "s1", "s2"), client("shop", "c1", "s1"), client("bill", "c3", "s2")]

@@ -12,7 +12,6 @@ from qmq.metaserver.rpc import consumer_groups
 from qmq.metaserver.rpc.consumer_groups import ConsumerGroups
 from qmq.metaserver.storage.changes import RestoreAll
 from qmq.metaserver.storage.database import DatabaseAway
-from tests.unit.metaserver.actions_world import in_world
 
 NOW_MS = 1_800_000_000_000
 BILLING = Asked("s1", "billing", latest=True, since_ms=0, broadcast=False)
@@ -55,7 +54,6 @@ async def begin(groups, at, *asked):
     return (await groups.begin(at, asked or (BILLING,)))[0]
 
 
-@in_world
 async def test_new_group_begins_at_marks_or_first_message(world):
     groups, masters = await made(world)
     first = await begin(groups, "g1")
@@ -67,7 +65,6 @@ async def test_new_group_begins_at_marks_or_first_message(world):
     assert not masters.asked, "a group that is stored costs no question to a broker"
 
 
-@in_world
 async def test_start_is_resolved_once(world):
     groups, _ = await made(world)
     dated = Asked("s1", "dated", latest=False, since_ms=NOW_MS - 5, broadcast=False)
@@ -77,7 +74,6 @@ async def test_start_is_resolved_once(world):
     assert await begin(groups, "g2", early._replace(latest=True)) == FIRST
 
 
-@in_world
 async def test_group_with_a_position_is_not_new(world):
     """Groups from before rows existed, and groups whose row an emptied or older database lacks."""
     groups, masters = await made(world)
@@ -86,7 +82,6 @@ async def test_group_with_a_position_is_not_new(world):
     assert await begin(groups, "g2") == FIRST
 
 
-@in_world
 async def test_silent_broker_group_begins_by_time(world):
     groups, masters = await made(world)
     masters.silent = {"g2"}
@@ -96,7 +91,6 @@ async def test_silent_broker_group_begins_by_time(world):
     assert {name for name, _ in masters.asked} == {"g1"}, "a master that is known to be down costs no time"
 
 
-@in_world
 async def test_first_stored_row_counts(world):
     """Both find no row and query; the first write decides."""
     groups, masters = await made(world)
@@ -109,7 +103,6 @@ async def test_first_stored_row_counts(world):
     assert [await begin(groups, "g1")] == list(theirs)
 
 
-@in_world
 async def test_many_groups_in_one_request(world):
     groups, masters = await made(world)
     asked = [BILLING._replace(group=f"g{number}") for number in range(1_500)]
@@ -119,7 +112,6 @@ async def test_many_groups_in_one_request(world):
     assert len(masters.asked) == 2, "one question to each master"
 
 
-@in_world
 async def test_forgotten_broadcast_consumer_begins_again(world):
     groups, masters = await made(world)
     cache = BILLING._replace(group="cache-7", broadcast=True)
@@ -136,7 +128,6 @@ async def test_forgotten_broadcast_consumer_begins_again(world):
     assert await begin(groups, "g1") == await begin(groups, "g2"), "a group that is no broadcast never begins anew"
 
 
-@in_world
 async def test_forget_removes_rows_of_one_subject(world):
     groups, masters = await made(world)
     retries = "%RETRY%s1%billing"
@@ -147,7 +138,6 @@ async def test_forget_removes_rows_of_one_subject(world):
     assert [row.subject for row in left] == ["s2"]
 
 
-@in_world
 async def test_restore_keeps_consumer_groups(world):
     groups, _ = await made(world)
     await begin(groups, "g1")
@@ -158,7 +148,6 @@ async def test_restore_keeps_consumer_groups(world):
     assert [row.group for row in rows] == ["billing", "newer"]
 
 
-@in_world
 async def test_no_group_begins_without_database(world):
     groups, masters = await made(world)
     world.database._is_away("stopped by the test")

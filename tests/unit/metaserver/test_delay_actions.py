@@ -8,7 +8,7 @@ from qmq.errors import NotServed
 from qmq.metaserver.actions import Status
 from qmq.metaserver.model import BrokerKey
 from qmq.proto import qmq_pb2 as pb
-from tests.unit.metaserver.actions_world import in_world, place
+from tests.unit.metaserver.actions_world import place
 
 
 class DelayServers:
@@ -56,7 +56,6 @@ async def delay_groups(world, *names):
     return DelayServers(world)
 
 
-@in_world
 async def test_counts_of_all_groups_are_one_answer(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.pending = {"d1": 3, "d2": 4}
@@ -66,7 +65,6 @@ async def test_counts_of_all_groups_are_one_answer(world):
     assert (await world.done("DelayStats", hours=0))["hours"] == []
 
 
-@in_world
 async def test_lists_of_all_groups_are_one_by_due_time(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.listed = {"d1": [("a", 10), ("c", 30)], "d2": [("b", 20), ("d", 40)]}
@@ -75,7 +73,6 @@ async def test_lists_of_all_groups_are_one_by_due_time(world):
     assert not (await world.done("ListDelayed"))["more"]
 
 
-@in_world
 async def test_schedules_of_all_groups_are_one_list_by_their_next_time(world):
     servers = await delay_groups(world, "d1", "d2", "d3")
 
@@ -97,7 +94,6 @@ async def test_schedules_of_all_groups_are_one_list_by_their_next_time(world):
     assert [row["name"] for row in (await world.done("ListSchedules", owner="app 30"))["schedules"]] == ["n30"]
 
 
-@in_world
 async def test_each_message_gets_the_fate_that_some_group_knows(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.fates = {"d1": {"a": "cancelled"}, "d2": {"b": "sent"}}
@@ -106,7 +102,6 @@ async def test_each_message_gets_the_fate_that_some_group_knows(world):
     assert [row.result for row in await world.audit() if row.action == "CancelDelayed"] == ["done", "begun"]
 
 
-@in_world
 async def test_unknown_is_no_answer_while_a_group_is_silent(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.fates, servers.silent = {"d1": {"a": "cancelled"}}, {"d2"}
@@ -116,7 +111,6 @@ async def test_unknown_is_no_answer_while_a_group_is_silent(world):
     assert answer.data["ids"] == {"a": "cancelled", "b": "unknown"}
 
 
-@in_world
 async def test_a_key_is_not_cancelled_while_a_group_is_silent_that_may_have_more_of_it(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.fates, servers.silent = {"d1": {"k": "cancelled"}}, {"d2"}
@@ -126,7 +120,6 @@ async def test_a_key_is_not_cancelled_while_a_group_is_silent_that_may_have_more
     assert (await world.done("CancelDelayed", subject="s", keys="k"))["keys"] == {"k": "cancelled"}
 
 
-@in_world
 async def test_a_silent_group_is_named_where_counts_are_asked(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.silent = {"d2"}
@@ -134,14 +127,12 @@ async def test_a_silent_group_is_named_where_counts_are_asked(world):
     assert list(answer["unasked"]) == ["d2"] and [row["brokerGroup"] for row in answer["groups"]] == ["d1"]
 
 
-@in_world
 async def test_without_delay_servers_it_says_how_there_would_be_some(world):
     await world.copies("g1")
     assert "AddBroker with roles 5 and 6" in await world.refused("DelayStats")
     assert "AddBroker with roles 5 and 6" in await world.refused("CancelDelayed", subject="s", ids="a")
 
 
-@in_world
 async def test_a_drain_says_how_many_delayed_messages_are_left(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.pending = {"d1": 7}
@@ -151,7 +142,6 @@ async def test_a_drain_says_how_many_delayed_messages_are_left(world):
     assert (await world.done("DrainGroup", brokerGroup="d1"))["empty"]
 
 
-@in_world
 async def test_the_last_delay_server_of_a_group_goes_only_once_it_is_drained_or_by_force(world):
     await delay_groups(world, "d1", "d2", "d3")
     for name in ("d1", "d2"):
@@ -168,7 +158,6 @@ async def test_the_last_delay_server_of_a_group_goes_only_once_it_is_drained_or_
     assert world.registry.directory.groups.keys() == {"d3"}
 
 
-@in_world
 async def test_a_delay_group_whose_servers_never_ran_is_removed_at_once(world):
     await world.done("AddBroker", **place("d1", 5, "d1-a"))
     await world.done("RemoveBroker", hostname="d1-a", servePort=20881)

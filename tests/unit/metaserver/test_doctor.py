@@ -12,7 +12,6 @@ from qmq.metaserver.model import MetaserverRow, PartedTail
 from qmq.metaserver.observability.collectors import DoctorMetrics
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.rights import TokenRole
-from tests.unit.metaserver.actions_world import in_world
 from tests.unit.metaserver.http_world import HttpWorld
 
 
@@ -110,25 +109,20 @@ async def findings(metrics):
 
 
 @pytest.mark.parametrize("spoil", CAUSES, ids=lambda spoil: spoil.__name__)
-def test_each_cause_is_one_finding_for_the_action_for_monitoring_and_as_a_metric(spoil, tmp_path):
-    @in_world
-    async def body(world):
-        await world.running_copies("g1")
-        await spoil(world)
-        http = http_of(world)
-        answer = await http.client.get("/api/doctor", headers=http.headers(TokenRole.VIEWER))
-        data = answer.json()["data"]
-        wrong = [check for check in data["checks"] if not check["ok"]]
-        expected = {kind: number for kind, number in CAUSES[spoil].items() if number}
-        assert {kind: [check["kind"] for check in wrong].count(kind) for kind in expected} == expected
-        assert len(wrong) == sum(expected.values()) and not data["healthy"]
-        assert all(check["remedy"] and check["found"] for check in wrong)
-        assert await findings(DoctorMetrics(lambda: examine_reported(world.desk))) == expected
-
-    body(tmp_path)
+async def test_each_cause_is_one_finding_for_the_action_for_monitoring_and_as_a_metric(world, spoil):
+    await world.running_copies("g1")
+    await spoil(world)
+    http = http_of(world)
+    answer = await http.client.get("/api/doctor", headers=http.headers(TokenRole.VIEWER))
+    data = answer.json()["data"]
+    wrong = [check for check in data["checks"] if not check["ok"]]
+    expected = {kind: number for kind, number in CAUSES[spoil].items() if number}
+    assert {kind: [check["kind"] for check in wrong].count(kind) for kind in expected} == expected
+    assert len(wrong) == sum(expected.values()) and not data["healthy"]
+    assert all(check["remedy"] and check["found"] for check in wrong)
+    assert await findings(DoctorMetrics(lambda: examine_reported(world.desk))) == expected
 
 
-@in_world
 async def test_an_installation_that_is_well_has_no_findings(world):
     await world.running_copies("g1")
     http = http_of(world)
@@ -141,7 +135,6 @@ async def test_an_installation_that_is_well_has_no_findings(world):
     assert await findings(DoctorMetrics(lambda: examine_reported(world.desk))) == {}
 
 
-@in_world
 async def test_the_metrics_ask_no_broker(world):
     await world.running_copies("g1")
     world.brokers.silent.add("g1")  # a call would find it
@@ -191,7 +184,6 @@ async def test_a_defect_of_a_check_ends_no_metaserver_and_shows_by_a_time_that_s
     task.cancel()
 
 
-@in_world
 async def test_the_doctor_names_what_is_wrong_and_what_to_do(world):
     await world.running_copies("g1")
     healthy = await world.done("Doctor")
@@ -211,7 +203,6 @@ async def test_the_doctor_names_what_is_wrong_and_what_to_do(world):
     assert "token 'shop' has 3 watches" in wrong["routes"]["found"]
 
 
-@in_world
 async def test_the_doctor_names_a_slave_that_was_rolled_back_and_the_way_out(world):
     await world.running_copies("g1")
     world.beat("g1-b", role=1, readonly_reasons=("rolled_back",))
@@ -221,7 +212,6 @@ async def test_the_doctor_names_a_slave_that_was_rolled_back_and_the_way_out(wor
     assert "start the other copy, which refills it" in wrong["remedy"] and "docs/runbook.md" in wrong["remedy"]
 
 
-@in_world
 async def test_doctor_counts_messages_that_only_a_diverged_copy_has(world):
     await world.running_copies("g1")
     tail = PartedTail(400, (("s.a", 30, 31), ("s.b", 7, 7)))

@@ -23,19 +23,22 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 from tests.support.waiting import until_async
-from tests.unit.metaserver.actions_world import World, place
+from tests.unit.metaserver.actions_world import place
 from tests.unit.metaserver.rpc_world import Aborted, Aborting, service_of
 
 
-async def a_master_is_gone(path):
+@pytest.fixture(autouse=True)
+def _new_master_reports_at_once(monkeypatch):
+    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+
+
+async def lose_master(world):
     """Make a group whose master has ended; its slave has everything."""
-    world = World(path / "database")
-    await world.open()
     await world.running_copies()
     world.beat("g1-a", incarnation="disk of g1-a", in_step=("disk of g1-b",))
     world.beat("g1-b", incarnation="disk of g1-b", in_sync=True, flushed_end=4096)
     world.stop("g1-a")
-    return world, failovers_of(world)
+    return failovers_of(world)
 
 
 def failovers_of(world):
@@ -47,20 +50,14 @@ def row(world):
     return group.term, group.master.hostname, group.slave.hostname
 
 
-async def fail_over(world, failovers, monkeypatch):
-    """Fail over; the new master reports as soon as the row names it."""
-    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+async def test_failover_promotes_slave_and_writes_audit_row(world):
+    failovers = await lose_master(world)
     await failovers.fail_over("g1")
-
-
-async def test_failover_promotes_slave_and_writes_audit_row(tmp_path, monkeypatch):
-    world, failovers = await a_master_is_gone(tmp_path)
-    await fail_over(world, failovers, monkeypatch)
     assert row(world) == (3, "g1-b", "g1-a") and world.brokers.held == ["g1-b"]
     newest = (await world.audit())[0]
     assert (newest.action, newest.parameters["epoch"], newest.parameters["slaveEnd"]) == ("Failover", [2, 0], 4096)
     assert (newest.before["term"], newest.after["term"]) == (2, 3)
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert row(world)[0] == 3, "the new master is there"
 
 
@@ -73,8 +70,8 @@ async def test_failover_promotes_slave_and_writes_audit_row(tmp_path, monkeypatc
         (False, "on", "g1-b"),
     ],
 )
-async def test_group_failover_overrides_setting(tmp_path, monkeypatch, setting, of_the_group, new_master):
-    world, failovers = await a_master_is_gone(tmp_path)
+async def test_group_failover_overrides_setting(world, setting, of_the_group, new_master):
+    failovers = await lose_master(world)
     failovers._settings = replace(world.settings, failover=setting)
     await world.done("SetFailover", brokerGroup="g1", failover=of_the_group)
     (group,) = await world.done("ListBrokerGroups")
@@ -85,14 +82,13 @@ async def test_group_failover_overrides_setting(tmp_path, monkeypatch, setting, 
     for task in tried:
         task.cancel()
     await asyncio.gather(*tried, return_exceptions=True)
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert row(world)[1] == new_master
 
 
-async def test_enabled_failover_acts_at_once(tmp_path, monkeypatch):
-    world, failovers = await a_master_is_gone(tmp_path)
+async def test_enabled_failover_acts_at_once(world):
+    failovers = await lose_master(world)
     failovers._settings = world.settings
-    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
     running = asyncio.create_task(failovers.run())
     await asyncio.sleep(0)
     assert failovers._pause_s() is None and row(world)[1] == "g1-a"
@@ -102,8 +98,8 @@ async def test_enabled_failover_acts_at_once(tmp_path, monkeypatch):
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_switched_off_failover_ends_with_its_attempt(tmp_path):
-    world, failovers = await a_master_is_gone(tmp_path)
+async def test_switched_off_failover_ends_with_its_attempt(world):
+    failovers = await lose_master(world)
     failovers._look()
     (attempts,) = failovers._attempts.values()
     failovers._settings = replace(world.settings, failover=False)
@@ -113,8 +109,8 @@ async def test_switched_off_failover_ends_with_its_attempt(tmp_path):
     assert not failovers._attempts and row(world)[1] == "g1-a"
 
 
-async def test_removed_group_is_reset(tmp_path):
-    world, failovers = await a_master_is_gone(tmp_path)
+async def test_removed_group_is_reset(world):
+    failovers = await lose_master(world)
     await world.running_copies("g2")
     world.stop("g1-b")
     failovers._look()
@@ -126,10 +122,9 @@ async def test_removed_group_is_reset(tmp_path):
     assert not world.registry.no_failover and not failovers._attempts
 
 
-async def test_no_promotion_without_readable_points(tmp_path, monkeypatch):
+async def test_no_promotion_without_readable_points(world, monkeypatch):
     """The database may return before the slaves have answered, in time for the compare-and-set."""
-
-    world, failovers = await a_master_is_gone(tmp_path)
+    failovers = await lose_master(world)
     await world.database.write(lambda r: r.store_points({("g1", "disk of g1-a"): Point(Epoch(2, 1), 5000, 7)}))
     read = world.database.read
 
@@ -141,22 +136,22 @@ async def test_no_promotion_without_readable_points(tmp_path, monkeypatch):
 
     monkeypatch.setattr(world.database, "read", fails_once)
     with suppress(DatabaseAway):
-        await fail_over(world, failovers, monkeypatch)
+        await failovers.fail_over("g1")
     assert row(world) == (2, "g1-a", "g1-b") and not world.brokers.held
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert world.registry.no_failover["g1"][0] == Refusal.BEHIND
 
 
-async def test_connected_slave_is_not_promoted(tmp_path, monkeypatch):
-    world, failovers = await a_master_is_gone(tmp_path)
+async def test_connected_slave_is_not_promoted(world):
+    failovers = await lose_master(world)
     world.brokers.hears_its_master = True
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert row(world) == (2, "g1-a", "g1-b")
     assert world.registry.no_failover["g1"][0] == Refusal.HEARS_ITS_MASTER
 
 
-async def test_refused_failover_backs_off(tmp_path, monkeypatch):
-    _, failovers = await a_master_is_gone(tmp_path)
+async def test_refused_failover_backs_off(world, monkeypatch):
+    failovers = await lose_master(world)
     now_s, tried_s = 0.0, []
 
     async def fail_over(name):
@@ -172,20 +167,19 @@ async def test_refused_failover_backs_off(tmp_path, monkeypatch):
     assert tried_s == [0, 0.125, 0.375, 0.875, 1.875, 2.875]
 
 
-async def test_doctor_shows_why_restarted_slave_stays(tmp_path, monkeypatch):
-    world, failovers = await a_master_is_gone(tmp_path)
+async def test_doctor_shows_why_restarted_slave_stays(world):
+    failovers = await lose_master(world)
     world.beat("g1-b", incarnation="disk of g1-b", in_sync=False, flushed_end=4096)
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert row(world)[0] == 2 and not world.brokers.held
     checks = (await world.done("Doctor"))["checks"]
     (found,) = [check["found"] for check in checks if check["name"] == "group g1"]
     assert "not been in sync since its process began" in found
 
 
-async def test_paused_metaserver_finds_the_failover_done(tmp_path, monkeypatch):
-    world, failovers = await a_master_is_gone(tmp_path)
-    other = World(tmp_path / "database")
-    await other.open()
+async def test_paused_metaserver_finds_the_failover_done(world, monkeypatch):
+    failovers = await lose_master(world)
+    other = await world.another()
     going_on, held = asyncio.Event(), other.brokers.prepare_failover
     other.brokers.states = world.brokers.states
     monkeypatch.setattr(other.registry, "is_gone", lambda broker, silence_ms: "it was paused, and has not looked")
@@ -197,7 +191,7 @@ async def test_paused_metaserver_finds_the_failover_done(tmp_path, monkeypatch):
 
     monkeypatch.setattr(other.brokers, "prepare_failover", paused)
     late = asyncio.create_task(failovers_of(other).fail_over("g1"))
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     going_on.set()
     with pytest.raises(StaleTerm):
         await late
@@ -206,8 +200,8 @@ async def test_paused_metaserver_finds_the_failover_done(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stored", [True, False])
-async def test_unanswered_failover_commit_is_looked_up(tmp_path, monkeypatch, stored):
-    world, failovers = await a_master_is_gone(tmp_path)
+async def test_unanswered_failover_commit_is_looked_up(world, monkeypatch, stored):
+    failovers = await lose_master(world)
     change = world.registry.change
 
     async def unanswered(changes, audit):
@@ -217,16 +211,14 @@ async def test_unanswered_failover_commit_is_looked_up(tmp_path, monkeypatch, st
 
     monkeypatch.setattr(world.registry, "change", unanswered)
     if stored:
-        await fail_over(world, failovers, monkeypatch)
+        await failovers.fail_over("g1")
     else:
         with pytest.raises(OutcomeUnknown):
-            await fail_over(world, failovers, monkeypatch)
+            await failovers.fail_over("g1")
     assert row(world)[0] == (3 if stored else 2)
 
 
-async def test_silent_master_is_detected_by_timeout(tmp_path):
-    world = World(tmp_path / "database")
-    await world.open()
+async def test_silent_master_is_detected_by_timeout(world):
     await world.running_copies()
     master, now_ms = world.registry.directory.groups["g1"].master, world.registry.now_ms()
     world.registry.now_ms = lambda: now_ms
@@ -238,10 +230,8 @@ async def test_silent_master_is_detected_by_timeout(tmp_path):
     assert world.registry.is_gone(master, 2000).startswith("it is silent for")
 
 
-async def test_slave_heartbeats_do_not_shorten_the_pause(tmp_path, monkeypatch):
+async def test_slave_heartbeats_do_not_shorten_the_pause(world, monkeypatch):
     monkeypatch.setattr("qmq.metaserver.roles.failover.until_next_second", lambda now_s: 1.0)
-    world = World(tmp_path / "database")
-    await world.open()
     await world.running_copies()
     failovers = failovers_of(world)
     now_ms = world.registry.now_ms()
@@ -255,9 +245,7 @@ async def test_slave_heartbeats_do_not_shorten_the_pause(tmp_path, monkeypatch):
 # Three copies.
 
 
-async def a_master_of_two_slaves_is_gone(path):
-    world = World(path / "database")
-    await world.open()
+async def lose_master_of_two_slaves(world):
     await world.running_copies()
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
     await world.start("g1-c")
@@ -266,7 +254,7 @@ async def a_master_of_two_slaves_is_gone(path):
     for name, end in slaves.items():
         world.beat(name, incarnation=f"disk of {name}", in_sync=True, flushed_end=end, last_term=2, last_boot=1)
     world.stop("g1-a")
-    return world, failovers_of(world)
+    return failovers_of(world)
 
 
 def row_of_three(world):
@@ -274,10 +262,10 @@ def row_of_three(world):
     return group.term, group.master.hostname, {slave.hostname for slave in group.slaves}
 
 
-async def test_longer_of_two_slaves_is_promoted(tmp_path, monkeypatch):
-    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_longer_of_two_slaves_is_promoted(world):
+    failovers = await lose_master_of_two_slaves(world)
     before, _, _ = row_of_three(world)
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert row_of_three(world) == (before + 1, "g1-c", {"g1-a", "g1-b"})
     assert sorted(world.brokers.held) == ["g1-b", "g1-c"]
     assert {reported.promised_term for reported in world.brokers.states.values()} == {before + 1}
@@ -286,17 +274,17 @@ async def test_longer_of_two_slaves_is_promoted(tmp_path, monkeypatch):
     assert (await world.audit())[0].parameters["promised"] == ["g1-b:20881", "g1-c:20881"]
 
 
-async def test_no_promise_with_too_few_slaves(tmp_path, monkeypatch):
-    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_no_promise_with_too_few_slaves(world):
+    failovers = await lose_master_of_two_slaves(world)
     world.stop("g1-b")
     before = row_of_three(world)
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert row_of_three(world) == before and not world.brokers.held
     assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
 
 
-async def test_promise_without_promotion_renews_the_term(tmp_path, monkeypatch):
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_promise_without_promotion_renews_the_term(world, monkeypatch):
+    await lose_master_of_two_slaves(world)
     await world.start("g1-a")
     before, master, slaves = row_of_three(world)
     world.beat("g1-b", incarnation="disk of g1-b", promised_term=before + 3)
@@ -314,8 +302,8 @@ async def test_promise_without_promotion_renews_the_term(tmp_path, monkeypatch):
     assert row_of_three(world)[0] == before + 3
 
 
-async def test_promise_waits_for_missing_master(tmp_path, monkeypatch):
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_promise_waits_for_missing_master(world, monkeypatch):
+    await lose_master_of_two_slaves(world)
     before = row_of_three(world)
     world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
     monkeypatch.setattr("qmq.metaserver.roles.renewal.PROMISE_S", 0.0)
@@ -325,10 +313,9 @@ async def test_promise_waits_for_missing_master(tmp_path, monkeypatch):
     assert row_of_three(world) == before
 
 
-async def test_promise_queries_the_master(tmp_path, monkeypatch):
+async def test_promise_queries_the_master(world, monkeypatch):
     """The master's own metaserver is paused, so no row marks the master down."""
-
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await lose_master_of_two_slaves(world)
     await world.start("g1-a")
     before = row_of_three(world)
     world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
@@ -340,8 +327,8 @@ async def test_promise_queries_the_master(tmp_path, monkeypatch):
     assert row_of_three(world) == before
 
 
-async def test_starting_master_of_several_gets_new_term(tmp_path):
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_starting_master_of_several_gets_new_term(world):
+    await lose_master_of_two_slaves(world)
     directory = world.registry.directory
     before, *rest = row_of_three(world)
     a, b = (directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b"))
@@ -353,10 +340,9 @@ async def test_starting_master_of_several_gets_new_term(tmp_path):
     assert [row.action for row in await world.audit()][:2] == ["NewTerm", "NewTerm"]
 
 
-async def test_master_of_old_row_does_not_begin(tmp_path):
+async def test_master_of_old_row_does_not_begin(world):
     """A term above it would have the old row's master, while another one serves in the newest term."""
-
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await lose_master_of_two_slaves(world)
     before = row_of_three(world)
     world.beat("g1-b", incarnation="disk of g1-b", role=Role.MASTER, term=before[0] + 5)
     with pytest.raises(OperatorError, match="is the master of an old row"):
@@ -364,21 +350,19 @@ async def test_master_of_old_row_does_not_begin(tmp_path):
     assert row_of_three(world) == before
 
 
-async def test_recent_slave_reads_the_row_again(tmp_path, monkeypatch):
+async def test_recent_slave_reads_the_row_again(world):
     """Another metaserver promoted it, and it restarted before this metaserver read the row."""
-
-    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
-    other = World(tmp_path / "database")
-    await other.open()
-    await fail_over(world, failovers, monkeypatch)
+    failovers = await lose_master_of_two_slaves(world)
+    other = await world.another()
+    await failovers.fail_over("g1")
     term, master, _ = row_of_three(world)
     assert row_of_three(other)[:2] == (term - 1, "g1-a") and master == "g1-c"
     await begin_life(other.registry, other.registry.directory.find(BrokerKey("g1-c", 20881)))
     assert row_of_three(other)[:2] == (term + 1, "g1-c")
 
 
-async def test_master_of_several_needs_database_to_begin(tmp_path, monkeypatch):
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_master_of_several_needs_database_to_begin(world, monkeypatch):
+    await lose_master_of_two_slaves(world)
     await world.running_copies("g2")
     brokers = [world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b", "g2-a")]
 
@@ -393,10 +377,9 @@ async def test_master_of_several_needs_database_to_begin(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, begins, is_told", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
-async def test_master_of_several_needs_points_to_begin(tmp_path, monkeypatch, name, begins, is_told):
+async def test_master_of_several_needs_points_to_begin(world, monkeypatch, name, begins, is_told):
     """The database may fail after the change of the row."""
-
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await lose_master_of_two_slaves(world)
     service, reported = service_of(world, monkeypatch, name)
     read, context = world.database.read, Aborting()
 
@@ -415,10 +398,9 @@ async def test_master_of_several_needs_points_to_begin(tmp_path, monkeypatch, na
     assert context.code == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_registration_skips_hanging_database(tmp_path, monkeypatch):
+async def test_registration_skips_hanging_database(world, monkeypatch):
     """A broker of two copies begins from memory; one of three gets an error at once."""
-
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await lose_master_of_two_slaves(world)
     await world.running_copies("g2")
     three, two = (world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g2-a"))
     hangs, goes_on = threading.Event(), threading.Event()
@@ -442,17 +424,17 @@ async def test_registration_skips_hanging_database(tmp_path, monkeypatch):
         await poll
 
 
-async def test_older_version_does_not_promise(tmp_path, monkeypatch):
-    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_older_version_does_not_promise(world):
+    failovers = await lose_master_of_two_slaves(world)
     world.brokers.promise_nothing = {"g1-b"}
     before = row_of_three(world)
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert row_of_three(world) == before and "g1-b" in world.brokers.held
     assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
 
 
-async def test_retries_promise_the_same_term(tmp_path, monkeypatch):
-    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_retries_promise_the_same_term(world, monkeypatch):
+    failovers = await lose_master_of_two_slaves(world)
     before, change = row_of_three(world)[0], world.registry.change
 
     async def away(changes, audit):
@@ -461,20 +443,18 @@ async def test_retries_promise_the_same_term(tmp_path, monkeypatch):
     monkeypatch.setattr(world.registry, "change", away)
     for _ in range(3):
         with pytest.raises(DatabaseAway):
-            await fail_over(world, failovers, monkeypatch)
+            await failovers.fail_over("g1")
         for name in ("g1-b", "g1-c"):
             reported = world.brokers.states[BrokerKey(name, 20881)]
             assert reported.promised_term == before + 1
             world.registry.beat(BrokerKey(name, 20881), world.sessions[name], reported)
     assert world.registry.terms.floor("g1") == before + 1, "no other row gets this term"
     monkeypatch.setattr(world.registry, "change", change)
-    await fail_over(world, failovers, monkeypatch)
+    await failovers.fail_over("g1")
     assert row_of_three(world)[0] == before + 1
 
 
-async def test_promise_ends_after_shrink_to_two_copies(tmp_path, monkeypatch):
-    world = World(tmp_path / "database")
-    await world.open()
+async def test_promise_ends_after_shrink_to_two_copies(world, monkeypatch):
     await world.running_copies()
     before = row(world)
     world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 3)
@@ -485,8 +465,8 @@ async def test_promise_ends_after_shrink_to_two_copies(tmp_path, monkeypatch):
     assert row(world) == (before[0] + 3, *before[1:])
 
 
-async def test_broker_of_other_group_changes_no_row(tmp_path, monkeypatch):
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_broker_of_other_group_changes_no_row(world, monkeypatch):
+    await lose_master_of_two_slaves(world)
     before = row_of_three(world)
     service, reported = service_of(world, monkeypatch, "g1-a")
     key = BrokerKey("g1-a", 20881)
@@ -500,9 +480,8 @@ async def test_broker_of_other_group_changes_no_row(tmp_path, monkeypatch):
 # Operators' failovers.
 
 
-async def test_operator_fails_over_a_disabled_group(tmp_path, monkeypatch):
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
-    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+async def test_operator_fails_over_a_disabled_group(world):
+    await lose_master_of_two_slaves(world)
     before = row_of_three(world)
     plan = await world.done("Failover", brokerGroup="g1", dryRun="true")
     assert (plan["after"]["master"]["hostname"], plan["after"]["term"]) == ("g1-c", before[0] + 1)
@@ -515,9 +494,8 @@ async def test_operator_fails_over_a_disabled_group(tmp_path, monkeypatch):
     assert "g1-c:20881 is there, the master of g1; SwapRoles" in await world.refused("Failover", brokerGroup="g1")
 
 
-async def test_master_gone_allows_restarted_slaves(tmp_path, monkeypatch):
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
-    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+async def test_master_gone_allows_restarted_slaves(world):
+    await lose_master_of_two_slaves(world)
     term = row_of_three(world)[0]
     for name, end in (("g1-b", 4096), ("g1-c", 5000)):
         world.beat(name, incarnation=f"disk of {name}", flushed_end=end, last_term=term, last_boot=1)
@@ -528,10 +506,9 @@ async def test_master_gone_allows_restarted_slaves(tmp_path, monkeypatch):
     assert row_of_three(world) == (term + 1, "g1-c", {"g1-a", "g1-b"})
 
 
-async def test_refusal_quotes_the_copy(tmp_path, monkeypatch):
+async def test_refusal_quotes_the_copy(world, monkeypatch):
     """The operator's --masterGone queries it although it restarted: only the slave can detect a cut log."""
-
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await lose_master_of_two_slaves(world)
     words = "this copy of g1 was not in sync since it began, or is not whole"
 
     async def not_whole(broker, **asked):
@@ -542,8 +519,8 @@ async def test_refusal_quotes_the_copy(tmp_path, monkeypatch):
     assert words in refused and "If a copy is not whole: qmq RecoverGroup" in refused
 
 
-async def test_order_without_eligible_slave_is_refused(tmp_path):
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+async def test_order_without_eligible_slave_is_refused(world):
+    await lose_master_of_two_slaves(world)
     assert "there is no broker group g9" in await world.refused("Failover", brokerGroup="g9")
     world.stop("g1-b")
     refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
@@ -551,11 +528,9 @@ async def test_order_without_eligible_slave_is_refused(tmp_path):
     assert not world.brokers.held
 
 
-async def test_registration_does_not_refuse_an_order(tmp_path, monkeypatch):
+async def test_registration_does_not_refuse_an_order(world, monkeypatch):
     """The row is compared as a whole, and the metaserver writes heartbeats' news into it."""
-
-    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
-    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+    await lose_master_of_two_slaves(world)
     change, stale = world.registry.change, [True, True]
 
     async def changed_meanwhile(changes, audit):

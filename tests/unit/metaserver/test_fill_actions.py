@@ -7,7 +7,7 @@ import pytest
 from qmq.metaserver.model import BrokerKey
 from qmq.metaserver.rpc.convert import assignment_for
 from qmq.replication.readonly import Reason
-from tests.unit.metaserver.actions_world import in_world, place
+from tests.unit.metaserver.actions_world import place
 
 
 async def three(world):
@@ -31,7 +31,6 @@ def told(world, hostname="g1-a"):
     return said.sync_mode, [(fill.fill_id, fill.allowed) for fill in said.fills]
 
 
-@in_world
 async def test_the_mode_is_set_with_or_without_the_number(world):
     await three(world)
     term = world.registry.directory.groups["g1"].term
@@ -52,7 +51,6 @@ async def test_the_mode_is_set_with_or_without_the_number(world):
     assert "--syncMode" in refused
 
 
-@in_world
 async def test_an_order_is_stored_and_told_until_another_one_comes(world):
     await three(world)
     assert (await world.done("SyncReplica", brokerGroup="g1", host="g1-c"))["filling"] == "allowed"
@@ -80,17 +78,12 @@ async def test_an_order_is_stored_and_told_until_another_one_comes(world):
         ("CancelSync", "nobody", "is no slave of g1"),
     ],
 )
-def test_who_is_not_being_filled_is_left_alone(tmp_path, command, host, why):
-    @in_world
-    async def test(world):
-        await three(world)
-        refused = await world.refused(command, brokerGroup="g1", host=host)
-        assert why in refused and told(world) == ("automatic", [])
-
-    test(tmp_path)
+async def test_who_is_not_being_filled_is_left_alone(world, command, host, why):
+    await three(world)
+    refused = await world.refused(command, brokerGroup="g1", host=host)
+    assert why in refused and told(world) == ("automatic", [])
 
 
-@in_world
 async def test_a_copy_that_counts_is_never_stopped_though_it_calls_itself_incomplete(world):
     await three(world)
     waits(world, role=1)
@@ -100,7 +93,6 @@ async def test_a_copy_that_counts_is_never_stopped_though_it_calls_itself_incomp
     assert "needs no fill" in await world.refused("SyncReplica", brokerGroup="g1", host="g1-c")
 
 
-@in_world
 async def test_a_whole_copy_that_waits_for_a_snapshot_is_one_to_fill(world):
     await three(world)
     world.beat("g1-c", incarnation="disk of g1-c", fill_id="disk of g1-c/4", readonly_reasons=(Reason.UNFILLED,))
@@ -108,7 +100,6 @@ async def test_a_whole_copy_that_waits_for_a_snapshot_is_one_to_fill(world):
     assert told(world)[1] == [("disk of g1-c/4", True)]
 
 
-@in_world
 async def test_a_slave_that_is_down_says_nothing_of_its_filling(world):
     await three(world)
     world.stop("g1-c")
@@ -116,7 +107,6 @@ async def test_a_slave_that_is_down_says_nothing_of_its_filling(world):
     assert "Start it first" in refused
 
 
-@in_world
 async def test_doctor_names_the_command_for_a_slave_that_waits(world):
     await three(world)
     checks = (await world.done("Doctor"))["checks"]

@@ -7,10 +7,9 @@ from qmq.metaserver.routes.audience import Counts
 from qmq.metaserver.rpc.convert import assignment_for
 from qmq.metaserver.storage.changes import AcceptLoss, SetGroupState, SetLimits
 from qmq.operator_limits import OperatorLimits
-from tests.unit.metaserver.actions_world import caller, in_world, left, place
+from tests.unit.metaserver.actions_world import caller, left, place
 
 
-@in_world
 async def test_a_mark_says_how_many_clients_still_hold_the_old_route(world):
     """Weakness 20: QMQ does not show which producers follow a readonly mark."""
     await world.copies("g1")
@@ -23,7 +22,6 @@ async def test_a_mark_says_how_many_clients_still_hold_the_old_route(world):
     assert not answer["allKnow"] and answer["withoutOtherGroup"] == {"count": 1, "names": ["s2"]}
 
 
-@in_world
 async def test_a_mark_waits_until_no_client_holds_the_old_route(world):
     """Weakness 20: QMQ's operators wait for a minute and hope."""
     await world.copies("g1")
@@ -32,7 +30,6 @@ async def test_a_mark_waits_until_no_client_holds_the_old_route(world):
     assert answer["allKnow"] and answer["producers"] == 0 and world.hub.asked == 3
 
 
-@in_world
 async def test_a_wait_that_ends_too_early_says_so(world):
     await world.copies("g1")
     world.hub.counts = [Counts(3, 0, 9)]
@@ -41,7 +38,6 @@ async def test_a_wait_that_ends_too_early_says_so(world):
     assert world.registry.directory.is_marked("g1", "anything")
 
 
-@in_world
 async def test_marks_are_of_groups_and_subjects_that_exist(world):
     await world.copies("g1")
     await world.routed("s1")
@@ -52,7 +48,6 @@ async def test_marks_are_of_groups_and_subjects_that_exist(world):
     assert (await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1"))["readonlySubjects"] == ["s1"]
 
 
-@in_world
 async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
     await world.copies("g1")
     await world.copies("g2")
@@ -63,7 +58,6 @@ async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
     assert not world.registry.directory.marks
 
 
-@in_world
 async def test_two_operators_do_not_drain_the_last_two_groups(world):
     await world.copies("g1")
     await world.copies("g2")
@@ -72,7 +66,6 @@ async def test_two_operators_do_not_drain_the_last_two_groups(world):
     assert not world.registry.directory.groups["g1"].draining
 
 
-@in_world
 async def test_brokers_of_a_drained_group_refuse_messages(world):
     """A producer with an uncorrected old route would fill a group that its consumers leave."""
     await world.copies("g1")
@@ -90,7 +83,6 @@ async def test_brokers_of_a_drained_group_refuse_messages(world):
     assert refused("g1-a") == ["*"], "the mark stays"
 
 
-@in_world
 async def test_a_mark_may_have_as_many_characters_as_a_group(world):
     """Weakness 5: QMQ's groups have 30 characters, of which a mark holds 20."""
     await world.done("AddBroker", **place("g" * 100, 0, "h1"))
@@ -98,7 +90,6 @@ async def test_a_mark_may_have_as_many_characters_as_a_group(world):
     assert world.registry.directory.is_marked("g" * 100, "s")
 
 
-@in_world
 async def test_setting_what_is_set_changes_nothing(world):
     await world.copies("g1")
     for name in ("MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"):
@@ -108,7 +99,6 @@ async def test_setting_what_is_set_changes_nothing(world):
         assert len(await world.audit()) == rows + 1
 
 
-@in_world
 async def test_marks_and_drains_are_listed(world):
     """Weakness 37: QMQ cannot list its marks."""
     await world.copies("g1")
@@ -121,7 +111,6 @@ async def test_marks_and_drains_are_listed(world):
     assert (await world.done("ListReadonly", brokerGroup="g2"))["marks"] == []
 
 
-@in_world
 async def test_a_drain_says_what_is_left(world):
     """Weakness 7: QMQ has no step between full use and removal."""
     await world.running_copies("g1")
@@ -147,13 +136,11 @@ async def test_a_drain_says_what_is_left(world):
     assert not world.registry.directory.groups["g1"].draining
 
 
-@in_world
 async def test_the_last_group_is_not_drained(world):
     await world.copies("g1")
     assert "only one" in await world.refused("DrainGroup", brokerGroup="g1")
 
 
-@in_world
 async def test_a_drained_group_is_added_to_no_route(world):
     await world.copies("g1")
     await world.copies("g2")
@@ -162,7 +149,6 @@ async def test_a_drained_group_is_added_to_no_route(world):
     assert "being drained" in await world.refused("AddSubjectBrokerGroup", subject="s1", brokerGroup="g2")
 
 
-@in_world
 async def test_a_group_gets_a_tag(world):
     """Weakness 40: in QMQ tags can be set by SQL only."""
     await world.copies("g1")
@@ -172,7 +158,6 @@ async def test_a_group_gets_a_tag(world):
     assert world.registry.directory.groups["g1"].tag == ""
 
 
-@in_world
 async def test_consumers_are_switched_off_and_on(world):
     """Weakness 26: QMQ does this by GET, without a token, and lists it nowhere."""
     await world.done("OnOffline", state="offline", subject="s1", consumerGroup="shop", clientId="c1")
@@ -191,7 +176,6 @@ async def test_consumers_are_switched_off_and_on(world):
     assert await world.done("ListOffline", subject="s1") == []
 
 
-@in_world
 async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world):
     await world.done("SetLimits", subject="s1", expiresAfterS="60")
     await world.done("SetLimits", subject="s1", expired="deadLetter")
@@ -225,7 +209,6 @@ async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world
     await world.done("SetLimits", subject=dead, expiresAfterS="60")
 
 
-@in_world
 async def test_dead_letters_go_to_a_chosen_subject_that_is_served_wherever_they_are(world):
     for name in ("g1", "g2"):
         await world.copies(name)
@@ -250,7 +233,6 @@ async def test_dead_letters_go_to_a_chosen_subject_that_is_served_wherever_they_
     assert {limit.subject for limit in world.registry.directory.limits} == {"dead"}
 
 
-@in_world
 async def test_a_group_that_stores_dead_letters_in_a_subject_goes_on_serving_it(world):
     """A fixed bug: it was taken out of the route and was back a second later, without a reason."""
     for name in ("g1", "g2"):
@@ -269,7 +251,6 @@ async def test_a_group_that_stores_dead_letters_in_a_subject_goes_on_serving_it(
     assert world.groups_of("s1") == ("g2",)
 
 
-@in_world
 async def test_who_may_not_produce_to_a_subject_sends_no_dead_letters_there(world):
     await world.copies("g1")
     await world.routed("s1", "dead")
@@ -279,7 +260,6 @@ async def test_who_may_not_produce_to_a_subject_sends_no_dead_letters_there(worl
         assert answer.done == may, answer
 
 
-@in_world
 async def test_who_limits_a_group_anew_needs_nothing_of_where_its_dead_letters_go(world):
     await world.copies("g1")
     await world.routed("s1", "dead")
@@ -303,7 +283,6 @@ async def another_one_first(world, *orders):
     world.registry.change = after_another
 
 
-@in_world
 async def test_two_operators_at_once_neither_make_a_circle_nor_forget_each_others_limits(world):
     await world.copies("g1")
     await world.routed("s1", "dead")
@@ -315,7 +294,6 @@ async def test_two_operators_at_once_neither_make_a_circle_nor_forget_each_other
     assert world.registry.directory.limits == {OperatorLimits("dead", "people", per_second=7)}
 
 
-@in_world
 async def test_no_loss_is_acknowledged_that_the_answer_does_not_name(world):
     await world.copies("g1")
     await world.database.write(lambda repository: repository.change([AcceptLoss("g1", 5)]))

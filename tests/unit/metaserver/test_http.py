@@ -19,16 +19,6 @@ from tests.unit.metaserver.http_world import CLUSTER, OPEN, HttpWorld
 MASTER = {"brokerGroup": "g", "role": "0", "hostname": "h", "ip": "1.2.3.4", "servePort": 1, "syncPort": 2}
 
 
-def in_http(test):
-    """Run an async test in a world of its own."""
-
-    def run():
-        asyncio.run(test(HttpWorld()))
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
-
-
 def is_typed(answer):
     error = answer.json()["error"]
     assert answer.headers["content-type"] == "application/json"
@@ -44,13 +34,12 @@ def everything(world):
             yield route.path, method
 
 
-@in_http
-async def test_no_address_answers_without_a_token_but_health_and_where_the_metaserver_is(world):
+async def test_no_address_answers_without_a_token_but_health_and_where_the_metaserver_is(http):
     """Weakness 26: /onoffline changed state by GET without a token; lists were open."""
     seen = 0
-    for path, method in everything(world):
+    for path, method in everything(http):
         for headers in ({}, {"X-Api-Token": "wrong"}, {"Authorization": "Bearer wrong"}):
-            answer = await world.client.request(method, path, headers=headers)
+            answer = await http.client.request(method, path, headers=headers)
             if path in OPEN:
                 assert answer.status_code == 200
             elif path.startswith("/console"):
@@ -61,39 +50,36 @@ async def test_no_address_answers_without_a_token_but_health_and_where_the_metas
                 assert (path, method, answer.status_code, is_typed(answer)) == (path, method, 401, "UNAUTHORIZED")
                 assert answer.headers["www-authenticate"].startswith("Bearer")
             seen += 1
-    assert seen > 3 * len(ACTIONS) and world.actions.ran == []
+    assert seen > 3 * len(ACTIONS) and http.actions.ran == []
 
 
-@in_http
-async def test_every_action_runs_for_the_roles_that_may_and_for_no_others(world):
+async def test_every_action_runs_for_the_roles_that_may_and_for_no_others(http):
     """Weakness 28: full rights each."""
     for name, action in ACTIONS.items():
         for role in TokenRole:
-            world.actions.ran.clear()
-            answer = await world.client.post(f"/api/v1/{name}", json={}, headers=world.headers(role))
+            http.actions.ran.clear()
+            answer = await http.client.post(f"/api/v1/{name}", json={}, headers=http.headers(role))
             allowed = {"viewer": {"viewer", "operator", "admin"}, "operator": {"operator", "admin"}, "admin": {"admin"}}
             if role in allowed[action.role] or role == "cluster":
                 assert answer.status_code in (200, 400), (name, role)
             else:
-                assert (is_typed(answer), world.actions.ran) == ("MISSING_RIGHT", []), (name, role)
+                assert (is_typed(answer), http.actions.ran) == ("MISSING_RIGHT", []), (name, role)
 
 
-@in_http
-async def test_a_changing_action_cannot_be_asked_for_by_get(world):
+async def test_a_changing_action_cannot_be_asked_for_by_get(http):
     """Weakness 26: a GET changed state."""
     for name, action in ACTIONS.items():
-        answer = await world.client.get(f"/api/v1/{name}", headers=world.headers("cluster"))
+        answer = await http.client.get(f"/api/v1/{name}", headers=http.headers("cluster"))
         if action.changes:
             assert (is_typed(answer), answer.headers["allow"]) == ("METHOD_NOT_ALLOWED", "POST")
-    assert all(not ACTIONS[name].changes for name, _, _ in world.actions.ran)
+    assert all(not ACTIONS[name].changes for name, _, _ in http.actions.ran)
 
 
-@in_http
-async def test_what_does_not_exist_is_told_to_token_holders_only(world):
+async def test_what_does_not_exist_is_told_to_token_holders_only(http):
     for path in ("/", "/nothing", "/api/v1/Nothing", "/management/", "/onoffline", "/docs", "/openapi.json"):
-        assert is_typed(await world.client.get(path)) == "UNAUTHORIZED"
-        assert is_typed(await world.client.get(path, headers=world.headers("viewer"))) == "NOT_FOUND"
-    answer = await world.client.delete("/metrics", headers=world.headers("viewer"))
+        assert is_typed(await http.client.get(path)) == "UNAUTHORIZED"
+        assert is_typed(await http.client.get(path, headers=http.headers("viewer"))) == "NOT_FOUND"
+    answer = await http.client.delete("/metrics", headers=http.headers("viewer"))
     assert is_typed(answer) == "METHOD_NOT_ALLOWED" and "GET" in answer.headers["allow"]
 
 
@@ -106,23 +92,21 @@ async def test_a_route_that_names_no_role_is_refused_to_everybody():
         assert is_typed(await world.client.get("/forgotten", headers=world.headers(role))) == "MISSING_RIGHT"
 
 
-@in_http
-async def test_a_bad_token_on_management_is_answered_as_qmq_does(world):
+async def test_a_bad_token_on_management_is_answered_as_qmq_does(http):
     for headers in ({}, {"X-Api-Token": "wrong"}):
         for data in ({"action": "AddBroker"}, {"action": "ListBrokers"}, {"action": "Nothing"}, {}):
-            answer = await world.client.post("/management", data=data, headers=headers)
+            answer = await http.client.post("/management", data=data, headers=headers)
             assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
             assert answer.text.startswith('{"status":-1,"message":"') and answer.text.endswith('","data":null}\n')
-    assert world.actions.ran == []
+    assert http.actions.ran == []
 
 
-@in_http
-async def test_management_takes_words_from_form_and_address_and_says_who_asks(world):
-    headers = world.headers("admin")
+async def test_management_takes_words_from_form_and_address_and_says_who_asks(http):
+    headers = http.headers("admin")
     words = {"action": "ListBrokers", "brokerGroup": "from the form"}
-    answer = await world.client.post("/management?brokerGroup=g&details=true", data=words, headers=headers)
+    answer = await http.client.post("/management?brokerGroup=g&details=true", data=words, headers=headers)
     assert answer.json() == {"status": 0, "message": "", "data": {"did": "ListBrokers"}}
-    [(name, given, caller)] = world.actions.ran
+    [(name, given, caller)] = http.actions.ran
     assert (name, given["brokerGroup"], caller.name, caller.peer) == (
         "ListBrokers",
         "from the form",
@@ -131,7 +115,7 @@ async def test_management_takes_words_from_form_and_address_and_says_who_asks(wo
     )
 
 
-def test_a_long_form_is_read_beside_the_loop(monkeypatch):
+async def test_a_long_form_is_read_beside_the_loop(http, monkeypatch):
     """A backup with 100,000 subjects takes three to nine seconds, which would block all others."""
     read, threads = management.parse_qsl, []
 
@@ -140,23 +124,17 @@ def test_a_long_form_is_read_beside_the_loop(monkeypatch):
         return read(*words, **more)
 
     monkeypatch.setattr(management, "parse_qsl", noted)
-
-    @in_http
-    async def body(world):
-        for backup in ('{"x":1}', json.dumps({"x": "y" * management.LONG_BYTES})):
-            words = {"action": "Restore", "backup": backup}
-            answer = await world.client.post("/management", data=words, headers=world.headers("admin"))
-            assert answer.json()["status"] == 0
-        assert [given["backup"][:4] for _, given, _ in world.actions.ran] == ['{"x"', '{"x"']
-
-    body()
+    for backup in ('{"x":1}', json.dumps({"x": "y" * management.LONG_BYTES})):
+        words = {"action": "Restore", "backup": backup}
+        answer = await http.client.post("/management", data=words, headers=http.headers("admin"))
+        assert answer.json()["status"] == 0
+    assert [given["backup"][:4] for _, given, _ in http.actions.ran] == ['{"x"', '{"x"']
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
-@in_http
-async def test_management_refuses_a_role_that_does_not_reach(world):
-    answer = await world.client.post("/management", data={"action": "AddBroker"}, headers=world.headers("viewer"))
-    assert answer.json()["status"] == -1 and "needs admin" in answer.json()["message"] and world.actions.ran == []
+async def test_management_refuses_a_role_that_does_not_reach(http):
+    answer = await http.client.post("/management", data={"action": "AddBroker"}, headers=http.headers("viewer"))
+    assert answer.json()["status"] == -1 and "needs admin" in answer.json()["message"] and http.actions.ran == []
 
 
 async def test_open_lists_open_what_qmq_lists_and_nothing_else():
@@ -170,10 +148,9 @@ async def test_open_lists_open_what_qmq_lists_and_nothing_else():
     assert wrong.json()["status"] == -1
 
 
-@in_http
-async def test_a_bearer_token_is_as_good(world):
-    headers = {"Authorization": f"bearer {world.tokens['viewer']}"}
-    assert "qmq_metaserver" in (await world.client.get("/metrics", headers=headers)).text
+async def test_a_bearer_token_is_as_good(http):
+    headers = {"Authorization": f"bearer {http.tokens['viewer']}"}
+    assert "qmq_metaserver" in (await http.client.get("/metrics", headers=headers)).text
 
 
 @pytest.mark.parametrize(
@@ -293,23 +270,21 @@ async def test_a_wrong_body_is_refused_with_what_is_wrong(name, content, problem
     assert world.actions.ran == []
 
 
-@in_http
-async def test_a_whole_request_reaches_the_action_as_text(world):
+async def test_a_whole_request_reaches_the_action_as_text(http):
     body = MASTER | {"servePort": 20881.0, "dryRun": True}
-    answer = await world.client.post("/api/v1/AddBroker", json=body, headers=world.headers("admin"))
+    answer = await http.client.post("/api/v1/AddBroker", json=body, headers=http.headers("admin"))
     assert answer.json() == {"data": {"did": "AddBroker"}, "message": ""}
-    _, words, _ = world.actions.ran[0]
+    _, words, _ = http.actions.ran[0]
     assert words == {key: str(value) for key, value in MASTER.items()} | {"servePort": "20881", "dryRun": "true"}
 
 
-@in_http
-async def test_parameters_of_a_question_stand_in_the_address(world):
-    headers = world.headers("viewer")
-    assert (await world.client.get("/api/v1/Lag?subject=a", headers=headers)).status_code == 200
-    assert world.actions.ran[0][1] == {"subject": "a"}
+async def test_parameters_of_a_question_stand_in_the_address(http):
+    headers = http.headers("viewer")
+    assert (await http.client.get("/api/v1/Lag?subject=a", headers=headers)).status_code == 200
+    assert http.actions.ran[0][1] == {"subject": "a"}
     for wrong in ("Lag?subject=a&subject=b", "Lag?nothing=1", "Clients?limit=", "Clients?limit=x", "Clients?limit=0"):
-        assert is_typed(await world.client.get(f"/api/v1/{wrong}", headers=headers)) == "INVALID_REQUEST", wrong
-    answer = await world.client.post("/api/v1/Lag?subject=a", json={}, headers=headers)
+        assert is_typed(await http.client.get(f"/api/v1/{wrong}", headers=headers)) == "INVALID_REQUEST", wrong
+    answer = await http.client.post("/api/v1/Lag?subject=a", json={}, headers=headers)
     assert is_typed(answer) == "INVALID_REQUEST"
 
 
@@ -331,9 +306,8 @@ async def test_a_change_that_takes_too_long_goes_on_and_its_caller_hears_so(monk
     await asyncio.wait_for(ended.wait(), 60)
 
 
-@in_http
-async def test_the_document_describes_every_action(world):
-    document = (await world.client.get("/api/v1/openapi.json", headers=world.headers("client"))).json()
+async def test_the_document_describes_every_action(http):
+    document = (await http.client.get("/api/v1/openapi.json", headers=http.headers("client"))).json()
     assert {path.rpartition("/")[2] for path in document["paths"] if path.startswith("/api/v1/")} >= set(ACTIONS)
     for name, action in ACTIONS.items():
         operations = document["paths"][f"/api/v1/{name}"]
@@ -343,9 +317,8 @@ async def test_the_document_describes_every_action(world):
         assert set(schema["properties"]) == {parameter.name for parameter in action.all_parameters}
 
 
-@in_http
-async def test_the_document_names_the_types_and_bounds_that_requests_are_held_against(world):
-    document = (await world.client.get("/api/v1/openapi.json", headers=world.headers("viewer"))).json()
+async def test_the_document_names_the_types_and_bounds_that_requests_are_held_against(http):
+    document = (await http.client.get("/api/v1/openapi.json", headers=http.headers("viewer"))).json()
     add = document["components"]["schemas"]["AddBroker"]
     assert add["required"] == [*MASTER] and add["additionalProperties"] is False
     port, name, flag = (add["properties"][name] for name in ("servePort", "hostname", "dryRun"))
@@ -360,16 +333,14 @@ async def test_the_document_names_the_types_and_bounds_that_requests_are_held_ag
     assert set(document["components"]["schemas"]) == {*ACTIONS, "Done", "Error", "ErrorBody"}
 
 
-@in_http
-async def test_head_is_answered_as_get_is(world):
+async def test_head_is_answered_as_get_is(http):
     for path in (*OPEN, "/metrics"):
-        headers = world.headers("viewer")
-        assert (await world.client.head(path, headers=headers)).status_code == 200, path
-    assert (await world.client.head("/metrics")).status_code == 401
+        headers = http.headers("viewer")
+        assert (await http.client.head(path, headers=headers)).status_code == 200, path
+    assert (await http.client.head("/metrics")).status_code == 401
 
 
-@in_http
-async def test_health_says_whether_the_database_answers(world):
-    assert (await world.client.get("/health/ready")).json() == {"ready": True, "database": True}
-    assert (await world.client.get("/health/live")).text == "ok"
-    assert (await world.client.get("/meta/address")).text == "10.0.0.1:8081"
+async def test_health_says_whether_the_database_answers(http):
+    assert (await http.client.get("/health/ready")).json() == {"ready": True, "database": True}
+    assert (await http.client.get("/health/live")).text == "ok"
+    assert (await http.client.get("/meta/address")).text == "10.0.0.1:8081"

@@ -22,9 +22,9 @@ TOKEN = TokenRow("t1", "shop", "client", "salt", "hash", ("order.*",))
 AUDIT = AuditRow("anna", "", "AddToken")
 
 
-def empty(url):
+def empty(world):
     """Empty the database, as if it were new."""
-    engine = open_database(url)
+    engine = open_database(world.url)
     with engine.begin() as connection:
         for table in reversed(metadata.sorted_tables):
             if table.name != "meta_version":
@@ -34,22 +34,13 @@ def empty(url):
 
 
 @pytest.fixture
-def url(tmp_path):
-    """URL of an empty database. test_repository and test_backup run the statements on each kind of database."""
-    return f"sqlite:///{tmp_path / 'metaserver.db'}"
-
-
-@pytest.fixture
-async def world(url):
-    """A metaserver with group g1 of two running copies."""
-    world = World(url)
-    await world.open()
+async def world(world):
+    """A metaserver with group g1 of two running copies, a token, a route and a mark."""
     await world.running_copies()
     await world.registry.change([AddToken(TOKEN)], AUDIT)
     await world.routed("order.changed")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="order.changed")
-    yield world
-    world.database.close()
+    return world
 
 
 async def set_aside(world):
@@ -57,10 +48,9 @@ async def set_aside(world):
         await world.registry.mirror.catch_up()
 
 
-async def test_emptied_database_changes_nothing_in_memory(world, url):
+async def test_emptied_database_changes_nothing_in_memory(world):
     """A fixed bug: brokers refused running clients for minutes although the metaserver had everything in memory."""
-
-    empty(url)
+    empty(world)
     await set_aside(world)
     registry = world.registry
     assert registry.routes["order.changed"].groups == ("g1",) and [t.id for t in registry.tokens] == ["t1"]
@@ -76,9 +66,9 @@ async def test_emptied_database_changes_nothing_in_memory(world, url):
     await set_aside(world)
 
 
-async def test_database_is_filled_from_memory(world, url):
+async def test_database_is_filled_from_memory(world):
     before = world.registry.directory
-    empty(url)
+    empty(world)
     await set_aside(world)
     assert (await world.run("AdoptDatabase", keep="memory", dryRun="true")).done
     await set_aside(world)
@@ -91,16 +81,14 @@ async def test_database_is_filled_from_memory(world, url):
     assert [b.incarnation for b in new.brokers] == [b.incarnation for b in old.brokers]
     [row] = await world.audit()
     assert row.action == "AdoptDatabase"
-    other = World(url)
-    await other.open()
+    other = await world.another()
     assert other.registry.directory.groups["g1"].master == new.master, "another metaserver serves from it too"
-    other.database.close()
     assert "nothing to decide" in await world.refused("AdoptDatabase", keep="memory")
 
 
-async def test_operator_may_keep_the_database(world, url):
+async def test_operator_may_keep_the_database(world):
     world.beat("g1-a", term=6)
-    empty(url)
+    empty(world)
     await set_aside(world)
     await world.done("AdoptDatabase", keep="database")
     assert world.registry.directory.groups == {} and world.registry.routes == {}
@@ -108,24 +96,23 @@ async def test_operator_may_keep_the_database(world, url):
     assert world.registry.directory.groups["g1"].term == 7, "above all that was reported"
 
 
-async def test_backup_is_restored_into_emptied_database(world, url):
+async def test_backup_is_restored_into_emptied_database(world):
     backup = await world.done("Backup")
-    empty(url)
+    empty(world)
     await set_aside(world)
     await world.done("Restore", backup=json.dumps(backup))
     assert world.registry.database.is_up
     assert world.registry.directory.groups["g1"].term == 2, "as its brokers have it"
 
 
-async def test_older_backup_gets_a_newer_term(world, url):
+async def test_older_backup_gets_a_newer_term(world):
     """A fixed bug: the master still counted the third copy, while a failover used the rule for two."""
-
     backup = await world.done("Backup")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
     assert world.registry.directory.groups["g1"].term == 3
     world.beat("g1-a", term=3)
     world.beat("g1-b", term=3)
-    empty(url)
+    empty(world)
     await set_aside(world)
     await world.done("Restore", backup=json.dumps(backup))
     [old] = world.registry.old_rows()
@@ -133,11 +120,11 @@ async def test_older_backup_gets_a_newer_term(world, url):
     assert world.registry.old_row("g1").change.new_term == 4
 
 
-async def test_start_compares_database_with_snapshot(world, tmp_path, url):
-    snapshots = Snapshots(tmp_path / "snapshot", url)
+async def test_start_compares_database_with_snapshot(world, tmp_path):
+    snapshots = Snapshots(tmp_path / "snapshot", world.url)
     await snapshots.save(world.registry)
-    empty(url)
-    other = World(url)
+    empty(world)
+    other = World(world.url)
     await other.database.open()
     other.registry.mirror.expect(snapshots.read())
     await set_aside(other)
@@ -151,9 +138,8 @@ async def test_start_compares_database_with_snapshot(world, tmp_path, url):
     other.database.close()
 
 
-async def test_registering_brokers_reveal_an_empty_database(url):
-    world = World(url)
-    await world.open()
+async def test_registering_brokers_reveal_an_empty_database(world, tmp_path):
+    world = await world.another(f"sqlite:///{tmp_path / 'empty.db'}")
     reported = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
     with pytest.raises(OperatorError, match="is no broker here"):
         await world.registry.registration.register(
@@ -167,7 +153,6 @@ async def test_registering_brokers_reveal_an_empty_database(url):
     await world.done("AdoptDatabase", keep="database")
     await world.done("AddBroker", **place("g9", 0, "g9-a"))
     assert world.registry.directory.groups["g9"].term == 5
-    world.database.close()
 
 
 async def test_removed_group_is_not_lost(world):

@@ -16,7 +16,7 @@ from qmq.metaserver.roles import rules
 from qmq.metaserver.storage.changes import RemoveGroup, SetMark, SetRoles
 from qmq.proto import qmq_pb2 as pb
 from qmq.types import Role
-from tests.unit.metaserver.actions_world import World, place
+from tests.unit.metaserver.actions_world import place
 from tests.unit.metaserver.rpc_world import Aborted, Aborting, service_of
 
 A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
@@ -102,19 +102,10 @@ def upkeep_of(world):
 
 
 @pytest.fixture
-def url(tmp_path):
-    """URL of an empty database. test_repository and test_backup run the statements on each kind of database."""
-    return f"sqlite:///{tmp_path / 'metaserver.db'}"
-
-
-@pytest.fixture
-async def world(url):
+async def world(world):
     """A metaserver with group g1 of two running copies."""
-    world = World(url)
-    await world.open()
     await world.running_copies()
-    yield world
-    world.database.close()
+    return world
 
 
 async def test_row_from_before_a_swap_is_repaired(world):
@@ -169,7 +160,6 @@ async def test_older_master_is_adopted_with_force_only(world):
 
 async def test_new_terms_exceed_all_reported_ones(world):
     """A fixed bug: ReplaceBroker raised a row two swaps old to a term that the brokers ignored."""
-
     world.beat("g1-a", term=7)
     world.stop("g1-b")
     await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
@@ -212,7 +202,6 @@ async def test_other_disk_than_row_registers_again(world, monkeypatch, name, dis
     """It counted as down, so the row was not raised, and it was not promoted. A master is refused then, and
     continues.
     """
-
     service, registering = service_of(world, monkeypatch, name)
     first = pb.BrokerState(**{word: registering[word] for word in ("hostname", "serve_port", "incarnation")}, term=5)
     context, ended = Aborting(), asyncio.Event()

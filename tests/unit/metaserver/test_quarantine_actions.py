@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from qmq.errors import NotServed
 from qmq.proto import qmq_pb2 as pb
-from tests.unit.metaserver.actions_world import in_world
 
 PART, EVIDENCE = f"{0:020d}-{9:020d}-seeded-anew-0", f"{9:020d}-{20:020d}-0"
 
@@ -27,7 +26,6 @@ class Quarantines:
         )
 
 
-@in_world
 async def test_each_copy_says_what_it_keeps(world):
     await world.running_copies("g1")
     kept = Quarantines(world)
@@ -40,7 +38,6 @@ async def test_each_copy_says_what_it_keeps(world):
     assert said["unasked"] == {"g1-a:20881": "g1-a:20881 did not answer"}
 
 
-@in_world
 async def test_evidence_is_cleared_by_its_name_only(world):
     await world.running_copies("g1")
     kept, words = Quarantines(world), {"brokerGroup": "g1", "host": "g1-b"}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from qmq.metaserver.actions import Status
-from tests.unit.metaserver.actions_world import caller, in_world
-from tests.unit.metaserver.console_world import in_console, text_of
+from tests.unit.metaserver.actions_world import caller
+from tests.unit.metaserver.console_world import text_of
 
 WORDS = {"subject": "s", "group": "billing"}
 
@@ -15,7 +15,6 @@ async def with_dead_letters(world, *reasons):
     world.brokers.dead = [(f"m-{number}", reason) for number, reason in enumerate(reasons)]
 
 
-@in_world
 async def test_a_plan_moves_nothing_and_the_change_what_it_said(world):
     await with_dead_letters(world, "timeout", "no price", "timeout")
     plan = await world.done("Redrive", dryRun="true", reason="timeout", **WORDS)
@@ -27,7 +26,6 @@ async def test_a_plan_moves_nothing_and_the_change_what_it_said(world):
     assert not (await world.done("Redrive", dryRun="true", reason="timeout", **WORDS))["wouldChange"]
 
 
-@in_world
 async def test_no_more_go_back_than_the_limit(world):
     await with_dead_letters(world, "a", "b", "c")
     assert (await world.done("Redrive", limit=2, **WORDS))["ids"] == ["m-0", "m-1"]
@@ -35,7 +33,6 @@ async def test_no_more_go_back_than_the_limit(world):
     assert (await world.done("Redrive", id="m-9", **WORDS))["moved"] == 0
 
 
-@in_world
 async def test_what_stays_and_what_is_unknown_is_told(world):
     await with_dead_letters(world, "a", "refuse me")
     answer = await world.run("Redrive", **WORDS)
@@ -49,7 +46,6 @@ async def test_what_stays_and_what_is_unknown_is_told(world):
     assert answer.status == Status.WAIT and "no dead letter went back" in answer.message
 
 
-@in_world
 async def test_a_token_for_some_subjects_needs_the_right_to_redrive(world):
     await with_dead_letters(world, "a")
     for subjects, may in ((("consume:s",), False), (("other",), False), (("redrive:s",), True), (("s",), True)):
@@ -58,7 +54,6 @@ async def test_a_token_for_some_subjects_needs_the_right_to_redrive(world):
     assert "needs operator" in await world.refused("Redrive", caller("viewer"), **WORDS)
 
 
-@in_world
 async def test_dead_letters_go_to_a_subject_that_has_a_route_by_who_may_redrive_and_produce(world):
     await with_dead_letters(world, "a")
     words = {**WORDS, "to": "repaired"}
@@ -75,19 +70,17 @@ async def test_dead_letters_go_to_a_subject_that_has_a_route_by_who_may_redrive_
     assert (await world.audit())[0].parameters["to"] == "repaired"
 
 
-@in_console
-async def test_dead_letters_go_back_through_the_console_once_that_is_confirmed(world):
-    await world.log_in("operator")
-    await with_dead_letters(world, "timeout")
-    assert "/change?action=Redrive" not in await world.see("/messages", subject="s")
-    words = {"csrf": await world.csrf(), "action": "Redrive", **WORDS}
-    text = text_of((await world.send("/change", step="plan", **words)).text)
-    assert "goBack" in text and "Do it" in text and world.brokers.dead
-    assert "moved 1" in text_of((await world.send("/change", step="confirm", **words)).text)
-    assert world.brokers.dead == [] and (await world.audit())[0].who == "operator"
+async def test_dead_letters_go_back_through_the_console_once_that_is_confirmed(console):
+    await console.log_in("operator")
+    await with_dead_letters(console, "timeout")
+    assert "/change?action=Redrive" not in await console.see("/messages", subject="s")
+    words = {"csrf": await console.csrf(), "action": "Redrive", **WORDS}
+    text = text_of((await console.send("/change", step="plan", **words)).text)
+    assert "goBack" in text and "Do it" in text and console.brokers.dead
+    assert "moved 1" in text_of((await console.send("/change", step="confirm", **words)).text)
+    assert console.brokers.dead == [] and (await console.audit())[0].who == "operator"
 
 
-@in_world
 async def test_who_may_not_consume_from_a_subject_has_nobody_look_for_dead_letters_there(world):
     await with_dead_letters(world, "a")
     await world.routed("shared")

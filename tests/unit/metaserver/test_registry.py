@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,22 +14,18 @@ from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
-from tests.unit.metaserver.actions_world import World
 
 ANOTHER = AuditRow("another metaserver", "", "change")
 
 
-async def opened(path: Path) -> World:
-    world = World(path / "database")
-    await world.open()
+@pytest.fixture
+async def world(world):
     await world.copies()
     return world
 
 
-async def test_reading_is_published_despite_later_failure(tmp_path, monkeypatch):
+async def test_reading_is_published_despite_later_failure(world, monkeypatch):
     """Groups, routes and sightings are read one after the other; the database may fail in between."""
-
-    world = await opened(tmp_path)
     registry, read = world.registry, world.database.read
     changes = [SetMark(ReadonlyMark("a", "g1")), SetRoute("a", ("g1",), 0)]
     await world.database.write(lambda repository: repository.change(changes, ANOTHER))
@@ -53,8 +48,7 @@ async def test_reading_is_published_despite_later_failure(tmp_path, monkeypatch)
         assert registry.routes["a"].groups == ("g1",) and wake.is_set()
 
 
-async def test_late_answer_keeps_route_removed(tmp_path, monkeypatch):
-    world = await opened(tmp_path)
+async def test_late_answer_keeps_route_removed(world, monkeypatch):
     await world.start("g1-a")
     write = world.database.write
 
@@ -70,8 +64,7 @@ async def test_late_answer_keeps_route_removed(tmp_path, monkeypatch):
     assert not world.registry.routes
 
 
-async def test_change_wakes_concerned_brokers_only(tmp_path):
-    world = await opened(tmp_path)
+async def test_change_wakes_concerned_brokers_only(world):
     await world.copies("g2")
     registry, changes = world.registry, world.registry.mirror.directory_changes
     one, other = (registry.directory.groups[name].master.key for name in ("g1", "g2"))
@@ -93,8 +86,7 @@ async def test_change_wakes_concerned_brokers_only(tmp_path):
         assert await run("RemoveBroker", hostname="g2-b", servePort=20881) == (False, True)
 
 
-async def test_routes_of_group_list_it(tmp_path):
-    world = await opened(tmp_path)
+async def test_routes_of_group_list_it(world):
     registry = world.registry
     await registry.change([SetRoute("a", ("g1",), 0), SetRoute("b", ("g1",), 0)], ANOTHER)
     assert registry.routes_of(["g1"]) == registry.routes and registry.routes_of(["g2"]) == {}
@@ -102,10 +94,7 @@ async def test_routes_of_group_list_it(tmp_path):
     assert registry.routes_of(["g1", "g2"]).keys() == {"b"}
 
 
-async def test_repeated_heartbeat_is_processed_after_changes(
-    tmp_path,
-):
-    world = await opened(tmp_path)
+async def test_repeated_heartbeat_is_processed_after_changes(world):
     await world.start("g1-a")
     registry, state = world.registry, ReplicaState(1, 1, point=Point(Epoch(1, 1), 100, 7), incarnation="x")
     key, place = BrokerKey("g1-a", 20881), ("g1", "x")
@@ -126,10 +115,8 @@ async def test_repeated_heartbeat_is_processed_after_changes(
     assert beats() == {place: state.point}
 
 
-async def test_master_report_outlives_older_slave_report(tmp_path):
+async def test_master_report_outlives_older_slave_report(world):
     """Each comes on its own stream. Without messages the master repeats its report, which was ignored."""
-
-    world = await opened(tmp_path)
     for name in ("g1-a", "g1-b"):
         await world.start(name)
     registry = world.registry
@@ -150,10 +137,8 @@ async def test_master_report_outlives_older_slave_report(tmp_path):
     assert beat("g1-a", master)
 
 
-async def test_copied_directory_is_refused_while_original_runs(tmp_path):
+async def test_copied_directory_is_refused_while_original_runs(world):
     """Both were masters of one term, and of three copies each had another slave's confirmations."""
-
-    world = await opened(tmp_path)
     await world.start("g1-a")
     registry, asked = world.registry, []
     known = registry.directory.groups["g1"].master
@@ -171,10 +156,8 @@ async def test_copied_directory_is_refused_while_original_runs(tmp_path):
     assert (await registry.registration.register(moved, is_gone)).ip == "10.0.0.9"
 
 
-async def test_moved_broker_begins_in_a_new_term(tmp_path):
+async def test_moved_broker_begins_in_a_new_term(world):
     """The earlier process may still run where no metaserver reaches it: its master must not count it."""
-
-    world = await opened(tmp_path)
     for hostname in ("g1-a", "g1-b"):
         await world.start(hostname)
     registry, asked = world.registry, []
@@ -211,10 +194,8 @@ async def test_moved_broker_begins_in_a_new_term(tmp_path):
     assert registry.directory.groups["g1"].term == row.term
 
 
-async def test_moved_broker_does_not_raise_old_row(tmp_path):
+async def test_moved_broker_does_not_raise_old_row(world):
     """A newer row, which the database lost, may assign other roles than the new term would."""
-
-    world = await opened(tmp_path)
     await world.start("g1-a")
     registry = world.registry
     group = registry.directory.groups["g1"]
@@ -224,10 +205,8 @@ async def test_moved_broker_does_not_raise_old_row(tmp_path):
     assert registry.directory.groups["g1"].term == group.term
 
 
-async def test_copy_from_before_promotion_is_refused(tmp_path):
+async def test_copy_from_before_promotion_is_refused(world):
     """Only the original surely has the messages that both copies had acknowledged."""
-
-    world = await opened(tmp_path)
     for hostname in ("g1-a", "g1-b"):
         await world.start(hostname)
     registry = world.registry

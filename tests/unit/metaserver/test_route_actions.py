@@ -10,7 +10,7 @@ import pytest
 from qmq.metaserver.actions import Status
 from qmq.metaserver.model import DELAY
 from qmq.metaserver.routes.audience import Counts
-from tests.unit.metaserver.actions_world import in_world, left
+from tests.unit.metaserver.actions_world import left
 
 
 async def two_groups(world, *subjects, groups=("g1", "g2")):
@@ -19,7 +19,6 @@ async def two_groups(world, *subjects, groups=("g1", "g2")):
     await world.routed(*subjects, groups=groups)
 
 
-@in_world
 async def test_adding_a_group_answers_the_route(world):
     await two_groups(world, "s1", groups=("g2",))
     route = await world.done("AddSubjectBrokerGroup", subject="s1", brokerGroup="g1")
@@ -28,7 +27,6 @@ async def test_adding_a_group_answers_the_route(world):
     assert again["version"] == 2 and world.groups_of("s1") == ("g1", "g2")
 
 
-@in_world
 async def test_a_route_takes_only_groups_that_exist_and_keep_messages(world):
     """Weakness 9: QMQ's routes may name groups that do not exist, or delay servers."""
     await two_groups(world, "s1", groups=("g1",))
@@ -43,7 +41,6 @@ async def test_a_route_takes_only_groups_that_exist_and_keep_messages(world):
     assert world.groups_of("s1") == ("g1",)
 
 
-@in_world
 async def test_a_subject_without_a_route_gets_no_group(world):
     await two_groups(world)
     assert "has no route" in await world.refused("AddSubjectBrokerGroup", subject="s1", brokerGroup="g1")
@@ -51,7 +48,6 @@ async def test_a_subject_without_a_route_gets_no_group(world):
     assert "belongs to s1" in text
 
 
-@in_world
 async def test_extending_reaches_every_route_of_the_related_group(world):
     await two_groups(world, "s1", "s2", groups=("g1",))
     await world.routed("s3", groups=("g2",))
@@ -66,7 +62,6 @@ async def test_extending_reaches_every_route_of_the_related_group(world):
     assert len([row for row in await world.audit() if row.action == "ExtendSubjectRoute"]) == 1
 
 
-@in_world
 async def test_a_group_with_messages_to_consume_stays_in_the_route(world):
     """Weakness 7: QMQ removes a group from routes despite unconsumed messages."""
     await two_groups(world, "s1", "s2")
@@ -80,7 +75,6 @@ async def test_a_group_with_messages_to_consume_stays_in_the_route(world):
     assert forced["changed"] == 1 and world.groups_of("s1") == ("g2",)
 
 
-@in_world
 async def test_a_group_with_dead_letters_stays_in_the_route(world):
     """No Redrive reads it any more, so the last copy of these messages would go."""
     await two_groups(world, "s1", "s2")
@@ -95,7 +89,6 @@ async def test_a_group_with_dead_letters_stays_in_the_route(world):
     assert world.groups_of("s1") == ("g2",)
 
 
-@in_world
 async def test_a_group_that_cannot_be_asked_is_not_removed(world):
     """Weakness 7: unknown contents refuse the change."""
     await two_groups(world, "s1")
@@ -105,7 +98,6 @@ async def test_a_group_that_cannot_be_asked_is_not_removed(world):
     assert "the contents of g1 are unknown" in text and "did not answer" in text
 
 
-@in_world
 async def test_a_group_that_producers_still_use_is_not_removed(world):
     await two_groups(world, "s1", "s2")
     text = await world.refused("RemoveSubjectBrokerGroup", subject="*", brokerGroup="g1")
@@ -117,7 +109,6 @@ async def test_a_group_that_producers_still_use_is_not_removed(world):
     assert world.groups_of("s1") == world.groups_of("s2") == ("g2",)
 
 
-@in_world
 async def test_removing_for_all_subjects_is_all_or_nothing(world):
     """Weakness 6: one subject that cannot be changed leaves QMQ's `*` half done."""
     await two_groups(world, "s1", "s2", "s3")
@@ -150,43 +141,33 @@ ALL = {
 @pytest.mark.parametrize(
     "action, others", [("ExtendSubjectRoute", ("g1", "g2")), ("RemoveSubjectBrokerGroup", ("g2",))]
 )
-def test_new_subjects_of_other_groups_do_not_hold_up_a_change_of_all(tmp_path, action, others):
+async def test_new_subjects_of_other_groups_do_not_hold_up_a_change_of_all(world, action, others):
     """With new subjects every second and a plan of seconds, the change would never be stored."""
-
-    @in_world
-    async def body(world):
-        for group in ("g1", "g2", "g3"):
-            await world.copies(group)
-        await world.routed("a", "b", groups=("g1", "g3"))
-        with_a_new_route_before_each_try(world, others)
-        assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2
-
-    body(tmp_path)
+    for group in ("g1", "g2", "g3"):
+        await world.copies(group)
+    await world.routed("a", "b", groups=("g1", "g3"))
+    with_a_new_route_before_each_try(world, others)
+    assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2
 
 
 @pytest.mark.parametrize("action", ALL)
-def test_a_change_of_all_takes_in_a_route_that_is_made_meanwhile(tmp_path, action):
-    @in_world
-    async def body(world):
-        for group in ("g1", "g2", "g3"):
-            await world.copies(group)
-        await world.routed("a", groups=("g1", "g3"))
-        change = world.registry.change
-        with_a_new_route_before_each_try(world, ("g1", "g3"))
-        once = world.registry.change
+async def test_a_change_of_all_takes_in_a_route_that_is_made_meanwhile(world, action):
+    for group in ("g1", "g2", "g3"):
+        await world.copies(group)
+    await world.routed("a", groups=("g1", "g3"))
+    change = world.registry.change
+    with_a_new_route_before_each_try(world, ("g1", "g3"))
+    once = world.registry.change
 
-        async def only_once(changes, audit):
-            world.registry.change = change
-            await once(changes, audit)
+    async def only_once(changes, audit):
+        world.registry.change = change
+        await once(changes, audit)
 
-        world.registry.change = only_once
-        assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2
-        assert world.groups_of("new.0") == world.groups_of("a")
-
-    body(tmp_path)
+    world.registry.change = only_once
+    assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2
+    assert world.groups_of("new.0") == world.groups_of("a")
 
 
-@in_world
 async def test_a_group_that_does_not_exist_does_not_count_as_another_one(world):
     """Weakness 9: for QMQ a name without a group keeps a subject from losing its last group."""
     await two_groups(world, "s1")
@@ -197,7 +178,6 @@ async def test_a_group_that_does_not_exist_does_not_count_as_another_one(world):
     assert "only broker group" in text
 
 
-@in_world
 async def test_removing_a_group_that_is_not_in_the_route_is_done(world):
     await two_groups(world, "s1", groups=("g1",))
     assert (await world.done("RemoveSubjectBrokerGroup", subject="s1", brokerGroup="g2"))["changed"] == 0
@@ -205,7 +185,6 @@ async def test_removing_a_group_that_is_not_in_the_route_is_done(world):
     assert "s9 has no route" in await world.refused("RemoveSubjectBrokerGroup", subject="s9", brokerGroup="g1")
 
 
-@in_world
 async def test_a_subject_is_announced_once(world):
     first = await world.done("AddNewSubject", subject="s1", tag="fast")
     assert (first["name"], first["tag"]) == ("s1", "fast") and first["updateTime"] > 0
@@ -215,7 +194,6 @@ async def test_a_subject_is_announced_once(world):
     assert sorted(answer.status for answer in answers) == [-1, -1, 0]
 
 
-@in_world
 async def test_one_route_can_be_asked_for(world):
     """Weakness 37: QMQ has the action and does not register it."""
     await two_groups(world, "s1")
@@ -227,7 +205,6 @@ async def test_one_route_can_be_asked_for(world):
     assert "has no route" in await world.refused("QuerySubjectRoute", subject="s9")
 
 
-@in_world
 async def test_routes_are_listed_by_group_prefix_and_page(world):
     await two_groups(world, "a1", "a2", "b1", groups=("g1",))
     await world.routed("b2", groups=("g2",))
@@ -237,7 +214,6 @@ async def test_routes_are_listed_by_group_prefix_and_page(world):
     assert [route["subject"] for route in await world.done("ListSubjectRoutes", after="a1", limit=2)] == ["a2", "b1"]
 
 
-@in_world
 async def test_a_subject_that_nobody_uses_can_be_removed(world):
     """Weakness 8: in QMQ a subject stays for ever."""
     await two_groups(world, "s1")

@@ -18,23 +18,24 @@ from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.storage.errors import ValueRefused
 from qmq.replication.points import Point
 from qmq.types import Epoch
-from tests.unit.metaserver.actions_world import World
 
 KEY = BrokerKey("g1-a", 20881)
 
 
-async def made(path):
-    world = World(path / "database")
-    await world.open()
+@pytest.fixture
+async def world(world):
     await world.copies()
+    return world
+
+
+@pytest.fixture
+def upkeep(world):
     own = MetaserverRow("m1", "h", "g", 0, "1")
-    return world, Upkeep(world.registry, world.brokers, Snapshots(None, "sqlite://"), own, poll_ms=1000)
+    return Upkeep(world.registry, world.brokers, Snapshots(None, "sqlite://"), own, poll_ms=1000)
 
 
-async def test_broker_has_one_query_at_a_time(tmp_path, monkeypatch):
+async def test_broker_has_one_query_at_a_time(world, upkeep, monkeypatch):
     """With a thousand dead machines, queries would come faster than they time out."""
-
-    world, upkeep = await made(tmp_path)
     ticks, asked, question = 0, [], Question(KEY, "m2.1", "x")
     ticked, go_on = asyncio.Event(), asyncio.Event()
 
@@ -65,8 +66,7 @@ async def test_broker_has_one_query_at_a_time(tmp_path, monkeypatch):
         await watching
 
 
-async def test_report_during_a_write_is_stored(tmp_path, monkeypatch):
-    world, upkeep = await made(tmp_path)
+async def test_report_during_a_write_is_stored(world, upkeep, monkeypatch):
     slave, reported = world.registry.directory.groups["g1"].slave, world.registry.reports.completeness
     write, stored = world.database.write, []
 
@@ -85,8 +85,7 @@ async def test_report_during_a_write_is_stored(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("again_s", [3600.0, 0.0])
-async def test_points_are_stored_and_repeated(tmp_path, monkeypatch, again_s):
-    world, upkeep = await made(tmp_path)
+async def test_points_are_stored_and_repeated(world, upkeep, monkeypatch, again_s):
     await world.start("g1-a")
     stored, write, point = asyncio.Queue(), world.database.write, Point(Epoch(1, 1), 100, 7)
 
@@ -112,10 +111,8 @@ async def test_points_are_stored_and_repeated(tmp_path, monkeypatch, again_s):
         await storing
 
 
-async def test_dead_letter_route_follows_its_sources(tmp_path):
+async def test_dead_letter_route_follows_its_sources(world, upkeep):
     """A broker group that is added to the source's route stores its dead letters, too."""
-
-    world, upkeep = await made(tmp_path)
     await world.copies("g2")
     await world.routed("s", "dead", groups=("g1",))
     await world.done("LimitGroup", subject="s", group="shop", deadLettersTo="dead")
@@ -129,8 +126,7 @@ async def test_dead_letter_route_follows_its_sources(tmp_path):
     assert (await world.audit())[0] == row, "once"
 
 
-async def test_removed_route_does_not_end_upkeep(tmp_path, monkeypatch):
-    world, upkeep = await made(tmp_path)
+async def test_removed_route_does_not_end_upkeep(world, upkeep, monkeypatch):
     await world.copies("g2")
     await world.routed("s", "dead", "gone", groups=("g1",))
     for group, to in (("shop", "dead"), ("bank", "gone")):
@@ -175,17 +171,13 @@ async def rounds(world, upkeep, monkeypatch, *, second_s):
     return asked[:4]
 
 
-async def test_lone_metaserver_reads_once_a_second(tmp_path, monkeypatch):
+async def test_lone_metaserver_reads_once_a_second(world, upkeep, monkeypatch):
     """Each transaction costs a tenth of a percent of a core, so the counter and the versions share one."""
-
-    world, upkeep = await made(tmp_path)
     assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "read", "read", "read"]
 
 
-async def test_lone_metaserver_stays_alive_for_itself(tmp_path, monkeypatch):
+async def test_lone_metaserver_stays_alive_for_itself(world, upkeep, monkeypatch):
     """Otherwise its own row would look like that of a stopped metaserver, and be removed."""
-
-    world, upkeep = await made(tmp_path)
     registry, repository = world.registry, world.database.repository
     await registry.mirror.catch_up(upkeep._show_life)
     repository.change([SetMark(ReadonlyMark("elsewhere", "g1"))])
@@ -200,8 +192,7 @@ async def test_lone_metaserver_stays_alive_for_itself(tmp_path, monkeypatch):
     assert [row.beat for row in repository.load_metaservers()] == [4], "what the database takes is tried"
 
 
-async def test_counter_is_stored_once_another_reads_it(tmp_path):
-    world, upkeep = await made(tmp_path)
+async def test_counter_is_stored_once_another_reads_it(world, upkeep):
     repository = world.database.repository
 
     async def look() -> int:
@@ -218,16 +209,13 @@ async def test_counter_is_stored_once_another_reads_it(tmp_path):
     assert await look() == 7
 
 
-async def test_metaserver_polls_between_its_beats(tmp_path, monkeypatch):
-    world, upkeep = await made(tmp_path)
+async def test_metaserver_polls_between_its_beats(world, upkeep, monkeypatch):
     world.database.repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
     upkeep._poll_s = 0.0
     assert await rounds(world, upkeep, monkeypatch, second_s=1000.0) == ["write", "probe", "probe", "probe"]
 
 
-async def test_failed_own_row_does_not_stop_reading(tmp_path, monkeypatch):
-    world, upkeep = await made(tmp_path)
-
+async def test_failed_own_row_does_not_stop_reading(world, upkeep, monkeypatch):
     def refuse(row):
         raise ValueRefused("the row")
 
@@ -235,8 +223,7 @@ async def test_failed_own_row_does_not_stop_reading(tmp_path, monkeypatch):
     assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "probe"] * 2
 
 
-async def test_stop_removes_row_despite_failed_reports(tmp_path, monkeypatch):
-    world, upkeep = await made(tmp_path)
+async def test_stop_removes_row_despite_failed_reports(world, upkeep, monkeypatch):
     await rounds(world, upkeep, monkeypatch, second_s=0.0)
     await world.start("g1-a")
     world.beat("g1-a", point=Point(Epoch(1, 1), 100, 7), incarnation="x")
@@ -249,8 +236,7 @@ async def test_stop_removes_row_despite_failed_reports(tmp_path, monkeypatch):
     assert await world.database.read(lambda r: r.load_metaservers()) == []
 
 
-async def test_points_of_a_removed_group_are_dropped(tmp_path):
-    world, upkeep = await made(tmp_path)
+async def test_points_of_a_removed_group_are_dropped(world, upkeep):
     for name in ("g1-a", "g1-b"):
         await world.start(name)
     world.beat("g1-a", incarnation="disk of g1-a", point=Point(Epoch(2, 1), 4096, 7))
@@ -262,16 +248,14 @@ async def test_points_of_a_removed_group_are_dropped(tmp_path):
     assert not (await world.registry.points_of("g1")).by_incarnation
 
 
-async def test_restored_database_is_read_again(tmp_path):
+async def test_restored_database_is_read_again(world, upkeep):
     """A fixed bug: equally many changes give equal versions of other rows."""
 
     def changes(subject):
         return [SetMark(ReadonlyMark(subject, "g1")), SetRoute(subject, ("g1",), 0)]
 
-    world, upkeep = await made(tmp_path)
-    audit, path = AuditRow("anna", "", "change"), tmp_path / "database"
-    other, repository = World(path), world.database.repository
-    await other.open()
+    audit, path = AuditRow("anna", "", "change"), world.url.removeprefix("sqlite:///")
+    other, repository = await world.another(), world.database.repository
     repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
     with closing(sqlite3.connect(path)) as database, closing(sqlite3.connect(":memory:")) as copy:
         await world.registry.mirror.catch_up(upkeep._show_life)
