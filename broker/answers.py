@@ -34,7 +34,6 @@ from qmq.server.producing import ProduceCounters
 class Counters(ProduceCounters):
     pulled_messages: int = 0
     acked_messages: int = 0
-    nacked_messages: int = 0
     dead_letters: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By real subject and consumer group, whichever subject stores them."""
     returned_consumers: int = 0

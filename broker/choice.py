@@ -1,6 +1,6 @@
 """Core. Messages of a pull: redelivered ones of its consumer, requeued ones of the group, then new ones.
 
-Decided on the fold and the index alone; `broker.delivery` writes the decision down before anything leaves.
+Decided on the fold and the index alone; `broker.serving` writes the decision down before anything leaves.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class _DeadLetterJob:
 
 
 class DeadLetters:
-    """Writer of dead letters. Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called when a
+    """Writer of dead letters. Made by `broker.serving`; ends with the mastership. `wake(subject)` is called when a
     subject got messages.
     """
 

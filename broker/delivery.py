@@ -1,34 +1,27 @@
-"""Core. Delivery to consumers: subscriptions, pulls and acks become frames of progress, then answers.
-
-`broker.choice` decides which messages a pull gets; `broker.answers` sends them once that is safe.
+"""Core. Consumers' requests and departures, which become frames of progress; `broker.serving` answers their pulls.
 
 Keeps I9.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from functools import partial
 
 from qmq.broker import group_status, positions
-from qmq.broker.answers import AnswerSender, Counters
-from qmq.broker.choice import UNACKED_MESSAGES_MAX, Chosen, choose
-from qmq.broker.dead_letters import DeadLetters
-from qmq.broker.filtered_scan import Filters, Reading
+from qmq.broker.answers import Counters
+from qmq.broker.choice import UNACKED_MESSAGES_MAX
 from qmq.broker.group_status import Backlogs
-from qmq.broker.labels import LabelsRead, TagRule
+from qmq.broker.labels import TagRule
 from qmq.broker.positions import Ask, Begin, GroupBegins, Key
-from qmq.broker.service_queue import OWED_BYTES_MAX, TRY_BYTES, OfflineRules, Rates, ServiceQueue
+from qmq.broker.serving import Serving
 from qmq.broker.settings import BrokerSettings
 from qmq.broker.subject_limits import SubjectLimits
 from qmq.broker.subscriptions import Subscription, Subscriptions, WaitingPull, read_terms
-from qmq.dead_letters import PRUNER, delivered
+from qmq.dead_letters import PRUNER
 from qmq.errors import (
     CorruptFrame,
     ErrorCode,
     InvalidRequest,
-    LogError,
     NotServed,
     OperatorError,
     PostponesTooMuch,
@@ -39,7 +32,7 @@ from qmq.log.group import Consumer, Group
 from qmq.log.progress_frame import EXPIRED, NOT_BEGUN, Entry
 from qmq.operator_limits import OperatorLimits, by_key
 from qmq.remoting import commands
-from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
+from qmq.remoting.commands import RANGES_MAX, Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import Answer
 from qmq.replication.clocks import Clocks
@@ -48,7 +41,6 @@ from qmq.replication.ports import Link
 from qmq.subjects import is_dead_letter_subject, real_subject, retry_subject
 
 FORGET_EVERY_MS = 60_000
-log = logging.getLogger(__name__)
 
 
 class Delivery:
@@ -68,16 +60,11 @@ class Delivery:
         self.consumption = Subscriptions(
             mastership.log, lease_ms=settings.lease_ms, now_ms=mastership.host.monotonic_ms()
         )
-        self._passes = ServiceQueue()
         self.beginning = GroupBegins(mastership.log, ask)
-        self._dead_letters = DeadLetters(mastership, counters, self.consumption, self._passes, self.wake)
-        self.pruning = SubjectLimits(mastership, clocks, self._dead_letters, self.wake)
-        self._filtering = Filters(mastership.log, lambda: self.consumption.connected, self._passes)
-        mastership.before_progress, mastership.at_begin = self._changing, self._begin_mastership
-        self._woken: dict[str, None] = {}
-        self._sending = AnswerSender(mastership, counters, self._passes, self.writable_again)
-        self._offline = OfflineRules()
-        self._rates = Rates()
+        self.serving = Serving(mastership, counters, self.consumption)
+        self.pruning = SubjectLimits(mastership, clocks, self.serving.dead_letters, self.serving.wake)
+        mastership.before_progress = self._changing
+        mastership.at_begin = self._begin_mastership
         self._forgot_ms = 0
         self.causes = group_status.Causes(self._facts)
         self.backlogs = Backlogs(mastership, settings.metrics_subjects)
@@ -113,7 +100,7 @@ class Delivery:
             rule=TagRule.of(f["tags"], is_all=f["tag_mode"] == "all"),
             exclusive_ms=f["exclusive_ms"],
         )
-        self._filtering.joined(subscription)
+        self.serving.filters.joined(subscription)
         known = self.consumption.consumer(*subscription.key)
         if position is not None:
             # The position of a new group is written at once: a restart would move it otherwise (W8).
@@ -126,7 +113,7 @@ class Delivery:
             self._consumer_leaves(subscription.key, begun_none=False)
             known = None
         elif known is not None and (dead := known.delivered_more_than(subscription.deliveries_max)):
-            self._make_dead(subscription, dead)  # the former master did not get to it
+            self.serving.make_dead(subscription, dead)  # the former master did not get to it
         self.consumption.note_reporting(subscription)
         joined = mastership.log.state.groups[subject, group]
         if joined.is_broadcast and consumer not in joined.consumers:
@@ -174,7 +161,7 @@ class Delivery:
         subscription = self.consumption.find(link, pull.subscription, now_ms)
         waiting = WaitingPull(link, packet, pull, now_ms + pull.timeout_ms)
         self.consumption.wait(subscription, waiting, now_ms)
-        self._offer(subscription)
+        self.serving.offer(subscription)
 
     def ack(self, link: Link, packet: Packet) -> None:
         mastership = self._mastership
@@ -188,7 +175,7 @@ class Delivery:
             mastership.append_progress(FrameKind.ACK, subscription.key, _entries(held))
             self._counters.acked_messages += sum(end - begin for begin, end in held)
             if was_full:  # else its pulls do not wait for acks
-                self._offer(subscription)
+                self.serving.offer(subscription)
         mastership.answer_when_safe(link, packet, commands.encode_acked(consumer.acked_end))
 
     def nack(self, link: Link, packet: Packet) -> None:
@@ -221,19 +208,18 @@ class Delivery:
             self._over_unhandled(subscription, expired)
         if later:
             mastership.append_progress(FrameKind.NACK, subscription.key, later)
-            self._counters.nacked_messages += sum(end - begin for begin, end, _ in later)
             for _, _, due_ms in later:
                 self.consumption.note_due(subscription.subject, subscription.group, due_ms)
-            self.wake(subscription.subject)
+            self.serving.wake(subscription.subject)
 
         def answer(error: QmqError | None) -> None:
             if error is not None:
                 link.refuse(packet, error)
                 return
-            self._offer(subscription)
+            self.serving.offer(subscription)
             mastership.answer_when_safe(link, packet, commands.encode_acked(self._consumer(subscription).acked_end))
 
-        self._dead_letters.make_dead(subscription.key, dead, nack.reason, answer)
+        self.serving.dead_letters.make_dead(subscription.key, dead, nack.reason, answer)
 
     def _over_unhandled(self, subscription: Subscription, expired: list[tuple[int, int]]) -> None:
         """Settle messages that a consumer found expired, unless they become dead letters."""
@@ -275,22 +261,19 @@ class Delivery:
         return group_status.Facts(
             group,
             connected,
-            self._is_offline,
+            self.serving.is_offline,
             may_progress,
             not gate.too_few_in_sync,
-            self._rates.is_slowed(key, mastership.host.monotonic_ms()),
+            self.serving.rates.is_slowed(key, mastership.host.monotonic_ms()),
             all(
-                subscription.exclusive_ms and not self.consumption.has_its_turn(subscription, self._is_offline)
+                subscription.exclusive_ms and not self.consumption.has_its_turn(subscription, self.serving.is_offline)
                 for subscription in connected
             ),
-            any(map(self._filtering.is_looking, connected)),
+            any(map(self.serving.filters.is_looking, connected)),
             subject in state.ordered,
             state.next_sequence.get(subject, 0) - group.position,
             len(group.requeued.due(mastership.retry_ms(), 1)) if may_progress else 0,
         )
-
-    def _is_offline(self, subscription: Subscription) -> bool:
-        return subscription.key in self._offline
 
     def _check_may_make_dead(self, subscription: Subscription) -> None:
         if is_dead_letter_subject(subscription.subject):
@@ -303,7 +286,7 @@ class Delivery:
 
     def _changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Prepare for progress that is about to be written: settled messages free their order keys."""
-        self._filtering.changing(kind, key, entries)
+        self.serving.filters.changing(kind, key, entries)
         if not key[2]:  # the group's own position
             self.pruning.changing(key[:2], is_known=bool(entries))
             if not entries:  # the group is forgotten
@@ -311,7 +294,7 @@ class Delivery:
                 self.causes.forget(key[:2])
                 self.consumption.skipped.pop(key[:2], None)
         if kind != FrameKind.PULL and key[0] in self._mastership.log.state.ordered:
-            self.wake(key[0])
+            self.serving.wake(key[0])
 
     def move_group(
         self,
@@ -378,76 +361,24 @@ class Delivery:
 
     # Events.
 
-    def wake(self, subject: str) -> None:
-        """Mark a subject that got new or requeued messages: waiting pulls are served at the end of the pass."""
-        self._woken[subject] = None
-
-    def serve_all(self) -> None:
-        """Serve every waiting pull again."""
-        self._line_up(self.consumption.all_waiting())
-
-    def writable_again(self, link: Link) -> None:
-        """Serve the pulls of a connection that accepts answers again."""
-        self._line_up(self.consumption.waiting_at(link))
-
-    def _line_up(self, entries: Iterable[Subscription | tuple[str, str]]) -> None:
-        for entry in entries:
-            self._passes.add(entry)
-        self._mastership.host.pass_soon()
-
-    def run_pass(self) -> None:
-        """Serve waiting pulls at the end of a pass of the loop, within its budget."""
-        passes, tired = self._passes, self._filtering.tired
-        has_more_letters = passes.copies_left <= 0
-        passes.begin()
-        if has_more_letters:
-            self._dead_letters.go_on()
-        woken, self._woken = self._woken | tired, {}
-        tired.clear()
-        for subject in woken:
-            for key in self.consumption.groups_waiting_on(subject):
-                passes.add(key)
-        while (entry := passes.next()) is not None:
-            if self._take_turn(entry):
-                passes.add(entry)
-        if not passes.is_over:
-            self._mastership.host.pass_soon()
-
-    def _take_turn(self, entry: Subscription | tuple[str, str]) -> bool:
-        """Serve one pull; return whether there may be more for the same group or consumer."""
-        if isinstance(entry, Subscription):
-            return self._serve_or_answer(entry)
-        for subscription in self.consumption.waiting_in(*entry):
-            if self._serve(subscription):
-                # Otherwise each message would try 199 of 200 consumers of a group in vain.
-                return self._may_have_more(*entry)
-        return False
-
-    def _may_have_more(self, subject: str, name: str) -> bool:
-        state = self._mastership.log.state
-        group = state.groups[subject, name]
-        return bool(group.requeued) or group.position < state.next_sequence[subject]
-
     def apply_operator_settings(
         self, *, limits: tuple[OperatorLimits, ...], offline: Iterable[tuple[str, str, str]]
     ) -> None:
         """Replace operators' limits and the list of switched-off consumers, then serve the others."""
         self.pruning.limit(by_key(limits))
-        self._dead_letters.limit(limits)
-        self._rates.limit(by_key(limits), self._mastership.host.monotonic_ms())
-        self._offline = OfflineRules(offline)
-        self.serve_all()
+        self.serving.dead_letters.limit(limits)
+        self.serving.limit(by_key(limits), offline)
 
     def answer_overdue(self, now_ms: int) -> None:
-        for waiting in self.consumption.overdue(now_ms, self._filtering.is_looking):
+        for waiting in self.consumption.overdue(now_ms, self.serving.filters.is_looking):
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
 
     def quiet_ms(self) -> int:
         """See `Master.quiet_ms`: until then no pull is overdue, no lease ends, and no retry is due."""
         mastership, now_ms = self._mastership, self._mastership.host.monotonic_ms()
-        if not mastership.has_begun or self._dead_letters.has_any or self._filtering.has_unwritten:
+        if not mastership.has_begun or self.serving.dead_letters.has_any or self.serving.filters.has_unwritten:
             return 0
-        if self._rates.has_dry or self.consumption.exclusive_waiting:
+        if self.serving.rates.has_dry or self.consumption.exclusive_waiting:
             return 0
         if len(mastership.log.state.groups) > group_status.LOOKED_AT_ONCE:  # each tick looks at some
             return 0
@@ -459,13 +390,13 @@ class Delivery:
         self.consumption.ticked(now_ms)
         if self._mastership.may_progress:
             retry_ms = self._mastership.retry_ms()
-            for subject in (*self.consumption.due(retry_ms), *self._filtering.overdue(retry_ms)):
-                self.wake(subject)
+            for subject in (*self.consumption.due(retry_ms), *self.serving.filters.overdue(retry_ms)):
+                self.serving.wake(subject)
             for key in self.consumption.expired(now_ms):
                 self._consumer_leaves(key, begun_none=False)
-            self._dead_letters.go_on()
+            self.serving.dead_letters.go_on()
             self.pruning.tick(now_ms)
-            self._line_up([*self.consumption.exclusive_waiting, *self._rates.take_dry()])
+            self.serving.line_up([*self.consumption.exclusive_waiting, *self.serving.rates.take_dry()])
             if now_ms - self._forgot_ms >= FORGET_EVERY_MS and self.pruning.clock_is_right():
                 self._forgot_ms = now_ms
                 self._forget_broadcasts()
@@ -485,117 +416,12 @@ class Delivery:
 
     def step_down(self, error: QmqError) -> None:
         """End the mastership: refuse all waiting requests, which go to the next master."""
-        self._dead_letters.step_down(error)
+        self.serving.dead_letters.step_down(error)
         self.beginning.step_down(error)
         for subscription in self.consumption.all_waiting():
             while subscription.waiting:
                 waiting = self.consumption.take_waiting(subscription)
                 subscription.link.refuse(waiting.packet, error)
-
-    # Serving.
-
-    def _offer(self, subscription: Subscription) -> None:
-        """Serve a subscription now, or in a later pass if this one has spent its budget."""
-        while self._passes.has_time:
-            if not self._serve_or_answer(subscription):
-                return
-        self._line_up([subscription])
-
-    def _serve_or_answer(self, subscription: Subscription) -> bool:
-        """Serve a subscription; if there is nothing for it, answer its pulls that do not wait."""
-        if self._serve(subscription):
-            return True
-        if self._filtering.is_looking(subscription):
-            return False
-        for waiting in [waiting for waiting in subscription.waiting if not waiting.pull.timeout_ms]:
-            self.consumption.give_up(subscription, waiting)
-            waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
-        return False
-
-    def _serve(self, subscription: Subscription) -> bool:
-        """Answer the oldest waiting pull if there are messages for it; return whether there were."""
-        if not subscription.waiting or not self._mastership.may_progress or subscription.key in self._offline:
-            return False
-        if subscription.exclusive_ms and not self.consumption.has_its_turn(subscription, self._is_offline):
-            return False
-        key = subscription.key[:2]
-        while (pull := self._next_pull(subscription)) is not None:
-            if (allowed := self._rates.allows(key, self._mastership.host.monotonic_ms())) is not None:
-                if not allowed:
-                    return False
-                pull = pull._replace(messages_max=min(pull.messages_max, allowed))
-            chosen = self._choose(subscription, pull)
-            if chosen is None:
-                return False
-            self._write_down(subscription, chosen)
-            if chosen.parts:
-                self._rates.spend(key, sum(part.end - part.begin for part in chosen.parts))
-                self._sending.begin(subscription, self.consumption.take_waiting(subscription), chosen)
-                return True
-        return False
-
-    def _next_pull(self, subscription: Subscription) -> Pull | None:
-        """Return the oldest pull that may be answered. Overdue pulls get NO_MESSAGE first, and cost no message."""
-        link, now_ms = subscription.link, self._mastership.host.monotonic_ms()
-        while subscription.waiting and link.writable and link.owed_bytes < OWED_BYTES_MAX:
-            waiting = subscription.waiting[0]
-            if not waiting.pull.timeout_ms or waiting.deadline_ms > now_ms:
-                return waiting.pull
-            self.consumption.take_waiting(subscription)
-            link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
-        return None
-
-    def _choose(self, subscription: Subscription, pull: Pull) -> Chosen | None:
-        mastership = self._mastership
-        self._passes.spend(TRY_BYTES)
-        limit = mastership.gate.high_watermark if mastership.gate.too_few_in_sync else mastership.log.end
-        now_ms, single = mastership.retry_ms(), None
-        if self._filtering.concerns(subscription):
-            single = partial(self._filtering.choose, subscription, now_ms)
-        try:
-            return choose(mastership.log, subscription, pull, data_limit=limit, now_ms=now_ms, single=single)
-        except CorruptFrame as problem:  # an index is rebuilt, and its segment is damaged
-            mastership.found_damage(problem)
-            return None
-        finally:
-            if single is not None:
-                self._read_on()
-
-    def _read_on(self) -> None:
-        """Start the readings that filtered pulls wait for."""
-        if self._filtering.tired:
-            self._mastership.host.pass_soon()
-        for reading in self._filtering.take_readings():
-            self._mastership.host.read(reading.job, partial(self._was_read, reading))
-
-    def _was_read(self, reading: Reading, found: LabelsRead | LogError) -> None:
-        self._filtering.was_read(reading, found)
-        if isinstance(found, CorruptFrame):  # or retention deleted it; waiting pulls are served soon in either case
-            self._mastership.found_damage(found)
-        elif isinstance(found, LogError):
-            raise found
-        else:
-            self._line_up(self.consumption.waiting_in(reading.subject, reading.group))
-
-    def _write_down(self, subscription: Subscription, chosen: Chosen) -> None:
-        mastership = self._mastership
-        if chosen.entries:
-            if self._filtering.asks_for_others(subscription):
-                # Otherwise the log would not show why a redelivery was skipped.
-                mastership.append_progress(FrameKind.PULL, subscription.key, [])
-            mastership.append_progress(FrameKind.PULL, subscription.key, chosen.entries)
-            self._filtering.delivered(subscription)
-        if chosen.gone:  # else each returning consumer would search for them and count them again
-            mastership.append_progress(FrameKind.ACK, subscription.key, _entries(chosen.gone))
-        if chosen.skipped:
-            self.consumption.note_skipped(subscription.subject, subscription.group, chosen.skipped)
-        subscription.resend = max([subscription.resend, *chosen.pull_ends])
-        if chosen.dead:
-            self._make_dead(subscription, chosen.dead)
-
-    def _make_dead(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
-        reason = f"{delivered(subscription.deliveries_max)}, and never acked"
-        self._dead_letters.make_dead(subscription.key, dead, reason, None)
 
     def _consumer_leaves(self, key: tuple[str, str, str], *, begun_none: bool) -> None:
         """Requeue the unacked messages of a consumer that leaves (W1).
@@ -605,7 +431,7 @@ class Delivery:
         """
         mastership = self._mastership
         mastership.append_progress(FrameKind.POSITION, key, self.consumption.departure(key, begun_none=begun_none))
-        self.wake(key[0])
+        self.serving.wake(key[0])
         self._counters.returned_consumers += 1
 
 

@@ -356,7 +356,7 @@ class Reading(NamedTuple):
 
 
 class Filters:
-    """Filters of all groups of a broker. Made by `broker.delivery`; ends with the mastership. `connected` returns the
+    """Filters of all groups of a broker. Made by `broker.serving`; ends with the mastership. `connected` returns the
     subscriptions with a connection.
     """
 

@@ -1,7 +1,8 @@
 """Core. Master of a broker group, for one mastership: it stores messages of producers and delivers them to consumers.
 
-producer ── qmq.server.producing ──┐ consumer ── broker.delivery ───────┼── qmq.replication.mastership: log, epoch,
-gate, readonly reasons slave ───── qmq.replication.master ┘
+producers ── qmq.server.producing ──────────────┐
+consumers ── broker.delivery, broker.serving ───┼── qmq.replication.mastership: log, epoch, gate, readonly reasons
+slaves ───── qmq.replication.master ────────────┘
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BrokerMaster(Master):
         super().__init__(promotion)
         self._delivery = Delivery(self._mastership, settings, counters, promotion.clocks, ask)
         producing = Producing(
-            self._mastership, counters, wake=self._delivery.wake, check_room=self._delivery.pruning.check_room
+            self._mastership, counters, wake=self._delivery.serving.wake, check_room=self._delivery.pruning.check_room
         )
         self._handlers |= {
             Command.PRODUCE: producing.produce,
@@ -50,7 +51,7 @@ class BrokerMaster(Master):
         }
 
     def go_on(self) -> None:
-        self._delivery.serve_all()
+        self._delivery.serving.serve_all()
 
     def link_lost(self, link: Link) -> None:
         self._delivery.consumption.link_lost(link)
@@ -58,11 +59,11 @@ class BrokerMaster(Master):
 
     def writable_again(self, link: Link) -> None:
         super().writable_again(link)
-        self._delivery.writable_again(link)
+        self._delivery.serving.writable_again(link)
 
     def end_of_pass(self) -> None:
         """Serve pulls before frames are shipped: one confirmation then covers messages and pull frames."""
-        self._delivery.run_pass()
+        self._delivery.serving.run_pass()
         super().end_of_pass()
 
     def quiet_ms(self) -> int:

@@ -116,7 +116,7 @@ class _Bucket:
 
 
 class Rates:
-    """Buckets of all groups with a rate. Made by `broker.delivery`; ends with the mastership. `now_ms` never jumps."""
+    """Buckets of all groups with a rate. Made by `broker.serving`; ends with the mastership. `now_ms` never jumps."""
 
     def __init__(self) -> None:
         self._buckets: dict[Key, _Bucket] = {}

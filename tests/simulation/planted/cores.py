@@ -8,6 +8,7 @@ from unittest import mock
 
 from qmq.broker.answers import PullAnswer
 from qmq.broker.delivery import Delivery
+from qmq.broker.serving import Serving
 from qmq.codec import Buffer
 from qmq.log import Commit, MessageLog, fold
 from qmq.log import frame as frames
@@ -171,17 +172,17 @@ def new_group_is_in_memory_only() -> list[Patch]:
 @bug("cores")
 def broker_acks_for_its_consumers() -> list[Patch]:
     """W10: messages before a redelivered piece count as acked, though their consumer has them."""
-    real = Delivery._write_down
+    real = Serving._write_down
 
-    def write_down(self: Delivery, subscription: Any, chosen: Any) -> None:
-        consumer = self.consumption.consumer(*subscription.key)
+    def write_down(self: Serving, subscription: Any, chosen: Any) -> None:
+        consumer = self._subscriptions.consumer(*subscription.key)
         if not chosen.entries and chosen.parts and consumer is not None:
             first, end = consumer.acked_end, chosen.parts[0].pull_sequence
             if first < end:
                 self._mastership.append_progress(frames.FrameKind.ACK, subscription.key, [(first, end, 0)])
         real(self, subscription, chosen)
 
-    return [mock.patch.object(Delivery, "_write_down", write_down)]
+    return [mock.patch.object(Serving, "_write_down", write_down)]
 
 
 @bug("cores")

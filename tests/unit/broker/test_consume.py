@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.broker import choice, delivery
+from qmq.broker import choice, delivery, serving
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames
 from qmq.log.progress_frame import PASSED, decode_progress
@@ -426,7 +426,7 @@ def test_damage_found_while_choosing_is_reported(monkeypatch):
     def fails(*_, **more):
         raise CorruptFrame(ref.offset, "an index had to be made again")
 
-    monkeypatch.setattr(delivery, "choose", fails)
+    monkeypatch.setattr(serving, "choose", fails)
     client.pull(timeout_ms=60_000)
     assert group.a.log.damage is not None and not group.a.node.writable
 

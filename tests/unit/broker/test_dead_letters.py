@@ -275,7 +275,7 @@ def test_message_that_is_acked_while_it_is_read_does_not_die():
 def test_process_that_ends_in_between_stores_a_dead_letter_once(was_stored):
     group, client, first = a_group("m0")
     if was_stored:
-        group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+        group.a.master._delivery.serving.dead_letters._settle = lambda burial, *_: burial.ranges.clear()
         client.done(client.nack(first, first + 1, dead=True))
         assert unacked(group) and len(dead_letters(group.a)) == 1
     group.swap(2)
@@ -291,7 +291,7 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
     group, client, first = a_group(*[f"m{number}" for number in range(100)], segment_bytes=1 << 20)
     group.a.assign(Role.MASTER, limits=limits)
     client.done(client.nack(first + 10, first + 100, dead=True))
-    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+    group.a.master._delivery.serving.dead_letters._settle = lambda burial, *_: burial.ranges.clear()
     client.done(client.nack(first, first + 10, dead=True))
     assert len(dead_letters(group.a, dead)) == 100 and sum(one.count for one in unacked(group)) == 10
     group.swap(2)
@@ -309,7 +309,7 @@ def a_group_that_loses_acks(dead):
     other = group.subscribed("c2")
     other.take()
     others_first = other.first
-    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+    group.a.master._delivery.serving.dead_letters._settle = lambda burial, *_: burial.ranges.clear()
     client.done(client.nack(first, first + dead, dead=True))
     return group, first, others_first
 
@@ -587,7 +587,7 @@ def raises(error: Exception) -> None:
 
 
 def waiting(group: Group) -> list:
-    return list(group.a.master._delivery._dead_letters._jobs)
+    return list(group.a.master._delivery.serving.dead_letters._jobs)
 
 
 def stopped(group: Group) -> Callable[[], None]:
@@ -632,7 +632,7 @@ def test_partly_cached_messages_die_in_order():
 def make_dead(group: Group, consumer: str, *pulls: int, answer=None) -> None:
     """Make dead letters of the consumer's messages; without `answer`, as the broker does by itself."""
     ranges = [(one, one + 1) for one in pulls]
-    group.a.master._delivery._dead_letters.make_dead(("s", "g", consumer), ranges, "test", answer)
+    group.a.master._delivery.serving.dead_letters.make_dead(("s", "g", consumer), ranges, "test", answer)
 
 
 def test_postponed_dead_letters_are_kept_once():
@@ -728,7 +728,7 @@ def test_dead_letters_of_unknown_consumers_are_ignored():
     group, client, first = a_group("m0")
     said = []
     make_dead(group, "who left", first, answer=said.append)
-    group.a.master._delivery._dead_letters.make_dead(("s", "forgotten", "c1"), [(0, 1)], "test", said.append)
+    group.a.master._delivery.serving.dead_letters.make_dead(("s", "forgotten", "c1"), [(0, 1)], "test", said.append)
     group.settle()
     assert said == [None, None] and not dead_letters(group.a)
 
@@ -743,7 +743,7 @@ def test_of_those_with_a_copy_and_without_its_ack_these_alone_are_acked():
         group.settle()
         numbers += [(number, id) for number, _, id in client.pulled(opaque)]
     assert [id for _, id in numbers] == ["m0", "m1", "m2", "m3", "m4"]
-    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+    group.a.master._delivery.serving.dead_letters._settle = lambda burial, *_: burial.ranges.clear()
     second.done(second.nack(numbers[3][0], numbers[3][0] + 1, dead=True))
     group.swap(2)
     first = group.subscribed("c1", held_end=numbers[4][0] + 1)
@@ -756,7 +756,7 @@ def test_of_those_with_a_copy_and_without_its_ack_these_alone_are_acked():
 
 def test_a_copy_from_right_before_its_group_was_moved_counts_no_more_for_the_next_master():
     group, client, first = a_group("m0")
-    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+    group.a.master._delivery.serving.dead_letters._settle = lambda burial, *_: burial.ranges.clear()
     client.nack(first, first + 1, dead=True)
     end = group.a.log.end
     group.a.master.move_group("s", "g", "earliest", 0, dry_run=False, answer=lambda error: None)

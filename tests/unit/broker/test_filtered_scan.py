@@ -299,7 +299,7 @@ def test_a_pass_that_may_look_at_one_message_gets_on(monkeypatch):
 
 
 def filter_of(group: Group):
-    return group.a.master._delivery._filtering._filters[KEY]
+    return group.a.master._delivery.serving.filters._filters[KEY]
 
 
 def test_noted_range_waits_until_it_is_due():
@@ -310,7 +310,7 @@ def test_noted_range_waits_until_it_is_due():
     waiting = consumer.ask(timeout_ms=60_000)
     filter_of(group)._later.clear()
     filter_of(group).note(0, 1, 0)
-    group.a.master._delivery.wake("s")
+    group.a.master._delivery.serving.wake("s")
     group.wait(4_900)
     assert not consumer.client.answered(waiting)
     more(group, CANCEL, first=1)
@@ -419,8 +419,8 @@ def test_a_pass_looks_at_as_many_messages_as_it_may_and_the_next_one_goes_on_beh
     group = Group.made().start()
     for at in range(4):
         more(group, *[PAY] * 10, first=10 * at)
-    looked, run_pass = looked_at(monkeypatch), group.a.master._delivery.run_pass
-    group.a.master._delivery.run_pass = lambda: looked.append(None) or run_pass()
+    looked, run_pass = looked_at(monkeypatch), group.a.master._delivery.serving.run_pass
+    group.a.master._delivery.serving.run_pass = lambda: looked.append(None) or run_pass()
     Consumer(group, "c1", tags=["cancel"]).ask(timeout_ms=60_000)
     group.settle()
     of_a_pass = [[], *([] for one in looked if one is None)]

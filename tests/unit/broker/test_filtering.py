@@ -202,7 +202,7 @@ def test_half_a_decision_is_none():
 
     group.a.log.frames = fails_later
     consumer.ask()
-    assert len(asked) == 2 and not group.a.master._delivery._filtering._filters
+    assert len(asked) == 2 and not group.a.master._delivery.serving.filters._filters
     group.a.log.frames = frames
     assert consumer.sequences() == [0, 1, 2, 3, 4, 5]
 
@@ -216,8 +216,8 @@ def test_groups_share_the_scan_budget(monkeypatch):
     consumers = [Consumer(group, "c", group=name, tags=["cancel"]) for name in ("g1", "g2", "g3")]
     waiting = [one.ask(timeout_ms=60_000) for one in consumers]
     group.settle()
-    looked, run_pass, candidates = [], group.a.master._delivery.run_pass, TagRule.candidates
-    group.a.master._delivery.run_pass = lambda: looked.append(0) or run_pass()
+    looked, run_pass, candidates = [], group.a.master._delivery.serving.run_pass, TagRule.candidates
+    group.a.master._delivery.serving.run_pass = lambda: looked.append(0) or run_pass()
 
     def noted(self, labels, begin, end):
         looked[-1] += end - begin
@@ -278,6 +278,6 @@ def test_reading_after_an_empty_scan_is_used():
     waiting = consumer.ask(timeout_ms=60_000)
     group.settle()
     group.wait(1_000, times=3)
-    group.a.master._delivery._filtering._label_cache = LabelCache(group.a.log)
+    group.a.master._delivery.serving.filters._label_cache = LabelCache(group.a.log)
     group.wait(1_000, times=3)
     assert [(got.sequence, got.times) for got in consumer.got(waiting)] == [(0, 2)]

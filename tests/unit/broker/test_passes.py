@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from qmq.broker import delivery, service_queue
+from qmq.broker import service_queue, serving
 from qmq.broker.service_queue import OWED_BYTES_MAX, PASS_BYTES, ServiceQueue
 from qmq.errors import ErrorCode
 from qmq.subjects import dead_letter_subject
@@ -22,13 +22,13 @@ def consumers(group, count, *, subject="s", name="g"):
 @pytest.fixture
 def looks(monkeypatch):
     """Count the look-ups per group."""
-    counts, choose = Counter(), delivery.choose
+    counts, choose = Counter(), serving.choose
 
     def counting(log, subscription, *rest, **more):
         counts[subscription.group] += 1
         return choose(log, subscription, *rest, **more)
 
-    monkeypatch.setattr(delivery, "choose", counting)
+    monkeypatch.setattr(serving, "choose", counting)
     return counts
 
 

@@ -222,7 +222,7 @@ def test_groups_that_are_forgotten_are_not_remembered_beside_the_log():
     group.wait(1_000, times=200)
     assert not group.a.log.state.groups
     master = group.a.master
-    assert not master._delivery._filtering._asked
+    assert not master._delivery.serving.filters._asked
     assert not master.backlogs.ages_ms(group.a.host.now_ms()) and not master.causes.found and not master.skipped
 
 
@@ -269,13 +269,13 @@ def test_consumer_that_reconnects_while_the_slave_is_missing_leaves_nothing_behi
         again.pull(again.subscription(subscribed), timeout_ms=60_000)
         group.a.host.settle()
         again.lost()
-    (burial,) = group.a.master._delivery._dead_letters._jobs
+    (burial,) = group.a.master._delivery.serving.dead_letters._jobs
     assert len(burial.ranges) == 1
     group.connect()
     group.settle()
     group.wait(100)
     assert dead_of_s(group) == 1
-    assert not group.a.master._delivery._dead_letters._jobs
+    assert not group.a.master._delivery.serving.dead_letters._jobs
 
 
 def test_consumer_whose_group_could_not_begin_is_not_subscribed():

@@ -380,7 +380,7 @@ def test_messages_that_retention_took_are_counted_and_passed():
 def test_a_subject_without_keys_and_a_consumer_without_tags_cost_nothing():
     group = stored(PAY, CANCEL)
     assert Consumer(group, "c1").sequences() == [0, 1]
-    assert not group.a.master._delivery._filtering._filters
+    assert not group.a.master._delivery.serving.filters._filters
 
 
 # Frames.
