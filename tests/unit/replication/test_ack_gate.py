@@ -34,7 +34,7 @@ def followed(end: int = 0) -> AckGate:
     "ours, theirs, safe", [(8, 0, False), (0, 8, False), (7, 8, False), (8, 7, False), (8, 8, True)]
 )
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_nothing_is_acknowledged_before_both_disks_have_it(ours, theirs, safe, ours_first):
+def test_acknowledged_only_when_both_disks_have_it(ours, theirs, safe, ours_first):
     gate, stored, progress = followed(), Waiter(), Waiter()
     gate.stored(8, stored)
     gate.progress(8, 0, progress)
@@ -46,7 +46,7 @@ def test_nothing_is_acknowledged_before_both_disks_have_it(ours, theirs, safe, o
     assert stored.is_safe == progress.is_safe == safe
 
 
-def test_high_watermark_never_decreases_and_stays_within_both_disks():
+def test_high_watermark_grows_within_both_disks():
     for seed in range(200):
         rng, gate, ours, theirs, was = Random(seed), AckGate(Epoch(1, 1)), 0, 0, 0
         known_safe = 0
@@ -69,7 +69,7 @@ def test_high_watermark_never_decreases_and_stays_within_both_disks():
             was = gate.high_watermark
 
 
-def test_repeated_batch_is_answered_at_once_if_it_was_safe_long_ago_whoever_waits():
+def test_repeated_safe_batch_is_answered_at_once():
     gate, early, late, again = followed(), Waiter(), Waiter(), Waiter()
     gate.flushed(100, 0)
     gate.confirmed(50, 0)
@@ -82,7 +82,7 @@ def test_repeated_batch_is_answered_at_once_if_it_was_safe_long_ago_whoever_wait
     assert late.is_safe
 
 
-def test_alone_nothing_new_is_acknowledged_but_progress_below_the_high_watermark_goes_on():
+def test_without_slave_only_safe_progress_is_answered():
     gate, stored, below, above = followed(), Waiter(), Waiter(), Waiter()
     gate.flushed(100, 0)
     gate.confirmed(100, 0)
@@ -100,7 +100,7 @@ def test_alone_nothing_new_is_acknowledged_but_progress_below_the_high_watermark
     assert stored.is_safe and above.is_safe
 
 
-def test_matched_end_of_a_lost_slave_proves_nothing_about_the_next_one():
+def test_matched_end_of_a_lost_slave_is_forgotten():
     gate, stored = followed(), Waiter()
     gate.flushed(50, 0)
     gate.confirmed(50, 0)
@@ -111,7 +111,7 @@ def test_matched_end_of_a_lost_slave_proves_nothing_about_the_next_one():
     assert (gate.matched_end, gate.high_watermark, stored.answers) == (40, 50, [])
 
 
-def test_whoever_waits_when_the_mastership_ends_hears_what_to_do():
+def test_waiting_requests_are_refused_when_mastership_ends():
     gate, stored, progress = followed(), Waiter(), Waiter()
     gate.stored(10, stored)
     gate.progress(20, 0, progress)
@@ -122,7 +122,7 @@ def test_whoever_waits_when_the_mastership_ends_hears_what_to_do():
     assert stored.answers == [unknown] and progress.answers == [another] and not gate.waiting
 
 
-def test_progress_is_answered_in_its_order_also_without_a_slave():
+def test_progress_is_answered_in_order_without_slave():
     gate, first, second = AckGate(Epoch(1, 1)), Waiter(), Waiter()
     gate.progress(200, 0, first)
     gate.progress(150, 0, second)
@@ -140,7 +140,7 @@ def test_waiting_counts_produces_and_progress():
     assert gate.waiting == 2
 
 
-def test_older_flush_or_confirmation_takes_nothing_back():
+def test_older_flush_or_confirmation_changes_nothing():
     gate = followed()
     gate.flushed(100, 0)
     gate.confirmed(80, 0)
@@ -149,27 +149,27 @@ def test_older_flush_or_confirmation_takes_nothing_back():
     assert (gate.flushed_end, gate.matched_end, gate.high_watermark) == (100, 80, 80)
 
 
-def test_chain_at_the_end_that_was_flushed_already_is_learnt():
+def test_chain_of_the_flushed_end_is_stored():
     gate = AckGate(Epoch(1, 1), flushed_end=100, flushed_chain=None)
     gate.flushed(100, 7)
     assert gate.flushed_chain == 7
 
 
 @pytest.mark.parametrize("ours, theirs, chain", [((8, 1), (10, 2), 1), ((10, 1), (8, 2), 2)])
-def test_acknowledged_point_has_the_chain_of_the_copy_that_ends_there(ours, theirs, chain):
+def test_acknowledged_point_has_its_copys_chain(ours, theirs, chain):
     gate = followed()
     gate.flushed(*ours)
     gate.confirmed(*theirs)
     assert gate.point is not None and (gate.point.end, gate.point.chain) == (8, chain)
 
 
-def test_what_was_acknowledged_before_this_mastership_is_no_point_of_its_own():
+def test_earlier_acknowledged_point_is_not_its_own():
     gate = AckGate(Epoch(2, 1), high_watermark=8, flushed_end=8, flushed_chain=5)
     gate.slave_matched(8, 5)
     assert gate.point is None
 
 
-def test_nothing_counts_before_the_end_of_the_epoch_frame():
+def test_nothing_counts_before_the_epoch_frame_ends():
     gate, stored = AckGate(Epoch(2, 1), counts_from=8), Waiter()
     gate.slave_matched(0, 0)
     gate.stored(6, stored)
@@ -181,7 +181,7 @@ def test_nothing_counts_before_the_end_of_the_epoch_frame():
     assert gate.high_watermark == 8 and stored.is_safe
 
 
-def test_pulls_of_what_one_copy_has_are_refused_when_the_slave_is_gone_and_no_others():
+def test_unsafe_pulls_are_refused_without_slave():
     gate, missing, safe, unsafe = followed(), NotMaster("ask"), Waiter(), Waiter()
     gate.flushed(50, 0)
     gate.confirmed(50, 0)
@@ -195,7 +195,7 @@ def test_pulls_of_what_one_copy_has_are_refused_when_the_slave_is_gone_and_no_ot
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
-def test_progress_that_is_safe_already_is_answered_at_once(is_alone):
+def test_safe_progress_is_answered_at_once(is_alone):
     """Nothing may be written or confirmed any more that would have it looked at."""
     gate, again, below, above = followed(), Waiter(), Waiter(), Waiter()
     gate.flushed(100, 0)

@@ -62,12 +62,12 @@ PLAIN = {
     ],
     ids=str,
 )
-def test_hello_that_makes_no_sense_is_refused(wrong):
+def test_malformed_hello_is_refused(wrong):
     with pytest.raises(InvalidRequest):
         Hello.decode(encode_json(**(PLAIN | {"chain": 5} | wrong)))
 
 
-def test_hello_arrives_as_it_was_sent():
+def test_hello_survives_encoding():
     hello = Hello.decode(encode_json(**PLAIN, chain=(1 << 64) - 1))
     table, proofs = [EpochStart(Epoch(1, 1), 0, 0)], [EpochProof(0, 40, 7)]
     point = Point(Epoch(1, 1), 40, 5)
@@ -81,7 +81,7 @@ def test_hello_arrives_as_it_was_sent():
     "fill_id, is_whole, end, would_be",
     [("b/0", False, 40, True), ("b/0", True, 0, True), ("b/0", True, 40, False), ("", False, 0, False)],
 )
-def test_a_copy_is_filled_that_was_never_whole_or_is_empty(fill_id, is_whole, end, would_be):
+def test_incomplete_or_empty_copy_would_be_filled(fill_id, is_whole, end, would_be):
     assert Hello("g1", "b", Epoch(1, 1), [], 0, end, 0, fill_id=fill_id, is_whole=is_whole).would_be_filled is would_be
 
 
@@ -97,13 +97,13 @@ def test_a_copy_is_filled_that_was_never_whole_or_is_empty(fill_id, is_whole, en
         pytest.param(3, 20, True, id="retention took it"),
     ],
 )
-def test_a_slave_has_an_acknowledged_point_where_its_log_is_of_the_same_epoch(term, end, has_it):
+def test_hello_covers_points_of_its_own_epochs(term, end, has_it):
     table = [EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(2, 1), 100, 7)]
     assert Hello("g1", "b", Epoch(2, 1), table, 20, 200, 7).has(Point(Epoch(term, 1), end, 7)) is has_it
     assert not Hello("g1", "b", Epoch(2, 1), [], 0, 0, 0).has(Point(Epoch(term, 1), end, 7))
 
 
-def test_a_slave_is_ahead_of_a_log_by_frames_of_a_newer_epoch():
+def test_frames_of_a_newer_epoch_are_ahead():
     table = [EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(2, 1), 100, 7)]
     hello = Hello("g1", "b", Epoch(3, 1), table, 20, 200, 7)
     assert hello.is_ahead_of(Epoch(1, 1)) and not hello.is_ahead_of(Epoch(2, 1))
@@ -138,7 +138,7 @@ LOGS = {epochs: history(epochs) for epochs in HISTORIES}
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_copies_agree_on_their_longest_common_prefix_whatever_their_histories(has_begun):
+def test_agreement_is_the_longest_common_prefix(has_begun):
     for ours, theirs in product(HISTORIES, HISTORIES):
         a, b = LOGS[ours], LOGS[theirs]
         common = common_prefix(a.whole(), b.whole())
@@ -150,7 +150,7 @@ def test_copies_agree_on_their_longest_common_prefix_whatever_their_histories(ha
         assert (agreement.epoch, agreement.master_end) == (Epoch(9, 1), a.log.end)
 
 
-def test_slave_behind_the_oldest_segment_is_seeded_and_one_within_it_follows():
+def test_slave_behind_the_oldest_segment_is_seeded():
     whole, late = LOGS[1, 1, 2, 3], history((1, 1, 2, 3), drop=2)
     base, chain, _ = late.log.stored.seed_start()
     assert 0 < late.log.start == base < late.log.end
@@ -164,13 +164,13 @@ def test_slave_behind_the_oldest_segment_is_seeded_and_one_within_it_follows():
             assert (agreement.action, agreement.offset) == (Action.FOLLOW, common)
 
 
-def test_empty_master_takes_all_back_even_if_the_slave_has_no_beginning():
+def test_empty_master_restores_from_a_shortened_log():
     late = history((1, 1, 2, 3), drop=2)
     agreement = agree(hello_of(late), history(()).log, Epoch(9, 1), has_begun=False)
     assert (agreement.action, agreement.offset) == (Action.RESTORE, 0)
 
 
-def test_slave_that_knows_a_newer_epoch_fences_the_master():
+def test_slave_with_a_newer_epoch_fences_the_master():
     for known in (Epoch(9, 2), Epoch(10, 0)):
         with pytest.raises(Fenced):
             agree(hello_of(LOGS[1, 1], known), LOGS[1, 1].log, Epoch(9, 1), has_begun=True)
@@ -179,7 +179,7 @@ def test_slave_that_knows_a_newer_epoch_fences_the_master():
 
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("theirs_kept", ["nothing", "common", "all"])
-def test_where_logs_part_the_slave_gives_way_unless_it_confirmed_what_it_has(has_begun, theirs_kept):
+def test_conflicting_slave_is_cut_unless_it_confirmed(has_begun, theirs_kept):
     """I5: then it is for the master, if nobody may have confirmed what that one has."""
     for ours, theirs in list(product(HISTORIES, HISTORIES))[:: every(5)]:
         a, b = LOGS[ours], LOGS[theirs]
@@ -191,13 +191,13 @@ def test_where_logs_part_the_slave_gives_way_unless_it_confirmed_what_it_has(has
 
 
 @pytest.mark.parametrize("ours, theirs", [((1, 1), (1, 1)), ((1, 1, 1), (1, 1)), ((1, 1, 2), (1, 1))])
-def test_equal_epochs_with_other_bytes_are_divergence_not_a_conflict(ours, theirs):
+def test_equal_epochs_with_other_bytes_diverge(ours, theirs):
     """W3: nobody cuts anything; a human has to look."""
     with pytest.raises(Diverged):
         agree(hello_of(history(theirs, size=21)), history(ours).log, Epoch(9, 1), has_begun=True)
 
 
-def test_agreement_arrives_as_it_was_sent():
+def test_agreement_survives_encoding():
     for action in Action:
         for more in ((), (Point(Epoch(4, 1), 800, 5), 96)):
             agreement = Agreement(Epoch(4, 2), action, 816, (1 << 64) - 1, 4096, *more)
@@ -205,20 +205,20 @@ def test_agreement_arrives_as_it_was_sent():
 
 
 @pytest.mark.parametrize("part, wrong", [(b'"seed"', b'"need"'), (b"96", b'"96"'), (b"[4, 1,", b"[4,")])
-def test_agreement_that_makes_no_sense_is_refused(part, wrong):
+def test_malformed_agreement_is_refused(part, wrong):
     whole = Agreement(Epoch(4, 2), Action.SEED, 0, 0, 0, Point(Epoch(4, 1), 800, 5), 96).encode()
     assert whole.count(part) == 1
     with pytest.raises(InvalidRequest):
         Agreement.decode(whole.replace(part, wrong))
 
 
-def test_an_empty_slave_that_has_a_chain_is_not_of_this_log():
+def test_empty_slave_with_a_chain_diverges():
     stranger = Hello("g1", "b", Epoch(1, 1), [], 0, 0, 7)
     with pytest.raises(Diverged):
         agree(stranger, LOGS[1, 1].log, Epoch(9, 1), has_begun=True)
 
 
-def test_a_boot_of_which_the_slave_has_frames_is_used_no_second_time():
+def test_boot_that_the_slave_has_is_not_reused():
     """This disk forgot it. Of a master that has begun they are its own frames."""
     hello, log = hello_of(LOGS[1, 3]), LOGS[1, 3].log
     with pytest.raises(Fenced):
@@ -227,7 +227,7 @@ def test_a_boot_of_which_the_slave_has_frames_is_used_no_second_time():
     assert agree(hello, log, Epoch(3, 1), has_begun=True).offset == log.end
 
 
-def test_where_our_own_epoch_begins_nothing_need_be_read_to_agree():
+def test_agreement_at_an_epoch_begin_reads_nothing():
     ours, theirs = history((1, 1, 2), tail_bytes=0, segment_bytes=4096), LOGS[1, 1, 1]
     begin = ours.log.state.epochs[1].offset
     for at in (begin - 80, begin + 20):
@@ -255,7 +255,7 @@ def proven(copy: Copy) -> Hello:
     return replace(hello_of(copy), proofs=proofs_of(copy.log))
 
 
-def test_the_newest_epochs_are_proven_by_their_first_frames_as_far_as_they_can_be_read():
+def test_proofs_are_first_frames_of_newest_epochs():
     copy = Copy(segment_bytes=512, tail_bytes=0)
     for term in range(1, EPOCHS_PROVEN + 1):
         copy.begin_epoch(Epoch(term, 1))
@@ -279,7 +279,7 @@ def test_the_newest_epochs_are_proven_by_their_first_frames_as_far_as_they_can_b
 
 
 @pytest.mark.parametrize("common", [0, 1, 2])
-def test_an_epoch_that_was_used_twice_is_not_common(common):
+def test_epoch_used_twice_is_not_common(common):
     here, away = used_again(common=common)
     begin = here.log.state.epochs[-1].offset
     answer = agree(proven(away), here.log, Epoch(9, 1), has_begun=True)
@@ -287,7 +287,7 @@ def test_an_epoch_that_was_used_twice_is_not_common(common):
     assert agree(proven(here), here.log, Epoch(9, 1), has_begun=True).offset == here.log.end
 
 
-def test_what_cannot_be_read_here_proves_no_second_use():
+def test_unreadable_frames_prove_no_second_use():
     (here, _), (written, _) = used_again(), used_again()
     hello, begin = proven(here), here.log.state.epochs[-1].offset
     here.disk.flip(f"log/{0:020d}.log", 8 * (begin + 20))

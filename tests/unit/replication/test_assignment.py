@@ -13,7 +13,7 @@ from qmq.types import Role
 A, B, C = (Address(f"10.0.0.{at}", 1, 2, 3) for at in (1, 2, 3))
 
 
-def test_a_master_meets_its_slaves_and_a_slave_its_master():
+def test_peers_of_master_and_slave():
     assert Assignment("g", 1, Role.MASTER, A, (B, C)).peers == (B, C)
     assert Assignment("g", 1, Role.SLAVE, A, (B, C)).peers == (A,)
     assert Assignment("g", 1, Role.SLAVE, None, (B, C)).peers == ()
@@ -28,11 +28,11 @@ def test_a_master_meets_its_slaves_and_a_slave_its_master():
         pytest.param(Role.MASTER, 2, 2, False, id="a master has all that it acknowledged"),
     ],
 )
-def test_a_copy_may_lack_messages_if_enough_others_have_them(role, slaves, min_copies, may):
+def test_copy_may_be_behind_if_others_suffice(role, slaves, min_copies, may):
     assert Assignment("g", 1, role, A, (B, C)[:slaves], min_copies=min_copies).may_be_behind == may
 
 
-def test_copies_meet_at_the_same_places_while_addresses_of_their_peers_are_the_same():
+def test_assignments_with_equal_peer_addresses_meet_alike():
     before = Assignment("g", 1, Role.MASTER, A, (B, C))
     elsewhere = replace(before, term=2, slaves=(C, replace(B, serve_port=9, control_port=9)))
     assert before.meets_as(elsewhere)
@@ -40,7 +40,7 @@ def test_copies_meet_at_the_same_places_while_addresses_of_their_peers_are_the_s
         assert not before.meets_as(replace(before, slaves=slaves))
 
 
-def test_an_assignment_is_remembered_as_it_was():
+def test_assignment_survives_its_json():
     whole = Assignment(
         "g",
         7,
@@ -60,6 +60,6 @@ def test_an_assignment_is_remembered_as_it_was():
 
 
 @pytest.mark.parametrize("slave", [None, {"ip": "10.0.0.2", "serve_port": 1, "sync_port": 2, "control_port": 3}])
-def test_what_a_version_remembered_that_knew_one_slave_and_two_copies_is_read(slave):
+def test_assignment_of_an_older_version_is_read(slave):
     old = {"group": "g", "term": 1, "role": int(Role.MASTER), "master": None, "slave": slave, "readonly_subjects": []}
     assert Assignment.from_json(old) == Assignment("g", 1, Role.MASTER, None, (B,) if slave else ())

@@ -7,7 +7,7 @@ import pytest
 from qmq.replication.clocks import READING_MS_MAX, Clocks
 
 
-def test_what_a_clock_said_goes_on_by_ours_and_counts_for_a_while():
+def test_clock_reading_advances_and_expires():
     clocks = Clocks(1_000)
     assert clocks.ahead_ms(now_ms=50_000, monotonic_ms=100) == {}
     clocks.record("slave", 50_000, monotonic_ms=100)
@@ -18,7 +18,7 @@ def test_what_a_clock_said_goes_on_by_ours_and_counts_for_a_while():
     assert clocks.ahead_ms(now_ms=50_000, monotonic_ms=last_ms + 1) == {}
 
 
-def test_clocks_that_differ_by_more_than_they_may_are_named():
+def test_disagreement_names_clocks_beyond_the_limit():
     clocks = Clocks(1_000)
     assert clocks.disagreement({"slave": 1_000, "metaserver": -1_000}) == ""
     assert clocks.disagreement({"slave": 1_001, "metaserver": -2_500_000, "master": 0}) == (
@@ -40,5 +40,5 @@ def test_clocks_that_differ_by_more_than_they_may_are_named():
         ({}, 0),
     ],
 )
-def test_a_clock_is_off_by_what_all_others_say(ahead_ms, off_s):
+def test_own_clock_is_off_if_all_others_agree(ahead_ms, off_s):
     assert Clocks(1_000).off_s(ahead_ms) == off_s

@@ -68,7 +68,7 @@ def quarantined(broker: Broker, folder: str = "") -> bool:
     return bool(broker.disk.names(f"quarantine{folder}"))
 
 
-def test_a_log_that_is_whole_needs_nothing():
+def test_whole_log_needs_no_repair():
     group = stored()
     assert group.a.node.repairs.plan(0, group.b.log.end) is None
     group.a.node.repairs.apply(0, b"what nobody asked for")
@@ -76,7 +76,7 @@ def test_a_log_that_is_whole_needs_nothing():
 
 
 @pytest.mark.parametrize("is_master", [True, False])
-def test_what_a_reader_meets_is_fetched_and_the_copy_is_whole_again(is_master):
+def test_damage_met_by_a_reader_is_repaired(is_master):
     group = stored()
     broken, whole = (group.a, group.b) if is_master else (group.b, group.a)
     offset, role = met(broken, 1), broken.node.role
@@ -88,7 +88,7 @@ def test_what_a_reader_meets_is_fetched_and_the_copy_is_whole_again(is_master):
     assert quarantined(broken) and group.a.node.writable and broken.node.role is role
 
 
-def test_a_broker_begins_once_what_it_could_not_replay_is_fetched():
+def test_unreplayed_broker_begins_after_its_repair():
     group = stored()
     end, begin = group.b.log.end, unreplayed(group.b, first_of_newest(group.b))
     wanted = group.b.node.repairs.plan(0, group.a.log.flushed_end)
@@ -97,7 +97,7 @@ def test_a_broker_begins_once_what_it_could_not_replay_is_fetched():
 
 
 @pytest.mark.parametrize("is_agreed", [True, False])
-def test_a_damaged_segment_that_the_other_copy_has_not_goes(is_agreed):
+def test_damaged_segment_below_the_other_log_is_dropped(is_agreed):
     """What copies agreed to delete is deleted; else it may be all that there is of it, and goes to quarantine."""
     group = stored()
     met(group.a, 1)
@@ -110,7 +110,7 @@ def test_a_damaged_segment_that_the_other_copy_has_not_goes(is_agreed):
     assert quarantined(group.a, aside) is not is_agreed
 
 
-def test_segments_that_are_whole_stay_though_the_other_copy_has_them_no_more():
+def test_whole_segments_below_the_other_log_stay():
     group = stored()
     met(group.a, 1)
     _, second, third = group.a.log.bases[:3]
@@ -119,7 +119,7 @@ def test_segments_that_are_whole_stay_though_the_other_copy_has_them_no_more():
     assert group.a.log.start == second and group.a.log.damage is None
 
 
-def test_segments_that_the_other_copy_has_stay_though_damage_lies_before_its_start():
+def test_segments_of_the_other_copy_stay():
     group = stored()
     met(group.a, 1)
     bases = list(group.a.log.bases)
@@ -127,7 +127,7 @@ def test_segments_that_the_other_copy_has_stay_though_damage_lies_before_its_sta
     assert group.a.log.bases == bases and group.a.master.readonly.reasons == ["corrupt"]
 
 
-def test_a_log_that_ends_before_the_other_copy_begins_is_set_aside_whole():
+def test_log_below_the_other_copy_is_set_aside():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     assert group.b.node.repairs.plan(begin + 8, group.a.log.end) is None
@@ -153,28 +153,28 @@ def written_alone_and_damaged() -> tuple[Group, int]:
 
 
 @pytest.mark.parametrize("has_more", [0, 8])
-def test_damage_that_the_other_copy_has_not_to_its_end_is_cut_if_it_was_never_acknowledged(has_more):
+def test_unacknowledged_damage_beyond_the_other_copy_is_cut(has_more):
     group, offset = written_alone_and_damaged()
     assert group.a.node.repairs.plan(0, offset + has_more) is None
     assert group.a.log.damage is None and group.a.log.end == offset and quarantined(group.a)
     assert group.a.node.master is not None
 
 
-def test_damage_that_was_acknowledged_is_never_cut():
+def test_acknowledged_damage_is_never_cut():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     assert group.b.node.repairs.plan(0, begin) is None  # the other copy lost it, too
     assert group.b.log.damage is not None and not quarantined(group.b) and group.b.node.role is None
 
 
-def test_of_acknowledged_damage_that_the_other_copy_has_in_part_that_part_is_fetched():
+def test_available_part_of_acknowledged_damage_is_fetched():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     assert begin + 8 < group.b.log.damage.end
     assert group.b.node.repairs.plan(0, begin + 8) == (begin, begin + 8)
 
 
-def test_a_master_leaves_its_role_before_it_mends_damage_in_part():
+def test_master_leaves_its_role_before_partial_repair():
     group = stored()
     begin = met(group.a, 1)
     group.a.log.state.high_watermark = group.a.log.end
@@ -184,7 +184,7 @@ def test_a_master_leaves_its_role_before_it_mends_damage_in_part():
     assert group.a.node.master is not None, "until the next attempt"
 
 
-def test_what_the_other_copy_has_from_the_damage_on_to_its_end_is_fetched():
+def test_damage_at_the_other_logs_start_is_fetched():
     group = stored()
     (first,) = (ref.begin for ref in group.a.log.frames("s", 0, COUNT) if ref.offset == group.a.log.bases[1])
     begin = met(group.a, first)
@@ -192,7 +192,7 @@ def test_what_the_other_copy_has_from_the_damage_on_to_its_end_is_fetched():
     assert group.a.log.start == 0 and group.a.node.role is not None
 
 
-def test_who_leaves_its_role_saves_what_it_knows_to_be_acknowledged():
+def test_leaving_the_role_saves_the_acknowledged_point():
     group = stored()
     begin = met(group.a, 1)
     group.a.log.state.high_watermark = group.a.log.end
@@ -202,7 +202,7 @@ def test_who_leaves_its_role_saves_what_it_knows_to_be_acknowledged():
 
 
 @pytest.mark.parametrize("theirs_start, why", [(0, ""), (1 << 40, "damaged-and-dropped-by-the-other-copy")])
-def test_what_is_still_being_written_is_on_disk_before_damage_goes(theirs_start, why):
+def test_repair_waits_for_writes_under_way(theirs_start, why):
     group = stored()
     group.cut()
     offset, base = group.a.log.end, group.a.log.bases[-1]
@@ -237,7 +237,7 @@ def other_history(group: Group) -> bytes:
     return other.a.log.stored.read_bytes(0, other.a.log.end)
 
 
-def test_frames_of_another_history_mend_nothing_in_a_log_that_is_used():
+def test_frames_of_another_history_repair_nothing():
     group = stored()
     begin = met(group.a, 1)
     wanted = group.a.node.repairs.plan(0, group.b.log.end)
@@ -247,7 +247,7 @@ def test_frames_of_another_history_mend_nothing_in_a_log_that_is_used():
     assert group.a.log.damage.begin == begin and group.a.node.role is not None and not quarantined(group.a)
 
 
-def test_a_log_that_could_not_be_replayed_is_cut_where_the_other_copy_has_another_history():
+def test_acknowledged_unreplayed_damage_survives_another_history():
     """Unless it was acknowledged: then both copies had it, and no other history is."""
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
@@ -256,7 +256,7 @@ def test_a_log_that_could_not_be_replayed_is_cut_where_the_other_copy_has_anothe
     assert group.b.log.damage is damaged and not quarantined(group.b)
 
 
-def test_what_was_written_alone_is_cut_where_the_other_copy_has_another_history():
+def test_unreplayed_frames_of_a_lone_master_are_cut():
     group = stored()
     group.cut()
     parted = group.b.log.end
@@ -280,7 +280,7 @@ def test_what_was_written_alone_is_cut_where_the_other_copy_has_another_history(
     assert group.a.node.master is not None
 
 
-def test_a_master_stays_readonly_while_some_of_its_log_is_damaged():
+def test_master_is_readonly_until_all_is_repaired():
     group = stored()
     first, second = group.b.log.frames("s", 1, 2)
     for ref in (first, second):
@@ -296,7 +296,7 @@ def test_a_master_stays_readonly_while_some_of_its_log_is_damaged():
 
 
 @pytest.mark.parametrize("segments", [1, 2])
-def test_of_two_segments_the_older_one_may_go_and_the_only_one_stays(segments):
+def test_only_segment_is_never_dropped(segments):
     group = Group.made(tail_bytes=0, segment_bytes=1 << 14).start()
     while len(group.a.log.bases) < segments or group.a.log.end < 2_000:
         Client(group.a).produce("m", size=900)
@@ -308,7 +308,7 @@ def test_of_two_segments_the_older_one_may_go_and_the_only_one_stays(segments):
     assert group.a.node.writable is (segments == 2) and len(group.a.log.bases) == 1
 
 
-def test_frames_that_are_damaged_themselves_prove_no_other_history():
+def test_damaged_frames_prove_no_other_history():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     with pytest.raises(CorruptFrame):
@@ -327,7 +327,7 @@ def test_frames_that_are_damaged_themselves_prove_no_other_history():
         pytest.param(4, 7, False, id="from within it"),
     ],
 )
-def test_frames_that_do_not_join_prove_another_history_where_they_lie_over_the_damage(first, end, is_other):
+def test_frames_over_the_damage_prove_another_history(first, end, is_other):
     group = stored()
     refs = group.a.log.frames("s", 0, COUNT)
     inside = Damage(refs[3].offset, refs[6].offset, "")
@@ -336,7 +336,7 @@ def test_frames_that_do_not_join_prove_another_history_where_they_lie_over_the_d
 
 
 @pytest.mark.parametrize(("begins", "is_other"), [(8, True), (0, False)])
-def test_a_frame_over_the_place_where_the_damage_begins_proves_another_history(begins, is_other):
+def test_frame_across_the_damage_begin_proves_it(begins, is_other):
     group = stored()
     refs = group.a.log.frames("s", 0, COUNT)
     data = group.a.log.stored.read_bytes(refs[2].offset, refs[4].offset)
@@ -350,14 +350,14 @@ def lacked(group: Group) -> Point:
     return Point(Epoch(1, 1), group.a.log.end + 800, 7)
 
 
-def test_a_copy_that_lacks_what_the_metaserver_remembers_says_so():
+def test_copy_below_the_metaservers_point_is_rolled_back():
     group = stored()
     group.b.node.remembered_elsewhere([lacked(group)])
     assert group.b.node.readonly_reasons == ["rolled_back"]
     assert group.b.node.identity.points.lacks == lacked(group)
 
 
-def test_a_copy_that_lacks_what_it_remembers_itself_says_so_when_it_takes_a_part():
+def test_copy_below_its_own_point_is_rolled_back():
     group = stored()
     group.b.node.identity.points.acknowledged(lacked(group))
     assert group.b.node.readonly_reasons == []
@@ -366,13 +366,13 @@ def test_a_copy_that_lacks_what_it_remembers_itself_says_so_when_it_takes_a_part
     assert group.b.node.identity.points.lacks == lacked(group)
 
 
-def test_a_master_with_a_slave_in_sync_lacks_nothing_that_any_copy_has():
+def test_master_with_slave_in_sync_lacks_nothing():
     group = stored()
     group.a.node.remembered_elsewhere([lacked(group)])
     assert group.a.node.writable
 
 
-def test_a_master_without_a_slave_that_lacks_something_begins_anew_and_waits():
+def test_lone_rolled_back_master_restarts_and_waits():
     group = stored()
     group.cut()
     before = group.a.master
@@ -383,7 +383,7 @@ def test_a_master_without_a_slave_that_lacks_something_begins_anew_and_waits():
     assert not group.a.master.has_begun
 
 
-def test_what_a_copy_lacked_and_has_again_is_forgotten_when_it_takes_its_part():
+def test_restored_point_is_no_longer_lacking():
     group = stored()
     own = Point(group.a.master.epoch, group.a.log.end, group.a.log.chain)
     group.b.node.identity.points.rolled_back(own)
@@ -393,7 +393,7 @@ def test_what_a_copy_lacked_and_has_again_is_forgotten_when_it_takes_its_part():
     assert group.b.node.identity.points.lacks is None
 
 
-def test_an_order_to_wait_for_a_failover_is_of_one_term():
+def test_failover_of_another_term_is_refused():
     group = stored()
     for broker, term in ((group.b, 2), (group.b, 0), (group.a, 1)):
         with pytest.raises(OperatorError, match=f"not the slave of g1 in term {term}"):
@@ -401,7 +401,7 @@ def test_an_order_to_wait_for_a_failover_is_of_one_term():
     assert not group.b.node.changes.is_held
 
 
-def test_who_waits_for_a_failover_goes_on_when_it_does_not_come():
+def test_hold_for_a_failover_expires():
     group = stored()
     group.b.node.changes.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
     changes = group.b.host.role_changes
@@ -415,7 +415,7 @@ def test_who_waits_for_a_failover_goes_on_when_it_does_not_come():
 # What the oldest segment is still needed for.
 
 
-def test_the_oldest_segment_stays_while_the_slave_or_a_reader_needs_it():
+def test_oldest_segment_is_pinned_by_its_readers():
     group = stored()
     second = group.a.log.bases[1]
     assert not group.a.node.is_pinned([]) and not group.a.node.is_pinned([second])

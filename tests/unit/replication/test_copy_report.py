@@ -22,7 +22,7 @@ def a_copy() -> Copy:
     return copy
 
 
-def test_a_report_says_all_that_the_files_of_a_copy_hold():
+def test_report_of_all_files():
     copy = a_copy()
     identity = IdentityFile(copy.disk, new_incarnation="b-1")
     identity.assigned("g1", Assignment("g1", 2, Role.SLAVE).to_json(), "mq2:20883")
@@ -63,7 +63,7 @@ def test_a_report_says_all_that_the_files_of_a_copy_hold():
 
 
 @pytest.mark.parametrize("who", ["the others", "this copy itself"])
-def test_a_copy_that_lacks_what_anybody_remembers_to_be_acknowledged_says_so(who):
+def test_report_of_a_rolled_back_copy(who):
     copy = a_copy()
     identity = IdentityFile(copy.disk, new_incarnation="b-1")
     identity.completed(True)
@@ -79,7 +79,7 @@ def test_a_copy_that_lacks_what_anybody_remembers_to_be_acknowledged_says_so(who
     assert [found["lacks"], found["acknowledged"]] == ([point, None] if who == "the others" else [None, point])
 
 
-def test_a_copy_that_nobody_owns_yet_has_no_part():
+def test_report_without_an_assignment():
     assert report(a_copy().disk)["incarnation"] == "", "nor one whose identity is gone"
     disk = MemoryDisk()
     IdentityFile(disk, new_incarnation="b-1")
@@ -89,7 +89,7 @@ def test_a_copy_that_nobody_owns_yet_has_no_part():
 
 
 @pytest.mark.parametrize("name", ["broker.json", "points.json", "copy.json", "log/manifest", "log"])
-def test_one_file_of_a_copy_is_enough_for_a_report(name):
+def test_any_single_file_suffices_for_a_report(name):
     copy, disk = a_copy(), MemoryDisk()
     identity = IdentityFile(copy.disk, new_incarnation="b-1")
     identity.points.following()
@@ -100,19 +100,19 @@ def test_one_file_of_a_copy_is_enough_for_a_report(name):
     assert report(disk)["incarnation"] == ("b-1" if name == "broker.json" else "")
 
 
-def test_a_file_that_is_empty_is_damaged():
+def test_empty_file_is_reported_damaged():
     copy = a_copy()
     copy.disk.put("points.json", b"")
     assert [one["name"] for one in report(copy.disk)["troubles"]] == ["file_damaged", "incomplete"]
 
 
-def test_of_an_epoch_whose_frame_cannot_be_read_only_its_place_is_known():
+def test_report_of_an_unreadable_epoch_frame():
     copy = a_copy()
     copy.disk.flip(f"log/{0:020d}.log", 8 * 20)
     assert report(copy.disk)["epochs"] == [{"term": 1, "boot": 1, "offset": 0, "incarnation": "", "why": ""}]
 
 
-def test_messages_are_named_up_to_damage_and_no_more_of_them_than_people_read(monkeypatch):
+def test_reported_ids_end_at_damage_or_limit(monkeypatch):
     copy = a_copy()
     copy.messages("a", "b", "c", subject="of three")
     copy.flush()
@@ -137,14 +137,14 @@ def test_messages_are_named_up_to_damage_and_no_more_of_them_than_people_read(mo
     assert 0 < sum(last - first + 1 for first, last in above["subjects"].values()) < 60
 
 
-def test_messages_above_what_retention_took_are_those_that_are_left():
+def test_reported_ids_above_deleted_segments():
     copy = a_copy()
     copy.drop_oldest_segment()
     left = sum(20 - first[0].begin for first in (copy.log.frames(f"s{at}", 0, 1) for at in range(3)))
     assert len(report(copy.disk, above=8)["above"]["ids"]) == left < 60
 
 
-def test_segments_that_are_not_listed_and_files_of_listed_ones_that_are_gone_are_named():
+def test_report_of_missing_and_unlisted_segments():
     copy = a_copy()
     bases = list(copy.log.bases)
     assert report(copy.disk)["manifest"] == {"listed": True, "agrees": True, "missing": [], "notListed": []}
@@ -155,14 +155,14 @@ def test_segments_that_are_not_listed_and_files_of_listed_ones_that_are_gone_are
     assert str(bases[1]) in next(one["found"] for one in found["troubles"] if one["name"] == "file_gone")
 
 
-def test_of_a_copy_without_a_list_no_segment_is_missing():
+def test_report_without_a_manifest_misses_nothing():
     copy = a_copy()
     copy.disk.remove("log/manifest")
     assert report(copy.disk)["manifest"] == {"listed": False, "agrees": False, "missing": [], "notListed": []}
 
 
 @pytest.mark.parametrize("at", [0, 1, -2])
-def test_closed_segments_are_read_to_who_asks_for_that(at):
+def test_closed_segments_are_verified_on_request(at):
     copy = a_copy()
     base = copy.log.bases[at]
     copy.disk.flip(f"log/{base:020d}.log", 8 * 200)
@@ -171,7 +171,7 @@ def test_closed_segments_are_read_to_who_asks_for_that(at):
 
 
 @pytest.mark.parametrize("at", [0, 7, 30])
-def test_messages_above_an_offset_are_named_by_subject_and_id(at):
+def test_messages_above_an_offset_are_listed(at):
     copy = a_copy()
     ref = copy.log.frames("s1", at // 3, 1)[0]
     above = report(copy.disk, above=ref.offset)["above"]
@@ -181,12 +181,12 @@ def test_messages_above_an_offset_are_named_by_subject_and_id(at):
     assert "above" not in report(copy.disk)
 
 
-def test_a_copy_that_never_had_a_frame_says_so():
+def test_report_of_a_copy_without_frames():
     disk = MemoryDisk()
     IdentityFile(disk, new_incarnation="b-1")
     assert [one["name"] for one in report(disk)["troubles"]] == ["incomplete", "empty"]
 
 
-def test_a_disk_without_a_copy_is_none():
+def test_report_of_an_empty_disk_is_refused():
     with pytest.raises(NoCopy):
         report(Copy().disk)

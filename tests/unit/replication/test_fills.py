@@ -31,7 +31,7 @@ ROLES = {"a": Role.MASTER, "b": Role.SLAVE, "c": Role.SLAVE}
         ("automatic", (("x/1", False),), True, False),
     ],
 )
-def test_what_an_operator_says_is_of_one_filling(mode, orders, may_begin, is_cancelled):
+def test_fill_order_applies_to_one_filling(mode, orders, may_begin, is_cancelled):
     said = FillOrders.of(mode, orders)
     assert (said.may_begin("x/0"), said.is_cancelled("x/0")) == (may_begin, is_cancelled)
 
@@ -68,7 +68,7 @@ def fill_id(broker: Broker) -> str:
     return broker.node.identity.value.fill_id
 
 
-def test_a_new_slave_waits_and_its_group_goes_on_without_it():
+def test_new_slave_waits_while_the_group_continues():
     copies = with_new_c()
     assert copies.state("c") is FollowerState.UNFILLED and copies.c.log.is_empty
     assert copies.c.node.readonly_reasons == [Reason.UNFILLED] and copies.a.node.writable
@@ -80,7 +80,7 @@ def test_a_new_slave_waits_and_its_group_goes_on_without_it():
     assert not copies.c.slave.has_matched and copies.a.master.shipped_end == copies.a.log.end
 
 
-def test_who_waits_is_away_once_its_own_link_is_lost():
+def test_unfilled_slave_is_absent_without_its_link():
     copies = with_new_c()
     copies.a.node.link_lost(FakeLink("a stranger"))
     assert copies.state("c") is FollowerState.UNFILLED
@@ -88,14 +88,14 @@ def test_who_waits_is_away_once_its_own_link_is_lost():
     assert copies.state("c") is FollowerState.ABSENT
 
 
-def test_it_is_filled_once_it_is_asked_for():
+def test_slave_is_filled_once_allowed():
     copies = with_new_c()
     heed(copies, "manual", (fill_id(copies.c), True))
     assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.chain == copies.a.log.chain
     assert copies.c.node.readonly_reasons == []
 
 
-def test_the_next_filling_waits_again():
+def test_next_filling_needs_a_new_order():
     copies = with_new_c()
     order = (fill_id(copies.c), True)
     heed(copies, "manual", order)
@@ -108,7 +108,7 @@ def test_the_next_filling_waits_again():
     assert copies.state("c") is FollowerState.UNFILLED
 
 
-def test_who_only_catches_up_never_waits():
+def test_catching_up_needs_no_order():
     copies = Copies().start()
     heed(copies, "manual")
     copies.cut("c")
@@ -118,7 +118,7 @@ def test_who_only_catches_up_never_waits():
     assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.end == copies.a.log.end
 
 
-def test_a_new_group_needs_no_filling():
+def test_new_group_needs_no_filling():
     copies = Copies()
     for broker in (copies.a, copies.b, copies.c):
         broker.assign(ROLES[broker.name], 1, slaves=2, sync_mode="manual")
@@ -126,7 +126,7 @@ def test_a_new_group_needs_no_filling():
     assert copies.state("b") is copies.state("c") is FollowerState.IN_SYNC and copies.a.node.writable
 
 
-def test_without_enough_others_the_group_is_readonly_and_says_why():
+def test_unfilled_slave_that_is_needed_makes_readonly():
     copies = with_new_c(min_copies=3)
     client = Client(copies.a)
     refused = client.produce("m9")
@@ -138,7 +138,7 @@ def test_without_enough_others_the_group_is_readonly_and_says_why():
 
 
 @pytest.mark.parametrize("mode", ["manual", "automatic"])
-def test_a_filling_that_is_stopped_stays_so_until_it_is_asked_for_again(mode):
+def test_stopped_filling_waits_for_a_new_order(mode):
     copies = with_new_c()
     wire, order = copies.wires["c"], fill_id(copies.c)
     for broker in (copies.a, copies.b, copies.c):
@@ -155,7 +155,7 @@ def test_a_filling_that_is_stopped_stays_so_until_it_is_asked_for_again(mode):
     assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.chain == copies.a.log.chain
 
 
-def test_manual_stops_no_filling_that_is_under_way():
+def test_manual_mode_continues_a_filling_under_way():
     copies = with_new_c()
     wire = copies.wires["c"]
     copies.a.assign(Role.MASTER, 1, slaves=2)
@@ -166,14 +166,14 @@ def test_manual_stops_no_filling_that_is_under_way():
     assert copies.state("c") is FollowerState.IN_SYNC
 
 
-def test_who_waits_keeps_its_connection_while_nothing_new_is_said_of_it():
+def test_order_for_another_filling_changes_nothing():
     copies = with_new_c()
     link = copies.wires["c"].at_master
     heed(copies, "manual", ("another/0", True))
     assert copies.state("c") is FollowerState.UNFILLED and link.is_open
 
 
-def test_who_only_catches_up_is_not_stopped():
+def test_stop_order_does_not_stop_catching_up():
     copies = Copies().start()
     copies.cut("c")
     Client(copies.a).produce("m1")
@@ -187,7 +187,7 @@ def test_who_only_catches_up_is_not_stopped():
     assert copies.state("c") is FollowerState.CATCHING_UP and link.is_open
 
 
-def test_a_slave_that_counts_is_not_stopped():
+def test_stop_order_does_not_stop_slave_in_sync():
     copies = with_new_c()
     order = fill_id(copies.c)
     heed(copies, "manual", (order, True))
@@ -196,7 +196,7 @@ def test_a_slave_that_counts_is_not_stopped():
     assert copies.state("c") is FollowerState.IN_SYNC and link.is_open
 
 
-def test_the_order_outlives_a_change_of_the_master():
+def test_fill_order_survives_a_new_master():
     copies = with_new_c()
     heed(copies, "manual", (fill_id(copies.c), False))
     copies.cut("bc")
@@ -210,7 +210,7 @@ def test_the_order_outlives_a_change_of_the_master():
     assert copies.b.node.writable and watch.follower.state is FollowerState.UNFILLED
 
 
-def test_a_mastership_begins_although_a_slave_waits():
+def test_mastership_begins_with_an_unfilled_slave():
     """What an unfilled slave has was compared with the master's log: there is nothing more to wait for."""
     copies = with_new_c(min_copies=3)
     copies.cut("bc")
@@ -220,7 +220,7 @@ def test_a_mastership_begins_although_a_slave_waits():
     assert copies.a.master.has_begun and copies.state("c") is FollowerState.UNFILLED
 
 
-def test_a_whole_copy_from_before_the_masters_log_begins_waits_untouched():
+def test_whole_copy_below_the_log_waits_unchanged():
     """It takes a snapshot, which sets its old copy aside: not before an operator says so."""
     copies = Copies().start()
     heed(copies, "manual")
@@ -237,7 +237,7 @@ def test_a_whole_copy_from_before_the_masters_log_begins_waits_untouched():
 
 
 @pytest.mark.parametrize("begins_late", [False, True])
-def test_an_older_slave_that_knows_no_waiting_is_filled_as_before(begins_late):
+def test_slave_of_an_older_version_is_filled(begins_late):
     copies = with_new_c(messages=30 if begins_late else 3)
     while begins_late and len(copies.a.log.bases) > 1:
         copies.a.drop_oldest_segment()
@@ -253,6 +253,6 @@ def test_an_older_slave_that_knows_no_waiting_is_filled_as_before(begins_late):
     assert copies.state("c") is FollowerState.IN_SYNC
 
 
-def test_the_orders_are_remembered_for_a_start_without_the_metaserver():
+def test_fill_orders_survive_the_assignments_json():
     told = Assignment("g1", 1, Role.MASTER, sync_mode="manual", fills=(("x/0", True), ("y/2", False)))
     assert Assignment.from_json(json.loads(json.dumps(told.to_json()))) == told

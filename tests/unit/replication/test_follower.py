@@ -18,7 +18,7 @@ def states(group: Group) -> list[FollowerState]:
     return [move.after for move in group.a.master.slaves.all[0].follower.history]
 
 
-def test_a_slave_joins_lags_catches_up_and_is_lost():
+def test_slave_joins_lags_catches_up_and_leaves():
     group = Group.made(slave_lag_ms_max=1000).start()
     client, master = Client(group.a), group.a.master
     assert states(group) == [S.CATCHING_UP, S.IN_SYNC] and not master.readonly.reasons
@@ -35,7 +35,7 @@ def test_a_slave_joins_lags_catches_up_and_is_lost():
     assert master.readonly.reasons == [Reason.SLAVE_DOWN]
 
 
-def test_a_confirmation_of_another_log_ends_what_the_slave_counts_for():
+def test_confirmation_of_another_log_is_divergence():
     group = Group.made().start()
     gate, slave = group.a.master.gate, group.b.slave
     Client(group.a).produce("m")
@@ -49,7 +49,7 @@ def test_a_confirmation_of_another_log_ends_what_the_slave_counts_for():
     assert group.a.master.slaves.all[0].follower.state is S.IN_SYNC and not group.a.master.readonly.reasons
 
 
-def test_a_move_that_the_table_lacks_ends_the_mastership_and_not_the_process(monkeypatch):
+def test_illegal_follower_transition_restarts_the_mastership(monkeypatch):
     group = Group.made().start()
     epoch, illegal = group.a.master.epoch, FOLLOWER.illegal
 
@@ -66,7 +66,7 @@ def test_a_move_that_the_table_lacks_ends_the_mastership_and_not_the_process(mon
     assert states(group) == [S.CATCHING_UP, S.IN_SYNC] and group.a.node.writable
 
 
-def test_each_state_has_its_own_facts():
+def test_follower_states_have_their_own_fields():
     follower = Follower()
     with pytest.raises(IllegalTransition):
         follower.enter(FollowerEvent.MATCHED, Absent(), at_ms=0)

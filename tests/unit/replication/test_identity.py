@@ -14,7 +14,7 @@ def opened(disk: MemoryDisk, incarnation: str = "first") -> IdentityFile:
     return IdentityFile(disk, new_incarnation=incarnation)
 
 
-def test_identity_is_durable_before_anything_relies_on_it():
+def test_identity_survives_a_crash():
     disk = MemoryDisk()
     identity = opened(disk)
     identity.learn(Epoch(3, 2))
@@ -25,7 +25,7 @@ def test_identity_is_durable_before_anything_relies_on_it():
     assert again.value == identity.value and again.value.incarnation == "first"
 
 
-def test_every_flipped_bit_of_the_identity_is_detected():
+def test_flipped_bits_of_the_identity_are_detected():
     disk = MemoryDisk()
     identity = opened(disk)
     identity.learn(Epoch(3, 2))
@@ -39,7 +39,7 @@ def test_every_flipped_bit_of_the_identity_is_detected():
         assert found == identity.value, f"bit {bit} changed what is known"  # white space in JSON means nothing
 
 
-def test_every_cut_of_the_identity_is_detected():
+def test_cuts_of_the_identity_are_detected():
     disk = MemoryDisk()
     opened(disk)
     for size in range(1, disk.size(NAME)):
@@ -49,7 +49,7 @@ def test_every_cut_of_the_identity_is_detected():
             opened(image, "second")
 
 
-def test_epochs_only_grow():
+def test_known_epoch_only_grows():
     identity = opened(MemoryDisk())
     identity.learn(Epoch(3, 2))
     for older in (Epoch(2, 9), Epoch(3, 1)):
@@ -59,7 +59,7 @@ def test_epochs_only_grow():
     assert identity.value.epoch == Epoch(3, 2)
 
 
-def test_boot_is_raised_at_each_start_and_above_what_others_saw():
+def test_boot_grows_at_each_start():
     disk = MemoryDisk()
     used = []
     for above in (0, 0, 7, 0, 3):
@@ -70,7 +70,7 @@ def test_boot_is_raised_at_each_start_and_above_what_others_saw():
         opened(disk).next_boot(5)
 
 
-def test_what_is_known_already_is_not_written_again():
+def test_unchanged_identity_is_not_written():
     disk = MemoryDisk()
     identity = opened(disk)
 
@@ -85,7 +85,7 @@ def test_what_is_known_already_is_not_written_again():
     assert said() == said() and identity.value.promised == 4
 
 
-def test_each_filling_has_a_name_of_its_own():
+def test_each_filling_has_its_own_id():
     identity = opened(MemoryDisk())
     names = [identity.value.fill_id]
     for complete in (True, False, True):
@@ -95,7 +95,7 @@ def test_each_filling_has_a_name_of_its_own():
 
 
 @pytest.mark.parametrize("other", [("g2", {"term": 3}, "a:1"), ("g1", {"term": 4}, "a:1"), ("g1", {"term": 3}, "b:1")])
-def test_each_part_of_an_assignment_is_remembered(other):
+def test_each_part_of_an_assignment_is_stored(other):
     disk = MemoryDisk()
     identity = opened(disk)
     identity.assigned("g1", {"term": 3}, "a:1")
@@ -104,7 +104,7 @@ def test_each_part_of_an_assignment_is_remembered(other):
     assert (found.group, found.assignment, found.owner) == other
 
 
-def test_the_file_is_for_people_too():
+def test_identity_file_is_readable_json():
     disk = MemoryDisk()
     opened(disk)
     crc, *lines = disk.read(NAME, 0, disk.size(NAME)).decode().splitlines()[1:]

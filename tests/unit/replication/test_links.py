@@ -27,7 +27,7 @@ def frames_told(link: FakeLink) -> int:
     return sum(command == Command.FRAMES for command, _ in link.told)
 
 
-def test_a_master_ships_on_when_the_slaves_link_takes_more_again():
+def test_master_ships_when_its_link_is_writable_again():
     group = stored()
     group.at_master.writable = False
     Client(group.a).produce("m")
@@ -51,7 +51,7 @@ def with_an_empty_master():
     return group
 
 
-def test_a_slave_that_restores_its_master_sends_on_when_the_link_takes_more_again():
+def test_restoring_slave_sends_when_link_is_writable_again():
     group = with_an_empty_master()
     group.at_slave.writable = False
     group.settle()
@@ -62,7 +62,7 @@ def test_a_slave_that_restores_its_master_sends_on_when_the_link_takes_more_agai
     assert group.a.master.has_begun and group.a.log.chain == group.b.log.chain
 
 
-def test_a_slave_hears_nothing_of_what_it_sent_its_master_on_an_earlier_link(monkeypatch):
+def test_restored_frames_of_an_earlier_link_stay_unconfirmed(monkeypatch):
     """It would take that for the confirmation of another log."""
     monkeypatch.setattr(shipper, "PACKET_BYTES", 2_000)
     group = with_an_empty_master()
@@ -85,14 +85,14 @@ def test_a_slave_hears_nothing_of_what_it_sent_its_master_on_an_earlier_link(mon
     assert group.a.master.has_begun and group.a.log.chain == group.b.log.chain
 
 
-def test_a_link_that_takes_more_again_is_nothing_to_who_follows_or_has_no_part():
+def test_writable_link_of_a_follower_sends_nothing():
     group = stored()
     group.b.node.writable_again(group.at_slave)
     Broker("new").node.writable_again(FakeLink("anybody"))
     assert not group.at_slave.told
 
 
-def test_clocks_of_the_other_copy_are_heard_on_its_own_link_only():
+def test_clock_readings_count_on_the_own_link_only():
     group = stored()
     for broker, link, whose in ((group.a, group.at_master, SLAVE), (group.b, group.at_slave, MASTER)):
         broker.node.record_copy_clock(FakeLink("a stranger"), broker.host.now_ms() - 7, is_disk_full=True)
@@ -101,7 +101,7 @@ def test_clocks_of_the_other_copy_are_heard_on_its_own_link_only():
         assert broker.node.clocks_ahead_ms() == {whose: 7}
 
 
-def test_a_slave_whose_disk_is_full_makes_its_group_readonly():
+def test_full_disk_of_the_slave_makes_readonly():
     group = stored()
     for is_full, reasons in ((True, [Reason.DISK]), (False, [])):
         group.a.node.record_copy_clock(group.at_master, group.a.host.now_ms(), is_disk_full=is_full)
@@ -109,7 +109,7 @@ def test_a_slave_whose_disk_is_full_makes_its_group_readonly():
         assert group.a.node.readonly_reasons == reasons
 
 
-def test_a_group_is_not_at_rest_while_one_of_its_slaves_catches_up():
+def test_group_with_a_catching_up_slave_is_busy():
     copies = Copies().start()
     copies.cut("c")
     copies.a.wait(1_000)
@@ -128,7 +128,7 @@ def test_a_group_is_not_at_rest_while_one_of_its_slaves_catches_up():
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
-def test_a_master_that_cannot_tell_whether_a_slave_has_its_log_is_damaged(is_damaged):
+def test_master_with_unreadable_common_end_is_damaged(is_damaged):
     """It says so, and does not call the slave's log another one."""
     group = stored(tail_bytes=0)
     group.cut()

@@ -83,7 +83,7 @@ class Copies:
         return watch.follower.state
 
 
-def test_one_of_three_may_go_and_producing_goes_on():
+def test_producing_continues_with_two_of_three():
     copies = Copies().start()
     client = Client(copies.a)
     first = client.produce("m1")
@@ -104,7 +104,7 @@ def test_one_of_three_may_go_and_producing_goes_on():
 
 
 @pytest.mark.parametrize("min_copies, is_stored", [(2, True), (3, False)])
-def test_as_many_copies_acknowledge_as_the_row_says(min_copies, is_stored):
+def test_min_copies_acknowledge(min_copies, is_stored):
     copies = Copies(min_copies=min_copies).start()
     client = Client(copies.a)
     stored = client.produce("m1")
@@ -114,14 +114,14 @@ def test_as_many_copies_acknowledge_as_the_row_says(min_copies, is_stored):
     assert client.receipt(stored).stored == 1
 
 
-def test_all_three_acknowledge_and_one_goes():
+def test_group_of_three_required_copies_loses_one():
     copies = Copies(min_copies=3).start()
     copies.cut("c")
     assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN] and copies.a.master.gate.too_few_in_sync
 
 
 @pytest.mark.parametrize("min_copies, full, is_writable", [(2, "c", True), (2, "bc", False), (3, "c", False)])
-def test_a_full_disk_stops_producers_only_if_its_copy_is_needed(min_copies, full, is_writable):
+def test_full_disk_matters_if_its_copy_is_needed(min_copies, full, is_writable):
     """A third copy is there so that one may go: one that has no room left is as good as gone."""
     copies = Copies(min_copies=min_copies).start()
     for watch in copies.a.master.slaves.all:
@@ -135,7 +135,7 @@ def test_a_full_disk_stops_producers_only_if_its_copy_is_needed(min_copies, full
     assert copies.a.node.writable
 
 
-def test_a_lagging_third_copy_stops_nobody_and_is_shown():
+def test_lagging_third_copy_leaves_the_group_writable():
     copies = Copies(slave_lag_ms_max=1_000).start()
     Client(copies.a).produce("m1")
     copies.wires["b"].settle()
@@ -146,7 +146,7 @@ def test_a_lagging_third_copy_stops_nobody_and_is_shown():
     assert copies.state("c") is FollowerState.IN_SYNC
 
 
-def test_a_master_takes_back_what_any_slave_has_before_it_begins():
+def test_master_restores_from_any_slave_before_beginning():
     copies = Copies().start()
     Client(copies.a).produce("m1")
     copies.a.host.turn()  # shipped; its own disk has nothing yet
@@ -164,7 +164,7 @@ def test_a_master_takes_back_what_any_slave_has_before_it_begins():
     assert copies.a.log.chain == copies.b.log.chain == copies.c.log.chain and copies.a.log.end > end
 
 
-def test_a_master_waits_a_second_for_the_third_copy():
+def test_master_waits_for_the_third_copy():
     copies = Copies().start()
     copies.a.crash()
     copies.start(connected="")
@@ -194,7 +194,7 @@ def powered_off_after_a_lie() -> tuple[Copies, int]:
 
 
 @pytest.mark.parametrize("order", ["c", "", "cb"], ids=["behind it first", "alone", "in time"])
-def test_restarted_master_waits_for_each_copy_that_was_in_sync(order):
+def test_restarted_master_waits_for_copies_in_sync(order):
     """Also alone: what it would write then stands in the way of the copy that comes later."""
     copies, end = powered_off_after_a_lie()
     copies.start(connected=order[:1], term=2, awaited="bc")
@@ -219,7 +219,7 @@ def test_rejoin_wait_ends_and_names_the_missing_copy(caplog):
     assert above["subjects"] == {"s": [0, 0]} and [id for _, _, id in above["ids"]] == ["m1"]
 
 
-def test_slave_that_was_away_before_is_not_waited_for():
+def test_restarted_master_ignores_slaves_absent_before():
     copies = Copies().start()
     copies.a.crash()
     copies.start(connected="b", awaited="b")
@@ -228,7 +228,7 @@ def test_slave_that_was_away_before_is_not_waited_for():
     assert copies.a.node.writable
 
 
-def test_row_without_the_missing_slave_ends_the_wait():
+def test_row_without_the_slave_ends_the_wait():
     """An operator removed it, or its disk was replaced."""
     copies, _ = powered_off_after_a_lie()
     copies.start(connected="c", term=2, awaited="bc")
@@ -240,7 +240,7 @@ def test_row_without_the_missing_slave_ends_the_wait():
 
 
 @pytest.mark.parametrize("proof", ["it was the master", "it was a slave in sync"])
-def test_process_that_goes_on_waits_for_nobody(proof):
+def test_continuing_process_waits_for_no_copy(proof):
     """What it confirmed it has: its disk cannot have forgotten that."""
     copies = Copies().start()
     master = copies.a if proof == "it was the master" else copies.b
@@ -250,7 +250,7 @@ def test_process_that_goes_on_waits_for_nobody(proof):
     assert master.master.has_begun
 
 
-def test_a_broker_counts_once_whatever_disks_it_had():
+def test_broker_with_a_replaced_disk_counts_once():
     copies = Copies(min_copies=3).start(connected="b")
     replaced = Broker("b", copies.b.settings)  # the same place with an empty disk, while the old link still stands
     replaced.assign(Role.SLAVE, 1, slaves=2, min_copies=3)
@@ -280,7 +280,7 @@ def parted_from_b(copies: Copies) -> Copies:
     return copies
 
 
-def test_what_a_slave_confirmed_is_not_cut_and_stops_nobody_else():
+def test_diverged_slave_keeps_its_frames():
     copies = parted_from_b(Copies())
     copies.a.wait(OTHERS_WAIT_MS)
     copies.settle()
@@ -297,7 +297,7 @@ def test_what_a_slave_confirmed_is_not_cut_and_stops_nobody_else():
 
 
 @pytest.mark.parametrize("min_copies, connected, begins", [(2, "b", False), (2, "bc", True), (3, "bc", True)])
-def test_a_slave_that_parted_keeps_no_master_from_beginning(min_copies, connected, begins):
+def test_diverged_slave_does_not_delay_the_master(min_copies, connected, begins):
     """Its log parts from the master's before the end, where the master's disk may have lost something: it has none of
     that. Another slave may, and is waited for."""
     copies = parted_from_b(Copies(min_copies=min_copies))
@@ -336,7 +336,7 @@ def put_back(copies: Copies) -> Copies:
     return copies
 
 
-def test_a_master_that_lacks_something_takes_nothing_from_a_slave_that_lacks_it_as_well():
+def test_rolled_back_master_ignores_slaves_below_the_point():
     """What an older master wrote alone would be in the way of the copy that has it."""
     copies = put_back(Copies())
     copies.a.node.remembered_elsewhere([copies.b.node.identity.points.own])
@@ -350,7 +350,7 @@ def test_a_master_that_lacks_something_takes_nothing_from_a_slave_that_lacks_it_
 
 @pytest.mark.parametrize("taken", ["nothing", "all", "all, and it followed"])
 @pytest.mark.parametrize("remembers", [True, False], ids=["", "nobody remembers that it was acknowledged"])
-def test_a_master_that_learns_what_it_lacks_gives_up_again_what_another_slave_restored(taken, remembers):
+def test_master_drops_restored_frames_below_the_point(taken, remembers):
     copies = put_back(Copies())
     if not remembers:
         copies.b.node.identity.points.own = None
@@ -378,7 +378,7 @@ def test_a_master_that_learns_what_it_lacks_gives_up_again_what_another_slave_re
     assert copies.state("c") is (FollowerState.DIVERGED if "followed" in taken else FollowerState.IN_SYNC)
 
 
-def test_a_master_does_not_begin_without_what_a_slave_has_that_parted_from_it():
+def test_master_below_a_diverged_slaves_point_waits():
     """It confirmed what stands there, so it keeps that; by the other's acknowledged point, it lacks something."""
     copies = parted_from_b(Copies())
     copies.a.wait(OTHERS_WAIT_MS)
@@ -394,7 +394,7 @@ def test_a_master_does_not_begin_without_what_a_slave_has_that_parted_from_it():
     assert Reason.ROLLED_BACK in copies.b.node.readonly_reasons
 
 
-def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_own():
+def test_master_yields_after_hellos_of_all_slaves():
     copies = ahead_of_the_master(Copies(), "bc")
     copies.begin_alone_twice()
     copies.start(connected="b")
@@ -406,7 +406,7 @@ def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_o
 
 
 @pytest.mark.parametrize("order", ["bc", "cb"])
-def test_a_slave_that_parted_earlier_says_too_that_it_has_nothing_of_what_is_in_the_way_of_another(order):
+def test_hello_of_a_diverged_slave_counts_for_yielding(order):
     """What it confirmed itself is in nobody's log, and stays in its own."""
     copies = parted_from_b(Copies())
     copies.a.wait(OTHERS_WAIT_MS)
@@ -434,7 +434,7 @@ def test_a_slave_that_parted_earlier_says_too_that_it_has_nothing_of_what_is_in_
     assert copies.a.log.state.epochs[-1].offset == kept
 
 
-def test_a_master_gives_way_to_a_slave_that_was_to_restore_it_and_did_not():
+def test_master_yields_to_an_interrupted_restore():
     copies = ahead_of_the_master(Copies(), "bc")
     copies.a.crash()
     copies.start(connected="")
@@ -451,14 +451,14 @@ def test_a_master_gives_way_to_a_slave_that_was_to_restore_it_and_did_not():
     assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
-def test_the_only_slave_knows_best_and_one_of_several_does_not():
+def test_master_yields_held_frames_to_its_only_slave():
     only, several = Group.made().start().a, Copies().start().a
     for broker in (only, several):
         broker.master.slaves.holds(broker.log.end)
     assert only.master.slaves.may_yield(0) and not several.master.slaves.may_yield(0)
 
 
-def test_what_a_slave_restores_is_held_by_more_than_the_master_from_its_hello_on():
+def test_restored_frames_are_held_from_the_hello():
     copies = Copies().start()
     Client(copies.a).produce("m1")
     copies.settle()
@@ -472,7 +472,7 @@ def test_what_a_slave_restores_is_held_by_more_than_the_master_from_its_hello_on
     assert copies.a.master.slaves._held_end == end
 
 
-def test_a_slave_that_was_away_was_not_rolled_back():
+def test_absent_slave_is_not_rolled_back():
     copies = Copies().start()
     copies.cut("c")
     Client(copies.a).produce("m1")
@@ -495,7 +495,7 @@ def promised(copies: Copies, broker: Broker, term: int = 2) -> None:
     broker.node.changes.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=term)
 
 
-def test_a_promise_outlives_a_restart_and_nobody_confirms_to_an_older_master():
+def test_promise_survives_a_restart():
     copies = Copies().start()
     promised(copies, copies.c)
     assert copies.c.disk.has("broker.json")
@@ -511,7 +511,7 @@ def test_a_promise_outlives_a_restart_and_nobody_confirms_to_an_older_master():
     assert not copies.c.node.changes.is_held
 
 
-def test_a_copy_that_restarted_promises_only_by_an_operators_word_that_its_master_never_returns():
+def test_restarted_copy_promises_only_without_its_master():
     """Its disk may have been put back meanwhile. And only if it was a whole copy before."""
     copies = Copies().start(connected="c")
     copies.c.crash()
@@ -529,7 +529,7 @@ def test_a_copy_that_restarted_promises_only_by_an_operators_word_that_its_maste
         )
 
 
-def test_who_promised_is_no_master_of_an_older_term():
+def test_promised_copy_refuses_older_masterships():
     copies = Copies().start()
     promised(copies, copies.c, 5)
     copies.c.assign(Role.MASTER, 4, slaves=2)
@@ -538,7 +538,7 @@ def test_who_promised_is_no_master_of_an_older_term():
     assert copies.c.node.master is not None
 
 
-def test_two_promise_and_the_third_is_master_of_nobody():
+def test_master_without_unpromised_slaves_acknowledges_nothing():
     copies = Copies().start()
     client = Client(copies.a)
     for broker in (copies.b, copies.c):
@@ -554,7 +554,7 @@ def test_two_promise_and_the_third_is_master_of_nobody():
     assert copies.b.node.writable and stored and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
-def test_a_swap_waits_for_the_slave_that_is_to_be_the_master():
+def test_swap_waits_for_its_target():
     copies = Copies().start()
     client = Client(copies.a)
     stored = client.produce("m1")
@@ -569,14 +569,14 @@ def test_a_swap_waits_for_the_slave_that_is_to_be_the_master():
     copies.a.node.changes.promise_swap(2, target=target)
 
 
-def test_a_swap_with_a_slave_that_is_not_in_sync_is_refused():
+def test_swap_needs_a_slave_in_sync():
     copies = Copies().start()
     copies.cut("c")
     with pytest.raises(OperatorError, match="not in sync"):
         copies.a.node.changes.prepare_swap(1, 1_000, target=copies.c.node.identity.value.incarnation)
 
 
-def test_a_master_that_promised_takes_nothing_new_whatever_time_goes_by():
+def test_promised_master_drains_until_the_new_term():
     copies = Copies().start()
     copies.a.node.changes.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
     copies.settle()
@@ -588,7 +588,7 @@ def test_a_master_that_promised_takes_nothing_new_whatever_time_goes_by():
     assert copies.a.node.writable
 
 
-def test_a_master_that_promised_does_not_begin_anew_in_its_old_term():
+def test_promised_master_does_not_restart_in_its_term():
     copies = Copies().start()
     copies.a.node.changes.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
     copies.settle()
@@ -601,7 +601,7 @@ def test_a_master_that_promised_does_not_begin_anew_in_its_old_term():
     assert copies.a.node.writable
 
 
-def test_a_master_that_took_new_messages_meanwhile_promises_nothing():
+def test_master_with_new_messages_does_not_promise():
     copies = Copies().start()
     copies.a.node.changes.prepare_swap(1, 500)
     copies.a.wait(1_000)
@@ -614,7 +614,7 @@ def test_a_master_that_took_new_messages_meanwhile_promises_nothing():
 # -- deleting ------------------------------------------------------------------------------------------------------
 
 
-def test_deleting_is_agreed_by_the_clocks_of_all_slaves_in_sync():
+def test_retention_needs_the_clocks_of_all_slaves():
     copies = Copies().start()
     asked = []
 

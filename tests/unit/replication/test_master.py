@@ -15,7 +15,7 @@ from tests.unit.broker.world import SETTINGS, Broker, Client, Group
 from tests.unit.replication.test_many_copies import Copies
 
 
-def test_the_first_mastership_of_a_term_has_the_first_boot_whatever_the_log_knows_of_other_terms():
+def test_first_mastership_of_a_term_has_boot_1():
     group = Group.made().start()
     for _ in range(3):
         group.a.crash()
@@ -26,7 +26,7 @@ def test_the_first_mastership_of_a_term_has_the_first_boot_whatever_the_log_know
 
 
 @pytest.mark.parametrize("is_flushed", [True, False])
-def test_a_master_knows_the_chain_at_the_end_of_its_disk_if_nothing_is_being_written(is_flushed):
+def test_flushed_chain_of_a_new_mastership(is_flushed):
     group = Group.made().start()
     Client(group.a).produce("m")
     group.a.host.settle()
@@ -39,7 +39,7 @@ def test_a_master_knows_the_chain_at_the_end_of_its_disk_if_nothing_is_being_wri
     assert gate.flushed_chain == (log.chain if is_flushed else None)
 
 
-def test_an_own_disk_is_late_once_it_has_had_something_for_longer_than_a_slave_may():
+def test_own_disk_is_late_after_the_limit():
     group = Group.made().start()
     fresh = Broker("fresh")
     fresh.assign(Role.MASTER)
@@ -59,7 +59,7 @@ def test_an_own_disk_is_late_once_it_has_had_something_for_longer_than_a_slave_m
         assert Reason.DISK_LATE not in group.a.master.readonly
 
 
-def test_what_a_disk_has_by_now_is_not_what_it_is_late_with():
+def test_flushed_frames_do_not_make_disk_late():
     group = Group.made().start()
     client = Client(group.a)
     for number in range(3):
@@ -71,7 +71,7 @@ def test_what_a_disk_has_by_now_is_not_what_it_is_late_with():
         group.settle()
 
 
-def test_a_master_that_waits_for_its_other_slave_has_nothing_to_give_away():
+def test_waiting_master_is_not_drained():
     copies = Copies().start()
     Client(copies.a).produce("m")
     copies.settle()
@@ -87,7 +87,7 @@ def test_a_master_that_waits_for_its_other_slave_has_nothing_to_give_away():
     assert copies.a.master.slaves.are_fully_matched and Master.quiet_ms(copies.a.master) == 0
 
 
-def test_a_slave_has_all_only_if_enough_slaves_are_there():
+def test_master_without_enough_slaves_is_not_drained():
     copies = Copies(min_copies=3).start()
     master, target = copies.a.master, copies.b.node.identity.value.incarnation
     assert master.is_drained_to(target) and not master.is_drained_to("another")
@@ -95,7 +95,7 @@ def test_a_slave_has_all_only_if_enough_slaves_are_there():
     assert master.gate.high_watermark == copies.a.log.end and not master.is_drained_to(target)
 
 
-def test_any_slave_that_has_all_will_do_if_none_is_named():
+def test_drained_to_any_fully_matched_slave():
     copies = Copies().start()
     Client(copies.a).produce("m")
     copies.wires["b"].settle()  # what is sent to c stays on its way
@@ -104,7 +104,7 @@ def test_any_slave_that_has_all_will_do_if_none_is_named():
     assert copies.a.master.in_sync == (b, c)
 
 
-def test_a_pull_that_waits_for_the_slave_when_the_mastership_ends_goes_to_the_next_master():
+def test_waiting_pull_gets_not_master_at_mastership_end():
     group = Group.made().start()
     client = group.subscribed()
     client.produce("m")
@@ -115,7 +115,7 @@ def test_a_pull_that_waits_for_the_slave_when_the_mastership_ends_goes_to_the_ne
     assert client.code(waiting) == ErrorCode.NOT_MASTER
 
 
-def test_a_consumer_joins_though_nothing_was_acknowledged_yet_and_the_slave_is_gone_again():
+def test_consumer_subscribes_before_anything_is_acknowledged():
     group = Group.made()
     group.a.assign(Role.MASTER)
     group.b.assign(Role.SLAVE)
@@ -129,7 +129,7 @@ def test_a_consumer_joins_though_nothing_was_acknowledged_yet_and_the_slave_is_g
     assert group.a.master.gate.high_watermark == 0 and client.subscription(asked)
 
 
-def test_a_command_of_a_later_version_is_answered_with_its_number():
+def test_unknown_command_is_answered_with_its_number():
     group = Group.made().start()
     client = Client(group.a)
     asked = client.send(30_000, b"")
@@ -137,7 +137,7 @@ def test_a_command_of_a_later_version_is_answered_with_its_number():
     assert 30_000 not in set(Command)
 
 
-def test_a_master_is_not_quiet_while_its_own_disk_is_what_an_answer_waits_for():
+def test_master_waiting_for_its_disk_is_busy():
     group = Group.made().start()
     group.a.wait(100)
     group.settle()
@@ -152,14 +152,14 @@ def test_a_master_is_not_quiet_while_its_own_disk_is_what_an_answer_waits_for():
     assert master.slaves.are_fully_matched and master.gate.waiting == 1 and master.quiet_ms() == 0
 
 
-def test_a_mastership_that_is_over_writes_nothing_more():
+def test_ended_mastership_makes_no_progress():
     group = Group.made().start()
     over = group.a.master
     group.a.assign(Role.SLAVE, 2)
     assert over.readonly.reasons == [Reason.FENCED, Reason.SLAVE_DOWN] and not over._mastership.may_progress
 
 
-def test_a_mastership_that_begins_with_a_damaged_log_takes_nothing_new():
+def test_mastership_with_a_damaged_log_is_readonly():
     group = Group.made(tail_bytes=0).start()
     for number in range(6):
         Client(group.a).produce(f"m{number}", size=900)

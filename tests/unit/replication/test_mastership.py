@@ -57,9 +57,7 @@ def refusal(check) -> type[QmqError] | None:
         (False, Reason.FENCED, NotMaster, NotMaster, NotMaster),
     ],
 )
-def test_who_asks_before_the_mastership_begins_and_after_it_ends_hears_where_to_go(
-    has_begun, reason, begun, store, progress
-):
+def test_checks_before_during_and_after_a_mastership(has_begun, reason, begun, store, progress):
     one = mastership(has_begun=has_begun)
     if reason:
         one.readonly.change(reason, True)
@@ -69,7 +67,7 @@ def test_who_asks_before_the_mastership_begins_and_after_it_ends_hears_where_to_
 
 
 @pytest.mark.parametrize("ahead_ms", [5_000, -5_000])
-def test_retries_become_due_by_a_clock_that_never_goes_back(ahead_ms):
+def test_retry_clock_never_goes_back(ahead_ms):
     one = mastership()
     began_ms = one.host.now_ms()
     one.log.state.retry_ms = began_ms + ahead_ms
@@ -82,7 +80,7 @@ def test_retries_become_due_by_a_clock_that_never_goes_back(ahead_ms):
 
 
 @pytest.mark.parametrize("kind", FrameKind)
-def test_frames_say_what_time_it_is_and_those_of_what_was_due_say_it_by_the_masters_clock(kind):
+def test_due_frames_carry_the_retry_clock(kind):
     one = mastership()
     retry_ms = one.retry_ms()
     one.host.wall_skew_ms -= 3_600_000
@@ -94,14 +92,14 @@ def test_frames_say_what_time_it_is_and_those_of_what_was_due_say_it_by_the_mast
 
 
 @pytest.mark.parametrize("too_few_in_sync", [True, False])
-def test_a_frame_without_a_slave_says_so_beside_its_own_flags(too_few_in_sync):
+def test_frame_without_slave_in_sync_is_flagged(too_few_in_sync):
     one = mastership()
     one.gate.too_few_in_sync = too_few_in_sync
     frame = one.append(FrameKind.MESSAGES, "s", b"", flags=FLAG_LABELLED)
     assert frame.flags == FLAG_LABELLED | (FLAG_NO_SLAVE_IN_SYNC if too_few_in_sync else 0)
 
 
-def test_progress_is_told_before_it_is_written():
+def test_progress_hook_runs_before_the_write():
     one, seen = mastership(), []
     key, entries = ("s", "g", "c1"), [(1, 2, 3)]
     written = (FrameKind.ACK, "s", encode_progress("g", "c1", entries))
@@ -111,7 +109,7 @@ def test_progress_is_told_before_it_is_written():
     assert seen == [((FrameKind.ACK, key, entries), [written])] and one.log.appended == [written, written]
 
 
-def test_a_request_is_answered_as_soon_as_what_is_written_is_safe_or_with_what_came_instead():
+def test_request_is_answered_when_safe_or_refused():
     one, link, packet = mastership(), FakeLink("client"), Packet(1, 7, 0, 1, memoryview(b""))
     one.gate.high_watermark = 0  # nothing was acknowledged yet
     one.answer_when_safe(link, packet, b"done")
@@ -122,7 +120,7 @@ def test_a_request_is_answered_as_soon_as_what_is_written_is_safe_or_with_what_c
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
-def test_what_cannot_be_read_now_makes_the_group_readonly(is_damaged):
+def test_damage_met_by_a_reader_makes_readonly(is_damaged):
     one, problem = mastership(), CorruptFrame(8, "met")
     one.log.stored.is_damaged = lambda asked: asked is problem and is_damaged
     one.found_damage(problem)

@@ -41,7 +41,7 @@ def hold(broker: Broker, term: int = 1, **words) -> None:
 # Rows.
 
 
-def test_a_row_changes_nothing_that_is_older_than_an_epoch_or_another_row_that_is_known():
+def test_rows_older_than_known_epochs_are_ignored():
     group = a_group()
     node, role = group.b.node, group.b.node.role
     node.identity.learn(Epoch(3, 1))
@@ -52,7 +52,7 @@ def test_a_row_changes_nothing_that_is_older_than_an_epoch_or_another_row_that_i
     assert node.slave is not None and node.assignment.term == 5
 
 
-def test_a_row_below_a_promise_leaves_a_slave_what_it_is():
+def test_row_below_a_promise_is_ignored():
     group = a_group()
     node, role = group.b.node, group.b.node.role
     node.identity.promise(3)
@@ -62,7 +62,7 @@ def test_a_row_below_a_promise_leaves_a_slave_what_it_is():
     assert node.master is not None
 
 
-def test_the_last_row_gives_its_part_to_a_broker_that_starts_without_a_metaserver():
+def test_broker_starts_with_its_remembered_part():
     group = a_group()
     group.b.crash()
     assert group.b.node.group == "g1" and group.b.node.role is None
@@ -70,7 +70,7 @@ def test_the_last_row_gives_its_part_to_a_broker_that_starts_without_a_metaserve
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_copy_of_a_directory_takes_a_part_from_the_metaserver_only(name, caplog):
+def test_copied_directory_needs_the_metaserver(name, caplog):
     group = a_group()
     copied = getattr(group, name).copied()
     assert not copied.node.start_without_metaserver() and copied.node.role is None
@@ -80,7 +80,7 @@ def test_a_copy_of_a_directory_takes_a_part_from_the_metaserver_only(name, caplo
     assert copied.node.start_without_metaserver() and copied.node.slave is not None
 
 
-def test_a_directory_of_a_version_without_instances_takes_up_its_part():
+def test_directory_without_instance_starts_by_itself():
     group = a_group()
     group.b.node.identity.instance = ""
     group.b.assign(Role.SLAVE, 1)
@@ -88,7 +88,7 @@ def test_a_directory_of_a_version_without_instances_takes_up_its_part():
     assert group.b.node.start_without_metaserver()
 
 
-def test_a_process_whose_part_another_one_has_confirms_and_acknowledges_nothing_more(caplog):
+def test_lost_part_ends_the_role(caplog):
     group = a_group()
     for broker in (group.b, group.a):
         broker.node.lose_part("another process serves as it")
@@ -102,14 +102,14 @@ def test_a_process_whose_part_another_one_has_confirms_and_acknowledges_nothing_
     Broker("new").node.lose_part("it has none")
 
 
-def test_a_directory_of_another_group_takes_no_part():
+def test_directory_of_another_group_is_refused():
     group = a_group()
     with pytest.raises(OperatorError, match="belongs to a:.* of g1, not to g2"):
         group.a.node.assign(Assignment("g2", 2, Role.MASTER))
     assert group.a.node.writable
 
 
-def test_a_part_is_told_to_who_connects_once_it_is_taken(monkeypatch):
+def test_role_change_is_reported_after_it_happened(monkeypatch):
     group, told = a_group(), []
     node, host = group.b.node, group.b.host
     monkeypatch.setattr(host, "role_changed", lambda: told.append((type(node.role).__name__, node.changes.is_held)))
@@ -120,7 +120,7 @@ def test_a_part_is_told_to_who_connects_once_it_is_taken(monkeypatch):
     assert told == [("Slave", True), ("Slave", False), ("Slave", True), ("BrokerMaster", False)]
 
 
-def test_a_new_part_forgets_what_the_one_before_was_told(caplog):
+def test_new_part_ends_the_swap_deadline(caplog):
     group = a_group()
     group.a.node.changes.prepare_swap(1, HOLD_MS)
     assert group.a.node.quiet_ms() == 0
@@ -129,7 +129,7 @@ def test_a_new_part_forgets_what_the_one_before_was_told(caplog):
     assert group.a.node.quiet_ms() == QUIET_MS and "rolled back" not in caplog.text
 
 
-def test_copies_that_differed_are_compared_anew_in_the_next_part(caplog, monkeypatch):
+def test_new_part_clears_the_divergence(caplog, monkeypatch):
     group = a_group()
     for _ in range(2):
         group.b.node.agreed(group.at_slave, Diverged("they differ"))
@@ -141,7 +141,7 @@ def test_copies_that_differed_are_compared_anew_in_the_next_part(caplog, monkeyp
     assert told == [[]]
 
 
-def test_copies_that_agree_again_do_not_differ():
+def test_agreement_clears_the_divergence():
     group = a_group()
     group.b.node.agreed(group.at_slave, Diverged("they differ"))
     group.cut()
@@ -150,7 +150,7 @@ def test_copies_that_agree_again_do_not_differ():
     assert group.b.node.readonly_reasons == [] and group.a.node.writable
 
 
-def test_a_broker_without_a_part_sends_everybody_away():
+def test_broker_without_a_part_refuses_requests():
     broker = Broker("new")
     client = Client(broker)
     assert not broker.node.is_disk_full and not broker.node.changes.is_held
@@ -162,7 +162,7 @@ def test_a_broker_without_a_part_sends_everybody_away():
     assert broker.node.role is None and broker.node.readonly_reasons == []
 
 
-def test_an_answer_to_a_slave_that_is_none_any_more_changes_nothing():
+def test_agreement_for_a_former_slave_is_ignored():
     group = a_group()
     for node in (group.a.node, Broker("new").node):
         link, reasons = FakeLink("late"), node.readonly_reasons
@@ -170,7 +170,7 @@ def test_an_answer_to_a_slave_that_is_none_any_more_changes_nothing():
         assert link.is_open and node.readonly_reasons == reasons
 
 
-def test_a_log_that_differs_at_each_handshake_is_said_once(caplog):
+def test_repeated_divergence_is_logged_once(caplog):
     group = a_group()
     seed = Agreement(Epoch(1, 1), Action.SEED, group.b.log.end - 8, 0, group.b.log.end)
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_a_log_that_differs_at_each_handshake_is_said_once(caplog):
     assert caplog.text.count("copies differ group=g1") == 1
 
 
-def test_a_slave_that_cannot_be_replayed_once_its_tail_is_cut_has_no_part_until_it_is_repaired():
+def test_slave_unreplayable_after_its_cut_has_no_part():
     group = Group.made(tail_bytes=0).start()
     for id in ("damaged", "kept"):
         Client(group.a).produce(id)
@@ -209,7 +209,7 @@ def test_a_slave_that_cannot_be_replayed_once_its_tail_is_cut_has_no_part_until_
         ("tick", lambda group: group.b.node.tick()),
     ],
 )
-def test_a_move_that_a_table_lacks_begins_the_role_anew(monkeypatch, name, call):
+def test_illegal_transition_restarts_the_role(monkeypatch, name, call):
     group = a_group()
     role = group.b.node.role
 
@@ -229,7 +229,7 @@ def hello_again(group: Group) -> int:
     return group.at_master.answers[77][0]
 
 
-def test_a_master_that_begins_anew_has_answered_who_made_it_do_so(monkeypatch):
+def test_restarting_master_answers_the_hello_first(monkeypatch):
     group = a_group()
     group.b.node.identity.learn(Epoch(1, 7))
     assert hello_again(group) == ErrorCode.FENCED and group.a.master.epoch == Epoch(1, 8)
@@ -243,7 +243,7 @@ def test_a_master_that_begins_anew_has_answered_who_made_it_do_so(monkeypatch):
     assert hello_again(group) == IllegalTransition.code and group.a.master.epoch == Epoch(1, 9)
 
 
-def test_a_master_that_waits_for_a_third_copy_takes_no_messages_although_nothing_forbids_it():
+def test_waiting_master_is_not_writable():
     copies = Copies().start()
     copies.a.crash()
     copies.start(connected="b")
@@ -254,7 +254,7 @@ def test_a_master_that_waits_for_a_third_copy_takes_no_messages_although_nothing
 # Failover.
 
 
-def test_a_slave_whose_master_is_gone_follows_nobody_and_begins_at_once():
+def test_held_slave_begins_at_once_as_master():
     group = a_group()
     hold(group.b)
     assert not group.at_slave.is_open and group.b.node.quiet_ms() == 0
@@ -263,7 +263,7 @@ def test_a_slave_whose_master_is_gone_follows_nobody_and_begins_at_once():
     assert group.b.master.has_begun and not group.b.node.changes.is_held
 
 
-def test_a_slave_connects_again_once_the_time_for_a_failover_is_over(monkeypatch):
+def test_slave_reconnects_after_its_hold(monkeypatch):
     group, told = a_group(), []
     hold(group.b)
     monkeypatch.setattr(group.b.host, "role_changed", lambda: told.append(group.b.node.changes.is_held))
@@ -273,7 +273,7 @@ def test_a_slave_connects_again_once_the_time_for_a_failover_is_over(monkeypatch
     assert told == [False]
 
 
-def test_a_slave_that_was_told_nothing_of_a_failover_waits_for_the_other_copy():
+def test_promoted_slave_without_hold_waits():
     group = a_group()
     group.cut()
     group.b.assign(Role.MASTER, 2)
@@ -281,7 +281,7 @@ def test_a_slave_that_was_told_nothing_of_a_failover_waits_for_the_other_copy():
 
 
 @pytest.mark.parametrize("heard_ms_ago, is_gone", [(0, False), (499, False), (500, True), (None, True)])
-def test_a_master_that_is_heard_is_not_gone(heard_ms_ago, is_gone):
+def test_hold_is_refused_while_the_master_is_heard(heard_ms_ago, is_gone):
     group = a_group()
     if is_gone:
         hold(group.b, heard_ms_ago=heard_ms_ago)
@@ -298,7 +298,7 @@ def test_a_master_that_is_heard_is_not_gone(heard_ms_ago, is_gone):
         pytest.param(lambda node: setattr(node.slave, "has_matched", False), id="not in sync since it began"),
     ],
 )
-def test_a_copy_that_may_lack_something_takes_no_part_in_a_failover(harm):
+def test_incomplete_copy_refuses_a_failover(harm):
     group = a_group()
     harm(group.b.node)
     with pytest.raises(OperatorError, match="was not in sync since it began, or is not whole"):
@@ -314,7 +314,7 @@ def test_a_copy_that_may_lack_something_takes_no_part_in_a_failover(harm):
         pytest.param(lambda node: node.log.cut(node.log.state.epochs[0].offset + 8, ""), False, id="cut"),
     ],
 )
-def test_an_operator_who_knows_that_the_master_is_gone_is_believed_of_a_whole_copy(harm, may):
+def test_master_gone_needs_a_whole_copy(harm, may):
     group = a_group()
     group.b.crash()
     group.b.assign(Role.SLAVE, 1)
@@ -330,7 +330,7 @@ def test_an_operator_who_knows_that_the_master_is_gone_is_believed_of_a_whole_co
 # Swap.
 
 
-def test_a_swap_that_does_not_come_is_over_after_its_time():
+def test_prepared_swap_expires():
     group = a_group()
     group.a.node.changes.prepare_swap(1, HOLD_MS)
     group.a.wait(HOLD_MS)
@@ -344,14 +344,14 @@ def test_a_swap_that_does_not_come_is_over_after_its_time():
 
 
 @pytest.mark.parametrize("term", [0, 2])
-def test_a_swap_of_another_term_is_refused(term):
+def test_swap_of_another_term_is_refused(term):
     group = a_group()
     with pytest.raises(OperatorError, match=f"not the master of g1 in term {term}"):
         group.a.node.changes.prepare_swap(term, HOLD_MS)
     assert group.a.node.writable
 
 
-def test_a_master_that_waits_for_its_slave_swaps_with_nobody():
+def test_waiting_master_refuses_a_swap():
     group = a_group()
     group.cut()
     group.a.crash()
@@ -364,7 +364,7 @@ def test_a_master_that_waits_for_its_slave_swaps_with_nobody():
         group.a.node.acting_master()
 
 
-def test_a_swap_that_is_called_off_in_the_promised_term_goes_on_taking_messages():
+def test_swap_cancelled_in_the_promised_term():
     group = a_group()
     group.a.node.changes.prepare_swap(1, HOLD_MS)
     group.a.node.changes.promise_swap(2)
@@ -377,7 +377,7 @@ def test_a_swap_that_is_called_off_in_the_promised_term_goes_on_taking_messages(
     assert group.a.node.writable
 
 
-def test_a_slave_has_no_swap_to_call_off():
+def test_slave_ignores_cancel_and_refuses_promise():
     group = a_group()
     group.b.node.changes.cancel_swap()
     with pytest.raises(OperatorError, match="not the master of g1 any more"):
@@ -388,7 +388,7 @@ def test_a_slave_has_no_swap_to_call_off():
 # What is acknowledged, remembered outside the log.
 
 
-def test_a_point_is_written_soon_and_a_disk_that_fails_at_it_ends_the_process(monkeypatch):
+def test_point_write_failure_ends_the_process(monkeypatch):
     group, told = a_group(), []
     node, host = group.a.node, group.a.host
     Client(group.a).produce("n")
@@ -405,7 +405,7 @@ def test_a_point_is_written_soon_and_a_disk_that_fails_at_it_ends_the_process(mo
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_what_a_mastership_acknowledged_is_remembered_over_a_crash_once_it_is_over(monkeypatch, is_slow):
+def test_ended_mastership_saves_its_point(monkeypatch, is_slow):
     """It was to be written half a second later. A master that died before that, after a swap, knew nothing of it, and
     cut it: the disk of the new master had lost its end."""
     group, told = a_group(), []
@@ -426,7 +426,7 @@ def test_what_a_mastership_acknowledged_is_remembered_over_a_crash_once_it_is_ov
     assert group.a.node.identity.points.own == point and point.end == group.a.log.end
 
 
-def test_a_copy_that_was_never_whole_lacks_nothing_by_a_point_of_the_others():
+def test_incomplete_copy_is_not_rolled_back():
     group = a_group()
     group.b.node.identity.completed(False)
     group.b.node.remembered_elsewhere([Point(Epoch(1, 1), group.b.log.end + 8, 7)])
@@ -434,7 +434,7 @@ def test_a_copy_that_was_never_whole_lacks_nothing_by_a_point_of_the_others():
 
 
 @pytest.mark.parametrize("term, reasons", [(1, [Reason.ROLLED_BACK]), (2, [])])
-def test_nobody_lacks_what_an_operator_gave_up_in_a_later_term(term, reasons):
+def test_accepted_loss_clears_the_lacking_point(term, reasons):
     group = a_group()
     lacks = Point(Epoch(1, 1), group.b.log.end + 8, 7)
     group.b.node.remembered_elsewhere([lacks])
@@ -442,7 +442,7 @@ def test_nobody_lacks_what_an_operator_gave_up_in_a_later_term(term, reasons):
     assert group.b.node.readonly_reasons == reasons
 
 
-def test_a_master_that_lacks_what_its_slave_lacks_as_well_stays_and_waits():
+def test_rolled_back_pair_waits():
     group = a_group()
     group.cut()
     group.a.node.remembered_elsewhere([Point(Epoch(1, 1), group.a.log.end + 800, 7)])
@@ -452,7 +452,7 @@ def test_a_master_that_lacks_what_its_slave_lacks_as_well_stays_and_waits():
 
 
 @pytest.mark.parametrize("accepted_term, is_given_up", [(0, False), (1, False), (2, True)])
-def test_what_this_copy_itself_remembers_is_given_up_in_a_later_term_only(accepted_term, is_given_up):
+def test_accepted_loss_clears_the_own_point(accepted_term, is_given_up):
     group = a_group()
     lost = Point(Epoch(1, 1), group.b.log.end + 8, 7)
     group.b.node.identity.points.acknowledged(lost)
@@ -461,7 +461,7 @@ def test_what_this_copy_itself_remembers_is_given_up_in_a_later_term_only(accept
     assert group.b.node.readonly_reasons == [], "it is looked at when it takes a part"
 
 
-def test_a_role_begins_anew_only_if_it_is_a_mastership_that_lacks_something():
+def test_only_a_lacking_mastership_restarts():
     group = a_group()
     slave, lacks = group.b.node.role, Point(Epoch(1, 1), group.a.log.end + 800, 7)
     group.b.node.remembered_elsewhere([lacks])
@@ -495,7 +495,7 @@ def wrote_alone() -> Group:
     return group
 
 
-def test_a_master_gives_way_once_what_it_is_writing_is_on_its_disk():
+def test_master_yields_after_its_write():
     group = wrote_alone()
     group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
     assert group.a.host.turn() and not group.a.log.is_idle
@@ -518,7 +518,7 @@ def test_a_master_gives_way_once_what_it_is_writing_is_on_its_disk():
 # What its host says.
 
 
-def test_a_disk_or_a_memory_that_is_short_is_said_once_and_stops_a_master(caplog):
+def test_full_disk_and_short_memory_make_readonly(caplog):
     group = a_group()
     for say, reason in ((group.a.node.set_disk_full, Reason.DISK), (group.a.node.set_memory_short, Reason.MEMORY)):
         caplog.clear()
@@ -531,7 +531,7 @@ def test_a_disk_or_a_memory_that_is_short_is_said_once_and_stops_a_master(caplog
     assert group.b.node.is_disk_full and group.b.node.readonly_reasons == []
 
 
-def test_clocks_that_disagree_are_said_once_and_when_they_agree_again(caplog):
+def test_clock_disagreement_is_logged_once(caplog):
     group = a_group()
     for skew_ms, said in ((0, 0), (1 << 30, 1), (1 << 30, 1), (0, 2), (0, 2)):
         group.hear_clocks(skew_ms)
@@ -541,13 +541,13 @@ def test_clocks_that_disagree_are_said_once_and_when_they_agree_again(caplog):
         assert texts == ["clocks disagree", "clocks disagree", "clocks agree again", "clocks agree again"][: 2 * said]
 
 
-def test_nobody_is_the_copy_that_replicates_with_a_broker_without_a_part():
+def test_broker_without_a_part_ignores_clocks():
     broker = Broker("new")
     broker.node.record_copy_clock(FakeLink("anybody"), broker.host.now_ms(), is_disk_full=True)
     assert broker.node.clocks_ahead_ms() == {} and broker.node.readonly_reasons == []
 
 
-def test_what_time_made_due_is_looked_at_in_a_pass_after_each_tick():
+def test_tick_requests_a_pass():
     group = a_group()
     for broker in (group.a, group.b):
         broker.host.settle()
@@ -555,7 +555,7 @@ def test_what_time_made_due_is_looked_at_in_a_pass_after_each_tick():
         assert broker.host.pass_is_due
 
 
-def test_what_arrives_while_the_disk_writes_is_the_next_commit():
+def test_frames_arriving_during_a_commit_follow_it():
     group = a_group()
     client = Client(group.a)
     client.produce("n")

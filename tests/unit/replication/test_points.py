@@ -24,7 +24,7 @@ def a_log(frames: int = 4) -> tuple[Copy, list[Point]]:
     return copy, points
 
 
-def test_a_log_lacks_a_point_behind_its_end_or_of_another_history():
+def test_log_lacks_points_beyond_it_or_foreign():
     copy, points = a_log()
     assert not any(is_lacking(copy.log, point) for point in points)
     assert is_lacking(copy.log, points[1]._replace(chain=7))
@@ -32,7 +32,7 @@ def test_a_log_lacks_a_point_behind_its_end_or_of_another_history():
     assert [is_lacking(copy.log, point) for point in points] == [False, False, True, True]
 
 
-def test_nobody_lacks_what_retention_took_or_what_cannot_be_read():
+def test_deleted_or_unreadable_points_are_not_lacking():
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60)
@@ -48,18 +48,18 @@ def test_nobody_lacks_what_retention_took_or_what_cannot_be_read():
 
 
 @pytest.mark.parametrize("number", [0, (1 << 64) - 1])
-def test_a_point_is_read_as_it_was_written(number):
+def test_point_survives_its_list(number):
     point = Point(Epoch(number, number), number, number)
     assert Point.from_list(point.to_list()) == point
 
 
 @pytest.mark.parametrize("wrong", [[1, 1, 40], [1, 1, 40, 5, 6], [1, 1, 40, -1], [1, 1, 40, 1 << 64], [1.0, 1, 40, 5]])
-def test_what_is_no_point_is_refused(wrong):
+def test_malformed_point_is_refused(wrong):
     with pytest.raises(ValueError):
         Point.from_list(wrong)
 
 
-def test_what_is_saved_is_known_after_a_restart_and_costs_nothing_before_it_is_due():
+def test_point_is_saved_when_due():
     disk = MemoryDisk()
     file = PointFile(disk)
     for number in range(1, 4):
@@ -76,7 +76,7 @@ def test_what_is_saved_is_known_after_a_restart_and_costs_nothing_before_it_is_d
     assert PointFile(disk).own == Point(Epoch(1, 1), 400, 4)
 
 
-def test_the_high_watermark_is_what_frames_state_or_a_later_point_that_is_on_disk():
+def test_high_watermark_after_a_restart():
     copy, points = a_log()
     file, state = PointFile(MemoryDisk()), copy.log.state
     state.high_watermark = points[1].end
@@ -97,7 +97,7 @@ def test_the_high_watermark_is_what_frames_state_or_a_later_point_that_is_on_dis
     assert file.high_watermark(copy.log) == copy.log.flushed_end
 
 
-def test_a_point_is_saved_no_more_often_than_it_has_to_be():
+def test_points_are_saved_at_most_per_interval():
     file = PointFile(MemoryDisk())
     for number, now_ms in enumerate((SAVE_MS, 2 * SAVE_MS, 3 * SAVE_MS), start=1):
         file.acknowledged(Point(Epoch(1, 1), 100 * number, number))
@@ -107,7 +107,7 @@ def test_a_point_is_saved_no_more_often_than_it_has_to_be():
         assert file.due(now_ms + SAVE_MS - 1) is None
 
 
-def test_only_what_is_new_is_written():
+def test_only_newer_points_are_written():
     disk = MemoryDisk()
     file = PointFile(disk)
 
@@ -132,12 +132,12 @@ def test_only_what_is_new_is_written():
         assert is_written(act) and not is_written(act)
 
 
-def test_a_new_copy_remembers_nothing_and_complains_of_nothing(caplog):
+def test_new_copy_has_no_point(caplog):
     file = PointFile(MemoryDisk())
     assert (file.own, file.lacks, file.is_newer_than_saved, caplog.text) == (None, None, False, "")
 
 
-def test_of_points_that_a_copy_lacks_the_newest_is_kept_until_it_is_refilled():
+def test_newest_lacking_point_stays_until_refilled():
     disk = MemoryDisk()
     file = PointFile(disk)
     for end, newest in ((300, 300), (200, 300), (400, 400)):
@@ -147,7 +147,7 @@ def test_of_points_that_a_copy_lacks_the_newest_is_kept_until_it_is_refilled():
     assert file.lacks is None and PointFile(disk).lacks is None
 
 
-def test_what_an_operator_gave_up_is_lacking_and_remembered_no_more():
+def test_forgotten_point_is_neither_lacking_nor_kept():
     disk = MemoryDisk()
     file = PointFile(disk)
     file.following()
@@ -160,7 +160,7 @@ def test_what_an_operator_gave_up_is_lacking_and_remembered_no_more():
     assert PointFile(disk).own is None, "of no log before this one"
 
 
-def test_an_older_point_changes_nothing():
+def test_older_point_changes_nothing():
     file = PointFile(MemoryDisk())
     newest = Point(Epoch(2, 1), 300, 3)
     file.acknowledged(newest)
@@ -169,7 +169,7 @@ def test_an_older_point_changes_nothing():
     assert file.own == newest
 
 
-def test_a_point_of_the_log_before_is_not_one_of_the_log_that_is_seeded():
+def test_seeding_forgets_the_point_of_the_old_log():
     (copy, _), disk = a_log(), MemoryDisk()
     file = PointFile(disk)
     file.acknowledged(Point(Epoch(1, 1), 300, 3))
@@ -183,7 +183,7 @@ def test_a_point_of_the_log_before_is_not_one_of_the_log_that_is_seeded():
     assert file.own is None and PointFile(disk).own is None
 
 
-def test_a_slave_keeps_all_and_a_master_what_it_had_followed_or_knows_to_be_acknowledged():
+def test_kept_end_of_slave_and_master():
     copy, points = a_log()
     file = PointFile(MemoryDisk())
     assert file.keeps(copy.log) == copy.log.state.high_watermark
@@ -197,7 +197,7 @@ def test_a_slave_keeps_all_and_a_master_what_it_had_followed_or_knows_to_be_ackn
     assert file.keeps(copy.log) == points[2].end
 
 
-def test_what_a_crash_took_before_its_fsync_is_not_kept():
+def test_frames_lost_in_a_crash_are_not_kept():
     """A master took it back and began, and its power went before the fsync: it writes there alone, and gives way."""
     copy, points = a_log()
     file = PointFile(MemoryDisk())
@@ -211,7 +211,7 @@ def test_what_a_crash_took_before_its_fsync_is_not_kept():
 
 
 @pytest.mark.parametrize("name", [POINTS, COPY])
-def test_a_damaged_memory_is_none(name):
+def test_damaged_point_file_counts_as_missing(name):
     disk = MemoryDisk()
     file = PointFile(disk)
     file.following()

@@ -40,9 +40,7 @@ def whole_copy() -> Broker:
         (4, 4, False, 3),
     ],
 )
-def test_a_mastership_begins_early_with_as_many_slaves_as_one_of_must_have_what_was_acknowledged(
-    slaves, min_copies, is_whole, needed
-):
+def test_slaves_needed_to_begin_early(slaves, min_copies, is_whole, needed):
     """If its own disk may have lost it; else with as many as acknowledge."""
     master, row = whole_copy(), {"slaves": slaves, "min_copies": min_copies}
     master.node.identity.completed(is_whole)
@@ -75,7 +73,7 @@ def test_a_mastership_begins_early_with_as_many_slaves_as_one_of_must_have_what_
         pytest.param((0, 0), 0, 0, True, id="nobody has anything of it"),
     ],
 )
-def test_one_of_several_slaves_gets_its_way_if_nobody_has_what_the_master_wrote(shared, held_end, offset, yields):
+def test_master_may_yield_unheld_frames_of_its_own(shared, held_end, offset, yields):
     slaves = Copies().start(connected="").a.master.slaves
     for name, end in zip("bc", shared, strict=True):
         slaves._watch(name).shared_end = end
@@ -83,7 +81,7 @@ def test_one_of_several_slaves_gets_its_way_if_nobody_has_what_the_master_wrote(
     assert slaves.may_yield(offset) is yields
 
 
-def test_a_master_of_several_slaves_gives_up_what_its_own_mastership_wrote_and_nobody_confirmed():
+def test_master_yields_only_unconfirmed_frames_it_wrote():
     master = whole_copy()
     master.assign(Role.MASTER, 2, slaves=2)
     begin = master.log.end
@@ -98,7 +96,7 @@ def test_a_master_of_several_slaves_gives_up_what_its_own_mastership_wrote_and_n
     assert [slaves.may_yield(offset) for offset in (begin, begin + 8)] == [False, True]
 
 
-def test_a_slave_whose_disk_is_empty_does_not_say_that_it_had_nothing():
+def test_empty_slave_proves_nothing_about_confirmed_frames():
     """It may have confirmed what stood there, on a disk that it lost."""
     copies = Copies().start()
     Client(copies.a).produce("m1")
@@ -122,7 +120,7 @@ def sends_snapshot(group: Group, link: FakeLink, base: int) -> None:
     group.a.node.packet_received(link, Packet(Command.SNAPSHOT, 0, ONE_WAY, Command.SNAPSHOT, body))
 
 
-def test_a_snapshot_takes_no_place_of_what_the_master_has_and_comes_from_who_restores_only():
+def test_unrequested_snapshot_of_a_slave_is_refused():
     for at in (0, 2, None):
         group = a_master_that_takes_back_piece_by_piece()
         end, bases = group.a.log.end, group.b.log.bases
@@ -133,7 +131,7 @@ def test_a_snapshot_takes_no_place_of_what_the_master_has_and_comes_from_who_res
         assert not group.a.disk.names("quarantine")
 
 
-def test_a_snapshot_waits_until_what_came_on_an_earlier_link_is_written():
+def test_snapshot_waits_for_writes_of_earlier_links():
     group = a_master_that_takes_back_piece_by_piece()
     while not group.at_slave.told:
         group.b.wait(100)
@@ -155,7 +153,7 @@ def test_a_snapshot_waits_until_what_came_on_an_earlier_link_is_written():
     assert group.a.node.writable and group.a.log.chain == group.b.log.chain
 
 
-def test_slaves_that_follow_a_master_whose_log_begins_anew_say_hello_again():
+def test_seeded_master_reconnects_its_other_slaves():
     copies = Copies().start()
     client = Client(copies.a)
     while len(copies.a.log.bases) < 4:
@@ -177,7 +175,7 @@ def test_slaves_that_follow_a_master_whose_log_begins_anew_say_hello_again():
     assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
-def test_a_mastership_does_not_begin_while_its_slave_restores_what_it_lost():
+def test_mastership_waits_for_its_restoring_slave():
     group = Group.made().start()
     group.a.wait(100)
     group.settle()
@@ -197,13 +195,13 @@ def test_a_mastership_does_not_begin_while_its_slave_restores_what_it_lost():
     assert group.a.node.writable and group.a.log.chain == group.b.log.chain
 
 
-def test_a_copy_that_was_whole_and_has_no_log_waits_for_its_slave():
+def test_whole_copy_without_log_waits_for_slave():
     fresh = Broker("a")
     fresh.alone()
     assert fresh.node.identity.value.complete and not fresh.master.has_begun
 
 
-def test_a_slaves_full_disk_is_no_reason_while_others_have_room_or_none_is_there():
+def test_absent_slaves_do_not_report_full_disks():
     copies = Copies(min_copies=3).start()
     copies.cut("c")
     copies.a.node.set_disk_full(False)
@@ -213,7 +211,7 @@ def test_a_slaves_full_disk_is_no_reason_while_others_have_room_or_none_is_there
     assert copies.a.node.readonly_reasons == ["slave_down"]
 
 
-def test_a_group_is_not_at_rest_while_too_few_slaves_count_or_one_is_behind():
+def test_group_is_fully_matched_with_all_slaves():
     copies = Copies().start()
     Client(copies.a).produce("m")
     copies.wires["b"].settle()
@@ -236,7 +234,7 @@ def test_a_group_is_not_at_rest_while_too_few_slaves_count_or_one_is_behind():
     assert not three.a.master.slaves.are_fully_matched
 
 
-def test_frames_of_an_older_epoch_count_with_the_whole_epoch_frame_only(monkeypatch):
+def test_older_frames_count_with_the_epoch_frame(monkeypatch):
     """Raft, figure 8: until then a copy that lacks them may still be chosen."""
     monkeypatch.setattr(shipper, "PACKET_BYTES", 1)
     copies = Copies().start()
@@ -257,7 +255,7 @@ def test_frames_of_an_older_epoch_count_with_the_whole_epoch_frame_only(monkeypa
     assert high < alone in confirmed and copies.a.master.gate.high_watermark == copies.a.log.end > alone
 
 
-def test_settings_of_a_row_with_one_slave_hold_whatever_that_slave_is_called():
+def test_only_slave_counts_under_any_name():
     """The only slave of a group is the only one: a broker in its place is no second one."""
     group = Group.made().start()
     group.cut()

@@ -21,7 +21,7 @@ def test_checker_clears_only_its_own_reason():
         assert readonly.reasons == [first] and not readonly.writable
 
 
-def test_refusal_names_every_reason_and_its_way_out():
+def test_refusal_names_every_reason_and_remedy():
     readonly = Readonly()
     for reason in Reason:
         readonly.change(reason, True)
@@ -31,7 +31,7 @@ def test_refusal_names_every_reason_and_its_way_out():
     assert "UnMarkReadonly" in str(refusal.value)
 
 
-def test_refusal_of_a_subject_that_is_marked_names_it():
+def test_refusal_names_the_marked_subject():
     readonly = Readonly()
     readonly.mark_subjects(frozenset({"s"}))
     readonly.check("g1", "other")
@@ -40,12 +40,12 @@ def test_refusal_of_a_subject_that_is_marked_names_it():
     assert readonly.writable
 
 
-def test_a_reason_is_explained_and_one_of_a_later_version_stays_as_it_is():
+def test_unknown_reason_is_shown_unchanged():
     assert explain("draining") == "its roles are being swapped"
     assert explain("of a later version") == "of a later version"
 
 
-def test_unmarking_subjects_leaves_what_checkers_found():
+def test_unmarking_leaves_reasons_of_checkers():
     readonly = Readonly()
     readonly.change(Reason.DISK, True)
     readonly.mark_subjects(frozenset({"*", "s"}))
@@ -53,7 +53,7 @@ def test_unmarking_subjects_leaves_what_checkers_found():
     assert readonly.reasons == [Reason.DISK]
 
 
-def test_operators_mark_survives_a_slave_that_goes_and_comes_and_a_new_mastership():
+def test_operators_mark_survives_other_changes():
     group = Group.made().start()
     group.a.assign(group.a.node.assignment.role, 1, readonly_subjects=("*",))
     group.cut()
@@ -65,7 +65,7 @@ def test_operators_mark_survives_a_slave_that_goes_and_comes_and_a_new_mastershi
     assert group.a.node.readonly_reasons == [Reason.OPERATOR]
 
 
-def test_own_disk_that_does_not_finish_makes_readonly_until_it_does(caplog):
+def test_late_own_disk_makes_readonly(caplog):
     """The slave confirms all of it meanwhile, so it does not lag; and nothing is acknowledged."""
     group = Group.made(slave_lag_ms_max=50).start()
     client = Client(group.a)
@@ -87,7 +87,7 @@ def test_own_disk_that_does_not_finish_makes_readonly_until_it_does(caplog):
     assert caplog.text.count("disk late") == 1
 
 
-def test_slave_that_lags_in_bytes_or_time_makes_readonly_until_it_caught_up():
+def test_lagging_slave_makes_readonly():
     for settings in ({"slave_lag_bytes_max": 100}, {"slave_lag_ms_max": 50}):
         group = Group.made(**settings).start()
         client = Client(group.a)

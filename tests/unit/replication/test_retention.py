@@ -32,7 +32,7 @@ def state_the_time(copy: Copy, start: int = 0) -> None:
     copy.flush()
 
 
-def test_a_closed_segment_is_old_when_more_time_went_by_than_is_kept():
+def test_closed_segment_is_due_by_age():
     copy = a_log()
     bases, old_ms = copy.log.bases, SAID_MS + 2 * HOUR_MS
     assert list(old_segments(copy.log, ENOUGH, old_ms)) == []
@@ -42,7 +42,7 @@ def test_a_closed_segment_is_old_when_more_time_went_by_than_is_kept():
     assert list(old_segments(copy.log, ENOUGH, old_ms + 1)) == closed[1:], "the first one goes as it is"
 
 
-def test_a_closed_segment_is_too_much_if_more_bytes_than_are_kept_stand_behind_its_begin():
+def test_closed_segment_is_due_by_size():
     copy = a_log(states_the_time=False)
     bases, end = copy.log.bases, copy.log.end
     for kept, much in ((end, 0), (end - 1, 1), (end - bases[1], 1), (end - bases[1] - 1, 2)):
@@ -64,12 +64,12 @@ def decided(copy: Copy, due: Due | None = None, *, high_watermark: int = 0) -> R
     return decide(copy.log, Keeper(due), now_ms=7, ahead_ms={"slave": 3}, high_watermark=high_watermark)
 
 
-def test_what_is_due_is_written_down_with_whose_clock_said_so():
+def test_decision_records_clocks_and_positions():
     due = Due(8, AGE, {("s", "g"): 5})
     assert decided(a_log(), due) == RetentionDecision(8, AGE, {"slave": 3}, {("s", "g"): 5})
 
 
-def test_the_time_is_stated_for_each_segment_that_was_closed():
+def test_each_closed_segment_gets_its_time():
     copy, states_the_time = a_log(states_the_time=False), RetentionDecision(0, "", {"slave": 3}, {})
     assert decided(copy) == states_the_time
     state_the_time(copy)
@@ -81,7 +81,7 @@ def test_the_time_is_stated_for_each_segment_that_was_closed():
 
 
 @pytest.mark.parametrize("segments, is_stated", [(1, False), (2, True)])
-def test_the_time_is_stated_once_a_segment_is_closed(segments, is_stated):
+def test_time_is_stated_after_a_segment_closes(segments, is_stated):
     copy = Copy()
     copy.begin_epoch()
     while len(copy.log.bases) < segments:
@@ -90,7 +90,7 @@ def test_the_time_is_stated_once_a_segment_is_closed(segments, is_stated):
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_one_decision_follows_another_once_a_frame_says_that_it_is_acknowledged(behind):
+def test_next_decision_waits_for_the_acknowledged_one(behind):
     copy = a_log()
     start = copy.log.bases[1]
     state_the_time(copy, start)

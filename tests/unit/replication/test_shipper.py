@@ -36,7 +36,7 @@ def a_copy(frames: int = 40, *, tail_bytes: int = 1 << 20) -> Copy:
     return copy
 
 
-def test_what_is_new_leaves_before_our_own_fsync():
+def test_frames_are_shipped_before_the_own_fsync():
     copy = Copy()
     shipper, link, host = shipped_from(copy)
     copy.begin_epoch()
@@ -47,7 +47,7 @@ def test_what_is_new_leaves_before_our_own_fsync():
     assert received(link) == copy.whole()
 
 
-def test_whoever_is_behind_is_read_from_disk_and_then_served_from_the_tail():
+def test_late_receiver_is_served_from_disk_then_tail():
     copy = a_copy(tail_bytes=500)
     shipper, link, host = shipped_from(copy)
     shipper.ship()
@@ -59,7 +59,7 @@ def test_whoever_is_behind_is_read_from_disk_and_then_served_from_the_tail():
     assert not host.reads and shipper.position == copy.log.end
 
 
-def test_catching_up_keeps_to_its_rate():
+def test_catching_up_keeps_its_rate():
     copy = a_copy(tail_bytes=0)
     shipper, link, host = shipped_from(copy, bytes_per_s=10_000)
     shipping_bytes, seconds = [], 0
@@ -82,7 +82,7 @@ def test_catching_up_keeps_to_its_rate():
 
 
 @pytest.mark.parametrize(("more", "reads"), [(1, 2), (0, 1)])
-def test_catching_up_begins_with_a_tenth_of_a_seconds_bytes(more, reads):
+def test_catching_up_begins_with_a_tenth_second(more, reads):
     copy = a_copy(tail_bytes=0)
     size = len(copy.log.stored.read(0, copy.log.end, shipping.PACKET_BYTES).data)
     shipper, link, host = shipped_from(copy, bytes_per_s=10 * (size + more))
@@ -92,7 +92,7 @@ def test_catching_up_begins_with_a_tenth_of_a_seconds_bytes(more, reads):
     assert len(link.told) == reads
 
 
-def test_not_more_is_under_way_than_the_receiver_may_hold(monkeypatch):
+def test_bytes_under_way_stay_within_the_window(monkeypatch):
     monkeypatch.setattr(shipping, "WINDOW_BYTES", 3_000)
     monkeypatch.setattr(shipping, "PACKET_BYTES", 500)
     copy = a_copy(80)
@@ -108,7 +108,7 @@ def test_not_more_is_under_way_than_the_receiver_may_hold(monkeypatch):
     assert stopped < shipper.position <= end + 3_000 + 2 * 500
 
 
-def test_nothing_is_sent_while_the_link_is_full():
+def test_full_link_is_not_sent_to():
     copy = a_copy()
     shipper, link, _ = shipped_from(copy)
     link.writable = False
@@ -119,7 +119,7 @@ def test_nothing_is_sent_while_the_link_is_full():
     assert received(link) == copy.whole()
 
 
-def test_confirmation_of_anything_that_was_not_sent_is_divergence():
+def test_confirmation_of_unsent_frames_is_divergence():
     copy = a_copy(10)
     shipper, _, _ = shipped_from(copy)
     shipper.ship()
@@ -139,14 +139,14 @@ def test_confirmation_of_anything_that_was_not_sent_is_divergence():
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
-def test_nothing_is_read_or_counted_as_sent_for_a_link_that_is_closed(tail_bytes):
+def test_closed_link_is_not_served(tail_bytes):
     shipper, link, host = shipped_from(a_copy(tail_bytes=tail_bytes))
     link.close("lost")
     shipper.ship()
     assert not host.reads and shipper.position == 0
 
 
-def test_copy_that_cannot_be_read_closes_the_link():
+def test_damaged_frame_ends_shipping():
     copy = a_copy(tail_bytes=0)
     shipper, link, host = shipped_from(copy)
     copy.disk.flip(f"log/{0:020d}.log", 8 * 300)
@@ -158,7 +158,7 @@ def test_copy_that_cannot_be_read_closes_the_link():
         copy.log.stored.read(shipper.position, copy.log.end, 1 << 20)
 
 
-def test_reading_goes_on_with_the_byte_that_the_rate_allows():
+def test_reading_resumes_at_the_allowed_byte():
     copy = a_copy(tail_bytes=0)
     shipper, _, host = shipped_from(copy, bytes_per_s=1_000)  # a byte a millisecond, 100 at first
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_reading_goes_on_with_the_byte_that_the_rate_allows():
         shipper.allow(3_600_000)  # an idle hour saves up 100
 
 
-def test_the_window_is_filled_and_then_left_by_one_packet(monkeypatch):
+def test_window_is_exceeded_by_one_packet(monkeypatch):
     monkeypatch.setattr(shipping, "PACKET_BYTES", 1)
     copy = a_copy()
     every, _, _ = shipped_from(copy)
@@ -189,7 +189,7 @@ def test_the_window_is_filled_and_then_left_by_one_packet(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [CorruptFrame(8, "met"), LogError("the file is gone")])
-def test_what_cannot_be_read_closes_the_link_and_is_damage_if_it_is_no_frame(error):
+def test_read_error_closes_the_link(error):
     copy, found, link, host = a_copy(tail_bytes=0), [], FakeLink("slave"), FakeHost()
     shipper = Shipper(copy.log, link, host.read, begin=0, chain=0, bytes_per_s=1 << 30, found_damage=found.append)
     shipper.ship()

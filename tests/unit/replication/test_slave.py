@@ -50,7 +50,7 @@ def sent(broker: Broker, link: FakeLink, command: Command, body: bytes) -> int:
         pytest.param(Action.RESTORE, {Command.CONFIRM}, id="it restores its master"),
     ],
 )
-def test_a_slave_takes_what_belongs_to_its_state_and_refuses_the_rest(action, taken):
+def test_slave_refuses_packets_of_other_states(action, taken):
     group = stored()
     end, chain, epoch = group.b.log.end, group.b.log.chain, group.a.master.epoch
     if action is not Action.FOLLOW:
@@ -86,7 +86,7 @@ def test_a_slave_takes_what_belongs_to_its_state_and_refuses_the_rest(action, ta
         pytest.param(0, 0, False, id="of another epoch"),
     ],
 )
-def test_a_slave_remembers_what_its_master_says_of_frames_that_are_on_its_disk(boot, more, is_noted):
+def test_slave_notes_acknowledged_points_of_flushed_frames(boot, more, is_noted):
     group = stored()
     points, told = group.b.node.identity.points, Confirmation(Epoch(1, boot), group.b.log.flushed_end + more, 7)
     points.own = None
@@ -94,7 +94,7 @@ def test_a_slave_remembers_what_its_master_says_of_frames_that_are_on_its_disk(b
     assert points.own == (Point(told.epoch, told.matched_end, 7) if is_noted else None)
 
 
-def test_a_slave_that_cannot_follow_gives_up_no_more_and_no_less_than_before():
+def test_refused_follow_leaves_confirmed_end_unchanged():
     """It was a master that wrote alone: what it wrote then it confirmed to nobody, and never followed since."""
     group = stored()
     group.cut()
@@ -113,7 +113,7 @@ def test_a_slave_that_cannot_follow_gives_up_no_more_and_no_less_than_before():
     assert points.keeps(broker.log) == kept and broker.log.end == end and not link.told
 
 
-def test_a_slave_that_refuses_to_be_seeded_is_as_whole_as_it_was():
+def test_refused_seeding_leaves_the_copy_whole():
     group = stored()
     group.connect()
     end = group.b.log.end
@@ -130,7 +130,7 @@ def is_deleting(broker: Broker) -> None:
     assert not broker.log.is_idle
 
 
-def test_a_slave_that_deletes_while_it_says_hello_cuts_nothing_before_that_is_done():
+def test_slave_cuts_only_after_its_deletion():
     """Its process ended."""
     group = swapped_with_a_tail(filled())
     end = group.b.log.end
@@ -143,7 +143,7 @@ def test_a_slave_that_deletes_while_it_says_hello_cuts_nothing_before_that_is_do
     assert group.a.node.writable and equal(group) and group.b.disk.names("quarantine")
 
 
-def test_a_slave_that_deletes_while_it_awaits_a_snapshot_is_seeded_after_that():
+def test_slave_is_seeded_only_after_its_deletion():
     """Its process ended."""
     group = filled()
     group.connect()
@@ -160,7 +160,7 @@ def test_a_slave_that_deletes_while_it_awaits_a_snapshot_is_seeded_after_that():
     assert group.a.node.writable and equal(group)
 
 
-def test_a_slave_looks_at_deadlines_only_while_it_restores_its_master():
+def test_only_a_restoring_slave_has_deadlines():
     group = a_master_that_takes_back_piece_by_piece()
     assert group.b.slave.quiet_ms() == 0
     for _ in range(30):
@@ -170,14 +170,14 @@ def test_a_slave_looks_at_deadlines_only_while_it_restores_its_master():
 
 
 @pytest.mark.parametrize("is_master", [True, False])
-def test_what_a_reader_met_before_a_repair_is_no_damage_now(is_master):
+def test_damage_repaired_meanwhile_is_ignored(is_master):
     group = stored()
     broker = group.a if is_master else group.b
     broker.node.found_damage(CorruptFrame(broker.log.start, "read while it was repaired"))
     assert broker.log.damage is None and broker.node.readonly_reasons == []
 
 
-def test_who_leaves_its_master_confirms_nothing_more_on_that_link():
+def test_stepped_down_slave_confirms_nothing():
     group = stored()
     link = group.at_slave
     Client(group.a).produce("m2")
@@ -191,7 +191,7 @@ def test_who_leaves_its_master_confirms_nothing_more_on_that_link():
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_an_answer_that_is_not_to_its_last_hello_is_nothing_to_a_slave(is_late):
+def test_answer_to_an_earlier_hello_is_ignored(is_late):
     group = stored()
     slave, end = group.b.slave, group.b.log.end
     if not is_late:
@@ -213,7 +213,7 @@ def test_an_answer_that_is_not_to_its_last_hello_is_nothing_to_a_slave(is_late):
         pytest.param(8, True, 2, False, id="others have it"),
     ],
 )
-def test_a_slave_that_lacks_what_its_master_knows_to_be_acknowledged_says_so(more, is_complete, slaves, says_so):
+def test_slave_below_the_acknowledged_point_is_rolled_back(more, is_complete, slaves, says_so):
     group = stored()
     group.cut()
     group.b.assign(Role.SLAVE, 2, slaves=slaves)
@@ -226,7 +226,7 @@ def test_a_slave_that_lacks_what_its_master_knows_to_be_acknowledged_says_so(mor
     assert group.b.node.identity.points.lacks == (point if says_so else None)
 
 
-def test_a_copy_that_has_all_its_master_has_lacks_nothing_from_then_on():
+def test_fully_matched_copy_lacks_nothing():
     group = stored()
     group.cut()
     lacked = Point(group.a.master.epoch, group.a.log.end, group.a.log.chain)
@@ -241,7 +241,7 @@ def test_a_copy_that_has_all_its_master_has_lacks_nothing_from_then_on():
     assert not group.b.log.is_tail_cut and group.b.node.identity.points.lacks is None and group.a.node.writable
 
 
-def test_a_copy_that_is_to_be_seeded_promises_nothing_and_begins_where_it_was_agreed():
+def test_seeded_copy_begins_at_the_agreed_offset():
     copies = Copies().start()
     copies.c.node.identity.points.own = Point(Epoch(1, 1), copies.c.log.end, copies.c.log.chain)
     assert copies.c.slave.has_matched
@@ -286,7 +286,7 @@ def an_old_master_that_is_to_be_seeded() -> tuple[Copies, Group]:
     return copies, copies.wires["a"]
 
 
-def test_an_old_master_is_seeded_whatever_comes_between_it_and_its_snapshot():
+def test_old_master_is_seeded_after_any_crash():
     """It said then that it had confirmed what it wrote alone, and a person had to look."""
     copies, wire = an_old_master_that_is_to_be_seeded()
     old, calls = copies.a, 0
@@ -317,7 +317,7 @@ def test_an_old_master_is_seeded_whatever_comes_between_it_and_its_snapshot():
 
 @pytest.mark.parametrize("action", [Action.FOLLOW, Action.RESTORE])
 @pytest.mark.parametrize("is_damaged", [True, False])
-def test_a_slave_that_cannot_tell_whether_its_log_is_its_masters_is_damaged(action, is_damaged):
+def test_unreadable_agreed_end_is_damage(action, is_damaged):
     """It says so, and does not call the master's log another one."""
     group = Group.made(tail_bytes=0).start()
     for number in range(6):
@@ -342,7 +342,7 @@ def test_a_slave_that_cannot_tell_whether_its_log_is_its_masters_is_damaged(acti
     assert not link.is_open and not link.told and not b.disk.names("quarantine")
 
 
-def test_a_slave_follows_from_before_its_log_begins_by_no_agreement():
+def test_agreement_below_the_log_start_is_refused():
     group = Group.made(tail_bytes=0).start()
     b = group.b
     while len(b.log.bases) < 3:
@@ -355,7 +355,7 @@ def test_a_slave_follows_from_before_its_log_begins_by_no_agreement():
     assert not group.at_slave.is_open and b.node.readonly_reasons == ["diverged"] and not b.slave.is_following
 
 
-def test_a_slave_whose_log_is_damaged_before_a_cut_confirms_nothing():
+def test_slave_damaged_before_a_cut_confirms_nothing():
     group = Group.made(tail_bytes=0).start()
     Client(group.a).produce("m0", size=900)
     group.settle()
@@ -373,7 +373,7 @@ def test_a_slave_whose_log_is_damaged_before_a_cut_confirms_nothing():
     assert not link.is_open and not link.told and b.log.end < at
 
 
-def test_a_slave_that_follows_from_its_end_cuts_nothing_though_its_log_is_damaged():
+def test_damaged_slave_follows_from_its_end_uncut():
     group = Group.made(tail_bytes=0).start()
     for number in range(6):
         Client(group.a).produce(f"m{number}", size=900)
@@ -388,7 +388,7 @@ def test_a_slave_that_follows_from_its_end_cuts_nothing_though_its_log_is_damage
     assert group.b.slave.is_following and group.b.log.damage is damage and not group.b.disk.names("quarantine")
 
 
-def test_a_slave_is_disconnected_by_the_loss_of_its_own_link_only():
+def test_loss_of_another_link_is_ignored():
     group = stored()
     group.b.node.link_lost(FakeLink("a client"))
     assert group.b.slave.is_following
@@ -396,7 +396,7 @@ def test_a_slave_is_disconnected_by_the_loss_of_its_own_link_only():
     assert group.b.slave.life.state is SlaveState.DISCONNECTED
 
 
-def test_a_copy_that_was_put_back_is_not_whole_again_wherever_its_process_dies_before_it_is_seeded():
+def test_crash_before_seeding_keeps_copy_rolled_back():
     lacked, survived, calls = Point(Epoch(1, 1), 800, 7), False, 0
     while not survived:
         broker, link = Broker("b"), FakeLink("master")

@@ -16,7 +16,7 @@ def states(group: Group) -> list[SlaveState]:
     return [move.after for move in group.b.slave.life.history]
 
 
-def test_hello_waits_until_nothing_is_being_written():
+def test_hello_waits_for_the_flush():
     group = Group.made().start()
     Client(group.a).produce("m")
     group.a.host.settle()
@@ -28,7 +28,7 @@ def test_hello_waits_until_nothing_is_being_written():
     assert states(group)[-3:] == [S.AWAITING_FLUSH, S.HELLO_SENT, S.FOLLOWING]
 
 
-def test_a_slave_that_follows_takes_no_second_snapshot():
+def test_following_slave_ignores_a_snapshot():
     illegal, group = SLAVE.illegal, filled()
     group.look_after_logs()
     group.a.drop_oldest_segment()
@@ -43,7 +43,7 @@ def test_a_slave_that_follows_takes_no_second_snapshot():
     assert group.b.node.identity.value.complete and SLAVE.illegal == illegal
 
 
-def test_a_slave_restores_its_master_and_follows_it_then():
+def test_slave_follows_after_restoring():
     group = Group.made().start()
     Client(group.a).produce("m")
     group.settle()

@@ -41,7 +41,7 @@ def unconfirmed(group: Group) -> None:
         pytest.param(2_001, S.LAGGING, False, id="for good"),
     ],
 )
-def test_a_slave_lags_while_it_is_silent_and_is_given_up_in_the_end(ms, expected, is_open):
+def test_silent_slave_lags_and_is_disconnected(ms, expected, is_open):
     group = Group.made(slave_lag_ms_max=1_000).start()
     unconfirmed(group)
     group.a.wait(100)
@@ -50,7 +50,7 @@ def test_a_slave_lags_while_it_is_silent_and_is_given_up_in_the_end(ms, expected
 
 
 @pytest.mark.parametrize(("less", "expected"), [(0, S.IN_SYNC), (1, S.LAGGING)])
-def test_a_slave_lags_while_it_is_too_many_bytes_behind(less, expected):
+def test_slave_too_many_bytes_behind_lags(less, expected):
     measured = Group.made().start()
     before = measured.a.log.end
     unconfirmed(measured)
@@ -64,7 +64,7 @@ def test_a_slave_lags_while_it_is_too_many_bytes_behind(less, expected):
     assert state(group) is S.IN_SYNC
 
 
-def test_what_a_slave_confirmed_is_not_what_it_is_late_with():
+def test_confirmed_frames_do_not_count_as_lag():
     group = Group.made(slave_lag_ms_max=1_000).start()
     unconfirmed(group)
     group.a.wait(100)
@@ -98,7 +98,7 @@ def restoring() -> tuple[Broker, Broker]:
 
 
 @pytest.mark.parametrize("begun", [filling, restoring])
-def test_who_sends_from_its_disk_reads_on_as_soon_as_its_rate_allows_it_and_not_before(begun):
+def test_disk_reads_resume_when_the_rate_allows(begun):
     sender, receiver = begun()
     owed = receiver.log.end - 2_000  # it began with a tenth of a second's bytes
     assert owed > 0
@@ -109,7 +109,7 @@ def test_who_sends_from_its_disk_reads_on_as_soon_as_its_rate_allows_it_and_not_
     assert sender.host.reads
 
 
-def test_a_slave_that_was_never_there_is_missing_and_one_that_joins_is_behind():
+def test_readonly_reasons_of_absent_and_joining_slave():
     group = Group.made()
     group.a.assign(Role.MASTER)
     (watch,) = group.a.master.slaves.all
@@ -123,7 +123,7 @@ def test_a_slave_that_was_never_there_is_missing_and_one_that_joins_is_behind():
     assert group.a.node.readonly_reasons == []
 
 
-def test_copies_that_differed_do_so_no_more_once_the_slave_matched_whoever_else_is_missing():
+def test_matched_slave_clears_the_divergence():
     copies = Copies(min_copies=3).start()
     copies.cut("c")
     wire, log = copies.wires["b"], copies.a.log
@@ -135,7 +135,7 @@ def test_copies_that_differed_do_so_no_more_once_the_slave_matched_whoever_else_
     assert copies.state("b") is S.IN_SYNC and copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
 
 
-def test_a_newer_connection_of_a_slave_replaces_the_older_one_whatever_it_was_for():
+def test_newer_connection_replaces_the_older():
     group = Group.made().start()
     older = group.at_master
     group.connect()
@@ -147,7 +147,7 @@ def test_a_newer_connection_of_a_slave_replaces_the_older_one_whatever_it_was_fo
     assert same.is_open
 
 
-def test_a_copy_of_a_slave_is_refused_while_that_one_is_connected(caplog):
+def test_copied_slave_is_refused_beside_the_original(caplog):
     """Their confirmations would count by turns, and neither has what the other confirmed."""
     group = Group.made().start()
     slave, copied = group.b, group.b.copied()
@@ -168,7 +168,7 @@ def test_a_copy_of_a_slave_is_refused_while_that_one_is_connected(caplog):
     assert group.a.node.writable and copied.log.end == group.a.log.end
 
 
-def test_frames_are_taken_from_a_slave_only_until_the_mastership_begins():
+def test_begun_mastership_refuses_frames_of_slaves():
     group = a_master_that_takes_back_piece_by_piece()
     end = group.a.log.end
     group.a.master._mastership.has_begun = True  # as if it had not waited
@@ -179,7 +179,7 @@ def test_frames_are_taken_from_a_slave_only_until_the_mastership_begins():
     assert not group.at_master.is_open and group.a.log.end == end
 
 
-def test_a_slave_that_restores_a_master_that_begins_anew_says_hello_again():
+def test_restarted_mastership_reconnects_its_restoring_slave():
     """Else it would wait for ever, on a link that stands, for a confirmation of what it sent the former mastership."""
     copies = Copies().start()
     Client(copies.a).produce("m1")
@@ -205,7 +205,7 @@ def test_a_slave_that_restores_a_master_that_begins_anew_says_hello_again():
     assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
-def test_a_link_that_is_no_slaves_of_this_mastership_is_nothing_to_it():
+def test_loss_of_foreign_links_is_ignored():
     group = Group.made().start()
     for link in (FakeLink("a client"), group.at_slave):
         group.a.node.link_lost(link)
@@ -216,7 +216,7 @@ def told(link: FakeLink, command: Command) -> int:
     return sum(each == command for each, _ in link.told)
 
 
-def test_frames_leave_with_the_answer_to_a_hello_and_go_on_with_each_confirmation(monkeypatch):
+def test_catching_up_continues_with_each_confirmation(monkeypatch):
     copies = Copies().start()
     copies.cut("c")
     for number in range(8):
@@ -236,7 +236,7 @@ def test_frames_leave_with_the_answer_to_a_hello_and_go_on_with_each_confirmatio
     assert copies.c.log.end == copies.a.log.end and copies.state("c") is S.IN_SYNC
 
 
-def test_a_slave_that_restores_its_master_goes_on_with_each_confirmation(monkeypatch):
+def test_restoring_continues_with_each_confirmation(monkeypatch):
     monkeypatch.setattr(shipper, "WINDOW_BYTES", 1_000)
     monkeypatch.setattr(shipper, "PACKET_BYTES", 1)
     group = filled()
@@ -251,7 +251,7 @@ def test_a_slave_that_restores_its_master_goes_on_with_each_confirmation(monkeyp
 
 
 @pytest.mark.parametrize(("less", "expected"), [(0, S.IN_SYNC), (1, S.CATCHING_UP)])
-def test_a_slave_joins_as_soon_as_it_is_near_enough(monkeypatch, less, expected):
+def test_slave_joins_within_the_catch_up_limit(monkeypatch, less, expected):
     group = Group.made().start()
     unconfirmed(group)
     group.cut()
@@ -261,7 +261,7 @@ def test_a_slave_joins_as_soon_as_it_is_near_enough(monkeypatch, less, expected)
     assert state(group) is expected
 
 
-def test_a_slave_is_told_only_of_what_it_confirmed_itself():
+def test_slave_receives_points_it_confirmed():
     copies = Copies().start()
     Client(copies.a).produce("m")
     copies.wires["b"].settle()  # what is sent to c stays on its way
@@ -290,7 +290,7 @@ def rolled_back() -> Group:
     return group
 
 
-def test_a_master_learns_from_its_slave_that_its_disk_was_put_back():
+def test_slaves_point_shows_a_rolled_back_master():
     group = rolled_back()
     point = group.b.node.identity.points.own
     assert group.deliver_hello() and group.a.node.identity.points.lacks == point
@@ -299,7 +299,7 @@ def test_a_master_learns_from_its_slave_that_its_disk_was_put_back():
     assert group.a.node.writable and group.a.node.identity.points.lacks is None
 
 
-def test_a_master_that_lacks_nothing_is_not_put_back_whatever_its_slave_remembers():
+def test_master_with_the_slaves_point_lacks_nothing():
     group = Group.made().start()
     Client(group.a).produce("m")
     group.settle()
@@ -309,7 +309,7 @@ def test_a_master_that_lacks_nothing_is_not_put_back_whatever_its_slave_remember
     assert group.deliver_hello() and group.a.node.identity.points.lacks is None
 
 
-def test_a_slave_that_lacks_it_as_well_is_not_what_a_master_that_was_put_back_goes_on_with():
+def test_rolled_back_master_refuses_a_rolled_back_slave():
     group = rolled_back()
     lacked = group.b.node.identity.points.own
     group.b.log.cut(group.a.log.end, "test")
@@ -345,7 +345,7 @@ def said_hello(copies: Copies, name: str) -> int:
     return code
 
 
-def test_one_slave_restores_its_master_at_a_time():
+def test_one_slave_restores_at_a_time():
     copies = with_a_new_master()
     assert said_hello(copies, "b") == 0 and copies.state("b") is S.RESTORING
     assert said_hello(copies, "c") == ErrorCode.NOT_SERVED and copies.state("c") is S.ABSENT
@@ -354,7 +354,7 @@ def test_one_slave_restores_its_master_at_a_time():
     assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
-def test_a_slave_that_has_no_more_follows_while_another_one_restores_and_nothing_begins_meanwhile():
+def test_empty_slave_follows_while_another_restores():
     copies = with_a_new_master()
     copies.c = Broker("c", SETTINGS)
     copies.c.assign(Role.SLAVE, 2, slaves=2)
@@ -366,7 +366,7 @@ def test_a_slave_that_has_no_more_follows_while_another_one_restores_and_nothing
     assert not copies.a.master.has_begun
 
 
-def test_frames_of_another_link_are_none_of_the_slave_that_restores():
+def test_restored_frames_of_another_link_are_refused():
     copies = with_a_new_master()
     assert said_hello(copies, "b") == 0
     stranger, data = FakeLink("stranger"), copies.b.log.stored.read(0, copies.b.log.end, 1 << 20).data
@@ -376,7 +376,7 @@ def test_frames_of_another_link_are_none_of_the_slave_that_restores():
     assert not stranger.is_open and stranger.reason == "nobody asked for these frames" and copies.a.log.end == 0
 
 
-def test_slaves_of_an_older_version_are_told_apart_by_their_directories():
+def test_slaves_of_older_versions_have_incarnation_names():
     copies = Copies(min_copies=3).start(connected="")
     for wire in copies.wires.values():
         wire.connect()
@@ -388,7 +388,7 @@ def test_slaves_of_an_older_version_are_told_apart_by_their_directories():
     assert len(copies.a.master.in_sync) == 2
 
 
-def test_a_pull_that_got_what_one_copy_has_asks_again_once_too_few_slaves_are_left_and_not_before():
+def test_unsafe_pull_is_refused_without_enough_slaves():
     copies = Copies().start()
     client = Client(copies.a)
     subscribed = client.subscribe()
@@ -404,7 +404,7 @@ def test_a_pull_that_got_what_one_copy_has_asks_again_once_too_few_slaves_are_le
     assert client.code(waiting) == ErrorCode.NOT_SERVED
 
 
-def test_a_pull_gets_what_waited_for_a_slave_as_soon_as_one_matched():
+def test_pull_is_answered_when_the_slave_matches():
     group = Group.made().start()
     client = group.subscribed()
     client.produce("m")

@@ -25,16 +25,16 @@ DAMAGE = Damage(100, 200, "a bit")
         pytest.param([(0, 150), (150, 180)], 1, id="nobody has it: the longest log decides"),
     ],
 )
-def test_damage_is_repaired_from_a_copy_that_has_it(extents, best):
+def test_best_source_of_a_repair(extents, best):
     assert Sources().best(DAMAGE, extents) == best
 
 
-def test_copies_that_have_it_are_asked_in_turns_as_the_frames_of_one_may_not_join():
+def test_repair_sources_take_turns():
     sources, extents = Sources(), [(0, 500), None, (0, 150), (0, 400)]
     assert [sources.best(DAMAGE, extents) for _ in range(6)] == [0, 0, 3, 3, 0, 0]
 
 
-def test_other_damage_is_repaired_from_the_first_copy_that_has_it():
+def test_new_damage_begins_at_the_first_source():
     sources, extents = Sources(), [(0, 500), (0, 500)]
     assert [sources.best(DAMAGE, extents) for _ in range(3)] == [0, 0, 1]
     assert sources.best(Damage(300, 400, "another bit"), extents) == 0
