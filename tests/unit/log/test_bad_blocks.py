@@ -39,7 +39,7 @@ def disk(tmp_path: Path) -> RealDisk:
     return RealDisk(tmp_path / "d")
 
 
-def test_what_can_be_read_is_and_a_bad_block_is_read_as_such(disk, bad):
+def test_bad_block_reads_as_unreadable(disk, bad):
     data = os.urandom(3 * BLOCK_BYTES + 100)
     disk.put("f", data)
     bad("f", 1, 3)
@@ -49,7 +49,7 @@ def test_what_can_be_read_is_and_a_bad_block_is_read_as_such(disk, bad):
         assert disk.read("f", begin, size) == expected[begin : begin + size]
 
 
-def test_disk_with_bad_blocks_everywhere_has_failed(disk, bad):
+def test_too_many_bad_blocks_are_a_failed_disk(disk, bad):
     disk.put("f", bytes(BLOCK_BYTES * (UNREADABLE_BLOCKS_MAX + 1)))
     bad("f", *range(UNREADABLE_BLOCKS_MAX))
     assert disk.read("f", 0, 1 << 30) == UNREADABLE * UNREADABLE_BLOCKS_MAX + bytes(BLOCK_BYTES)
@@ -58,7 +58,7 @@ def test_disk_with_bad_blocks_everywhere_has_failed(disk, bad):
         disk.read("f", 0, 1 << 30)
 
 
-def test_other_errors_of_a_read_end_the_process(disk, monkeypatch):
+def test_other_read_errors_end_the_process(disk, monkeypatch):
     disk.put("f", b"data")
 
     def refused(*_):
@@ -99,7 +99,7 @@ def mend(copy: Copy, other: Copy) -> None:
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
-def test_bad_block_of_a_closed_segment_is_damage_that_the_other_copy_mends(disk, bad, where):
+def test_bad_block_of_a_closed_segment_is_repaired(disk, bad, where):
     copy, other = a_copy(disk)
     base, following = copy.log.bases[1:3]
     block = {"first": 0, "middle": 2, "last": (following - base - 1) // BLOCK_BYTES}[where]
@@ -113,7 +113,7 @@ def test_bad_block_of_a_closed_segment_is_damage_that_the_other_copy_mends(disk,
     assert disk.size(log_name(base)) == following - base
 
 
-def test_bad_block_in_the_newest_segment_is_damage_at_the_next_start_and_nothing_is_cut(disk, bad):
+def test_bad_block_of_the_newest_segment_is_repaired(disk, bad):
     copy, other = a_copy(disk)
     for one in (copy, other):
         for i in range(8):
@@ -127,7 +127,7 @@ def test_bad_block_in_the_newest_segment_is_damage_at_the_next_start_and_nothing
     assert copy.log.damage is None and copy.whole() == other.whole()
 
 
-def test_bad_block_at_the_end_of_the_log_is_a_cut_tail_that_the_other_copy_is_asked_for(disk, bad):
+def test_bad_block_at_the_end_cuts_the_tail(disk, bad):
     """Zeros in its place would be taken for the end, and nobody would know that something is missing."""
     copy, _ = a_copy(disk)
     newest = copy.log.bases[-1]
@@ -139,7 +139,7 @@ def test_bad_block_at_the_end_of_the_log_is_a_cut_tail_that_the_other_copy_is_as
     copy.flush()
 
 
-def test_index_with_a_bad_block_is_made_again(disk, bad):
+def test_index_with_a_bad_block_is_rebuilt(disk, bad):
     copy, _ = a_copy(disk)
     found = copy.log.frames("s", 0, 100)
     base = copy.log.bases[1]
@@ -148,7 +148,7 @@ def test_index_with_a_bad_block_is_made_again(disk, bad):
     assert log.frames("s", 0, 100) == found
 
 
-def test_bad_block_of_which_the_other_copy_has_a_part_is_damage_behind_that_part(disk, bad):
+def test_partly_repaired_bad_block_stays_damaged_behind(disk, bad):
     """A block that cannot be read is written as a whole, or the process would die of it again and again."""
     copy, other = a_copy(disk)
     base = copy.log.bases[1]
@@ -164,7 +164,7 @@ def test_bad_block_of_which_the_other_copy_has_a_part_is_damage_behind_that_part
 
 
 @pytest.mark.parametrize("blocks", [(1,), (1, 3)])
-def test_a_read_that_fails_as_a_whole_is_tried_block_by_block(blocks):
+def test_failed_read_is_retried_block_by_block(blocks):
     """Most systems return what stands before the bad block; not all do."""
 
     class Strict(MemorySystem):

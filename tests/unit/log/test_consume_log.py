@@ -74,7 +74,7 @@ class World:
         assert (self.log.frames("c", 0, 9), self.log.first_sequence("c", BASE)) == ([], None)
 
 
-def test_what_a_log_has_is_found_while_it_grows_is_written_and_goes():
+def test_consume_log_finds_frames_over_its_lifetime():
     world = World()
     for _ in world.grow():
         world.check()
@@ -85,7 +85,7 @@ def test_what_a_log_has_is_found_while_it_grows_is_written_and_goes():
         world.check()
 
 
-def test_files_and_segments_are_looked_into_once(monkeypatch: pytest.MonkeyPatch):
+def test_index_files_are_mapped_once(monkeypatch: pytest.MonkeyPatch):
     world, mapped, put, look = World(), [], [], MemoryDisk.map
     list(world.grow())
     world.write()

@@ -165,7 +165,7 @@ def calls_of(steps) -> int:
 
 @pytest.mark.parametrize("steps", [[run], [run, seed]], ids=["appending, cutting, repairing", "seeding"])
 @pytest.mark.parametrize("kind", [MemoryDisk, ShatteringDisk])
-def test_crash_before_any_call_of_the_disk_loses_nothing_flushed_and_invents_nothing(steps, kind):
+def test_crash_at_any_disk_call_keeps_flushed_frames(steps, kind):
     calls = calls_of(steps)
     assert calls > 60
     for at in range(1, calls + 2, every(9)):

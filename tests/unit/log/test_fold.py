@@ -114,7 +114,7 @@ WITHOUT_2 = {"c1": consumer(4, has(2, 2, 2))}
         ),
     ],
 )
-def test_what_a_group_has_after(frames, requeued, changes):
+def test_group_state_after_progress_frames(frames, requeued, changes):
     copy = a_group()
     group = copy.log.state.groups["s", "g"]
     fields = {"position": 4, "floor": 0, "left_ms": 5, "began": group.began}
@@ -126,7 +126,7 @@ def test_what_a_group_has_after(frames, requeued, changes):
 
 
 @pytest.mark.parametrize("consumers_left", [False, True])
-def test_a_group_that_is_moved_begins_anew_above_all_numbers_it_gave_out(consumers_left):
+def test_moved_group_uses_new_pull_sequences(consumers_left):
     copy = a_group()
     if consumers_left:
         later(copy, *LEFT)
@@ -141,7 +141,7 @@ def test_a_group_that_is_moved_begins_anew_above_all_numbers_it_gave_out(consume
     assert copy.log.state.groups == {("s", "g"): Group(6, left_ms=9, began=frame.offset)}
 
 
-def test_the_latest_nack_is_remembered():
+def test_state_keeps_the_latest_nack_time():
     copy = a_group()
     for at, timestamp_ms in enumerate((9, 7)):
         later(copy, NACK, "c1", (FIRST + at, FIRST + at + 1, 0), timestamp_ms=timestamp_ms)
@@ -164,14 +164,14 @@ def test_the_latest_nack_is_remembered():
         pytest.param(POSITION, "other", "", [], id="a group is forgotten that is none"),
     ],
 )
-def test_progress_that_does_not_follow_is_refused(kind, group, name, entries):
+def test_inconsistent_progress_is_refused(kind, group, name, entries):
     copy = a_group()
     later(copy, ACK, "c1", (FIRST, FIRST + 1, 0))
     with pytest.raises(CorruptFrame):
         copy.append(kind, "s", encode_progress(group, name, entries))
 
 
-def test_a_pull_of_what_another_consumer_has_says_so():
+def test_pull_of_delivered_messages_is_refused():
     with pytest.raises(CorruptFrame, match="not the group's to give: .*DELIVERED"):
         later(a_group(), PULL, "c2", (FIRST, 0, 1))
 
@@ -200,7 +200,7 @@ def stored(state: State, **fields) -> Frame:
         pytest.param({"subject": "other", "first_sequence": 1}, "continues at", id="behind a hole at the begin"),
     ],
 )
-def test_messages_that_do_not_follow_are_refused(fields, why):
+def test_messages_out_of_sequence_are_refused(fields, why):
     state = State()
     stored(state)
     stored(state, epoch=Epoch(1, 2), count=2)
@@ -209,7 +209,7 @@ def test_messages_that_do_not_follow_are_refused(fields, why):
     stored(state, epoch=Epoch(1, 2))
 
 
-def test_epochs_begin_with_their_first_frame_and_the_high_watermark_never_goes_back():
+def test_epochs_begin_with_their_first_frame():
     state = State()
     frames = [stored(state, epoch=Epoch(1, boot), high_watermark=high) for boot, high in ((1, 0), (1, 90), (2, 80))]
     assert state.epochs == [EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(1, 2), frames[1].end, frames[1].chain)]
@@ -217,7 +217,7 @@ def test_epochs_begin_with_their_first_frame_and_the_high_watermark_never_goes_b
     assert (State().epoch, State().high_watermark) == (Epoch(0, 0), 0)
 
 
-def test_batches_without_a_producer_are_not_remembered():
+def test_batches_without_producer_are_not_stored():
     state = State()
     stored(state, producer=0)
     frame = stored(state, producer=8, batch=5, count=3)
@@ -226,7 +226,7 @@ def test_batches_without_a_producer_are_not_remembered():
     assert state.unsorted == set()
 
 
-def test_from_its_first_order_key_on_a_subject_is_ordered():
+def test_subject_is_ordered_from_its_first_key():
     state = State()
     stored(state, count=2)
     stored(state, subject="plain", flags=FLAG_LABELLED)
@@ -235,7 +235,7 @@ def test_from_its_first_order_key_on_a_subject_is_ordered():
     assert state.ordered == {"s": 2}
 
 
-def test_a_batch_is_forgotten_once_the_newest_is_a_window_ahead():
+def test_batch_below_the_window_is_forgotten():
     state, newest = State(), BATCHES_PER_PRODUCER + 20
     for batch in (10, newest, newest - 3):
         stored(state, producer=8, batch=batch)
@@ -259,14 +259,14 @@ SECOND_FIRST = (2, 1, *IN_ORDER[2:])
         pytest.param((1, *IN_ORDER[:-1], 1, IN_ORDER[-1]), "s", FLAG_DEAD, 2, id="not one that was stored again"),
     ],
 )
-def test_of_many_batches_of_a_producer_one_is_forgotten(batches, subject, flags, forgotten):
+def test_full_window_forgets_one_batch(batches, subject, flags, forgotten):
     state = State()
     for batch in batches:
         stored(state, producer=8, batch=batch, subject=subject, flags=flags)
     assert set(IN_ORDER) - set(state.producers[8]) == {forgotten}
 
 
-def test_who_sends_out_of_order_is_known_from_a_snapshot_as_well():
+def test_snapshot_keeps_unsorted_producers():
     state = State()
     for batch in (2, 1, 4, 3, *range(5, BATCHES_PER_PRODUCER + 8)):
         stored(state, producer=8, batch=batch)
@@ -274,7 +274,7 @@ def test_who_sends_out_of_order_is_known_from_a_snapshot_as_well():
         assert decode_snapshot(encode_snapshot(state)).unsorted == state.unsorted
 
 
-def test_nothing_is_left_of_a_producer_that_is_forgotten(monkeypatch):
+def test_forgotten_producer_leaves_nothing(monkeypatch):
     monkeypatch.setattr(fold, "PRODUCERS_MAX", 1)
     state = State()
     for producer, batch in ((8, 2), (8, 1)):
@@ -284,7 +284,7 @@ def test_nothing_is_left_of_a_producer_that_is_forgotten(monkeypatch):
     assert (set(state.producers), state.unsorted) == ({9}, set())
 
 
-def test_a_snapshot_that_is_damaged_or_of_another_version_is_none():
+def test_damaged_or_foreign_snapshot_is_refused():
     whole = encode_snapshot(a_group().log.state)
     assert is_current_snapshot(whole)
     damaged = [whole[:size] for size in range(len(whole))]

@@ -30,7 +30,7 @@ KEYED = 1 << 32
 """The least label of a message that has an order key."""
 
 
-def test_what_is_read_of_a_cut_log_ends_with_its_last_whole_frame():
+def test_cut_log_decodes_to_its_last_whole_frame():
     for number, (begin, end) in enumerate(pairwise(STARTS[:4])):
         for cut in range(begin + 1, end):
             within = "a header" if cut < begin + FRAMES[number].body_at else "the body"
@@ -40,7 +40,7 @@ def test_what_is_read_of_a_cut_log_ends_with_its_last_whole_frame():
             assert intact_bytes(memoryview(SEGMENT)[:cut], BASE) == begin
 
 
-def test_a_part_of_a_body_is_none_although_it_has_the_crc_of_the_whole():
+def test_partial_body_with_matching_crc_is_refused():
     """Whatever ends with its own CRC has one and the same CRC."""
     part = b"messages" + crc32(b"messages").to_bytes(4, "little")
     body = part + crc32(part).to_bytes(4, "little")
@@ -51,18 +51,18 @@ def test_a_part_of_a_body_is_none_although_it_has_the_crc_of_the_whole():
     assert intact_bytes(memoryview(raw)[:-4], BASE) == 0
 
 
-def test_frames_that_stand_elsewhere_are_not_intact():
+def test_frames_at_other_offsets_are_not_intact():
     assert intact_bytes(memoryview(SEGMENT), BASE + 8) == 0
     assert intact_bytes(memoryview(SEGMENT[: STARTS[1]] + SEGMENT[STARTS[2] :]), BASE) == STARTS[1]
 
 
-def test_the_shortest_frame_is_a_header():
+def test_shortest_frame_is_a_header():
     raw, frame = frame_of("", b"", offset=BASE, previous_chain=0, kind=FrameKind.EPOCH, count=0)
     assert len(raw) == HEADER_BYTES and decode_header(raw, 0, BASE, 0) == frame
     assert intact_bytes(memoryview(raw), BASE) == HEADER_BYTES and find_frame(raw, BASE) == 0
 
 
-def test_the_longest_frame_has_all_the_bytes_that_one_may_have():
+def test_longest_frame_is_decoded():
     fields = {"kind": FrameKind.MESSAGES, "flags": 0, "subject": "", "field": b"", "count": 1, "body_crc": 0}
     numbers = {"epoch": Epoch(1, 1), "high_watermark": 0, "timestamp_ms": 0, "first_sequence": 0}
     head, frame = encode_header(
@@ -84,17 +84,17 @@ def test_the_longest_frame_has_all_the_bytes_that_one_may_have():
         pytest.param(SEGMENT[: STARTS[1]], BASE + 8, 0, None, id="of another place"),
     ],
 )
-def test_the_first_frame_is_found_where_one_may_stand(data, offset, begin, found):
+def test_find_frame_searches_aligned_offsets(data, offset, begin, found):
     assert find_frame(data, offset, begin) == found
 
 
 @pytest.mark.parametrize(
     ("labels", "is_ordered"), [([0], 0), ([KEYED - 1], 0), ([KEYED], 1), ([0, KEYED], 1), ([KEYED, 0], 1)]
 )
-def test_a_batch_is_ordered_if_any_of_its_messages_has_an_order_key(labels, is_ordered):
+def test_batch_with_an_order_key_is_ordered(labels, is_ordered):
     assert label_flags(labels) == FLAG_LABELLED + is_ordered * FLAG_ORDERED
 
 
-def test_a_body_in_json_is_the_same_whatever_the_order_of_its_fields():
+def test_json_body_sorts_its_fields():
     assert encode_json_body(b=1, a=2) == b'{"a": 2, "b": 1}'
     assert encode_json_body(c=10, a=2) == b'{"a": 2, "c": 10}       '

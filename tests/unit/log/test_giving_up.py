@@ -18,12 +18,12 @@ def a_copy() -> Copy:
     return copy
 
 
-def test_a_whole_log_gives_up_nothing():
+def test_whole_log_gives_up_nothing():
     assert plan(a_copy().log) is None
 
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_damage_of_a_closed_segment_goes_with_what_is_before_it(how):
+def test_giving_up_drops_segments_through_the_damage(how):
     copy = a_copy()
     first, second, third, *_ = copy.log.bases
     if how == "gone":
@@ -41,7 +41,7 @@ def test_damage_of_a_closed_segment_goes_with_what_is_before_it(how):
     assert any(log_name(first).partition("/")[2] in name for name in names), "nothing is deleted"
 
 
-def test_what_a_copy_can_be_filled_from_has_a_whole_snapshot():
+def test_giving_up_continues_at_a_whole_snapshot():
     copy = a_copy()
     _, second, third, fourth, *_ = copy.log.bases
     copy.disk.flip(log_name(second), 8 * 150)
@@ -51,7 +51,7 @@ def test_what_a_copy_can_be_filled_from_has_a_whole_snapshot():
     assert log.start == fourth == log.stored.seed_start()[0]
 
 
-def test_without_any_whole_snapshot_behind_it_all_goes():
+def test_giving_up_without_snapshot_drops_all():
     copy = a_copy()
     copy.disk.flip(log_name(copy.log.bases[-2]), 8 * 150)
     copy.disk.flip(snapshot_name(copy.log.bases[-1]), 100)
@@ -60,7 +60,7 @@ def test_without_any_whole_snapshot_behind_it_all_goes():
     assert log.bases == [] and log.is_tail_cut
 
 
-def test_damage_that_kept_the_log_from_being_replayed_goes_with_what_is_behind_it():
+def test_giving_up_cuts_unreplayed_damage():
     copy = a_copy()
     newest = copy.log.bases[-1]
     copy.disk.flip(log_name(newest), 8 * 150)
@@ -74,7 +74,7 @@ def test_damage_that_kept_the_log_from_being_replayed_goes_with_what_is_behind_i
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["from its begin", "from its second segment on"])
 @pytest.mark.parametrize("all_goes", [True, False])
-def test_what_goes_is_told_by_subject_and_by_who_has_not_consumed_it(all_goes, is_whole):
+def test_plan_counts_lost_and_unconsumed_messages(all_goes, is_whole):
     copy = a_copy()
     if not is_whole:
         copy.drop_oldest_segment()

@@ -15,7 +15,7 @@ from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.types import Epoch
 
 
-def test_what_is_delivered_one_after_the_other_is_one_range_as_long_as_it_counts_alike():
+def test_consecutive_deliveries_share_a_range():
     """A consumer with 100,000 messages in flight would have as many ranges else."""
     consumer = Consumer()
     for at in range(3):
@@ -27,7 +27,7 @@ def test_what_is_delivered_one_after_the_other_is_one_range_as_long_as_it_counts
     assert (consumer.next_pull, consumer.acked_end, consumer.unacked_messages) == (6, 0, 6)
 
 
-def test_each_mastership_has_one_end_of_what_it_gave_out_as_far_as_any_of_it_is_un_acked():
+def test_consumer_keeps_one_end_per_mastership():
     consumer, begin = Consumer(), 1 << MASTERSHIP_BITS
     for pull in (5, 6, begin - 1, begin, begin + 1):
         consumer.deliver(UnackedRange(pull, pull, 1, 1))
@@ -46,7 +46,7 @@ def test_each_mastership_has_one_end_of_what_it_gave_out_as_far_as_any_of_it_is_
         pytest.param(2, 7, [(2, 12, 1, 1), (3, 20, 3, 2), (6, 30, 1, 1)], [(0, 10, 2, 1), (7, 31, 2, 1)], id="overall"),
     ],
 )
-def test_what_is_taken_is_what_lies_within_and_the_rest_stays(begin, end, taken, left):
+def test_take_splits_ranges_at_its_bounds(begin, end, taken, left):
     consumer = Consumer()
     for one in ((0, 10, 3, 1), (3, 20, 3, 2), (6, 30, 3, 1)):
         consumer.deliver(UnackedRange(*one))
@@ -72,7 +72,7 @@ def a_consumer() -> tuple[Consumer, dict[int, UnackedRange]]:
     return consumer, plain
 
 
-def test_what_a_consumer_has_of_a_range_agrees_with_single_messages():
+def test_unacked_ranges_equal_single_messages():
     for begin, end in combinations(range(END + 1), 2):
         check_range(begin, end)
 
@@ -92,7 +92,7 @@ def check_range(begin: int, end: int) -> None:
 
 
 @pytest.mark.parametrize("limit", range(5))
-def test_what_was_delivered_too_often_is_told_from_the_rest(limit):
+def test_messages_above_the_delivery_limit(limit):
     consumer, plain = a_consumer()
     often = [pull for pull, one in plain.items() if limit and one.attempts + one.suspected > limit]
     found = consumer.delivered_more_than(limit)
@@ -102,7 +102,7 @@ def test_what_was_delivered_too_often_is_told_from_the_rest(limit):
         assert consumer.unacked_below(end, limit) == ranges.union((pull, pull + 1) for pull in rest)
 
 
-def test_a_consumer_has_as_many_as_are_not_acked():
+def test_unacked_count_reaches_a_limit():
     consumer, plain = a_consumer()
     assert [consumer.has_as_many_as(limit) for limit in range(END + 1)] == [
         limit <= len(plain) for limit in range(END + 1)
@@ -112,13 +112,13 @@ def test_a_consumer_has_as_many_as_are_not_acked():
     assert [consumer.has_as_many_as(limit) for limit in (2, 3, 4)] == [True, True, False]
 
 
-def test_the_range_of_each_message_is_found():
+def test_range_of_each_message():
     consumer, plain = a_consumer()
     assert all(consumer.range_of(pull).part(pull, pull + 1) == one for pull, one in plain.items())
 
 
 @pytest.mark.parametrize(("begin", "end"), [(3, 3), (4, 3), (END, END + 1), (0, END + 1)])
-def test_a_range_that_is_empty_or_was_not_delivered_is_refused(begin, end):
+def test_empty_or_undelivered_range_is_refused(begin, end):
     consumer, _ = a_consumer()
     with pytest.raises(InvalidAck):
         consumer.check_given(begin, end)
@@ -144,7 +144,7 @@ def test_a_range_that_is_empty_or_was_not_delivered_is_refused(begin, end):
         pytest.param((6 << MASTERSHIP_BITS) + 1, False, id="of one that is to come"),
     ],
 )
-def test_numbers_were_given_out_by_their_mastership(end, was_given):
+def test_pull_sequence_was_given_by_its_mastership(end, was_given):
     consumer = Consumer()
     for mastership, count in ((0, 5), (1, 3), (3, 7), (4, 1), (5, 1 << MASTERSHIP_BITS)):
         consumer.deliver(UnackedRange(mastership << MASTERSHIP_BITS, mastership << MASTERSHIP_BITS, count, 1))
@@ -152,7 +152,7 @@ def test_numbers_were_given_out_by_their_mastership(end, was_given):
     assert consumer.was_given(end) is was_given
 
 
-def test_messages_of_a_group_are_new_requeued_delivered_or_acked():
+def test_states_of_messages_in_a_group():
     requeued = Requeued([RequeuedRange(2, 2, 1, 0)])
     first, second = UnackedRange(7, 4, 2, 1), UnackedRange(9, 8, 1, 1)
     group = Group(10, 0, requeued, {"c1": Consumer(9, [first]), "c2": Consumer(10, [second])})
@@ -181,7 +181,7 @@ OF_2_3 = 2 << 48 | 3 << 32
         pytest.param(Epoch(0x5_0002, 0x7_0003), 7, OF_2_3, id="16 bits of the term and of the boot"),
     ],
 )
-def test_pull_sequences_of_a_mastership_begin_with_its_epoch_and_none_is_used_again(epoch, given, following):
+def test_pull_sequences_are_unique_per_epoch(epoch, given, following):
     state = State(epochs=[EpochStart(epoch, 0, 0)])
     group = Group(position=0, floor=given, consumers={"there": Consumer(given + 1)})
     assert state.next_pull(group, "new") == following

@@ -16,7 +16,7 @@ def states(copy: Copy) -> list[H]:
     return [move.after for move in copy.log.health.history]
 
 
-def test_damage_met_by_a_reader_is_repaired():
+def test_health_after_a_reader_met_damage():
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, 0)[20]
     damage(copy, offset)
@@ -25,7 +25,7 @@ def test_damage_met_by_a_reader_is_repaired():
     assert states(copy) == [H.WHOLE, H.DAMAGED, H.WHOLE]
 
 
-def test_damage_that_stops_replay_is_repaired():
+def test_health_after_unreplayed_damage():
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, copy.log.bases[-1])[1]
     damage(copy, offset)
@@ -35,7 +35,7 @@ def test_damage_that_stops_replay_is_repaired():
     assert states(copy) == [H.UNREPLAYED, H.WHOLE]
 
 
-def test_a_tail_that_was_cut_is_whole_once_the_copies_matched():
+def test_cut_tail_is_whole_after_matching():
     copy = a_copy()
     offset = frame_offsets(copy, copy.log.bases[-1])[1]
     damage(copy, offset)
@@ -46,7 +46,7 @@ def test_a_tail_that_was_cut_is_whole_once_the_copies_matched():
     assert states(copy)[-1] is H.WHOLE and copy.log.health.is_of(copy.log.damage)
 
 
-def test_a_whole_copy_cannot_be_repaired():
+def test_whole_log_cannot_be_repaired():
     illegal = HEALTH.illegal
     with pytest.raises(IllegalTransition):
         LogLife().on(HealthEvent.REPAIRED)

@@ -43,7 +43,7 @@ def an_index() -> tuple[SegmentIndex, dict[str, list[FrameRef]]]:
     return index, refs
 
 
-def test_an_index_finds_the_same_before_and_after_it_is_closed():
+def test_closed_index_equals_the_open_one():
     index, refs = an_index()
     closed = ClosedIndex(index.encode(1 << 20), BASE)
     assert (closed.base, closed.end) == (BASE, 1 << 20)
@@ -56,12 +56,12 @@ def test_an_index_finds_the_same_before_and_after_it_is_closed():
                 assert [one.frames(subject, sequence, most) for most in (1, 2, 9)] == [behind[:1], behind[:2], behind]
 
 
-def test_an_index_of_a_segment_without_messages_is_one():
+def test_index_of_a_segment_without_messages():
     closed = ClosedIndex(SegmentIndex(BASE).encode(BASE + 8), BASE)
     assert (closed.end, closed.first_sequence("a"), closed.frames("a", 0, 9)) == (BASE + 8, None, [])
 
 
-def test_no_flipped_bit_and_no_cut_of_an_index_goes_unnoticed():
+def test_damaged_index_is_refused():
     whole = an_index()[0].encode(1 << 20)
     damaged = [whole[:size] for size in range(len(whole))]
     damaged += [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole))]
@@ -70,7 +70,7 @@ def test_no_flipped_bit_and_no_cut_of_an_index_goes_unnoticed():
             ClosedIndex(data, base)
 
 
-def test_a_segment_holds_what_lies_between_its_base_and_the_next():
+def test_segment_at_an_offset():
     assert [segment_at([8, 24, 32], offset) for offset in (8, 23, 24, 31, 32, 99)] == [8, 8, 24, 24, 32, 32]
     with pytest.raises(CorruptFrame, match="the log begins behind it"):
         segment_at([8, 24], 7)
@@ -78,7 +78,7 @@ def test_a_segment_holds_what_lies_between_its_base_and_the_next():
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "flipped", "another segment's", "of a shorter one"])
 @pytest.mark.parametrize("reopened", [False, True])
-def test_index_that_is_damaged_or_missing_is_made_again(tmp_path: Path, damage: str, reopened: bool):
+def test_damaged_or_missing_index_is_rebuilt(tmp_path: Path, damage: str, reopened: bool):
     disk = RealDisk(tmp_path)
     copy = Copy(disk, tail_bytes=0)
     copy.begin_epoch()
@@ -106,7 +106,7 @@ def test_index_that_is_damaged_or_missing_is_made_again(tmp_path: Path, damage: 
     disk.close()
 
 
-def test_segments_that_have_messages_of_a_subject_are_looked_for_once(monkeypatch):
+def test_segments_of_a_subject_are_searched_once(monkeypatch):
     copy, looked, look = Copy(tail_bytes=0), [], ClosedIndex.first_sequence
     copy.begin_epoch()
     copy.fill(60)
@@ -121,7 +121,7 @@ def test_segments_that_have_messages_of_a_subject_are_looked_for_once(monkeypatc
     assert [copy.log.frames(subject, 0, 1_000) for subject in ("s0", "s1", "s2")] == found
 
 
-def test_who_reads_looks_into_no_more_segments_than_it_needs(monkeypatch):
+def test_lookup_reads_only_needed_segments(monkeypatch):
     copy, looked, look = Copy(tail_bytes=0), [], ClosedIndex.frames
     copy.begin_epoch()
     copy.fill(60)
@@ -133,7 +133,7 @@ def test_who_reads_looks_into_no_more_segments_than_it_needs(monkeypatch):
     assert len(copy.log.frames("s1", begin - 1, 9)) == 21 - begin and len(looked) == 1
 
 
-def test_an_index_is_read_from_its_file_once_there_is_one():
+def test_rebuilt_index_is_stored():
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60)
@@ -146,7 +146,7 @@ def test_an_index_is_read_from_its_file_once_there_is_one():
     assert set(copy.log._consume_log._closed) == set(copy.log.bases[:-1])
 
 
-def test_hundred_thousand_subjects_need_no_more_files_than_one():
+def test_hundred_thousand_subjects_share_index_files():
     copy = Copy(segment_bytes=42 * SUBJECTS, tail_bytes=0)
     copy.begin_epoch()
     for i in range(SUBJECTS):

@@ -23,7 +23,7 @@ def a_log(section: bytes, flags: int = FLAG_LABELLED) -> Copy:
     return copy
 
 
-def test_labels_of_each_frame_come_in_order():
+def test_labels_keep_their_order():
     copy = a_log(encode_labels(LABELS))
     assert [list(labels) for labels in copy.log.stored.read_labels(copy.log.frames("s", 0, 9))] == [LABELS, LABELS]
 
@@ -33,12 +33,12 @@ def test_labels_of_each_frame_come_in_order():
     [(b"", 0), (encode_labels(LABELS)[:-1] + b"?", FLAG_LABELLED), (encode_labels(LABELS[:2]), FLAG_LABELLED)],
     ids=["none", "they came damaged", "they came for fewer messages"],
 )
-def test_a_whole_frame_without_labels_has_none(section, flags):
+def test_frame_without_valid_labels_has_none(section, flags):
     copy = a_log(section, flags)
     assert [list(labels) for labels in copy.log.stored.read_labels(copy.log.frames("s", 0, 9))] == [[], []]
 
 
-def test_every_flipped_bit_of_a_label_section_is_found():
+def test_flipped_bits_of_labels_are_detected():
     for at in range(1, 8 * len(encode_labels(LABELS)) + 1):
         copy = a_log(encode_labels(LABELS))
         refs = copy.log.frames("s", 0, 9)
@@ -48,7 +48,7 @@ def test_every_flipped_bit_of_a_label_section_is_found():
         assert problem.value.offset == refs[1].offset
 
 
-def test_labels_are_read_in_any_segment_and_nothing_but_them(monkeypatch):
+def test_only_labels_are_read(monkeypatch):
     copy = Copy(segment_bytes=700, tail_bytes=0)
     copy.begin_epoch()
     for first in range(0, 30, 3):

@@ -35,7 +35,7 @@ def repair_all(copy: Copy, whole: bytes) -> None:
 
 @pytest.mark.parametrize("position", range(6))
 @pytest.mark.parametrize("with_what", [(), (index_name,), (index_name, snapshot_name)])
-def test_a_segment_whose_file_is_gone_is_damage_and_is_fetched(position, with_what):
+def test_missing_segment_file_is_damage(position, with_what):
     copy = a_copy()
     whole, image, bases = copy.whole(), copy.image(), list(copy.log.bases)
     for name in (log_name, *with_what):
@@ -50,7 +50,7 @@ def test_a_segment_whose_file_is_gone_is_damage_and_is_fetched(position, with_wh
     assert copy.image().items() >= {k: v for k, v in image.items() if not k.endswith(".snap")}.items()
 
 
-def test_all_closed_segments_are_gone_and_come_back_one_after_the_other():
+def test_missing_closed_segments_are_repaired_in_turn():
     copy = a_copy()
     whole, bases = copy.whole(), list(copy.log.bases)
     for base in bases[:-1]:
@@ -60,7 +60,7 @@ def test_all_closed_segments_are_gone_and_come_back_one_after_the_other():
     assert copy.whole() == whole and copy.reopen().damage is None
 
 
-def test_the_newest_segment_is_gone_so_the_tail_may_be_missing():
+def test_missing_newest_segment_is_a_cut_tail():
     """All that is left ends where frames end: nothing else would say that there was more."""
     copy = a_copy()
     newest = copy.log.bases[-1]
@@ -73,14 +73,14 @@ def test_the_newest_segment_is_gone_so_the_tail_may_be_missing():
     assert copy.reopen().is_tail_cut, "until the other copy was asked"
 
 
-def test_a_copy_from_before_manifests_gets_one_of_what_it_has():
+def test_missing_manifest_is_rebuilt():
     copy = a_copy()
     copy.disk.remove(manifest.NAME)
     copy.reopen()
     assert manifest.read_manifest(copy.disk) == copy.log.bases == segment_bases(copy.disk)
 
 
-def test_a_damaged_manifest_is_set_aside_and_made_anew():
+def test_damaged_manifest_is_rebuilt():
     copy = a_copy()
     for bit in range(0, 8 * copy.disk.size(manifest.NAME), 7):
         copy.disk.flip(manifest.NAME, bit)
@@ -89,7 +89,7 @@ def test_a_damaged_manifest_is_set_aside_and_made_anew():
     assert copy.disk.names("quarantine/00000000000000000000-00000000000000000000-manifest-damaged-0") == ["manifest"]
 
 
-def test_the_list_follows_every_change_of_the_files():
+def test_manifest_follows_every_change():
     copy = a_copy()
     log = copy.log
 
@@ -115,7 +115,7 @@ def test_the_list_follows_every_change_of_the_files():
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-def test_a_deletion_that_a_crash_interrupts_ends_as_deletion_or_nothing(agreed):
+def test_interrupted_deletion_is_whole_or_nothing(agreed):
     """What nobody agreed to delete is kept aside all the same."""
     for call in range(1, 14):
         copy = Copy(tail_bytes=0)
@@ -142,7 +142,7 @@ def test_a_deletion_that_a_crash_interrupts_ends_as_deletion_or_nothing(agreed):
         assert bool(left) == (log.bases == bases)
 
 
-def test_a_list_of_nothing_leaves_out_no_file():
+def test_empty_manifest_drops_no_file():
     copy = a_copy()
     bases = list(copy.log.bases)
     manifest.write_manifest(copy.disk, [])
@@ -150,12 +150,12 @@ def test_a_list_of_nothing_leaves_out_no_file():
 
 
 @pytest.mark.parametrize("listed", [[8, 0], [0, 0]])
-def test_a_list_that_does_not_ascend_is_none(listed):
+def test_manifest_out_of_order_is_refused(listed):
     with pytest.raises(ValueError, match="not ascending"):
         manifest.decode_manifest(manifest.encode_manifest(listed))
 
 
-def test_the_list_of_a_roll_that_began_before_a_deletion_does_not_come_after_it():
+def test_manifest_of_a_roll_omits_deleted_segments():
     """A file that it lists and that is gone would be damage at the next start."""
     copy = a_copy()
     segments = len(copy.log.bases)
@@ -170,7 +170,7 @@ def test_the_list_of_a_roll_that_began_before_a_deletion_does_not_come_after_it(
     assert copy.reopen().damage is None
 
 
-def test_a_crash_while_a_segment_goes_tears_the_tail_and_damages_nothing():
+def test_crash_during_a_deletion_damages_nothing():
     """Frames from before and after the decision were two writes: if a crash kept the second alone, this was damage, and
     no master without the other copy."""
     plain = a_copy()

@@ -25,7 +25,7 @@ def report_of(copy: Copy, name: str) -> dict:
     return json.loads(copy.disk.read(name, 0, copy.disk.size(name)))
 
 
-def test_a_frame_that_nobody_would_read_is_not_written(monkeypatch):
+def test_frame_above_the_size_limit_is_refused(monkeypatch):
     copy = Copy()
     copy.begin_epoch()
     end = copy.log.end
@@ -36,7 +36,7 @@ def test_a_frame_that_nobody_would_read_is_not_written(monkeypatch):
 
 
 @pytest.mark.parametrize("which", range(1, 5))
-def test_log_is_cut_at_the_border_of_a_segment(which):
+def test_log_is_cut_at_a_segment_border(which):
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)
@@ -50,7 +50,7 @@ def test_log_is_cut_at_the_border_of_a_segment(which):
     assert copy.reopen().state.chain == copy.log.chain and copy.log.end > base
 
 
-def test_what_is_cut_goes_to_quarantine_with_the_ids_of_its_messages():
+def test_cut_frames_are_kept_in_quarantine():
     copy = Copy()
     copy.begin_epoch()
     kept = copy.messages("kept")
@@ -63,7 +63,7 @@ def test_what_is_cut_goes_to_quarantine_with_the_ids_of_its_messages():
     assert copy.disk.read(name, 0, copy.disk.size(name)) == bytes_before.rstrip(b"\0")
 
 
-def test_segment_that_lost_its_end_is_corrupt_not_endless():
+def test_shortened_segment_is_corrupt():
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60)
@@ -74,7 +74,7 @@ def test_segment_that_lost_its_end_is_corrupt_not_endless():
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
-def test_offset_within_a_frame_is_no_border_and_no_damage(tail_bytes):
+def test_offset_within_a_frame_has_no_chain(tail_bytes):
     copy = Copy(tail_bytes=tail_bytes)
     copy.begin_epoch()
     copy.fill(60)
@@ -84,7 +84,7 @@ def test_offset_within_a_frame_is_no_border_and_no_damage(tail_bytes):
     assert not copy.log.chain_is(copy.log.end + 8, 1)
 
 
-def test_damage_is_found_before_another_copy_is_accused_of_being_different():
+def test_check_readable_finds_damage_before_an_offset():
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60)
@@ -96,7 +96,7 @@ def test_damage_is_found_before_another_copy_is_accused_of_being_different():
     assert found.value.offset == ref.offset
 
 
-def test_chain_before_a_damaged_frame_is_still_known():
+def test_chain_before_a_damaged_frame_is_known():
     """Or a tail that another history replaced, and that rotted before it was cut, could never be cut (seed 1724)."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
@@ -111,7 +111,7 @@ def test_chain_before_a_damaged_frame_is_still_known():
         copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 20))
 
 
-def test_segment_with_zeros_behind_its_end_reads_as_one_without():
+def test_zeros_behind_a_segment_are_ignored():
     """A crash may leave some of what was reserved for it."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
@@ -135,7 +135,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("what", READERS)
-def test_reader_whose_segment_was_dropped_meanwhile_finds_no_frame_and_no_failing_disk(what):
+def test_reading_a_dropped_segment_is_a_corrupt_frame(what):
     """The process would end at that. Reads happen on threads, after somebody looked up where."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
@@ -148,7 +148,7 @@ def test_reader_whose_segment_was_dropped_meanwhile_finds_no_frame_and_no_failin
     assert found.value.offset == ref.offset
 
 
-def test_what_retention_gave_up_is_passed_over_at_once_while_its_files_are_still_there(monkeypatch):
+def test_frames_below_the_retained_start_are_skipped(monkeypatch):
     copy = Copy()
     copy.begin_epoch()
     while len(copy.log.bases) < 5:
@@ -170,7 +170,7 @@ def test_what_retention_gave_up_is_passed_over_at_once_while_its_files_are_still
     assert log.frames("s", 0, 1) == []
 
 
-def test_frame_that_is_not_flushed_stays_in_the_tail_however_small_that_is():
+def test_unflushed_frames_stay_in_the_tail():
     """The disk may not have it yet: who ships it to a slave would read what was there before."""
     copy = Copy(tail_bytes=0)
     flushed = copy.begin_epoch()
@@ -183,7 +183,7 @@ def test_frame_that_is_not_flushed_stays_in_the_tail_however_small_that_is():
 
 
 @pytest.mark.parametrize("bytes_max", [1, 300, 2048, 1 << 20])
-def test_bytes_that_are_passed_on_are_those_that_are_read(bytes_max):
+def test_intact_bytes_equal_decoded_chunks(bytes_max):
     """Whole frames, never over the end of a segment, at least one."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
@@ -196,7 +196,7 @@ def test_bytes_that_are_passed_on_are_those_that_are_read(bytes_max):
     assert at == copy.log.end
 
 
-def test_what_is_passed_on_ends_at_damage_and_does_not_begin_there():
+def test_intact_bytes_end_before_damage():
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(3)
@@ -208,7 +208,7 @@ def test_what_is_passed_on_ends_at_damage_and_does_not_begin_there():
         copy.log.stored.read_intact(bad.offset, copy.log.end, 1 << 20)
 
 
-def test_frames_that_came_in_one_packet_are_kept_each_by_itself():
+def test_frames_of_one_packet_are_separate_tail_entries():
     """A slave that becomes the master ships and delivers them one by one."""
     master, slave = Copy(), Copy()
     frames = [master.begin_epoch(), *(master.messages(id) for id in "abc")]
@@ -225,7 +225,7 @@ def test_frames_that_came_in_one_packet_are_kept_each_by_itself():
         slave.log.append_frames(first, memoryview(whole)[first:])
 
 
-def test_a_subject_begins_with_its_first_message_that_is_left_or_with_the_next_one():
+def test_first_kept_sequence_of_a_subject():
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)
@@ -238,7 +238,7 @@ def test_a_subject_begins_with_its_first_message_that_is_left_or_with_the_next_o
     assert copy.log.first_kept("only before", copy.log.bases[-1]) == 1
 
 
-def test_bodies_of_neighbours_are_read_at_one_go(monkeypatch):
+def test_adjacent_bodies_are_read_together(monkeypatch):
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     for id, subject in (("a", "s"), ("b", "s"), ("c", "s"), ("x", "t"), ("d", "s")):
@@ -271,7 +271,7 @@ def watched(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("bytes_max", [1, 120, 1000, 5000, 30_000, 1 << 20])
 @pytest.mark.parametrize("at", range(5))
-def test_a_chunk_is_as_long_as_was_asked_for_or_one_frame(monkeypatch, at, bytes_max):
+def test_chunk_has_the_requested_bytes_or_one_frame(monkeypatch, at, bytes_max):
     """Of less than its header nobody can tell how long a frame is: then as much is read as any header has."""
     copy, frames = a_log(20, 20_000, 20, 20_000, 20)
     begin = frames[at].offset
@@ -287,7 +287,7 @@ def test_a_chunk_is_as_long_as_was_asked_for_or_one_frame(monkeypatch, at, bytes
         assert chunk.data == whole[begin : chunk.end]
 
 
-def test_damage_is_found_without_reading_all_that_is_behind_it(monkeypatch):
+def test_damaged_header_is_found_with_few_reads(monkeypatch):
     copy, frames = a_log(*[20_000] * 40)
     copy.disk.flip(log_name(0), 8 * (frames[3].offset + 88))  # its subject
     sizes = watched(copy, monkeypatch)
@@ -296,7 +296,7 @@ def test_damage_is_found_without_reading_all_that_is_behind_it(monkeypatch):
     assert sum(sizes) <= 1 + 2 * segments.HEADER_BYTES_MAX
 
 
-def test_header_of_any_length_is_read_and_found():
+def test_longest_header_is_read_and_found():
     """Names are checked before; whatever a frame can hold, a log can read."""
     copy, frames = a_log(0, 0, 0, subject="x" * 65_529)
     for at, frame in enumerate(frames):
@@ -307,7 +307,7 @@ def test_header_of_any_length_is_read_and_found():
         )
 
 
-def test_a_frame_is_found_right_behind_the_smallest_damage():
+def test_next_frame_behind_the_smallest_damage():
     """Frames begin at multiples of 8."""
     copy, frames = a_log(20, 20)
     assert segments.frame_behind(copy.disk, [0], frames[1].offset - 8) == frames[1].offset
@@ -315,14 +315,14 @@ def test_a_frame_is_found_right_behind_the_smallest_damage():
     assert segments.frame_behind(copy.disk, [0], frames[2].offset) is None
 
 
-def test_where_nothing_follows_the_rest_is_read_once(monkeypatch):
+def test_search_without_result_reads_once(monkeypatch):
     copy, frames = a_log(20, 20)
     sizes = watched(copy, monkeypatch)
     assert copy.log.stored.next_frame(frames[-1].offset + 8) is None
     assert sizes == [copy.log.end - frames[-1].offset - 8]
 
 
-def test_any_range_is_read_as_it_is_over_the_ends_of_segments():
+def test_raw_range_spans_segments():
     copy = Copy(segment_bytes=700, tail_bytes=0)
     copy.begin_epoch()
     copy.fill(12)
@@ -339,7 +339,7 @@ def test_any_range_is_read_as_it_is_over_the_ends_of_segments():
 
 
 @pytest.mark.parametrize("who", ["master", "slave"])
-def test_the_tail_has_whole_frames_and_their_bodies(who):
+def test_tail_returns_whole_frames(who):
     master, slave = Copy(), Copy()
     frames = [master.begin_epoch(), *(master.messages(id, size=size) for id, size in (("a", 20), ("b", 500), ("c", 0)))]
     master.flush()
@@ -361,7 +361,7 @@ def test_the_tail_has_whole_frames_and_their_bodies(who):
 
 
 @pytest.mark.parametrize("too_few", [0, 1])
-def test_the_tail_keeps_as_many_frames_as_it_may_each_with_what_its_objects_take(too_few):
+def test_tail_size_counts_entry_overhead(too_few):
     size = 160 + message_log.TAIL_ENTRY_BYTES
     copy = Copy(tail_bytes=5 * size - too_few)
     copy.begin_epoch()
@@ -375,7 +375,7 @@ def test_the_tail_keeps_as_many_frames_as_it_may_each_with_what_its_objects_take
     assert copy.log.tail_body(kept[0].offset) is None and copy.log.tail_body(kept[1].offset) is not None
 
 
-def test_a_segment_takes_what_fits_exactly_and_a_frame_that_is_larger_has_its_own():
+def test_segments_roll_at_the_exact_size():
     copy = Copy(segment_bytes=120 + 160 + 160)
     epoch, small = copy.begin_epoch(), [copy.messages(f"{i}", size=20) for i in range(3)]
     assert (epoch.end, copy.log.bases) == (120, [0, small[2].offset])
@@ -389,7 +389,7 @@ def test_a_segment_takes_what_fits_exactly_and_a_frame_that_is_larger_has_its_ow
     assert alone.log.bases == [0] and alone.messages("a").offset == alone.log.bases[1] == first.end
 
 
-def test_each_frame_says_when_it_was_written():
+def test_timestamp_of_each_frame():
     copy = Copy(tail_bytes=0)
     frames = [copy.begin_epoch()]
     for i in range(60):
@@ -401,7 +401,7 @@ def test_each_frame_says_when_it_was_written():
     assert copy.log.timestamp_at(copy.log.end) == frames[-1].timestamp_ms
 
 
-def test_headers_of_the_longest_names_are_read_whole():
+def test_longest_subject_name_is_read_whole():
     """They are read in one piece of a fixed size; names have a bound, also those that brokers make of two."""
     subject = check_subject(dead_letter_subject("ü" * (NAME_BYTES_MAX // 2), "g" * NAME_BYTES_MAX))
     copy = Copy(tail_bytes=0)
@@ -418,7 +418,7 @@ def test_headers_of_the_longest_names_are_read_whole():
     assert [list(labels) for labels in log.stored.read_labels(log.frames(subject, 0, 9))] == [[], []]
 
 
-def test_chain_before_the_oldest_frame_is_told():
+def test_start_chain_comes_from_the_snapshot():
     copy = Copy(tail_bytes=0)
     assert copy.log.stored.start_chain() == 0
     copy.begin_epoch()
@@ -437,7 +437,7 @@ def test_chain_before_the_oldest_frame_is_told():
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
-def test_chains_are_those_of_the_frames(tail_bytes):
+def test_chain_at_each_frame_border(tail_bytes):
     copy = Copy(tail_bytes=tail_bytes)
     assert copy.log.chain_is(0, 0) and not copy.log.chain_is(0, 1)
     frames = [copy.begin_epoch(), *(copy.messages(f"m{i}", size=100) for i in range(30))]
@@ -448,7 +448,7 @@ def test_chains_are_those_of_the_frames(tail_bytes):
         assert copy.log.chain_is(offset, chain) and not copy.log.chain_is(offset, chain + 1), frame
 
 
-def test_index_and_snapshot_are_given_as_they_are_stored():
+def test_derived_files_are_returned_as_stored():
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)
@@ -460,7 +460,7 @@ def test_index_and_snapshot_are_given_as_they_are_stored():
     assert copy.log.stored.derived_files(base) == (b"", snapshot) and copy.log.stored.derived_files(8) == (b"", b"")
 
 
-def test_a_file_is_looked_at_again_only_where_a_closed_segment_is():
+def test_look_again_checks_closed_segments_only():
     copy = Copy()
     copy.log.stored.look_again(0)
     copy.log.stored.check_newest()
@@ -478,7 +478,7 @@ def test_a_file_is_looked_at_again_only_where_a_closed_segment_is():
             copy.log.stored.look_again(closed)
 
 
-def test_what_is_appended_and_not_written_goes_to_quarantine_as_well():
+def test_unwritten_frames_go_to_quarantine():
     for change in ("cut", "set aside", "seed"):
         copy = Copy()
         copy.begin_epoch()
@@ -504,7 +504,7 @@ def test_what_is_appended_and_not_written_goes_to_quarantine_as_well():
         assert copy.log.is_tail_cut == (change != "cut")
 
 
-def test_a_snapshot_of_another_place_seeds_nothing():
+def test_snapshot_of_another_base_is_refused():
     copy, other = Copy(), Copy()
     for one in (copy, other):
         one.begin_epoch()
@@ -518,7 +518,7 @@ def test_a_snapshot_of_another_place_seeds_nothing():
 
 
 @pytest.mark.parametrize("where", ["before", "at", "behind"])
-def test_seeded_copy_is_whole_once_it_has_what_the_other_one_has_before_the_snapshot(where):
+def test_seeded_copy_lacks_the_bytes_before_its_snapshot(where):
     copy, other = Copy(), Copy()
     other.begin_epoch()
     other.fill(60)
@@ -535,7 +535,7 @@ def test_seeded_copy_is_whole_once_it_has_what_the_other_one_has_before_the_snap
     assert copy.log.damage is None and copy.whole() == other.whole()[copy.log.start :]
 
 
-def test_a_cut_behind_the_end_changes_nothing_and_one_at_the_begin_leaves_an_empty_segment():
+def test_cuts_at_both_ends_of_the_log():
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)
@@ -553,7 +553,7 @@ def test_a_cut_behind_the_end_changes_nothing_and_one_at_the_begin_leaves_an_emp
         assert copy.log.frames("s0", 0, 1000) and copy.disk.size(log_name(base))
 
 
-def test_after_a_cut_no_index_tells_of_what_was_cut():
+def test_cut_removes_the_index_of_its_segment():
     """The segment may be closed once more, at the same offset."""
     copy = Copy()
     copy.begin_epoch()
@@ -568,7 +568,7 @@ def test_after_a_cut_no_index_tells_of_what_was_cut():
     assert sorted(ref.offset for ref in refs) == [frame.offset for frame in frames]
 
 
-def test_a_segment_is_read_up_to_a_frame_and_no_further_to_see_whether_it_can_be():
+def test_check_readable_stops_at_the_offset():
     copy = Copy(tail_bytes=0)
     copy.log.stored.check_readable(0)
     copy.begin_epoch()
@@ -586,7 +586,7 @@ def test_a_segment_is_read_up_to_a_frame_and_no_further_to_see_whether_it_can_be
     copy.log.stored.check_readable(copy.log.end)
 
 
-def test_the_messages_of_what_is_cut_are_named_whatever_stands_between_them():
+def test_cut_report_lists_ids_across_other_frames():
     copy = Copy()
     kept = copy.begin_epoch()
     copy.messages("a")
@@ -599,7 +599,7 @@ def test_the_messages_of_what_is_cut_are_named_whatever_stands_between_them():
     assert end - 8 < report["end"] <= end
 
 
-def test_what_is_set_aside_again_has_a_folder_of_its_own():
+def test_each_set_aside_log_has_its_own_folder():
     copy = Copy()
     for _ in range(3):
         copy.begin_epoch()
@@ -608,7 +608,7 @@ def test_what_is_set_aside_again_has_a_folder_of_its_own():
     assert folders == {f"{0:020d}-{120:020d}-test-{n}" for n in range(3)}
 
 
-def test_a_commit_is_one_write_for_each_segment():
+def test_commit_writes_once_per_segment():
     copy = Copy(segment_bytes=700)
     copy.begin_epoch()
     for i in range(6):
@@ -627,7 +627,7 @@ def test_a_commit_is_one_write_for_each_segment():
     assert commit.bytes == copy.log.end - ends[-1]
 
 
-def test_a_cut_tail_is_known_until_all_is_there_that_the_other_copy_has():
+def test_cut_tail_mark_stays_until_matched():
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(3)
@@ -643,7 +643,7 @@ def test_a_cut_tail_is_known_until_all_is_there_that_the_other_copy_has():
     assert copy.log.health.state is LogHealth.DAMAGED
 
 
-def test_frame_that_is_larger_than_a_segment_goes_into_an_empty_one():
+def test_large_frame_fits_an_empty_seeded_segment():
     copy, other = Copy(segment_bytes=100), Copy()
     other.begin_epoch()
     other.fill(60)
@@ -656,7 +656,7 @@ def test_frame_that_is_larger_than_a_segment_goes_into_an_empty_one():
     assert copy.reopen().end == other.log.end
 
 
-def test_one_commit_is_written_at_a_time_and_what_comes_meanwhile_is_the_next():
+def test_one_commit_at_a_time():
     copy = Copy()
     assert copy.log.is_idle and copy.log.take_commit() is None
     copy.begin_epoch()
@@ -671,7 +671,7 @@ def test_one_commit_is_written_at_a_time_and_what_comes_meanwhile_is_the_next():
     assert copy.log.is_idle and copy.log.flushed_end == frame.end
 
 
-def test_all_that_is_committed_is_told_to_the_window_of_what_stays_in_memory(monkeypatch):
+def test_page_cache_sees_all_committed_bytes(monkeypatch):
     """Or what a closed segment got last stays there for ever."""
     told = []
     monkeypatch.setattr(PageCache, "synced", lambda self, file, begin, end: told.append(end - begin))
@@ -685,7 +685,7 @@ def test_all_that_is_committed_is_told_to_the_window_of_what_stays_in_memory(mon
     assert len(copy.log.bases) > 3 and sum(told) == copy.log.end
 
 
-def test_what_is_flushed_outlives_a_power_cut_from_the_first_frame_on():
+def test_flushed_frames_survive_a_power_cut():
     copy = Copy()
     end = copy.begin_epoch().end
     copy.flush()
@@ -694,7 +694,7 @@ def test_what_is_flushed_outlives_a_power_cut_from_the_first_frame_on():
     assert copy.reopen().end == end
 
 
-def test_nothing_is_read_from_disk_that_was_not_fsynced():
+def test_unflushed_frames_are_not_read_from_disk():
     copy = Copy()
     flushed = copy.begin_epoch()
     copy.flush()
@@ -716,7 +716,7 @@ def test_nothing_is_read_from_disk_that_was_not_fsynced():
     assert copy.log.stored.read_bytes(0, commit.end) == copy.whole()
 
 
-def test_the_index_of_a_closed_segment_is_in_memory_until_it_is_on_disk():
+def test_closed_index_stays_in_memory_until_stored():
     copy = Copy(segment_bytes=700, tail_bytes=0)
     copy.begin_epoch()
     first = copy.log.take_commit()
@@ -732,7 +732,7 @@ def test_the_index_of_a_closed_segment_is_in_memory_until_it_is_on_disk():
     assert copy.disk.read(index_name(closed), 0, 1 << 20) == whole, "it was looked for on disk"
 
 
-def test_a_copy_whose_seeding_is_interrupted_has_nothing_or_knows_what_it_lacks():
+def test_interrupted_seeding_leaves_a_consistent_log():
     other = Copy()
     other.begin_epoch()
     other.fill(60)
@@ -759,7 +759,7 @@ def test_a_copy_whose_seeding_is_interrupted_has_nothing_or_knows_what_it_lacks(
 
 
 @pytest.mark.parametrize(("start", "acknowledged", "may_go"), [(0, 1, 1), (-8, 1, 0), (8, 1, 1), (0, 0, 0)])
-def test_the_oldest_segment_may_go_when_it_was_acknowledged_that_it_is_not_kept(start, acknowledged, may_go):
+def test_oldest_segment_may_go_after_acknowledged_retention(start, acknowledged, may_go):
     copy = Copy()
     copy.begin_epoch()
     assert not copy.log.oldest_may_go
@@ -773,7 +773,7 @@ def test_the_oldest_segment_may_go_when_it_was_acknowledged_that_it_is_not_kept(
     assert copy.log.oldest_may_go is bool(may_go)
 
 
-def test_a_commit_that_deletes_and_writes_nothing_says_where_the_log_ends():
+def test_commit_without_bytes_carries_end_and_chain():
     """Copies compare what it says: its chain was 0."""
     copy = Copy()
     copy.begin_epoch()
@@ -786,7 +786,7 @@ def test_a_commit_that_deletes_and_writes_nothing_says_where_the_log_ends():
         log.flushed(commit)
 
 
-def test_the_only_segment_stays():
+def test_only_segment_stays():
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
     copy.fill(5)
@@ -795,7 +795,7 @@ def test_the_only_segment_stays():
     assert not copy.log.oldest_may_go
 
 
-def test_of_a_segment_that_went_nothing_is_remembered():
+def test_dropped_segment_leaves_no_index():
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60)
@@ -807,7 +807,7 @@ def test_of_a_segment_that_went_nothing_is_remembered():
     assert copy.log.frames("s0", 0, 1000) == [ref for ref in kept if ref.offset < copy.log.end]
 
 
-def test_any_frame_of_any_segment_is_read_at_one_go(monkeypatch):
+def test_any_frame_is_read_in_one_call(monkeypatch):
     copy = Copy(segment_bytes=30_000, tail_bytes=0)
     copy.begin_epoch()
     for i in range(12):
@@ -829,7 +829,7 @@ def test_any_frame_of_any_segment_is_read_at_one_go(monkeypatch):
             assert len(sizes) == 2 * reads - 1 and sizes[0] == min(bytes_max, stop - frame.offset)
 
 
-def test_before_a_log_begins_the_next_frame_is_its_first_one():
+def test_next_frame_before_the_log_is_its_first():
     copy = Copy(tail_bytes=0)
     assert copy.log.stored.next_frame(0) is None
     copy.begin_epoch()

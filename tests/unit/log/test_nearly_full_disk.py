@@ -29,7 +29,7 @@ def disk(tmp_path: Path):
     disk.close()
 
 
-def test_segment_takes_no_more_than_it_needs_of_a_nearly_full_disk(disk: NearlyFull):
+def test_segment_grows_on_a_nearly_full_disk(disk: NearlyFull):
     disk.left = 2 * SEGMENT_BYTES
     copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
     copy.begin_epoch()
@@ -42,7 +42,7 @@ def test_segment_takes_no_more_than_it_needs_of_a_nearly_full_disk(disk: NearlyF
 
 
 @pytest.mark.parametrize("torn", [0, 1, 50])
-def test_segment_that_grew_is_recovered_to_its_last_whole_frame(disk: NearlyFull, torn: int):
+def test_grown_segment_is_recovered(disk: NearlyFull, torn: int):
     copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
     copy.begin_epoch()
     disk.left = 0

@@ -16,7 +16,7 @@ def instance_of(data):
         return instance
 
 
-def test_an_instance_outlives_the_process_and_neither_a_copy_nor_a_start_of_the_machine(tmp_path, monkeypatch):
+def test_instance_is_of_one_directory_and_boot(tmp_path, monkeypatch):
     data, copied = tmp_path / "data", tmp_path / "copy"
     data.mkdir()
     instance = instance_of(data)
@@ -32,6 +32,6 @@ def test_an_instance_outlives_the_process_and_neither_a_copy_nor_a_start_of_the_
     assert instance_of(copied) != instance_of(copied)
 
 
-def test_a_second_process_gets_no_instance(tmp_path):
+def test_second_process_is_refused(tmp_path):
     with one_process(tmp_path, "broker"), pytest.raises(QmqError, match="stop it first"):
         instance_of(tmp_path)

@@ -30,12 +30,12 @@ def written(cache: PageCache, file: File, *, pieces: int, of: int = STEP_BYTES, 
         cache.synced(file, at + piece * of, at + (piece + 1) * of)
 
 
-def test_nothing_is_dropped_while_it_fits(dropped):
+def test_bytes_within_the_limit_stay_cached(dropped):
     written(PageCache(System(), KEEP), File(1), pieces=5, at=1 << 40)
     assert dropped == []
 
 
-def test_what_is_too_far_behind_is_dropped_oldest_first(dropped):
+def test_oldest_bytes_are_dropped_first(dropped):
     cache = PageCache(System(), KEEP)
     written(cache, File(1), pieces=8, at=1 << 40)
     begin = 1 << 40
@@ -43,13 +43,13 @@ def test_what_is_too_far_behind_is_dropped_oldest_first(dropped):
 
 
 @pytest.mark.parametrize("at", [0, 1 << 40])
-def test_many_small_writes_are_dropped_as_one_range(dropped, at):
+def test_small_writes_are_dropped_as_one_range(dropped, at):
     cache, small = PageCache(System(), KEEP), STEP_BYTES // 8
     written(cache, File(1), pieces=8 * 6, of=small, at=at)
     assert dropped == [(1, at, at + STEP_BYTES)]
 
 
-def test_what_lies_between_two_writes_is_not_dropped_with_them(dropped):
+def test_gaps_between_writes_are_not_dropped(dropped):
     cache, file = PageCache(System(), KEEP), File(1)
     cache.synced(file, 0, 100)
     cache.synced(file, 200, 300)
@@ -57,12 +57,12 @@ def test_what_lies_between_two_writes_is_not_dropped_with_them(dropped):
     assert dropped[:2] == [(1, 0, 100), (1, 200, 300 + STEP_BYTES)]
 
 
-def test_what_was_written_last_stays_however_much_that_is(dropped):
+def test_latest_write_stays_at_any_size(dropped):
     PageCache(System(), KEEP).synced(File(1), 0, 2 * KEEP)
     assert dropped == []
 
 
-def test_a_new_segment_is_a_range_of_its_own(dropped):
+def test_new_segment_is_a_separate_range(dropped):
     cache = PageCache(System(), KEEP)
     cache.synced(File(1), 0, 100)
     written(cache, File(2), pieces=6, at=100)
@@ -80,7 +80,7 @@ def test_a_new_segment_is_a_range_of_its_own(dropped):
         (2, 100, 200, True),
     ],
 )
-def test_what_was_read_stays_only_if_it_is_of_the_newest_part(dropped, fd, begin, end, is_dropped):
+def test_old_bytes_are_dropped_after_reading(dropped, fd, begin, end, is_dropped):
     files = {1: File(1), 2: File(2)}
     cache = PageCache(System(), KEEP)
     cache.synced(files[1], 100, 200)
@@ -88,7 +88,7 @@ def test_what_was_read_stays_only_if_it_is_of_the_newest_part(dropped, fd, begin
     assert dropped == ([(fd, begin, end)] if is_dropped else [])
 
 
-def test_a_disk_forgets_what_was_synced_from_the_first_write_to_the_last(tmp_path, dropped):
+def test_synced_bytes_are_dropped_from_first_write(tmp_path, dropped):
     disk = RealDisk(tmp_path, cached_bytes=KEEP)
     disk.create("log/0.log", 8 * STEP_BYTES)
     for half in range(2):
@@ -100,14 +100,14 @@ def test_a_disk_forgets_what_was_synced_from_the_first_write_to_the_last(tmp_pat
 
 
 @pytest.mark.parametrize(("size", "is_dropped"), [(COLD_READ_BYTES - 1, False), (COLD_READ_BYTES, True)])
-def test_a_disk_forgets_what_is_read_at_length(tmp_path, dropped, size, is_dropped):
+def test_long_reads_are_dropped(tmp_path, dropped, size, is_dropped):
     disk = RealDisk(tmp_path, cached_bytes=KEEP)
     disk.put("file", bytes(2 * COLD_READ_BYTES))
     assert len(disk.read("file", 100, size)) == size
     assert [(begin, end) for _, begin, end in dropped] == [(100, 100 + size)] * is_dropped
 
 
-def test_a_disk_that_leaves_it_to_the_system_drops_nothing(dropped, tmp_path):
+def test_disk_without_cache_limit_drops_nothing(dropped, tmp_path):
     disk = RealDisk(tmp_path, cached_bytes=None)
     disk.put("file", bytes(COLD_READ_BYTES))
     disk.write("file", 0, [b"x"])

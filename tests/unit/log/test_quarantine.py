@@ -23,7 +23,7 @@ def tail_with_a_message() -> bytes:
     return group.a.disk.read(log_name(0), begin, group.a.log.end - begin)
 
 
-def test_oldest_part_of_the_log_goes_first():
+def test_quarantine_drops_lowest_offsets_first():
     disk = MemoryDisk()
     for begin in (400, 0, 200):
         a_copy(disk, begin, 100)
@@ -42,7 +42,7 @@ def test_oldest_part_of_the_log_goes_first():
         ("damaged", False),
     ],
 )
-def test_only_an_operator_clears_what_may_be_the_last_copy(why, is_evidence):
+def test_only_operators_clear_evidence(why, is_evidence):
     disk = MemoryDisk()
     keep_bytes(disk, 136, tail_with_a_message(), why)
     (kept,) = all_kept(disk)
@@ -51,7 +51,7 @@ def test_only_an_operator_clears_what_may_be_the_last_copy(why, is_evidence):
     assert [part.name for part in clear(disk, [kept.name])] == [kept.name] * is_evidence and not all_kept(disk)
 
 
-def test_tail_without_a_message_is_no_evidence_and_one_without_a_report_is():
+def test_evidence_is_messages_or_missing_report():
     disk = MemoryDisk()
     keep_bytes(disk, 0, b"an epoch frame", "conflict with the master of epoch 2.1")
     disk.put(f"quarantine/{40:020d}-{60:020d}-0.bytes", b"its report comes next")

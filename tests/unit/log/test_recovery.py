@@ -33,7 +33,7 @@ def a_log(frames: int = 60) -> Copy:
 
 @pytest.mark.parametrize("bad", range(1, 5))
 @pytest.mark.parametrize("missing", [False, True])
-def test_damaged_or_missing_snapshots_are_made_again_from_an_earlier_one(bad, missing):
+def test_snapshots_are_rebuilt_from_earlier_ones(bad, missing):
     copy = a_log()
     before, bases = copy.log.state, copy.log.bases
     wanted = {base: copy.disk.read(f"log/{base:020d}.snap", 0, 1 << 20) for base in bases}
@@ -48,7 +48,7 @@ def test_damaged_or_missing_snapshots_are_made_again_from_an_earlier_one(bad, mi
     assert decode_snapshot(made[bases[-1]]) == fold_of(copy.whole()[: bases[-1]])
 
 
-def test_log_that_goes_back_to_its_beginning_needs_no_snapshot():
+def test_log_from_offset_0_needs_no_snapshot():
     copy = a_log()
     before = copy.log.state
     for base in copy.log.bases:
@@ -90,7 +90,7 @@ def check_flip(copy: Copy, bit: int, ends: list[int], data: bytes) -> None:
         assert len(image.names("quarantine")) == 2, "and kept aside"
 
 
-def test_every_flipped_bit_of_a_header_is_damage_or_a_torn_tail(segment):
+def test_flipped_header_bits_are_damage_or_torn_tail(segment):
     ends = borders(segment)
     data = segment.whole()
     for begin in (ends[0], ends[1], ends[len(ends) // 2], ends[-2]):
@@ -98,7 +98,7 @@ def test_every_flipped_bit_of_a_header_is_damage_or_a_torn_tail(segment):
             check_flip(segment, bit, ends, data)
 
 
-def test_flipped_bits_of_bodies_and_of_the_clean_tail_are_damage_or_a_torn_tail(segment):
+def test_flipped_body_bits_are_damage_or_torn_tail(segment):
     ends, data = borders(segment), segment.whole()
     for at in range(0, SIZE, every(11)):
         if at % 2 or at < 400 or at > ends[-2]:
@@ -106,7 +106,7 @@ def test_flipped_bits_of_bodies_and_of_the_clean_tail_are_damage_or_a_torn_tail(
 
 
 @pytest.mark.parametrize("rest", ["missing", "zeros"])
-def test_cut_at_every_byte_leaves_the_true_prefix(segment, rest):
+def test_cut_at_every_byte_leaves_the_prefix(segment, rest):
     ends, data = borders(segment), segment.whole()
     for size in range(0, ends[-1] + 1, every(11) if rest == "missing" else 5 * every(7)):
 
@@ -127,7 +127,7 @@ def test_cut_at_every_byte_leaves_the_true_prefix(segment, rest):
 
 
 @pytest.mark.parametrize("to_border", range(0, 12, 2))
-def test_state_and_index_are_a_function_of_the_prefix(to_border):
+def test_state_and_index_follow_from_the_prefix(to_border):
     """W6, I17: truncated to any border, they are what a fresh fold of the rest gives."""
     copy = Copy(segment_bytes=1500)
     a_history(copy, Random(to_border), 150)
@@ -148,7 +148,7 @@ def test_state_and_index_are_a_function_of_the_prefix(to_border):
             ]
 
 
-def test_one_bad_record_costs_none_of_those_behind_it():
+def test_damaged_frame_hides_no_other_frame():
     """W4: damage in any segment is reported or met when read; every other frame stays and is served."""
     copy = a_log()
     for base in copy.log.bases:
@@ -169,7 +169,7 @@ def test_one_bad_record_costs_none_of_those_behind_it():
         assert log.damage is not None or base != copy.log.bases[-1]
 
 
-def test_stale_bytes_behind_a_cut_never_come_back():
+def test_stale_bytes_behind_a_cut_stay_hidden():
     """W5: the same batches again, so that sizes line up with the old bytes behind them."""
     copy = Copy(segment_bytes=1 << 16)
     copy.begin_epoch()
@@ -192,7 +192,7 @@ def test_stale_bytes_behind_a_cut_never_come_back():
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut short"])
-def test_segment_that_is_missing_before_the_newest_is_damage_and_is_mended(is_gone):
+def test_missing_or_short_segment_is_repaired(is_gone):
     copy, other = a_log(), a_log()
     base, following = copy.log.bases[1:3]
     begin = base
@@ -212,7 +212,7 @@ def test_segment_that_is_missing_before_the_newest_is_damage_and_is_mended(is_go
             assert again.damage is None and again.frames(subject, 0, 1_000) == other.log.frames(subject, 0, 1_000)
 
 
-def test_log_without_a_known_beginning_is_set_aside_whole():
+def test_log_without_a_beginning_is_set_aside():
     copy = a_log()
     while copy.log.bases[0] == 0:
         copy.drop_oldest_segment()
@@ -225,7 +225,7 @@ def test_log_without_a_known_beginning_is_set_aside_whole():
     assert set(copy.disk.names(f"quarantine/{first:020d}-{last:020d}-no-beginning-0")) == names
 
 
-def test_oldest_snapshot_that_is_damaged_says_nothing_of_the_chain_there():
+def test_damaged_oldest_snapshot_has_no_chain():
     """A repair of the other copy, and the audit, ask for it, and need no more than the frames."""
     copy = a_log()
     copy.drop_oldest_segment()
@@ -236,7 +236,7 @@ def test_oldest_snapshot_that_is_damaged_says_nothing_of_the_chain_there():
     assert copy.log.stored.start_chain() is None
 
 
-def test_recovering_twice_is_recovering_once_after_any_damage():
+def test_recovering_twice_equals_once():
     copy = a_log(45)
     for seed in range(60):
         rng = Random(seed)
@@ -261,7 +261,7 @@ def test_recovering_twice_is_recovering_once_after_any_damage():
 
 
 @pytest.mark.parametrize("frames", [1, 60])
-def test_a_start_where_nothing_is_missing_writes_nothing(frames):
+def test_clean_start_writes_nothing(frames):
     copy = Copy(tail_bytes=0)
     copy.reopen()
     assert copy.disk.all_names() == [], "an empty copy stays empty"
@@ -272,7 +272,7 @@ def test_a_start_where_nothing_is_missing_writes_nothing(frames):
     assert copy.disk.calls == calls + len(copy.log.bases), "one fsync of each segment"
 
 
-def test_what_a_start_has_read_outlives_a_power_cut():
+def test_recovered_frames_survive_a_power_cut():
     """It was written by a process that was killed before the fsync: whoever read it acts on it."""
     copy = a_log()
     copy.messages("written and not fsynced")
@@ -284,7 +284,7 @@ def test_what_a_start_has_read_outlives_a_power_cut():
     assert copy.reopen().end == end > step.offset
 
 
-def test_snapshot_of_another_place_is_none():
+def test_snapshot_of_another_base_is_ignored():
     copy = a_log()
     before, (older, newest) = copy.log.state, copy.log.bases[-2:]
     copy.disk.put(snapshot_name(newest), copy.disk.read(snapshot_name(older), 0, 1 << 20))
@@ -292,7 +292,7 @@ def test_snapshot_of_another_place_is_none():
     assert decode_snapshot(copy.disk.read(snapshot_name(newest), 0, 1 << 20)).end == newest
 
 
-def test_an_index_that_a_start_replays_over_is_there_again():
+def test_replay_rebuilds_a_missing_index():
     """Or the first who reads far behind would wait for it."""
     copy = a_log()
     closed, newest = copy.log.bases[-2:]
@@ -303,7 +303,7 @@ def test_an_index_that_a_start_replays_over_is_there_again():
     assert copy.disk.read(index_name(closed), 0, 1 << 20) == index
 
 
-def test_segment_that_was_begun_and_not_listed_is_listed_by_the_next_start():
+def test_unlisted_new_segment_is_listed():
     copy = a_log()
     bases = list(copy.log.bases)
     manifest.write_manifest(copy.disk, bases[:-1])
@@ -320,7 +320,7 @@ def with_large_frames() -> tuple[Copy, list[Frame]]:
     return copy, frames
 
 
-def test_a_start_reads_piece_by_piece_and_frames_that_are_larger_than_a_piece(monkeypatch):
+def test_replay_reads_in_chunks(monkeypatch):
     monkeypatch.setattr(recovery, "CHUNK_BYTES", 4096)
     copy, frames = with_large_frames()
     before, sizes, read = copy.log.state, [], copy.disk.read
@@ -335,7 +335,7 @@ def test_a_start_reads_piece_by_piece_and_frames_that_are_larger_than_a_piece(mo
 
 
 @pytest.mark.parametrize("left", [50, 100, 5000, -8], ids="{} bytes of it are left".format)
-def test_large_frame_that_is_torn_is_cut(monkeypatch, left):
+def test_torn_large_frame_is_cut(monkeypatch, left):
     monkeypatch.setattr(recovery, "CHUNK_BYTES", 4096)
     copy, (*_, last) = with_large_frames()
     size = last.offset + left if left > 0 else last.end + left
@@ -347,7 +347,7 @@ def test_large_frame_that_is_torn_is_cut(monkeypatch, left):
 
 @pytest.mark.parametrize("is_zeros", [True, False], ids=["zeros", "no frames"])
 @pytest.mark.parametrize("followers", [1, 2])
-def test_closed_segment_whose_end_is_no_frame_is_damage_though_nothing_is_written_behind_it(followers, is_zeros):
+def test_broken_end_of_a_closed_segment_is_damage(followers, is_zeros):
     """A power cut right after the next one's file was made; before that, all of this one was fsynced."""
     copy, other = a_log(), a_log()
     closed, *newer = copy.log.bases[-1 - followers :]
@@ -377,7 +377,7 @@ def torn_at_its_end() -> tuple[Copy, Frame]:
     return copy, last
 
 
-def test_cut_of_a_torn_tail_that_is_interrupted_is_told_and_done_by_the_next_start():
+def test_interrupted_tail_cut_is_completed():
     whole, (torn, last) = a_log(), torn_at_its_end()
     for call in range(1, 40):
         copy = Copy(tail_bytes=0)
@@ -394,7 +394,7 @@ def test_cut_of_a_torn_tail_that_is_interrupted_is_told_and_done_by_the_next_sta
         assert copy.disk.names("quarantine")
 
 
-def test_torn_first_frame_of_a_segment_leaves_the_segment_to_go_on_in():
+def test_segment_with_a_torn_first_frame_continues():
     copy = a_log()
     bases = list(copy.log.bases)
     while len(copy.log.bases) == len(bases):
@@ -408,7 +408,7 @@ def test_torn_first_frame_of_a_segment_leaves_the_segment_to_go_on_in():
     assert copy.reopen().end == copy.log.end > bases[-1] and copy.log.bases == bases
 
 
-def test_that_the_newest_file_was_gone_is_known_however_a_start_is_interrupted():
+def test_missing_newest_file_is_known_after_crashes():
     whole = a_log()
     newest = whole.log.bases[-1]
     whole.disk.remove(log_name(newest))
@@ -426,7 +426,7 @@ def test_that_the_newest_file_was_gone_is_known_however_a_start_is_interrupted()
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut short"])
-def test_closed_segment_that_ends_too_early_is_damage_for_who_replays_over_it(is_gone):
+def test_replay_stops_at_a_short_segment(is_gone):
     """At the border of a frame, so that nothing looks torn; and no snapshot behind it is left."""
     copy, other = a_log(), a_log()
     base, following = copy.log.bases[1:3]
@@ -443,7 +443,7 @@ def test_closed_segment_that_ends_too_early_is_damage_for_who_replays_over_it(is
     assert log.damage is None and log.state == other.log.state and copy.image() == other.image()
 
 
-def test_zeros_behind_the_end_of_a_closed_segment_are_replayed_over():
+def test_replay_skips_zeros_behind_a_segment():
     """A crash may leave some of what was reserved for it."""
     copy = a_log()
     before = copy.log.state

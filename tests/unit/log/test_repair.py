@@ -42,7 +42,7 @@ def others(copy: Copy, begin: int, end: int) -> bytes:
 
 @pytest.mark.parametrize("which", [0, 1, -2])
 @pytest.mark.parametrize("more", [0, 300], ids=["exactly", "with frames behind"])
-def test_damage_met_by_a_restart_is_mended_and_the_rest_is_replayed(which, more):
+def test_damage_met_by_a_restart_is_repaired(which, more):
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, copy.log.bases[-1])[which]
     state = copy.log.state
@@ -56,7 +56,7 @@ def test_damage_met_by_a_restart_is_mended_and_the_rest_is_replayed(which, more)
     assert copy.reopen().state == state
 
 
-def test_what_is_kept_takes_nobody_elses_place_after_somebody_tidied_up():
+def test_quarantine_names_are_not_reused():
     disk = MemoryDisk()
     names = [quarantine.keep_bytes(disk, begin, data, "test") for begin, data in ((0, b"other"), (8, b"first"))]
     for suffix in (".bytes", ".json"):
@@ -65,7 +65,7 @@ def test_what_is_kept_takes_nobody_elses_place_after_somebody_tidied_up():
     assert disk.read(names[1], 0, 5) == b"first"
 
 
-def test_what_is_kept_is_not_kept_once_more():
+def test_equal_bytes_are_kept_once():
     """A block that stays bad is repaired again and again, and the disk would fill."""
     disk = MemoryDisk()
     name = quarantine.keep_bytes(disk, 8, b"first", "test")
@@ -76,7 +76,7 @@ def test_what_is_kept_is_not_kept_once_more():
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
-def test_a_log_that_is_cut_at_damage_says_that_its_tail_was(is_damaged):
+def test_cut_at_damage_marks_the_tail(is_damaged):
     """What is behind it may have been acknowledged: as a master it waits for its slave."""
     copy = a_copy()
     offset = frame_offsets(copy, copy.log.bases[-1])[0]
@@ -88,7 +88,7 @@ def test_a_log_that_is_cut_at_damage_says_that_its_tail_was(is_damaged):
     assert copy.log.is_tail_cut == is_damaged == copy.reopen().is_tail_cut
 
 
-def test_a_segment_is_verified_in_the_file_that_has_its_name_now():
+def test_verify_opens_the_named_file():
     """Who has it open reads on in one that was taken away."""
     copy = a_copy()
     base = copy.log.bases[0]
@@ -99,7 +99,7 @@ def test_a_segment_is_verified_in_the_file_that_has_its_name_now():
         copy.log.stored.verify(base, base, None, 1 << 20)
 
 
-def test_file_that_is_gone_is_missed_when_it_is_read_by_name():
+def test_missing_file_is_found_by_its_name():
     copy = a_copy()
     first, newest = copy.log.bases[0], copy.log.bases[-1]
     copy.log.stored.read(first, copy.log.end, 1)  # opens it
@@ -116,7 +116,7 @@ def test_file_that_is_gone_is_missed_when_it_is_read_by_name():
 
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.8])
-def test_damage_met_by_a_reader_is_mended_while_the_log_goes_on(place):
+def test_damage_is_repaired_while_the_log_grows(place):
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, 0)[int(60 * place)]
     damage(copy, offset)
@@ -136,7 +136,7 @@ def test_damage_met_by_a_reader_is_mended_while_the_log_goes_on(place):
 
 
 @pytest.mark.parametrize("at_run_time", [False, True])
-def test_frames_that_do_not_join_are_refused_and_nothing_changes(at_run_time):
+def test_frames_that_do_not_join_are_refused(at_run_time):
     copy, stranger = a_copy(), a_copy(size=99)
     offset = frame_offsets(copy, copy.log.bases[-1])[1]
     damage(copy, offset)
@@ -152,7 +152,7 @@ def test_frames_that_do_not_join_are_refused_and_nothing_changes(at_run_time):
     assert copy.image() == image and copy.log.damage == found
 
 
-def test_frames_of_another_history_are_refused_that_end_within_the_damage():
+def test_foreign_frames_within_the_damage_are_refused():
     """Nothing behind them tells: what tells is the chain before."""
     copy, other, stranger = a_copy(), a_copy(), Copy(MemoryDisk(), tail_bytes=0)
     stranger.begin_epoch()
@@ -171,7 +171,7 @@ def test_frames_of_another_history_are_refused_that_end_within_the_damage():
     assert copy.log.damage[:2] == (second, third)
 
 
-def test_last_frame_is_mended_too_when_a_reader_meets_its_damage():
+def test_damaged_last_frame_is_repaired():
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, 0)[-1]
     damage(copy, offset)
@@ -197,7 +197,7 @@ def test_damaged_bytes_are_kept_with_a_report():
 
 
 @pytest.mark.parametrize("subject", ["x" * 300, "a/b", "a\nb", ""])
-def test_subject_that_no_index_could_take_is_still_no_danger_to_the_log(subject):
+def test_log_accepts_any_subject_name(subject):
     """W7: names are checked before this point; a log that holds such a frame anyway indexes, rolls and recovers."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
@@ -208,7 +208,7 @@ def test_subject_that_no_index_could_take_is_still_no_danger_to_the_log(subject)
     assert all("/" not in name and len(name) < 40 for name in copy.disk.names("log"))
 
 
-def test_a_frame_is_found_behind_more_than_is_read_at_once(monkeypatch):
+def test_next_frame_is_found_over_several_reads(monkeypatch):
     monkeypatch.setattr(segments, "CHUNK_BYTES", 4096)
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
@@ -219,7 +219,7 @@ def test_a_frame_is_found_behind_more_than_is_read_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "bytes_max"), [(100, 4096), (20_000, 10 * 20_000)])
-def test_to_find_a_frame_little_more_is_read_than_lies_before_it(monkeypatch, size, bytes_max):
+def test_next_frame_search_reads_little(monkeypatch, size, bytes_max):
     """Who reads single frames asks for each by where it begins; behind damage, the next one is near."""
     copy = Copy(segment_bytes=8 << 20)
     copy.begin_epoch()
@@ -240,7 +240,7 @@ def test_to_find_a_frame_little_more_is_read_than_lies_before_it(monkeypatch, si
 
 
 @pytest.mark.parametrize(("behind", "is_known"), [(-1, False), (0, False), (1, True)])
-def test_damage_below_a_known_high_watermark_may_have_been_acknowledged(behind, is_known):
+def test_damage_below_the_high_watermark_may_be_acknowledged(behind, is_known):
     """Exactly at it is not below it: what begins there was never safe."""
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()
@@ -255,7 +255,7 @@ def test_damage_below_a_known_high_watermark_may_have_been_acknowledged(behind, 
     assert log.stored.may_be_acknowledged(log.damage, log.state.high_watermark) is is_known
 
 
-def test_a_segment_that_is_still_written_is_not_verified():
+def test_newest_segment_is_not_verified():
     copy = a_copy(10)
     newest = copy.log.bases[-1]
     with pytest.raises(CorruptFrame, match="went meanwhile"):
@@ -269,7 +269,7 @@ def verify(copy: Copy, base: int) -> None:
 
 
 @pytest.mark.parametrize("common", [1, 12], ids=["from its begin", "from its middle"])
-def test_a_closed_segment_that_is_whole_and_of_another_history_is_mended(common):
+def test_foreign_segment_is_repaired(common):
     """An older file was put back, or two were exchanged: each frame is right, and the segment does not join."""
     copy, other, stranger = (a_copy(common) for _ in range(3))
     for one, name in ((copy, "m"), (other, "m"), (stranger, "x")):
@@ -295,7 +295,7 @@ def test_a_closed_segment_that_is_whole_and_of_another_history_is_mended(common)
     ]
 
 
-def test_whether_it_is_damaged_now_is_seen_only_where_the_log_is():
+def test_is_damaged_outside_the_log_is_false():
     copy = a_copy()
     copy.drop_oldest_segment()
     copy.messages("not flushed")
@@ -314,7 +314,7 @@ def test_whether_it_is_damaged_now_is_seen_only_where_the_log_is():
     assert [log.stored.is_damaged(one) for one in foreign] == [True, False, False]
 
 
-def test_damage_that_several_readers_meet_is_told_once_and_mended_first_come_first():
+def test_damage_met_by_several_readers():
     copy, other = a_copy(), a_copy()
     first, second, behind = (frame_offsets(copy, 0)[at] for at in (10, 20, 21))
     for offset in (first, second):
@@ -331,7 +331,7 @@ def test_damage_that_several_readers_meet_is_told_once_and_mended_first_come_fir
 
 
 @pytest.mark.parametrize("segments_damaged", [1, 2, 3])
-def test_damage_of_several_segments_is_mended_by_what_the_other_copy_has_piece_by_piece(segments_damaged):
+def test_damage_of_several_segments_is_repaired_in_pieces(segments_damaged):
     """The other copy's pieces end anywhere, and one may hold frames of two segments."""
     copy, other = a_copy(), a_copy()
     bases = copy.log.bases
@@ -355,7 +355,7 @@ def test_damage_of_several_segments_is_mended_by_what_the_other_copy_has_piece_b
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_damage_that_goes_with_its_segment_is_over(is_cut):
+def test_dropped_segment_ends_its_damage(is_cut):
     copy = a_copy()
     if is_cut:
         copy.log.cut(copy.log.end - 8, "test")
@@ -371,7 +371,7 @@ def test_damage_that_goes_with_its_segment_is_over(is_cut):
             assert (again.log.health.state is LogHealth.TAIL_CUT) == is_cut
 
 
-def test_a_high_watermark_is_looked_for_behind_all_damage():
+def test_high_watermark_is_searched_behind_all_damage():
     """In any segment, whichever frame says it."""
     for behind, is_known in ((-8, False), (0, False), (8, True)):
         copy = Copy(MemoryDisk(), segment_bytes=700, tail_bytes=0)
@@ -392,7 +392,7 @@ def test_a_high_watermark_is_looked_for_behind_all_damage():
         assert log.stored.may_be_acknowledged(log.damage, log.state.high_watermark) is is_known
 
 
-def test_what_stands_at_damage_is_read_up_to_the_next_frame_or_to_the_end():
+def test_damaged_bytes_end_at_the_next_frame():
     copy = a_copy()
     whole, (first, behind, *_, last) = copy.whole(), frame_offsets(copy, 0)
     assert copy.log.stored.read_damaged(first) == whole[first:behind]
@@ -401,7 +401,7 @@ def test_what_stands_at_damage_is_read_up_to_the_next_frame_or_to_the_end():
 
 @pytest.mark.parametrize("is_only", [True, False])
 @pytest.mark.parametrize("is_bad", [True, False])
-def test_only_segment_without_a_whole_snapshot_ends_with_the_next_frame(is_only, is_bad):
+def test_only_segment_without_snapshot_rolls(is_only, is_bad):
     copy = a_copy()
     while len(copy.log.bases) > (1 if is_only else 2):
         copy.drop_oldest_segment()
@@ -416,7 +416,7 @@ def test_only_segment_without_a_whole_snapshot_ends_with_the_next_frame(is_only,
     assert len(copy.log.bases) == segments_before + rolls, "once"
 
 
-def test_snapshot_is_made_again_only_where_its_segment_begins_and_of_this_history():
+def test_put_snapshot_accepts_only_its_segment():
     copy, other = a_copy(), a_copy()
     base, chain, _ = other.log.stored.verify(0, 0, None, 1 << 20)
     snapshot = other.disk.read(segments.snapshot_name(base), 0, 1 << 20)
@@ -429,7 +429,7 @@ def test_snapshot_is_made_again_only_where_its_segment_begins_and_of_this_histor
     assert copy.image() == other.image()
 
 
-def test_state_before_a_lost_snapshot_is_told_where_it_can_be_made_again():
+def test_state_before_a_lost_snapshot():
     copy = a_copy()
     zero, first, second, third, *_, closed, newest = copy.log.bases
     names = {base: segments.snapshot_name(base) for base in copy.log.bases}
@@ -460,7 +460,7 @@ def test_state_before_a_lost_snapshot_is_told_where_it_can_be_made_again():
     assert copy.log.stored.state_before_lost_snapshot(newest) is None, "it is still to be written"
 
 
-def test_a_segment_without_a_frame_is_not_ended():
+def test_segment_without_frames_does_not_roll():
     copy, other = Copy(), a_copy()
     other.drop_oldest_segment()
     base, _, snapshot = other.log.stored.seed_start()
@@ -469,7 +469,7 @@ def test_a_segment_without_a_frame_is_not_ended():
     assert not copy.log.roll_if_no_snapshot()
 
 
-def test_at_offset_0_nothing_needs_a_snapshot():
+def test_offset_0_needs_no_snapshot():
     copy = a_copy(3)
     copy.disk.remove(segments.snapshot_name(0))
     assert not copy.log.roll_if_no_snapshot() and copy.log.stored.start_chain() == 0
@@ -478,7 +478,7 @@ def test_at_offset_0_nothing_needs_a_snapshot():
     assert copy.log.chain_is(second.offset, first.chain)
 
 
-def test_one_frame_of_another_history_within_a_segment_is_found_wherever_the_pieces_end():
+def test_verify_finds_a_foreign_frame():
     copy, stranger = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
     for one, name in ((copy, "m"), (stranger, "n")):
         one.begin_epoch()
@@ -499,7 +499,7 @@ def test_one_frame_of_another_history_within_a_segment_is_found_wherever_the_pie
 
 @pytest.mark.parametrize("at_run_time", [False, True])
 @pytest.mark.parametrize("which", [20, -1])
-def test_nothing_is_written_behind_the_damage_however_much_the_other_copy_sends(at_run_time, which):
+def test_repair_writes_only_the_damage(at_run_time, which):
     copy, other = a_copy(), a_copy()
     other.messages("the other copy is ahead")
     other.flush()
@@ -518,7 +518,7 @@ def test_nothing_is_written_behind_the_damage_however_much_the_other_copy_sends(
     assert copy.log.damage is None and written == [end - offset]
 
 
-def test_frames_of_another_history_behind_the_damage_are_replaced_one_after_the_other():
+def test_foreign_frames_behind_damage_are_repaired_in_turn():
     """A start stops at the first one; what is behind it says nothing of the frames before."""
     copy, other, stranger = a_copy(), a_copy(), Copy(MemoryDisk(), tail_bytes=0)
     stranger.begin_epoch()
@@ -538,7 +538,7 @@ def test_frames_of_another_history_behind_the_damage_are_replaced_one_after_the_
     assert log.damage is None and copy.whole() == other.whole()
 
 
-def test_frames_of_another_history_are_taken_up_to_the_one_that_crosses_into_a_segment_that_is_whole():
+def test_repair_stops_at_a_frame_crossing_segments():
     """It fits nowhere: it was written again and again, and a disk with a bad block there refused that each time."""
     copy, other = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
     for one, size in ((copy, 100), (other, 133)):
@@ -565,7 +565,7 @@ def test_frames_of_another_history_are_taken_up_to_the_one_that_crosses_into_a_s
     assert log.damage is None and copy.whole() == other.whole()
 
 
-def test_what_was_mended_outlives_a_power_cut():
+def test_repaired_bytes_survive_a_power_cut():
     copy, other = a_copy(), a_copy()
     offset, end = frame_offsets(copy, 0)[10:12]
     damage(copy, offset)
@@ -576,7 +576,7 @@ def test_what_was_mended_outlives_a_power_cut():
     assert copy.reopen().damage is None and copy.whole() == other.whole()
 
 
-def test_what_was_mended_outlives_a_power_cut_also_if_the_process_ended_before_its_fsync():
+def test_unsynced_repair_survives_a_power_cut():
     """The next process read it, and counted it, in memory alone (seed 579416)."""
 
     def killed(name):
@@ -598,7 +598,7 @@ def test_what_was_mended_outlives_a_power_cut_also_if_the_process_ended_before_i
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_the_last_block_of_what_is_mended_is_written_whole_and_nothing_more(which):
+def test_repair_writes_its_last_block_whole(which):
     copy = Copy(MemoryDisk(), segment_bytes=20_000, tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60, size=900)
@@ -623,7 +623,7 @@ def test_the_last_block_of_what_is_mended_is_written_whole_and_nothing_more(whic
 
 @pytest.mark.parametrize("is_all", [False, True], ids=["the other copy ends within it", "the other copy has all"])
 @pytest.mark.parametrize("has_snapshot", [True, False], ids=["", "and the snapshot of its segment"])
-def test_damage_that_begins_before_the_place_where_it_was_met_is_mended_from_there(has_snapshot, is_all):
+def test_damage_extends_back_to_its_begin(has_snapshot, is_all):
     """Of a block that cannot be read, the disk takes nothing but the whole (seeds 7138, 4009)."""
     copy, other = a_copy(), a_copy()
     base, following = copy.log.bases[1:3]
@@ -642,7 +642,7 @@ def test_damage_that_begins_before_the_place_where_it_was_met_is_mended_from_the
     assert copy.log.stored.read_bytes(base, theirs_end) == other.log.stored.read_bytes(base, theirs_end)
 
 
-def test_frames_that_continue_what_is_before_the_damage_and_not_what_is_behind_it_are_refused():
+def test_frames_that_miss_the_following_chain_are_refused():
     copy, stranger = a_copy(20), a_copy(20)
     for one, name in ((copy, "m"), (stranger, "n")):
         one.fill(40, name=name)
@@ -654,7 +654,7 @@ def test_frames_that_continue_what_is_before_the_damage_and_not_what_is_behind_i
         repair(copy.log, others(stranger, offset, end))
 
 
-def test_damage_is_mended_up_to_where_the_other_copy_has_another_epoch():
+def test_repair_ends_at_another_epoch():
     """A slave that was to cut its tail there could not, as long as the end of what both have could not be read, and
     waited for ever (seed 554384)."""
     copy, other = a_copy(10), a_copy(10)

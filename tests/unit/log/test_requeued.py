@@ -46,7 +46,7 @@ def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
 
 @given(st.integers(0, 1 << 32), st.sampled_from([0, 5, 1_000]), st.sampled_from([1, 2, 5, 1_024]))
 @settings(max_examples=examples(150))
-def test_ranges_agree_with_single_messages(seed, stale_min, block):
+def test_requeued_ranges_equal_single_messages(seed, stale_min, block):
     rng, requeued, plain, now_ms = Random(seed), Requeued(), {}, 0
     with mock.patch.object(blocks, "STALE_MIN", stale_min), mock.patch.object(blocks, "BLOCK", block):
         for _ in range(60):
@@ -77,12 +77,12 @@ def test_ranges_agree_with_single_messages(seed, stale_min, block):
 
 
 @pytest.mark.parametrize("first, count", [(0, 1), (10, 6), (12, 4), (15, 1), (30, 1)])
-def test_what_does_not_wait_in_one_range_is_not_taken(first, count):
+def test_take_outside_one_range_returns_none(first, count):
     requeued = Requeued([RequeuedRange(10, 5, 1, 0), RequeuedRange(20, 5, 2, 0)])
     assert requeued.take(first, count) is None and requeued.messages == 10
 
 
-def test_ranges_that_wait_alike_are_one_as_long_as_their_count_has_room():
+def test_equal_ranges_join_within_the_count_limit():
     longest = RequeuedRange(10, blocks.COUNT_MAX, 1, 7)
     for begin in (RequeuedRange(10, blocks.COUNT_MAX - 1, 1, 7), longest):
         requeued = Requeued([begin])
@@ -93,7 +93,7 @@ def test_ranges_that_wait_alike_are_one_as_long_as_their_count_has_room():
 
 @pytest.mark.parametrize("far", [[], [RequeuedRange(100, 5, 1, 7)]], ids=["the last ones", "before another"])
 @pytest.mark.parametrize("other", [(1, 2, 7), (1, 1, 8), (1, 1, 7, 1)])
-def test_ranges_that_wait_otherwise_stay_apart(other, far):
+def test_unequal_ranges_stay_apart(other, far):
     before, new, behind = RequeuedRange(10, 5, 1, 7), RequeuedRange(15, *other), RequeuedRange(16, 5, 1, 7)
     requeued = Requeued([before, behind, *far])
     requeued.add(new)
@@ -103,7 +103,7 @@ def test_ranges_that_wait_otherwise_stay_apart(other, far):
     assert list(requeued) == [RequeuedRange(10, 11, 1, 7), *far]
 
 
-def test_it_is_seen_when_other_messages_wait_than_before():
+def test_changes_counts_every_change():
     requeued = Requeued()
     seen = [requeued.changes]
     requeued.add(RequeuedRange(10, 5, 1, 0))
@@ -114,7 +114,7 @@ def test_it_is_seen_when_other_messages_wait_than_before():
     assert requeued.take(12, 1) is None and requeued.due(0, 9) and requeued.changes == seen[-1]
 
 
-def test_it_is_known_until_when_nothing_more_becomes_due():
+def test_next_due_time_is_a_lower_bound():
     requeued = Requeued()
     assert requeued.next_due_ms(0) is None
     for first, due_ms in ((10, 0), (20, 5_000), (30, 5_100), (40, 9_000)):
@@ -129,7 +129,7 @@ def test_it_is_known_until_when_nothing_more_becomes_due():
     assert requeued.due(9_000, 9) == list(requeued)
 
 
-def test_a_clock_that_is_behind_the_last_one_finds_again_what_was_due():
+def test_clock_that_went_back_finds_due_ranges():
     """A broker is the master again, with a clock that was put back: what was ready has to be waited for."""
     requeued = Requeued([RequeuedRange(10, 1, 1, 5_000), RequeuedRange(20, 1, 1, 5_100)])
     assert requeued.due(6_000, 1) == [RequeuedRange(10, 1, 1, 5_000)]
@@ -137,14 +137,14 @@ def test_a_clock_that_is_behind_the_last_one_finds_again_what_was_due():
     assert requeued.due(5_050, 9) == [RequeuedRange(10, 1, 1, 5_000)] and requeued.next_due_ms(5_050) == 5_100
 
 
-def test_a_slave_that_never_asks_keeps_no_schedule():
+def test_schedule_is_made_on_demand():
     requeued = Requeued()
     for sequence in range(100):
         requeued.add(RequeuedRange(2 * sequence, 1, 1, 5_000))
     assert requeued._schedule is None
 
 
-def test_a_schedule_of_ranges_that_are_gone_is_made_anew():
+def test_stale_schedule_is_rebuilt():
     requeued = Requeued()
     requeued.due(0, 1)
     for sequence in range(3 * blocks.STALE_MIN):
@@ -153,7 +153,7 @@ def test_a_schedule_of_ranges_that_are_gone_is_made_anew():
     assert len(requeued._schedule or ()) <= blocks.STALE_MIN
 
 
-def test_a_schedule_lasts_while_it_names_few_that_are_gone(monkeypatch):
+def test_schedule_lasts_with_few_stale_entries(monkeypatch):
     monkeypatch.setattr(blocks, "STALE_MIN", 10)
     requeued = Requeued([RequeuedRange(10 * at, 1, 1, 5_000) for at in range(3)])
     requeued.due(0, 1)
@@ -165,7 +165,7 @@ def test_a_schedule_lasts_while_it_names_few_that_are_gone(monkeypatch):
     assert lasts == [True] * 15 + [False], "3 and 15 it names, 4 wait"
 
 
-def test_a_schedule_is_made_once_while_time_goes_on():
+def test_schedule_is_made_once():
     requeued = Requeued([RequeuedRange(10 * at, 1, 1, 5_000 + at) for at in range(3)])
     requeued.due(5_000, 9)
     made = requeued._schedule
@@ -175,7 +175,7 @@ def test_a_schedule_is_made_once_while_time_goes_on():
         assert requeued._schedule is made
 
 
-def test_what_was_given_back_anew_before_it_was_delivered_is_due_once():
+def test_range_requeued_twice_is_due_once():
     requeued = Requeued([RequeuedRange(10, 1, 1, 0), RequeuedRange(20, 1, 1, 0)])
     assert len(requeued.due(1, 9)) == 2
     for due_ms in (0, 5):
@@ -188,25 +188,25 @@ def test_what_was_given_back_anew_before_it_was_delivered_is_due_once():
 
 
 @pytest.mark.parametrize("ranges", [[], [(10, 5, 1, 7)], [(10, 5, 1, 7), (20, 1, 2, 0, 3)]])
-def test_a_snapshot_holds_columns_and_once_held_ranges(ranges):
+def test_requeued_survives_both_snapshot_forms(ranges):
     requeued = Requeued([RequeuedRange(*one) for one in ranges])
     for plain in (requeued.plain(), [list(one) for one in ranges]):
         again = Requeued.from_plain(plain)
         assert (again, again.messages) == (requeued, requeued.messages)
 
 
-def test_deliveries_are_those_that_count_and_those_that_are_suspected():
+def test_deliveries_include_suspicions():
     assert RequeuedRange(10, 5, 2, 7, 1).deliveries == 3
 
 
-def test_a_range_that_is_due_this_second_is_waited_for_even_if_others_are_later():
+def test_earlier_range_moves_the_next_due_time():
     requeued = Requeued([RequeuedRange(10, 1, 1, 5_100)])
     assert requeued.due(5_000, 9) == []
     requeued.add(RequeuedRange(20, 1, 1, 5_050))
     assert requeued.next_due_ms(5_000) == 5_050
 
 
-def test_no_block_grows_beyond_its_bound_and_none_stays_empty(monkeypatch):
+def test_blocks_stay_within_their_bounds(monkeypatch):
     """One that grows on makes each change move all of it; empty ones would be looked through by all."""
     monkeypatch.setattr(blocks, "BLOCK", 4)
     requeued, rng = Requeued(), Random(1)
@@ -223,6 +223,6 @@ def test_no_block_grows_beyond_its_bound_and_none_stays_empty(monkeypatch):
     assert (len(requeued), requeued.messages, requeued._ranges._blocks) == (0, 0, [])
 
 
-def test_what_waits_is_equal_to_nothing_else():
+def test_requeued_equality():
     assert Requeued() == Requeued() != []
     assert Requeued() != Requeued([RequeuedRange(10, 1, 1, 0)])

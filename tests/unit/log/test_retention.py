@@ -20,7 +20,7 @@ def a_kept() -> Kept:
     return kept
 
 
-def test_what_frames_say_together():
+def test_retention_frames_accumulate():
     kept = a_kept()
     assert kept == Kept(200, 450, [(300, 3_000), (400, 4_000)], {("s", "g"): 3})
     kept.take(decision(200, h=1), offset=500, end=550, time_ms=5_000)
@@ -30,7 +30,7 @@ def test_what_frames_say_together():
 
 
 @pytest.mark.parametrize("start", [199, 501])
-def test_a_frame_that_gives_back_or_gives_up_itself_is_refused(start):
+def test_invalid_retention_start_is_refused(start):
     kept = a_kept()
     with pytest.raises(ValueError, match="frames are kept from 200"):
         kept.take(decision(start), offset=500, end=550, time_ms=5_000)
@@ -40,10 +40,10 @@ def test_a_frame_that_gives_back_or_gives_up_itself_is_refused(start):
 @pytest.mark.parametrize(
     ("offset", "written_ms"), [(200, 3_000), (300, 3_000), (301, 4_000), (400, 4_000), (401, None)]
 )
-def test_the_first_time_that_was_agreed_behind_an_offset_is_known(offset, written_ms):
+def test_first_stated_time_behind_an_offset(offset, written_ms):
     assert a_kept().written_before_ms(offset) == written_ms
 
 
 @pytest.mark.parametrize(("high_watermark", "start"), [(449, 0), (450, 200), (451, 200)])
-def test_copies_may_delete_once_the_frame_that_says_so_is_acknowledged(high_watermark, start):
+def test_agreed_start_needs_an_acknowledged_frame(high_watermark, start):
     assert a_kept().agreed_start(high_watermark) == start

@@ -53,7 +53,7 @@ def swept(disk: RealDisk) -> list[int]:
     return left
 
 
-def test_a_large_file_that_is_removed_is_given_back_in_pieces(monkeypatch, tmp_path):
+def test_removed_file_is_freed_in_pieces(monkeypatch, tmp_path):
     monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)
     disk = RealDisk(tmp_path)
     for name, size in (("log/a", 2500), ("log/b", 1000), ("c", 1001)):
@@ -65,7 +65,7 @@ def test_a_large_file_that_is_removed_is_given_back_in_pieces(monkeypatch, tmp_p
     assert not disk.sweep()
 
 
-def test_what_is_removed_keeps_pace_with_what_is_written(monkeypatch, tmp_path):
+def test_sweeping_keeps_pace_with_writing(monkeypatch, tmp_path):
     monkeypatch.setattr(disk_module, "SWEPT_BYTES", 10)
     disk = RealDisk(tmp_path)
     disk.put("f", bytes(disk_module.SWEPT_SHARE * 20))
@@ -75,7 +75,7 @@ def test_what_is_removed_keeps_pace_with_what_is_written(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1500, 500], ids=["would be cut", "would be unlinked"])
-def test_what_somebody_else_deletes_meanwhile_is_given_back_as_well(monkeypatch, tmp_path, size):
+def test_sweep_accepts_files_deleted_meanwhile(monkeypatch, tmp_path, size):
     """Who needs room deletes in that folder himself, and a broker that met it would end."""
     monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)
     disk = RealDisk(tmp_path)
@@ -84,7 +84,7 @@ def test_what_somebody_else_deletes_meanwhile_is_given_back_as_well(monkeypatch,
     assert disk.sweep()
 
 
-def test_a_mapped_file_is_removed_as_a_whole(monkeypatch, tmp_path):
+def test_mapped_file_is_removed_at_once(monkeypatch, tmp_path):
     """Whoever still looks at it would be killed."""
     monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)
     disk = RealDisk(tmp_path)
@@ -95,7 +95,7 @@ def test_a_mapped_file_is_removed_as_a_whole(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("luck", LUCK)
-def test_a_large_file_that_was_removed_stays_gone(monkeypatch, luck):
+def test_removed_large_file_stays_gone(monkeypatch, luck):
     monkeypatch.setattr(disk_module, "SWEPT_BYTES", 2)
 
     def work(disk):
@@ -108,7 +108,7 @@ def test_a_large_file_that_was_removed_stays_gone(monkeypatch, luck):
         assert disk.read("log/old", 0, 10) in (b"", b"old") and not (done and disk.has("log/old"))
 
 
-def test_data_directory_that_was_just_made_is_lasting():
+def test_new_data_directory_is_durable():
     disk = MemoryDisk()
     disk.put("f", b"data")
     disk.crash()
@@ -116,7 +116,7 @@ def test_data_directory_that_was_just_made_is_lasting():
 
 
 @pytest.mark.parametrize("luck", LUCK)
-def test_file_that_is_put_is_the_old_one_or_the_new_one(luck):
+def test_put_is_atomic(luck):
     def work(disk):
         disk.put("log/old", b"new, and longer")
 
@@ -128,7 +128,7 @@ def test_file_that_is_put_is_the_old_one_or_the_new_one(luck):
 
 
 @pytest.mark.parametrize("luck", LUCK)
-def test_file_that_is_moved_has_one_of_its_names(luck):
+def test_move_is_atomic(luck):
     def work(disk):
         disk.move("log/old", "quarantine/there/moved")
 
@@ -143,7 +143,7 @@ def test_file_that_is_moved_has_one_of_its_names(luck):
 
 @pytest.mark.parametrize("luck", LUCK)
 @pytest.mark.parametrize("name", ["log/new", "made/just/new"])
-def test_name_of_a_file_that_was_created_stays(name, luck):
+def test_created_file_is_durable(name, luck):
     def create(disk: MemoryDisk) -> None:
         disk.create(name, 5)
 
@@ -155,7 +155,7 @@ def test_name_of_a_file_that_was_created_stays(name, luck):
 
 
 @pytest.mark.parametrize("luck", LUCK)
-def test_file_that_was_removed_cut_or_created_stays_so(luck):
+def test_removed_or_cut_file_is_durable(luck):
     works = {
         "removed": (lambda disk: disk.remove("log/old"), b""),
         "cut": (lambda disk: disk.truncate("log/old", 1), b"o"),
@@ -169,7 +169,7 @@ def test_file_that_was_removed_cut_or_created_stays_so(luck):
                 assert disk.read("log/old", 0, 9) == expected
 
 
-def test_name_that_a_killed_process_made_is_lasting_for_the_next():
+def test_name_of_a_killed_process_is_durable():
     disk = MemoryDisk()
     disk.put("log/f", b"old")
     disk.fail_after(4)  # open, write, fsync, rename; now its folder
@@ -189,7 +189,7 @@ def test_name_that_a_killed_process_made_is_lasting_for_the_next():
 
 
 @pytest.mark.parametrize("luck", LUCK)
-def test_name_that_a_killed_process_made_two_folders_down_is_lasting_for_the_next(luck):
+def test_nested_name_of_a_killed_process_is_durable(luck):
     """What is kept of a damaged log is."""
 
     def work(disk):
@@ -210,7 +210,7 @@ def test_name_that_a_killed_process_made_two_folders_down_is_lasting_for_the_nex
         assert disk.all_names() == seen, "somebody read them, and acted on it"
 
 
-def test_what_a_failed_fsync_did_not_keep_is_not_read_by_the_next_process():
+def test_bytes_of_a_failed_fsync_are_not_read():
     """Linux drops what it cannot write, shows it to readers, and says nothing when it is asked a second time."""
     found = set()
     for seed in range(20):
@@ -229,7 +229,7 @@ def test_what_a_failed_fsync_did_not_keep_is_not_read_by_the_next_process():
     assert {b"written", bytes(7)} <= found, "sometimes it was kept"
 
 
-def test_write_that_is_cut_short_goes_on():
+def test_short_write_is_continued():
     class Short(MemorySystem):
         def pwritev(self, fd, buffers, at):
             return super().pwritev(fd, [b"".join(buffers)[:3]], at)
@@ -241,7 +241,7 @@ def test_write_that_is_cut_short_goes_on():
     assert disk.read("f", 0, 99) == b"\0\0abcdefghij" and disk.read("g", 0, 99) == b"0123456789"
 
 
-def test_file_that_is_open_and_has_lost_its_name_is_known(tmp_path: Path):
+def test_is_lost_detects_unlinked_and_replaced_files(tmp_path: Path):
     disk = RealDisk(tmp_path)
     for name in ("gone", "exchanged", "kept"):
         disk.create(name, 8)
@@ -252,7 +252,7 @@ def test_file_that_is_open_and_has_lost_its_name_is_known(tmp_path: Path):
     assert [disk.is_lost(name) for name in ("gone", "exchanged", "kept", "never there")] == [True, True, False, False]
 
 
-def test_file_that_another_thread_of_ours_takes_away_is_not_lost(tmp_path: Path):
+def test_file_removed_by_our_thread_is_not_lost(tmp_path: Path):
     class Meanwhile(System):
         def is_named(self, fd, path):
             disk.remove("f")
@@ -263,7 +263,7 @@ def test_file_that_another_thread_of_ours_takes_away_is_not_lost(tmp_path: Path)
     assert not disk.is_lost("f")
 
 
-def test_system_in_memory_does_what_the_real_one_does(tmp_path: Path):
+def test_memory_system_equals_the_real_one(tmp_path: Path):
     rng = Random(1)
     disks = MemoryDisk(), RealDisk(tmp_path / "made" / "here")
     names = ["a", "log/b", "log/c", "x/y/d"]
@@ -293,7 +293,7 @@ def _outcome(disk: RealDisk, what: str, name: str, to: str, offset: int, data: b
     return failed, there, files
 
 
-def test_folder_that_is_not_ours_is_left_alone(tmp_path: Path):
+def test_foreign_folder_is_left_alone(tmp_path: Path):
     """The root of a mounted file system has a folder lost+found that only root may open."""
 
     class Guarded(System):
@@ -309,7 +309,7 @@ def test_folder_that_is_not_ours_is_left_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EINVAL, errno.EIO], ids=errno.errorcode.get)
-def test_folder_above_that_cannot_be_fsynced_is_no_fault_of_the_disk(tmp_path: Path, code: int):
+def test_unsyncable_parent_folder_is_accepted(tmp_path: Path, code: int):
     """It may be of another file system, which knows no fsync of folders."""
 
     class Above(System):
@@ -332,7 +332,7 @@ def test_folder_above_that_cannot_be_fsynced_is_no_fault_of_the_disk(tmp_path: P
         RealDisk(tmp_path / "data", system=Above()).put("f", b"data")
 
 
-def test_what_is_only_reserved_is_not_used(tmp_path: Path):
+def test_reserved_bytes_are_not_used(tmp_path: Path):
     for disk in (MemoryDisk(), RealDisk(tmp_path)):
         assert disk.used("nowhere") == 0
         disk.create("empty", 0)
@@ -344,7 +344,7 @@ def test_what_is_only_reserved_is_not_used(tmp_path: Path):
         assert 4 <= disk.used("reserved") <= 4096
 
 
-def test_file_system_that_cannot_tell_what_is_used_has_failed():
+def test_failed_seek_is_a_failed_disk():
     class Deaf(MemorySystem):
         def seek(self, fd, at, whence):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -356,7 +356,7 @@ def test_file_system_that_cannot_tell_what_is_used_has_failed():
 
 
 @pytest.mark.parametrize("call", ["put", "move", "remove"])
-def test_a_reader_in_the_midst_of_a_change_does_not_keep_the_old_file_open(call):
+def test_concurrent_reader_does_not_keep_the_old_file(call):
     """Or it is read for ever in place of the new one, and its room on the disk is not given back."""
 
     class Read(MemorySystem):
@@ -377,7 +377,7 @@ def test_a_reader_in_the_midst_of_a_change_does_not_keep_the_old_file_open(call)
 
 
 @pytest.mark.parametrize("call", ["move", "remove"])
-def test_file_is_not_called_lost_while_we_take_it_away(call):
+def test_file_being_removed_is_not_lost(call):
     lost = []
 
     class Asked(MemorySystem):
@@ -395,7 +395,7 @@ def test_file_is_not_called_lost_while_we_take_it_away(call):
     assert lost == [False]
 
 
-def test_no_more_files_stay_open_than_may(monkeypatch):
+def test_open_files_are_bounded(monkeypatch):
     monkeypatch.setattr(disk_module, "OPEN_FILES_MAX", 3)
     disk = MemoryDisk()
     for n in range(5):
@@ -412,13 +412,13 @@ def test_no_more_files_stay_open_than_may(monkeypatch):
 
 
 @pytest.mark.parametrize("root", ["here", "made/here"])
-def test_data_directory_may_be_of_the_working_directory(tmp_path: Path, monkeypatch, root):
+def test_relative_data_directory(tmp_path: Path, monkeypatch, root):
     monkeypatch.chdir(tmp_path)
     RealDisk(Path(root)).put("f", b"data")
     assert (tmp_path / root / "f").read_bytes() == b"data"
 
 
-def test_file_that_need_not_last_costs_no_fsync_and_lasts_with_the_next_one_beside_it():
+def test_create_without_fsync():
     disk = MemoryDisk()
     disk.put("log/other", b"")
     before = disk.calls
@@ -430,7 +430,7 @@ def test_file_that_need_not_last_costs_no_fsync_and_lasts_with_the_next_one_besi
     assert disk.has("log/f")
 
 
-def test_of_a_file_that_was_not_fsynced_nothing_stays_in_memory():
+def test_failed_fsync_drops_the_cached_file():
     dropped = []
 
     class Failing(MemorySystem):
@@ -449,7 +449,7 @@ def test_of_a_file_that_was_not_fsynced_nothing_stays_in_memory():
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_more_buffers_than_one_call_takes_are_written_all_the_same(monkeypatch, most):
+def test_write_splits_long_buffer_lists(monkeypatch, most):
     monkeypatch.setattr(disk_module, "_IOV_MAX", most)
     disk = MemoryDisk()
     disk.create("f", 0)
@@ -457,7 +457,7 @@ def test_more_buffers_than_one_call_takes_are_written_all_the_same(monkeypatch, 
     assert disk.read("f", 0, 99) == b"\0\0abcdefgh"
 
 
-def test_each_call_is_the_system_s(tmp_path: Path, monkeypatch):
+def test_system_calls_os_functions(tmp_path: Path, monkeypatch):
     called = []
     for name in ("fsync", "fdatasync", "posix_fadvise"):
         monkeypatch.setattr(os, name, lambda *args, name=name: called.append((name, *args)))
@@ -468,7 +468,7 @@ def test_each_call_is_the_system_s(tmp_path: Path, monkeypatch):
     assert called == [("fsync", 7), ("fdatasync", 8), ("posix_fadvise", 9, 100, 150, os.POSIX_FADV_DONTNEED)]
 
 
-def test_a_file_that_nobody_holds_is_closed(tmp_path: Path):
+def test_unused_file_is_closed(tmp_path: Path):
     disk = RealDisk(tmp_path)
     disk.create("f", 8)
     fd = disk._descriptors["f"].fd
@@ -478,14 +478,14 @@ def test_a_file_that_nobody_holds_is_closed(tmp_path: Path):
         os.fstat(fd)
 
 
-def test_files_may_be_read_by_others_and_a_folder_is_no_file(tmp_path: Path):
+def test_file_mode_and_folders(tmp_path: Path):
     disk = RealDisk(tmp_path)
     disk.put("log/f", b"data")
     assert stat.S_IMODE((tmp_path / "log" / "f").stat().st_mode) == 0o644
     assert not disk.has("log") and disk.size("log") == 0 and not disk.has("log/f/g") and disk.names("log/f") == []
 
 
-def test_both_folders_of_a_file_that_was_moved_are_fsynced():
+def test_move_fsyncs_both_folders():
     """Not every file system makes a rename lasting in both at once."""
     synced = []
 

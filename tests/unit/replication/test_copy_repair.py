@@ -76,7 +76,7 @@ def test_whole_log_needs_no_repair():
 
 
 @pytest.mark.parametrize("is_master", [True, False])
-def test_damage_met_by_a_reader_is_repaired(is_master):
+def test_health_after_a_reader_met_damage(is_master):
     group = stored()
     broken, whole = (group.a, group.b) if is_master else (group.b, group.a)
     offset, role = met(broken, 1), broken.node.role
