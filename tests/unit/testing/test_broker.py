@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,6 +15,7 @@ import qmq
 from qmq.client.batch import Outcome
 from qmq.errors import InvalidMessage, NotServed, OutcomeUnknown, Overloaded
 from qmq.testing import BlockingBroker, Broker
+from tests.support.waiting import until_async
 
 APP = {"app": "test"}
 
@@ -47,20 +49,9 @@ async def listening(broker, handler, *, subject="s", group="g", consumer_id=None
         await task
 
 
-def run(test):
-    """Make a plain function of a coroutine function, so that no plugin is needed here."""
-
-    def plain(broker):
-        asyncio.run(test(broker))
-
-    plain.__name__ = test.__name__
-    return plain
-
-
 # Stored messages.
 
 
-@run
 async def test_messages_are_stored_with_all_that_they_carry(broker):
     async with producing(broker) as producer:
         receipt = await producer.send(message(1, tags={"a", "b"}, id="own", order_key="k"))
@@ -73,7 +64,6 @@ async def test_messages_are_stored_with_all_that_they_carry(broker):
     assert broker.messages("unknown") == []
 
 
-@run
 async def test_old_messages_are_still_returned(broker):
     async with producing(broker) as producer:
         receipts = await producer.send_many(
@@ -83,14 +73,12 @@ async def test_old_messages_are_still_returned(broker):
     assert numbers(broker.messages("s")) == list(range(14))
 
 
-@run
 async def test_each_broker_is_empty_in_the_beginning(broker):
     async with Broker(group="mine") as another, producing(another) as producer:
         assert (await producer.send(message(1))).broker_group == "mine"
         assert (broker.messages("s"), numbers(another.messages("s"))) == ([], [1])
 
 
-@run
 async def test_repeated_batch_is_stored_once(broker):
     async with producing(broker) as producer:
         for n in range(20):
@@ -104,7 +92,6 @@ async def test_repeated_batch_is_stored_once(broker):
 # Consuming.
 
 
-@run
 async def test_tags_filter_messages(broker):
     seen = []
 
@@ -119,7 +106,30 @@ async def test_tags_filter_messages(broker):
     assert seen == [1, 4]
 
 
-@run
+async def test_broadcast_consumers_filter_and_retry_alone(broker):
+    seen = {name: Counter() for name in ("any", "all", "failing")}
+
+    def handler(name):
+        async def handle(message):
+            seen[name][message["n"]] += 1
+            if name == "failing" and message.times == 1:
+                raise ValueError("again")
+
+        return handle
+
+    async with (
+        producing(broker) as producer,
+        listening(broker, handler("any"), group="", tags=["red", "green"]),
+        listening(broker, handler("all"), group="", tags=["red", "blue"], tag_mode="all"),
+        listening(broker, handler("failing"), group="", consumer_id="c"),
+    ):
+        tags = ["red"], ["red", "blue"], ["blue"], [], ["green", "red", "blue"]
+        await producer.send_many(message(n, tags=names) for n, names in enumerate(tags))
+        await broker.wait_until_consumed("s", "c")
+        await until_async(lambda: len(seen["any"]) == 3 and len(seen["all"]) == 2)
+    assert seen == {"any": Counter("014"), "all": Counter("14"), "failing": Counter("0123401234")}
+
+
 async def test_order_key_waits_for_a_retry(broker):
     seen = []
 
@@ -138,7 +148,6 @@ async def test_order_key_waits_for_a_retry(broker):
     assert [n for key, n in seen if key == "a"] == [1, 1, 2]
 
 
-@run
 async def test_delays_are_skipped_as_far_as_needed(broker):
     seen = []
 
@@ -159,7 +168,6 @@ async def test_delays_are_skipped_as_far_as_needed(broker):
     assert seen == [1, 2, 3]
 
 
-@run
 async def test_ended_wait_does_not_advance_the_clock(broker):
     gate, times = asyncio.Event(), []
 
@@ -178,7 +186,6 @@ async def test_ended_wait_does_not_advance_the_clock(broker):
     assert times == [1]
 
 
-@run
 async def test_retry_subject_counts_as_unsettled(broker):
     seen, release = [], asyncio.Event()
 
@@ -227,7 +234,6 @@ def test_vanished_consumer_loses_its_messages(broker):
         other.run(vanishing.__aexit__(None, None, None))
 
 
-@run
 async def test_progress_outlives_a_change_of_masters(broker):
     seen, events = [], []
 
@@ -250,7 +256,6 @@ async def test_progress_outlives_a_change_of_masters(broker):
 # Planted faults.
 
 
-@run
 async def test_readonly_applies_to_its_subject(broker):
     async with producing(broker, timeout_s=3.0) as producer:
         broker.readonly("s")
@@ -262,7 +267,6 @@ async def test_readonly_applies_to_its_subject(broker):
         assert (await producer.send(message(4))).is_stored
 
 
-@run
 async def test_refusal_follows_its_class(broker):
     async with producing(broker) as producer:
         broker.refuse_next(InvalidMessage("too green"))
@@ -277,7 +281,6 @@ async def test_refusal_follows_its_class(broker):
 # Timeouts.
 
 
-@run
 async def test_timeout_reports_the_progress(broker):
     release = asyncio.Event()
 
@@ -300,7 +303,6 @@ async def test_timeout_reports_the_progress(broker):
             release.set()
 
 
-@run
 async def test_time_does_not_go_back(broker):
     with pytest.raises(qmq.InvalidRequest):
         broker.advance(-1)

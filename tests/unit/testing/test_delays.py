@@ -14,14 +14,6 @@ from qmq import DelayOutcome, Message
 DAY_S = 86_400.0
 
 
-def run(test):
-    async def bounded():
-        async with asyncio.timeout(30):
-            await test
-
-    asyncio.run(bounded())
-
-
 @pytest.fixture
 def broker(qmq_broker):
     return qmq_broker
