@@ -43,7 +43,7 @@ def history(terms: dict) -> list[object]:
     seen: list[object] = []
 
     def note(*got: list[Got]) -> None:
-        progress = group.a.log.state.groups[KEY]
+        progress = group.progress
         consumers = {name: (one.next_pull, list(one.unacked)) for name, one in progress.consumers.items()}
         seen.append((got, progress.position, list(progress.requeued), consumers))
 
@@ -79,7 +79,7 @@ def test_all_that_was_delivered_too_often_dies_at_once_and_the_rest_is_delivered
     more(group, PAY, first=5)
     assert consumer.sequences() == [5]
     assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 3
-    progress = group.a.log.state.groups[KEY]
+    progress = group.progress
     assert not progress.requeued and sum(one.count for one in progress.consumers["c1"].unacked) == 2
 
 
@@ -104,7 +104,7 @@ def test_frames_of_a_range_that_came_back_are_read_together_and_no_more_are_list
     assert len(consumer.sequences()) == 20
     consumer.leave()
     group.swap(2)  # the new master has no labels
-    assert len(group.a.log.state.groups[KEY].requeued) == 1
+    assert len(group.progress.requeued) == 1
     monkeypatch.setattr(filtered_scan, "LOOKS_AHEAD", ahead)
     monkeypatch.setattr(filtered_scan, "READ_FRAMES", frames)
     listed, frames_of, found = [], filtered_scan.frames_of, readings_of(group)
@@ -184,10 +184,10 @@ def test_unreplicated_messages_are_not_passed_over(monkeypatch):
     group.cut()
     consumer.ask(timeout_ms=60_000)
     group.a.host.settle()
-    assert group.a.log.state.next_sequence["s"] == 3 and group.a.log.state.groups[KEY].position == 1
+    assert group.a.log.state.next_sequence["s"] == 3 and group.progress.position == 1
     group.connect()
     group.settle()
-    assert group.a.log.state.groups[KEY].position == 3
+    assert group.progress.position == 3
 
 
 def test_unwritten_scan_position_is_kept_per_rule():
@@ -232,14 +232,14 @@ def test_that_nothing_matched_is_written_down_a_second_after_the_first_of_it_how
         group.a.wait(300)
         more(group, PAY, first=number)
     group.wait(99)
-    assert group.a.log.state.groups[KEY].position == 0
+    assert group.progress.position == 0
     group.wait(1)
-    assert group.a.log.state.groups[KEY].position == 4
+    assert group.progress.position == 4
     more(group, PAY, first=4)
     group.wait(999)
-    assert group.a.log.state.groups[KEY].position == 4, "the time of what comes later begins anew"
+    assert group.progress.position == 4, "the time of what comes later begins anew"
     group.wait(1)
-    assert group.a.log.state.groups[KEY].position == 5
+    assert group.progress.position == 5
 
 
 @pytest.mark.parametrize(("count", "position"), [(3, 0), (4, 4)])
@@ -248,7 +248,7 @@ def test_so_many_that_do_not_match_are_written_down_at_once(monkeypatch, count, 
     group = stored(*[PAY] * count)
     Consumer(group, "c1", tags=["cancel"]).ask(timeout_ms=60_000)
     group.settle()
-    assert group.a.log.state.groups[KEY].position == position
+    assert group.progress.position == position
 
 
 @pytest.mark.parametrize("count", [0, 1], ids=["nothing new", "something new"])
@@ -263,7 +263,7 @@ def test_requeued_mismatch_is_settled_at_once(count):
     second = Consumer(group, "c2", tags=["cancel"])
     second.ask(timeout_ms=60_000)
     group.settle()
-    progress = group.a.log.state.groups[KEY]
+    progress = group.progress
     assert (progress.position, progress.requeued.messages) == (1 + count, 0)
     assert progress.consumers.get("c2", Progress()).unacked == []
 
@@ -283,7 +283,7 @@ def test_where_retention_took_all_that_came_back_and_all_that_is_new_nothing_is_
     more(group, PAY, PAY, first=2)
     group.a.log.state.kept.start = group.a.log.end
     assert consumer.sequences() == []
-    progress = group.a.log.state.groups[KEY]
+    progress = group.progress
     assert (progress.position, progress.requeued.messages) == (4, 0) and group.a.master.skipped == {KEY: 4}
 
 
@@ -448,8 +448,8 @@ def test_at_the_bound_of_deferred_messages_nothing_behind_is_looked_at(monkeypat
     group = stored(A, A, A, A, B)
     consumer = Consumer(group, "c1")
     assert consumer.sequences() == [0]
-    assert group.a.log.state.groups[KEY].position == 1 + deferred
-    assert group.a.log.state.groups[KEY].requeued.messages == deferred
+    assert group.progress.position == 1 + deferred
+    assert group.progress.requeued.messages == deferred
 
 
 def test_a_pull_that_has_enough_leaves_the_next_message_of_a_free_key_to_another():

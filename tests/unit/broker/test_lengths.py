@@ -19,7 +19,7 @@ LIMIT = OperatorLimits("s", OF_SUBJECT, bytes_max=5_000)
 
 
 def obvious(group: Group) -> int:
-    log, state = group.a.log, group.a.log.state.groups[KEY]
+    log, state = group.a.log, group.progress
     refs, size = log.frames("s", state.position, 1_000_000), 0
     for ref in refs:
         size += ref.length - ref.length * max(state.position - ref.begin, 0) // (ref.end - ref.begin)
@@ -32,7 +32,7 @@ def obvious(group: Group) -> int:
 
 def returned(group: Group, client: Client, first: int, end: int) -> None:
     """Requeue these of the consumer's messages, for later."""
-    begin = group.a.log.state.groups[KEY].consumers["c"].next_pull - group.a.log.state.groups[KEY].position
+    begin = group.progress.consumers["c"].next_pull - group.progress.position
     client.done(client.nack(begin + first, begin + end, delay_ms=3_600_000))
 
 
@@ -49,14 +49,14 @@ def test_the_count_is_that_of_all_frames_from_the_groups_position_on(seed, monke
             case "pull":
                 client.take(most=rng.randint(1, 9))
             case "nack":
-                consumer = group.a.log.state.groups[KEY].consumers.get("c")
+                consumer = group.progress.consumers.get("c")
                 if consumer is not None and consumer.unacked:
                     begin = consumer.unacked[0].pull
                     client.nack(begin, begin + 1, delay_ms=3_600_000)
             case "look":
-                assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == obvious(group), f"seed {seed}"
+                assert counts.waiting(KEY, group.progress) == obvious(group), f"seed {seed}"
         group.settle()
-    assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == obvious(group), f"seed {seed}"
+    assert counts.waiting(KEY, group.progress) == obvious(group), f"seed {seed}"
 
 
 def test_uncounted_frames_count_zero():
@@ -82,14 +82,14 @@ def test_a_long_backlog_is_counted_in_pieces_and_never_too_high(monkeypatch):
     counts, seen = Lengths(group.a.log), []
     for _ in range(5):
         counts.new_tick()
-        seen.append(counts.waiting(KEY, group.a.log.state.groups[KEY]))
+        seen.append(counts.waiting(KEY, group.progress))
     assert seen == sorted(seen) and len(set(seen)) == 4 and seen[-1] == obvious(group)
     assert len(client.take(most=30)) == 30
     counts.new_tick()
-    assert counts.waiting(KEY, group.a.log.state.groups[KEY]) <= obvious(group)
+    assert counts.waiting(KEY, group.progress) <= obvious(group)
     for _ in range(3):
         counts.new_tick()
-        counted = counts.waiting(KEY, group.a.log.state.groups[KEY])
+        counted = counts.waiting(KEY, group.progress)
     assert counted == obvious(group)
 
 
@@ -120,7 +120,7 @@ def test_of_too_many_bytes_the_oldest_messages_are_given_up_and_counted():
     left = client.take(most=100)
     assert left == [f"m{n}" for n in range(20 - len(left), 20)] and len(left) == 6
     assert group.a.master.overflowed == {KEY: 14} and not group.a.master.expired
-    assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY]
+    assert group.progress == group.b.log.state.groups[KEY]
 
 
 def test_deleted_frames_do_not_count():
@@ -148,11 +148,11 @@ def test_requeued_messages_count_as_their_own_frames_do_and_not_as_the_first_of_
     assert len(client.take(most=100)) == 31
     returned(group, client, 0, 31)
     counts = Lengths(group.a.log)
-    assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == obvious(group) < 10_000
+    assert counts.waiting(KEY, group.progress) == obvious(group) < 10_000
     whole = LIMIT._replace(bytes_max=obvious(group), drops_oldest=True)
     group.a.assign(Role.MASTER, limits=(whole,))
     group.wait(1_000)
-    assert not group.a.master.overflowed and group.a.log.state.groups[KEY].requeued.messages == 31
+    assert not group.a.master.overflowed and group.progress.requeued.messages == 31
 
 
 def test_requeued_messages_of_many_ranges_are_counted_in_part_and_never_too_high(monkeypatch):
@@ -164,7 +164,7 @@ def test_requeued_messages_of_many_ranges_are_counted_in_part_and_never_too_high
         returned(group, client, n, n + 1)
     counts = Lengths(group.a.log)
     refs = group.a.log.frames("s", 0, 20)
-    assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == sum(refs[n].length for n in (0, 2, 4))
+    assert counts.waiting(KEY, group.progress) == sum(refs[n].length for n in (0, 2, 4))
 
 
 def test_requeued_messages_that_retention_took_do_not_count_and_hide_none(monkeypatch):
@@ -304,7 +304,7 @@ def test_counted_frames_are_not_counted_again(monkeypatch):
     monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
     group, _ = started()
     produced(group, *[100] * 15)
-    counts, state = Lengths(group.a.log), group.a.log.state.groups[KEY]
+    counts, state = Lengths(group.a.log), group.progress
     counts.waiting(KEY, state)
     counts.new_tick()
     state.position = 1
@@ -316,7 +316,7 @@ def test_counted_frames_are_not_counted_again(monkeypatch):
 def test_a_group_that_is_moved_is_counted_from_where_it_stands(positions):
     group, _ = started()
     produced(group, 10, 20, 30, 40, 50, 60)
-    counts, state = Lengths(group.a.log), group.a.log.state.groups[KEY]
+    counts, state = Lengths(group.a.log), group.progress
     for position in positions:
         state.position = position
         assert counts.waiting(KEY, state) == obvious(group)
@@ -327,7 +327,7 @@ def test_requeued_messages_are_summed_once_until_others_wait_or_retention_took_s
     produced(group, 10, 200, 400)
     client.take(most=100)
     returned(group, client, 0, 1)
-    counts, state = Lengths(group.a.log), group.a.log.state.groups[KEY]
+    counts, state = Lengths(group.a.log), group.progress
     assert counts.waiting(KEY, state) == obvious(group)
     left = counts._walk_left
     assert counts.waiting(KEY, state) == obvious(group) and counts._walk_left == left

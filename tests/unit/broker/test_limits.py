@@ -64,7 +64,7 @@ def test_expired_messages_are_settled_and_counted():
     group.settle()
     assert client.take() == ["m2"]
     assert group.a.master.expired == {KEY: 2}
-    assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY], "the slave folds the same"
+    assert group.progress == group.b.log.state.groups[KEY], "the slave folds the same"
 
 
 def test_a_new_master_limits_the_groups_that_are_in_its_log():
@@ -117,17 +117,17 @@ def test_a_group_without_consumers_keeps_nothing_that_has_expired():
     client.lost()
     group.settle()
     hours_pass(group)
-    assert group.a.log.state.groups[KEY].position == 1
+    assert group.progress.position == 1
 
 
 def test_requeued_messages_expire_unacked_ones_do_not():
     group, client = started(HOUR)
     client.store("m0", "m1", "m2")
     assert client.take(most=3) == ["m0", "m1", "m2"]
-    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    begin = group.progress.consumers["c"].unacked[0].pull
     client.done(client.nack(begin, begin + 2, delay_ms=80_000_000))
     hours_pass(group)
-    state = group.a.log.state.groups[KEY]
+    state = group.progress
     assert not state.requeued and state.consumers["c"].unacked_messages == 1 and group.a.master.expired == {KEY: 2}
 
 
@@ -153,7 +153,7 @@ def test_expired_messages_become_dead_letters_if_set():
     fates = [(one.id, one.properties["qmq_deadReason"], one.properties["qmq_times"]) for one in dead_letters(group)]
     assert fates == [("m0", "expired", "0"), ("m1", "expired", "0")], "no consumer ever had them"
     assert client.take() == [] and group.a.master.expired == {KEY: 2}
-    assert not group.a.log.state.groups[KEY].consumers[subject_limits.PRUNER].unacked
+    assert not group.progress.consumers[subject_limits.PRUNER].unacked
 
 
 def test_a_broadcast_that_stays_away_is_forgotten_though_its_messages_expire_into_dead_letters():
@@ -179,11 +179,11 @@ def test_broadcast_with_expired_messages_is_not_forgotten():
     host.leave()
     host.store("m")
     host.store("o", subject="other")
-    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    group.a.host.holds_reads = True
     for _ in range(2):
         hours_pass(group)
     assert ("s", "b") in group.a.log.state.groups
-    group.a.host.do_read = read
+    group.a.host.holds_reads = False
     group.settle()
     assert group.a.log.state.next_sequence[dead_letter_subject("s", "b")] == 1
     hours_pass(group)
@@ -195,7 +195,7 @@ def test_dead_letters_of_many_expired_messages_are_made_in_bounded_pieces(monkey
     group, client = started(HOUR._replace(expired_die=True))
     client.store(*(f"m{n}" for n in range(10)))
     hours_pass(group)
-    held = group.a.log.state.groups[KEY]
+    held = group.progress
     assert held.position <= 3
     for _ in range(6):
         group.hear_clocks()
@@ -211,7 +211,7 @@ def test_an_expired_message_frees_its_order_key():
     group.client().produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels))
     group.settle()
     assert client.take() == ["m0"]
-    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    begin = group.progress.consumers["c"].unacked[0].pull
     client.done(client.nack(begin, begin + 1, delay_ms=80_000_000))
     assert client.take() == []
     hours_pass(group)
@@ -237,7 +237,7 @@ def test_expired_message_behind_unacked_one_frees_its_key():
     assert group.a.master.expired == {KEY: 2}
     produce_keyed(group, "m3")
     assert client.take() == []
-    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    begin = group.progress.consumers["c"].unacked[0].pull
     client.done(client.ack(begin, begin + 1))
     assert client.take() == ["m3"]
 
@@ -256,7 +256,7 @@ def test_message_back_from_the_pruner_waits_for_its_key():
     produce_keyed(group, "m2", "m3")
     group.cut()
     hours_pass(group)
-    state = group.a.log.state.groups[KEY]
+    state = group.progress
     assert state.consumers[subject_limits.PRUNER].unacked_messages == 2
     group.a.assign(Role.MASTER, 2)
     for _ in range(5):
@@ -292,7 +292,7 @@ def test_expiry_found_by_a_consumer_is_counted():
     frames = decode_frames(log.stored.read_bytes(0, log.end), 0, NO_CHAIN)
     (said,) = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.ACK]
     assert [settled for _, _, settled in said.entries] == [EXPIRED], "the audit knows it from what was handled"
-    assert group.a.log.state.groups[KEY].consumers["c"].unacked_messages == 1
+    assert group.progress.consumers["c"].unacked_messages == 1
 
 
 def test_expiry_found_by_a_consumer_needs_no_slave():
@@ -301,7 +301,7 @@ def test_expiry_found_by_a_consumer_needs_no_slave():
     assert client.take() == ["m0"]
     group.cut()
     assert client.code(expire(group, client)) == ErrorCode.SUCCESS
-    assert not group.a.log.state.groups[KEY].consumers["c"].unacked_messages
+    assert not group.progress.consumers["c"].unacked_messages
 
 
 def test_expiry_found_by_a_consumer_becomes_a_dead_letter():
@@ -442,14 +442,14 @@ def test_of_too_many_the_oldest_are_given_up_for_each_group_by_itself_and_counte
     group, client = started(TEN._replace(drops_oldest=True))
     client.store(*(f"m{n}" for n in range(8)))
     assert len(client.take(most=3)) == 3
-    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    begin = group.progress.consumers["c"].unacked[0].pull
     client.nack(begin, begin + 2)
     group.subscribed("e", group="other").lost()
     client.store(*(f"m{n}" for n in range(8, 15)))
     group.wait(1_000)
     assert group.a.master.overflowed == {KEY: 2 + 2, ("s", "other"): 5}
     assert client.take() == [f"m{n}" for n in range(5, 15)]
-    assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY]
+    assert group.progress == group.b.log.state.groups[KEY]
     assert not group.a.master.expired
 
 
@@ -457,13 +457,13 @@ def test_a_message_that_waits_for_its_retry_is_not_given_up_when_many_others_wen
     group, client = started(TEN._replace(drops_oldest=True))
     client.store("m0")
     assert client.take() == ["m0"]
-    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    begin = group.progress.consumers["c"].unacked[0].pull
     client.nack(begin, begin + 1, delay_ms=60_000)
     for k in range(4):
         client.store(*(f"n{k}{n}" for n in range(5)))
         assert len(client.take()) == 5
     group.wait(1_000)
-    state = group.a.log.state.groups[KEY]
+    state = group.progress
     assert state.requeued.messages == 1 and not group.a.master.overflowed, "one of the ten that may wait does"
 
 
@@ -472,14 +472,14 @@ def test_requeued_ranges_overflow_before_new_messages(monkeypatch):
     group, client = started(TEN._replace(drops_oldest=True))
     client.store(*(f"m{n}" for n in range(8)))
     assert len(client.take(most=3)) == 3
-    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    begin = group.progress.consumers["c"].unacked[0].pull
     client.nack(begin, begin + 1)
     client.nack(begin + 2, begin + 3)
     client.store(*(f"m{n}" for n in range(8, 15)))
     seen = []
     for _ in range(3):
         group.wait(1_000)
-        seen.append((group.a.master.overflowed[KEY], group.a.log.state.groups[KEY].position))
+        seen.append((group.a.master.overflowed[KEY], group.progress.position))
     assert seen == [(1, 3), (4, 5), (4, 5)], "a second later it goes on"
 
 

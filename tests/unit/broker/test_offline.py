@@ -71,7 +71,7 @@ def test_offline_consumer_keeps_and_acks_its_messages():
     elsewhere = other.pull()
     group.settle()
     assert consumer.code(acked) == ErrorCode.SUCCESS and other.code(elsewhere) == ErrorCode.NO_MESSAGE
-    assert group.a.log.state.groups["s", "g"].consumers["c"].unacked_messages == 1
+    assert group.progress.consumers["c"].unacked_messages == 1
 
 
 def test_offline_consumer_waits_for_lost_messages_too():

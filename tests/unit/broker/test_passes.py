@@ -9,7 +9,6 @@ import pytest
 from qmq.broker import service_queue, serving
 from qmq.broker.service_queue import OWED_BYTES_MAX, PASS_BYTES, ServiceQueue
 from qmq.errors import ErrorCode
-from qmq.subjects import dead_letter_subject
 from tests.unit.broker.selecting import Sent, produce
 from tests.unit.broker.world import a_group
 
@@ -114,7 +113,7 @@ def test_overdue_pull_gets_no_message():
     overdue = late.pull(timeout_ms=50)
     group.a.host.clock_ms += 50
     client.store("m1")
-    assert late.code(overdue) == ErrorCode.NO_MESSAGE and group.a.log.state.groups["s", "g"].position == 1
+    assert late.code(overdue) == ErrorCode.NO_MESSAGE and group.progress.position == 1
 
 
 @pytest.mark.parametrize(("owed_bytes", "is_served"), [(OWED_BYTES_MAX - 1, True), (OWED_BYTES_MAX, False)])
@@ -207,18 +206,6 @@ def test_unserved_pulls_go_to_the_next_pass(looks, monkeypatch):
     assert looks == {"a": 1, "b": 1, "c": 1}
 
 
-def test_dead_letters_that_a_pass_has_no_time_for_are_the_next_ones(monkeypatch):
-    monkeypatch.setattr(service_queue, "COPIES_PER_PASS", 2)
-    group, client = a_group()
-    for number in range(5):
-        client.produce(f"m{number}")
-    (one,) = consumers(group, 1)
-    one.take()
-    number = one.first
-    one.done(one.nack(number, number + 5, dead=True))
-    assert group.a.log.state.next_sequence[dead_letter_subject("s", "g")] == 5
-
-
 def test_a_message_with_an_order_key_is_looked_for_once_too(looks):
     group, client = a_group()
     produce(client, [Sent(key="k")], first=0)
@@ -239,7 +226,7 @@ def test_connection_that_takes_nothing_more_is_served_when_it_does():
     waiting = [one.pull(most=1, timeout_ms=60_000) for _ in range(2)]
     one.link.writable = False
     client.store("m0", "m1")
-    assert not any(map(one.answered, waiting)) and not group.a.log.state.groups["s", "g"].consumers
+    assert not any(map(one.answered, waiting)) and not group.progress.consumers
     one.link.writable = True
     group.a.node.writable_again(one.link)
     group.settle()
@@ -255,7 +242,7 @@ def test_connection_that_was_owed_too_much_is_served_when_an_answer_has_left():
     second = one.pull(timeout_ms=60_000)
     client.produce("m1")
     group.a.host.turn()
-    assert group.a.log.state.groups["s", "g"].position == 1
+    assert group.progress.position == 1
     group.settle()
     assert [one.pulled(opaque)[0][2] for opaque in (first, second)] == ["m0", "m1"]
 
@@ -281,7 +268,7 @@ def test_delivery_costs_its_bytes_and_overhead(monkeypatch):
     group.a.node.writable_again(one.link)
     for position in (1, 2, 3):
         group.a.host.turn()
-        assert group.a.log.state.groups["s", "g"].position == position
+        assert group.progress.position == position
 
 
 def test_messages_leave_for_the_slave_together_with_the_pull_that_waits_for_them():

@@ -201,7 +201,7 @@ def test_late_ack_from_before_the_move_hits_nothing():
     assert consumer.take() == ["m0", "m1"]
     new = consumer.first
     assert new >= old + 2 and consumer.outcome(consumer.ack(old, old + 2)) == ErrorCode.SUCCESS
-    assert group.a.log.state.groups["s", "g"].consumers["c"].unacked_messages == 2
+    assert group.progress.consumers["c"].unacked_messages == 2
 
 
 def test_other_groups_and_subjects_are_not_touched():

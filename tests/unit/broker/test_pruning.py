@@ -174,13 +174,13 @@ def test_deleted_messages_do_not_wait(ranges, monkeypatch):
     group, client = segments_of_ten()
     if ranges:
         assert len(client.take()) == 10
-        begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+        begin = group.progress.consumers["c"].unacked[0].pull
         for number in range(ranges):
             end = begin + 10 // ranges
             client.nack(begin, end, delay_ms=60_000 + number)
             begin = end
         group.settle()
-        assert len(group.a.log.state.groups[KEY].requeued) == ranges
+        assert len(group.progress.requeued) == ranges
     while len(group.a.log.bases) > 2:
         group.a.drop_oldest_segment()
     first = group.a.log.frames("s", 0, 1)[0].begin
@@ -239,7 +239,7 @@ def test_a_limit_of_length_alone_that_refuses_gives_nothing_up():
     hours_pass(group)
     group.wait(1_000)
     assert not group.a.master.overflowed and not group.a.master.expired
-    assert group.a.log.state.groups[KEY].position == 0
+    assert group.progress.position == 0
 
 
 def test_where_nothing_is_given_up_nothing_is_written():
@@ -321,7 +321,7 @@ def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_oth
     group, client = started(HOUR._replace(expired_die=True))
     client.store(*(f"m{number}" for number in range(9)))
     assert len(client.take(most=4)) == 4
-    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    begin = group.progress.consumers["c"].unacked[0].pull
     client.nack(begin, begin + 1, delay_ms=80_000_000)
     client.nack(begin + 2, begin + 4, delay_ms=80_000_000)
     client.done(client.ack(begin + 1, begin + 2))
@@ -330,7 +330,7 @@ def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_oth
     hours_pass(group)
     group.hear_clocks()
     group.wait(1_000)
-    pruner = group.a.log.state.groups[KEY].consumers[PRUNER]
+    pruner = group.progress.consumers[PRUNER]
     assert [(one.first, one.count) for one in pruner.unacked] == [(0, 1), (2, 2), (4, 2)]
     ((key, ranges, *rest),) = buried
     assert (key, rest) == ((*KEY, PRUNER), ["expired", None])

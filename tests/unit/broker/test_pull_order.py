@@ -16,9 +16,9 @@ def held_back_reads() -> tuple[Group, Client, list[int]]:
     client.store("other", subject="other")
     client.join()
     pulls = [client.pull(most=1, timeout_ms=1_000) for _ in range(3)]
-    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    group.a.host.holds_reads = True
     group.settle()
-    group.a.host.do_read = read
+    group.a.host.holds_reads = False
     assert len(group.a.host.reads) == 3, "all three are read from disk"
     return group, client, pulls
 
@@ -35,11 +35,11 @@ def test_reads_that_overtake_each_other_do_not_reorder_answers(turns):
 
 def test_answer_from_memory_waits_for_an_earlier_one_from_disk():
     group, client, pulls = held_back_reads()
-    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    group.a.host.holds_reads = True
     later = client.pull(most=1, timeout_ms=1_000)
     client.store("m3")
     assert not client.answered(later), "its messages come after those that are still being read"
-    group.a.host.do_read = read
+    group.a.host.holds_reads = False
     group.settle()
     assert client.link.order[-4:] == [*pulls, later]
 

@@ -153,12 +153,12 @@ def test_master_is_ticked_often_while_a_message_is_read_to_become_a_dead_letter(
     group, client = a_group(tail_bytes=0)
     client.take()
     first = client.first
-    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    group.a.host.holds_reads = True
     client.nack(first, first + 1, dead=True)
     group.settle()
     settled(group)
     assert group.a.node.quiet_ms() == 0
-    group.a.host.do_read = read
+    group.a.host.holds_reads = False
     group.settle()
     settled(group)
     assert group.a.node.quiet_ms() == QUIET_MS

@@ -897,3 +897,31 @@ def test_restored_master_redelivers_from_the_slave_log(nacked):
         group.a.wait(SETTINGS.lease_ms // 10)
         client.done(client.heartbeat())
     assert client.ids(pulled) == ["m"]
+
+
+def test_acknowledged_frames_survive_a_replaced_copy():
+    group, client = a_group()
+    client.store("m0")
+    client.produce("m1")
+    client.produce("m2")  # in the same commit: its frame does not state yet that m1 is safe
+    group.settle()
+    client.store("m3")
+    offset, end = group.a.log.frames("s", 1, 1)[0].offset, group.a.log.end
+    group.a.disk.flip(f"log/{0:020d}.log", 8 * (offset + 100))
+    group.cut()
+    group.a.crash()
+    group.a.assign(Role.MASTER)
+    damage = group.a.log.damage
+    assert damage is not None and damage.begin == offset
+    group.a.node.repairs.plan(0, 0)
+    assert group.a.log.damage == damage and group.a.disk.names("quarantine") == []
+    group.a.node.repairs.apply(offset, group.b.log.stored.read(offset, end, end).data)
+    assert group.a.log.damage is None and group.a.log.end == end
+
+
+def test_read_of_a_cut_frame_is_no_damage():
+    group, client = a_group()
+    client.store("m0")
+    for offset in (group.a.log.end, group.a.log.end + 4096, 0):
+        group.a.node.found_damage(CorruptFrame(offset, "read at a bad moment"))
+    assert group.a.log.damage is None and group.a.master.readonly.reasons == []

@@ -200,19 +200,23 @@ def test_lease_ends_after_silence():
     assert not list(consumers.now.connected), "it subscribes again"
 
 
-@pytest.mark.parametrize("how", ["request", "heartbeat", "subscribe"])
-def test_any_packet_renews_the_lease(how):
+@pytest.mark.parametrize("packet", ["request", "heartbeat", "subscribe", "heartbeat of a replaced connection"])
+def test_any_packet_renews_the_lease(packet):
     consumers = Consumers()
-    one = consumers.joined()
-    if how == "request":
-        consumers.now.find(one.link, one.id, 6_000)
-    elif how == "heartbeat":
-        consumers.now.heartbeat(one.link, 6_000)
-    else:
-        consumers.joined(now_ms=6_000)
-    consumers.now.expired(16_000)
+    replaced, one = consumers.joined(), consumers.joined()
+    match packet:
+        case "request":
+            consumers.now.find(one.link, one.id, 6_000)
+        case "heartbeat":
+            consumers.now.heartbeat(one.link, 6_000)
+        case "subscribe":
+            consumers.joined(now_ms=6_000)
+        case _:
+            consumers.now.heartbeat(replaced.link, 6_000)
+    end_ms = 10_000 if "replaced" in packet else 16_000
+    consumers.now.expired(end_ms)
     assert consumers.alive
-    consumers.now.expired(16_001)
+    consumers.now.expired(end_ms + 1)
     assert not consumers.alive
 
 

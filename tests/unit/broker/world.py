@@ -23,7 +23,10 @@ from qmq.broker.subscriptions import LOOKS_IN_LEASE
 from qmq.codec import decode_envelope, encode_message, join_batch, split_batch
 from qmq.errors import ErrorCode, LogError, from_code
 from qmq.log import Commit, MessageLog
+from qmq.log.frame import Frame, FrameKind, decode_frames
+from qmq.log.group import Group as LogGroup
 from qmq.log.memory_disk import MemoryDisk
+from qmq.log.progress_frame import Progress, decode_progress
 from qmq.message import Message
 from qmq.rations import Ration
 from qmq.remoting import commands
@@ -92,6 +95,7 @@ class FakeHost:
         self.commits: deque[Commit] = deque()
         self.reads: deque = deque()
         self.hellos: list[bytes] = []
+        self.holds_reads = False
         self.performed = self.role_changes = 0
 
     def now_ms(self):
@@ -137,7 +141,7 @@ class FakeHost:
         return True
 
     def do_read(self) -> bool:
-        if not self.reads:
+        if self.holds_reads or not self.reads:
             return False
         job, done = self.reads.popleft()
         try:
@@ -339,6 +343,20 @@ class Client:
         self.settle()
         return self.ids(opaque) if self.link.answers.get(opaque, (1, b""))[0] == 0 else []
 
+    def acked(self, *ids: str) -> int:
+        """Ack messages of the last pull, settle, and return the acked end."""
+        numbers = [self.number(id) for id in ids]
+        return commands.decode_acked(memoryview(self.done(self.ack_ranges(*[(n, n + 1) for n in numbers]))))
+
+    def nacked(self, *ids: str, **terms) -> None:
+        """Nack messages of the last pull, with the `terms` of `nack`, and settle."""
+        for number in [self.number(id) for id in ids]:
+            self.done(self.nack(number, number + 1, **terms))
+
+    def number(self, id: str) -> int:
+        """Return the pull sequence of a message of the last pull."""
+        return {id: number for number, _, id in self.pulled(self.last_pull)}[id]
+
     @property
     def first(self) -> int:
         """Pull sequence of the first message that the last `pull` or `take` delivered."""
@@ -423,6 +441,16 @@ class Group:
     def client(self, name: str = "client") -> Client:
         """Return a connection to `a`."""
         return Client(self.a, name, self.settle)
+
+    @property
+    def progress(self) -> LogGroup:
+        """Progress of the consumer group g on subject s."""
+        return self.a.log.state.groups["s", "g"]
+
+    def frames(self, *kinds: FrameKind) -> list[tuple[Frame, Progress]]:
+        """Return the progress frames of these kinds in the log of `a`."""
+        found = decode_frames(self.a.log.stored.read_bytes(self.a.log.start, self.a.log.end), self.a.log.start, None)
+        return [(frame, decode_progress(body)) for frame, body in found if frame.kind in kinds]
 
     def wait(self, ms: int, times: int = 1) -> None:
         """Let time pass at `a`, and settle."""
