@@ -21,7 +21,7 @@ def _names(rows):
 
 
 @pytest.mark.parametrize("row", LOG, ids=_names(LOG))
-def test_a_frame_is_encoded_to_these_bytes(row):
+def test_frame_encodes_to_golden_bytes(row):
     body = bytes.fromhex(row["body"])
     head, frame = encode_header(
         kind=FrameKind(row["kind"]),
@@ -49,7 +49,7 @@ def _crc(row):
 
 
 @pytest.mark.parametrize("row", LOG, ids=_names(LOG))
-def test_these_bytes_decode_to_this_meaning(row):
+def test_golden_bytes_decode(row):
     [(frame, body)] = decode_frames(bytes.fromhex(row["bytes"]), row["offset"], row["previous_chain"])
     meaning = {name: row[name] for name in row if hasattr(frame, name)}
     assert {name: getattr(frame, name) for name in meaning} == meaning
@@ -58,7 +58,7 @@ def test_these_bytes_decode_to_this_meaning(row):
     assert body.hex() == row["body"]
 
 
-def test_the_frames_form_one_log():
+def test_golden_frames_form_one_log():
     data = b"".join(bytes.fromhex(row["bytes"]) for row in LOG)
     frames = [frame for frame, _ in decode_frames(data, LOG[0]["offset"], LOG[0]["previous_chain"])]
     assert [frame.chain for frame in frames] == [row["chain"] for row in LOG]
@@ -66,7 +66,7 @@ def test_the_frames_form_one_log():
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=_names(REFUSED))
-def test_these_bytes_are_refused(row):
+def test_wrong_bytes_are_refused(row):
     with pytest.raises(CorruptFrame, match=row["reason"]) as refusal:
         list(decode_frames(bytes.fromhex(row["bytes"]), row["offset"], row["previous_chain"]))
     assert refusal.value.offset == row["offset"]

@@ -16,7 +16,7 @@ LABELS, MESSAGES = (json.loads((FOLDER / f"{name}.json").read_text()) for name i
 
 
 @pytest.mark.parametrize("row", LABELS, ids=[row["name"] for row in LABELS])
-def test_a_batch_has_these_labels_behind_it(row):
+def test_batch_has_golden_labels(row):
     labels = [label_of(message["tags"], message["order_key"]) for message in row["messages"]]
     assert [f"{label:016x}" for label in labels] == [message["label"] for message in row["messages"]]
     assert encode_labels(labels).hex() == row["bytes"]
@@ -25,7 +25,7 @@ def test_a_batch_has_these_labels_behind_it(row):
 
 
 @pytest.mark.parametrize("row", MESSAGES, ids=[row["name"] for row in MESSAGES])
-def test_an_order_key_travels_in_these_bytes(row):
+def test_order_key_has_golden_bytes(row):
     message = Message(
         row["subject"], row["properties"], id=row["id"], order_key=row["order_key"], retries_max=row["retries_max"]
     )

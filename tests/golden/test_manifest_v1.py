@@ -13,12 +13,12 @@ GOLDEN = json.loads((Path(__file__).parent / "manifest_v1" / "lists.json").read_
 
 
 @pytest.mark.parametrize("row", GOLDEN["lists"], ids=[row["name"] for row in GOLDEN["lists"]])
-def test_a_list_is_these_bytes(row):
+def test_manifest_has_golden_bytes(row):
     assert encode_manifest(row["segments"]).decode() == row["bytes"]
     assert decode_manifest(row["bytes"].encode()) == row["segments"]
 
 
 @pytest.mark.parametrize("row", GOLDEN["refused"], ids=[row["name"] for row in GOLDEN["refused"]])
-def test_these_bytes_are_no_list(row):
+def test_malformed_manifest_is_refused(row):
     with pytest.raises(ValueError):
         decode_manifest(row["bytes"].encode())

@@ -31,13 +31,13 @@ def _names(rows):
 
 
 @pytest.mark.parametrize("row", MESSAGES, ids=_names(MESSAGES))
-def test_a_message_is_encoded_to_these_bytes(row):
+def test_message_encodes_to_golden_bytes(row):
     message = Message(row["subject"], row["properties"], tags=row["tags"], id=row["id"])
     assert encode_message(message, row["moment_ms"]).hex() == row["bytes"]
 
 
 @pytest.mark.parametrize("row", MESSAGES + FOREIGN, ids=_names(MESSAGES + FOREIGN))
-def test_these_bytes_decode_to_this_meaning(row):
+def test_golden_bytes_decode(row):
     message = decode_message(bytes.fromhex(row["bytes"]))
     assert (message.subject, message.id, message.created_ms) == (row["subject"], row["id"], row["created_ms"])
     assert dict(message.properties) == row["properties"]
@@ -46,19 +46,19 @@ def test_these_bytes_decode_to_this_meaning(row):
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=_names(REFUSED))
-def test_these_bytes_are_no_message(row):
+def test_malformed_message_is_refused(row):
     with pytest.raises(InvalidMessage):
         decode_message(bytes.fromhex(row["bytes"]))
 
 
 @pytest.mark.parametrize("row", VALUES, ids=lambda row: repr(row["value"]))
-def test_a_value_travels_in_this_spelling(row):
+def test_value_has_golden_spelling(row):
     data = encode_message(Message("s", {"value": row["value"]}, id="1"), 0)
     assert decode_properties(data, decode_envelope(data).body_begin) == {"value": row["text"]}
 
 
 @pytest.mark.parametrize("row", BATCHES, ids=_names(BATCHES))
-def test_a_batch_has_these_bytes(row):
+def test_batch_has_golden_bytes(row):
     messages = [bytes.fromhex(message) for message in row["messages"]]
     body = join_batch(messages)
     assert body.hex() == row["bytes"]

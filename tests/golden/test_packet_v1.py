@@ -96,13 +96,13 @@ IDS = [f"{position} {kind}" for position, (kind, _) in enumerate(ROWS)]
 
 
 @pytest.mark.parametrize("kind, row", ROWS, ids=IDS)
-def test_this_meaning_is_encoded_to_these_bytes(kind, row):
+def test_meaning_encodes_to_golden_bytes(kind, row):
     body = ENCODE[kind](row["meaning"])
     assert (packet_header(**row["packet"], body_bytes=len(body)) + body).hex() == row["bytes"]
 
 
 @pytest.mark.parametrize("kind, row", ROWS, ids=IDS)
-def test_these_bytes_decode_to_this_meaning(kind, row):
+def test_golden_bytes_decode(kind, row):
     packet = read_packet(bytes.fromhex(row["bytes"]))
     assert {name: getattr(packet, name) for name in row["packet"]} == row["packet"]
     if kind == "error":
@@ -112,12 +112,12 @@ def test_these_bytes_decode_to_this_meaning(kind, row):
 
 
 @pytest.mark.parametrize("row", REQUESTS, ids=[row["command"] for row in REQUESTS])
-def test_a_command_has_this_code(row):
+def test_command_codes(row):
     assert Command[row["command"]] == row["packet"]["code"]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=[row["name"] for row in REFUSED])
-def test_these_bytes_end_the_connection(row):
+def test_wrong_bytes_end_the_connection(row):
     reader = PacketReader(row["packet_bytes_max"])
     data = bytes.fromhex(row["bytes"])
     reader.buffer()[: len(data)] = data

@@ -49,12 +49,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("meaning, text", ROWS)
-def test_these_bytes_have_this_meaning(meaning, text):
+def test_progress_has_golden_bytes(meaning, text):
     assert encode_progress(meaning.group, meaning.consumer, meaning.entries).hex() == text
     assert decode_progress(bytes.fromhex(text)) == meaning
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_these_bytes_have_none(text):
+def test_malformed_progress_is_refused(text):
     with pytest.raises(ValueError, match="body of a progress frame"):
         decode_progress(bytes.fromhex(text))

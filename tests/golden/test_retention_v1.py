@@ -22,7 +22,7 @@ def _decision(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
-def test_a_decision_is_encoded_to_these_bytes_and_back(row):
+def test_retention_decision_has_golden_bytes(row):
     body = encode_retention(_decision(row))
     assert body.hex() == row["body"] and decode_retention(body) == _decision(row)
     head, frame = encode_header(
@@ -45,7 +45,7 @@ def test_a_decision_is_encoded_to_these_bytes_and_back(row):
     assert (head + body).hex() == row["bytes"] and (frame.kind, frame.chain) == (row["kind"], row["chain"])
 
 
-def test_what_they_say_together():
+def test_golden_retention_frames_accumulate():
     state = State(end=ROWS[0]["offset"])
     for row in ROWS:
         [(frame, body)] = decode_frames(bytes.fromhex(row["bytes"]), row["offset"], row["previous_chain"])

@@ -40,7 +40,7 @@ def snapshot(version: int) -> bytes:
     return zlib.crc32(packed).to_bytes(4, "little") + packed
 
 
-def test_a_snapshot_of_version_3_is_read():
+def test_snapshot_of_version_3_is_read():
     state = decode_snapshot(snapshot(3))
     group = state.groups["s", "g"]
     assert group == Group(
@@ -55,5 +55,5 @@ def test_a_snapshot_of_version_3_is_read():
     assert decode_snapshot(encode_snapshot(state)) == state
 
 
-def test_what_is_written_now_names_its_version():
+def test_new_snapshot_has_version_4():
     assert int.from_bytes(encode_snapshot(decode_snapshot(snapshot(3)))[4:8], "little") == 4

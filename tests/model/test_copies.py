@@ -80,7 +80,7 @@ COUNTEREXAMPLES = [
 
 
 @pytest.mark.parametrize(("world", "bounds", "states"), LOOKED_THROUGH)
-def test_all_rules_together_break_no_promise(world: str, bounds: Bounds, states: int) -> None:
+def test_all_rules_together_keep_every_promise(world: str, bounds: Bounds, states: int) -> None:
     found = count(WORLDS[world], bounds)
     print(f"{world} {bounds}: {found}")
     assert not found.violation, str(found)
@@ -88,9 +88,7 @@ def test_all_rules_together_break_no_promise(world: str, bounds: Bounds, states:
 
 
 @pytest.mark.parametrize(("rule", "world", "bounds", "promise", "length"), COUNTEREXAMPLES)
-def test_each_rule_is_missed_when_it_is_left_out(
-    rule: str, world: str, bounds: Bounds, promise: str, length: int
-) -> None:
+def test_omitted_rule_breaks_its_promise(rule: str, world: str, bounds: Bounds, promise: str, length: int) -> None:
     found = explore(WORLDS[world], bounds, ALL._replace(**dict.fromkeys(rule.split(), False)))
     print(f"without {rule}: {found}")
     assert found.violation.startswith(promise) and promise, str(found)

@@ -73,20 +73,20 @@ WITHOUT_A_WAY_OUT = [
 
 
 @pytest.mark.parametrize(("bounds", "states"), [pytest.param(*world, id=name) for name, *world in WORLDS])
-def test_all_rules_together_break_no_promise(bounds: Bounds, states: int) -> None:
+def test_all_rules_together_keep_every_promise(bounds: Bounds, states: int) -> None:
     found = explore(bounds)
     print(f"{bounds}: {found}")
     assert not found.violation, str(found)
     assert found.states == states, "the model changed: check that it still says what the protocol does, then the number"
 
 
-def test_the_worlds_are_large_enough() -> None:
+def test_worlds_have_enough_states() -> None:
     of_copies = [states for world in LOOKED_THROUGH for states in world.values if isinstance(states, int)]
     assert sum(states for _, _, states in WORLDS) + sum(of_copies) >= 500_000
 
 
 @pytest.mark.parametrize(("rule", "promise", "length"), COUNTEREXAMPLES)
-def test_each_rule_is_missed_when_it_is_left_out(rule: str, promise: str, length: int) -> None:
+def test_omitted_rule_breaks_its_promise(rule: str, promise: str, length: int) -> None:
     found = explore(SMALL, ALL._replace(**dict.fromkeys(rule.split(), False)))
     print(f"without {rule}: {found}")
     assert found.violation.startswith(promise), str(found)
@@ -94,14 +94,14 @@ def test_each_rule_is_missed_when_it_is_left_out(rule: str, promise: str, length
 
 
 @pytest.mark.parametrize(("rule", "promise", "length", "bounds"), OF_DISKS_PUT_BACK)
-def test_each_rule_is_missed_when_a_disk_is_put_back(rule: str, promise: str, length: int, bounds: Bounds) -> None:
+def test_omitted_rule_breaks_after_a_rollback(rule: str, promise: str, length: int, bounds: Bounds) -> None:
     found = explore(bounds, ALL._replace(**{rule: False}))
     print(f"without {rule}: {found}")
     assert found.violation.startswith(promise), str(found)
     assert len(found.steps) == length, str(found)
 
 
-def test_failover_breaks_no_promise() -> None:
+def test_failover_keeps_every_promise() -> None:
     found = explore(FAILOVERS, start=FAILOVER)
     print(f"{FAILOVERS}: {found}")
     assert not found.violation, str(found)
@@ -109,7 +109,7 @@ def test_failover_breaks_no_promise() -> None:
 
 
 @pytest.mark.parametrize(("rule", "length"), OF_FAILOVERS)
-def test_each_rule_of_the_choice_is_missed_when_it_is_left_out(rule: str, length: int) -> None:
+def test_omitted_failover_rule_breaks_its_promise(rule: str, length: int) -> None:
     found = explore(FAILOVERS._replace(rollbacks=1), ALL._replace(**dict.fromkeys(rule.split(), False)), FAILOVER)
     print(f"without {rule}: {found}")
     assert found.violation.startswith("failover"), str(found)
@@ -117,7 +117,7 @@ def test_each_rule_of_the_choice_is_missed_when_it_is_left_out(rule: str, length
 
 
 @pytest.mark.parametrize("rule", WITHOUT_A_WAY_OUT)
-def test_each_rule_is_needed_to_get_healthy_after_a_disk_was_put_back(rule: str) -> None:
+def test_omitted_rule_prevents_recovery_after_a_rollback(rule: str) -> None:
     assert wedged(PUT_BACK, ALL._replace(**{rule: False}))
 
 
@@ -126,19 +126,19 @@ def test_every_rule_has_a_counterexample() -> None:
     assert sorted(str(example.values[0]).split()[0] for example in examples) == sorted(Rules._fields)
 
 
-def test_brokers_left_alone_get_healthy_after_a_disk_was_put_back() -> None:
+def test_brokers_recover_after_a_rollback() -> None:
     assert wedged(PUT_BACK) == []
 
 
-def test_brokers_left_alone_get_healthy_after_a_failover() -> None:
+def test_brokers_recover_after_a_failover() -> None:
     assert wedged(FAILOVERS, start=FAILOVER) == []
 
 
-def test_brokers_left_alone_get_healthy_from_every_state() -> None:
+def test_brokers_recover_from_every_state() -> None:
     assert wedged(Bounds(terms=2, messages=1, crashes=1)) == []
 
 
-def test_the_model_does_all_that_the_protocol_can_do() -> None:
+def test_model_reaches_every_event() -> None:
     bounds = Bounds(terms=3, messages=1, crashes=1)
     happened: Counter[str] = Counter()
     seen, frontier = {START}, [START]

@@ -31,7 +31,7 @@ def as_text(value):
 
 
 @given(messages, moments)
-def test_a_message_comes_back_as_it_was(message, now_ms):
+def test_message_survives_encoding(message, now_ms):
     back = codec.decode_message(codec.encode_message(message, now_ms))
     assert (back.subject, back.id, back.created_ms) == (message.subject, message.id, now_ms)
     assert back.properties == {name: as_text(value) for name, value in message.properties.items()}
@@ -39,14 +39,14 @@ def test_a_message_comes_back_as_it_was(message, now_ms):
 
 
 @given(encoded)
-def test_every_cut_of_a_message_is_refused(data):
+def test_cut_message_is_refused(data):
     for length in range(len(data)):
         with pytest.raises(InvalidMessage):
             codec.decode_message(data[:length])
 
 
 @given(encoded)
-def test_a_damaged_message_decodes_or_is_refused_and_nothing_else(data):
+def test_damaged_message_decodes_or_is_refused(data):
     for position in range(len(data)):
         damaged = bytearray(data)
         damaged[position] ^= 0xFF
@@ -65,7 +65,7 @@ def test_garbage_is_no_message(data):
 
 
 @given(batches)
-def test_a_batch_comes_back_as_it_was(messages):
+def test_batch_survives_encoding(messages):
     body = codec.join_batch(messages)
     assert list(codec.split_batch(body, len(messages))) == messages
     assert len(body) % 8 == 0
@@ -73,7 +73,7 @@ def test_a_batch_comes_back_as_it_was(messages):
 
 
 @given(batches, st.data())
-def test_a_slice_of_a_batch_is_the_batch_of_the_slice(messages, data):
+def test_slice_of_a_batch(messages, data):
     begin = data.draw(st.integers(0, len(messages) - 1))
     end = data.draw(st.integers(begin + 1, len(messages)))
     sliced = codec.slice_batch(codec.join_batch(messages), len(messages), begin, end)
@@ -82,7 +82,7 @@ def test_a_slice_of_a_batch_is_the_batch_of_the_slice(messages, data):
 
 @given(batches, st.integers(min_value=0, max_value=200))
 @pytest.mark.slow
-def test_exactly_the_messages_of_wrong_size_are_refused(messages, message_bytes_max):
+def test_messages_of_wrong_size_are_refused(messages, message_bytes_max):
     messages = [message if position % 3 else message[:10] for position, message in enumerate(messages)]
     verdict = codec.check_batch(codec.join_batch(messages), len(messages), message_bytes_max)
     wrong = [
@@ -94,7 +94,7 @@ def test_exactly_the_messages_of_wrong_size_are_refused(messages, message_bytes_
 
 
 @given(batches)
-def test_every_cut_of_a_batch_is_refused(messages):
+def test_cut_batch_is_refused(messages):
     body = codec.join_batch(messages)
     for length in range(len(body)):
         with pytest.raises(InvalidRequest):
@@ -102,7 +102,7 @@ def test_every_cut_of_a_batch_is_refused(messages):
 
 
 @given(batches, st.integers(min_value=0, max_value=70_000))
-def test_a_batch_with_damaged_ends_is_refused_or_still_a_layout(messages, claimed):
+def test_batch_with_damaged_ends(messages, claimed):
     body = codec.join_batch(messages)
     for bit in range(32 * (len(messages) + 1)):
         damaged = bytearray(body)
@@ -137,18 +137,18 @@ def test_a_batch_with_damaged_ends_is_refused_or_still_a_layout(messages, claime
         pytest.param(Message("s", id="\ud800"), id="id is not Unicode"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused(message):
+def test_unencodable_value_is_refused(message):
     with pytest.raises(InvalidMessage):
         codec.encode_message(message, 0)
 
 
-def test_the_longest_value_passes():
+def test_longest_value_is_encoded():
     longest = "v" * 32_767
     assert codec.decode_message(codec.encode_message(Message("s", {"k": longest}, id="1"), 0))["k"] == longest
 
 
 @given(encoded, st.dictionaries(texts, texts, max_size=4), st.dictionaries(texts, texts, max_size=4))
-def test_added_properties_replace_those_of_their_names_and_leave_the_rest(data, first, second):
+def test_added_properties_replace_equal_names(data, first, second):
     before, changed = codec.decode_message(data), codec.with_properties(codec.with_properties(data, first), second)
     after = codec.decode_message(changed)
     assert after.properties == {**before.properties, **first, **second}
@@ -162,7 +162,7 @@ def test_added_properties_replace_those_of_their_names_and_leave_the_rest(data, 
 
 
 @given(encoded)
-def test_properties_are_not_added_to_what_is_no_message(data):
+def test_adding_properties_needs_a_message(data):
     for length in range(len(data)):
         with pytest.raises(InvalidMessage):
             codec.with_properties(data[:length], {"name": "value"})
@@ -172,7 +172,7 @@ labels = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=12)
 
 
 @given(labels, st.binary(max_size=40))
-def test_labels_come_back_as_they_were(labels, front):
+def test_labels_survive_encoding(labels, front):
     section = codec.encode_labels(labels)
     assert len(section) == codec.labels_bytes(len(labels)) and len(section) % 8 == 0
     assert list(codec.decode_labels(section, len(labels))) == labels
@@ -194,7 +194,7 @@ def test_damaged_labels_are_refused(labels):
 
 
 @given(st.sets(words), st.sets(words), st.one_of(st.none(), words))
-def test_a_label_never_denies_a_tag_that_is_there(tags, wanted, key):
+def test_label_matches_every_tag_of_its_message(tags, wanted, key):
     label = codec.label_of(tags | wanted, key)
     assert label & codec.tag_bits(wanted) == codec.tag_bits(wanted)
     assert label >> 32 == (0 if key is None else label >> 32)

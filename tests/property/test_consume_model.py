@@ -144,7 +144,7 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=examples(120))
-def test_ranges_agree_with_sets_and_no_pull_sequence_is_used_twice(seed):
+def test_consumption_equals_a_model_of_sets(seed):
     rng, copy, plain = Random(seed), Copy(segment_bytes=1 << 20), Plain()
     copy.begin_epoch()
     copy.progress(FrameKind.POSITION, "", (0, 0, 0))
@@ -162,7 +162,7 @@ def test_ranges_agree_with_sets_and_no_pull_sequence_is_used_twice(seed):
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=examples(40))
-def test_snapshot_at_any_frame_and_the_rest_give_the_same_state(seed):
+def test_snapshot_and_later_frames_give_the_state(seed):
     copy, rng = Copy(segment_bytes=1 << 20), Random(seed)
     copy.begin_epoch()
     ends = [a_frame(copy, rng).end for _ in range(40)]
@@ -173,7 +173,7 @@ def test_snapshot_at_any_frame_and_the_rest_give_the_same_state(seed):
     assert encode_snapshot(snapshot) == encode_snapshot(copy.log.state), "and the same bytes"
 
 
-def test_late_ack_of_an_earlier_life_hits_nothing():
+def test_late_ack_of_a_left_consumer_is_refused():
     """W2, W13: after a departure, a reset or a new mastership, old pull sequences mean nothing."""
     for change in ("leave", "mastership", "reset"):
         copy = Copy(segment_bytes=1 << 20)
@@ -216,7 +216,7 @@ def test_late_ack_of_an_earlier_life_hits_nothing():
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )
-def test_frame_that_does_not_follow_is_corrupt(kind, consumer, entries, why):
+def test_inconsistent_progress_is_corrupt(kind, consumer, entries, why):
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
     copy.progress(FrameKind.POSITION, "", (0, 0, 0))
@@ -251,7 +251,7 @@ def test_window_of_a_producer_is_exact():
     assert state.producers[7] == model
 
 
-def test_oldest_batch_is_forgotten_by_its_number_also_behind_a_snapshot():
+def test_oldest_batch_is_forgotten_after_a_snapshot():
     """P2: batch 1 came behind batch 2, and a broker that starts anew forgets it as one that did not."""
     copy = Copy(segment_bytes=1 << 24)
     copy.begin_epoch()
@@ -267,7 +267,7 @@ def test_oldest_batch_is_forgotten_by_its_number_also_behind_a_snapshot():
     assert again.producers == copy.log.state.producers
 
 
-def test_producers_heard_of_longest_ago_are_forgotten_first():
+def test_least_recent_producers_are_forgotten_first():
     copy = Copy(segment_bytes=1 << 24)
     copy.begin_epoch()
     for producer in range(1, PRODUCERS_MAX + 1):
@@ -284,7 +284,7 @@ def test_producers_heard_of_longest_ago_are_forgotten_first():
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=examples(30))
-def test_every_message_reaches_the_group_once_unless_a_consumer_left(seed):
+def test_each_message_is_consumed_once(seed):
     """W1: with consumers that pull, ack, reconnect, leave and fall silent, nothing is lost and nothing is skipped."""
     rng = Random(seed)
     group = Group.made(tail_bytes=rng.choice([0, 1 << 20]), lease_ms=30_000).start()

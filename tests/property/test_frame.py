@@ -73,18 +73,18 @@ STARTS = [frame.offset - BASE for frame in FRAMES] + [len(SEGMENT)]
 CHAINS = [0] + [frame.chain for frame in FRAMES]
 
 
-def test_the_segment_is_as_large_as_it_says():
+def test_segment_decodes_to_its_frames():
     assert SEGMENT_BYTES - 500 < len(SEGMENT) <= SEGMENT_BYTES
     assert [frame for frame, _ in decode_frames(SEGMENT, BASE, 0)] == FRAMES
 
 
 @given(st.integers(0, len(SEGMENT)))
-def test_whole_frames_are_intact_and_what_follows_them_is_none(size):
+def test_intact_bytes_end_at_the_last_whole_frame(size):
     assert intact_bytes(memoryview(SEGMENT)[:size], BASE) == max(start for start in STARTS if start <= size)
 
 
 @pytest.mark.parametrize("bit", range(8))
-def test_every_flipped_bit_of_a_segment_is_noticed_and_told_from_a_torn_tail(bit):
+def test_flipped_bits_of_a_segment_are_detected(bit):
     segment = bytearray(SEGMENT)
     for number, (begin, end) in enumerate(pairwise(STARTS)):
         is_last = number == len(FRAMES) - 1
@@ -100,7 +100,7 @@ def test_every_flipped_bit_of_a_segment_is_noticed_and_told_from_a_torn_tail(bit
             assert find_frame(behind, BASE + begin, 1) == (None if is_last else end - begin)
 
 
-def test_every_cut_of_a_segment_is_a_torn_tail():
+def test_cuts_of_a_segment_are_torn_tails():
     for number, (begin, end) in enumerate(pairwise(STARTS)):
         assert list(decode_frames(SEGMENT[begin:begin], BASE + begin, CHAINS[number])) == []
         for cut in range(begin + 1, end, every(3)):
@@ -112,7 +112,7 @@ def test_every_cut_of_a_segment_is_a_torn_tail():
 
 
 @given(st.data())
-def test_frames_before_the_damage_are_still_read(data):
+def test_frames_before_damage_are_read(data):
     position = data.draw(st.integers(0, len(SEGMENT) - 1))
     damaged = bytearray(SEGMENT)
     damaged[position] ^= data.draw(st.integers(1, 255))
@@ -124,7 +124,7 @@ def test_frames_before_the_damage_are_still_read(data):
 
 
 @given(st.integers(0, len(FRAMES) - 2), st.integers(1, 8))
-def test_a_missing_frame_is_noticed(number, missing):
+def test_missing_frame_is_detected(number, missing):
     """Also if what follows is moved to where it was: a frame knows its place and its history."""
     end = min(number + missing, len(FRAMES) - 1)
     data = SEGMENT[: STARTS[number]] + SEGMENT[STARTS[end] :]
@@ -150,7 +150,7 @@ def test_a_missing_frame_is_noticed(number, missing):
     previous_chain=U64,
     fill=st.binary(min_size=8, max_size=8),
 )
-def test_a_frame_comes_back_as_it_was(subject, words, fill, **fields):
+def test_frame_survives_encoding(subject, words, fill, **fields):
     body = fill * words
     raw, frame = frame_of(subject, body, **fields)
     assert list(decode_frames(raw, fields["offset"], fields["previous_chain"])) == [(frame, body)]
@@ -170,7 +170,7 @@ def test_garbage_is_no_frame(data, offset):
 
 
 @given(st.integers(0, 20))
-def test_a_frame_quoted_in_a_message_is_not_taken_for_one(position):
+def test_frame_quoted_in_a_message_is_skipped(position):
     """A message may hold the bytes of a log, at a place where a frame could stand."""
     quoted = SEGMENT[: STARTS[3]]
     raw, _ = frame_of("s", bytes(8 * position) + quoted, offset=BASE + STARTS[3], previous_chain=CHAINS[3])
@@ -180,7 +180,7 @@ def test_a_frame_quoted_in_a_message_is_not_taken_for_one(position):
 
 
 @given(st.integers(0, 64), st.integers(0, len(FRAMES) - 1))
-def test_the_first_frame_behind_garbage_is_found(zeros, number):
+def test_first_frame_behind_garbage_is_found(zeros, number):
     gap = 8 * zeros
     data = bytes(gap) + SEGMENT[STARTS[number] :]
     assert find_frame(data, BASE + STARTS[number] - gap) == gap

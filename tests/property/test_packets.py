@@ -44,21 +44,21 @@ splits = st.lists(st.integers(1, 700), min_size=1, max_size=8)
 
 
 @given(requests, splits, st.sampled_from([PacketReader, SmallReader]))
-def test_packets_come_out_of_any_split_as_they_went_in(requests, sizes, kind):
+def test_packets_survive_any_split(requests, sizes, kind):
     stream = b"".join(packet_header(*fields, len(body)) + body for *fields, body in requests)
     packets = feed(kind(10_000), stream, sizes)
     assert [(*packet[:4], bytes(packet.body)) for packet in packets] == requests
 
 
 @given(requests, splits, st.binary(min_size=PACKET_HEADER_BYTES, max_size=2000))
-def test_a_garbage_stream_ends_in_a_typed_error(requests, sizes, garbage):
+def test_garbage_stream_raises_a_typed_error(requests, sizes, garbage):
     stream = b"".join(packet_header(*fields, len(body)) + body for *fields, body in requests)
     with pytest.raises(InvalidRequest):
         feed(SmallReader(10_000), stream + garbage, sizes)
 
 
 @given(splits, st.integers(0, 8 * PACKET_HEADER_BYTES - 1))
-def test_a_flipped_bit_of_a_header_is_refused_waits_or_is_another_packet(sizes, bit):
+def test_flipped_header_bit_changes_or_ends_the_stream(sizes, bit):
     """The header has no checksum of its own; what matters is checked by the CRC of batches and frames behind it."""
     stream = bytearray(packet_header(201, 1, 0, 201, 40) + bytes(40))
     stream[bit // 8] ^= 1 << bit % 8
@@ -69,7 +69,7 @@ def test_a_flipped_bit_of_a_header_is_refused_waits_or_is_another_packet(sizes, 
     assert len(packets) <= 1
 
 
-def test_a_packet_over_the_limit_is_refused_before_its_body_arrives():
+def test_oversized_packet_is_refused_by_its_header():
     reader = PacketReader(1000)
     with pytest.raises(InvalidRequest, match="over the limit of 1000"):
         feed(reader, packet_header(201, 1, 0, 201, 981), [PACKET_HEADER_BYTES])
@@ -77,7 +77,7 @@ def test_a_packet_over_the_limit_is_refused_before_its_body_arrives():
     assert largest.opaque == 7
 
 
-def test_who_says_little_gets_little_memory_and_who_fills_it_gets_more():
+def test_receive_buffer_grows_with_traffic():
     """A thousand connections that say nothing took 256 MB."""
     reader, small = PacketReader(10_000), packet_header(201, 1, 0, 201, 40) + bytes(40)
     assert len(feed(reader, 100 * small, [len(small)])) == 100 and len(reader.buffer()) == PacketReader.FIRST_BYTES
@@ -85,7 +85,7 @@ def test_who_says_little_gets_little_memory_and_who_fills_it_gets_more():
     assert PacketReader.STAGING_BYTES - len(small) < len(reader.buffer()) <= PacketReader.STAGING_BYTES
 
 
-def test_a_large_packet_does_not_change_after_it_was_returned():
+def test_returned_packet_does_not_change():
     body = bytes(range(256)) * 4096
     stream = b"".join(packet_header(201, n, 0, 201, len(body)) + body for n in range(3))
     packets = feed(PacketReader(1 << 21), stream, [65_536])
@@ -94,7 +94,7 @@ def test_a_large_packet_does_not_change_after_it_was_returned():
 
 
 @given(U64, U64, U32, names, st.integers(0, 7), st.binary(max_size=100))
-def test_a_produce_comes_back_as_it_was_and_damage_is_noticed(producer, batch, count, subject, flags, data):
+def test_produce_survives_encoding_and_detects_damage(producer, batch, count, subject, flags, data):
     header = commands.produce_header(producer, batch, count, crc32(data), subject, flags)
     read = commands.decode_produce(memoryview(header + data))
     assert read == (producer, batch, count, crc32(data), subject, flags, data)
@@ -109,7 +109,7 @@ refusals = st.lists(st.tuples(U32, st.text(max_size=50)), max_size=5)
 
 
 @given(st.builds(commands.Produced, U64, U32, st.integers(0, 2), refusals, U32))
-def test_what_was_produced_comes_back_as_it_was(produced):
+def test_produced_survives_encoding(produced):
     assert commands.decode_produced(memoryview(commands.encode_produced(produced))) == produced
 
 
@@ -117,7 +117,7 @@ piece = st.tuples(U64, U64, U32, st.integers(0, 1), st.integers(0, commands.TIME
 
 
 @given(st.lists(piece, max_size=5))
-def test_pulled_pieces_come_back_as_they_were_and_damage_is_noticed(rows):
+def test_pulled_survives_encoding_and_detects_damage(rows):
     data = b"".join(
         commands.piece_header(pull, sequence, count, len(body), crc32(body), flags, times) + body
         for pull, sequence, count, flags, times, body in rows
@@ -129,7 +129,7 @@ def test_pulled_pieces_come_back_as_they_were_and_damage_is_noticed(rows):
 
 
 @given(st.builds(commands.Pull, U32, U32, U32, U32))
-def test_a_pull_comes_back_as_it_was(pull):
+def test_pull_survives_encoding(pull):
     assert commands.decode_pull(memoryview(commands.encode_pull(pull))) == pull
 
 
@@ -137,20 +137,20 @@ ascending = st.lists(U64, min_size=2, max_size=12).map(sorted).map(lambda ends: 
 
 
 @given(st.builds(commands.Ack, U32, ascending), U64)
-def test_an_ack_comes_back_as_it_was(ack, end):
+def test_ack_survives_encoding(ack, end):
     assert commands.decode_ack(memoryview(commands.encode_ack(ack))) == ack
     assert commands.decode_acked(memoryview(commands.encode_acked(end))) == end
 
 
 @given(ascending, st.data(), U32, st.text(max_size=30))
-def test_a_nack_comes_back_as_it_was(ranges, data, subscription, reason):
+def test_nack_survives_encoding(ranges, data, subscription, reason):
     delays, verdicts = st.integers(0, commands.DELAY_MS_MAX), st.sampled_from(commands.Verdict)
     entries = [commands.NackEntry(*range_, data.draw(delays), data.draw(verdicts)) for range_ in ranges]
     nack = commands.Nack(subscription, entries, reason)
     assert commands.decode_nack(memoryview(commands.encode_nack(nack))) == nack
 
 
-def test_ranges_that_overlap_are_refused():
+def test_overlapping_ranges_are_refused():
     with pytest.raises(InvalidRequest, match="overlap"):
         commands.decode_ack(memoryview(commands.encode_ack(commands.Ack(1, [(0, 5), (4, 6)]))))
     entries = [commands.NackEntry(3, 4, 0, 0), commands.NackEntry(0, 1, 0, 0)]
@@ -162,7 +162,7 @@ def test_ranges_that_overlap_are_refused():
     "entry",
     [commands.NackEntry(0, 1, commands.DELAY_MS_MAX + 1, 0), commands.NackEntry(0, 1, 0, max(commands.Verdict) + 1)],
 )
-def test_a_delay_or_verdict_that_nobody_knows_is_refused(entry):
+def test_unknown_delay_or_verdict_is_refused(entry):
     with pytest.raises(InvalidRequest):
         commands.decode_nack(memoryview(commands.encode_nack(commands.Nack(1, [entry], ""))))
 
@@ -172,14 +172,14 @@ states = st.lists(st.sampled_from(commands.DelayState), max_size=5)
 
 
 @given(st.builds(commands.Cancel, names, st.lists(words, min_size=1), st.lists(words), U64), states, states)
-def test_a_cancel_and_its_answer_come_back_as_they_were(cancel, ids, keys):
+def test_cancel_and_answer_survive_encoding(cancel, ids, keys):
     assert commands.decode_cancel(memoryview(commands.encode_cancel(cancel))) == cancel
     cancelled = commands.Cancelled(ids, keys)
     assert commands.decode_cancelled(memoryview(commands.encode_cancelled(cancelled))) == cancelled
 
 
 @given(names, words, st.booleans(), U64, st.sampled_from(commands.DelayState))
-def test_a_reschedule_and_its_answer_come_back_as_they_were(subject, word, is_id, due_ms, state):
+def test_reschedule_and_answer_survive_encoding(subject, word, is_id, due_ms, state):
     reschedule = commands.Reschedule(subject, word if is_id else "", "" if is_id else word, due_ms)
     assert commands.decode_reschedule(memoryview(commands.encode_reschedule(reschedule))) == reschedule
     assert commands.decode_rescheduled(memoryview(commands.encode_rescheduled(state))) is state
@@ -197,23 +197,23 @@ def test_a_reschedule_and_its_answer_come_back_as_they_were(subject, word, is_id
         pytest.param(commands.decode_rescheduled, {"outcome": "moved"}, id="an outcome that nobody knows"),
     ],
 )
-def test_a_recall_that_makes_no_sense_is_refused(decode, fields):
+def test_malformed_recall_is_refused(decode, fields):
     with pytest.raises(InvalidRequest):
         decode(commands.encode_json(**fields))
 
 
 @given(st.builds(commands.Confirmation, st.builds(Epoch, U32, U32), U64, U64))
-def test_a_confirmation_comes_back_as_it_was(confirmation):
+def test_confirmation_survives_encoding(confirmation):
     assert commands.decode_confirmation(memoryview(commands.encode_confirmation(confirmation))) == confirmation
 
 
 @given(U64, st.binary(max_size=40))
-def test_bytes_with_their_offset_come_back_as_they_were(offset, data):
+def test_bytes_with_offset_survive_encoding(offset, data):
     assert commands.split_offset(memoryview(commands.offset_header(offset) + data)) == (offset, data)
 
 
 @pytest.mark.parametrize("field", ["", "x", 0, None, True, 1.5, [], {}], ids=repr)
-def test_a_field_of_another_type_is_refused(field):
+def test_field_of_another_type_is_refused(field):
     body = commands.encode_json(field=field)
     for kind in {str, int, list, dict} - {type(field)}:
         with pytest.raises(InvalidRequest, match="'field'"):
@@ -239,7 +239,7 @@ DECODERS = [
 
 
 @given(st.binary(max_size=120))
-def test_a_garbage_body_gives_a_typed_error(data):
+def test_garbage_body_raises_a_typed_error(data):
     for decode in DECODERS:
         try:
             decode(memoryview(data))
@@ -247,11 +247,11 @@ def test_a_garbage_body_gives_a_typed_error(data):
             pass
 
 
-def test_json_nested_without_end_gives_a_typed_error():
+def test_deeply_nested_json_raises_a_typed_error():
     with pytest.raises(InvalidRequest, match="not JSON"):
         commands.decode_json(b"[" * 100_000, token=str)
 
 
-def test_one_packet_is_read_without_a_stream():
+def test_single_packet_is_decoded():
     packet = read_packet(packet_header(320, 9, 1, 201, 2) + b"no")
     assert packet.is_response and packet.body == b"no"

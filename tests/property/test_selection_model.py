@@ -198,7 +198,7 @@ NARROW = [
 @pytest.mark.parametrize("bounds", [(), NARROW], ids=["roomy", "narrow"])
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=examples(40), deadline=None)
-def test_pulls_get_what_a_search_of_the_whole_history_finds(bounds, seed):
+def test_pulls_equal_a_search_of_the_history(bounds, seed):
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in bounds:
             patch.setattr(module, name, value)

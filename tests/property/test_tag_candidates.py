@@ -13,7 +13,7 @@ LABELS = st.lists(st.one_of(st.integers(0, (1 << 64) - 1), st.integers(0, 31).ma
 
 
 @given(LABELS, st.integers(0, 50), st.integers(0, 50), st.integers(1, (1 << 32) - 1), st.booleans())
-def test_candidates_are_the_labels_with_any_or_all_of_the_bits(labels, begin, end, bits, is_all):
+def test_candidates_have_any_or_all_bits(labels, begin, end, bits, is_all):
     end = min(end, len(labels))
     begin = min(begin, end)
     found = TagRule(frozenset([b"a"]), is_all, bits).candidates(array("Q", labels), begin, end)

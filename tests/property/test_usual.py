@@ -48,7 +48,7 @@ wrong = st.one_of(
 
 
 @given(st.lists(usual, min_size=1, max_size=5), wrong, st.integers(0, AT_ONCE_MIN))
-def test_messages_at_once_are_what_each_is_alone(kinds, odd, at):
+def test_bulk_check_equals_single_checks(kinds, odd, at):
     messages = (kinds * AT_ONCE_MIN)[:AT_ONCE_MIN]
     assert are_usual(join_batch(messages), len(messages), MESSAGE_BYTES_MAX)
     messages.insert(at, odd)
@@ -74,7 +74,7 @@ def test_messages_at_once_are_what_each_is_alone(kinds, odd, at):
     ],
 )
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_message_that_does_not_end_where_it_says_is_refused_alone(odd, is_last):
+def test_message_with_wrong_length_is_refused_alone(odd, is_last):
     """As the last one it leads out of the batch, as another into the next message."""
     for more in range(8):  # so many zeros are behind it in the batch, or none
         messages = [encoded(0, b"s", b"id" + b"x" * more, [], b""), *[GOOD] * AT_ONCE_MIN]
@@ -84,7 +84,7 @@ def test_a_message_that_does_not_end_where_it_says_is_refused_alone(odd, is_last
 
 
 @given(st.lists(st.integers(0, 200), min_size=AT_ONCE_MIN, max_size=AT_ONCE_MIN + 5), st.binary(max_size=2_000))
-def test_end_offsets_that_make_no_sense_are_no_usual_batch_and_read_nothing_beyond_it(ends, data):
+def test_arbitrary_end_offsets_are_safe(ends, data):
     """Any bytes: as offsets of messages they lead anywhere."""
     count = len(ends) - 1
     batch = struct.pack(f"<{count + 1}I", *ends) + data
@@ -94,7 +94,7 @@ def test_end_offsets_that_make_no_sense_are_no_usual_batch_and_read_nothing_beyo
 
 
 @pytest.mark.parametrize("size", [VALUE_BYTES_MAX - 100, VALUE_BYTES_MAX + 1])
-def test_messages_with_room_for_a_string_that_is_too_long_are_taken_apart(size):
+def test_large_messages_are_checked_singly(size):
     large = encoded(
         0, b"s", b"id", [], string(b"n") + string(b"x" * 20_000) + string(b"m") + string(b"x" * (size - 20_040))
     )
@@ -103,7 +103,7 @@ def test_messages_with_room_for_a_string_that_is_too_long_are_taken_apart(size):
     assert check_messages(batch, AT_ONCE_MIN + 1, 1 << 20) == []
 
 
-def test_a_batch_that_is_too_short_for_its_offsets_is_refused_whole():
+def test_batch_shorter_than_its_offsets_is_refused():
     batch = join_batch([GOOD] * AT_ONCE_MIN)
     for length in (0, 8, 4 * AT_ONCE_MIN, 4 * (AT_ONCE_MIN + 1)):
         with pytest.raises(InvalidRequest):

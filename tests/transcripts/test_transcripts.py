@@ -15,16 +15,16 @@ STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.stem)
-def test_it_happens_as_written(story):
+def test_transcript_is_unchanged(story):
     text = story.read_text()
     assert play(text) == text, f"make transcripts rewrites {story.name}; read the diff"
 
 
-def test_an_unknown_command_is_refused():
+def test_unknown_command_is_refused():
     with pytest.raises(WrongTranscript, match="no command 'prodcue'"):
         play("group\n----\n\nprodcue s m1\n----\n")
 
 
-def test_a_story_in_which_something_else_happens_is_noticed():
+def test_changed_effects_are_detected():
     text = STORIES[0].read_text()
     assert play(text.replace("stored 0..2", "stored 0..1")) == text

@@ -16,23 +16,23 @@ def write(path, text, mode=0o600):
     return path
 
 
-def test_the_argument_comes_before_everything(tmp_path):
+def test_argument_precedes_all_sources(tmp_path):
     assert find_token("given", environ={"QMQ_TOKEN": "other"}) == "given"
 
 
-def test_a_file_comes_before_the_environment(tmp_path):
+def test_file_precedes_the_environment(tmp_path):
     path = write(tmp_path / "token", "from the file\n".replace(" ", "-"))
     assert find_token(token_file=path, environ={"QMQ_TOKEN": "other"}) == "from-the-file"
     assert find_token(environ={"QMQ_TOKEN_FILE": str(path)}) == "from-the-file"
 
 
-def test_the_environment_is_the_default():
+def test_environment_is_the_default():
     assert find_token(environ={"QMQ_TOKEN": "value", "QMQ_TOKEN_FILE": "/nowhere"}) == "value"
     assert find_token(environ={}) == ""
 
 
 @pytest.mark.parametrize("how", [{"given": "-"}, {"token_file": "-"}])
-def test_a_dash_reads_one_line_of_standard_input(how):
+def test_dash_reads_standard_input(how):
     stdin = io.StringIO("secret\nrest\n")
     assert find_token(**how, environ={}, stdin=stdin) == "secret" and stdin.read() == "rest\n"
 

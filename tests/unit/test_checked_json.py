@@ -10,7 +10,7 @@ FIELDS = {"incarnation": "é", "epochs": [[1, 2]], "lacks": None}
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_it_comes_back_and_no_flipped_bit_does(indent):
+def test_flipped_bits_of_checked_json_are_detected(indent):
     data = encode_checked(FIELDS, indent=indent)
     assert decode_checked(data) == FIELDS
     for bit in range(8 * len(data)):
@@ -23,6 +23,6 @@ def test_it_comes_back_and_no_flipped_bit_does(indent):
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"null", b'{"crc": 1}', b'{"crc": "1"}', b"\xff"])
-def test_what_is_no_such_object_is_refused(data):
+def test_other_json_is_refused(data):
     with pytest.raises(ValueError):
         decode_checked(data)

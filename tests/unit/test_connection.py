@@ -52,7 +52,7 @@ class Guest(Owner):
         connection.answer(packet, b"{}")
 
 
-def test_a_connection_that_ended_keeps_no_buffer_until_circles_are_looked_for():
+def test_ended_connection_frees_its_buffer():
     """A health check that connects each second would cost a gigabyte in the hour between two full collections."""
 
     async def run():
@@ -86,7 +86,7 @@ def test_a_connection_that_ended_keeps_no_buffer_until_circles_are_looked_for():
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_both_ends_of_a_connection_notice_a_dead_peer(make_loop):
+def test_both_ends_detect_a_dead_peer(make_loop):
     """The accepted one by what its listening socket was told, on both loops that brokers run on."""
 
     async def run():
@@ -110,7 +110,7 @@ def test_both_ends_of_a_connection_notice_a_dead_peer(make_loop):
         assert runner.run(asyncio.wait_for(run(), 60)) == [[1, 5, 2, 5, 15_000]] * 2
 
 
-def test_a_transport_gets_no_empty_part_of_a_packet():
+def test_empty_packet_parts_are_not_written():
     """From Python 3.12 on asyncio's own never gets rid of one at the end: it wrote for ever, and never ended."""
     written = []
     connection = Connection(Owner([]), PACKET_BYTES)

@@ -54,7 +54,7 @@ def answering(data: bytes) -> Iterator[str]:
         pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", id="no address"),
     ],
 )
-def test_what_is_no_metaserver_is_said_to_be_none(data):
+def test_answer_of_another_server_is_refused(data):
     """Any other error would end the broker, or the client's watch."""
     with answering(data) as url, pytest.raises(ValueError):
         find_metaserver(url)
@@ -62,12 +62,12 @@ def test_what_is_no_metaserver_is_said_to_be_none(data):
         route_watch.poll(url, ["a"], {}, token="t", app="a", client_id="c", produces=True, timeout_s=3)
 
 
-def test_a_metaserver_that_says_nothing_is_not_there():
+def test_silent_metaserver_is_an_os_error():
     with answering(b"") as url, pytest.raises(OSError):
         find_metaserver(url)
 
 
-def test_an_address_where_nobody_listens_says_so_in_the_systems_words():
+def test_refused_connection_keeps_the_systems_text():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ConnectionRefusedError, match=r"^\[Errno 111\] Connection refused$"):
@@ -99,7 +99,7 @@ PREFACE, SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(3) + b"\x04" + by
         pytest.param(PREFACE + SETTINGS, IDLE_MS, id="a handshake and no call"),
     ],
 )
-async def test_a_grpc_port_of_ours_closes_a_connection_that_says_no_more(said, limit):
+async def test_idle_grpc_connection_is_closed(said, limit):
     assert dict(SERVER_OPTIONS)[HANDSHAKE_MS] <= 10_000 and dict(SERVER_OPTIONS)[IDLE_MS] <= 60_000
 
     async with grpc_port(**{limit: 50}) as port:
@@ -112,7 +112,7 @@ async def test_a_grpc_port_of_ours_closes_a_connection_that_says_no_more(said, l
             writer.close()
 
 
-async def test_a_channel_of_ours_that_was_closed_as_it_rested_connects_again_with_its_next_call():
+async def test_idle_channel_reconnects_with_the_next_call():
     async with (
         grpc_port(**{IDLE_MS: 50}) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel,
@@ -172,7 +172,7 @@ async def pings_of(options: list[tuple[str, int]]) -> int:
     return pings
 
 
-def test_no_heartbeat_to_a_metaserver_is_answered_with_a_ping():
+def test_heartbeats_cause_no_pings():
     """Each costs both ends a wake-up; without the option there are several."""
     assert asyncio.run(pings_of(META_CHANNEL_OPTIONS)) == 0 < asyncio.run(pings_of(CHANNEL_OPTIONS))
     assert NO_PROBE in RPC_OPTIONS
@@ -194,7 +194,7 @@ runpy.run_module(MODULE, run_name="__main__")
     ("name", "theirs"),
     [("broker", ""), ("broker", "event_engine_client"), ("delayserver", ""), ("metaserver", ""), ("watchdog", "")],
 )
-def test_a_server_process_chooses_its_grpc_engine_before_grpc_is_imported(name, theirs):
+def test_grpc_engine_is_chosen_before_the_import(name, theirs):
     """gRPC looks at the environment once, when it is loaded; a broker that chose later had changed nothing."""
     environ = {key: value for key, value in os.environ.items() if key != EXPERIMENTS}
     environ |= {EXPERIMENTS: theirs} if theirs else {}

@@ -14,7 +14,7 @@ SIZES = (0, 1, 7, 8, 63, 64, 65, 1000, 4096, 65_537, 1 << 20)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_both_packages_give_the_same_value(kind):
+def test_both_packages_compute_the_same_value(kind):
     chance = random.Random(7)
     for size in SIZES:
         data = kind(chance.randbytes(size))
@@ -22,9 +22,9 @@ def test_both_packages_give_the_same_value(kind):
         assert crc.crc32(data, 0xDEADBEEF) == zlib.crc32(data, 0xDEADBEEF), "goes on behind other bytes"
 
 
-def test_the_value_is_the_one_of_the_standard():
+def test_value_equals_the_standard():
     assert crc.crc32(b"123456789") == 0xCBF43926
 
 
-def test_a_server_has_the_fast_one():
+def test_server_has_the_fast_package():
     assert crc.crc32 is zlib_ng.crc32

@@ -39,5 +39,5 @@ B = {"hostname": "b", "ip": "10.0.0.2", "servePort": 1, "syncPort": 2, "controlP
         pytest.param({"x": A}, {"x": {"b": 1}}, [("x", A, {"b": 1})], id="a broker, and something else"),
     ],
 )
-def test_differences_are_shown_by_field_and_brokers_as_a_whole(before, after, shown):
+def test_differences_are_shown_by_field(before, after, shown):
     assert differences(before, after) == shown

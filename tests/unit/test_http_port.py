@@ -52,7 +52,7 @@ async def ok(request):
     return PlainTextResponse("ok")
 
 
-async def test_each_answer_says_what_time_it_is():
+async def test_each_answer_has_a_date():
     """Doctor compares the machines' clocks by it."""
 
     async with port_of(Starlette(routes=[Route("/", ok)])) as port:
@@ -61,7 +61,7 @@ async def test_each_answer_says_what_time_it_is():
             assert abs(date.timestamp() - time.time()) < 60
 
 
-def test_half_open_connections_keep_nobody_out_and_write_no_line(caplog):
+def test_half_open_connections_block_no_request(caplog):
     """300 sockets without a whole request turned the watchdog's metrics into 503, and stayed."""
 
     async def test():
@@ -79,7 +79,7 @@ def test_half_open_connections_keep_nobody_out_and_write_no_line(caplog):
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-async def test_a_connection_without_a_whole_head_is_closed_in_time(monkeypatch):
+async def test_connection_without_a_whole_head_is_closed(monkeypatch):
     monkeypatch.setattr(http_port, "HEAD_S", 0.3)
 
     async with port_of(Starlette(routes=[Route("/", ok)])) as port:
@@ -89,7 +89,7 @@ async def test_a_connection_without_a_whole_head_is_closed_in_time(monkeypatch):
             writer.close()
 
 
-async def test_who_sends_a_byte_at_a_time_is_ended_and_others_are_served_meanwhile(monkeypatch):
+async def test_slow_request_head_is_ended(monkeypatch):
     """Each byte is progress, and no reason to wait for longer."""
     monkeypatch.setattr(http_port, "HEAD_S", 0.5)
 
@@ -107,7 +107,7 @@ async def test_who_sends_a_byte_at_a_time_is_ended_and_others_are_served_meanwhi
         writer.close()
 
 
-async def test_a_request_that_is_being_answered_is_not_ended_for_others():
+async def test_request_being_answered_is_not_ended():
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(request):
@@ -152,13 +152,13 @@ class Access:
         ("/else", {}, 404),
     ],
 )
-async def test_who_may_see_what_on_the_port_of_a_copy(path, headers, status):
+async def test_rights_on_the_http_port(path, headers, status):
     http = CopyHttp(CollectorRegistry(), Access(), list, lambda: {"ready": False}, list)
     async with port_of(http.app()) as port:
         assert (await get(port, path, **headers)).status_code == status
 
 
-def test_a_token_is_shown_in_either_header():
+def test_token_is_read_from_either_header():
     assert shown_token({"x-api-token": "a", "authorization": "Bearer b"}) == "a"
     assert shown_token({"authorization": "bearer  b "}) == "b"
     assert shown_token({"authorization": "Basic b"}) == shown_token({}) == ""

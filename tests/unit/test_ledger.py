@@ -49,7 +49,7 @@ SECOND = replace(
 )
 
 
-def test_lines_are_read_back_and_those_of_other_groups_are_not(tmp_path: Path) -> None:
+def test_entries_are_read_by_group(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger")
     assert (ledger.groups(), ledger.entries("g1")) == ([], [])
     for entry in (FIRST, SECOND, replace(FIRST, group="g2")):
@@ -59,7 +59,7 @@ def test_lines_are_read_back_and_those_of_other_groups_are_not(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kept", range(1, len(encode_entry(SECOND)), 40))
-def test_line_that_a_crash_tore_is_none_and_the_next_one_takes_its_place(tmp_path: Path, kept: int) -> None:
+def test_torn_line_is_replaced(tmp_path: Path, kept: int) -> None:
     ledger = Ledger(tmp_path)
     ledger.append(FIRST)
     with (tmp_path / "g1.jsonl").open("ab") as file:
@@ -69,7 +69,7 @@ def test_line_that_a_crash_tore_is_none_and_the_next_one_takes_its_place(tmp_pat
     assert ledger.entries("g1") == [FIRST, SECOND]
 
 
-def test_line_that_another_run_is_writing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_of_a_concurrent_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, other, path = Ledger(tmp_path), encode_entry(replace(SECOND, run="other")), tmp_path / "g1.jsonl"
     ledger.append(FIRST)
     with path.open("ab") as file:
@@ -85,7 +85,7 @@ def test_line_that_another_run_is_writing_stays(tmp_path: Path, monkeypatch: pyt
     assert [entry.run for entry in ledger.entries("g1")] == [FIRST.run, "other", SECOND.run]
 
 
-def test_line_that_was_changed_is_refused(tmp_path: Path) -> None:
+def test_changed_line_is_refused(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for entry in (FIRST, SECOND):
         ledger.append(entry)
@@ -95,13 +95,13 @@ def test_line_that_was_changed_is_refused(tmp_path: Path) -> None:
         ledger.entries("g1")
 
 
-def test_run_with_findings_moves_nothing(tmp_path: Path) -> None:
+def test_run_with_findings_moves_no_anchor(tmp_path: Path) -> None:
     known = known_from([FIRST, SECOND])
     assert known.anchor == FIRST
     assert known.runs == 2 and len(known.pieces) == 2
 
 
-def test_all_old_pieces_come_round_the_longest_unread_first() -> None:
+def test_longest_unread_pieces_come_first() -> None:
     entries = [replace(FIRST, pieces=[Piece(at, at + 10, 10, "x") for at in range(0, 700, 10)])]
     seen: list[int] = []
     for _ in range(7):
@@ -113,7 +113,7 @@ def test_all_old_pieces_come_round_the_longest_unread_first() -> None:
     assert all(piece.begin >= 650 for piece in pieces_due(known_from(entries), 650, 7))
 
 
-def test_of_a_piece_that_retention_entered_the_rest_is_read_again() -> None:
+def test_rest_of_a_shortened_piece_is_due() -> None:
     entries = [replace(FIRST, pieces=[Piece(0, 100, 100, "x"), Piece(100, 200, 100, "y"), Piece(200, 300, 100, "z")])]
     rest = Piece(130, 200, 70, "")
     assert pieces_due(known_from(entries), 130, 1) == [rest, Piece(200, 300, 100, "z")]
@@ -123,11 +123,11 @@ def test_of_a_piece_that_retention_entered_the_rest_is_read_again() -> None:
     assert pieces_due(known_from(entries), 150, 1)[0] == Piece(150, 200, 50, "")
 
 
-def test_one_piece_at_least_is_read_again() -> None:
+def test_at_least_one_piece_is_due() -> None:
     assert pieces_due(known_from([FIRST]), 0, 7) == [Piece(0, 400, 400, "1")]
 
 
-def test_status_tells_what_was_verified_last_and_what_was_found_since(tmp_path: Path) -> None:
+def test_status_and_gauges_of_the_last_runs(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for entry in (FIRST, SECOND):
         ledger.append(entry)
@@ -143,7 +143,7 @@ def test_status_tells_what_was_verified_last_and_what_was_found_since(tmp_path: 
     assert [path.name for path in tmp_path.glob("*audit.prom*")] == ["audit.prom"]
 
 
-def test_what_retention_took_unverified_is_a_gauge_until_a_run_misses_nothing(tmp_path: Path) -> None:
+def test_gauge_of_unverified_bytes(tmp_path: Path) -> None:
     ledger, said = Ledger(tmp_path), []
     for entry in (replace(FIRST, unverified=4096), SECOND):
         ledger.append(entry)
@@ -152,7 +152,7 @@ def test_what_retention_took_unverified_is_a_gauge_until_a_run_misses_nothing(tm
     assert said == ["4096", "0"]
 
 
-def test_group_that_was_never_verified_has_no_age() -> None:
+def test_unverified_group_has_no_age() -> None:
     text = gauges([dict(all_status_of(SECOND))])
     assert "qmq_audit_age_seconds{" not in text and 'qmq_audit_verified_offset{broker_group="g1"} 0' in text
 
@@ -164,7 +164,7 @@ def all_status_of(entry: Entry) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 99, 200, 1000])
-def test_the_newest_entries_are_those_that_all_entries_end_with(tmp_path, count):
+def test_newest_entries_are_the_last_lines(tmp_path, count):
     """Lines of any length, and the last one torn."""
     ledger, dice = Ledger(tmp_path), random.Random(count)
     with (tmp_path / "g.jsonl").open("ab", buffering=0) as file:

@@ -46,7 +46,7 @@ def test_an_event_as_json_has_its_fields():
     }
 
 
-def test_the_same_line_is_written_once_a_minute():
+def test_equal_lines_are_written_once_a_minute():
     bounded = Bounded()
     assert bounded.filter(record("away")) and not bounded.filter(record("away"))
     assert bounded.filter(record("away", at=1000 + REPEAT_S))

@@ -39,7 +39,7 @@ async def collected(task):
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(monkeypatch):
+async def test_collector_runs_by_the_clock(monkeypatch):
     monkeypatch.setattr(memory, "YOUNG_S", 0.01)
 
     gc.collect()
@@ -59,7 +59,7 @@ async def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(mo
     assert gc.isenabled()
 
 
-async def test_once_in_a_while_it_looks_at_everything(monkeypatch):
+async def test_full_collection_is_periodic(monkeypatch):
     monkeypatch.setattr(memory, "YOUNG_S", 0.001)
     monkeypatch.setattr(memory, "FULL_S", 0.01)
 
@@ -71,7 +71,7 @@ async def test_once_in_a_while_it_looks_at_everything(monkeypatch):
     await collected(task)
 
 
-async def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
+async def test_grown_memory_causes_a_full_collection(monkeypatch):
     monkeypatch.setattr(memory, "YOUNG_S", 0.001)
     monkeypatch.setattr(memory, "LOOK_EVERY", 1)
 
@@ -88,13 +88,13 @@ async def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
     await collected(task)
 
 
-def test_memory_is_what_a_process_has_for_itself():
+def test_memory_is_private_memory():
     before = memory.memory_bytes()
     held = bytearray(b"x") * (50 << 20)
     assert 40 << 20 < memory.memory_bytes() - before < 80 << 20 and held
 
 
-def test_an_idle_process_looks_at_nothing_while_there_is_little_new(monkeypatch):
+def test_idle_process_does_not_collect(monkeypatch):
     monkeypatch.setattr(memory, "YOUNG_S", 0.001)
     monkeypatch.setattr(memory, "QUICK_S", 60.0)
     monkeypatch.setattr(memory, "_pause_s", lambda rest_s: 0.001)
@@ -119,7 +119,7 @@ def test_an_idle_process_looks_at_nothing_while_there_is_little_new(monkeypatch)
     assert len(looks) == memory.IDLE_TURNS + 1, "one for each turn at first, then one as soon as there is enough"
 
 
-def test_an_error_keeps_the_lines_that_raised_it_and_none_of_their_variables():
+def test_kept_error_drops_its_variables():
     def connect():
         mine = Circle()
         mine.me = None

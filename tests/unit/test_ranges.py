@@ -34,7 +34,7 @@ def test_difference_removes_all_others(one, others):
 
 
 @given(some)
-def test_ranges_that_are_added_in_order_are_normal(one):
+def test_ranges_added_in_order_are_normal(one):
     found: list[Range] = []
     for begin, end in ranges.union(one):
         for at in range(begin, end):

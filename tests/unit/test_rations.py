@@ -21,7 +21,7 @@ def test_new_subjects_are_rationed_per_token():
     assert ration.allow(Caller("cluster", TokenRole.CLUSTER), 10_000, now_ms=0) == 10_000
 
 
-def test_new_subjects_of_a_token_have_a_bound_in_all():
+def test_new_subjects_of_a_token_are_bounded():
     """A thousand a minute made any number in a day."""
     shop, other = Caller("shop", TokenRole.CLIENT), Caller("other", TokenRole.CLIENT)
     ration = NewSubjects(60, 100)
@@ -43,7 +43,7 @@ def taken(sent: SentBytes, caller: Caller, sizes: list[int], *, now_ms: int) -> 
     return bytes_taken
 
 
-def test_the_bytes_of_a_token_are_its_rate_however_they_come_and_another_one_has_its_own():
+def test_each_token_has_its_byte_rate():
     shop, other = Caller("shop", TokenRole.CLIENT), Caller("other", TokenRole.CLIENT)
     sent = SentBytes(1_000)
     assert taken(sent, shop, [400] * 10, now_ms=0) == 1_200, "a second's worth, as far as batches go"
@@ -52,7 +52,7 @@ def test_the_bytes_of_a_token_are_its_rate_however_they_come_and_another_one_has
     assert taken(sent, shop, [400] * 10, now_ms=3_600_000) == 1_200, "nobody saves up"
 
 
-def test_a_batch_larger_than_a_second_is_taken_and_paid_for():
+def test_large_batch_is_accepted_and_charged():
     shop, sent = Caller("shop", TokenRole.CLIENT), SentBytes(1_000)
     sent.take(shop, 5_000, now_ms=0)
     with pytest.raises(Overloaded, match=r"token 'shop' sends more than 1,000 bytes a second \(token_bytes_per_s\)"):
@@ -60,7 +60,7 @@ def test_a_batch_larger_than_a_second_is_taken_and_paid_for():
     sent.take(shop, 1, now_ms=4_001)
 
 
-def test_a_connection_has_its_part_of_its_tokens_rations():
+def test_connections_share_their_tokens_rations():
     shop, now = Caller("shop", TokenRole.CLIENT), [0]
     groups, sent = NewSubjects(1, 100, "consumer groups"), SentBytes(1_000)
     one, other = (TokenRation(shop, groups, sent, lambda: now[0]) for _ in range(2))
@@ -76,7 +76,7 @@ def test_a_connection_has_its_part_of_its_tokens_rations():
     other.write(1)
 
 
-def test_without_a_bound_of_bytes_none_are_counted():
+def test_unbounded_bytes_are_not_counted():
     ration = TokenRation(Caller("shop", TokenRole.CLIENT), NewSubjects(1, 1, "consumer groups"), None, lambda: 0)
     for _ in range(10):
         ration.write(1 << 30)

@@ -55,14 +55,14 @@ async def squared(producer, message):
     await reply(producer, message, qmq.Message("", {"square": message.get_int("n") ** 2}))
 
 
-async def test_each_of_many_requests_gets_its_own_answer():
+async def test_each_request_gets_its_own_answer():
     async with shop() as world:
         answers = await asyncio.gather(*(world.ask(number) for number in range(200)))
         assert answers == [str(number**2) for number in range(200)]
         assert (world.requester.waiting, world.requester.late_answers) == (0, 0)
 
 
-async def test_answers_come_over_lost_connections_and_another_master():
+async def test_answers_survive_reconnects_and_failover():
     async with shop() as world:
         assert await world.ask(1) == "1"
         for trouble in (world.broker.drop_connections, world.broker.swap_roles):
@@ -136,7 +136,7 @@ async def test_unstored_answer_retries_the_request():
         assert times == [1, 2]
 
 
-async def test_a_cancelled_request_waits_no_more():
+async def test_cancelled_request_does_not_wait():
     async def silent(producer, message):
         pass
 
@@ -148,7 +148,7 @@ async def test_a_cancelled_request_waits_no_more():
         assert asking.cancelled() and world.requester.waiting == 0
 
 
-async def test_closing_ends_those_that_wait_and_refuses_others():
+async def test_closing_ends_waiting_requests():
     async def silent(producer, message):
         pass
 

@@ -18,7 +18,7 @@ MAY = {
 
 
 @pytest.mark.parametrize("role", TokenRole)
-def test_a_role_includes_exactly_what_is_written(role):
+def test_role_includes_its_listed_rights(role):
     assert {needed.value for needed in TokenRole if includes(role, needed)} == MAY[role.value]
 
 
@@ -64,11 +64,11 @@ def test_call_without_a_role_is_always_refused():
         pytest.param(("x:order",), PRODUCE, "x:order", True, id="a colon in a name"),
     ],
 )
-def test_a_scope_limits_subjects(subjects, right, subject, allowed):
+def test_scope_limits_subjects(subjects, right, subject, allowed):
     assert Scope(subjects).may(right, subject) is allowed
 
 
-def test_a_missing_right_is_named():
+def test_missing_right_is_named():
     caller = Caller("shop", TokenRole.CLIENT, Scope(("produce:order",), ("g1",)))
     with pytest.raises(MissingRight, match="token 'shop' may not consume from 'order'"):
         caller.require_subject(CONSUME, "order")
@@ -92,6 +92,6 @@ def test_illegal_patterns_are_refused(pattern):
         check_patterns("subject", [pattern], rights=True)
 
 
-def test_legal_patterns_are_taken():
+def test_legal_patterns_are_accepted():
     patterns = ("*", "a", "a.*", "produce:a", "consume:*", "other:a")
     assert check_patterns("subject", patterns, rights=True) == patterns

@@ -67,7 +67,7 @@ def test_each_reason_has_its_row():
     assert set(REASONS) == set(Reason)
 
 
-def test_reasons_that_a_person_ends_name_the_command():
+def test_manual_reasons_name_the_command():
     """Operators of the simulator follow what these texts name (tests/simulation/cores/operator.py)."""
     assert {reason for reason in Reason if "RecoverGroup" in explain(reason)} == {Reason.ROLLED_BACK, Reason.DIVERGED}
 
@@ -84,7 +84,7 @@ def test_each_refusal_of_a_role_has_its_row():
     assert len(texts) > 15 and without_a_row(texts, REFUSED_ROLES) == []
 
 
-def test_no_row_is_of_something_that_is_said_no_more():
+def test_every_row_is_of_a_current_text():
     files = [ROOT / path for path in STARTS]
     files += [path for folder in ("metaserver", "tools") for path in (ROOT / folder).rglob("*.py")]
     said = [

@@ -38,14 +38,14 @@ def test_missing_settings_have_defaults(tmp_path):
     assert read(tmp_path, 'name = "a"') == Settings(name="a")
 
 
-def test_the_file_is_read(tmp_path):
+def test_settings_file_is_read(tmp_path):
     text = 'name = "a"\nport = 1\npause_s = 2\neager = true\ntokens = ["x", "y"]\nmode = "replicated"\nfolder = "/d"'
     assert read(tmp_path, text) == Settings(
         name="a", port=1, pause_s=2.0, eager=True, tokens=("x", "y"), mode="replicated", folder=Path("/d")
     )
 
 
-def test_the_environment_overrides_the_file(tmp_path):
+def test_environment_overrides_the_file(tmp_path):
     settings = read(
         tmp_path,
         'name = "a"\nport = 1',
@@ -62,7 +62,7 @@ def test_settings_need_no_file():
     assert load(Settings, prefix="QMQ_X", path=None, environ={"QMQ_X_NAME": "a"}).name == "a"
 
 
-def test_a_variable_of_another_process_is_not_read(tmp_path):
+def test_variables_of_other_processes_are_ignored(tmp_path):
     assert read(tmp_path, 'name = "a"', QMQ_Y_PORT="1", PORT="2", QMQ_X_UNKNOWN="3").port == 20881
 
 
@@ -71,7 +71,7 @@ def test_settings_cannot_be_changed(tmp_path):
         read(tmp_path, 'name = "a"').port = 1
 
 
-def test_all_complaints_come_at_once(tmp_path):
+def test_all_complaints_are_reported_together(tmp_path):
     complaints = complaints_of(tmp_path, 'port = 0\nmode = "never"\nprot = 1', QMQ_X_PAUSE_S="soon")
     assert [complaint.partition(":")[0] for complaint in complaints] == ["prot", "name", "port", "pause_s", "mode"]
 

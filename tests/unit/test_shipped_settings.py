@@ -36,7 +36,7 @@ def test_every_setting_is_read(package):
 
 
 @pytest.mark.parametrize("package", KINDS)
-def test_a_process_needs_to_be_told_only_what_has_no_default(package, tmp_path):
+def test_only_settings_without_default_are_required(package, tmp_path):
     """Weakness 39: QMQ ships files without what is required, so that its watchdog and its backup do not start."""
     fields = dataclasses.fields(KINDS[package])
     needed = [field for field in fields if field.default is dataclasses.MISSING]
@@ -47,7 +47,7 @@ def test_a_process_needs_to_be_told_only_what_has_no_default(package, tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]), ids=lambda path: path.name)
-def test_documents_state_settings_as_they_are(path):
+def test_documents_list_settings_and_defaults(path):
     """Weakness 39: QMQ's defaults differ from what its documents say."""
     known = {field.name: field.default for kind in KINDS.values() for field in dataclasses.fields(kind)}
     for name, value in re.findall(r"`([a-z0-9]+_[a-z0-9_]+)` \(default[: ]+`?([^`)\s]+)`?\)", path.read_text()):

@@ -39,7 +39,7 @@ def table() -> TransitionTable[DoorState]:
     return TransitionTable(DoorState.OPEN, MOVES)
 
 
-def test_events_are_known_by_their_class_or_as_members_of_an_enum(table: TransitionTable[DoorState]):
+def test_events_are_classes_or_enum_members(table: TransitionTable[DoorState]):
     door = Machine(table)
     assert door.state is DoorState.OPEN and door.may(Pushed) and not door.may(Key.TURNED)
     assert door.on(Pushed("wind"), at_ms=7) is DoorState.SHUT
@@ -51,14 +51,14 @@ def test_events_are_known_by_their_class_or_as_members_of_an_enum(table: Transit
     assert str(door.history[0]) == "7 OPEN -- Pushed -> SHUT"
 
 
-def test_what_the_table_lacks_raises_counts_and_changes_nothing(table: TransitionTable[DoorState]):
+def test_illegal_transition_raises_and_is_counted(table: TransitionTable[DoorState]):
     door = Machine(table)
     with pytest.raises(IllegalTransition, match="DoorState: TURNED cannot happen in OPEN"):
         door.on(Key.TURNED)
     assert door.state is DoorState.OPEN and not door.history and table.illegal == 1
 
 
-def test_the_last_transitions_are_kept(table: TransitionTable[DoorState]):
+def test_last_transitions_are_kept(table: TransitionTable[DoorState]):
     door = Machine(table)
     for number in range(TRANSITIONS_KEPT + 5):
         door.on(Pushed("wind"), at_ms=number)
@@ -74,12 +74,12 @@ def test_short_lives_share_a_history(table: TransitionTable[DoorState]):
     assert [move.after for move in history] == [DoorState.OPEN, DoorState.SHUT, DoorState.OPEN]
 
 
-def test_a_state_that_nothing_leads_to_is_refused():
+def test_unreachable_state_is_refused():
     with pytest.raises(BrokenInvariant, match="LOCKED"):
         TransitionTable(DoorState.OPEN, {(DoorState.OPEN, Pushed): DoorState.SHUT})
 
 
-def test_the_drawing_is_the_table(table: TransitionTable[DoorState]):
+def test_drawing_equals_the_table(table: TransitionTable[DoorState]):
     assert draw(table) == (
         "OPEN  (begins here)\n    Pushed -> SHUT\nSHUT\n    Pushed -> OPEN\n    TURNED -> LOCKED\nLOCKED\n"
     )

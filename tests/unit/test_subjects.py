@@ -8,12 +8,12 @@ from qmq.errors import InvalidName
 from qmq.subjects import check_subject, dead_letter_subject, parse_derived, real_subject, retry_subject
 
 
-def test_derived_names_are_those_of_qmq():
+def test_derived_names_equal_qmqs():
     assert retry_subject("order.created", "g1") == "%RETRY%order.created%g1"
     assert dead_letter_subject("order.created", "g1") == "%DEAD_RETRY%order.created%g1"
 
 
-def test_a_retry_of_a_retry_keeps_the_real_subject():
+def test_retry_of_a_retry_keeps_the_subject():
     once = retry_subject("order.created", "g1")
     assert retry_subject(once, "g1") == once
     assert dead_letter_subject(once, "g1") == "%DEAD_RETRY%order.created%g1"

@@ -8,6 +8,6 @@ from pathlib import Path
 from qmq.version import VERSION
 
 
-def test_the_version_is_the_packages():
+def test_version_equals_the_package():
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
         assert tomllib.load(file)["project"]["version"] == VERSION

@@ -25,7 +25,7 @@ def launched(folder, *words, **environ):
         )
 
 
-def test_fork_runs_the_program_with_its_words_and_environment(tmp_path):
+def test_fork_runs_with_arguments_and_environment(tmp_path):
     process = launched(tmp_path, "--config", "/no such file", QMQ_BROKER_HOSTNAME="a")
     assert isinstance(process, ForkedProcess) and process.wait(30) == 2
     printed = (tmp_path / "log").read_text()
@@ -46,7 +46,7 @@ def test_fork_is_a_child_with_its_own_session(tmp_path):
     assert process.wait(30) == -signal.SIGKILL
 
 
-def test_environment_read_by_imports_starts_a_new_interpreter(tmp_path):
+def test_import_time_environment_starts_a_new_interpreter(tmp_path):
     process = launched(tmp_path, PYTHONVERBOSE="1")
     process.wait(30)
     assert "import 'qmq.broker.main'" in (tmp_path / "log").read_text()

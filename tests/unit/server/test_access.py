@@ -139,7 +139,7 @@ def answer(name="shop", role="client", valid_ms=20_000, **more):
 
 
 @in_world
-async def test_the_own_token_is_known_at_once(metaserver, access):
+async def test_own_token_needs_no_request(metaserver, access):
     await metaserver.stop()
     assert (await access.check(OWN)).role == access.own(OWN).role == TokenRole.CLUSTER
     assert access.own(OWN + "x") is None and access.own("") is None and access.own("\udcff") is None
@@ -147,7 +147,7 @@ async def test_the_own_token_is_known_at_once(metaserver, access):
 
 
 @in_world
-async def test_the_metaserver_says_what_another_token_may_do(metaserver, access):
+async def test_metaserver_returns_a_tokens_rights(metaserver, access):
     metaserver.answers["t"] = answer(subjects=["order.*"], groups=["g1"])
     caller = await access.check("t")
     assert (caller.name, caller.role) == ("shop", TokenRole.CLIENT)
@@ -156,7 +156,7 @@ async def test_the_metaserver_says_what_another_token_may_do(metaserver, access)
 
 
 @in_world
-async def test_many_connections_with_one_token_ask_one_question(metaserver, access):
+async def test_connections_with_one_token_share_a_request(metaserver, access):
     metaserver.answers["t"] = answer()
     metaserver.may_answer.clear()
     checks = [asyncio.ensure_future(access.check("t")) for _ in range(50)]
@@ -169,7 +169,7 @@ async def test_many_connections_with_one_token_ask_one_question(metaserver, acce
 
 
 @in_world
-async def test_an_unknown_token_is_refused_and_not_asked_about_at_each_knock(metaserver, access):
+async def test_unknown_token_is_cached_for_five_seconds(metaserver, access):
     for _ in range(3):
         with pytest.raises(AccessError, match="not valid"):
             await access.check("nobody's")
@@ -180,7 +180,7 @@ async def test_an_unknown_token_is_refused_and_not_asked_about_at_each_knock(met
 
 
 @in_world
-async def test_an_outage_of_the_metaserver_stops_nobody_who_was_known(metaserver, access):
+async def test_known_tokens_survive_a_metaserver_outage(metaserver, access):
     metaserver.answers["t"] = answer()
     await access.check("t")
     await metaserver.stop()
@@ -192,7 +192,7 @@ async def test_an_outage_of_the_metaserver_stops_nobody_who_was_known(metaserver
 
 
 @in_world
-async def test_a_token_expires_in_an_outage_too(metaserver, access):
+async def test_token_expires_in_an_outage(metaserver, access):
     metaserver.answers["t"] = answer(expires_in_ms=60_000)
     await access.check("t")
     await metaserver.stop()
@@ -205,7 +205,7 @@ async def test_a_token_expires_in_an_outage_too(metaserver, access):
 
 
 @in_world
-async def test_revocation_ends_open_connections_within_a_minute(metaserver, access):
+async def test_revocation_ends_connections_within_a_minute(metaserver, access):
     metaserver.answers |= {"t": answer(), "other": answer("other")}
     revoked, other = Guest(), Guest()
     for token, guest in (("t", revoked), ("other", other)):
@@ -223,7 +223,7 @@ async def test_revocation_ends_open_connections_within_a_minute(metaserver, acce
 
 
 @in_world
-async def test_the_review_goes_on_by_itself(metaserver, access):
+async def test_review_runs_periodically(metaserver, access):
     module_review_s, module.REVIEW_S = module.REVIEW_S, 0.01
     metaserver.answers["t"] = answer(valid_ms=0)
     guest = Guest()
@@ -240,7 +240,7 @@ async def test_the_review_goes_on_by_itself(metaserver, access):
 
 
 @in_world
-async def test_a_question_without_an_answer_takes_no_other_one_with_it(metaserver, access):
+async def test_closed_channel_fails_all_its_requests(metaserver, access):
     """Closing the connection cancels what else was asked over it; a review that is cancelled would never run again."""
     metaserver.answers |= {"a": answer("a"), "b": answer("b")}
     metaserver.may_answer.clear()
@@ -256,7 +256,7 @@ async def test_a_question_without_an_answer_takes_no_other_one_with_it(metaserve
 
 
 @in_world
-async def test_a_connection_says_once_who_it_is(metaserver, access):
+async def test_second_authenticate_is_refused(metaserver, access):
     """A second token would leave the first one with a connection that never ends, and in the end without any."""
     metaserver.answers |= {"a": answer("a"), "b": answer("b")}
     service = a_service()
@@ -274,7 +274,7 @@ async def test_a_connection_says_once_who_it_is(metaserver, access):
 
 
 @in_world
-async def test_who_produces_beside_others_hears_how_large_batches_should_be(metaserver, access):
+async def test_sharing_producers_receive_a_batch_size(metaserver, access):
     """The others wait for what each takes on two disks."""
     service = a_service()
 
@@ -295,7 +295,7 @@ async def test_who_produces_beside_others_hears_how_large_batches_should_be(meta
 
 
 @in_world
-async def test_the_end_of_a_stranger_is_not_told_to_the_core(metaserver, access):
+async def test_unauthenticated_connection_does_not_reach_the_core(metaserver, access):
     """It never heard of one; each time it hears something, it goes through all that waits."""
     service = a_service()
     acceptor = Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access)

@@ -53,13 +53,13 @@ def waiting() -> tuple[World, object]:
     return World(copy), copy.log.take_commit()
 
 
-def test_a_commit_counts_when_it_survives_a_power_cut(way):
+def test_commit_survives_a_power_cut(way):
     world, commit = waiting()
     way(world, commit)
     assert world.flushed_ends == [commit.end] and commit.end > 0 and world.commits == 1
 
 
-def test_a_commit_that_cannot_be_written_ends_the_process_and_never_counts(way):
+def test_failed_commit_ends_the_process(way):
     world, commit = waiting()
     world.copy.disk.fail_after(1)
     with pytest.raises(Ended, match="70"):

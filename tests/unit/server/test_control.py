@@ -54,7 +54,7 @@ class World:
 
 
 @pytest.mark.parametrize(("name", "order"), ORDERS)
-def test_an_order_wakes_a_broker_that_sleeps_until_something_is_due(monkeypatch, name, order):
+def test_order_wakes_the_broker(monkeypatch, name, order):
     """Else its group said for up to a second longer that it takes messages, or that it takes none."""
     told = []
     world = World(lambda *args, **fields: told.append(args))
@@ -63,7 +63,7 @@ def test_an_order_wakes_a_broker_that_sleeps_until_something_is_due(monkeypatch,
 
 
 @pytest.mark.parametrize(("name", "order"), ORDERS)
-def test_a_disk_that_fails_at_an_order_ends_the_process(monkeypatch, name, order):
+def test_disk_failure_during_an_order_ends_the_process(monkeypatch, name, order):
     """I15. A promise that was not written down must not be answered, nor anything after it."""
 
     def fails(*args, **fields):
@@ -98,7 +98,7 @@ async def until_let_in(port):
     return writer
 
 
-async def test_a_control_port_takes_so_many_connections_and_another_when_one_has_ended(monkeypatch):
+async def test_control_port_bounds_its_connections(monkeypatch):
     """What anybody opens there must not use up the files of a process that has a log to write."""
     monkeypatch.setattr(control, "CONNECTIONS_MAX", 2)
     (port,) = free_ports(1)

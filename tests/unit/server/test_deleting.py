@@ -42,7 +42,7 @@ class World:
         self.gone.append(len({*before} - {*segment_bases(self.copy.disk)}))
 
 
-async def test_many_segments_go_in_as_many_commits(monkeypatch):
+async def test_each_deleted_segment_is_a_commit(monkeypatch):
     """All went in one: of 70, nothing was acknowledged for 3.8 s."""
     monkeypatch.setattr(service, "DELETE_S", 0.001)
     copy = Copy()

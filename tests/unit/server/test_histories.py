@@ -19,7 +19,7 @@ def shown(group: Group) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def test_master_and_slave_show_what_they_are_towards_each_other():
+def test_states_of_master_and_slave():
     assert shown(Group.made().start()) == {
         "a: log": ("WHOLE", ["RECOVERED_WHOLE"]),
         "a: its slave": ("IN_SYNC", ["FOLLOWS", "MATCHED"]),
@@ -28,7 +28,7 @@ def test_master_and_slave_show_what_they_are_towards_each_other():
     }
 
 
-def test_the_only_slave_of_a_group_is_shown_though_it_was_never_there():
+def test_absent_only_slave_is_shown():
     group = Group.made()
     group.a.assign(Role.MASTER)
     assert shown(group)["a: its slave"] == ("ABSENT", [])

@@ -44,7 +44,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad, reason", BAD)
-def test_what_breaks_a_limit_is_refused_alone_with_its_id_and_the_rest_is_stored(bad, reason):
+def test_invalid_message_is_refused_alone(bad, reason):
     """Gap of QMQ: a property of 40,000 bytes is stored, and every consumer drops its message without a word."""
     group = Group.made(message_bytes_max=1 << 20).start()
     client = Client(group.a)
@@ -69,11 +69,11 @@ def test_what_breaks_a_limit_is_refused_alone_with_its_id_and_the_rest_is_stored
         pytest.param(raw(subject="%RETRY%" + "s" * 100 + "%" + "g" * 100), id="long subject"),
     ],
 )
-def test_what_is_within_the_limits_is_stored(good):
+def test_messages_within_the_limits_are_accepted(good):
     assert check_messages(join_batch([message("s", "m"), good]), 2, 1 << 20) == []
 
 
-def test_a_message_that_is_too_large_is_named():
+def test_refusal_names_the_large_message():
     [(position, why)] = check_messages(join_batch([message("s", "m"), message("s", "big", 500)]), 2, 300)
     assert position == 1 and why.startswith("message big: ") and "more than 300" in why
 
@@ -87,7 +87,7 @@ def labels_of(group: Group) -> list[list[int]]:
     ]
 
 
-def test_labels_of_what_is_stored_stay_with_their_messages():
+def test_stored_messages_keep_their_labels():
     group = Group.made(message_bytes_max=1 << 20).start()
     client = Client(group.a)
     labels = [label_of({"a"}, None), label_of({"b"}, "k"), label_of((), "l")]
@@ -124,7 +124,7 @@ SECTION = encode_labels([label_of({"a"}, "k"), 0])
         ),
     ],
 )
-def test_wrong_labels_are_refused_and_nothing_is_stored(after, flags):
+def test_wrong_labels_are_refused(after, flags):
     group = Group.made().start()
     client = Client(group.a)
     end = group.a.log.end
@@ -133,7 +133,7 @@ def test_wrong_labels_are_refused_and_nothing_is_stored(after, flags):
     assert group.a.log.end == end
 
 
-def test_a_derived_subject_of_two_long_names_is_taken():
+def test_long_derived_subject_is_accepted():
     """Rule: retry and dead-letter subjects are exempt from the length of a subject."""
     group = Group.made().start()
     client = Client(group.a)
@@ -143,7 +143,7 @@ def test_a_derived_subject_of_two_long_names_is_taken():
     assert client.code(client.produce("m", subject=f"%RETRY%{'s' * 101}%g")) == ErrorCode.INVALID_NAME
 
 
-def test_the_window_of_repeats_is_as_long_as_documented_at_both_ends():
+def test_repeats_within_64_batches_are_stored_once():
     """P2: the last 64 batches of a producer are repeated safely, the 65th is unknown and never stored again."""
     group = Group.made().start()
     client = Client(group.a)
@@ -159,7 +159,7 @@ def test_the_window_of_repeats_is_as_long_as_documented_at_both_ends():
     assert group.a.log.end == end
 
 
-def test_as_many_producers_are_remembered_as_documented_the_least_recent_forgotten_first():
+def test_least_recent_producer_is_forgotten_first():
     """P2: whoever is the 4,097th makes the log forget who sent nothing for longest."""
     group = Group.made().start()
     client = Client(group.a)

@@ -59,7 +59,7 @@ def refusal(code):
         pytest.param(OperatorError("this data directory belongs to g1-b"), 0, id="a part that is not ours"),
     ],
 )
-def test_broker_takes_up_its_old_part_only_if_nobody_told_it_not_to(error, starts):
+def test_which_errors_let_a_broker_start_alone(error, starts):
     node = Node()
     link = MetaLink(SimpleNamespace(node=node, guarded=lambda call: call()), SETTINGS)
     link.failed(error)
@@ -69,7 +69,7 @@ def test_broker_takes_up_its_old_part_only_if_nobody_told_it_not_to(error, start
     assert node.lost == (["because"] if is_taken else []), "the part of another process ends at once"
 
 
-def test_disk_that_fails_as_the_old_part_is_taken_up_ends_the_process():
+def test_disk_failure_while_starting_alone_ends_the_process():
     """I15. Else the broker would have no part until a metaserver is there."""
     ended: list[BaseException] = []
     service = SimpleNamespace(node=Node(DiskFailed("no space left")), fail=ended.append, _stir=lambda: None)
@@ -86,7 +86,7 @@ def test_disk_that_fails_as_the_old_part_is_taken_up_ends_the_process():
         pytest.param(60, [0.0] * len(RETRIES_S), id="metaservers that end after a while"),
     ],
 )
-def test_broker_waits_longer_each_time_unless_it_was_served_for_a_while(monkeypatch, served_s, waits):
+def test_retry_delay_grows_unless_served(monkeypatch, served_s, waits):
     """Two machines with a copy of one broker's disk and name would else end each other's heartbeats without a pause."""
     link, now, waited = MetaLink(SimpleNamespace(node=Node()), SETTINGS), 100.0, []
 
@@ -117,7 +117,7 @@ def test_broker_waits_longer_each_time_unless_it_was_served_for_a_while(monkeypa
     assert waited == waits
 
 
-async def test_a_process_begins_until_a_metaserver_gave_it_its_part(tmp_path):
+async def test_register_says_begins_until_assigned(tmp_path):
     """Also one that took up the part which its disk remembers: that may be of an earlier life."""
 
     disk = RealDisk(tmp_path)
@@ -208,25 +208,23 @@ def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
         pytest.param(1004.1, 7, id="from the moment after an answer on"),
     ],
 )
-def test_a_metaserver_that_leaves_a_heartbeat_without_an_answer_is_left_after_two_seconds(
-    monkeypatch, silent_at_s, leaves_s
-):
+def test_silent_metaserver_is_left_after_two_seconds(monkeypatch, silent_at_s, leaves_s):
     (stayed_s,) = leaves(monkeypatch, lambda loop: Meta(loop, silent_at_s=silent_at_s))
     assert stayed_s == pytest.approx(leaves_s)
 
 
-def test_busy_metaservers_are_left_less_and_less_often(monkeypatch):
+def test_slow_metaservers_get_more_patience(monkeypatch):
     """The next one may be as busy. Each answer takes three seconds here."""
     stayed_s = leaves(monkeypatch, lambda loop: Meta(loop, answers_s=3.0), lives=3)
     assert stayed_s == [pytest.approx(2), 300, 300]
 
 
-def test_a_broker_that_stood_still_itself_reads_first_what_came_meanwhile(monkeypatch):
+def test_paused_broker_reads_pending_answers_first(monkeypatch):
     (stayed_s,) = leaves(monkeypatch, lambda loop: Meta(loop, answers_s=1.0), pause_s=(0.5, 60.0), most_s=120.0)
     assert stayed_s >= 120
 
 
-def test_patience_is_short_again_once_answers_were_quick_for_a_while():
+def test_patience_shrinks_after_quick_answers():
     patience = Patience()
     for _ in range(4):
         patience.leave()
@@ -241,7 +239,7 @@ def test_patience_is_short_again_once_answers_were_quick_for_a_while():
     assert limits[-1] == SILENT_S
 
 
-def test_broker_sends_a_heartbeat_every_second(monkeypatch):
+def test_heartbeat_every_second_and_on_change(monkeypatch):
     loop, beats = VirtualLoop(1), []
 
     async def test() -> None:
@@ -264,7 +262,7 @@ def test_broker_sends_a_heartbeat_every_second(monkeypatch):
     assert beats == [1000, 1001, 1001.4, 1002, 1003], "and at once when its state changes"
 
 
-def test_an_answer_that_says_only_what_time_it_is_changes_no_part(monkeypatch):
+def test_clock_answer_changes_no_part(monkeypatch):
     clocks, parts = [], []
     node = SimpleNamespace(record_metaserver_clock=clocks.append)
     link = MetaLink(SimpleNamespace(node=node), SETTINGS)

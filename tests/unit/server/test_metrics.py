@@ -18,7 +18,7 @@ SHOWN = 2000
 SUBJECTS = [f"business.unit.orders.changed.{number:05d}" for number in range(10_000)]
 
 
-def test_a_page_is_what_prometheus_clients_own_function_makes():
+def test_page_equals_prometheus_clients_output():
     def families():
         counts = Series("qmq_messages", 'of "all"\nsubjects \\', "counter", ["subject", "broker_group"])
         for subject in ("a.b", "%RETRY%a%b", "100 %s", 'a "b" \\ c', "two\nlines", "ü", ""):
@@ -42,7 +42,7 @@ def test_a_page_is_what_prometheus_clients_own_function_makes():
     assert render(found) == generate_latest(registry)
 
 
-def test_the_largest_are_shown_and_those_that_always_are():
+def test_largest_and_configured_series_are_shown():
     def shown(most, always="", **sizes):
         return "".join(largest(sizes, most, lambda name: name in always))
 
@@ -71,7 +71,7 @@ def behind(position, unacked=0):
     return Group(position, consumers={"c": Consumer(unacked, held)})
 
 
-def test_ten_thousand_subjects_and_groups_are_less_than_a_megabyte_and_nothing_that_matters_is_left_out():
+def test_page_of_ten_thousand_subjects_is_small():
     ends = {name: 1000 + number for number, name in enumerate(SUBJECTS)} | {"%DEAD_RETRY%a%billing": 1}
     groups = {(name, "billing"): behind(ends[name] - 5) for name in SUBJECTS}
     groups[SUBJECTS[0], "billing"] = behind(7)
@@ -91,7 +91,7 @@ def test_ten_thousand_subjects_and_groups_are_less_than_a_megabyte_and_nothing_t
     assert SUBJECTS[2] not in text, "a group that has acked everything"
 
 
-def test_subjects_that_are_named_are_shown_whatever_they_have():
+def test_configured_subjects_are_always_shown():
     ends = {name: 1000 + number for number, name in enumerate(SUBJECTS)}
     groups = {(name, "billing"): behind(ends[name] - 5) for name in SUBJECTS}
     lines = page(ends, groups, always=(SUBJECTS[3], f"{SUBJECTS[0][:-3]}99*")).splitlines()

@@ -46,7 +46,7 @@ WINDOW, GIB = 1000, 1 << 30
         pytest.param(False, False, RUNNING, 0, True, RUNNING, id="it has done nothing yet"),
     ],
 )
-def test_state_of_a_connection(produces, consumes, was, unacked, memory_is_short, state):
+def test_connection_state(produces, consumes, was, unacked, memory_is_short, state):
     flow = Flow(WINDOW, produces, consumes, was)
     assert flow.follow(unacked, memory_is_short=memory_is_short) is (state is not was)
     assert flow.state is state
@@ -65,13 +65,13 @@ def test_state_of_a_connection(produces, consumes, was, unacked, memory_is_short
         pytest.param(True, RUNNING, 101, 100, RUNNING, id="it consumes as well"),
     ],
 )
-def test_state_of_a_connection_beside_others_that_produce(consumes, was, unacked, share, state):
+def test_connection_state_with_a_share(consumes, was, unacked, share, state):
     flow = Flow(WINDOW, True, consumes, was)
     flow.follow(unacked, share_bytes=share, memory_is_short=False)
     assert flow.state is state
 
 
-def test_who_produced_within_the_last_ten_seconds_shares():
+def test_producers_of_the_last_ten_seconds_share():
     shares = Shares[str]()
     shares.produced("hot", 1 << 20, 0)
     assert shares.bytes is None, "alone it has its whole window"
@@ -90,7 +90,7 @@ def test_who_produced_within_the_last_ten_seconds_shares():
     assert shares.bytes == SHARE_BYTES_LEAST
 
 
-def test_batches_are_small_beside_a_quiet_connection_and_not_beside_loud_ones_alone():
+def test_batches_are_small_beside_quiet_connections():
     shares = Shares[str]()
     shares.produced("quiet", 100, 0)
     assert (shares.bytes, shares.batch_bytes) == (None, None), "it produces alone"
@@ -105,20 +105,20 @@ def test_batches_are_small_beside_a_quiet_connection_and_not_beside_loud_ones_al
     assert (shares.bytes, shares.batch_bytes) == (QUIETLY_SHARED_BYTES // 2, BATCH_BYTES), "it is quiet by now"
 
 
-def test_who_produces_alone_shares_with_nobody_who_was_there_before_a_pause():
+def test_producer_alone_after_a_pause_shares_nothing():
     shares = Shares[str]()
     shares.produced("other", 1 << 20, 0)
     shares.produced("hot", 1 << 20, 2 * SHARES_MS)
     assert (shares.bytes, shares.batch_bytes) == (None, None)
 
 
-def test_memory_alarm_ends_by_itself_and_does_not_flutter_at_its_limit():
+def test_memory_alarm_has_hysteresis():
     alarm = MemoryAlarm(1000)
     heard = [(used, alarm.measured(used)) for used in (1000, 1001, 1000, 999, 951, 949, 999, 1001)]
     assert [used for used, changed in heard if changed] == [1001, 949, 1001]
 
 
-def test_free_space_is_looked_at_again_before_what_was_written_can_have_filled_it():
+def test_free_space_is_measured_before_it_can_fill():
     watch = DiskWatch(limit_bytes=GIB)
     assert watch.is_due(0, 0)
     watch.measured(41 * GIB, 0, 0)
@@ -126,7 +126,7 @@ def test_free_space_is_looked_at_again_before_what_was_written_can_have_filled_i
     assert watch.is_due(9_999, 10 * GIB) and watch.is_due(10_000, 0)
 
 
-def test_near_the_limit_free_space_is_looked_at_in_every_tick():
+def test_free_space_near_the_limit_is_measured_often():
     watch = DiskWatch(limit_bytes=GIB)
     watch.measured(2 * GIB, 0, 0)
     assert not watch.is_full and watch.is_due(100, 0)
@@ -136,7 +136,7 @@ def test_near_the_limit_free_space_is_looked_at_in_every_tick():
     assert not watch.is_full
 
 
-def test_a_limit_of_a_subject_begins_to_be_reached_for_each_subject_and_is_named_for_a_minute():
+def test_reached_limit_begins_once_per_subject():
     limits = LimitsReached()
     begins = [limits.reached("messagesMax", now_ms, name) for now_ms, name in enumerate(("a", "a", "b", "a", "b"))]
     assert begins == [True, False, True, False, False] and limits.counts == {"messagesMax": 5}
@@ -148,7 +148,7 @@ def test_a_limit_of_a_subject_begins_to_be_reached_for_each_subject_and_is_named
     assert [limits.reached("window_bytes", 10 + LATELY_MS) for _ in range(2)] == [True, False]
 
 
-def test_of_very_many_full_subjects_some_are_named_and_all_are_counted():
+def test_full_subjects_are_counted_beyond_the_named():
     limits = LimitsReached()
     names = [f"s{number}" for number in range(10 * LIMITED_SUBJECTS_MAX)]
     begins = [limits.reached("messagesMax", now_ms, name) for now_ms in (0, 1, 2) for name in names]
@@ -158,7 +158,7 @@ def test_of_very_many_full_subjects_some_are_named_and_all_are_counted():
     assert limits.subjects_lately(LATELY_MS + 2) == [("messagesMax", "other")]
 
 
-def test_the_log_has_one_line_when_a_subject_begins_to_be_full_however_its_text_counts(caplog):
+def test_full_subject_is_logged_once(caplog):
     """What waits is another number at each refusal; of other limits each cause is a line."""
     now_ms = [0]
     service = object.__new__(Service)
@@ -182,7 +182,7 @@ def full(group, what):
 
 
 @pytest.mark.parametrize("what", ["disk", "memory"])
-def test_at_a_limit_producers_are_told_and_consumption_goes_on(what):
+def test_full_broker_refuses_producers_and_serves_consumers(what):
     group, client = a_group()
     client.produce("m1", "m2", "m3")
     group.settle()
@@ -203,7 +203,7 @@ def test_at_a_limit_producers_are_told_and_consumption_goes_on(what):
 
 
 @pytest.mark.parametrize("what", ["disk", "memory"])
-def test_a_new_mastership_knows_the_limit_that_was_reached_before_it(what):
+def test_new_mastership_keeps_the_reached_limit(what):
     group, client = a_group()
     full(group, what)
     group.a.assign(group.a.node.assignment.role, 2)
@@ -211,7 +211,7 @@ def test_a_new_mastership_knows_the_limit_that_was_reached_before_it(what):
     assert what in group.a.node.readonly_reasons
 
 
-def test_a_client_that_keeps_to_its_window_is_not_told_of_it():
+def test_client_within_its_window_is_running():
     """What a batch is to the client's window it is to the broker's: else Doctor would name clients that do well."""
     group, client = a_group()
     body, batches = join_batch([message("s", "m1", 500)]), GroupBatches(16)
@@ -224,7 +224,7 @@ def test_a_client_that_keeps_to_its_window_is_not_told_of_it():
     assert client.link.unacked_bytes == batches.limits.window_bytes and flow.state is RUNNING
 
 
-def test_window_counts_what_is_under_way_and_nothing_that_was_answered():
+def test_window_counts_unanswered_batches():
     group, client = a_group()
     first, second = client.produce("m1", size=500), client.produce("m2", size=500)
     assert client.link.unacked_bytes > 1000
@@ -233,7 +233,7 @@ def test_window_counts_what_is_under_way_and_nothing_that_was_answered():
     assert client.link.unacked_bytes == 0
 
 
-def test_window_is_given_back_when_a_mastership_ends_without_an_answer():
+def test_window_is_freed_when_the_mastership_ends():
     group, client = a_group()
     client.produce("m1", size=500)
     group.a.assign(group.a.node.assignment.role, 2)

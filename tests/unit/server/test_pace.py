@@ -5,7 +5,7 @@ from __future__ import annotations
 from qmq.server.control import Pace
 
 
-def test_two_readers_get_the_rate_together():
+def test_readers_share_the_rate():
     pace, ready = Pace(1000), {"a": 0.0, "b": 0.0}
     given = 0
     while (now_s := min(ready.values())) < 10:
@@ -15,7 +15,7 @@ def test_two_readers_get_the_rate_together():
     assert 9_800 <= given <= 10_400
 
 
-def test_nothing_is_saved_up_for_later():
+def test_idle_time_saves_no_rate():
     pace = Pace(1000)
     assert pace.wait_s(500, 100.0) == 0.0
     assert pace.wait_s(500, 100.0) == 0.5

@@ -7,7 +7,7 @@ from qmq.log.quarantine import QuarantineKeeper
 from tests.unit.log.test_quarantine import a_copy
 
 
-def test_bound_is_the_size_of_the_log_or_a_segment():
+def test_bound_is_the_log_or_a_segment():
     disk = MemoryDisk()
     for begin in (0, 200, 400):
         a_copy(disk, begin, 100)
@@ -19,7 +19,7 @@ def test_bound_is_the_size_of_the_log_or_a_segment():
     assert keeper.bytes == 0
 
 
-def test_evidence_over_the_bound_is_said_once(caplog):
+def test_evidence_over_the_bound_is_logged_once(caplog):
     disk = MemoryDisk()
     a_copy(disk, 0, 200, "not-listed")
     keeper = QuarantineKeeper(disk, 100, segment_bytes=1)

@@ -31,11 +31,11 @@ def fetched(monkeypatch, pause_s, silent_s):
     return asyncio.run(repair._fetch(Address("127.0.0.1", 1, 2, 3), (), 100, 110))
 
 
-def test_a_copy_that_sends_slowly_is_waited_for_as_long_as_it_sends(monkeypatch):
+def test_slow_repair_source_is_waited_for(monkeypatch):
     """A rate that audits share, or that an operator set low, must not end each attempt halfway."""
     assert fetched(monkeypatch, 0.12, 1.0) == (100, b"x" * 10)
 
 
-def test_a_copy_that_sends_nothing_is_asked_anew(monkeypatch):
+def test_silent_repair_source_is_asked_again(monkeypatch):
     with pytest.raises(NotServed, match="sent nothing"):
         fetched(monkeypatch, 30, 0.05)

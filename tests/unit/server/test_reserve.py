@@ -27,7 +27,7 @@ def disk(tmp_path):
     disk.close()
 
 
-def test_the_reserve_is_given_up_for_a_start_and_made_again_when_there_is_room(disk):
+def test_reserve_is_freed_and_rebuilt(disk):
     reserve.keep_reserve(disk, 1 << 20)
     assert disk.size(reserve.NAME) == reserve.RESERVE_BYTES
     asyncio.run(reserve.wait_for_room(disk))
@@ -42,7 +42,7 @@ def test_the_reserve_is_given_up_for_a_start_and_made_again_when_there_is_room(d
     assert disk.size(reserve.NAME) == reserve.RESERVE_BYTES
 
 
-def test_the_reserve_is_given_back_at_once_however_large_it_is(disk):
+def test_large_reserve_is_freed_at_once(disk):
     reserve.keep_reserve(disk, 1 << 20)
     assert disk.size(reserve.NAME) > SWEPT_BYTES
     disk.left = 100
@@ -50,7 +50,7 @@ def test_the_reserve_is_given_back_at_once_however_large_it_is(disk):
     assert disk.free_bytes() == 100 + reserve.RESERVE_BYTES
 
 
-def test_what_was_removed_before_makes_room_before_the_reserve_does(disk):
+def test_removed_files_are_freed_before_the_reserve(disk):
     reserve.keep_reserve(disk, 1 << 20)
     disk.create("log/segment", 3 * SWEPT_BYTES)
     disk.remove("log/segment")
@@ -59,7 +59,7 @@ def test_what_was_removed_before_makes_room_before_the_reserve_does(disk):
     assert disk.has(reserve.NAME) and disk.free_bytes() >= reserve.NEEDED_BYTES
 
 
-def test_without_reserve_and_room_the_start_waits_until_there_is_some(disk, monkeypatch, caplog):
+def test_start_waits_for_room(disk, monkeypatch, caplog):
     monkeypatch.setattr(reserve, "LOOK_S", 0.001)
     looked = []
 

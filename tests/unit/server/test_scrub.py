@@ -14,7 +14,7 @@ from qmq.server import scrub
 from tests.unit.log.logs import Copy
 
 
-async def test_newest_file_that_is_gone_is_missed_while_a_closed_segment_is_read(monkeypatch):
+async def test_missing_newest_file_ends_the_scrub(monkeypatch):
     monkeypatch.setattr(scrub, "LOOK_S", 0.01)
     monkeypatch.setattr(scrub, "PIECE_BYTES", 200)
     copy = Copy(MemoryDisk(), tail_bytes=0)
@@ -91,7 +91,7 @@ def scrubbed(copy, until, *, hours=168, free=1 << 30, role="slave"):
 
 
 @pytest.mark.parametrize("which", [1, 2, -1], ids=["an old one", "the next one as well", "that of the newest segment"])
-def test_a_damaged_snapshot_is_made_again_while_the_segment_before_it_is_there(which):
+def test_scrub_rebuilds_a_damaged_snapshot(which):
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60, size=100)
@@ -103,7 +103,7 @@ def test_a_damaged_snapshot_is_made_again_while_the_segment_before_it_is_there(w
     assert copy.log.damage is None
 
 
-def test_no_snapshot_is_made_again_on_a_full_disk():
+def test_full_disk_rebuilds_no_snapshot():
     """The process would end by it, and begin with the same one again."""
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()
@@ -116,7 +116,7 @@ def test_no_snapshot_is_made_again_on_a_full_disk():
     assert copy.image() == before
 
 
-def test_an_only_segment_whose_snapshot_is_damaged_gets_a_successor_with_a_whole_one(monkeypatch):
+def test_only_segment_with_damaged_snapshot_rolls(monkeypatch):
     """It was found out by a restart, which set the whole copy aside."""
     monkeypatch.setattr(scrub, "LOOK_S", 0.01)
     copy = Copy(MemoryDisk(), tail_bytes=0)
@@ -137,7 +137,7 @@ def test_an_only_segment_whose_snapshot_is_damaged_gets_a_successor_with_a_whole
     assert copy.reopen().bases == [base, end] and copy.log.state == state
 
 
-def test_a_broker_without_a_part_does_not_find_the_same_damage_again_and_again(monkeypatch):
+def test_broker_without_a_part_reports_damage_once(monkeypatch):
     """A broker that no metaserver takes wrote a line of its log for each, as fast as it could read."""
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()

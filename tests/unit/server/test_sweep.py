@@ -29,7 +29,7 @@ class World:
         raise Ended from error
 
 
-async def test_a_broker_that_stops_while_a_piece_is_given_back_stops_as_any():
+async def test_broker_stops_during_a_sweep():
     """It ended as fenced, and what it remembered to be acknowledged was not saved."""
 
     world = World()
@@ -40,7 +40,7 @@ async def test_a_broker_that_stops_while_a_piece_is_given_back_stops_as_any():
     piece_is_done(True)
 
 
-async def test_a_piece_that_cannot_be_given_back_ends_the_process():
+async def test_failed_sweep_ends_the_process():
     """It was tried again twenty times a second, without a word."""
 
     world = World()

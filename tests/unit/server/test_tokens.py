@@ -31,17 +31,17 @@ def limits(*subjects, per_minute=1000, in_all=1_000_000, sent=None):
     return Limits(Caller("shop", TokenRole.CLIENT, Scope(subjects)), NewSubjects(per_minute, in_all), sent)
 
 
-def test_every_method_of_the_control_port_names_the_role_it_needs():
+def test_control_methods_have_roles():
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["Broker"].methods}
     assert methods == set(CONTROL_ROLES) and all(CONTROL_ROLES.values())
 
 
-def test_what_changes_a_broker_needs_the_key_of_the_installation():
+def test_changing_methods_need_the_cluster_role():
     for method in ("PrepareSwap", "CancelSwap", "ResetOffset"):
         assert CONTROL_ROLES[method] == {TokenRole.CLUSTER}
 
 
-def test_a_scope_decides_what_is_produced_and_what_is_consumed():
+def test_scope_limits_producing_and_consuming():
     allowed = limits("produce:order", "consume:paid.*")
     allowed.check(produce("order"), {}, now_ms=0)
     allowed.check(subscribe("paid.card"), {}, now_ms=0)
@@ -52,7 +52,7 @@ def test_a_scope_decides_what_is_produced_and_what_is_consumed():
 
 
 @pytest.mark.parametrize("group", ["billing", "shipping"])
-def test_a_consumer_forges_no_message_into_a_groups_mailbox_or_its_dead_letters(group):
+def test_consumer_token_may_not_write_derived_subjects(group):
     """What a consume-only token stored in %RETRY%order%billing was handed to the handler of billing."""
     allowed = limits("consume:order")
     with pytest.raises(MissingRight, match=f"may not produce to '%RETRY%order%{group}': that needs redrive:order"):
@@ -63,20 +63,20 @@ def test_a_consumer_forges_no_message_into_a_groups_mailbox_or_its_dead_letters(
 
 
 @pytest.mark.parametrize("command", [Command.CANCEL, Command.RESCHEDULE, Command.RECUR])
-def test_a_consumer_changes_no_delayed_message_of_a_mailbox(command):
+def test_consumer_token_may_not_change_delayed_retries(command):
     with pytest.raises(MissingRight):
         limits("consume:order").check(packet(command, b'{"subject": "%RETRY%order%billing"}'), {}, now_ms=0)
 
 
 @pytest.mark.parametrize("command", [Command.CANCEL, Command.RESCHEDULE, Command.RECUR])
-def test_delayed_messages_are_changed_by_those_who_may_send_them(command):
+def test_changing_delayed_messages_needs_produce_rights(command):
     allowed = limits("produce:order", "consume:paid")
     allowed.check(packet(command, b'{"subject": "order"}'), {}, now_ms=0)
     with pytest.raises(MissingRight, match="may not produce to 'paid'"):
         allowed.check(packet(command, b'{"subject": "paid"}'), {}, now_ms=0)
 
 
-def test_a_subject_that_was_refused_is_refused_again():
+def test_refused_subject_is_refused_again():
     allowed = limits("order")
     for _ in range(3):
         with pytest.raises(MissingRight):
@@ -84,7 +84,7 @@ def test_a_subject_that_was_refused_is_refused_again():
         allowed.check(produce("order"), {}, now_ms=0)
 
 
-def test_new_subjects_are_rationed_and_known_ones_are_not():
+def test_only_new_subjects_are_rationed():
     """Weakness 31: anyone could fill the tables."""
     allowed = limits(per_minute=2)
     known = {"old": 5}
@@ -105,13 +105,13 @@ def test_new_subjects_are_rationed_and_known_ones_are_not():
     ],
     ids=["cut", "no text", "no JSON", "no subject"],
 )
-def test_what_does_not_parse_is_refused(wrong):
+def test_malformed_request_is_refused(wrong):
     with pytest.raises(InvalidRequest):
         limits().check(wrong, {}, now_ms=0)
 
 
 @pytest.mark.parametrize("role", TokenRole)
-def test_each_port_has_its_roles(role):
+def test_roles_of_each_port(role):
     caller = Caller("x", role, Scope(groups=("g1",)))
     for check, allowed in ((check_client, {"client", "cluster"}), (check_broker, {"broker", "cluster"})):
         if role in allowed:
@@ -123,7 +123,7 @@ def test_each_port_has_its_roles(role):
                 check(caller, "g1")
 
 
-def test_the_cache_is_bounded_and_forgets_refused_tokens_first():
+def test_token_cache_drops_refused_tokens_first():
     cache = TokenCache("own")
     cache.accepted("good", Caller("shop", TokenRole.CLIENT), valid_ms=10, expires_in_ms=0, now_ms=0)
     for number in range(KNOWN_MAX + 10):
@@ -131,7 +131,7 @@ def test_the_cache_is_bounded_and_forgets_refused_tokens_first():
     assert len(cache._known) <= KNOWN_MAX and cache.fallback("good", now_ms=0) is not None
 
 
-def test_bytes_are_counted_over_all_connections_of_a_token_and_only_those_it_may_send():
+def test_byte_ration_spans_connections_of_a_token():
     sent, batch = SentBytes(1_000), produce("order")
     one, other = limits("produce:order", sent=sent), limits("produce:order", sent=sent)
     with pytest.raises(MissingRight):
@@ -143,7 +143,7 @@ def test_bytes_are_counted_over_all_connections_of_a_token_and_only_those_it_may
     other.check(packet(Command.PULL, b""), {}, now_ms=0)
 
 
-def test_a_recurring_schedule_counts_as_what_is_produced():
+def test_recurring_schedule_counts_as_produced_bytes():
     """Each put of another one is written to both logs with its message."""
     allowed = limits("produce:order", sent=SentBytes(1_000))
     put = packet(Command.RECUR, b'{"subject": "order", "message": "' + b"x" * 2_000 + b'"}')
@@ -152,7 +152,7 @@ def test_a_recurring_schedule_counts_as_what_is_produced():
         allowed.check(put, {}, now_ms=0)
 
 
-def test_a_reschedule_is_refused_while_what_its_token_sent_is_not_paid_for():
+def test_reschedule_waits_for_the_byte_ration():
     """By itself it counts nothing here, or a slow token's would be refused for its own bytes when its message is found:
     what it writes anew is counted there (tests/unit/delayserver/test_master.py)."""
     allowed, move = limits("produce:order", sent=SentBytes(1_000)), packet(Command.RESCHEDULE, b'{"subject": "order"}')
@@ -166,7 +166,7 @@ def test_a_reschedule_is_refused_while_what_its_token_sent_is_not_paid_for():
     allowed.check(packet(Command.CANCEL, b'{"subject": "order"}'), {}, now_ms=0)
 
 
-def test_a_recurring_schedule_of_a_new_subject_counts_as_one():
+def test_recurring_schedule_counts_as_a_new_subject():
     allowed = limits(per_minute=1)
     for number in range(3):
         allowed.check(packet(Command.RECUR, b'{"subject": "a", "message": ""}'), {}, now_ms=number)
@@ -178,7 +178,7 @@ def test_a_recurring_schedule_of_a_new_subject_counts_as_one():
 @pytest.mark.parametrize(
     ("bounds", "limit"), [({"per_minute": 2}, "new_subjects_per_minute"), ({"in_all": 2}, "new_subjects_max")]
 )
-def test_a_refusal_names_the_setting_whose_bound_was_reached(bounds, limit):
+def test_refusal_names_the_setting(bounds, limit):
     allowed = limits(**bounds)
     for name in ("a", "b"):
         allowed.check(produce(name), {}, now_ms=0)
