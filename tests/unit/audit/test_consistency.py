@@ -58,7 +58,7 @@ def test_unread_run_overwrites_last_nights_result(
     assert report.startswith("# Audit: could not read")
 
 
-def test_job_that_is_killed_leaves_nothing_of_last_night(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_killed_job_leaves_no_old_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
 
     def looks(spark: Spark, groups: Any, options: Any) -> list[Result]:

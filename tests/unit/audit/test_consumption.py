@@ -105,7 +105,7 @@ def a_history() -> tuple[Copy, int]:
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )
-def test_a_frame_that_does_not_follow_is_a_finding(kind, consumer, entries, why):
+def test_inconsistent_frame_is_a_finding(kind, consumer, entries, why):
     copy, _ = a_history()
     copy.flush()
     judge = ConsumptionJudge("s", 0)

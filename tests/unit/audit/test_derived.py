@@ -60,7 +60,7 @@ def worlds(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("copy", ["master", "slave"])
-def test_wrong_derived_files_are_found_by_copy_and_segment(tmp_path: Path, name: str, copy: str) -> None:
+def test_wrong_derived_files_are_found_by_segment(tmp_path: Path, name: str, copy: str) -> None:
     worlds(tmp_path)
     base = bases_of(tmp_path / copy)[2]
     kind = WRONG[name](tmp_path / copy, base)
@@ -82,7 +82,7 @@ def test_bytes_after_a_large_frame_are_used(tmp_path: Path) -> None:
     copy.close()
 
 
-def test_files_wrong_on_both_copies_are_found_on_both(tmp_path: Path) -> None:
+def test_files_wrong_on_both_copies_are_found(tmp_path: Path) -> None:
     worlds(tmp_path)
     base = bases_of(tmp_path / "master")[3]
     for copy in ("master", "slave"):
@@ -125,7 +125,7 @@ def test_each_copy_is_judged_by_its_own_log(tmp_path: Path) -> None:
     assert found(tmp_path, "master", "slave") == set()
 
 
-def test_log_after_retention_is_judged_from_its_first_snapshot(tmp_path: Path) -> None:
+def test_shortened_log_is_judged_from_its_first_snapshot(tmp_path: Path) -> None:
     worlds(tmp_path)
     bases = bases_of(tmp_path / "slave")
     for path in (tmp_path / "slave" / "log").glob(f"{0:020d}.*"):

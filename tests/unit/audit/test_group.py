@@ -42,7 +42,7 @@ def test_one_copy_compared_with_itself_proves_nothing(tmp_path: Path, one: str, 
         assert result.status == 2 and "the same place" in str(result.unreadable)
 
 
-def test_a_group_that_lacks_a_copy_is_not_proven() -> None:
+def test_group_without_a_copy_is_not_proven() -> None:
     result = audit_group(NO_SPARK, Group("g1", {"master": {"broker": "10.0.0.1:20883"}}))
     assert result.status == 2
     assert "Nothing is proven: broker group g1 has no slave" in as_markdown([result], 1.0)

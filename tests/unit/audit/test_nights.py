@@ -139,7 +139,7 @@ def test_report_separates_earlier_nights_bytes(tmp_path: Path) -> None:
     assert 0 < again < first.watermark and f"the {again} bytes that were read again" in report
 
 
-def test_findings_are_reported_though_the_ledger_cannot_be_written(tmp_path: Path) -> None:
+def test_findings_are_reported_without_a_writable_ledger(tmp_path: Path) -> None:
     log = write(tmp_path, FIRST)
     flip(tmp_path / "slave", log.frames[9].end - 30)
     (tmp_path / "ledger").write_text("a file")
@@ -176,7 +176,7 @@ def test_concurrent_runs_and_duplicate_lines_are_no_findings(tmp_path: Path, ord
         assert (night(tmp_path).found, Ledger(ledger.parent).entries("g1")[-1].verdict) == ({}, PROVEN)
 
 
-def test_segments_that_no_retention_frame_gave_up_are_missed(tmp_path: Path) -> None:
+def test_segments_missing_without_retention_are_a_finding(tmp_path: Path) -> None:
     """On both copies, whether read before or not, and only once."""
     log = write(tmp_path, FIRST)
     assert night(tmp_path).found == {}
@@ -268,7 +268,7 @@ def test_cut_copy_lacks_only_the_cut(tmp_path: Path, number: int) -> None:
     assert night(tmp_path).found == {}
 
 
-def test_log_starting_in_the_anchor_frame_is_read_whole(tmp_path: Path) -> None:
+def test_log_beginning_in_the_anchor_is_read_whole(tmp_path: Path) -> None:
     """The ledger is another log's: none of its frames can be found."""
     start = 4_304
     write(tmp_path, FIRST, kept=start)

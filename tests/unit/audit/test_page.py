@@ -86,7 +86,7 @@ def test_page_is_self_contained_and_shows_verified_offsets() -> None:
         ({"id": None, "sequence": None}, "dead letters.</span> \n"),
     ],
 )
-def test_advice_has_a_command_or_ends_with_a_stop(row: dict[str, str | None], end: str) -> None:
+def test_advice_has_a_command_or_a_full_stop(row: dict[str, str | None], end: str) -> None:
     about = {"what": "dead_missing", "copy": "both", "subject": "a", "sequence": 121}
     text = page({"g1": [replace(BAD, findings=[ROW | about | row])]}, NOW_MS)
     assert f"redrive its {end}" in text and "both copies" in text
@@ -116,7 +116,7 @@ def test_broken_equation_is_marked() -> None:
     assert "10 is not 6 acked" in page({"g1": [broken]}, NOW_MS)
 
 
-def test_group_that_was_never_verified_is_not_called_so() -> None:
+def test_unverified_group_is_shown_as_never() -> None:
     text = page({"g1": [replace(GOOD, verdict=NOT_READ, why="broker gone", verified=0)]}, NOW_MS)
     assert "never" in text and "broker gone" in text and "Audit: <span" in text
 

@@ -93,7 +93,7 @@ def test_copy_of_one_broker_is_no_other_broker(tmp_path: Path) -> None:
     )
 
 
-def test_same_files_under_another_path_are_no_other_copy(tmp_path: Path) -> None:
+def test_same_files_under_two_paths_are_refused(tmp_path: Path) -> None:
     first = write(tmp_path / "b1")
     (tmp_path / "linked" / "log").mkdir(parents=True)
     for path in (tmp_path / "b1" / "log").iterdir():
@@ -112,7 +112,7 @@ def test_identity_that_cannot_be_read_is_no_proof(tmp_path: Path) -> None:
     assert "broker.json" in refusal(first, second)
 
 
-def test_places_go_by_the_roles_that_brokers_have_now(brokers: Any) -> None:
+def test_places_follow_the_current_roles(brokers: Any) -> None:
     (first,) = brokers("127.0.0.1", incarnation="a", role=Role.SLAVE)
     (second,) = brokers("127.0.0.1", incarnation="b", role=Role.MASTER, in_step=["a"])
     old = {"master": place_options(first, ""), "slave": place_options(second, "")}
@@ -126,7 +126,7 @@ def test_places_go_by_the_roles_that_brokers_have_now(brokers: Any) -> None:
         pytest.param(Role.SLAVE, [], id="no master"),
     ],
 )
-def test_brokers_that_are_not_well_have_no_places_yet(brokers: Any, role: Role, in_step: list[str]) -> None:
+def test_unhealthy_brokers_have_no_places(brokers: Any, role: Role, in_step: list[str]) -> None:
     (first,) = brokers("127.0.0.1", incarnation="a", role=role, in_step=in_step)
     (second,) = brokers("127.0.0.1", incarnation="b", role=Role.SLAVE)
     assert places_now({"master": place_options(first, ""), "slave": place_options(second, "")}) is None

@@ -23,7 +23,7 @@ class InOddParts(PathCopy):
 
 
 @pytest.mark.parametrize("kind", [PathCopy, InOddParts])
-def test_copy_with_another_byte_anywhere_is_judged_by_itself(tmp_path: Path, kind: type[PathCopy]) -> None:
+def test_differing_copy_is_judged_by_itself(tmp_path: Path, kind: type[PathCopy]) -> None:
     log = LogWriter(tmp_path / "master")
     log.mastership(Epoch(1, 1))
     for _ in range(20):

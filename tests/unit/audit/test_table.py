@@ -101,7 +101,7 @@ def test_bad_index_loses_no_message(tmp_path: Path) -> None:
     assert len(rows(tmp_path, EqualTo(("subject",), B))) == 200
 
 
-def test_only_frames_that_may_hold_an_id_are_decoded(tmp_path: Path) -> None:
+def test_only_frames_that_may_match_are_decoded(tmp_path: Path) -> None:
     write(tmp_path)
     found = rows(tmp_path, EqualTo(("id",), f"{B}-17"))
     assert [row["id"] for row in found] == [f"{B}-{number}" for number in range(10, 20)], "Spark takes one of them"

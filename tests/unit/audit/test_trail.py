@@ -98,7 +98,7 @@ def ack(offset: int, consumer: str = "c", begin: int = P, count: int = 10, what:
         ),
     ],
 )
-def test_each_event_of_a_group_moves_its_message_on(events: list[dict[str, Any]], life: list[tuple[str, str]]) -> None:
+def test_each_event_moves_the_message_on(events: list[dict[str, Any]], life: list[tuple[str, str]]) -> None:
     found = steps([stored()], events[::-1])
     assert [step.what for step in found[:1]] == ["stored"] and "producer 0a, batch 3" in found[0].text
     assert [(step.what, step.state) for step in found[1:]] == life

@@ -99,7 +99,7 @@ def test_copies_damaged_differently_are_not_verified() -> None:
     assert verified(answer, result, History(known_from([]), 0), 10_000) is None
 
 
-def test_no_point_is_verified_at_which_no_frame_ends() -> None:
+def test_verified_point_is_the_end_of_a_frame() -> None:
     result = result_of(WATERMARK, WATERMARK, begin=500)
     answer = answer_of(result, (500, 800))
     assert verified(answer, result, known(Piece(0, 500, 500, "c0f")), 10_000) is None

@@ -78,7 +78,7 @@ def test_pieces_hold_every_frame_once(tmp_path: Path, grid: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(0, 200, 7))
-def test_flipped_byte_is_named_and_the_walk_goes_on(tmp_path: Path, at: int) -> None:
+def test_walk_continues_behind_a_flipped_byte(tmp_path: Path, at: int) -> None:
     log = write(tmp_path)
     broken = log.frames[7]
     flip(tmp_path, broken.offset + at)
@@ -139,7 +139,7 @@ def walk_over(data: Path, bad: range, begin: int, end: int) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize("messages", [4, 40])
-def test_unreadable_sector_is_a_problem_of_its_range_alone(tmp_path: Path, messages: int) -> None:
+def test_unreadable_sector_damages_its_range_only(tmp_path: Path, messages: int) -> None:
     log = LogWriter(tmp_path)
     while log.end < 300_000:
         log.batch("order.changed", messages)

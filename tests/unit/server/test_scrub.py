@@ -47,7 +47,7 @@ def scrub_of(copy, failures):
     return scrub.Scrub(service, SimpleNamespace(scrub_hours=168, scrub_bytes_per_s=1))
 
 
-async def test_disk_failure_in_a_closed_segment_ends_the_process(monkeypatch):
+async def test_disk_failure_in_closed_segment_ends_the_process(monkeypatch):
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60, size=100)
