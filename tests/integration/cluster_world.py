@@ -106,6 +106,18 @@ def are_equal(cluster, group="g1"):
     return copies.are_equal(cluster, group)
 
 
+def slaves_in_sync(cluster, group="g1"):
+    """Return how many slaves of a group are in sync; 0 without a master."""
+    master = state(cluster, cluster.broker(group, "master"))
+    return len(master.in_step) if master else 0
+
+
+def all_are_equal(cluster):
+    """Whether all copies of a cluster of one group have the same end and chain."""
+    states = [state(cluster, plan) for plan in cluster.plan.brokers]
+    return all(states) and len({(copy.log_end, copy.chain) for copy in states}) == 1
+
+
 def metrics(cluster, plan):
     """Scrape a broker: {"name{labels}": value}."""
     return control.metrics(f"http://127.0.0.1:{plan.metrics_port}", cluster.token)

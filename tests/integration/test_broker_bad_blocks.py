@@ -96,10 +96,9 @@ def test_bad_blocks_are_repaired_while_consumers_go_on(cluster, subject, sent):
     assert [json.loads(one.read_text()) for one in data_of(cluster, master).glob("quarantine/*.json")]
 
 
-@pytest.mark.parametrize("role", ["master", "slave"])
-def test_bad_block_at_start_is_repaired_before_registration(cluster, subject, sent, role):
+def test_bad_block_at_start_is_repaired_before_registration(cluster, subject, sent):
     """In the newest segment, with whole frames behind it: nothing is cut, and the process does not end again."""
-    broker = cluster.broker("g1", role)
+    broker = cluster.broker("g1", "master")
     until(lambda: send_all(cluster, subject, 20, size=200) and written(cluster, broker) > 4 * BLOCK, "a few blocks")
     newest = bases_of(cluster, broker)[-1]
     end(cluster, broker.hostname)
@@ -116,16 +115,3 @@ def written(cluster, broker):
     """Bytes in the newest segment."""
     copy = read_copy(data_of(cluster, broker))
     return copy.end - bases_of(cluster, broker)[-1]
-
-
-@pytest.mark.parametrize("role", ["master", "slave"])
-def test_bad_block_at_the_very_end_is_fetched_again(cluster, subject, sent, role):
-    broker = cluster.broker("g1", role)
-    end(cluster, broker.hostname)
-    newest = bases_of(cluster, broker)[-1]
-    last = (read_copy(data_of(cluster, broker)).end - newest - 1) // BLOCK
-    spoil(cluster, broker, newest, last)
-    begin(cluster, broker.hostname)
-    assert copies_are_whole(cluster)
-    got = consume_all(cluster, subject, "all of it", COUNT)
-    assert len({id for _, id in got}) == COUNT

@@ -69,7 +69,7 @@ def damage(data, subject, *, newest=False, where="body"):
         for f, after in zip(frames, frames[1:], strict=False)
         if f.offset not in bases and after.offset not in bases and (f.offset > newest_base) == newest
     )
-    at = {"header": 12, "subject": frame.body_at - 8, "body": frame.body_at + frame.body_bytes // 2}[where]
+    at = {"header": 12, "body": frame.body_at + frame.body_bytes // 2}[where]
     base = max(base for base in bases if base <= frame.offset)
     flip_bit(data / log_name(base), frame.offset - base + at)
     return frame.offset
@@ -87,12 +87,11 @@ def both_copies(cluster):
     return [read_copy(data_of(cluster, cluster.broker("g1", role))) for role in ("master", "slave")]
 
 
-@pytest.mark.parametrize("where", ["header", "subject", "body"])
-def test_damage_in_a_closed_segment_is_repaired_when_read(cluster, subject, ids, where):
+def test_damage_in_a_closed_segment_is_repaired_when_read(cluster, subject, ids):
     master = cluster.broker("g1", "master")
     data = data_of(cluster, master)
     quarantined = set(data.glob("quarantine/*.json"))
-    offset = damage(data, subject, where=where)
+    offset = damage(data, subject)
     pid = cluster.service(master.hostname).pid
     got = consume_all(cluster, subject, "g", COUNT, prefetch_messages=20)
     assert [id for _, id in sorted(set(got))] == ids, "each is consumed, none as it was damaged"
@@ -123,39 +122,24 @@ def test_damage_makes_the_group_readonly_until_repaired(cluster, subject, ids):
     assert "corrupt" not in reasons(cluster, master)
 
 
-@pytest.mark.parametrize("role", ["master", "slave"])
-def test_missing_segment_file_is_fetched_from_the_other_copy(cluster, subject, ids, role):
+def test_missing_segment_file_is_fetched_from_the_other_copy(cluster, subject, ids):
     """Also the oldest: without a list of the segments, a log that begins later looks like one after retention."""
-    broker = cluster.broker("g1", role)
+    broker = cluster.broker("g1", "master")
     data = data_of(cluster, broker)
-    end(cluster, *(one.hostname for one in cluster.plan.brokers))
+    end(cluster, *(plan.hostname for plan in cluster.plan.brokers))
     bases = segment_bases(RealDisk(data))
     assert len(bases) > 3
     for base in (bases[0], bases[-3]):
         (data / log_name(base)).unlink()
-    begin(cluster, *(one.hostname for one in cluster.plan.brokers))
+    begin(cluster, *(plan.hostname for plan in cluster.plan.brokers))
     until(lambda: segment_bases(RealDisk(data)) == bases and is_whole(data), "the files are back")
     cluster.wait_writable()
     mine, other = both_copies(cluster)
     assert mine.frames == other.frames and mine.start == bases[0]
-    assert [id for _, id in consume_all(cluster, subject, f"all {role}", COUNT)] == ids
+    assert [id for _, id in consume_all(cluster, subject, "all of it", COUNT)] == ids
 
 
-def test_damage_on_a_slave_is_repaired_after_its_promotion(cluster, subject, ids):
-    slave = cluster.broker("g1", "slave")
-    offset = damage(data_of(cluster, slave), subject)
-    cluster.swap_roles("g1")
-    cluster.wait_writable()
-    got = consume_all(cluster, subject, "g", COUNT, prefetch_messages=20)
-    assert [id for _, id in sorted(set(got))] == ids
-    assert re.search(f"log repaired.* begin={offset} ", log_of(cluster, slave.hostname))
-    cluster.wait_writable()
-    mine, other = both_copies(cluster)
-    assert mine.frames == other.frames
-
-
-@pytest.mark.parametrize("role", ["master", "slave"])
-@pytest.mark.parametrize("where", ["header", "body"])
+@pytest.mark.parametrize("role, where", [("master", "header"), ("slave", "body")])
 def test_damage_at_start_is_repaired_before_registration(cluster, subject, ids, role, where):
     """A frame in the newest segment, with frames behind it: damage, no torn tail, so nothing is cut (W4)."""
     broker = cluster.broker("g1", role)
@@ -171,16 +155,4 @@ def test_damage_at_start_is_repaired_before_registration(cluster, subject, ids, 
     assert f"begin={offset} " in said and said.index("log damaged") < said.index(f"role {role}"), said
     mine, other = both_copies(cluster)
     assert mine.frames == other.frames
-    assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == ids
-
-
-@pytest.mark.parametrize("suffix", [".idx", ".snap"])
-def test_damaged_index_or_snapshot_is_made_again(cluster, subject, ids, suffix):
-    """W17."""
-    broker = cluster.broker("g1", "master")
-    end(cluster, broker.hostname)
-    for file in (data_of(cluster, broker) / "log").glob(f"*{suffix}"):
-        flip_bit(file, file.stat().st_size // 2)
-    begin(cluster, broker.hostname)
-    cluster.wait_writable()
     assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == ids

@@ -96,16 +96,3 @@ def test_failed_fsync_ends_the_broker_and_acknowledges_nothing(cluster, role):
     log = [(sequence, id) for _, sequence, id in mine.messages]
     assert stored <= set(log) and len(log) == len({id for _, id in log})
     assert not {id for _, id in log} & {one.message_id for one in sent if one.outcome == REFUSED}
-
-
-def test_broker_with_a_failing_disk_does_not_start(cluster):
-    slave = cluster.broker("g1", "slave")
-    end(cluster, slave.hostname)
-    fail_disk(cluster, slave)
-    cluster.service(slave.hostname).start()
-    assert until(lambda: cluster.service(slave.hostname).exit_status, "it ends") in (1, FENCED)
-    assert "Input/output error" in log_of(cluster, slave.hostname)
-    master = cluster.broker("g1", "master")
-    until(lambda: reasons(cluster, master) == ["slave_down"], "the master hears of it")
-    repair_disk(cluster, slave)
-    cluster.wait_writable()

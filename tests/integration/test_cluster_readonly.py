@@ -15,7 +15,6 @@ import pytest
 import qmq
 from qmq.deploy.copies import read_copy
 from qmq.deploy.plan import HOST
-from qmq.deploy.processes import suspend
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, FrameKind
 from qmq.remoting import commands
@@ -152,21 +151,6 @@ def test_consumers_go_on_without_the_slave(cluster, subject):
         assert alone == [FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK]
 
 
-def test_stopped_slave_makes_the_group_readonly(cluster, subject):
-    """W11, W21: lag is noticed by time, and does not freeze with the slave."""
-    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
-    with Wire(master.serve_port, token=cluster.token) as wire:
-        suspend(cluster.service(slave.hostname).pid)
-        try:
-            wire.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
-            until(lambda: reasons(cluster, master) == ["slave_lag"], "readonly for the slave's lag")
-            assert metrics(cluster, master)['qmq_broker_sync_lag_bytes{broker_group="g1"}'] > 0
-        finally:
-            cluster.service(slave.hostname).signal(18)
-        assert wire.answer().code == 0
-    cluster.wait_writable()
-
-
 def test_readonly_mark_outlives_the_slave_and_a_restart(cluster, subject):
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     send_all(cluster, subject, 5)
@@ -185,34 +169,6 @@ def test_readonly_mark_outlives_the_slave_and_a_restart(cluster, subject):
     assert len(consume_all(cluster, subject, "g", 5)) == 5
     cluster.manage("UnMarkReadonlyBrokerGroup", brokerGroup="g1")
     cluster.wait_writable()
-
-
-def test_empty_slave_counts_only_once_it_matched(tmp_path):
-    """W14: it is seeded while the master goes on, also when it is killed in the middle of that."""
-    with running(tmp_path, catch_up_bytes_per_s=256 * 1024, tail_bytes=0) as cluster:
-        master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
-        send_all(cluster, "s", 3000, size=1500)
-        end(cluster, slave.hostname)
-        shutil.rmtree(data_of(cluster, slave))
-        begin(cluster, slave.hostname)
-        for _ in range(2):
-
-            def is_half_seeded():
-                said = state(cluster, slave)
-                return said is not None and 0 < said.log_end < state(cluster, master).log_end
-
-            until(lambda: is_half_seeded() and reasons(cluster, master) == ["slave_lag"], "seeding began")
-            assert not state(cluster, master).writable
-            end(cluster, slave.hostname)
-            begin(cluster, slave.hostname)
-        until(is_half_seeded, "seeding goes on")
-        assert [sequence for sequence, _ in consume_all(cluster, "s", "g", 3000)] == list(range(3000))
-        assert is_half_seeded(), "consumption waited for the slave"
-        cluster.wait_writable()
-        until(lambda: are_equal(cluster), "equal copies")
-        cluster.swap_roles("g1")
-        cluster.wait_writable()
-        assert [sequence for sequence, _ in consume_all(cluster, "s", "g2", 3000)] == list(range(3000))
 
 
 def test_empty_broker_is_not_promoted_over_messages(cluster, subject):

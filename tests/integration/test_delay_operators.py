@@ -12,7 +12,6 @@ import urllib.request
 import pytest
 
 import qmq
-from qmq.errors import OperatorError
 from tests.integration.cluster_world import WAIT_S, running, until
 
 SUBJECT = "order.unpaid"
@@ -71,13 +70,6 @@ def test_late_cancel_reports_the_message_as_sent(cluster):
     until(is_sent, "the delay server says so")
 
 
-def test_a_cancel_without_a_name_is_refused(cluster):
-    with pytest.raises(OperatorError, match="name the messages"):
-        cluster.manage("CancelDelayed", subject=SUBJECT)
-    with pytest.raises(OperatorError, match="no group g1 of delay servers"):
-        cluster.manage("DelayStats", brokerGroup="g1")
-
-
 def test_people_read_the_same_in_a_terminal(cluster):
     (id,) = send(cluster, 1, delay=5400, subject="shown")
     assert "d1" in tool(cluster, "DelayStats", "--hours=3")
@@ -94,11 +86,6 @@ def tool(cluster, command, *options):
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2 * WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_the_only_delay_group_is_not_drained(cluster):
-    with pytest.raises(OperatorError, match="take delayed messages"):
-        cluster.manage("DrainGroup", brokerGroup="d1")
 
 
 def test_mark_of_the_only_delay_group_warns(cluster):

@@ -7,7 +7,7 @@ import shutil
 
 import qmq
 from qmq.types import Role
-from tests.integration.cluster_world import begin, data_of, end, producer, reasons, running, state
+from tests.integration.cluster_world import begin, data_of, end, producer, reasons, running, slaves_in_sync, state
 from tests.support.waiting import until
 
 COUNT = 20
@@ -25,11 +25,7 @@ def pending(cluster):
 
 
 def all_in_sync(cluster):
-    def is_so():
-        said = state(cluster, cluster.broker("d1", "master"))
-        return said is not None and len(said.in_step) == 2
-
-    until(is_so, "both slaves are in sync")
+    until(lambda: slaves_in_sync(cluster, "d1") == 2, "both slaves are in sync")
 
 
 def fail_over(cluster, **words):

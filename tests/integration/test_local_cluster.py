@@ -1,4 +1,4 @@
-"""Shell. `make run` and `make stop`: a cluster comes up, stays up, tells the truth and leaves nothing behind."""
+"""Shell. `make run` and `make stop`: a cluster starts, restarts dead processes, describes itself, and ends whole."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pids(cluster):
 
 
 def is_gone(pid):
-    """Also if nobody has reaped it yet: then it has no command line any more."""
+    """Whether a process ended; one that was not reaped yet has no command line."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes() == b""
     except OSError:
@@ -53,7 +53,7 @@ def test_cluster_starts_and_restarts_with_its_data(tmp_path):
         with pytest.raises(AlreadyRunning, match="qmq dev stop"):
             local(tmp_path).start()
 
-        # A file that cannot be written, as on a full disk, must not keep it from starting what dies.
+        # An unwritable file, as on a full disk, must not prevent restarts.
         (tmp_path / "cluster.json.new").mkdir()
         starts = cluster.starts
         cluster.kill("g2", "slave")
@@ -92,7 +92,7 @@ def command(run_dir, action):
 
 
 def start_runner(run_dir):
-    """Do what `make run` does, on ports that are not those of a cluster that somebody runs beside the tests."""
+    """Do what `make run` does, on ports of the test's own."""
     if not run_dir.exists():
         run_dir.mkdir()
         load_plan(run_dir / "plan.json", Groups(("g1", "g2")), PORT, PORT)
@@ -104,43 +104,36 @@ def start_runner(run_dir):
     return runner
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_all_processes(tmp_path, number):
+@pytest.mark.parametrize("how", ["Ctrl-C", "stop", "stop after the runner was killed"])
+def test_all_processes_end(tmp_path, how):
     runner = start_runner(tmp_path / "run")
-    try:
-        running = pids(read(tmp_path / "run"))
-        assert len(running) == 6, "a metaserver, two groups, a watchdog"
-        runner.send_signal(number)
+    running = pids(read(tmp_path / "run"))
+    assert len(running) == 6, "a metaserver, two groups, a watchdog"
+    if how == "Ctrl-C":
+        slave_is_promoted(tmp_path / "run")
+        running += pids(read(tmp_path / "run"))
+        runner.send_signal(signal.SIGINT)
         assert runner.wait(120) == 0
-        assert all(is_gone(pid) for pid in running)
-    finally:
-        subprocess.run(command(tmp_path / "run", "stop"), cwd=ROOT, check=True, capture_output=True)
-
-
-def test_slave_is_promoted_when_its_master_is_killed(tmp_path):
-    run_dir = tmp_path / "run"
-    runner = start_runner(run_dir)
-    try:
-        group = read(run_dir)["groups"]["g1"]
-        os.kill(group["master"]["pid"], signal.SIGKILL)
-        until(lambda: read(run_dir)["groups"]["g1"]["master"]["hostname"] == group["slave"]["hostname"], "no failover")
-    finally:
-        subprocess.run(command(run_dir, "stop"), cwd=ROOT, check=True, capture_output=True)
+        assert stop(tmp_path / "run") == "no cluster runs here"
+    elif how == "stop":
+        assert stop(tmp_path / "run") == "stopped"
         runner.wait(60)
-
-
-@pytest.mark.parametrize("killed", [False, True], ids=["runner lives", "runner was killed"])
-def test_make_stop_ends_all_processes(tmp_path, killed):
-    run_dir = tmp_path / "run"
-    runner = start_runner(run_dir)
-    running = pids(read(run_dir))
-    if killed:
+    else:
         runner.kill()
         runner.wait()
         assert not any(is_gone(pid) for pid in running)
-    stopped = subprocess.run(command(run_dir, "stop"), cwd=ROOT, text=True, capture_output=True)
-    assert (stopped.returncode, stopped.stdout.splitlines()[-1]) == (0, "stopped"), stopped.stderr
-    runner.wait(60)
+        assert stop(tmp_path / "run") == "stopped"
     assert all(is_gone(pid) for pid in running)
-    again = subprocess.run(command(run_dir, "stop"), cwd=ROOT, text=True, capture_output=True)
-    assert (again.returncode, again.stdout) == (0, "no cluster runs here\n")
+
+
+def slave_is_promoted(run_dir):
+    """Kill the master of g1, and wait for the failover."""
+    group = read(run_dir)["groups"]["g1"]
+    os.kill(group["master"]["pid"], signal.SIGKILL)
+    until(lambda: read(run_dir)["groups"]["g1"]["master"]["hostname"] == group["slave"]["hostname"], "no failover")
+
+
+def stop(run_dir):
+    """Return the last line of `make stop`."""
+    stopped = subprocess.run(command(run_dir, "stop"), cwd=ROOT, text=True, capture_output=True, check=True)
+    return stopped.stdout.splitlines()[-1]

@@ -49,8 +49,7 @@ def are_both_whole(cluster):
     return mine.frames == other.frames
 
 
-@pytest.mark.parametrize("how", ["unlinked", "exchanged"])
-@pytest.mark.parametrize("role", ["master", "slave"])
+@pytest.mark.parametrize("role, how", [("master", "unlinked"), ("slave", "exchanged")])
 def test_file_that_is_written_is_missed_and_comes_back(cluster, role, how):
     """The process ends, so that what it fsynced there is acknowledged no more, and takes it from the other copy."""
     subject, broker = f"{role}.{how}", cluster.broker("g1", role)

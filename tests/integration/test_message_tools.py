@@ -10,24 +10,18 @@ import time
 from operator import itemgetter
 from zlib import crc32
 
-import grpc
 import pytest
 
 import qmq
 from qmq.audit.data_source import TableReader, TableStream
 from qmq.codec import join_batch
 from qmq.errors import ErrorCode
-from qmq.proto import qmq_pb2 as pb
-from qmq.proto.qmq_pb2_grpc import BrokerStub
-from qmq.redrive.dead_letters import DeadLetters
-from qmq.redrive.redriving import Choice
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.tools.call import Address
 from qmq.tools.commands import COMMANDS
 from qmq.tools.messages import redrive as redrive_module
-from qmq.tools.messages.brokers import find_masters
 from qmq.tools.session import Session
 from tests.integration.cluster_world import Wire, begin, end, producer, pull, running, send_all, until
 from tests.integration.tools_world import (
@@ -291,30 +285,6 @@ def test_messages_are_found_by_each_filter(cluster, subject):
     assert (at["id"], at["sequence"], at["brokerGroup"]) == ("m2", place.sequence, place.broker_group)
 
 
-def test_people_see_a_table(cluster, subject):
-    send(cluster, qmq.Message(subject, {"text": "a\x1b[2J"}, id="m0"))
-    shown = tool(cluster, "Browse", subject=subject)
-    assert shown.returncode == DONE and shown.stdout.splitlines()[0].startswith("BROKER GROUP  SEQUENCE  STORED")
-    assert "m0" in shown.stdout and "\x1b" not in shown.stdout
-    assert tool(cluster, "Browse", subject="never.seen").stdout == "no such message\n"
-
-
-def test_looking_needs_the_right_to_consume(cluster, tokens):
-    send_all(cluster, "mine", 1)
-    send_all(cluster, "yours", 1)
-    for role in ("operator", "admin", "client", "narrow"):
-        assert ids(browse(cluster, token=tokens[role], subject="mine")) == ["m-0"], role
-    assert tool(cluster, "Browse", token=tokens["viewer"], subject="mine").returncode == REFUSED
-    for name in ("yours", dead_letter_subject("yours", "g")):
-        refused = tool(cluster, "Browse", token=tokens["narrow"], subject=name)
-        assert refused.returncode == REFUSED and "may not consume from" in refused.stderr
-    assert (
-        tool(cluster, "Browse", "--deadLetters", token=tokens["narrow"], subject="mine", group="g").returncode == DONE
-    )
-    refused = tool(cluster, "Browse", token=tokens["elsewhere"], subject="mine")
-    assert "may not use broker group 'g1'" in refused.stdout + refused.stderr
-
-
 def test_silent_broker_group_is_named_beside_the_others(cluster, subject):
     receipts = send(cluster, *[qmq.Message(subject, {}, id=f"m{n}") for n in range(COUNT)])
     end(cluster, cluster.broker("g2", "master").hostname)
@@ -325,32 +295,6 @@ def test_silent_broker_group_is_named_beside_the_others(cluster, subject):
     assert sorted(ids(answer["messages"])) == sorted(r.message_id for r in receipts if r.broker_group == "g1")
     assert list(answer["unasked"]) == ["g2"]
     until(lambda: tool(cluster, "Browse", subject=subject).returncode == DONE, "it is back")
-
-
-def test_call_to_a_broker_is_bounded(cluster, subject):
-    send_all(cluster, subject, COUNT)
-
-    def call(role, **fields):
-        plan = cluster.broker("g1", role)
-        with grpc.insecure_channel(f"127.0.0.1:{plan.control_port}") as channel:
-            metadata = (("x-api-token", cluster.token),)
-            return BrokerStub(channel).Browse(
-                pb.BrowseRequest(subject=subject, **fields), metadata=metadata, timeout=60
-            )
-
-    whole = call("master")
-    assert whole.begin == whole.end == whole.end_sequence == len(whole.messages) and whole.first_sequence == 0
-    if whole.messages:
-        one = call("master", messages_max=1, newest_first=True)
-        assert [m.sequence for m in one.messages] == [whole.end_sequence - 1] and one.end == whole.end_sequence - 1
-        assert not one.messages[0].properties and call("master", with_properties=True).messages[0].properties
-    for role, fields, code in (
-        ("slave", {}, grpc.StatusCode.FAILED_PRECONDITION),
-        ("master", {"messages_max": 1_001}, grpc.StatusCode.INVALID_ARGUMENT),
-    ):
-        with pytest.raises(grpc.RpcError) as refused:
-            call(role, **fields)
-        assert refused.value.code() == code
 
 
 # Tail.
@@ -502,17 +446,6 @@ def test_dead_letters_are_chosen_by_id_and_time(cluster, subject):
     assert len(chosen("--limit=3")) == 3 and len(chosen()) == 8
 
 
-def test_tags_and_order_keys_go_back_as_they_were(cluster, subject):
-    send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", tags={f"t{n % 2}"}, order_key="k") for n in range(6)])
-    assert make_dead(cluster, subject, "g", ["timeout"]) == 6
-    [receipt] = lines(redrive(cluster, subject, "--yes"))
-    assert ids(receipt["moved"]) == [f"m{n}" for n in range(6)]
-    consumed = lines(tool(cluster, "Consume", "--json", "--ack", "--limit=6", subject=subject, group="g", wait=60))
-    assert [(one["id"], one["tags"], one["orderKey"]) for one in consumed] == [
-        (f"m{n}", [f"t{n % 2}"], "k") for n in range(6)
-    ]
-
-
 def test_concurrent_redrives_return_each_dead_letter_once(cluster, subject, process):
     failed(cluster, subject, 60)
     both = [process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=200) for _ in range(2)]
@@ -539,29 +472,6 @@ def test_metaserver_redrives_as_the_command_does(cluster, subject):
     assert cluster.manage("Redrive", **words)["moved"] == 0
     [rest] = lines(redrive(cluster, subject, "--yes"))
     assert len(rest["moved"]) == 6 - len(chosen)
-
-
-def test_a_redrive_that_dies_in_between_loses_nothing(cluster, subject):
-    """Stored for the group, and not yet acked: it goes back once more, with the same id."""
-    failed(cluster, subject, 6)
-    session = Session(COMMANDS["Redrive"], Address.parse(cluster.metaserver), cluster.token, {}, True, False, True)
-
-    async def die():
-        sent = []
-        for master in await find_masters(session, subject):
-            source = await DeadLetters.open(master, cluster.token, subject, "g")
-            letters = list(Choice().of(master.broker_group, await source.take(), (0, 1 << 62)))
-            if letters:
-                await source.send_back(letters)
-                sent += [one.id for one in letters]
-            await source.close()
-        return sent
-
-    sent = asyncio.run(die())
-    assert sorted(sent) == [f"m-{at}" for at in range(6)]
-    [receipt] = lines(redrive(cluster, subject, "--yes"))
-    assert sorted(ids(receipt["moved"])) == sorted(sent)
-    assert sorted(ids(mailbox(cluster, subject))) == sorted(sent * 2)
 
 
 def test_redrive_with_unwritable_receipt_reports_unknown(cluster, subject, tmp_path):
@@ -621,25 +531,6 @@ def test_redrive_passes_over_messages_above_its_memory(cluster, subject, monkeyp
     assert len(plan["chosen"]) < 39, "these come again later"
     lag = json.loads(tool(cluster, "Lag", "--json", subject=dead_letter_subject(subject, "g")).stdout)["data"]["lag"]
     assert sum(row["messages"] for row in lag) == 39, "and all of them are dead letters still"
-
-
-def test_the_rate_is_kept(cluster, subject):
-    failed(cluster, subject, 30)
-    lines(redrive(cluster, subject, "--yes", rate=4))
-    stored = [one["stored"] for one in mailbox(cluster, subject)]
-    late_ms = 3_000  # the first one was stored so much after its time, by a machine that stood still
-    assert len(stored) == 30 and max(stored) - min(stored) >= 1_000 * 29 / 4 - late_ms
-
-
-def test_a_redrive_needs_a_client_and_a_yes(cluster, subject, tokens):
-    failed(cluster, subject, 2)
-    operator = redrive(cluster, subject, "--yes", token=tokens["operator"])
-    assert operator.returncode == REFUSED and "this needs client" in operator.stderr
-    nobody = redrive(cluster, subject)
-    assert nobody.returncode == USAGE and "there is no terminal" in nobody.stderr
-    assert mailbox(cluster, subject) == []
-    [receipt] = lines(redrive(cluster, subject, "--yes", token=tokens["client"]))
-    assert len(receipt["moved"]) == 2
 
 
 def test_a_redrive_needs_a_right_of_its_own(cluster, subject):

@@ -239,31 +239,6 @@ def test_paused_metaserver_with_an_old_choice_is_refused(world):
         check_order(producers.acknowledged["b0"], producers.acknowledged[new])
 
 
-def test_group_does_not_acknowledge_while_promises_are_stale(world, mariadb):
-    """The old master was only paused, and wakes up before anybody can be chosen."""
-    old = world.brokers[0]
-    with asked_all_the_time(world) as producers:
-        for cable in world.to_database.values():
-            cable.hold_at = CHOICE
-        suspend(old.pid)
-        try:
-            until(lambda: any(cable.is_holding.is_set() for cable in world.to_database.values()), "a choice is made")
-            promised_s = time.monotonic()
-            mariadb.kill()
-            for cable in world.to_database.values():
-                cable.hold_at = b""
-                cable.deliver(lost=True)
-            until(lambda: "reason=not_stored" in world.logs(), "it cannot be stored")
-        finally:
-            old.signal(signal.SIGCONT)
-        answered = producers.answered["b0"]
-        until(lambda: producers.answered["b0"] > answered + 200, "the old master answers")
-        told = sum(producers.acknowledged.values(), [])
-        mariadb.start()
-        until(lambda: sum(producers.count.values()) > len(told) + 20, "somebody is the master again")
-        assert [one for one in told if one.asked_s > promised_s] == []
-
-
 def test_two_masters_behind_a_one_way_hole_do_not_both_acknowledge(world):
     """The old master hears its slaves' goodbye and its clients, and nobody hears it."""
     old = world.brokers[0]

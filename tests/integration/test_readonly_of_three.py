@@ -8,19 +8,16 @@ import signal
 import pytest
 
 from qmq.deploy.plan import HOST
-from qmq.deploy.processes import suspend
-from qmq.remoting.commands import Command
 from tests.integration.cluster_world import (
-    Wire,
     begin,
     consume_all,
     data_of,
     end,
-    produce_body,
     reasons,
     row,
     running,
     send_all,
+    slaves_in_sync,
     state,
 )
 from tests.integration.test_broker_damage import damage
@@ -49,8 +46,7 @@ def cluster(shared):
 
 
 def all_are_in_sync(cluster):
-    said = state(cluster, cluster.broker("g1", "master"))
-    return said is not None and said.writable and len(said.in_step) == 2
+    return cluster.writable("g1") and slaves_in_sync(cluster) == 2
 
 
 def plans_of(cluster):
@@ -72,30 +68,6 @@ def send(cluster, subject):
     return [
         one.message_id for turn in range(6) for one in send_all(cluster, subject, COUNT // 6, name=f"{subject}{turn}")
     ]
-
-
-def test_readonly_mark_outlives_a_change_of_masters(cluster):
-    _, slaves = plans_of(cluster)
-    cluster.manage("MarkReadonlyBrokerGroup", brokerGroup="g1")
-    cluster.swap_roles("g1", to=slaves[0].hostname)
-    is_readonly_for(cluster, slaves[0], "operator")
-    cluster.manage("UnMarkReadonlyBrokerGroup", brokerGroup="g1")
-    cluster.wait_writable()
-
-
-def test_group_of_three_tolerates_a_single_stopped_slave(cluster):
-    master, (first, second) = plans_of(cluster)
-    suspend(cluster.service(first.hostname).pid)
-    send_all(cluster, "lag", 10)
-    until(lambda: len(state(cluster, master).in_step) == 1, "the first one is missed")
-    with Wire(master.serve_port, token=cluster.token) as wire:
-        assert wire.ask(Command.PRODUCE, produce_body("lag", {"n": "1"})).code == 0
-        suspend(cluster.service(second.hostname).pid)
-        wire.request(Command.PRODUCE, produce_body("lag", {"n": "2"}))
-        is_readonly_for(cluster, master, "slave_lag")
-        cluster.service(second.hostname).signal(signal.SIGCONT)
-        assert wire.answer().code == 0
-    cluster.wait_writable()
 
 
 def test_lost_slaves_are_removed_and_replaced(cluster):

@@ -72,8 +72,7 @@ def test_report_of_whole_copies_is_clean(cluster):
     assert status == UNREACHABLE and rows["MASTER"]["why"] == "" and "does not answer" in rows["SLAVE"]["why"]
 
 
-@pytest.mark.parametrize("role", ["master", "slave"])
-@pytest.mark.parametrize("what", ["unlinked", "flipped", "exchanged", "of another history"])
+@pytest.mark.parametrize("role, what", [("master", "flipped"), ("master", "of another history"), ("slave", "unlinked")])
 def test_unread_damage_is_found_and_repaired(cluster, role, what):
     subject = f"{role}.{what.replace(' ', '-')}"
     sent = [receipt.message_id for receipt in send_all(cluster, subject, COUNT, size=900)]
@@ -89,7 +88,7 @@ def test_unread_damage_is_found_and_repaired(cluster, role, what):
     elif what == "flipped":
         flip_bit(file, 41)
     else:
-        (data / "other").write_bytes(bytes(len(whole)) if what == "exchanged" else of_another_history(whole, bases[1]))
+        (data / "other").write_bytes(of_another_history(whole, bases[1]))
         (data / "other").replace(file)  # an open descriptor still shows the right bytes
     until(lambda: file.is_file() and file.read_bytes() == whole, "it is repaired")
     cluster.wait_writable()

@@ -1,5 +1,4 @@
-"""Shell. Of three copies, a slave's differs, or its disk is full: the two others go on, and it is as they are again by
-itself, or by what docs/runbook.md says."""
+"""Shell. One slave of three diverges, or its disk is full: the two others acknowledge, and the slave returns."""
 
 from __future__ import annotations
 
@@ -8,7 +7,19 @@ import shutil
 
 from qmq.deploy.copies import read_copy
 from qmq.tools.inspect import inspect
-from tests.integration.cluster_world import begin, consume_all, data_of, end, log_of, reasons, running, send_all, state
+from tests.integration.cluster_world import (
+    all_are_equal,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    log_of,
+    reasons,
+    running,
+    send_all,
+    slaves_in_sync,
+    state,
+)
 from tests.integration.test_readonly_of_three import remembered_end
 from tests.integration.test_recovery_of_three import key, lose, plans_of, qmq
 from tests.integration.tools_world import DONE, REFUSED
@@ -19,26 +30,14 @@ COUNT = 20
 SEGMENT_BYTES = 1 << 20
 
 
-def slaves_in_sync(cluster, group="g1"):
-    """How many slaves count."""
-    said = state(cluster, cluster.broker(group, "master"))
-    return len(said.in_step) if said else 0
-
-
-def ends(cluster):
-    """Of copies that are equal, one."""
-    said = [state(cluster, plan) for plan in cluster.plan.brokers]
-    return {one and (one.log_end, one.chain) for one in said}
-
-
 def failed_checks(cluster, plan):
-    """What Doctor says is wrong with a broker: name -> what to do."""
+    """Return Doctor's failed checks of a broker: name -> remedy."""
     checks = cluster.manage("Doctor")["checks"]
     return {check["name"]: check["remedy"] for check in checks if not check["ok"] and plan.hostname in check["name"]}
 
 
 def test_diverged_slave_is_named_and_refilled(tmp_path):
-    """It confirmed what was taken for lost while it was away. It gives that up to nobody; it is set aside."""
+    """It confirmed frames that were accepted as lost while it was down. It keeps them; its directory is set aside."""
     with running(tmp_path / "cluster", copies=3) as cluster:
         cluster.manage("AddNewSubject", subject="s.g1", tag="g1")
         master, kept, other = plans_of(cluster, "g1")
@@ -71,7 +70,7 @@ def test_diverged_slave_is_named_and_refilled(tmp_path):
         end(cluster, other.hostname)
         aside = shutil.move(data_of(cluster, other), tmp_path / "aside")
         begin(cluster, other.hostname)
-        until(lambda: slaves_in_sync(cluster) == 2 and len(ends(cluster)) == 1, "it is filled again")
+        until(lambda: slaves_in_sync(cluster) == 2 and all_are_equal(cluster), "it is filled again")
         assert len(consume_all(cluster, "s.g1", "check", 3 * COUNT)) == 3 * COUNT
         end(cluster, *(plan.hostname for plan in cluster.plan.brokers))
         assert {f"lost-{at}" for at in range(COUNT)} <= {id for _, _, id in read_copy(aside).messages}
@@ -100,6 +99,6 @@ def test_slave_with_a_full_disk_is_passed_over(tmp_path):
             assert len(consume_all(cluster, "s", "g", 800)) == 800
             assert cluster.service(slave.hostname).pid == pid, log_of(cluster, slave.hostname)[-3000:]
             filler.unlink()
-            until(lambda: slaves_in_sync(cluster) == 2 and len(ends(cluster)) == 1, "it has caught up")
+            until(lambda: slaves_in_sync(cluster) == 2 and all_are_equal(cluster), "it has caught up")
             assert not reasons(cluster, slave)
             end(cluster, slave.hostname)

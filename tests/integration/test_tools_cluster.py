@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.integration.cluster_world import Probe, begin, consume_all, end, running, send_all, until
-from tests.integration.tools_world import DONE, REFUSED, UNREACHABLE, run
+from tests.integration.tools_world import DONE, REFUSED, run
 from tests.support.ports import free_ports
 
 
@@ -131,9 +131,3 @@ def test_doctor_names_the_missing_step(cluster):
     ):
         status, found = findings(cluster, **options)
         assert status == REFUSED and failed(found) == {step} and found[-1]["step"] == step, found
-
-
-def test_absent_metaserver_ends_with_3(cluster):
-    (closed,) = free_ports(1)
-    ended = tool(cluster, "MarkReadonly", "--yes", metaserver=f"127.0.0.1:{closed}", brokerGroup="g1")
-    assert ended.returncode == UNREACHABLE and "Nothing was changed" in ended.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import pytest
-
 from tests.integration.metaserver_world import TOKEN, in_world
 from tests.integration.tools_world import DONE, REFUSED, UNKNOWN, run
 
@@ -124,53 +122,12 @@ async def test_tokens_are_made_used_and_revoked(world):
 
 
 @in_world
-async def test_audit_trail_lists_changes_by_user(world):
-    await world.copies()
-    await change(world, "AddNewSubject", subject="a", tag="fast")
-    await change(world, "MarkReadonly", brokerGroup="g1", subject="a")
-    trail = (await tool(world, "AuditTrail", limit=1, since="1h")).stdout.splitlines()
-    assert "cluster" in trail[1] and "MarkReadonlyBrokerGroup" in trail[1] and "subject=a" in trail[1]
-    assert trail[2].startswith("more with --before=")
-
-
-@in_world
-async def test_a_backup_is_restored(world):
-    await world.copies()
-    await change(world, "AddNewSubject", subject="a", tag="fast")
-    await change(world, "MarkReadonly", brokerGroup="g1", subject="a")
-    backup = (await tool(world, "Backup", file="-")).stdout
-    await change(world, "UnMarkReadonly", brokerGroup="g1", subject="a")
-    in_use = await tool(world, "Restore", "--yes", file="-", stdin=backup)
-    assert in_use.returncode == REFUSED and "is in use" in in_use.stderr
-    await change(world, "Restore", "--force", file="-", stdin=backup)
-    assert cells((await tool(world, "ListReadonly")).stdout)[0][:3] == ["g1", "a", "marked"]
-
-
-@in_world
 async def test_status_lists_brokers_that_are_down(world):
     _, slave = await world.copies()
     await slave.stop()
     status = await tool(world, "ReplicaStatus")
     assert status.returncode == DONE
     assert "not every copy answered" in status.stdout and "did not answer" in status.stdout
-
-
-@pytest.mark.parametrize(
-    "end, chain, said",
-    [
-        pytest.param(4096, 78, "LOGS DIFFER", id="same end, another chain"),
-        pytest.param(4000, 70, "a slave lags by 96 bytes", id="slave is behind"),
-        pytest.param(4100, 70, "a slave lags by 0 bytes", id="slave was asked later"),
-    ],
-)
-def test_status_distinguishes_a_lag_from_a_difference(tmp_path, end, chain, said):
-    @in_world
-    async def tell(world):
-        _, slave = await world.copies()
-        slave.log_end, slave.chain = end, chain
-        assert said in (await tool(world, "ReplicaStatus")).stdout
-
-    tell(tmp_path)
 
 
 @in_world(swap_finish_ms=1500)

@@ -4,7 +4,7 @@ frame-by-frame comparison needs Spark and is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,11 @@ def judged(spark: Any, jobs: Sequence[plan.Job], piece_bytes: int) -> _Rows:
 
 def audit(folder: Path, copies: Sequence[str] = COPIES, **options: Any) -> Result:
     """Audit the directories of `folder` with these names."""
-    places = {copy: place_options(str(folder / copy), "") for copy in copies}
+    return audit_places({copy: place_options(str(folder / copy), "") for copy in copies}, **options)
+
+
+def audit_places(places: Mapping[str, Mapping[str, str]], **options: Any) -> Result:
+    """Audit one group by the places of its copies."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qmq.audit.group.judged", judged)
         patch.setattr("qmq.audit.group.differences", lambda spark, pairs: [[] for _ in pairs])

@@ -13,6 +13,7 @@ from qmq.metaserver.http.management import render
 from qmq.tools.call import Exit, read_answer
 from qmq.tools.command import WAIT_PARAMETER
 from qmq.tools.commands import COMMANDS, SECTIONS
+from qmq.tools.commands.brokers import _verdict
 from qmq.tools.usage import example, parse
 
 QMQS = {
@@ -124,3 +125,16 @@ def test_help_is_lower_case_with_unique_options(command):
     names = [option.name for option in command.options]
     assert command.help[0].islower() and not command.help.endswith(".")
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "equal, lag, text",
+    [
+        (True, 0, "logs are equal"),
+        (False, 0, "LOGS DIFFER"),
+        (None, 96, "a slave lags by 96 bytes"),
+        (None, None, "not every copy answered"),
+    ],
+)
+def test_replica_status_distinguishes_a_lag_from_a_difference(equal, lag, text):
+    assert text in str(_verdict({"equal": equal, "lagBytes": lag}))

@@ -15,6 +15,7 @@ from qmq.remoting.commands import Piece
 from qmq.tools.commands import COMMANDS
 from qmq.tools.messages.browse import is_newest_first
 from qmq.tools.messages.lines import line_of, message_json, typed_messages
+from qmq.tools.messages.redrive import _Pace
 from qmq.tools.usage import WrongUsage, parse
 
 NOW_MS = 1_800_000_000_000
@@ -249,3 +250,16 @@ def test_other_dead_letters_are_skipped(seed):
     others = {at for begin, end in others_of(handed, letters) for at in range(begin, end)}
     everything = {piece.pull_sequence + at for piece in handed for at in range(piece.count)}
     assert others == everything - {one.pull_sequence for one in letters}
+
+
+async def test_redrive_keeps_its_rate(monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    pace = _Pace(4)
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    for _ in range(3):
+        await pace.wait(8)
+    assert slept == pytest.approx([0, 2, 4], abs=0.5)

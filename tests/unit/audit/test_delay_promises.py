@@ -1,0 +1,67 @@
+"""Shell. The audit of a delay group: messages sent twice, early, or after a cancel (P7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qmq.codec import encode_message, join_batch
+from qmq.log.delay_frames import Outcome, encode_dispatch, encode_places, encode_settled
+from qmq.log.frame import FrameKind
+from qmq.message import Message
+from qmq.types import Epoch
+from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.without_spark import audit
+
+A = "order.changed"
+
+
+def delayed(data: Path, plant: Callable[[LogWriter, list[tuple[int, int]]], object] | None = None) -> LogWriter:
+    """Write a delay server's log: three messages dispatched when due, one cancelled, one carried."""
+    log = LogWriter(data)
+    log.mastership(Epoch(1, 1))
+    frame = log.batch(A, 6)
+    due_ms = log.timestamp_ms + 1000
+    first = frame.offset + frame.body_at + 4 * 7
+    places = [(first + 100 * number, due_ms) for number in range(6)]
+    log.frame(FrameKind.CANCEL, A, encode_places(places[:1]), count=1)
+    carried = encode_places(places[1:2]) + join_batch([encode_message(Message(A, {}, id="carried"), 0)])
+    log.frame(FrameKind.CARRY, A, carried, count=1)
+    log.timestamp_ms += 2000
+    dispatch = encode_dispatch("g1", encode_places(places[2:5]))
+    sent = log.frame(FrameKind.DISPATCH, A, dispatch, count=3)
+    log.frame(FrameKind.SETTLED, "", encode_settled([(sent.producer, sent.batch, Outcome.STORED)]), count=1)
+    if plant:
+        plant(log, places)
+    log.close()
+    return log
+
+
+def dispatch_again(log: LogWriter, places: list[tuple[int, int]]) -> None:
+    again = log.frame(FrameKind.DISPATCH, A, encode_dispatch("g2", encode_places(places)), count=len(places))
+    log.frame(FrameKind.SETTLED, "", encode_settled([(again.producer, again.batch, Outcome.STORED)]), count=1)
+
+
+def dispatch_early(log: LogWriter, places: list[tuple[int, int]]) -> None:
+    log.timestamp_ms -= 1500
+    log.frame(FrameKind.DISPATCH, A, encode_dispatch("g1", encode_places(places)), count=len(places))
+
+
+@pytest.mark.parametrize(
+    "plant, found",
+    [
+        pytest.param(None, {}, id="kept"),
+        pytest.param(lambda log, places: dispatch_again(log, places[2:3]), {"twice": 1}, id="sent twice"),
+        pytest.param(lambda log, places: dispatch_again(log, places[:2]), {"recalled": 2}, id="sent after a cancel"),
+        pytest.param(lambda log, places: dispatch_early(log, places[5:]), {"early": 1}, id="sent early"),
+    ],
+)
+def test_promises_of_a_delay_server_are_judged(tmp_path: Path, plant: Any, found: dict[str, int]) -> None:
+    """The copies are equal, so each finding is of both."""
+    for copy in ("master", "slave"):
+        delayed(tmp_path / copy, plant)
+    result = audit(tmp_path)
+    assert not result.unreadable and result.found == found
