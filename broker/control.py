@@ -109,7 +109,7 @@ class BrowseCalls:
 
     def __init__(self, service: Service[BrokerMaster]) -> None:
         self._service = service
-        self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def answer(self, request: pb.BrowseRequest) -> pb.BrowseAnswer:
         """Search for the requested messages.
@@ -119,7 +119,7 @@ class BrowseCalls:
             CallError: the request is invalid.
             CorruptFrame: this copy is damaged there.
         """
-        async with self._turns:
+        async with self._slots:
             browse = await self._begin(request)
             first_sequence, _ = sequences_kept(browse.log, browse.subject)
             end_sequence = visible_end(browse.log, browse.subject, browse.limit)

@@ -134,7 +134,7 @@ class DeadLetters:
         mastership, log, (subject, group, _) = self._mastership, self._mastership.log, job.key
         if letters_producer(subject, group) not in self._former:
             self._settle_former(subject, group)
-        found = self._held(job)
+        found = self._first_unacked(job)
         if found is None:
             self._passes.copies_left -= 1
             job.ranges.popleft()
@@ -181,7 +181,7 @@ class DeadLetters:
         self._jobs.remove(job)
         job.answer(NotServed("this copy is damaged there and is being repaired; repeat the request"))
 
-    def _held(self, job: _DeadLetterJob) -> tuple[int, int] | None:
+    def _first_unacked(self, job: _DeadLetterJob) -> tuple[int, int] | None:
         """Return (sequence, messages) that the consumer still has at the beginning of the first range, or None."""
         if (consumer := self._consumption.consumer(*job.key)) is None:
             return None
@@ -200,7 +200,7 @@ class DeadLetters:
     def _store(self, job: _DeadLetterJob, bodies: list[tuple[Frame, Buffer]]) -> None:
         """Store copies of the messages in these frames that are still unacked, and ack the originals."""
         for frame, body in bodies:
-            while (found := self._held(job) if job.ranges else None) is not None:
+            while (found := self._first_unacked(job) if job.ranges else None) is not None:
                 sequence, messages = found
                 begin = sequence - frame.first_sequence
                 if begin >= frame.count:
@@ -277,7 +277,7 @@ class DeadLetters:
         """Ack the first messages of the first range; `settled` is DEAD if dead letters of them are stored."""
         begin, end = job.ranges[0]
         self._mastership.append_progress(FrameKind.ACK, job.key, [(begin, begin + messages, settled)])
-        if begin + messages == end:  # the next range may be in the same frame; `_held` finds the rest of this one
+        if begin + messages == end:  # the next range may be in the same frame; `_first_unacked` finds its rest
             job.ranges.popleft()
 
 

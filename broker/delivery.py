@@ -411,7 +411,7 @@ class Delivery:
         mastership = self._mastership
         oldest_ms = mastership.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
         for (subject, name), group in list(mastership.log.state.groups.items()):
-            if group.is_broadcast and group.left_ms < oldest_ms and not _is_held(group):
+            if group.is_broadcast and group.left_ms < oldest_ms and not _has_consumer(group):
                 mastership.append_progress(FrameKind.POSITION, (subject, name, ""), [])
 
     def step_down(self, error: QmqError) -> None:
@@ -435,7 +435,7 @@ class Delivery:
         self._counters.returned_consumers += 1
 
 
-def _is_held(group: Group) -> bool:
+def _has_consumer(group: Group) -> bool:
     """Return whether a broadcast group has a consumer: subscribing and leaving are both written. The pruner counts only
     while it has unacked messages.
     """

@@ -195,7 +195,7 @@ class _Making:
         self._group: Group = log.state.groups[group_filter.subject, group_filter.group]
         self._ordered_from = log.state.ordered.get(group_filter.subject)
         consumers = self._group.consumers.values()
-        self._held = sorted((span.first, span.end) for consumer in consumers for span in consumer.unacked)
+        self._unacked = sorted((span.first, span.end) for consumer in consumers for span in consumer.unacked)
 
     def missing(self) -> list[FrameRef]:
         """Return the frames with unsettled messages whose labels have to be read."""
@@ -203,7 +203,7 @@ class _Making:
         if first is None:
             return []
         requeued = ((span.first, span.end) for span in self._group.requeued)
-        ranges = sorted(span for span in (*self._held, *requeued) if span[1] > first)
+        ranges = sorted(span for span in (*self._unacked, *requeued) if span[1] > first)
         refs = {ref.offset: ref for range_ in ranges for ref in self._refs(*range_)}
         return [refs[offset] for offset in sorted(refs) if self._labels(refs[offset]) is None]
 
@@ -213,7 +213,7 @@ class _Making:
         """
         group_filter = self._group_filter
         keys = group_filter.keys = Keys()
-        for begin, end in self._held:
+        for begin, end in self._unacked:
             for key, sequence, _ in self._keyed(begin, end):
                 if key and not keys.is_busy(key):
                     keys.hold(key, sequence)

@@ -110,7 +110,7 @@ Key = tuple[str, str]
 class _Bucket:
     per_second: int
     filled_ms: int
-    level: float = 1.0
+    tokens: float = 1.0
     dry_ms: int | None = None
     """When it was last found empty."""
 
@@ -138,16 +138,16 @@ class Rates:
         if not self._buckets or (bucket := self._of(key)) is None:
             return None
         room = 1 + bucket.per_second * BURST_S
-        bucket.level = min(room, bucket.level + (now_ms - bucket.filled_ms) * bucket.per_second / 1000)
+        bucket.tokens = min(room, bucket.tokens + (now_ms - bucket.filled_ms) * bucket.per_second / 1000)
         bucket.filled_ms = now_ms
-        if bucket.level < 1:
+        if bucket.tokens < 1:
             bucket.dry_ms = now_ms
             self._dry[key] = None
-        return int(max(bucket.level, 0))
+        return int(max(bucket.tokens, 0))
 
     def spend(self, key: Key, messages: int) -> None:
         if self._buckets and (bucket := self._of(key)) is not None:
-            bucket.level -= messages
+            bucket.tokens -= messages
 
     @property
     def has_dry(self) -> bool:

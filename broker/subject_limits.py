@@ -46,12 +46,12 @@ FRAMES_PER_LOOK_UP = 2_000
 RANGES_SUMMED = 1_000
 """Requeued ranges of a group that are summed, the oldest ones."""
 REQUEUED_FRAMES = 2_000
-"""Frames of these ranges at most; with the look-ups, half of the walk of a tick."""
-WALKED_PER_TICK = 12_000
-"""Frames walked for requeued messages and for overflow: at most 30 ms of a tick."""
-WALKED_AT_ONCE = 100
+"""Frames of these ranges at most; with the look-ups, half of the scan of a tick."""
+SCANNED_PER_TICK = 12_000
+"""Frames scanned for requeued messages and for overflow: at most 30 ms of a tick."""
+SCANNED_AT_ONCE = 100
 LOOK_UP = 3
-"""Cost of a look-up, in walked frames."""
+"""Cost of a look-up, in scanned frames."""
 
 Key = tuple[str, str]
 
@@ -85,7 +85,7 @@ class Lengths:
         self._unfinished: dict[Key, None] = {}
         """Counts that have not reached the subject's end, the most recently continued last."""
         self._left = FRAMES_PER_TICK
-        self._walk_left = WALKED_PER_TICK
+        self._scan_left = SCANNED_PER_TICK
 
     @property
     def has_unfinished(self) -> bool:
@@ -94,7 +94,7 @@ class Lengths:
     @property
     def is_spent(self) -> bool:
         """Whether less of this tick is left than one look-up may need."""
-        return self._walk_left < WALKED_PER_TICK // 2
+        return self._scan_left < SCANNED_PER_TICK // 2
 
     def new_tick(self) -> None:
         """Continue unfinished counts.
@@ -103,7 +103,7 @@ class Lengths:
             CorruptFrame: this copy is damaged.
         """
         self._left = FRAMES_PER_TICK
-        self._walk_left = WALKED_PER_TICK
+        self._scan_left = SCANNED_PER_TICK
         for key in list(self._unfinished):
             if self._left <= 0:
                 return
@@ -164,9 +164,9 @@ class Lengths:
                 while refs and refs[0].end <= at:
                     refs.popleft()
                 if not refs:
-                    if self._walk_left <= 0:
+                    if self._scan_left <= 0:
                         return
-                    refs.extend(self._look_up(subject, at, min(WALKED_AT_ONCE, count)))
+                    refs.extend(self._look_up(subject, at, min(SCANNED_AT_ONCE, count)))
                 begin = min(max(refs[0].begin, at), end) if refs else end
                 stop = min(refs[0].end, end) if begin < end else end
                 yield begin - at, stop - begin, refs[0] if begin < end else None
@@ -174,7 +174,7 @@ class Lengths:
 
     def _look_up(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
         refs = self._log.frames(subject, sequence, most)
-        self._walk_left -= LOOK_UP + len(refs)
+        self._scan_left -= LOOK_UP + len(refs)
         return refs
 
     def _new(self, key: Key, position: int) -> int:
@@ -221,7 +221,7 @@ def _part(ref: FrameRef, messages: int) -> int:
 
 PRUNE_EVERY_MS = 1_000
 SUBJECTS_AT_ONCE = 50
-"""Limited subjects checked in a tick, at most a few milliseconds; with more than 500, a round takes over a second."""
+"""Limited subjects checked in a tick, at most a few milliseconds; with more than 500, a round exceeds a second."""
 RANGES_AT_ONCE = 1_000
 """Requeued ranges of a group given up at once: one frame, folded in less than a millisecond."""
 EXPIRED_AT_ONCE = 5_000

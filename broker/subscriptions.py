@@ -192,7 +192,7 @@ class Subscriptions:
                 forget them, or messages with the same pull sequences would never reach it.
         """
         key = (subject, group, consumer)
-        self._check_held(*key, held_end)
+        self._check_held_end(*key, held_end)
         subscription = Subscription(
             self._next_id, link, subject, group, consumer, held_end, deliveries_max, begins, rule, exclusive_ms
         )
@@ -212,7 +212,7 @@ class Subscriptions:
         self._seen[key] = now_ms
         return subscription
 
-    def _check_held(self, subject: str, name: str, consumer: str, held_end: int) -> None:
+    def _check_held_end(self, subject: str, name: str, consumer: str, held_end: int) -> None:
         """Raise InvalidAck unless the log knows all that the consumer has. A deposed master may have delivered safe
         messages under other pull sequences than the next one. A consumer that left, or whose group was moved, has no
         unacked messages.
@@ -399,9 +399,9 @@ class Subscriptions:
 
     def _stop_waiting(self, subscription: Subscription) -> None:
         subscription.waiting.clear()
-        self._leave_line(subscription)
+        self._leave_queue(subscription)
 
-    def _leave_line(self, subscription: Subscription) -> None:
+    def _leave_queue(self, subscription: Subscription) -> None:
         subject, group = subscription.subject, subscription.group
         groups = self._waiting.get(subject, {})
         if subscription in (waiting := groups.get(group, {})):
@@ -431,7 +431,7 @@ class Subscriptions:
     def take_waiting(self, subscription: Subscription) -> WaitingPull:
         """Take the oldest waiting pull, and move the subscription behind the others of its group."""
         waiting = subscription.waiting.popleft()
-        self._leave_line(subscription)
+        self._leave_queue(subscription)
         if subscription.waiting:
             self._waiting.setdefault(subscription.subject, {}).setdefault(subscription.group, {})[subscription] = None
         return waiting
@@ -440,7 +440,7 @@ class Subscriptions:
         """Remove a pull that is answered without messages."""
         subscription.waiting.remove(waiting)
         if not subscription.waiting:
-            self._leave_line(subscription)
+            self._leave_queue(subscription)
 
     def overdue(self, now_ms: int, is_looking: Callable[[Subscription], bool]) -> list[WaitingPull]:
         """Take and return the pulls whose deadline passed; the caller answers them with NO_MESSAGE.

@@ -397,10 +397,10 @@ class Leftovers:
         counts = np.array([queue.count for _, queue in queues])
         if counts.sum() <= self._most:
             return
-        level = _level(counts, self._most // 2)
+        count_max = _count_max(counts, self._most // 2)
         for subject, queue in queues:
-            if queue.count > level:
-                self._cut(subject, queue, level)
+            if queue.count > count_max:
+                self._cut(subject, queue, count_max)
 
     def _cut(self, subject: int, queue: PendingQueue, most: int) -> None:
         begin = Place(*queue.place(most))
@@ -504,9 +504,9 @@ def _by_place(records: Records) -> Records:
     return once.take(order_of(once["due"], once["number"]))
 
 
-def _level(counts: npt.NDArray[np.int64], most: int) -> int:
+def _count_max(counts: npt.NDArray[np.int64], most: int) -> int:
     """Return the length to which queues are cut so that about `most` messages are left in all; at least one."""
     ascending = np.sort(counts)
     before = np.cumsum(ascending) - ascending
-    levels = (most - before) // np.arange(len(ascending), 0, -1)
-    return max(1, int(levels[np.argmax(ascending > levels)]))
+    sizes = (most - before) // np.arange(len(ascending), 0, -1)
+    return max(1, int(sizes[np.argmax(ascending > sizes)]))

@@ -36,7 +36,7 @@ FULL_S = 3600.0
 GROWTH_BYTES = 64 << 20
 LOOK_EVERY = 10
 """Collections between two measurements of memory."""
-IDLE_TURNS = 10
+IDLE_PASSES = 10
 """Collections in a row that found next to nothing, after which it pauses until one finds more."""
 FEW = 2000
 """Fewer new objects are not worth a collection in an idle process."""
@@ -69,16 +69,16 @@ async def collect_by_the_clock(rest_s: float = SECOND_S) -> None:
         rest_s: whole seconds between two collections of an idle process.
     """
     gc.disable()
-    idle, turn = 0, 0
+    idle, passes = 0, 0
     full_s, full_bytes = _full_is_due()
     try:
         while True:
-            await asyncio.sleep(YOUNG_S if idle < IDLE_TURNS else _pause_s(rest_s))
-            began_s, turn = time.thread_time(), turn + 1
-            if idle < IDLE_TURNS or gc.get_count()[0] >= FEW:
-                gc.collect(0 if turn % MIDDLE_EVERY else 1)
+            await asyncio.sleep(YOUNG_S if idle < IDLE_PASSES else _pause_s(rest_s))
+            began_s, passes = time.thread_time(), passes + 1
+            if idle < IDLE_PASSES or gc.get_count()[0] >= FEW:
+                gc.collect(0 if passes % MIDDLE_EVERY else 1)
             idle = idle + 1 if time.thread_time() - began_s < QUICK_S else 0
-            if time.monotonic() >= full_s or (turn % LOOK_EVERY == 0 and memory_bytes() > full_bytes):
+            if time.monotonic() >= full_s or (passes % LOOK_EVERY == 0 and memory_bytes() > full_bytes):
                 gc.collect()
                 full_s, full_bytes = _full_is_due()
     finally:
@@ -127,7 +127,7 @@ def _statm(pid: int) -> int:
     return os.open(f"/proc/{pid}/statm", os.O_RDONLY)
 
 
-def give_back() -> None:
+def release() -> None:
     """Return free memory to the system: the allocator keeps pages between blocks in use.
 
     Blocks no other thread of Python; takes milliseconds. Does nothing where the C library lacks the call.

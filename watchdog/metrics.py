@@ -15,7 +15,7 @@ from qmq.watchdog.leader import Leader, now_ms
 _COUNTED = {
     "sent": "Rows whose messages are stored, and that were deleted.",
     "failed": "Rows of batches that a broker group did not store.",
-    "released": "Rows that were given back, to be claimed again after a back-off.",
+    "released": "Rows that were released, to be claimed again after a back-off.",
     "parked": "Rows not sent until OutboxRetry.",
     "unknown": "Batches of which an attempt left the outcome unknown.",
     "claimed": "Rows that were claimed.",

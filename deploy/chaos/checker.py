@@ -280,8 +280,8 @@ def _readonly(history: History) -> Iterator[str]:
         yield f"{message} in {window}"
 
 
-def _alone(history: History) -> Iterator[str]:
-    for message, window in history.acknowledged_alone():
+def _by_one_copy(history: History) -> Iterator[str]:
+    for message, window in history.acknowledged_by_one_copy():
         yield f"{message} was acknowledged while the slave was stopped: {window}"
 
 
@@ -370,6 +370,6 @@ RULES: dict[str, list[Callable[[History], Iterator[str]]]] = {
     "times do not grow": [_times],
     "order": [_order],
     "readonly-leak": [_readonly],
-    "lost-copy": [_alone],
+    "lost-copy": [_by_one_copy],
 }
 LOG_RULES: list[Callable[[History, Logs], Iterator[Finding]]] = [_copies, _sequences, _stored, _drained]

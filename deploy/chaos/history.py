@@ -158,7 +158,7 @@ class History:
                 if window.begin < sending.at < sent.at < window.end:
                     yield message, window
 
-    def acknowledged_alone(self) -> Iterator[tuple[SentMessage, Window]]:
+    def acknowledged_by_one_copy(self) -> Iterator[tuple[SentMessage, Window]]:
         """Yield messages that were acknowledged while the slave of their broker group was stopped."""
         return self.sent_within(SLAVE_STOPPED)
 

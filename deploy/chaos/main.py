@@ -120,7 +120,7 @@ def _run(options: argparse.Namespace, only: list[str], settings: Mapping[str, An
         folder.mkdir()
         strike = partial(_strike, round_s, random.Random(seed), only)
         if options.messages:
-            strike = partial(_strike_in_turn, FAULTS if options.copies == 2 else ROLE_CHANGES)
+            strike = partial(_strike_in_order, FAULTS if options.copies == 2 else ROLE_CHANGES)
         trial = attempt(folder, seed=seed, strike=strike, load=load, copies=options.copies, settings=settings, say=_say)
         outcome = asyncio.run(trial)
         _report(folder, outcome, seed)
@@ -147,8 +147,8 @@ def _strike(seconds: float, rng: random.Random, only: list[str], nemesis: Nemesi
     nemesis.strike_within(seconds, rng, only)
 
 
-def _strike_in_turn(names: Sequence[str], nemesis: Nemesis, is_over: Callable[[], bool]) -> None:
-    nemesis.strike_in_turn(names, is_over)
+def _strike_in_order(names: Sequence[str], nemesis: Nemesis, is_over: Callable[[], bool]) -> None:
+    nemesis.strike_in_order(names, is_over)
 
 
 def _report(folder: Path, outcome: Outcome, seed: int) -> None:

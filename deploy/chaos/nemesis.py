@@ -54,7 +54,7 @@ class Nemesis:
             if not is_over():
                 self.strike(name)
 
-    def strike_in_turn(self, names: Sequence[str], is_over: Callable[[], bool]) -> None:
+    def strike_in_order(self, names: Sequence[str], is_over: Callable[[], bool]) -> None:
         """Inject these faults repeatedly until `is_over`, and at least `STRIKES_MIN` times."""
         for number, name in enumerate(cycle(names)):
             if number >= STRIKES_MIN and is_over():
@@ -75,16 +75,16 @@ class Nemesis:
         while True:
             name, group = first.pop() if first else (rng.choice(names), "")
             self.strike(name, group)
-            if name == STOP_SLAVE and (message := self._acknowledged_alone()):
+            if name == STOP_SLAVE and (message := self._acknowledged_by_one_copy()):
                 self._say(f"lost-copy: {message} was acknowledged while the slave was stopped; no more faults")
                 return
             if time.monotonic() >= ends_at:
                 return
 
-    def _acknowledged_alone(self) -> str:
+    def _acknowledged_by_one_copy(self) -> str:
         history = self._read()
         history.read(self.target.records)
-        return next((str(message) for message, _ in history.acknowledged_alone()), "")
+        return next((str(message) for message, _ in history.acknowledged_by_one_copy()), "")
 
     def strike(self, name: str, group: str = "") -> None:
         """Inject one fault in a broker group, by default a random one; return once the cluster has recovered."""

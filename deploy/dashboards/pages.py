@@ -439,9 +439,9 @@ OUTBOX = Page(
             "Rows sent", ("sum by (database) (rate(qmq_watchdog_sent_total[5m]))", "{{database}}"), unit=Unit.PER_SECOND
         ),
         panel(
-            "Rows that failed, were given back, were parked",
+            "Rows that failed, were released, were parked",
             ("sum by (database) (increase(qmq_watchdog_failed_total[5m]))", "{{database}} failed"),
-            ("sum by (database) (increase(qmq_watchdog_released_total[5m]))", "{{database}} given back"),
+            ("sum by (database) (increase(qmq_watchdog_released_total[5m]))", "{{database}} released"),
             ("sum by (database) (increase(qmq_watchdog_parked_total[5m]))", "{{database}} parked"),
         ),
         panel(

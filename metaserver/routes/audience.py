@@ -1,7 +1,7 @@
-"""Core. Watchers of routes: their topics, the version each was sent, and the version it still uses.
+"""Core. Watchers of routes: their entries, the version each was sent, and the version it still uses.
 
-A topic is a watched route under the requested name: a retry subject is a topic of its own, with the groups of its real
-subject. A seat is one watcher at one topic.
+An entry is a watched route under the requested name: a retry subject is an entry of its own, with the groups of its
+real subject. A seat is one watcher at one entry.
 
 A watcher may still use (`Seat.used`) the version it confirmed last, or the first one it was sent. So a route counts as
 old until its watcher confirms a newer one.
@@ -18,7 +18,7 @@ from qmq.metaserver.routes.encoding import RouteBytes
 from qmq.rights import Caller
 
 NOTHING = RouteBytes(0, b"")
-"""Content of a topic whose route is being made."""
+"""Content of an entry whose route is being made."""
 
 UNSURE = -1
 """Sent version that forces a new update."""
@@ -49,7 +49,7 @@ class ClientInfo(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Topic:
+class Entry:
     """Watched route. `real`: the subject that provides its groups; empty: the name was rejected."""
 
     name: str
@@ -68,10 +68,10 @@ class Topic:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """One watcher at one topic. Version 0: none."""
+    """One watcher at one entry. Version 0: none."""
 
     watch: Watch
-    topic: Topic
+    entry: Entry
     sent: int = 0
     used: int = 0
     owed: bool = False
@@ -79,8 +79,8 @@ class Seat:
 
     @property
     def is_news(self) -> bool:
-        """Return whether the topic's route differs from the sent one."""
-        return self.topic.route.version not in (0, self.sent)
+        """Return whether the entry's route differs from the sent one."""
+        return self.entry.route.version not in (0, self.sent)
 
     def confirm(self, version: int) -> None:
         """Record the version that a request names. If it is not the sent one, the route is sent again.
@@ -92,7 +92,7 @@ class Seat:
 
     def next_route(self) -> RouteBytes:
         """Record the route as sent, and return it."""
-        route = self.topic.route
+        route = self.entry.route
         self.sent = route.version
         self.used = self.used or route.version
         return route
@@ -125,37 +125,37 @@ class Watch:
 
 
 class Audience:
-    """All watchers and their topics. Made by the hub, which calls it from the loop."""
+    """All watchers and their entries. Made by the hub, which calls it from the loop."""
 
     def __init__(self) -> None:
-        self.topics: dict[str, Topic] = {}
+        self.entries: dict[str, Entry] = {}
         self.watches: dict[Watch, None] = {}
-        self._by_group: dict[str, dict[Topic, None]] = {}
-        self._more: dict[str, dict[Topic, None]] = {}
-        """Topics of retry and dead-letter subjects, by their real subject."""
+        self._by_group: dict[str, dict[Entry, None]] = {}
+        self._more: dict[str, dict[Entry, None]] = {}
+        """Entries of retry and dead-letter subjects, by their real subject."""
 
-    def topics_of_group(self, group: str) -> Collection[Topic]:
+    def entries_of_group(self, group: str) -> Collection[Entry]:
         return self._by_group.get(group, {}).keys()
 
-    def topics_of_subject(self, real: str) -> list[Topic]:
-        """Return the subject's topic, and those of its retry and dead-letter subjects."""
-        own, more = self.topics.get(real), self._more.get(real, {})
+    def entries_of_subject(self, real: str) -> list[Entry]:
+        """Return the subject's entry, and those of its retry and dead-letter subjects."""
+        own, more = self.entries.get(real), self._more.get(real, {})
         return [*more] if own is None else [own, *more]
 
     def take_seat(self, watch: Watch, name: str, real: str) -> Seat:
-        """Add a topic to a watcher."""
-        topic = self.topics.get(name)
-        if topic is None:
-            topic = self.topics[name] = Topic(name, real)
+        """Add an entry to a watcher."""
+        entry = self.entries.get(name)
+        if entry is None:
+            entry = self.entries[name] = Entry(name, real)
             if name != real:
-                self._more.setdefault(real, {})[topic] = None
-        seat = watch.seats[topic.name] = Seat(watch, topic)
-        topic.seats[seat] = None
+                self._more.setdefault(real, {})[entry] = None
+        seat = watch.seats[entry.name] = Seat(watch, entry)
+        entry.seats[seat] = None
         return seat
 
     def take_refusal(self, watch: Watch, name: str, route: RouteBytes) -> Seat:
-        """Give a watcher a topic of its own that holds the reason why it may not watch `name`."""
-        seat = watch.seats[name] = Seat(watch, Topic(name, "", route))
+        """Give a watcher an entry of its own that holds the reason why it may not watch `name`."""
+        seat = watch.seats[name] = Seat(watch, Entry(name, "", route))
         return seat
 
     def leave(self, watch: Watch) -> None:
@@ -163,46 +163,46 @@ class Audience:
         self.watches.pop(watch, None)
         watch.owed.clear()  # no reference cycles: collecting them stops the process for long
 
-    def drop(self, watch: Watch, names: Iterable[str]) -> list[Topic]:
-        """Remove some of a watcher's seats; return the topics without watchers, which are removed too."""
+    def drop(self, watch: Watch, names: Iterable[str]) -> list[Entry]:
+        """Remove some of a watcher's seats; return the entries without watchers, which are removed too."""
         ended = []
         for name in names:
             if (seat := watch.seats.pop(name, None)) is None:
                 continue
-            topic = seat.topic
-            topic.seats.pop(seat, None)
-            if not topic.seats and self.topics.get(topic.name) is topic:
-                del self.topics[topic.name]
-                self._index(topic, ())
-                if topic.name != topic.real:
-                    self._remove(self._more, topic.real, topic)
-                ended.append(topic)
+            entry = seat.entry
+            entry.seats.pop(seat, None)
+            if not entry.seats and self.entries.get(entry.name) is entry:
+                del self.entries[entry.name]
+                self._index(entry, ())
+                if entry.name != entry.real:
+                    self._remove(self._more, entry.real, entry)
+                ended.append(entry)
         return ended
 
     def settle(
-        self, topic: Topic, route: RouteBytes, groups: tuple[str, ...] = (), offered: tuple[str, ...] = ()
+        self, entry: Entry, route: RouteBytes, groups: tuple[str, ...] = (), offered: tuple[str, ...] = ()
     ) -> bool:
-        """Set a topic's content; return whether it changed."""
-        if groups != topic.groups:  # also without a visible change: groups without a master are not in the route
-            self._index(topic, groups)
-        if route.version == topic.route.version:
+        """Set an entry's content; return whether it changed."""
+        if groups != entry.groups:  # also without a visible change: groups without a master are not in the route
+            self._index(entry, groups)
+        if route.version == entry.route.version:
             return False
-        topic.route, topic.offered = route, groups if offered == groups else offered  # the usual case, stored once
+        entry.route, entry.offered = route, groups if offered == groups else offered  # the usual case, stored once
         return True
 
     def old_routes(self, group: str, subject: str) -> Counts:
         """Count clients that may still use the group as writable, for `subject` or for any (`*`).
 
-        While the topic offers the group, these are all with any route of it; afterwards those with an older one.
+        While the entry offers the group, these are all with any route of it; afterwards those with an older one.
         """
         watching, old = set(), set()
-        for topic in self.topics_of_group(group):
-            if subject not in (ALL_SUBJECTS, topic.real):
+        for entry in self.entries_of_group(group):
+            if subject not in (ALL_SUBJECTS, entry.real):
                 continue
-            is_offered = group in topic.offered
-            for seat in topic.seats:
+            is_offered = group in entry.offered
+            for seat in entry.seats:
                 watching.add(seat.watch)
-                if seat.used and (is_offered or seat.used != topic.route.version):
+                if seat.used and (is_offered or seat.used != entry.route.version):
                     old.add(seat.watch)
         producers = sum(1 for watch in old if watch.produces)
         return Counts(producers, len(old) - producers, len(watching))
@@ -220,15 +220,15 @@ class Audience:
             for watch in self.watches
         ]
 
-    def _index(self, topic: Topic, groups: tuple[str, ...]) -> None:
-        for name in topic.groups:
-            self._remove(self._by_group, name, topic)
-        topic.groups = groups
+    def _index(self, entry: Entry, groups: tuple[str, ...]) -> None:
+        for name in entry.groups:
+            self._remove(self._by_group, name, entry)
+        entry.groups = groups
         for name in groups:
-            self._by_group.setdefault(name, {})[topic] = None
+            self._by_group.setdefault(name, {})[entry] = None
 
     @staticmethod
-    def _remove(index: dict[str, dict[Topic, None]], key: str, topic: Topic) -> None:
-        index[key].pop(topic, None)
+    def _remove(index: dict[str, dict[Entry, None]], key: str, entry: Entry) -> None:
+        index[key].pop(entry, None)
         if not index[key]:
             del index[key]

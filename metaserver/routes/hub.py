@@ -1,6 +1,6 @@
 """Shell. Sends routes, and each change of them, to the clients that watch them.
 
-An idle watcher costs nothing: a change wakes the hub only. The hub finds the topics concerned, encodes each once, and
+An idle watcher costs nothing: a change wakes the hub only. The hub finds the entries concerned, encodes each once, and
 sends these bytes to its watchers. A slow client delays no other: it is sent the newest route next, not every change.
 
 Known routes are answered from memory. New subjects and short routes are collected and stored many at a time; while the
@@ -24,7 +24,7 @@ from qmq.errors import CallError, InvalidRequest, MissingRight, QmqError
 from qmq.metaserver.cluster.mirror import Changes
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, ReadonlyMark, Route
 from qmq.metaserver.observability.metrics import Metrics
-from qmq.metaserver.routes.audience import Audience, ClientInfo, Counts, Seat, Send, Topic, Watch
+from qmq.metaserver.routes.audience import Audience, ClientInfo, Counts, Entry, Seat, Send, Watch
 from qmq.metaserver.routes.encoding import GroupViews, RouteBytes, route_bytes, update_bytes
 from qmq.metaserver.routes.quotas import Quotas
 from qmq.rights import CONSUME, PRODUCE, Caller
@@ -42,13 +42,13 @@ REPEAT_S = 1.0
 """Time until a failed route is stored again, while it is watched."""
 STORED_AT_ONCE = 1_000
 """New subjects in one transaction: those of 100 clients that start at once."""
-TURN = 100
+ENTRIES_PER_PASS = 100
 """Routes encoded, or seats added, before the task yields: a few milliseconds."""
 UPDATE_ROUTES_MAX = 500
 """Routes in one update: 200 kB, which a client reads in a few milliseconds. A swap changes all its routes at once."""
-TOLD_AT_ONCE = 250
+UPDATED_AT_ONCE = 250
 """Watchers updated before the task yields: some 12 ms."""
-TURNS_UNDER_WAY = 4
+BATCHES_UNDER_WAY = 4
 """Batches of sends in progress. Those of 20,000 watchers at once take 40 MB, never returned."""
 SEND_WAIT_S = 0.1
 """Time for which a watcher that does not read delays later ones, once; then it is skipped until it reads."""
@@ -118,7 +118,7 @@ class WatchHub:
         self._views = GroupViews(kind)
         self._marks: frozenset[ReadonlyMark] = frozenset()
         self._routes_version = -1
-        self._short: dict[Topic, None] = {}
+        self._short: dict[Entry, None] = {}
         self._wanted: dict[str, str] = {}
         """Real subjects that need the database, and why they still wait."""
         self._problem = ""
@@ -169,8 +169,8 @@ class WatchHub:
     def forget(self, watch: Watch, subjects: Iterable[str]) -> None:
         """Remove routes that a client no longer uses."""
         before = len(watch.seats)
-        for topic in self._audience.drop(watch, subjects):
-            self._short.pop(topic, None)
+        for entry in self._audience.drop(watch, subjects):
+            self._short.pop(entry, None)
         self._quotas.remove(watch.caller, before - len(watch.seats))
 
     async def ask(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> None:
@@ -214,7 +214,7 @@ class WatchHub:
         watch.seen_s = time.monotonic()
         seats = await self._take_seats(watch, subjects, held)
         for seat in seats:
-            seat.sent = held.get(seat.topic.name, 0)
+            seat.sent = held.get(seat.entry.name, 0)
         return [seat.next_route() for seat in seats if seat.is_news]
 
     def _forget_polls(self) -> None:
@@ -233,7 +233,7 @@ class WatchHub:
         self._forget_polls()
         return self._audience.clients()
 
-    # Seats and topics.
+    # Seats and entries.
 
     async def _take_seats(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> list[Seat]:
         """Add subjects to a watcher; wait a moment for those that must be stored first."""
@@ -241,14 +241,14 @@ class WatchHub:
         seats = []
         for number, name in enumerate(names, start=1):
             seats.append(watch.seats.get(name) or self._take_seat(watch, name))
-            if number % TURN == 0:
+            if number % ENTRIES_PER_PASS == 0:
                 await asyncio.sleep(0)
         for seat in seats:
-            if version := held.get(seat.topic.name):
+            if version := held.get(seat.entry.name):
                 seat.confirm(version)
         try:
             async with asyncio.timeout(STORE_WAIT_S):
-                while any(not seat.topic.route.version for seat in seats):
+                while any(not seat.entry.route.version for seat in seats):
                     await self._stored.wait()
         except TimeoutError:
             pass
@@ -272,38 +272,38 @@ class WatchHub:
         if watch.looks_only and not (route and route.groups):
             return self._audience.take_refusal(watch, name, route_bytes(name, refused=f"{name} {NO_ROUTE}"))
         seat = self._audience.take_seat(watch, name, real_subject(name))
-        if not seat.topic.route.version:
-            self._settle(seat.topic)
+        if not seat.entry.route.version:
+            self._settle(seat.entry)
         return seat
 
-    def _settle(self, topic: Topic) -> list[Seat]:
-        """Encode a topic's content again; return the seats to update."""
-        if not topic.seats:
+    def _settle(self, entry: Entry) -> list[Seat]:
+        """Encode an entry's content again; return the seats to update."""
+        if not entry.seats:
             return []  # all watchers left meanwhile
-        route = self._registry.find(topic.real)
-        topic.source = route
-        self._want_more(topic, route)
+        route = self._registry.find(entry.real)
+        entry.source = route
+        self._want_more(entry, route)
         if route is not None:
-            content = self._views.route(topic.name, topic.real, route.groups, self._registry.directory)
-            changed = self._audience.settle(topic, *content)
-        elif self._wanted.get(topic.real) == "":
+            content = self._views.route(entry.name, entry.real, route.groups, self._registry.directory)
+            changed = self._audience.settle(entry, *content)
+        elif self._wanted.get(entry.real) == "":
             return []  # it is being stored
         else:
             changed = self._audience.settle(
-                topic, route_bytes(topic.name, refused=self._wanted.get(topic.real, NO_GROUP_YET))
+                entry, route_bytes(entry.name, refused=self._wanted.get(entry.real, NO_GROUP_YET))
             )
         self._revision += changed
-        return list(topic.seats) if changed else []
+        return list(entry.seats) if changed else []
 
-    def _want_more(self, topic: Topic, route: Route | None) -> None:
+    def _want_more(self, entry: Entry, route: Route | None) -> None:
         """Order a missing or short route, unless that was tried since the groups last changed."""
         groups = route.groups if route else ()
-        if route and not self._registry.is_short(topic.real, groups):
-            self._short.pop(topic, None)
+        if route and not self._registry.is_short(entry.real, groups):
+            self._short.pop(entry, None)
             return
-        self._short[topic] = None
-        if topic.tried != self._views.state and self._views.has_more_than(groups):
-            self._wanted.setdefault(topic.real, self._problem)
+        self._short[entry] = None
+        if entry.tried != self._views.state and self._views.has_more_than(groups):
+            self._wanted.setdefault(entry.real, self._problem)
             self._want_some.set()
 
     # Changes.
@@ -321,43 +321,43 @@ class WatchHub:
     async def _look(self) -> None:
         """Find the changes since the last look, and update the watchers concerned."""
         concerned = self._concerned()
-        for begin in range(0, len(concerned), TURN):
-            seats = [seat for topic in concerned[begin : begin + TURN] for seat in self._settle(topic)]
-            await self._tell(seats)
+        for begin in range(0, len(concerned), ENTRIES_PER_PASS):
+            seats = [seat for entry in concerned[begin : begin + ENTRIES_PER_PASS] for seat in self._settle(entry)]
+            await self._update(seats)
             await asyncio.sleep(0)
 
-    def _concerned(self) -> list[Topic]:
-        """Return the topics with a change: a group's state, a mark, or the stored route."""
+    def _concerned(self) -> list[Entry]:
+        """Return the entries with a change: a group's state, a mark, or the stored route."""
         directory, find, audience = self._registry.directory, self._registry.find, self._audience
-        concerned: list[Topic] = []
+        concerned: list[Entry] = []
         if self._registry.routes_version != self._routes_version:
             self._routes_version = self._registry.routes_version
-            concerned += [topic for topic in audience.topics.values() if find(topic.real) is not topic.source]
+            concerned += [entry for entry in audience.entries.values() if find(entry.real) is not entry.source]
         changed = self._views.look(directory, self._registry.is_writable)
         for name in sorted(changed):
-            concerned += audience.topics_of_group(name)
+            concerned += audience.entries_of_group(name)
         marks, self._marks = directory.marks ^ self._marks, directory.marks
         if marks:
             self._views.state += 1
         for mark in marks:
-            concerned += audience.topics_of_subject(mark.subject)
+            concerned += audience.entries_of_subject(mark.subject)
         if changed or marks:
             concerned += self._short
         return list(dict.fromkeys(concerned))
 
-    async def _tell(self, seats: list[Seat]) -> None:
+    async def _update(self, seats: list[Seat]) -> None:
         """Update watchers, a few hundred at a time; those behind one connection one after another."""
         seats.sort(key=_peer)
-        turns: deque[list[asyncio.Task[None]]] = deque()
-        for begin in range(0, len(seats), TOLD_AT_ONCE):
+        batches: deque[list[asyncio.Task[None]]] = deque()
+        for begin in range(0, len(seats), UPDATED_AT_ONCE):
             sending = []
-            for seat in seats[begin : begin + TOLD_AT_ONCE]:
+            for seat in seats[begin : begin + UPDATED_AT_ONCE]:
                 _owe(seat)
                 if task := self._serve(seat.watch):
                     sending.append(task)
-            turns.append(sending)
+            batches.append(sending)
             await asyncio.sleep(0)
-            if len(turns) == TURNS_UNDER_WAY and (oldest := turns.popleft()):
+            if len(batches) == BATCHES_UNDER_WAY and (oldest := batches.popleft()):
                 await asyncio.wait(oldest, timeout=SEND_WAIT_S)
 
     def _serve(self, watch: Watch) -> asyncio.Task[None] | None:
@@ -405,7 +405,7 @@ class WatchHub:
         """Store missing and short routes, and update waiting watchers. False: retry the rest later."""
         state, waits = self._views.state, self._ration(subjects)
         # A subject without watchers is dropped: no client's allowance would pay for it.
-        ready = [name for name in subjects if name not in waits and self._audience.topics_of_subject(name)]
+        ready = [name for name in subjects if name not in waits and self._audience.entries_of_subject(name)]
         try:
             if ready:
                 await self._registry.routes_for(ready)
@@ -415,16 +415,16 @@ class WatchHub:
                 log.warning("routes not stored subjects=%d reason=%s", len(ready), error)
             self._problem = f"the route cannot be stored now: {_reason(error)}"
             waits |= dict.fromkeys(ready, self._problem)
-        topics = [topic for subject in subjects for topic in self._audience.topics_of_subject(subject)]
-        for topic in topics:
-            topic.tried = state
+        entries = [entry for subject in subjects for entry in self._audience.entries_of_subject(subject)]
+        for entry in entries:
+            entry.tried = state
         for subject in subjects:
             del self._wanted[subject]
         self._wanted |= waits
-        seats = [seat for topic in topics for seat in self._settle(topic)]
+        seats = [seat for entry in entries for seat in self._settle(entry)]
         self._stored.set()
         self._stored = asyncio.Event()
-        await self._tell(seats)
+        await self._update(seats)
         return not waits
 
     def _ration(self, subjects: list[str]) -> dict[str, str]:
@@ -432,7 +432,7 @@ class WatchHub:
         new: dict[str, tuple[Caller, list[str]]] = {}
         for subject in subjects:
             watch = next(
-                (seat.watch for topic in self._audience.topics_of_subject(subject) for seat in topic.seats), None
+                (seat.watch for entry in self._audience.entries_of_subject(subject) for seat in entry.seats), None
             )
             if watch and self._registry.find(subject) is None:
                 new.setdefault(watch.caller.name, (watch.caller, []))[1].append(subject)
@@ -447,7 +447,7 @@ class WatchHub:
 
 def _refusal(watch: Watch, name: str, why: str) -> Seat:
     """Refusal that is sent once and not kept."""
-    return Seat(watch, Topic(name, "", route_bytes(name, refused=why)))
+    return Seat(watch, Entry(name, "", route_bytes(name, refused=why)))
 
 
 def _owe(seat: Seat) -> None:

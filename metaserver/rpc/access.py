@@ -23,7 +23,7 @@ log = logging.getLogger("qmq.metaserver")
 REMEMBERED_MAX = 10_000
 REVIEW_S = 6.0
 """Time between reviews, so that a revoked token's streams end within a minute."""
-TURN = 100
+STREAMS_PER_PASS = 100
 """Streams ended before the task yields."""
 
 
@@ -99,7 +99,7 @@ class Visits:
                 grpc.aio.AbortError, grpc.aio.UsageError
             ):  # `abort` raises; or the stream has ended by itself
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
-            if number % TURN == 0:
+            if number % STREAMS_PER_PASS == 0:
                 await asyncio.sleep(0)
 
     def _refusal(self, token: str) -> str:

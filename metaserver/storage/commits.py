@@ -74,10 +74,10 @@ class Commits:
             DatabaseAway, CommitUnknown: the outcome is still unknown.
         """
         await self.database.probe()
-        await self._stand_in_line()
+        await self._join_queue()
         await self._catch_up()
 
-    async def _stand_in_line(self) -> None:
+    async def _join_queue(self) -> None:
         """Wait for the locks of all pending changes: the commit of a broken connection may still arrive."""
         try:
             await self.database.write(lambda r: r.settle())
@@ -93,7 +93,7 @@ class Commits:
             outcome = await _late_answer(error) if isinstance(error, AnswerLate) else None
             if outcome is not None:
                 return outcome
-            await self._stand_in_line()
+            await self._join_queue()
             rows = await self.database.read(lambda r: r.audit_trail(limit=AUDIT_ROWS_READ))
         except (DatabaseAway, CommitUnknown, TimeoutError) as failed:
             raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from failed

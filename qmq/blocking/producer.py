@@ -32,7 +32,7 @@ CHUNK_BYTES_MAX = 16 << 20
 """Chunk that `send_many` reads in the caller's thread before sending. The wait for its last receipt, a few
 milliseconds, is short beside the time of the chunk.
 """
-TURN_MESSAGES_MAX = 1_000
+PASS_MESSAGES_MAX = 1_000
 """One batch of the producer."""
 AGAIN_S = 0.01
 """Pause before a retry when the producer's queue is full."""
@@ -225,7 +225,7 @@ class _Session:
 
     def _empty(self) -> None:
         """Pass queued messages to the producer, on the loop, some at a time so that other work runs in between."""
-        for _ in range(TURN_MESSAGES_MAX):
+        for _ in range(PASS_MESSAGES_MAX):
             with self._lock:
                 if not self._outbox:
                     self._is_emptying = False

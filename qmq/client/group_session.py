@@ -71,7 +71,7 @@ CARRY_S_MIN = 10.0
 CARRY_AGAIN_S = 60.0
 """Pause after a delay group did not store a message, for want of a right or of a group."""
 FAR_TOO_MANY = 2
-"""Waiting messages above this multiple of the current share are given back."""
+"""Waiting messages above this multiple of the current share are released."""
 MANY_TIMES = 5
 """Deliveries of a message above which a warning is logged."""
 
@@ -140,7 +140,7 @@ class GroupSession:
         self.group = owner.terms.group
         self.unacked = Unacked()
         self.buffered = self.buffered_bytes = 0
-        self._times_given_back = 0
+        self._times_released = 0
         self.is_mailbox = source != owner.terms.subject
         # The cluster stores no start of an ephemeral consumer: on a group that joins, it starts at the first message.
         self._from_first = self.is_mailbox or (joins and owner.terms.ephemeral)
@@ -336,7 +336,7 @@ class GroupSession:
             here.pulls += 1
             here.asked += wanted
             pull = Pull(here.subscription, wanted, size, random.randint(*PULL_TIMEOUT_MS))
-            pulled = partial(self._pulled, here, wanted, self._times_given_back)
+            pulled = partial(self._pulled, here, wanted, self._times_released)
             self._request(Command.PULL, commands.encode_pull(pull), pulled)
 
     def _share(self) -> tuple[int, int]:
@@ -368,10 +368,10 @@ class GroupSession:
                 self.unacked.messages,
             )
 
-    def _pulled(self, here: Subscribed, asked: int, times_given_back: int, body: memoryview) -> None:
+    def _pulled(self, here: Subscribed, asked: int, times_released: int, body: memoryview) -> None:
         here.pulls -= 1
         here.asked -= asked
-        is_late = times_given_back != self._times_given_back
+        is_late = times_released != self._times_released
         for run in _runs(commands.decode_pulled(body)):
             self._received(run, is_late=is_late)
         if is_late:
@@ -385,7 +385,7 @@ class GroupSession:
         messages, make pieces of one message; work per piece instead of per run would cost 20 µs each.
 
         Args:
-            is_late: messages were given back after this pull was sent. New messages are given back too: they would
+            is_late: messages were released after this pull was sent. New messages are released too: they would
                 overtake the others.
         """
         sequences, encoded, batches = _cut(run)  # first, so that unreadable pieces leave no trace
@@ -424,7 +424,7 @@ class GroupSession:
             self.buffered += len(messages)
             self.buffered_bytes += size
             parcel = Parcel(messages, self, size)
-            if not (is_late and self.give_back(parcel)):
+            if not (is_late and self.release(parcel)):
                 self._owner.arrived(parcel)
 
     def _without_those_of_others(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
@@ -475,9 +475,9 @@ class GroupSession:
         wanted = pulls * messages
         return waiting - wanted if self._takes_begins and waiting > FAR_TOO_MANY * wanted else 0
 
-    def give_back(self, parcel: Parcel, *, kept: int = 0) -> bool:
-        """Give the untaken messages of a parcel back at once, except the first `kept`; return False if the broker does
-        not know NOT_BEGUN.
+    def release(self, parcel: Parcel, *, kept: int = 0) -> bool:
+        """Return the untaken messages of a parcel to the broker, except the first `kept`; return False if the broker
+        does not accept NOT_BEGUN.
         """
         if not self._takes_begins:
             return False
@@ -491,9 +491,9 @@ class GroupSession:
         parcel.messages, parcel.at, parcel.size = rest, 0, size
         return True
 
-    def gave_back(self) -> None:
-        """Send what was given back before the next pull, so the broker delivers it in order."""
-        self._times_given_back += 1
+    def released(self) -> None:
+        """Send the released messages before the next pull, so the broker delivers them in order."""
+        self._times_released += 1
         self._send()
         self.fill()
 

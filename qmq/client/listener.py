@@ -12,7 +12,7 @@ While messages wait for a listener of higher `priority`, no call begins. A liste
 comparison per call.
 
 Messages prefetched for fast handlers would be minutes of work once the handlers are slow. So while messages wait, the
-pace of taking is measured some times a second. Far more waiting messages than the current prefetch are given back, the
+pace of taking is measured some times a second. Far more waiting messages than the current prefetch are released, the
 newest first, as never delivered.
 """
 
@@ -431,4 +431,4 @@ class ExcessReturn:
         self._prefetch.record_pace(pace)
         subscription.prefetch_messages = self._prefetch.messages
         if pace.is_too_slow_for(waiting):
-            subscription.give_back_excess()
+            subscription.release_excess()

@@ -84,7 +84,7 @@ class Connections:
         return subscription
 
     async def leave(self, subscription: Subscription, flush_s: float) -> None:
-        """Close a subscription: send its decisions and give the rest back."""
+        """Close a subscription: send its decisions and release the rest."""
         try:
             await subscription.close(flush_s)
         finally:

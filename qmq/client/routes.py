@@ -93,7 +93,7 @@ class Routing:
         self._subjects: dict[str, SubjectRoute] = {}
         self._masters: dict[str, GroupRoute] = {}
         self._health: dict[str, _Health] = {}
-        self._turn = 0
+        self._rotation = 0
 
     def update(self, routes: Iterable[SubjectRoute]) -> Collection[str]:
         """Store routes of the metaserver; return the broker groups with a new master or term, in order.
@@ -153,10 +153,10 @@ class Routing:
         if route is None:
             return None
         best, best_load = None, 0
-        self._turn += 1
+        self._rotation += 1
         count = len(route.groups)
         for step in range(count):
-            group = route.groups[(self._turn + step) % count]
+            group = route.groups[(self._rotation + step) % count]
             if not group.writable or self.resting(group.broker_group, now_ms):
                 continue
             group_load = load(group.broker_group)

@@ -115,7 +115,7 @@ class Subscription:
         self._on_leased(lease_ms)
 
     def arrived(self, parcel: Parcel) -> None:
-        if self.is_closing and parcel.session.give_back(parcel):
+        if self.is_closing and parcel.session.release(parcel):
             return
         self._parcels.append(parcel)
         self.arrived_messages += len(parcel.messages)
@@ -277,8 +277,8 @@ class Subscription:
         here = sum(session.buffered for session in self._sessions.values())
         return here - self._parcels[0].at if self._parcels else 0
 
-    def give_back_excess(self) -> None:
-        """Give the newest messages of sessions far above their share back at once, as never delivered.
+    def release_excess(self) -> None:
+        """Release the newest messages of sessions far above their share, as never delivered.
 
         A broker group delivers one message of an order key at a time, so none is overtaken.
         """
@@ -293,12 +293,12 @@ class Subscription:
                 rest = min(kept[session], parcel.waiting)
                 kept[session] -= rest
                 if rest < parcel.waiting:
-                    session.give_back(parcel, kept=rest)
+                    session.release(parcel, kept=rest)
             if parcel.waiting:
                 parcels.append(parcel)
         self._parcels = parcels
         for session in kept:
-            session.gave_back()
+            session.released()
         self._removed()
 
     def _wake(self, count: int) -> None:
@@ -311,12 +311,12 @@ class Subscription:
     # Ending.
 
     def stop(self) -> None:
-        """Pull no more, wake all workers, and give the messages in the buffer back at once."""
+        """Pull no more, wake all workers, and release the messages in the buffer."""
         self.is_closing = True
         for session in self._sessions.values():
             session.drain()
         if self.error is None:
-            self._parcels = deque(parcel for parcel in self._parcels if not parcel.session.give_back(parcel))
+            self._parcels = deque(parcel for parcel in self._parcels if not parcel.session.release(parcel))
         self.wake_all()
         if self.on_empty is not None:
             self.on_empty()
@@ -339,7 +339,7 @@ class Subscription:
                     session.stop_flushing()
 
     async def close(self, flush_s: float) -> None:
-        """Send decisions for up to `flush_s`, then give the rest back: taken messages count as delivered."""
+        """Send decisions for up to `flush_s`, then release the rest: taken messages count as delivered."""
         self.stop()
         untaken = {parcel.messages[parcel.at]._piece: parcel.messages[parcel.at]._at for parcel in self._parcels}
         for session in self._sessions.values():

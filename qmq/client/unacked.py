@@ -163,7 +163,7 @@ class Unacked:
     # Nacks.
 
     def nack(self, refusal: Refusal) -> None:
-        """Nack a message when it is due, unless it is decided or was given back."""
+        """Nack a message when it is due, unless it is decided or was released."""
         piece = refusal.piece
         if not piece.is_dropped and piece.refuse(refusal.at):
             self.queue_nack(refusal)

@@ -102,7 +102,7 @@ class Limits:
         assert self.claims_max < NUMBERS_SPAN_MAX
 
 
-Line = tuple[str, str | None]
+Lane = tuple[str, str | None]
 """Rows that wait together, (subject, home): "" without order keys, a group for its keys, None if the group is
 unknown.
 """
@@ -141,7 +141,7 @@ class Claim:
         return any(row.is_ordered for row in self.rows)
 
     @property
-    def line(self) -> Line:
+    def lane(self) -> Lane:
         return self.subject, self.name.group if self.is_ordered else ""
 
     @property
@@ -158,7 +158,7 @@ class _Numbering:
 
 
 class _Postponement(NamedTuple):
-    """Postponement of a line that no group takes: its end by both clocks, its delay, and the reason."""
+    """Postponement of a lane that no group takes: its end by both clocks, its delay, and the reason."""
 
     until_ms: int
     delay_ms: int
@@ -229,7 +229,7 @@ class DrainPlan:
     _rest_until_ms: int = 0
     _is_passing_by: bool = False
     """Whether the pass leaves all rows alone for want of any group; once there is one, older rows go first."""
-    _postponements: dict[Line, _Postponement] = field(default_factory=dict)
+    _postponements: dict[Lane, _Postponement] = field(default_factory=dict)
     """Postponements of lines without a stored batch since."""
     _suspects: set[int] = field(default_factory=set)
     """Rows of a batch rejected as invalid: each is sent alone, to find the invalid ones."""
@@ -366,7 +366,7 @@ class DrainPlan:
         for text, ids in got.items():
             claim, kept = new[text], set(ids)
             if claim.is_ordered and not kept:
-                self._postpone(claim.line, "another process sends for its broker group", now_ms)
+                self._postpone(claim.lane, "another process sends for its broker group", now_ms)
             claim.rows = [row for row in claim.rows if row.id in kept]
             if claim.rows:
                 self._claims[text] = claim
@@ -480,27 +480,27 @@ class DrainPlan:
             self.last_pass_ms = now_ms
             self._rest_until_ms = now_ms + self.limits.rest_ms
             old_ms = now_ms - self.limits.postpone_ms_max
-            self._postponements = {line: hold for line, hold in self._postponements.items() if hold.until_ms > old_ms}
+            self._postponements = {lane: hold for lane, hold in self._postponements.items() if hold.until_ms > old_ms}
         if page.after is None or now_ms - self._pass_ms >= PASS_MS_MAX:
             self._after = None
             self._claims_after = ""
 
-    def _postpone(self, line: Line, reason: str, now_ms: int) -> _Postponement:
-        """Postpone rows of a line, all until the same moment, so that they keep their order across pages.
+    def _postpone(self, lane: Lane, reason: str, now_ms: int) -> _Postponement:
+        """Postpone rows of a lane, all until the same moment, so that they keep their order across pages.
 
-        A line that no group takes then either is postponed for longer.
+        A lane that no group takes then either is postponed for longer.
         """
-        hold = self._postponements.get(line)
+        hold = self._postponements.get(lane)
         if hold is None or hold.until_ms <= now_ms:
             last_ms = hold.delay_ms if hold else 0
             delay_ms = max(self.limits.postpone_ms, min(last_ms * 2, self.limits.postpone_ms_max))
             until_ms = now_ms + delay_ms
             due = Due(self._clock, until_ms - (self._clock_read_ms if self._clock is not None else now_ms))
-            hold = self._postponements[line] = _Postponement(until_ms, delay_ms, due, _reason(reason))
+            hold = self._postponements[lane] = _Postponement(until_ms, delay_ms, due, _reason(reason))
         return hold
 
-    def _is_postponed(self, line: Line, now_ms: int) -> bool:
-        return line in self._postponements and now_ms < self._postponements[line].until_ms
+    def _is_postponed(self, lane: Lane, now_ms: int) -> bool:
+        return lane in self._postponements and now_ms < self._postponements[lane].until_ms
 
     def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Postponed]]:
         """Make claims of a subject's rows.
@@ -529,15 +529,15 @@ class DrainPlan:
                 left += rest
         return left, postponed
 
-    def _obstacle(self, line: Line, groups: list[str], now_ms: int) -> str:
-        """Return the reason why no group takes rows of a line now, or ""."""
-        subject, home = line
+    def _obstacle(self, lane: Lane, groups: list[str], now_ms: int) -> str:
+        """Return the reason why no group takes rows of a lane now, or ""."""
+        subject, home = lane
         if home == "":
             return "" if groups else self.brokers.why_not(subject)
         if home is None or home not in groups:
             return self.brokers.why_not(subject)
-        if self._is_postponed(line, now_ms):
-            return self._postponements[line].reason  # until the older ones may go; these must not overtake them
+        if self._is_postponed(lane, now_ms):
+            return self._postponements[lane].reason  # until the older ones may go; these must not overtake them
         under_way = self._ordered_claim(subject, home)
         return "an earlier batch of its order key may be stored" if under_way and under_way.may_be_stored else ""
 
@@ -629,7 +629,7 @@ class DrainPlan:
                 claim.due_ms = now_ms + self.limits.repeat_ms // 10  # its connection is full, or reconnects in a moment
             else:
                 claim.life.on(BatchEvent.GAVE_UP)
-                self._give_back(claim, f"{claim.name.group} takes nothing now", now_ms)
+                self._release_postponed(claim, f"{claim.name.group} takes nothing now", now_ms)
         return found
 
     def answered(self, claim: Claim, answer: Answer, now_ms: int) -> None:
@@ -651,9 +651,9 @@ class DrainPlan:
         return min(self.limits.repeat_ms << min(claim.attempts, 10), self.limits.repeat_ms_max)
 
     def _stored(self, claim: Claim, answer: Stored) -> None:
-        hold = self._postponements.pop(claim.line, None)
+        hold = self._postponements.pop(claim.lane, None)
         if hold is not None and claim.is_ordered:
-            self._postponements[claim.line] = hold._replace(delay_ms=0)  # postponed rows are older than those to come
+            self._postponements[claim.lane] = hold._replace(delay_ms=0)  # postponed rows are older than those to come
         refused = dict(answer.refused)
         stored = [row.id for position, row in enumerate(claim.rows) if position not in refused]
         parked = [
@@ -672,7 +672,7 @@ class DrainPlan:
         well.
         """
         if isinstance(error, AskAnotherBroker | NotServed):
-            self._give_back(claim, str(error), now_ms)
+            self._release_postponed(claim, str(error), now_ms)
             return
         if isinstance(error, CallError):
             if len(claim.rows) == 1 and claim.rows[0].id in self._suspects:
@@ -682,9 +682,9 @@ class DrainPlan:
                 self._suspects.update(claim.ids)
         self._release(claim, str(error))
 
-    def _give_back(self, claim: Claim, reason: str, now_ms: int) -> None:
+    def _release_postponed(self, claim: Claim, reason: str, now_ms: int) -> None:
         """Release the rows without an error: the group is at fault, so they wait as rows that no group takes."""
-        hold = self._postpone(claim.line, reason, now_ms)
+        hold = self._postpone(claim.lane, reason, now_ms)
         self._released(claim, hold.due, reason, 0)
 
     def _release(self, claim: Claim, reason: str) -> None:

@@ -290,12 +290,12 @@ class Relay:
         try:
             await self._rest(first_s)
             while not self._is_stopping:
-                await self._rest(await self._turn())
+                await self._rest(await self._pass())
         finally:
             await self._disconnect()
 
-    async def _turn(self) -> float:
-        """Look, and relay old rows; return the seconds until the next turn."""
+    async def _pass(self) -> float:
+        """Look, and relay old rows; return the seconds until the next pass."""
         relayed = 0
         try:
             await self._look()

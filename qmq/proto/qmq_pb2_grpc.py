@@ -129,7 +129,7 @@ class MetaserverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HoldLease(self, request, context):
-        """A watchdog keeps, takes or gives back the lease of its namespace; the answer is the row as it is then.
+        """A watchdog keeps, takes or releases the lease of its namespace; the answer is the row as it is then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

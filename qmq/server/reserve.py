@@ -30,7 +30,7 @@ async def wait_for_room(disk: RealDisk) -> None:
     while disk.free_bytes() < NEEDED_BYTES and disk.sweep():
         pass
     if disk.free_bytes() < NEEDED_BYTES and disk.has(NAME):
-        disk.truncate(NAME, 0)  # a large file that is removed is given back in pieces, later
+        disk.truncate(NAME, 0)  # a large file that is removed is freed in pieces, later
         disk.remove(NAME)
         log.error("disk full: the reserve of %d bytes is given up; the group is readonly, make room", RESERVE_BYTES)
     if disk.free_bytes() < NEEDED_BYTES:

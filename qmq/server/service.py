@@ -65,7 +65,7 @@ milliseconds after its slaves, and accepts nothing before one of them has matche
 """
 LOST_MS = 2000
 """A slave without a packet for this time, two beats at least, reports its master as lost."""
-GIVE_BACK_S = 1.0
+RELEASE_S = 1.0
 """While memory is short, free memory goes back to the system this often."""
 BLOCKED_READ_MAX = 32
 """Blocked connections read per tick: each request is rejected in the end, and no kernel gives up a connection whose
@@ -143,7 +143,7 @@ class Service(Generic[M]):
         self.disk_free_limit = max(settings.disk_free_limit, DISK_FLOOR_BYTES)
         self.quarantine = QuarantineKeeper(disk, settings.quarantine_bytes, settings.segment_bytes)
         self._disk_watch = DiskWatch(self.disk_free_limit)
-        self._given_back_at = 0.0
+        self._released_at = 0.0
         self._role_changed = asyncio.Event()
         self._pass_is_due = False
         self._loop: asyncio.AbstractEventLoop
@@ -407,9 +407,9 @@ class Service(Generic[M]):
             del self.acceptors[acceptor]
             self.acceptors[acceptor] = None
             acceptor.connection.read(True)  # until one request came
-        if self._loop.time() - self._given_back_at > GIVE_BACK_S:
-            self._given_back_at = self._loop.time()
-            self._read_threads.submit(memory.give_back)
+        if self._loop.time() - self._released_at > RELEASE_S:
+            self._released_at = self._loop.time()
+            self._read_threads.submit(memory.release)
 
     async def _follow_master(self) -> None:
         """While this is a slave: keep one connection to the master's sync port."""

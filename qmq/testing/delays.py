@@ -35,8 +35,8 @@ from qmq.testing.acceptor import Acceptor
 from qmq.testing.copies import Clock, Copies, Copy
 
 COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
-TURNS_MAX = 2_000
-"""Turns of the loop until due messages must have reached the broker, unless it refuses them."""
+PASSES_MAX = 2_000
+"""Passes of the loop until due messages must have reached the broker, unless it refuses them."""
 ROOM_BYTES = 1 << 20
 SETTINGS = DelaySettings(
     hostname="test",
@@ -250,7 +250,7 @@ class Delays:
 
     async def caught_up(self) -> None:
         """Wait until all due messages were sent to the broker, unless it refuses them."""
-        for _ in range(TURNS_MAX):
+        for _ in range(PASSES_MAX):
             self.tick()
             await asyncio.sleep(0)
             if not self._is_busy():

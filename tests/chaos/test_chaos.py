@@ -34,7 +34,7 @@ def test_every_fault_keeps_all_promises(tmp_path):
 
 def test_consumers_under_faults_get_each_message(tmp_path):
     """Consumers nack, give up, vanish, stand still and rejoin while masters and slaves are killed and swapped."""
-    strike = partial(Nemesis.strike_in_turn, names=FAULTS)
+    strike = partial(Nemesis.strike_in_order, names=FAULTS)
     load = Load(MESSAGES, rate=1_500)
     outcome, stored = run(tmp_path, lambda nemesis, is_over: strike(nemesis, is_over=is_over), load=load)
     history = outcome.history

@@ -518,7 +518,7 @@ def test_interrupted_redrive_reports_its_progress(cluster, subject, process, tmp
 
 
 def test_redrive_passes_over_messages_above_its_memory(cluster, subject, monkeypatch, capsys):
-    monkeypatch.setattr("qmq.tools.messages.redrive.HELD_MAX", 5)
+    monkeypatch.setattr("qmq.tools.messages.redrive.OTHERS_MAX", 5)
     monkeypatch.setattr("qmq.redrive.dead_letters.PULL_MESSAGES", 4)
     failed(cluster, subject, 40)
     last = max(browse(cluster, "--deadLetters", "--limit=99", subject=subject, group="g"), key=itemgetter("sequence"))

@@ -104,7 +104,7 @@ def test_idle_process_does_not_collect(monkeypatch):
 
     def count():
         number = next(counts, 0)
-        few.set() if not number and len(looks) > memory.IDLE_TURNS else None
+        few.set() if not number and len(looks) > memory.IDLE_PASSES else None
         return number, 0, 0
 
     monkeypatch.setattr(memory.gc, "get_count", count)
@@ -116,7 +116,7 @@ def test_idle_process_does_not_collect(monkeypatch):
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
-    assert len(looks) == memory.IDLE_TURNS + 1, "one for each turn at first, then one as soon as there is enough"
+    assert len(looks) == memory.IDLE_PASSES + 1, "one for each turn at first, then one as soon as there is enough"
 
 
 def test_kept_error_drops_its_variables():

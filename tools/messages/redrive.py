@@ -28,9 +28,9 @@ from qmq.tools.session import Session
 from qmq.tools.table import Block, Column, Table
 from qmq.tools.terminal import ask, complain, is_yes, show
 
-HELD_MAX = 50_000
-"""Limit for dead letters held until the end without being chosen. A broker delivers 200,000 to one consumer before it
-acks; beyond that, the first ones are skipped.
+OTHERS_MAX = 50_000
+"""Limit for dead letters that stay unacked until the end without being chosen. A broker delivers 200,000 to one
+consumer before it acks; beyond that, the first ones are skipped.
 """
 CHOSEN_MAX = 100_000
 CHOSEN_BYTES_MAX = 256 << 20
@@ -164,7 +164,7 @@ class _Redrive:
                     break
                 more = list(self._choice.of(source.broker_group, pieces, bounds))[: self._left_to_choose]
                 others += others_of(pieces, more)
-                if sum(end - begin for begin, end in others) > HELD_MAX:
+                if sum(end - begin for begin, end in others) > OTHERS_MAX:
                     await source.pass_over(others)
                     others = []
                 self._receipt.looked_at += sum(piece.count for piece in pieces)

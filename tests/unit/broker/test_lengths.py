@@ -259,8 +259,8 @@ def test_oldest_requeued_messages_are_summed():
 
 
 def test_very_many_are_given_up_in_bounded_pieces(monkeypatch):
-    monkeypatch.setattr(subject_limits, "WALKED_PER_TICK", 10)
-    monkeypatch.setattr(subject_limits, "WALKED_AT_ONCE", 5)
+    monkeypatch.setattr(subject_limits, "SCANNED_PER_TICK", 10)
+    monkeypatch.setattr(subject_limits, "SCANNED_AT_ONCE", 5)
     group, _ = started()
     produced(group, *[100] * 60)
     group.a.assign(Role.MASTER, limits=(LIMIT._replace(bytes_max=1_000, drops_oldest=True),))
@@ -272,9 +272,9 @@ def test_very_many_are_given_up_in_bounded_pieces(monkeypatch):
 
 def test_a_tick_is_spent_when_less_than_half_of_its_walk_is_left():
     counts = Lengths(started()[0].a.log)
-    counts._walk_left = subject_limits.WALKED_PER_TICK // 2
+    counts._scan_left = subject_limits.SCANNED_PER_TICK // 2
     assert not counts.is_spent
-    counts._walk_left -= 1
+    counts._scan_left -= 1
     assert counts.is_spent
 
 
@@ -329,14 +329,14 @@ def test_requeued_messages_are_summed_once_until_others_wait_or_retention_took_s
     returned(group, client, 0, 1)
     counts, state = Lengths(group.a.log), group.progress
     assert counts.waiting(KEY, state) == obvious(group)
-    left = counts._walk_left
-    assert counts.waiting(KEY, state) == obvious(group) and counts._walk_left == left
+    left = counts._scan_left
+    assert counts.waiting(KEY, state) == obvious(group) and counts._scan_left == left
     changes, state.requeued = state.requeued.changes, Requeued()
     state.requeued.add(RequeuedRange(2, 1, 1, 0))
     state.requeued.changes = changes
-    assert counts.waiting(KEY, state) == obvious(group) and counts._walk_left < left, "those of another Requeued"
+    assert counts.waiting(KEY, state) == obvious(group) and counts._scan_left < left, "those of another Requeued"
     counts._summed.clear()
-    counts._walk_left = 0
+    counts._scan_left = 0
     assert counts.waiting(KEY, state) == 0, "there is no time for that in this tick"
     counts.new_tick()
     assert counts.waiting(KEY, state) == obvious(group)

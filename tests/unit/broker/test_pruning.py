@@ -109,7 +109,7 @@ def test_no_subject_is_looked_at_when_a_tick_has_walked_enough():
     group, client = started(HOUR)
     client.store("m0")
     lengths = group.a.master._delivery.pruning._lengths
-    lengths.new_tick = lambda: setattr(lengths, "_walk_left", 0)
+    lengths.new_tick = lambda: setattr(lengths, "_scan_left", 0)
     hours_pass(group)
     assert not group.a.master.expired
     del lengths.new_tick

@@ -240,7 +240,7 @@ async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
     async with cluster("g1") as (metaserver, [broker]):
         broker.begins = True
         first, sent, ask = Slow(metaserver, prefetch_messages=100), [], GroupSession._ask
-        gave_back = GroupSession.gave_back
+        released = GroupSession.released
 
         def asked(session: GroupSession, command: Command, *rest: Any) -> None:
             if first.gate.is_set() and command in (Command.NACK, Command.PULL):
@@ -249,10 +249,10 @@ async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
 
         def went_back(session: GroupSession) -> None:
             first.gate.set()
-            gave_back(session)
+            released(session)
 
         monkeypatch.setattr(GroupSession, "_ask", asked)
-        monkeypatch.setattr(GroupSession, "gave_back", went_back)
+        monkeypatch.setattr(GroupSession, "released", went_back)
         task = await first.begin(broker, delivered=FAST + 100)
         await until_async(lambda: len(first.done) == MESSAGES)
         await cancelled(task)

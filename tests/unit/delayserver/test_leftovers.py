@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qmq.delayserver import pending_queue
-from qmq.delayserver.pending_queue import Leftovers, PendingQueue, _level
+from qmq.delayserver.pending_queue import Leftovers, PendingQueue, _count_max
 from qmq.delayserver.schedule import RECORD
 from qmq.delayserver.schedule.record import no_records
 from qmq.delayserver.schedule.search import PendingOf
@@ -47,7 +47,7 @@ def in_memory(copies):
     ],
 )
 def test_the_longest_queues_are_cut(counts, most, level):
-    assert _level(np.array(counts), most) == level
+    assert _count_max(np.array(counts), most) == level
 
 
 def test_memory_is_bounded_while_no_group_takes_a_subject_and_others_go_on():

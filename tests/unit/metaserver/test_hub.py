@@ -444,7 +444,7 @@ async def test_slow_client_gets_newest_route_only(registry, hub):
 
 @with_hub()
 async def test_sends_in_progress_are_bounded(registry, hub):
-    most_allowed = watch_module.TOLD_AT_ONCE * watch_module.TURNS_UNDER_WAY
+    most_allowed = watch_module.UPDATED_AT_ONCE * watch_module.BATCHES_UNDER_WAY
     count, sent = 2 * most_allowed, []
     under_way = most = 0
 
@@ -475,7 +475,7 @@ async def test_sends_in_progress_are_bounded(registry, hub):
 
 @with_hub()
 async def test_slow_client_delays_others_once(registry, hub):
-    slow, *others = [Client(hub) for _ in range(6 * watch_module.TOLD_AT_ONCE)]
+    slow, *others = [Client(hub) for _ in range(6 * watch_module.UPDATED_AT_ONCE)]
     for client in (slow, *others):
         await client.ask("a")
     slow.stuck = asyncio.Event()
@@ -561,7 +561,7 @@ async def test_clients_that_left_use_no_memory(registry, hub):
         hub.leave(client.watch)
     audience = hub._audience
     assert not any(client.watch.seats for client in clients), "circles stop the process when they are collected"
-    assert not (audience.topics or audience.watches or audience._by_group or audience._more or hub._short)
+    assert not (audience.entries or audience.watches or audience._by_group or audience._more or hub._short)
 
 
 @with_hub()
@@ -582,11 +582,11 @@ async def test_reverted_route_is_sent_again(registry, hub):
     """A client may send its versions before an update in flight arrives."""
     client = Client(hub)
     await client.ask("a")
-    topic, first = hub._audience.topics["a"], client.version("a")
+    entry, first = hub._audience.entries["a"], client.version("a")
     client.stuck = asyncio.Event()
     for marks in ([("a", "g1")], []):
         registry.mark(*marks)
-        while (topic.route.version == first) is bool(marks):
+        while (entry.route.version == first) is bool(marks):
             await asyncio.sleep(0)
         await settle()
     await hub.ask(client.watch, ["a"], {"a": first})

@@ -121,13 +121,13 @@ async def test_failed_send_triggers_a_look():
     database = Database()
     relays = relays_of(database, wait_s=3600.0)
     [relay] = relays._relays.values()
-    assert 54 <= await relay._turn() <= 66
+    assert 54 <= await relay._pass() <= 66
     relays.left(database, "no route")
     assert relay._moved.is_set()
-    assert await relay._turn() == 1.0, "refused early, it is left behind when the producer's time is over"
-    assert 54 <= await relay._turn() <= 66
+    assert await relay._pass() == 1.0, "refused early, it is left behind when the producer's time is over"
+    assert 54 <= await relay._pass() <= 66
     database.left = Left(3, 2_000, 0)
-    assert [await relay._turn() for _ in range(7)] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert [await relay._pass() for _ in range(7)] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     await relays.close()
     relays.use(Database("another"))
     assert asyncio.all_tasks() == tasks
