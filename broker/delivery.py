@@ -396,7 +396,7 @@ class Delivery:
                 self._consumer_leaves(key, begun_none=False)
             self.serving.dead_letters.go_on()
             self.pruning.tick(now_ms)
-            self.serving.line_up([*self.consumption.exclusive_waiting, *self.serving.rates.take_dry()])
+            self.serving.enqueue([*self.consumption.exclusive_waiting, *self.serving.rates.take_dry()])
             if now_ms - self._forgot_ms >= FORGET_EVERY_MS and self.pruning.clock_is_right():
                 self._forgot_ms = now_ms
                 self._forget_broadcasts()

@@ -46,11 +46,11 @@ class Serving:
 
     def serve_all(self) -> None:
         """Serve every waiting pull again."""
-        self.line_up(self._subscriptions.all_waiting())
+        self.enqueue(self._subscriptions.all_waiting())
 
     def writable_again(self, link: Link) -> None:
         """Serve the pulls of a connection that accepts answers again."""
-        self.line_up(self._subscriptions.waiting_at(link))
+        self.enqueue(self._subscriptions.waiting_at(link))
 
     def limit(self, limits: dict[tuple[str, str], OperatorLimits], offline: Iterable[tuple[str, str, str]]) -> None:
         """Replace operators' rates and the list of switched-off consumers, then serve the others."""
@@ -58,7 +58,7 @@ class Serving:
         self._offline = OfflineRules(offline)
         self.serve_all()
 
-    def line_up(self, entries: Iterable[Entry]) -> None:
+    def enqueue(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             self._queue.add(entry)
         self._mastership.host.pass_soon()
@@ -101,7 +101,7 @@ class Serving:
         while self._queue.has_time:
             if not self._serve_or_answer(subscription):
                 return
-        self.line_up([subscription])
+        self.enqueue([subscription])
 
     def _serve_or_answer(self, subscription: Subscription) -> bool:
         """Serve a subscription; if there is nothing for it, answer its pulls that do not wait."""
@@ -177,7 +177,7 @@ class Serving:
         elif isinstance(found, LogError):
             raise found
         else:
-            self.line_up(self._subscriptions.waiting_in(reading.subject, reading.group))
+            self.enqueue(self._subscriptions.waiting_in(reading.subject, reading.group))
 
     def _write_down(self, subscription: Subscription, chosen: Chosen) -> None:
         mastership = self._mastership
