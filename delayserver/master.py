@@ -131,7 +131,7 @@ class DelayMaster(Master):
             self.wheel.add(filed.added)
             self._dispatching.expect(filed.added)
         for flight, _ in filed.settled:
-            self._dispatching.filed(flight.subject, flight.group, (flight.producer, flight.batch))
+            self._dispatching.flights.filed(flight.subject, flight.group, (flight.producer, flight.batch))
 
     # Events.
 
@@ -163,8 +163,8 @@ class DelayMaster(Master):
         if flushed_end <= self._mastership.log.state.epochs[-1].offset:
             return False
         if not self._has_resumed:  # later, open dispatches in the schedule are of this mastership
-            for flight in list(self._filing.schedule.in_flight.values()):
-                self._dispatching.resume(flight.producer, flight.batch, flight.subject, flight.group, flight.records)
+            for batch in list(self._filing.schedule.in_flight.values()):
+                self._dispatching.flights.resume(batch)
         self._has_begun = self._has_resumed = True
         return True
 
@@ -264,7 +264,7 @@ class DelayMaster(Master):
 
     def step_down(self) -> None:
         self._filing.on_filed = self._filing.on_rebuilt = None
-        self._dispatching.step_down()
+        self._dispatching.flights.step_down()
         self._recurring.step_down()
         super().step_down()
         self._cancelling.step_down()
@@ -367,8 +367,8 @@ class DelayMaster(Master):
             "overdue_groups": {
                 name: (part.messages, max(0, now_ms - part.oldest_ms)) for name, part in overdue.groups.items()
             },
-            "in_flight": dispatching.in_flight,
-            "in_flight_batches": len(dispatching.open),
+            "in_flight": dispatching.flights.in_flight,
+            "in_flight_batches": len(dispatching.flights.open),
             "next_due_ms": self.wheel.next_due_ms,
             "clock_off_ms": self.clock_off_ms,
             "clocks": 1 + len(self._due_clock.heard),

@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import nsmallest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from qmq.delayserver.flights import Flight
 from qmq.delayserver.pending_queue import PendingQueue
 
 SUBJECTS_MAX = 20
 """Subjects that are listed, the longest-waiting ones. Each is a metric series, and there may be 100,000 subjects."""
-
-
-class InFlight(Protocol):
-    """Batch in flight; `oldest_ms` is the earliest due time of its messages."""
-
-    subject: str
-    group: str
-    oldest_ms: int
-
-    @property
-    def count(self) -> int: ...
 
 
 class Part(NamedTuple):
@@ -49,7 +39,7 @@ class Overdue(NamedTuple):
     def of(
         cls,
         queues: Iterable[PendingQueue],
-        in_flight: Iterable[InFlight],
+        in_flight: Iterable[Flight],
         on_wheel: int,
         first_on_wheel_ms: int | None,
         on_disk: Iterable[tuple[str, Part]] = (),

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from qmq.delayserver.decisions import Decisions
-from qmq.delayserver.dispatching import Dispatcher
+from qmq.delayserver.flights import Flights
 from qmq.delayserver.schedule import Filed, state
 from qmq.delayserver.schedule.record import read_batch
 from qmq.delayserver.schedule.state import Book
@@ -19,11 +19,11 @@ from tests.simulation.bugs import Patch, bug
 
 @bug("delay")
 def sent_before_its_plan_is_safe() -> list[Patch]:
-    def when_safe(self: Dispatcher, batch: Any) -> None:
+    def when_safe(self: Flights, batch: Any) -> None:
         batch.is_safe = True
         self._read(batch)
 
-    return [mock.patch.object(Dispatcher, "_when_safe", when_safe)]
+    return [mock.patch.object(Flights, "_when_safe", when_safe)]
 
 
 @bug("delay")
@@ -38,13 +38,13 @@ def unfiled_frames_decide_nothing() -> list[Patch]:
 
 @bug("delay", first=10)
 def batches_of_earlier_masterships_are_put_together_anew() -> list[Patch]:
-    resume = Dispatcher.resume
+    resume = Flights.resume
 
-    def anew(self: Dispatcher, producer: int, number: int, *rest: Any) -> None:
-        resume(self, producer, number, *rest)
-        self._settle(self.open[producer, number], Outcome.NOT_STORED, 0)
+    def anew(self: Flights, batch: Any) -> None:
+        resume(self, batch)
+        self._settle(self.open[batch.producer, batch.batch], Outcome.NOT_STORED, 0)
 
-    return [mock.patch.object(Dispatcher, "resume", anew)]
+    return [mock.patch.object(Flights, "resume", anew)]
 
 
 @bug("delay", first=46)

@@ -17,7 +17,7 @@ from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import SubjectRoute
 from qmq.client.sender import Sender
-from qmq.delayserver.dispatching import Dispatcher
+from qmq.delayserver.flights import Flights
 from qmq.errors import OutcomeUnknown
 from qmq.log import Commit
 from qmq.log.disk import RealDisk
@@ -150,7 +150,7 @@ def delayed_messages_are_sent_a_second_early() -> list[Patch]:
 
 @bug("shells", first=7)
 def plans_of_earlier_masters_are_forgotten() -> list[Patch]:
-    return [mock.patch.object(Dispatcher, "resume", lambda self, *_: None)]
+    return [mock.patch.object(Flights, "resume", lambda self, *_: None)]
 
 
 @bug("shells", first=22, favoured="isolate")

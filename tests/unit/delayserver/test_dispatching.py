@@ -6,7 +6,7 @@ import pytest
 
 from qmq.client.batch import NotStored
 from qmq.codec import encode_labels, label_of
-from qmq.delayserver import dispatching, upkeep
+from qmq.delayserver import dispatching, flights, upkeep
 from qmq.errors import MessageTooLarge, NotServed
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
 from tests.unit.delayserver.test_races import a_group
@@ -49,7 +49,7 @@ def test_outage_lengthens_pauses_not_waiting_messages(monkeypatch):
             copies.senders.answer(NotStored(NotServed("not now")))
     tried = len(copies.senders.attempts)
     assert tried < 60
-    copies.run(dispatching.REST_MS[-1])
+    copies.run(flights.REST_MS[-1])
     while copies.senders.waiting:
         copies.senders.answer()
         copies.run(100)
@@ -84,7 +84,7 @@ def test_order_keys_follow_their_route_when_it_changes():
 
 def test_subject_that_waits_for_room_gets_it_before_the_one_that_filled_it(monkeypatch):
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 5)
-    monkeypatch.setattr(dispatching, "IN_FLIGHT_MAX", 10)
+    monkeypatch.setattr(flights, "IN_FLIGHT_MAX", 10)
     copies, producer = a_group(slow=True)
     producer.delayed(copies.now_ms, *(f"hot{i}" for i in range(200)), subject="hot")
     copies.settle()
