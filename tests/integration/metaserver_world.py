@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import asynccontextmanager, suppress
 
 import grpc
@@ -324,27 +323,3 @@ class FakeBroker(BrokerServicer):
 def place(group, role, hostname, port=20881):
     words = {"brokerGroup": group, "role": role, "hostname": hostname, "ip": "127.0.0.1"}
     return words | {"servePort": port, "syncPort": port + 1}
-
-
-def in_world(test=None, **settings):
-    """Run an async test in a world of its own; its database survives a restart within the test."""
-    if test is None:
-        return lambda test: in_world(test, **settings)
-
-    def run(tmp_path):
-        async def body():
-            world = World(tmp_path / "metaserver.db", **{"heartbeat_timeout_ms": 2000} | settings)
-            await world.start()
-            try:
-                await test(world)
-            finally:
-                await world.close()
-
-        asyncio.run(body())
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
-
-
-def as_json(text):
-    return json.loads(text)

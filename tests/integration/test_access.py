@@ -14,7 +14,7 @@ from qmq import http_port
 from qmq.metaserver.access import RPC_ROLES
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole, includes
-from tests.integration.metaserver_world import TOKEN, WAIT_S, World, in_world
+from tests.integration.metaserver_world import TOKEN, WAIT_S, World
 
 ROLES = sorted(set(TokenRole) - {TokenRole.CLUSTER})
 SERVICE = pb.DESCRIPTOR.services_by_name["Metaserver"]
@@ -52,25 +52,21 @@ def printed(capsys):
     return re.findall(r"first admin token, shown only now: (\S+)", capsys.readouterr().out)
 
 
-def test_every_method_requires_a_token_and_a_role(tmp_path):
+async def test_every_method_requires_a_token_and_a_role(world):
     """Weakness 27: the port had no authentication at all."""
-
-    async def body(world):
-        tokens = {role: (await make(world, role))["token"] for role in ROLES} | {TokenRole.CLUSTER: TOKEN}
-        for method in SERVICE.methods:
-            for wrong in ("", "wrong", tokens["broker"][:-1] + "x"):
-                assert await call(world, method.name, wrong) == grpc.StatusCode.UNAUTHENTICATED, method.name
-            for role, token in tokens.items():
-                allowed = any(includes(role, needed) for needed in RPC_ROLES[method.name])
-                # A stream that is let in says nothing by itself. A refusal comes at once, if the machine is not busy.
-                status = await call(world, method.name, token, timeout=2 if allowed else 20)
-                denied = status == grpc.StatusCode.PERMISSION_DENIED
-                assert denied is not allowed, (method.name, role, status)
-        for unknown in ("Nothing", "ServerReflectionInfo"):
-            assert await call(world, unknown, "") == grpc.StatusCode.UNAUTHENTICATED
-            assert await call(world, unknown, TOKEN) == grpc.StatusCode.PERMISSION_DENIED
-
-    in_world(body)(tmp_path)
+    tokens = {role: (await make(world, role))["token"] for role in ROLES} | {TokenRole.CLUSTER: TOKEN}
+    for method in SERVICE.methods:
+        for wrong in ("", "wrong", tokens["broker"][:-1] + "x"):
+            assert await call(world, method.name, wrong) == grpc.StatusCode.UNAUTHENTICATED, method.name
+        for role, token in tokens.items():
+            allowed = any(includes(role, needed) for needed in RPC_ROLES[method.name])
+            # A stream that is let in says nothing by itself. A refusal comes at once, if the machine is not busy.
+            status = await call(world, method.name, token, timeout=2 if allowed else 20)
+            denied = status == grpc.StatusCode.PERMISSION_DENIED
+            assert denied is not allowed, (method.name, role, status)
+    for unknown in ("Nothing", "ServerReflectionInfo"):
+        assert await call(world, unknown, "") == grpc.StatusCode.UNAUTHENTICATED
+        assert await call(world, unknown, TOKEN) == grpc.StatusCode.PERMISSION_DENIED
 
 
 REQUESTS = {
@@ -94,7 +90,6 @@ async def kept(world):
     return (await world.server._database.read(lambda repository: repository.dump()))["tables"], leases
 
 
-@in_world
 async def test_call_without_its_right_changes_nothing(world):
     assert REQUESTS.keys() == {method.name for method in SERVICE.methods}, "each method has its question"
     await world.add("g1", 0, "a", 20001)
@@ -118,7 +113,6 @@ STATIC = tuple(f"/console/{name}" for name in ("console.css", "console.js", "ico
 OPEN = {("GET", path) for path in ("/meta/address", "/health/live", "/health/ready", "/console/login", *STATIC)}
 
 
-@in_world
 async def test_no_address_answers_without_a_token(world):
     """Weakness 26: /onoffline changed state without a token; lists were open."""
     routes = world.server._app().routes
@@ -187,51 +181,44 @@ async def test_tokens_are_rotated_and_revoked_at_all_metaservers(tmp_path):
         assert row["token"].rpartition("_")[2].encode() not in stored, "only hashes are stored"
 
 
-def test_a_broker_token_registers_brokers_of_its_groups_only(tmp_path):
+async def test_a_broker_token_registers_brokers_of_its_groups_only(world):
     """Weakness 27: anybody could take a group offline or redirect it to himself."""
+    await world.add("g1", 0, "a", 20001)
+    await world.add("g2", 0, "b", 20003)
+    await world.broker("b", 20003)
+    token = (await make(world, "broker", groups="g1"))["token"]
+    for hostname, port, code in (("a", 20001, None), ("b", 20003, grpc.StatusCode.PERMISSION_DENIED)):
+        identity = pb.BrokerIdentity(
+            hostname=hostname,
+            ip="127.0.0.1",
+            serve_port=port,
+            sync_port=port + 1,
+            control_port=9,
+            metrics_port=9,
+            incarnation="disk",
+        )
+        try:
+            answer = await world.rpc.Register(identity, metadata=metadata(token))
+            assert code is None and answer.broker_group == "g1"
+        except grpc.aio.AioRpcError as error:
+            assert error.code() == code and "may not use broker group 'g2'" in error.details()
+    state = pb.BrokerState(hostname="b", serve_port=20003, incarnation="disk of b")
+    assert await call(world, "Heartbeat", token, state.SerializeToString()) == grpc.StatusCode.PERMISSION_DENIED
 
-    async def body(world):
-        await world.add("g1", 0, "a", 20001)
-        await world.add("g2", 0, "b", 20003)
-        await world.broker("b", 20003)
-        token = (await make(world, "broker", groups="g1"))["token"]
-        for hostname, port, code in (("a", 20001, None), ("b", 20003, grpc.StatusCode.PERMISSION_DENIED)):
-            identity = pb.BrokerIdentity(
-                hostname=hostname,
-                ip="127.0.0.1",
-                serve_port=port,
-                sync_port=port + 1,
-                control_port=9,
-                metrics_port=9,
-                incarnation="disk",
-            )
-            try:
-                answer = await world.rpc.Register(identity, metadata=metadata(token))
-                assert code is None and answer.broker_group == "g1"
-            except grpc.aio.AioRpcError as error:
-                assert error.code() == code and "may not use broker group 'g2'" in error.details()
-        state = pb.BrokerState(hostname="b", serve_port=20003, incarnation="disk of b")
-        assert await call(world, "Heartbeat", token, state.SerializeToString()) == grpc.StatusCode.PERMISSION_DENIED
-
-        assert (await world.done("ListBrokers", brokerGroup="g2", details="true"))[0]["up"]
-
-    in_world(body)(tmp_path)
+    assert (await world.done("ListBrokers", brokerGroup="g2", details="true"))[0]["up"]
 
 
-def test_a_client_watches_the_subjects_of_its_token_only(tmp_path):
-    async def body(world):
-        await world.copies()
-        token = (await make(world, "client", subjects="produce:order.*,consume:paid"))["token"]
-        async with world.watch("order.new", "paid", "other", metadata=metadata(token)) as watch:
-            await watch.until(lambda routes: len(routes) == 3 and routes["order.new"].groups)
-            assert "may not produce to 'paid'" in watch.routes["paid"].refused
-            assert "may not produce to 'other'" in watch.routes["other"].refused
-        words = {"subject": ["order.new", "paid"], "produces": "false", "app": "x", "clientId": "y"}
-        answer = await world.http.get("/meta/routes", params=words, headers={"X-Api-Token": token})
-        refused = {route["subject"]: route.get("refused", "") for route in answer.json()["routes"]}
-        assert "may not consume from 'order.new'" in refused["order.new"] and not refused["paid"]
-
-    in_world(body)(tmp_path)
+async def test_a_client_watches_the_subjects_of_its_token_only(world):
+    await world.copies()
+    token = (await make(world, "client", subjects="produce:order.*,consume:paid"))["token"]
+    async with world.watch("order.new", "paid", "other", metadata=metadata(token)) as watch:
+        await watch.until(lambda routes: len(routes) == 3 and routes["order.new"].groups)
+        assert "may not produce to 'paid'" in watch.routes["paid"].refused
+        assert "may not produce to 'other'" in watch.routes["other"].refused
+    words = {"subject": ["order.new", "paid"], "produces": "false", "app": "x", "clientId": "y"}
+    answer = await world.http.get("/meta/routes", params=words, headers={"X-Api-Token": token})
+    refused = {route["subject"]: route.get("refused", "") for route in answer.json()["routes"]}
+    assert "may not consume from 'order.new'" in refused["order.new"] and not refused["paid"]
 
 
 async def test_clients_of_one_token_cannot_fill_tables(tmp_path):
@@ -256,80 +243,64 @@ async def test_clients_of_one_token_cannot_fill_tables(tmp_path):
 
 
 @pytest.mark.parametrize("garbage", [b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n" * 50, b"\xff" * 70_000], ids=range(3))
-def test_garbage_ends_its_connection(tmp_path, garbage):
+async def test_garbage_ends_its_connection(world, garbage):
     """Weakness 31: garbage did not close a connection."""
-
-    async def body(world):
-        for port in (world.server.grpc_port, world.server.http_port):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(garbage)
-                async with asyncio.timeout(WAIT_S):
-                    while await reader.read(65536):
-                        pass
-            except ConnectionError:
-                pass
-            finally:
-                writer.close()
-        assert await accepts(world, TOKEN)
-
-    in_world(body)(tmp_path)
+    for port in (world.server.grpc_port, world.server.http_port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(garbage)
+            async with asyncio.timeout(WAIT_S):
+                while await reader.read(65536):
+                    pass
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+    assert await accepts(world, TOKEN)
 
 
 HEAD = b"GET /health/live HTTP/1.1\r\nHost: m\r\n"
 
 
 @pytest.mark.parametrize("begun", [b"", HEAD, HEAD + b"\r\n" + HEAD], ids=["nothing", "half a head", "a second one"])
-def test_a_connection_that_asks_nothing_ends(tmp_path, monkeypatch, begun):
+async def test_a_connection_that_asks_nothing_ends(world, monkeypatch, begun):
     """Weakness 31: no idle time-out. A thousand such connections would keep everybody else out."""
     monkeypatch.setattr(http_port, "HEAD_S", 0.5)
-
-    async def body(world):
-        reader, writer = await asyncio.open_connection("127.0.0.1", world.server.http_port)
-        writer.write(begun)
-        async with asyncio.timeout(WAIT_S):
-            received = await reader.read(-1)
-        writer.close()
-        assert (b" 200 " in received) == (b"\r\n\r\n" in begun)
-
-    in_world(body)(tmp_path)
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.server.http_port)
+    writer.write(begun)
+    async with asyncio.timeout(WAIT_S):
+        received = await reader.read(-1)
+    writer.close()
+    assert (b" 200 " in received) == (b"\r\n\r\n" in begun)
 
 
-def test_a_connection_that_asks_again_and_again_goes_on(tmp_path, monkeypatch):
+async def test_a_connection_that_asks_again_and_again_goes_on(world, monkeypatch):
     monkeypatch.setattr(http_port, "HEAD_S", 1.0)
-
-    async def body(world):
-        reader, writer = await asyncio.open_connection("127.0.0.1", world.server.http_port)
-        began, asked = asyncio.get_running_loop().time(), 0
-        while asyncio.get_running_loop().time() < began + 2.5 * http_port.HEAD_S:
-            writer.write(HEAD)
-            writer.write(b"\r\n")
-            assert b" 200 " in await reader.readuntil(b"ok")
-            asked += 1
-        writer.close()
-        assert asked > 10
-
-    in_world(body)(tmp_path)
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.server.http_port)
+    began, asked = asyncio.get_running_loop().time(), 0
+    while asyncio.get_running_loop().time() < began + 2.5 * http_port.HEAD_S:
+        writer.write(HEAD)
+        writer.write(b"\r\n")
+        assert b" 200 " in await reader.readuntil(b"ok")
+        asked += 1
+    writer.close()
+    assert asked > 10
 
 
 @pytest.mark.parametrize("table", ["api_token", "broker_group", "subject_route"])
-def test_a_failing_database_shows_nothing_of_itself(tmp_path, table):
+async def test_a_failing_database_shows_nothing_of_itself(world, tmp_path, table):
     """Weakness 30: SQL texts in messages."""
-
-    async def body(world):
-        token = (await make(world, "admin"))["token"]
-        with sqlite3.connect(tmp_path / "metaserver.db") as database:
-            database.execute(f"DROP TABLE {table}")
-            database.execute("UPDATE meta_version SET version = version + 1")
-        database.close()
-        for name, body in (("ListTokens", {}), ("AuditTrail", {}), ("AddToken", {"name": "a", "role": "viewer"})):
-            answer = await world.http.post(f"/api/v1/{name}", json=body, headers={"X-Api-Token": token})
-            text = answer.text.lower()
-            assert answer.status_code == 200 or set(answer.json()["error"]) <= {"code", "message", "action", "details"}
-            assert not any(word in text for word in ("select ", "insert ", "traceback", "sqlite3.", "sqlalche")), text
-        assert (await world.http.get("/health/live")).status_code == 200
-
-    in_world(body)(tmp_path)
+    token = (await make(world, "admin"))["token"]
+    with sqlite3.connect(tmp_path / "metaserver.db") as database:
+        database.execute(f"DROP TABLE {table}")
+        database.execute("UPDATE meta_version SET version = version + 1")
+    database.close()
+    for name, body in (("ListTokens", {}), ("AuditTrail", {}), ("AddToken", {"name": "a", "role": "viewer"})):
+        answer = await world.http.post(f"/api/v1/{name}", json=body, headers={"X-Api-Token": token})
+        text = answer.text.lower()
+        assert answer.status_code == 200 or set(answer.json()["error"]) <= {"code", "message", "action", "details"}
+        assert not any(word in text for word in ("select ", "insert ", "traceback", "sqlite3.", "sqlalche")), text
+    assert (await world.http.get("/health/live")).status_code == 200
 
 
 OPERATOR, PROXY = "203.0.113.7", "127.0.0.2"

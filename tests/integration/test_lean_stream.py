@@ -6,7 +6,7 @@ import asyncio
 
 from benchmarks.lean_stream import connect
 from qmq.proto import qmq_pb2 as pb
-from tests.integration.metaserver_world import METADATA, WAIT_S, in_world
+from tests.integration.metaserver_world import METADATA, WAIT_S
 
 PATH = "/qmq.Metaserver/WatchRoutes"
 SUBJECTS = ["s", "t", "%RETRY%s%group", "no/subject"]
@@ -34,7 +34,6 @@ class LeanWatch:
                 await self._heard.wait()
 
 
-@in_world
 async def test_lean_streams_send_the_updates_of_grpc_aio(world):
     for name in ("g1", "g2"):
         await world.copies(name)
@@ -52,7 +51,6 @@ async def test_lean_streams_send_the_updates_of_grpc_aio(world):
     connection.close()
 
 
-@in_world
 async def test_confirmation_over_a_lean_stream_counts(world):
     await world.copies("g1")
     connection = await connect(await world.address(), PATH, METADATA)
@@ -66,7 +64,6 @@ async def test_confirmation_over_a_lean_stream_counts(world):
     connection.close()
 
 
-@in_world
 async def test_refused_lean_stream_ends(world):
     connection = await connect(await world.address(), PATH, [("x-api-token", "wrong")])
     async with asyncio.timeout(WAIT_S):

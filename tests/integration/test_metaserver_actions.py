@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from qmq.proto import qmq_pb2 as pb
-from tests.integration.metaserver_world import World, in_world
+from tests.integration.metaserver_world import World
 
 
 async def second(world):
@@ -27,7 +27,6 @@ async def confirm(watch, subject):
     await watch.call.write(pb.RouteRequest(app="test", client_id="c1", produces=True, held=held))
 
 
-@in_world
 async def test_mark_waits_for_clients_of_every_metaserver(world):
     """Weakness 20: an order to keep away from a group is known to be followed, wherever clients are connected."""
     await world.copies("g1")
@@ -53,7 +52,6 @@ async def test_mark_waits_for_clients_of_every_metaserver(world):
         await other.stop()
 
 
-@in_world
 async def test_clients_of_every_metaserver_are_listed(world):
     """Weakness 37: who is connected can be asked at any metaserver."""
     await world.copies("g1")
@@ -71,7 +69,6 @@ async def test_clients_of_every_metaserver_are_listed(world):
         await other.stop()
 
 
-@in_world
 async def test_change_is_visible_at_the_other_metaserver(world):
     other = await second(world)
     try:
@@ -83,7 +80,6 @@ async def test_change_is_visible_at_the_other_metaserver(world):
         await other.stop()
 
 
-@in_world
 async def test_the_same_change_at_two_metaservers_is_made_once(world):
     """Weakness 6: two operators at two metaservers; the database decides, and the other one hears why not."""
     other = await second(world)

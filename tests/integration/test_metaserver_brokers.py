@@ -13,7 +13,7 @@ import pytest
 from qmq.metaserver.model import BrokerKey
 from qmq.metaserver.roles import renewal
 from qmq.proto import qmq_pb2 as pb
-from tests.integration.metaserver_world import METADATA, FakeBroker, in_world, place
+from tests.integration.metaserver_world import METADATA, FakeBroker, place
 from tests.integration.watchdog_world import KEY
 
 
@@ -23,7 +23,6 @@ async def refusal(call):
     return caught.value
 
 
-@in_world
 async def test_registered_broker_gets_its_part_and_both_addresses(world):
     master, slave = await world.copies()
     assert (master.assignment.role, slave.assignment.role) == (0, 1)
@@ -35,7 +34,6 @@ async def test_registered_broker_gets_its_part_and_both_addresses(world):
     assert slave.assignment.master.control_port == master.control_port
 
 
-@in_world
 async def test_unknown_broker_is_refused_with_the_command_to_run(world):
     error = await refusal(world.broker("stranger", 3001))
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
@@ -43,7 +41,6 @@ async def test_unknown_broker_is_refused_with_the_command_to_run(world):
     assert "--servePort=3001" in error.details()
 
 
-@in_world
 async def test_unknown_token_is_refused_by_every_call(world):
     await world.add("g1", 0, "a")
     for metadata in ([("x-api-token", "wrong")], []):
@@ -59,7 +56,6 @@ async def test_unknown_token_is_refused_by_every_call(world):
     assert [broker["hostname"] for broker in await world.done("ListBrokers")] == ["a"]
 
 
-@in_world
 async def test_second_process_claiming_a_live_broker_is_refused(world):
     master, _ = await world.copies()
     for hostname in ("g1-a", "g1-b"):
@@ -69,7 +65,6 @@ async def test_second_process_claiming_a_live_broker_is_refused(world):
     assert await world.writable("g1") and master.gone is None
 
 
-@in_world
 async def test_stream_ends_when_a_copy_gets_the_part(world):
     """By another metaserver, say. And no process is told of a term that another one got while it registered."""
     master, slave = await world.copies()
@@ -95,7 +90,6 @@ async def test_stream_ends_when_a_copy_gets_the_part(world):
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION and "register again" in error.details()
 
 
-@in_world
 async def test_emptied_master_is_refused_and_emptied_slave_accepted(world):
     master, slave = await world.copies()
     await master.stop()
@@ -106,7 +100,6 @@ async def test_emptied_master_is_refused_and_emptied_slave_accepted(world):
     await world.broker("g1-b", incarnation="empty")
 
 
-@in_world
 async def test_broker_with_wrong_group_or_words_is_refused(world):
     await world.add("g1", 0, "a")
     broker = FakeBroker(world, "a", 20881)
@@ -118,7 +111,6 @@ async def test_broker_with_wrong_group_or_words_is_refused(world):
         assert error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 
 
-@in_world
 async def test_heartbeat_without_registration_is_refused(world):
     await world.add("g1", 0, "a")
     call = world.rpc.Heartbeat(metadata=METADATA)
@@ -131,12 +123,10 @@ async def _is_stored(world, group, incarnation):
     return (group, incarnation) in world.server.registry.reports._stored_points
 
 
-@in_world
 async def test_broker_that_changes_its_directory_is_refused(world):
     await _is_refused_and_others_points_are_stored(world, incarnation="x" * 300)
 
 
-@in_world
 async def test_broker_with_an_unstorable_point_is_refused(world):
     await _is_refused_and_others_points_are_stored(
         world, acknowledged=pb.AcknowledgedPoint(term=2, boot=1, end=1 << 63)
@@ -164,7 +154,6 @@ async def _is_refused_and_others_points_are_stored(world, **said):
     await world.until(lambda: _is_stored(world, "g2", other.incarnation))
 
 
-@in_world
 async def test_new_stream_replaces_the_old_stream(world):
     master, _ = await world.copies()
     again = await world.broker("g1-a")
@@ -173,7 +162,6 @@ async def test_new_stream_replaces_the_old_stream(world):
     assert again.gone is None
 
 
-@in_world
 async def test_readonly_mark_is_pushed_to_both_brokers(world):
     master, slave = await world.copies()
     await world.post("AddNewSubject", subject="order.changed", tag="pay")
@@ -185,7 +173,7 @@ async def test_readonly_mark_is_pushed_to_both_brokers(world):
     await master.until_assigned(lambda assignment: list(assignment.readonly_subjects) == ["order.changed"])
 
 
-@in_world(heartbeat_timeout_ms=5000)
+@pytest.mark.metaserver(heartbeat_timeout_ms=5000)
 async def test_heartbeat_replies_carry_the_clock_and_changed_roles(world):
     master, slave = await world.copies()
     told = len(master.assignments)
@@ -196,7 +184,7 @@ async def test_heartbeat_replies_carry_the_clock_and_changed_roles(world):
     assert len(master.assignments) == told
 
 
-@in_world(password_keys=[KEY])
+@pytest.mark.metaserver(password_keys=[KEY])
 async def test_watchdog_databases_are_reread_only_after_changes(world):
     reads, database = [], world.server._database
     read = database.read
@@ -219,7 +207,6 @@ async def test_watchdog_databases_are_reread_only_after_changes(world):
     assert await sources() == ["u"] and len(reads) == 2
 
 
-@in_world
 async def test_restart_keeps_terms_and_roles(world):
     master, slave = await world.copies()
     swapped = await world.done("SwapRoles", brokerGroup="g1")
@@ -235,7 +222,6 @@ async def test_restart_keeps_terms_and_roles(world):
     assert (await world.group("g1"))["term"] == 3
 
 
-@in_world
 async def test_wiped_slave_is_incomplete_despite_its_master(world):
     master, slave = await world.copies()
     registry = world.server.registry
@@ -256,7 +242,7 @@ async def test_wiped_slave_is_incomplete_despite_its_master(world):
     await world.until(lambda: complete(True))
 
 
-@in_world(database_timeout_ms=500)
+@pytest.mark.metaserver(database_timeout_ms=500)
 async def test_heartbeats_go_on_while_the_database_hangs(world):
     """Weakness 15: SQL on the threads that serve heartbeats."""
     master, _ = await world.copies()

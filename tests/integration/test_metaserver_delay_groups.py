@@ -11,13 +11,12 @@ from qmq.client import route_watch
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import Routing
 from qmq.types import GroupKind, Role
-from tests.integration.metaserver_world import TOKEN, in_world
+from tests.integration.metaserver_world import TOKEN
 from tests.support.promises import Tries
 
 DELAY = GroupKind.DELAY
 
 
-@in_world
 async def test_operators_see_delay_roles_of_delay_servers(world):
     master, slave = await world.delay_copies()
     assert (master.assignment.role, slave.assignment.role) == (Role.MASTER, Role.SLAVE)
@@ -26,7 +25,6 @@ async def test_operators_see_delay_roles_of_delay_servers(world):
     assert (await world.group("d1"))["kind"] == "DELAY"
 
 
-@in_world
 async def test_group_has_a_single_kind(world):
     await world.delay_copies()
     await world.copies("g1")
@@ -43,23 +41,17 @@ def _place(group, role, hostname):
 
 
 @pytest.mark.parametrize("role, kind, program", [(5, 1, "a broker"), (0, 2, "a delay server"), (5, 0, "a broker")])
-def test_the_wrong_program_is_not_let_in(tmp_path, role, kind, program):
-    @in_world
-    async def refuse(world):
-        await world.add("x1", role, "x1-a")
-        with pytest.raises(grpc.aio.AioRpcError, match=f"what runs there is {program}"):
-            await world.broker("x1-a", kind=kind)
-
-    refuse(tmp_path)
+async def test_the_wrong_program_is_not_let_in(world, role, kind, program):
+    await world.add("x1", role, "x1-a")
+    with pytest.raises(grpc.aio.AioRpcError, match=f"what runs there is {program}"):
+        await world.broker("x1-a", kind=kind)
 
 
-@in_world
 async def test_unknown_delay_server_gets_the_command_to_add(world):
     with pytest.raises(grpc.aio.AioRpcError, match="--role=5 .master. or 6 .slave."):
         await world.broker("d1-a", kind=2)
 
 
-@in_world
 async def test_delayed_messages_have_all_delay_groups_as_route(world):
     await world.copies("g1")
     await world.delay_copies("d1")
@@ -72,7 +64,6 @@ async def test_delayed_messages_have_all_delay_groups_as_route(world):
         assert list(world.server.registry.routes) == ["other"]
 
 
-@in_world
 async def test_illegal_subject_has_no_delay_route(world):
     await world.delay_copies()
     async with world.watch("a\nb", kind=DELAY) as watch:
@@ -80,7 +71,6 @@ async def test_illegal_subject_has_no_delay_route(world):
         assert watch.routes["a\nb"].refused
 
 
-@in_world
 async def test_new_delay_group_is_pushed_at_once(world):
     await world.copies("g1")
     async with world.watch("s", kind=DELAY) as watch:
@@ -90,7 +80,6 @@ async def test_new_delay_group_is_pushed_at_once(world):
         await watch.until(lambda routes: not routes["s"].refused and watch.writable("s") == {"d1": True})
 
 
-@in_world
 async def test_a_removed_delay_group_is_gone_from_the_routes(world):
     await world.delay_copies("d1")
     await world.add("d2", 5, "d2-a")
@@ -101,7 +90,6 @@ async def test_a_removed_delay_group_is_gone_from_the_routes(world):
         await watch.until(lambda routes: watch.writable("s") == {"d1": True})
 
 
-@in_world
 async def test_dead_delay_master_is_pushed(world):
     master, _ = await world.delay_copies()
     async with world.watch("s", kind=DELAY) as watch:
@@ -110,7 +98,6 @@ async def test_dead_delay_master_is_pushed(world):
         await watch.until(lambda routes: watch.writable("s") == {"d1": False})
 
 
-@in_world
 async def test_mark_of_a_delay_group_arrives_within_a_second(world):
     master, _ = await world.delay_copies()
     await world.copies("g1")
@@ -136,7 +123,6 @@ async def test_mark_of_a_delay_group_arrives_within_a_second(world):
         assert normal.writable("s") == {"g1": True} and len(normal.versions) == 1
 
 
-@in_world
 async def test_mark_warns_without_another_delay_group(world):
     await world.delay_copies("d1")
     await world.copies("g1")
@@ -148,7 +134,6 @@ async def test_mark_warns_without_another_delay_group(world):
     assert answer["withoutOtherGroup"] == {"count": 0, "names": []}
 
 
-@in_world
 async def test_held_route_is_not_sent_again(world):
     await world.delay_copies()
     async with world.watch("s", kind=DELAY) as watch:
@@ -158,7 +143,6 @@ async def test_held_route_is_not_sent_again(world):
         assert await again.next() == []
 
 
-@in_world
 async def test_a_stream_for_an_unknown_kind_is_refused(world):
     async with world.watch("s", kind=7) as watch:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -186,37 +170,31 @@ class Client:
 
 
 @pytest.mark.parametrize("is_walled", [False, True], ids=["over gRPC", "over HTTP"])
-def test_client_watches_and_confirms_delay_groups(tmp_path, monkeypatch, is_walled):
+async def test_client_watches_and_confirms_delay_groups(world, monkeypatch, is_walled):
     monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05 if is_walled else 60)
     monkeypatch.setattr(route_watch, "POLL_S", 0.1)
     if is_walled:
         monkeypatch.setattr(route_watch, "find_metaserver", lambda url, timeout_s: "127.0.0.1:9")
-
-    @in_world
-    async def watch(world):
-        await world.delay_copies("d1")
-        await world.delay_copies("d2")
-        await world.copies("g1")
-        client = Client(world)
-        client.watch.watch("s")
-        running = asyncio.create_task(client.watch.run())
-        await world.until(lambda: _is(client.writable("s") == {"d1": True, "d2": True}))
-        answer = await world.done("MarkReadonlyBrokerGroup", details="true", brokerGroup="d1", waitMs=10_000)
-        assert answer["allKnow"] and answer["watchers"] == 1
-        assert client.writable("s") == {"d1": False, "d2": True}
-        shown = (await world.done("Clients"))["clients"]
-        assert [(row["clientId"], row["delayed"], row["pushed"]) for row in shown] == [("c", True, not is_walled)]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    watch(tmp_path)
+    await world.delay_copies("d1")
+    await world.delay_copies("d2")
+    await world.copies("g1")
+    client = Client(world)
+    client.watch.watch("s")
+    running = asyncio.create_task(client.watch.run())
+    await world.until(lambda: _is(client.writable("s") == {"d1": True, "d2": True}))
+    answer = await world.done("MarkReadonlyBrokerGroup", details="true", brokerGroup="d1", waitMs=10_000)
+    assert answer["allKnow"] and answer["watchers"] == 1
+    assert client.writable("s") == {"d1": False, "d2": True}
+    shown = (await world.done("Clients"))["clients"]
+    assert [(row["clientId"], row["delayed"], row["pushed"]) for row in shown] == [("c", True, not is_walled)]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def _is(value):
     return value
 
 
-@in_world
 async def test_http_refuses_an_unknown_kind(world):
     answer = await world.http.get("/meta/routes?subject=s&kind=BACKUP", headers={"X-Api-Token": TOKEN})
     assert answer.status_code == 400

@@ -13,11 +13,10 @@ from qmq.metaserver.storage.changes import SetRoles
 from qmq.metaserver.storage.errors import CommitUnknown
 from qmq.metaserver.storage.repository import Repository
 from qmq.types import Role
-from tests.integration.metaserver_world import World, in_world, place
+from tests.integration.metaserver_world import World, place
 from tests.support.waiting import until_async
 
 
-@in_world
 async def test_swap_exchanges_roles_under_a_new_term(world):
     master, slave = await world.copies()
     swapped = await world.done("SwapRoles", brokerGroup="g1")
@@ -31,7 +30,6 @@ async def test_swap_exchanges_roles_under_a_new_term(world):
     assert back["term"] == 4 and back["master"]["hostname"] == "g1-a"
 
 
-@in_world
 async def test_swap_is_refused_when_the_master_cannot_prepare(world):
     master, _ = await world.copies()
     master.prepare_error = "the slave is 8 bytes behind"
@@ -39,7 +37,7 @@ async def test_swap_is_refused_when_the_master_cannot_prepare(world):
     assert master.calls == ["PrepareSwap", "CancelSwap"] and (await world.group("g1"))["term"] == 2
 
 
-@in_world(swap_finish_ms=1500)
+@pytest.mark.metaserver(swap_finish_ms=1500)
 async def test_swap_without_a_report_has_an_unknown_outcome(world):
     _, slave = await world.copies()
     slave.report_new_terms = False
@@ -49,49 +47,40 @@ async def test_swap_without_a_report_has_an_unknown_outcome(world):
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "not stored"])
-def test_swap_with_an_unanswered_commit_is_resolved(tmp_path, monkeypatch, stored):
-    @in_world
-    async def find_out(world):
-        master, _ = await world.copies()
-        change = Repository.change
+async def test_swap_with_an_unanswered_commit_is_resolved(world, monkeypatch, stored):
+    master, _ = await world.copies()
+    change = Repository.change
 
-        def lose_answer(repository, changes, audit=None, order=None):
-            monkeypatch.setattr(Repository, "change", change)
-            if stored:
-                change(repository, changes, audit, order)
-            raise CommitUnknown("connection lost")
+    def lose_answer(repository, changes, audit=None, order=None):
+        monkeypatch.setattr(Repository, "change", change)
+        if stored:
+            change(repository, changes, audit, order)
+        raise CommitUnknown("connection lost")
 
-        monkeypatch.setattr(Repository, "change", lose_answer)
-        answer = await world.post("SwapRoles", brokerGroup="g1")
-        assert answer["status"] == (0 if stored else -1), answer
-        assert (await world.group("g1"))["term"] == (3 if stored else 2)
-        assert master.calls == (["PrepareSwap"] if stored else ["PrepareSwap", "CancelSwap"])
-
-    find_out(tmp_path)
+    monkeypatch.setattr(Repository, "change", lose_answer)
+    answer = await world.post("SwapRoles", brokerGroup="g1")
+    assert answer["status"] == (0 if stored else -1), answer
+    assert (await world.group("g1"))["term"] == (3 if stored else 2)
+    assert master.calls == (["PrepareSwap"] if stored else ["PrepareSwap", "CancelSwap"])
 
 
-def test_swap_during_a_database_outage_is_unknown(tmp_path, monkeypatch):
-    @in_world
-    async def lose(world):
-        await world.copies()
+async def test_swap_during_a_database_outage_is_unknown(world, monkeypatch):
+    await world.copies()
 
-        def away(*_, **__):
-            raise OperationalError("SELECT", {}, OSError("connection lost"))
+    def away(*_, **__):
+        raise OperationalError("SELECT", {}, OSError("connection lost"))
 
-        def lose_answer(repository, changes, audit=None, order=None):
-            monkeypatch.setattr(Repository, "audit_trail", away)
-            monkeypatch.setattr(Repository, "versions", away)
-            raise CommitUnknown("connection lost")
+    def lose_answer(repository, changes, audit=None, order=None):
+        monkeypatch.setattr(Repository, "audit_trail", away)
+        monkeypatch.setattr(Repository, "versions", away)
+        raise CommitUnknown("connection lost")
 
-        monkeypatch.setattr(Repository, "change", lose_answer)
-        answer = await world.post("SwapRoles", brokerGroup="g1")
-        monkeypatch.undo()
-        assert answer["status"] == -2 and "ListBrokers" in answer["message"]
-
-    lose(tmp_path)
+    monkeypatch.setattr(Repository, "change", lose_answer)
+    answer = await world.post("SwapRoles", brokerGroup="g1")
+    monkeypatch.undo()
+    assert answer["status"] == -2 and "ListBrokers" in answer["message"]
 
 
-@in_world
 async def test_swap_loses_against_a_concurrent_change(world):
     """Two metaservers share the database: what decides is the compare-and-set, not a lock in one process."""
     master, slave = await world.copies()
@@ -119,7 +108,6 @@ async def test_swap_loses_against_a_concurrent_change(world):
     assert (await master.until_term(3)).role == 0
 
 
-@in_world
 async def test_concurrent_replacements_get_a_term_each(world):
     await world.add("g1", 0, "a")
     await world.add("g1", 1, "b")
@@ -136,7 +124,6 @@ async def test_concurrent_replacements_get_a_term_each(world):
     assert all("another change of g1" in answer["message"] for answer in answers if answer["status"])
 
 
-@in_world
 async def test_half_swapped_group_has_a_master_and_no_slave(world):
     master, slave = await world.copies()
     await world.until(lambda: proven_complete(world, "g1-b"))
@@ -153,7 +140,7 @@ async def test_half_swapped_group_has_a_master_and_no_slave(world):
     await new_master.until_assigned(lambda assignment: assignment.term == 4 and assignment.slaves)
 
 
-@in_world(heartbeat_timeout_ms=300_000)
+@pytest.mark.metaserver(heartbeat_timeout_ms=300000)
 async def test_returning_broker_is_not_replaced(world):
     await world.copies()
     await world.stop()
@@ -161,7 +148,6 @@ async def test_returning_broker_is_not_replaced(world):
     assert "is running" in await world.refused("ReplaceBroker", **place("g1", 1, "g1-c"))
 
 
-@in_world
 async def test_w16_no_term_ever_has_two_masters(world):
     """Roles come from a table in QMQ too, but there two brokers could hold the mastership by an operator's error."""
     master, slave = await world.copies()

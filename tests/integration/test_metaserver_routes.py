@@ -11,10 +11,9 @@ from qmq.client import route_watch
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import Routing
 from qmq.proto import qmq_pb2 as pb
-from tests.integration.metaserver_world import METADATA, TOKEN, in_world
+from tests.integration.metaserver_world import METADATA, TOKEN
 
 
-@in_world
 async def test_new_subject_gets_all_groups_that_take_messages(world):
     for name in ("g1", "g2", "g3"):
         await world.copies(name)
@@ -25,7 +24,6 @@ async def test_new_subject_gets_all_groups_that_take_messages(world):
         assert (route.master.ip, route.master.serve_port, route.term) == ("127.0.0.1", 20881, 2)
 
 
-@in_world
 async def test_new_subject_gets_two_groups(world):
     await world.copies("g1")
     await world.add("g2", 0, "g2-a")
@@ -34,7 +32,7 @@ async def test_new_subject_gets_two_groups(world):
         assert watch.writable("s") == {"g1": True, "g2": False}
 
 
-@in_world(heartbeat_timeout_ms=300_000)
+@pytest.mark.metaserver(heartbeat_timeout_ms=300000)
 async def test_dead_master_is_pushed_when_its_stream_ends(world):
     master, _ = await world.copies()
     async with world.watch("s") as watch:
@@ -45,7 +43,6 @@ async def test_dead_master_is_pushed_when_its_stream_ends(world):
         assert watch.writable("s") == {"g1": False}, "its time is not over for minutes"
 
 
-@in_world
 async def test_silent_master_is_taken_for_dead_after_the_timeout(world):
     master, _ = await world.copies()
     async with world.watch("s") as watch:
@@ -56,26 +53,21 @@ async def test_silent_master_is_taken_for_dead_after_the_timeout(world):
 
 
 @pytest.mark.parametrize("reason", ["slave_down", "slave_lag", "disk", "draining"])
-def test_route_follows_the_masters_own_reasons(tmp_path, reason):
-    @in_world
-    async def follow(world):
-        master, _ = await world.copies()
-        async with world.watch("s") as watch:
-            await watch.next()
-            master.reasons = [reason]
-            master.say()
-            await watch.next()
-            assert watch.writable("s") == {"g1": False}
-            assert (await world.group("g1"))["readonlyReasons"] == [reason]
-            master.reasons = []
-            master.say()
-            await watch.next()
-            assert watch.writable("s") == {"g1": True}
-
-    follow(tmp_path)
+async def test_route_follows_the_masters_own_reasons(world, reason):
+    master, _ = await world.copies()
+    async with world.watch("s") as watch:
+        await watch.next()
+        master.reasons = [reason]
+        master.say()
+        await watch.next()
+        assert watch.writable("s") == {"g1": False}
+        assert (await world.group("g1"))["readonlyReasons"] == [reason]
+        master.reasons = []
+        master.say()
+        await watch.next()
+        assert watch.writable("s") == {"g1": True}
 
 
-@in_world
 async def test_swap_pushes_the_new_master_with_its_term(world):
     await world.copies()
     async with world.watch("s") as watch:
@@ -84,7 +76,6 @@ async def test_swap_pushes_the_new_master_with_its_term(world):
         await watch.until(lambda routes: routes["s"].groups[0].term == 3 and routes["s"].groups[0].writable)
 
 
-@in_world
 async def test_more_subjects_can_be_added_to_a_watch(world):
     await world.copies()
     async with world.watch("a") as watch:
@@ -93,7 +84,6 @@ async def test_more_subjects_can_be_added_to_a_watch(world):
         assert await watch.next() == ["b"]
 
 
-@in_world
 async def test_every_request_is_answered_if_only_by_nothing_changed(world):
     await world.copies("g1")
     async with world.watch("s") as watch:
@@ -105,7 +95,6 @@ async def test_every_request_is_answered_if_only_by_nothing_changed(world):
 ILLEGAL = {"slash": "a/b", "cr": "a\rb", "lf": "a\nb", "300 characters": "s" * 300, "empty": "", "blank": " a"}
 
 
-@in_world
 async def test_illegal_subjects_are_refused_alone(world):
     await world.copies()
     async with world.watch("good", *ILLEGAL.values()) as watch:
@@ -116,7 +105,7 @@ async def test_illegal_subjects_are_refused_alone(world):
         assert watch.routes["good"].refused == ""
 
 
-@in_world(watch_subjects_max=2)
+@pytest.mark.metaserver(watch_subjects_max=2)
 async def test_subject_over_the_limit_is_refused_alone(world):
     master, _ = await world.copies()
     async with world.watch("one", "two", "three") as watch:
@@ -127,7 +116,7 @@ async def test_subject_over_the_limit_is_refused_alone(world):
         await watch.until(lambda _: watch.writable("one") == watch.writable("two") == {"g1": False})
 
 
-@in_world(heartbeat_timeout_ms=6000)
+@pytest.mark.metaserver(heartbeat_timeout_ms=6000)
 async def test_restart_does_not_stop_producers(world):
     master, slave = await world.copies()
     async with world.watch("s") as watch:
@@ -143,7 +132,6 @@ async def test_restart_does_not_stop_producers(world):
         assert watch.writable("s") == {"g1": False}, "it did not come back"
 
 
-@in_world
 async def test_new_stream_gets_only_changed_routes(world):
     """Weakness 25: no push, no version to make polls cheap; every poll of QMQ carries the whole answer."""
     await world.copies()
@@ -163,7 +151,6 @@ async def _is(ask, expected):
     return await ask() == expected
 
 
-@in_world
 async def test_a_client_that_asks_no_more_goes_on_listening(world):
     await world.copies()
     async with world.watch("s") as watch:
@@ -174,7 +161,6 @@ async def test_a_client_that_asks_no_more_goes_on_listening(world):
         assert watch.writable("s") == {"g1": False}
 
 
-@in_world
 async def test_garbage_ends_the_stream_and_nothing_else(world):
     await world.copies()
     async with world.watch("s") as watch:
@@ -202,26 +188,21 @@ class HttpClient:
         return {group.broker_group: group.writable for group in self.routing.groups_of(subject)}
 
 
-def test_routes_are_served_over_http(tmp_path, monkeypatch):
+async def test_routes_are_served_over_http(world, monkeypatch):
     monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05)
     monkeypatch.setattr(route_watch, "POLL_S", 0.1)
-
-    @in_world
-    async def poll(world):
-        await world.copies()
-        monkeypatch.setattr(route_watch, "find_metaserver", lambda url, timeout_s: "127.0.0.1:9")
-        client = HttpClient(world)
-        client.watch.watch("süß & a:b")
-        client.watch.watch("%RETRY%s%g")
-        running = asyncio.create_task(client.watch.run())
-        await world.until(lambda: _true(client.writable("süß & a:b") == client.writable("%RETRY%s%g") == {"g1": True}))
-        await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
-        await world.until(lambda: _true(client.writable("süß & a:b") == {"g1": False}))
-        await world.until(lambda: _is(lambda: _counted(world), (0, 0, 1)))
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    poll(tmp_path)
+    await world.copies()
+    monkeypatch.setattr(route_watch, "find_metaserver", lambda url, timeout_s: "127.0.0.1:9")
+    client = HttpClient(world)
+    client.watch.watch("süß & a:b")
+    client.watch.watch("%RETRY%s%g")
+    running = asyncio.create_task(client.watch.run())
+    await world.until(lambda: _true(client.writable("süß & a:b") == client.writable("%RETRY%s%g") == {"g1": True}))
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    await world.until(lambda: _true(client.writable("süß & a:b") == {"g1": False}))
+    await world.until(lambda: _is(lambda: _counted(world), (0, 0, 1)))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def _true(value):
@@ -232,7 +213,6 @@ async def _counted(world):
     return tuple(world.server.hubs.old_routes("g1", "*"))
 
 
-@in_world
 async def test_http_refuses_bad_requests_and_unknown_clients(world):
     headers = {"X-Api-Token": TOKEN}
     for query in ("", "subject=a&held=a", "subject=a&held=a:xyz", "subject=a&held=a:" + "1" * 17):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from tests.integration.metaserver_world import TOKEN, in_world
+from tests.integration.metaserver_world import TOKEN
 from tests.integration.tools_world import DONE, REFUSED, UNKNOWN, run
 
 
@@ -30,7 +30,6 @@ def cells(text):
     return [line.split() for line in text.splitlines()[1:]]
 
 
-@in_world
 async def test_operator_runs_the_life_of_a_group(world):
     await change(world, "AddBroker", **broker(0, "a"))
     added = await change(world, "AddBroker", **broker(1, "b"))
@@ -53,7 +52,6 @@ async def test_operator_runs_the_life_of_a_group(world):
     assert await change(world, "RemoveBroker", hostname="c", servePort=20881) == "c:20881 is removed from g1\n"
 
 
-@in_world
 async def test_marks_drains_and_tags(world):
     await world.copies("g1")
     await world.copies("g2")
@@ -70,7 +68,6 @@ async def test_marks_drains_and_tags(world):
     assert "no tag now" in await change(world, "SetGroupTag", brokerGroup="g1")
 
 
-@in_world
 async def test_subjects_and_their_routes(world):
     for group in ("g1", "g2", "g3"):
         await world.copies(group)
@@ -99,7 +96,6 @@ async def served(world):
     return set(row[1].split(","))
 
 
-@in_world
 async def test_consumers_are_switched_off_and_on(world):
     await world.copies()
     off = await change(world, "OnOffline", state="offline", subject="order.changed", consumerGroup="billing")
@@ -109,7 +105,6 @@ async def test_consumers_are_switched_off_and_on(world):
     assert (await tool(world, "ListOffline")).stdout == "no consumer is switched off\n"
 
 
-@in_world
 async def test_tokens_are_made_used_and_revoked(world):
     text = (await change(world, "AddToken", name="night", role="viewer")).splitlines()[-1]
     assert (await tool(world, "ListBrokers", token=text)).returncode == DONE
@@ -121,7 +116,6 @@ async def test_tokens_are_made_used_and_revoked(world):
     assert "revoked" in (await tool(world, "ListTokens")).stdout
 
 
-@in_world
 async def test_status_lists_brokers_that_are_down(world):
     _, slave = await world.copies()
     await slave.stop()
@@ -130,7 +124,7 @@ async def test_status_lists_brokers_that_are_down(world):
     assert "not every copy answered" in status.stdout and "did not answer" in status.stdout
 
 
-@in_world(swap_finish_ms=1500)
+@pytest.mark.metaserver(swap_finish_ms=1500)
 async def test_swap_with_a_lost_report_ends_with_4(world):
     _, slave = await world.copies()
     slave.report_new_terms = False
