@@ -32,6 +32,13 @@ class World:
             **{"database_timeout_ms": 30_000} | settings,
         )
         self._brokers = []
+        self._others = []
+
+    async def another(self):
+        """Start another metaserver on the same database; it stops with this one."""
+        other = await World(self.settings.database.removeprefix("sqlite:///")).start()
+        self._others.append(other)
+        return other
 
     async def start(self):
         self.server = Metaserver(self.settings)
@@ -126,7 +133,8 @@ class World:
     async def close(self):
         for broker in self._brokers:
             await broker.stop()
-        await self.stop()
+        for world in (*self._others, self):
+            await world.stop()
 
 
 class RouteWatch:

@@ -9,12 +9,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import asynccontextmanager
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from qmq.errors import AccessError, NotServed
 from qmq.http_port import HttpPort, listen
+from qmq.metaserver.console import routes
 from qmq.metaserver.console.oidc import Provider, Wanted, role_of
 from qmq.metaserver.console.routes import LOGIN_COOKIE
 from qmq.metaserver.console.sessions import ATTEMPT_MS
@@ -59,21 +61,23 @@ def wanted(issuer, **more):
     return Wanted(issuer, **(words | {"roles_claim": "groups", "name_claim": "preferred_username"} | more))
 
 
-def in_console(tmp_path, issuer, test, **more):
-    async def body():
-        world = ConsoleWorld(tmp_path / "metaserver.db", provider=Provider(wanted(issuer, **more)))
-        await world.open()
-        try:
-            await test(world)
-        finally:
-            world.database.close()
-
-    asyncio.run(body())
+@asynccontextmanager
+async def console_of(issuer, tmp_path, **more):
+    console = ConsoleWorld(tmp_path / "metaserver.db", provider=Provider(wanted(issuer, **more)))
+    await console.open()
+    yield console
+    console.close()
 
 
-async def to_provider(world, next="/console/trail"):
+@pytest.fixture
+async def console(issuer, tmp_path):
+    async with console_of(issuer, tmp_path) as console:
+        yield console
+
+
+async def to_provider(console, next="/console/trail"):
     """Begin a login; return where the provider is asked."""
-    begun = await world.browser.get("/console/oidc/login", params={"next": next})
+    begun = await console.browser.get("/console/oidc/login", params={"next": next})
     assert begun.status_code == 303, begun.text
     return begun.headers["location"]
 
@@ -92,32 +96,29 @@ def sent_back(address, who):
     raise AssertionError("the provider sends the browser back")
 
 
-async def log_in(world, who, **words):
-    address = await to_provider(world, **words)
+async def log_in(console, who, **words):
+    address = await to_provider(console, **words)
     back = await asyncio.to_thread(sent_back, address, who)
-    return await world.browser.get(back)
+    return await console.browser.get(back)
 
 
 @pytest.mark.parametrize("who, role", [("anna", "operator"), ("root", "admin"), ("vera", "viewer")])
-def test_login_has_the_role_of_its_claims(tmp_path, issuer, who, role):
-    async def test(world):
-        form = await world.browser.get("/console/login?next=/console/trail")
-        assert "/console/oidc/login?next=%2Fconsole%2Ftrail" in form.text
-        answer = await log_in(world, who)
-        assert answer.status_code == 200 and f"You are oidc:{who}, {role}." in text_of(answer.text)
-        assert 'content="0; url=/console/trail"' in answer.text and "qmq_console=" in answer.headers["set-cookie"]
-        assert f"oidc:{who} · {role}" in await world.read("/trail")
-        await world.copies("g1")
-        await world.copies("g2")
-        words = {"csrf": await world.csrf(), "action": "DrainGroup", "brokerGroup": "g1", "step": "confirm"}
-        done = await world.send("/change", **words)
-        assert (done.status_code == 200) == (role != "viewer")
-        if role != "viewer":
-            assert (await world.audit())[0].who == f"oidc:{who}"
-        await world.send("/logout", csrf=words["csrf"])
-        assert (await world.browser.get("/console/trail")).status_code == 303
-
-    in_console(tmp_path, issuer, test)
+async def test_login_has_the_role_of_its_claims(console, who, role):
+    form = await console.browser.get("/console/login?next=/console/trail")
+    assert "/console/oidc/login?next=%2Fconsole%2Ftrail" in form.text
+    answer = await log_in(console, who)
+    assert answer.status_code == 200 and f"You are oidc:{who}, {role}." in text_of(answer.text)
+    assert 'content="0; url=/console/trail"' in answer.text and "qmq_console=" in answer.headers["set-cookie"]
+    assert f"oidc:{who} · {role}" in await console.read("/trail")
+    await console.copies("g1")
+    await console.copies("g2")
+    words = {"csrf": await console.csrf(), "action": "DrainGroup", "brokerGroup": "g1", "step": "confirm"}
+    done = await console.send("/change", **words)
+    assert (done.status_code == 200) == (role != "viewer")
+    if role != "viewer":
+        assert (await console.audit())[0].who == f"oidc:{who}"
+    await console.send("/logout", csrf=words["csrf"])
+    assert (await console.browser.get("/console/trail")).status_code == 303
 
 
 @pytest.mark.parametrize(
@@ -133,88 +134,72 @@ def test_login_has_the_role_of_its_claims(tmp_path, issuer, who, role):
         ("refuses", "the provider refused: access_denied they said no"),
     ],
 )
-def test_bad_login_is_refused_and_logged(tmp_path, issuer, caplog, who, why):
-    async def test(world):
-        before = world.metrics.refused_tokens._value.get()
-        answer = await log_in(world, who)
-        assert answer.status_code == 403 and why in text_of(answer.text) and "you are not logged in" in answer.text
-        assert not any(cookie.startswith("qmq_console=") for cookie in answer.headers.get_list("set-cookie"))
-        assert world.metrics.refused_tokens._value.get() == before + 1 and why in caplog.text
-        assert (await world.browser.get("/console")).status_code == 303
-
-    in_console(tmp_path, issuer, test)
+async def test_bad_login_is_refused_and_logged(console, caplog, who, why):
+    before = console.metrics.refused_tokens._value.get()
+    answer = await log_in(console, who)
+    assert answer.status_code == 403 and why in text_of(answer.text) and "you are not logged in" in answer.text
+    assert not any(cookie.startswith("qmq_console=") for cookie in answer.headers.get_list("set-cookie"))
+    assert console.metrics.refused_tokens._value.get() == before + 1 and why in caplog.text
+    assert (await console.browser.get("/console")).status_code == 303
 
 
-def test_state_is_valid_once_and_in_one_browser(tmp_path, issuer, monkeypatch):
-    async def test(world):
-        address = await to_provider(world)
-        back = await asyncio.to_thread(sent_back, address, "anna")
-        another = world.new_browser()
-        assert "not begun in this browser" in (await another.get(back)).text
-        kept = world.browser.cookies[LOGIN_COOKIE]
-        other_login = await to_provider(world)
-        assert "not begun in this browser" in (await world.browser.get(back)).text, "the cookie is of a later login"
-        for forged in (kept[:-1] + ("0" if kept[-1] != "0" else "1"), f"x{kept}", "", "x" * 10_000):
-            another.cookies = {LOGIN_COOKIE: forged}
-            assert (await another.get(back)).status_code == 403
-        another.cookies = {LOGIN_COOKIE: kept}
-        assert "You are oidc:anna" in (await another.get(back)).text
-        another.cookies = {LOGIN_COOKIE: kept}
-        assert "this login was finished before" in (await another.get(back)).text
-        assert parse_qs(urlsplit(other_login).query)["state"] != parse_qs(urlsplit(address).query)["state"]
-        back = await asyncio.to_thread(sent_back, await to_provider(world), "anna")
-        from qmq.metaserver.console import routes
-
-        late = routes.wall_ms() + ATTEMPT_MS
-        monkeypatch.setattr(routes, "wall_ms", lambda: late)
-        assert "longer than ten minutes" in (await world.browser.get(back)).text
-
-    in_console(tmp_path, issuer, test)
+async def test_state_is_valid_once_and_in_one_browser(console, monkeypatch):
+    address = await to_provider(console)
+    back = await asyncio.to_thread(sent_back, address, "anna")
+    another = console.new_browser()
+    assert "not begun in this browser" in (await another.get(back)).text
+    kept = console.browser.cookies[LOGIN_COOKIE]
+    other_login = await to_provider(console)
+    assert "not begun in this browser" in (await console.browser.get(back)).text, "the cookie is of a later login"
+    for forged in (kept[:-1] + ("0" if kept[-1] != "0" else "1"), f"x{kept}", "", "x" * 10_000):
+        another.cookies = {LOGIN_COOKIE: forged}
+        assert (await another.get(back)).status_code == 403
+    another.cookies = {LOGIN_COOKIE: kept}
+    assert "You are oidc:anna" in (await another.get(back)).text
+    another.cookies = {LOGIN_COOKIE: kept}
+    assert "this login was finished before" in (await another.get(back)).text
+    assert parse_qs(urlsplit(other_login).query)["state"] != parse_qs(urlsplit(address).query)["state"]
+    back = await asyncio.to_thread(sent_back, await to_provider(console), "anna")
+    late = routes.wall_ms() + ATTEMPT_MS
+    monkeypatch.setattr(routes, "wall_ms", lambda: late)
+    assert "longer than ten minutes" in (await console.browser.get(back)).text
 
 
-def test_code_requires_its_verifier(tmp_path, issuer):
-    async def test(world):
-        query = parse_qs(urlsplit(await to_provider(world)).query)
-        assert query["code_challenge_method"] == ["S256"] and len(query["code_challenge"][0]) == 43
-        first = await asyncio.to_thread(sent_back, await to_provider(world), "anna")
-        code = parse_qs(urlsplit(first).query)["code"][0]
-        second = await asyncio.to_thread(sent_back, await to_provider(world), "anna")
-        own = parse_qs(urlsplit(second).query)["code"][0]
-        injected = await world.browser.get(second.replace(own, code))
-        assert injected.status_code == 503 and "the provider answered 400" in injected.text
-        answer = await log_in(world, "anna", next="https://elsewhere/console/")
-        assert 'url=/console"' in answer.text
-
-    in_console(tmp_path, issuer, test)
+async def test_code_requires_its_verifier(console):
+    query = parse_qs(urlsplit(await to_provider(console)).query)
+    assert query["code_challenge_method"] == ["S256"] and len(query["code_challenge"][0]) == 43
+    first = await asyncio.to_thread(sent_back, await to_provider(console), "anna")
+    code = parse_qs(urlsplit(first).query)["code"][0]
+    second = await asyncio.to_thread(sent_back, await to_provider(console), "anna")
+    own = parse_qs(urlsplit(second).query)["code"][0]
+    injected = await console.browser.get(second.replace(own, code))
+    assert injected.status_code == 503 and "the provider answered 400" in injected.text
+    answer = await log_in(console, "anna", next="https://elsewhere/console/")
+    assert 'url=/console"' in answer.text
 
 
-def test_absent_or_foreign_provider_logs_nobody_in(tmp_path, issuer):
-    async def test(world):
-        answer = await world.browser.get("/console/oidc/login")
-        assert answer.status_code == 503 and "the provider does not answer" in answer.text
-        token = await world.browser.post("/console/login", data={"token": world.tokens["viewer"]})
-        assert token.status_code == 303, "a token goes on"
-
+async def test_absent_or_foreign_provider_logs_nobody_in(tmp_path, issuer):
     [free] = free_ports(1)
-    in_console(tmp_path, f"http://127.0.0.1:{free}", test)
+    async with console_of(f"http://127.0.0.1:{free}", tmp_path) as console:
+        answer = await console.browser.get("/console/oidc/login")
+        assert answer.status_code == 503 and "the provider does not answer" in answer.text
+        token = await console.browser.post("/console/login", data={"token": console.tokens["viewer"]})
+        assert token.status_code == 303, "a token is accepted as before"
     with pytest.raises(NotServed, match="issuer is"):
-        asyncio.run(Provider(wanted(f"{issuer}/")).begin("/console", now_ms=0))
+        await Provider(wanted(f"{issuer}/")).begin("/console", now_ms=0)
 
 
-def test_a_browser_comes_back_logged_in(tmp_path, issuer):
-    """The session's cookie is not sent along on the way from another site: the page that follows has to find it."""
+async def test_a_browser_comes_back_logged_in(tmp_path, issuer):
+    """Browsers do not send the session's cookie with a redirect from another site; the page after it finds it."""
     [port] = free_ports(1)
     address = f"http://127.0.0.1:{port}"
-
-    async def test(world):
-        serving = asyncio.create_task(HttpPort(world.app, listen("127.0.0.1", port)).run())
+    async with console_of(issuer, tmp_path, redirect=f"{address}/console/oidc/callback") as console:
+        serving = asyncio.create_task(HttpPort(console.app, listen("127.0.0.1", port)).run())
         try:
             await asyncio.to_thread(_log_in_with_a_browser, address, tmp_path / "profile")
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-
-    in_console(tmp_path, issuer, test, redirect=f"{address}/console/oidc/callback")
 
 
 def _log_in_with_a_browser(address, profile):
@@ -226,14 +211,6 @@ def _log_in_with_a_browser(address, profile):
             browser.await_next("Page.loadEventFired")
         assert "oidc:anna · operator" in browser.text()
         assert "Log in" in browser.open(f"{address.replace('127.0.0.1', 'localhost')}/console"), "it is of one host"
-
-
-async def test_without_a_provider_there_is_no_such_login(tmp_path):
-    world = ConsoleWorld(tmp_path / "metaserver.db")
-    await world.open()
-    assert "OpenID" not in (await world.browser.get("/console/login")).text
-    assert (await world.browser.get("/console/oidc/login")).status_code == 401
-    world.database.close()
 
 
 def test_a_metaservers_settings_become_a_provider(issuer):

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -102,13 +101,6 @@ def test_port_that_is_taken_ends_with_1(tmp_path, port):
             assert "cannot serve" in "".join(process.heard)
 
 
-def test_second_metaserver_on_the_same_ports_does_not_start(tmp_path):
-    with metaserver(tmp_path) as first:
-        grpc_port = httpx.get(f"{first.url}/meta/address", trust_env=False, timeout=WAIT_S).text.rpartition(":")[2]
-        with metaserver(tmp_path, GRPC_PORT=grpc_port) as second:
-            assert second.wait(WAIT_S) == 1
-
-
 def test_database_that_cannot_be_opened_ends_with_1(tmp_path):
     with metaserver(tmp_path, DATABASE=f"sqlite:///{tmp_path}/none/m.db") as process:
         assert process.wait(WAIT_S) == 1
@@ -131,35 +123,3 @@ def test_http_side_answers_as_qmq_does(tmp_path):
         assert "qmq_metaserver_management_actions_total" in client.get("/metrics").text
         del client.headers["X-Api-Token"]
         assert client.post("/management", content=b"x" * 100_000).status_code == 413
-
-
-def test_query_string_and_form_body_are_the_same(tmp_path):
-    with metaserver(tmp_path) as process:
-        words = "brokerGroup=g1&role=0&hostname=a&ip=127.0.0.1&servePort=1&syncPort=2"
-        request = urllib.request.Request(f"{process.url}/management?action=AddBroker", words.encode(), method="POST")
-        request.add_header("X-Api-Token", TOKEN)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=WAIT_S) as response:
-            assert b'"status":0' in response.read()
-        added = {"group": "g1", "role": "MASTER", "hostname": "a", "ip": "127.0.0.1", "servePort": 1, "syncPort": 2}
-        assert post(process, "ListBrokers").json()["data"] == [added]
-        more = {"controlPort": 0, "metricsPort": 0, "up": False}
-        assert post(process, "ListBrokers", details="true").json()["data"] == [added | more]
-
-
-@pytest.mark.parametrize("name", ["g/1", "g\r1", "g\n1", "g" * 300, ""], ids=repr)
-def test_illegal_names_change_nothing(tmp_path, name):
-    with metaserver(tmp_path) as process:
-        add(process)
-        place = {"role": "1", "hostname": "b", "ip": "127.0.0.1", "servePort": "1", "syncPort": "2"}
-        for action, words in {
-            "AddBroker": place,
-            "ReplaceBroker": place,
-            "MarkReadonlyBrokerGroup": {},
-            "SwapRoles": {},
-        }.items():
-            answer = post(process, action, brokerGroup=name, **words).json()
-            assert answer["status"] == -1 and "brokerGroup" in answer["message"]
-        marked = post(process, "MarkReadonlyBrokerGroup", brokerGroup="g1", subject=name or "/").json()
-        assert marked["status"] == -1 and "subject" in marked["message"]
-        group = post(process, "ListBrokerGroups", details="true").json()[0]
-        assert (group["term"], group["readonlySubjects"]) == (1, [])

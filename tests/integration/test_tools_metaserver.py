@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from tests.integration.metaserver_world import TOKEN
 from tests.integration.tools_world import DONE, REFUSED, UNKNOWN, run
 

@@ -1,11 +1,14 @@
-"""Shell. Brokers are added, replaced, swapped and removed. test_roles checks the rules."""
+"""Shell. Brokers are replaced, swapped and removed. test_rules.py checks the rules."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
+import pytest
+
+from qmq.errors import OutcomeUnknown
 from qmq.metaserver.actions import Status
 from qmq.metaserver.model import BrokerKey, ReplicaState
 from qmq.metaserver.observability.collectors import StateMetrics
@@ -13,7 +16,7 @@ from qmq.metaserver.roles import swap
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
-from tests.unit.metaserver.actions_world import left, place
+from tests.unit.metaserver.actions_world import place
 
 
 def parts(world, group="g1"):
@@ -21,13 +24,7 @@ def parts(world, group="g1"):
     return known.master and known.master.hostname, known.slave and known.slave.hostname
 
 
-async def test_replace_answers_with_the_broker_before(world):
-    await world.copies("g1")
-    before = await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
-    assert (before["hostname"], before["role"]) == ("g1-b", "SLAVE") and parts(world) == ("g1-a", "g1-c")
-
-
-async def test_qmqs_documented_swap_of_two_calls_works(world):
+async def test_two_replacements_swap_stopped_brokers(world):
     """Weakness 22: QMQ's own metaserver refuses the first of the two calls that its document describes."""
     await world.running_copies("g1")
     world.stop("g1-b")
@@ -38,9 +35,10 @@ async def test_qmqs_documented_swap_of_two_calls_works(world):
     assert parts(world) == ("g1-b", "g1-a") and world.registry.directory.groups["g1"].term == 4
 
 
-async def test_a_swap_of_two_stopped_brokers_is_one_call(world):
+async def test_one_call_swaps_stopped_brokers(world):
     """Weakness 22: between QMQ's calls the group has one broker and no spare."""
     await world.running_copies("g1")
+    assert "is running" in await world.refused("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true")
     world.stop("g1-b")
     world.stop("g1-a")
     before = await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true")
@@ -54,21 +52,7 @@ async def test_a_swap_of_two_stopped_brokers_is_one_call(world):
     assert parts(world) == ("g1-a", "g1-b")
 
 
-async def test_a_swap_of_brokers_that_run_is_refused(world):
-    await world.running_copies("g1")
-    words = place("g1", 0, "g1-b")
-    assert "is running" in await world.refused("ReplaceBroker", **words, swap="true")
-    world.stop("g1-b")
-    assert "g1-a:20881 (MASTER of g1) is running" in await world.refused("ReplaceBroker", **words, swap="true")
-    assert parts(world) == ("g1-a", "g1-b")
-
-
-async def test_a_swap_with_a_third_broker_is_none(world):
-    await world.copies("g1")
-    assert "is none of them" in await world.refused("ReplaceBroker", **place("g1", 0, "g1-c"), swap="true")
-
-
-async def test_an_incomplete_slave_becomes_the_master_only_when_the_loss_is_accepted(world):
+async def test_incomplete_slave_is_promoted_with_accepted_loss_only(world):
     await world.copies("g1")
     await world.start("g1-a")
     await world.start("g1-b")
@@ -84,7 +68,7 @@ async def test_an_incomplete_slave_becomes_the_master_only_when_the_loss_is_acce
     assert parts(world) == ("g1-b", None) and "what g1 acknowledged" in (await world.audit())[0].after["acceptedLoss"]
 
 
-async def test_a_slave_is_removed_once_it_is_stopped(world):
+async def test_stopped_slave_can_be_removed(world):
     """Weakness 8: QMQ cannot remove a broker."""
     await world.running_copies("g1")
     words = {"hostname": "g1-b", "servePort": 20881}
@@ -95,56 +79,33 @@ async def test_a_slave_is_removed_once_it_is_stopped(world):
     assert "is no broker" in await world.refused("RemoveBroker", **words)
 
 
-async def test_the_last_copy_is_neither_replaced_nor_removed_without_a_word(world):
+@pytest.mark.parametrize(
+    "reasons, why",
+    [
+        pytest.param(None, "does not run", id="stopped"),
+        pytest.param(("rolled_back",), "was rolled back", id="rolled back"),
+        pytest.param(("corrupt", "slave_down"), "is damaged", id="damaged"),
+    ],
+)
+async def test_last_copy_goes_by_force_only(world, reasons, why):
+    """Without the master, or with a master that lacks frames, only this slave may have them."""
     await world.running_copies("g1")
     world.stop("g1-b")
-    world.stop("g1-a")
-    text = await world.refused("ReplaceBroker", **place("g1", 1, "g1-c"))
-    assert "the master of g1, does not run" in text and "--acceptLoss=true" in text
-    words = {"hostname": "g1-b", "servePort": 20881}
-    assert "may be the last copy" in (text := await world.refused("RemoveBroker", **words)) and "--force=true" in text
-    assert parts(world) == ("g1-a", "g1-b")
-    await world.done("ReplaceBroker", **place("g1", 1, "g1-c"), acceptLoss="true")
-    assert parts(world) == ("g1-a", "g1-c") and (await world.audit())[0].action == "ReplaceBroker"
-
-
-async def test_the_slave_of_a_master_that_was_rolled_back_is_neither_replaced_nor_removed_without_a_word(world):
-    """The master runs, and lacks frames that only this slave has."""
-    await world.running_copies("g1")
-    world.beat("g1-a", writable=False, readonly_reasons=("rolled_back",), incarnation="disk of g1-a")
-    world.stop("g1-b")
-    words = {"hostname": "g1-b", "servePort": 20881}
-    assert "g1-a:20881 was rolled back" in await world.refused("ReplaceBroker", **place("g1", 1, "g1-c"))
-    text = await world.refused("RemoveBroker", **words)
-    assert "g1-a:20881 was rolled back" in text and "--force=true" in text and parts(world) == ("g1-a", "g1-b")
-    [objection] = (await world.done("RemoveBroker", **words, force="true", dryRun="true"))["objections"]
+    if reasons:
+        world.beat("g1-a", writable=False, readonly_reasons=reasons, incarnation="disk of g1-a")
+    else:
+        world.stop("g1-a")
+    replaced, removed = place("g1", 1, "g1-c"), {"hostname": "g1-b", "servePort": 20881}
+    for text in (await world.refused("ReplaceBroker", **replaced), await world.refused("RemoveBroker", **removed)):
+        assert "g1-a:20881" in text and why in text and "may be the last copy" in text
+    assert "--force=true" in text and parts(world) == ("g1-a", "g1-b")
+    [objection] = (await world.done("RemoveBroker", **removed, force="true", dryRun="true"))["objections"]
     assert "may be the last copy" in objection
-    await world.done("RemoveBroker", **words, force="true")
-    assert parts(world) == ("g1-a", None)
+    await world.done("ReplaceBroker", **replaced, acceptLoss="true")
+    assert parts(world) == ("g1-a", "g1-c")
 
 
-async def test_the_slave_of_a_master_whose_log_is_damaged_is_neither_replaced_nor_removed_without_a_word(world):
-    """The range comes from the slave, if from anywhere."""
-    await world.running_copies("g1")
-    world.stop("g1-b")
-    words = {"hostname": "g1-b", "servePort": 20881}
-    world.beat("g1-a", writable=False, readonly_reasons=("corrupt", "slave_down"), incarnation="disk of g1-a")
-    for text in (
-        await world.refused("ReplaceBroker", **place("g1", 1, "g1-c")),
-        await world.refused("RemoveBroker", **words),
-    ):
-        assert "log of g1-a:20881 is damaged" in text and "may be the last copy" in text
-    world.beat("g1-a", writable=False, readonly_reasons=("slave_down",), incarnation="disk of g1-a")
-    await world.done("RemoveBroker", **words)  # it was repaired, or given up
-    assert parts(world) == ("g1-a", None)
-
-
-async def test_a_master_is_not_removed_before_its_slave(world):
-    await world.copies("g1")
-    assert "Swap them first" in await world.refused("RemoveBroker", hostname="g1-a", servePort=20881)
-
-
-async def test_the_last_broker_takes_its_group_with_it(world):
+async def test_removing_the_last_broker_removes_its_group(world):
     """Weakness 8: QMQ cannot remove a group, and its routes keep it."""
     await world.copies("g1")
     await world.copies("g2")
@@ -157,10 +118,10 @@ async def test_the_last_broker_takes_its_group_with_it(world):
     assert "g2" not in world.registry.directory.groups
     assert world.groups_of("s1") == ("g1",) and "s2" not in world.registry.routes
     await world.done("AddBroker", **place("g2", 0, "new"))
-    assert world.registry.directory.groups["g2"].term == 5, "terms go on, so that no term has two masters"
+    assert world.registry.directory.groups["g2"].term == 5, "no term has two masters"
 
 
-async def test_roles_are_swapped_with_a_row_of_the_trail(world):
+async def test_swap_is_recorded_in_the_trail(world):
     await world.running_copies("g1")
 
     change = world.registry.change
@@ -178,8 +139,8 @@ async def test_roles_are_swapped_with_a_row_of_the_trail(world):
     assert (newest.action, newest.before["term"], newest.after["term"]) == ("SwapRoles", 2, 3)
 
 
-async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_master(world):
-    """Its registration raises no term: the swap would give the group an empty log."""
+async def test_slave_emptied_during_the_swap_is_not_promoted(world):
+    """Its registration raises no term, so the swap would give the group an empty log."""
     await world.running_copies("g1")
     change = world.registry.change
 
@@ -197,6 +158,31 @@ async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_ma
     assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
 
 
+@pytest.mark.parametrize("outcome", ["stored", "not stored", "unknown"])
+async def test_swap_with_unanswered_commit_is_looked_up(world, monkeypatch, outcome):
+    await world.running_copies("g1")
+    change = world.registry.change
+
+    async def unanswered(changes, audit):
+        if outcome == "stored":
+            await change(changes, audit)
+            world.beat("g1-b")
+        if outcome == "unknown":
+            monkeypatch.setattr(world.registry, "settle", AsyncMock(side_effect=DatabaseAway("it was stopped")))
+        raise OutcomeUnknown("the connection broke")
+
+    monkeypatch.setattr(world.registry, "change", unanswered)
+    answer = await world.run("SwapRoles", brokerGroup="g1")
+    status, words = {
+        "stored": (Status.DONE, ""),
+        "not stored": (Status.REFUSED, "This swap changed nothing"),
+        "unknown": (Status.UNKNOWN, "ListBrokers shows it"),
+    }[outcome]
+    assert answer.status == status and words in answer.message, answer
+    assert world.registry.directory.groups["g1"].term == (3 if outcome == "stored" else 2)
+    assert world.brokers.cancelled == (["g1-a"] if outcome == "not stored" else [])
+
+
 async def test_swap_refuses_logs_that_differ(world):
     await world.running_copies("g1")
     status = world.brokers.replica_status
@@ -211,8 +197,8 @@ async def test_swap_refuses_logs_that_differ(world):
         assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"] * times
 
 
-async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
-    """The pause begins with the order, so it includes the slave's time to catch up."""
+async def test_swap_fails_after_the_hold_of_the_master(world):
+    """The master holds produces from the order on, so the slave's time to catch up counts."""
     await world.running_copies("g1")
     prepare, clock = world.brokers.prepare_swap, SimpleNamespace(now_s=1_000.0)
 
@@ -226,7 +212,7 @@ async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
     assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
 
 
-async def test_a_master_of_several_slaves_that_promises_nothing_stays_the_master(world):
+async def test_swap_needs_the_promise_of_the_master(world):
     await world.running_copies("g1")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
     for name in ("g1-a", "g1-b"):
@@ -237,7 +223,7 @@ async def test_a_master_of_several_slaves_that_promises_nothing_stays_the_master
     assert world.registry.directory.groups["g1"].master.hostname == "g1-a" and world.brokers.cancelled == ["g1-a"]
 
 
-async def test_nobody_is_made_delay_master_while_its_clock_is_wrong(world):
+async def test_delay_master_needs_a_correct_clock(world):
     for role, name in ((5, "d1-a"), (6, "d1-b"), (6, "d1-c")):
         await world.done("AddBroker", **place("d1", role, name))
         await world.start(name, complete=role == 6)
@@ -250,10 +236,10 @@ async def test_nobody_is_made_delay_master_while_its_clock_is_wrong(world):
     assert "the clock of d1-" in await world.refused("SwapRoles", brokerGroup="d1")
     world.beat("d1-c", log_end=100)
     shown = await world.done("SwapRoles", brokerGroup="d1", dryRun="true")
-    assert shown["after"]["master"]["hostname"] == "d1-c", "the clock counts more than what it lacks now"
+    assert shown["after"]["master"]["hostname"] == "d1-c", "a correct clock counts more than a longer log"
 
 
-async def test_a_clock_that_another_metaserver_hears_of_is_asked_for(world):
+async def test_swap_queries_the_clock_of_a_delay_slave(world):
     for role, name in ((5, "d1-a"), (6, "d1-b")):
         await world.done("AddBroker", **place("d1", role, name))
         await world.start(name, complete=role == 6)
@@ -266,13 +252,13 @@ async def test_a_clock_that_another_metaserver_hears_of_is_asked_for(world):
     assert world.registry.directory.groups["d1"].master.hostname == "d1-a"
 
 
-async def test_messages_that_are_due_at_once_need_no_clock(world):
+async def test_normal_master_needs_no_clock(world):
     await world.running_copies("g1")
     world.beat("g1-b", clock_off_s=3600)
     assert (await world.done("SwapRoles", brokerGroup="g1", dryRun="true"))["wouldChange"]
 
 
-async def test_what_to_do_about_a_broker_of_three_that_is_down_is_what_works(world):
+async def test_refused_swap_of_three_names_the_remedy(world):
     await world.running_copies("g1")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
     world.beat("g1-a")
@@ -281,7 +267,7 @@ async def test_what_to_do_about_a_broker_of_three_that_is_down_is_what_works(wor
     assert "Failover --brokerGroup=g1" in await world.refused("SwapRoles", brokerGroup="g1", to="g1-b")
 
 
-async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
+async def test_dry_run_of_a_swap_shows_the_refusal(world):
     await world.running_copies("g1")
     shown = await world.done("SwapRoles", brokerGroup="g1", dryRun="true")
     assert shown["wouldChange"] and shown["after"]["master"]["hostname"] == "g1-b"
@@ -291,7 +277,7 @@ async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
     assert "no broker group" in await world.refused("SwapRoles", brokerGroup="g9")
 
 
-async def test_brokers_and_groups_are_listed_with_their_state(world):
+async def test_lists_show_the_state_of_brokers(world):
     """Weakness 14: QMQ's metaserver does not see whether a slave is up."""
     await world.running_copies("g1")
     await world.copies("g2")
@@ -303,49 +289,34 @@ async def test_brokers_and_groups_are_listed_with_their_state(world):
     assert (g1["brokerState"], g1["term"], g2["brokerState"]) == ("RW", 2, "NRW")
 
 
-async def test_copies_are_compared(world):
+async def test_status_compares_copies(world):
     await world.running_copies("g1")
-    [status] = await world.done("ReplicaStatus", brokerGroup="g1")
-    assert status["equal"] and status["lagBytes"] == 0
-    world.beat("g1-b", log_end=1000)
-    [status] = await world.done("ReplicaStatus")
-    assert status["equal"] is None and status["lagBytes"] == 3096
     key = BrokerKey("g1-b", 20881)
-    world.brokers.states[key] = replace(world.brokers.states[key], log_end=4096, chain=78)
-    assert (await world.done("ReplicaStatus"))[0]["equal"] is False
+    for end, chain, is_equal in ((4096, 77, True), (1000, 77, None), (4096, 78, False)):
+        world.brokers.states[key] = replace(world.brokers.states[key], log_end=end, chain=chain)
+        [status] = await world.done("ReplicaStatus", brokerGroup="g1")
+        assert status["equal"] is is_equal and status["lagBytes"] == 4096 - end
 
 
-async def test_status_says_up_to_where_anything_is_remembered_to_be_acknowledged(world):
-    """Also for copies that are gone: RecoverGroup shows the losses."""
+async def test_status_shows_the_acknowledged_point(world):
+    """Points of copies that are gone count, too: RecoverGroup shows losses by them."""
+
+    async def acknowledged():
+        [status] = await world.done("ReplicaStatus")
+        return status["acknowledged"]
+
     await world.running_copies("g1")
-    [status] = await world.done("ReplicaStatus", brokerGroup="g1")
-    assert status["acknowledged"] == 0
+    assert await acknowledged() == 0
     world.beat("g1-a", incarnation="disk a", point=Point(Epoch(2, 1), 900, 7))
     world.stop("g1-a")
     world.beat("g1-b", incarnation="disk b", point=Point(Epoch(2, 1), 800, 6))
-    [status] = await world.done("ReplicaStatus", brokerGroup="g1")
-    assert status["acknowledged"] == 900
-
-
-async def test_status_says_that_nobody_can_say_now_what_is_remembered(world):
-    await world.running_copies("g1")
-    world.beat("g1-a", incarnation="disk a", point=Point(Epoch(2, 1), 900, 7))
+    assert await acknowledged() == 900
     with patch.object(world.database, "read", side_effect=DatabaseAway("it was stopped")):
-        [status] = await world.done("ReplicaStatus", brokerGroup="g1")
-    assert status["acknowledged"] is None
+        assert await acknowledged() is None, "unknown without the database"
 
 
-async def test_leftovers_do_not_hinder_a_replacement_of_addresses(world):
-    await world.running_copies("g1")
-    world.brokers.progress["g1"] = [left("s1", "shop", 2)]
-    world.stop("g1-b")
-    words = place("g1", 1, "g1-b") | {"ip": "10.0.0.2"}
-    assert (await world.done("ReplaceBroker", **words))["ip"] == "10.0.0.1"
-    assert world.registry.directory.groups["g1"].slave.ip == "10.0.0.2"
-
-
-async def test_an_accepted_loss_is_told_of_until_it_is_acknowledged(world):
-    async def told():
+async def test_accepted_loss_is_reported_until_acknowledged(world):
+    async def shown_loss():
         checks = (await world.done("Doctor"))["checks"]
         (shown,) = [group["lostTerm"] for group in await world.done("ListBrokerGroups")]
         read = StateMetrics(world.registry, world.database, SimpleNamespace(clients=list)).read()
@@ -354,26 +325,26 @@ async def test_an_accepted_loss_is_told_of_until_it_is_acknowledged(world):
         return found, shown, [(sample.labels["broker_group"], sample.value) for sample in metric.samples]
 
     await world.running_copies()
-    assert await told() == ([], 0, [])
+    assert await shown_loss() == ([], 0, [])
     world.stop("g1-a")
     world.stop("g1-b")
     await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true", acceptLoss="true")
-    ((remedy,), term, samples) = await told()
+    ((remedy,), term, samples) = await shown_loss()
     assert "AcknowledgeLoss --brokerGroup=g1" in remedy and samples == [("g1", 1.0)]
     assert term == world.registry.directory.groups["g1"].term
     await world.done("SetCopies", brokerGroup="g1", minCopies=2)
     await world.start("g1-b")
-    assert (await told())[1] == term, "what happens to the group does not end it"
+    assert (await shown_loss())[1] == term, "changes of the group do not clear it"
     assert (await world.done("AcknowledgeLoss", brokerGroup="g1"))["lostTerm"] == term
-    assert await told() == ([], 0, [])
+    assert await shown_loss() == ([], 0, [])
     actions = [(row.action, row.before) for row in await world.audit()]
     assert actions[0] == ("AcknowledgeLoss", {"lostTerm": term})
-    assert (await world.done("AcknowledgeLoss", brokerGroup="g1"))["lostTerm"] == 0, "there is nothing more"
+    assert (await world.done("AcknowledgeLoss", brokerGroup="g1"))["lostTerm"] == 0, "nothing is left to acknowledge"
     assert "no broker group g9" in await world.refused("AcknowledgeLoss", brokerGroup="g9")
 
 
-async def test_slave_that_is_away_for_moments_counts_as_in_sync_at_the_last_report(world):
-    """It may confirm again before that is stored; a master that restarts then must wait for it."""
+async def test_briefly_absent_slave_stays_complete(world):
+    """The slave may confirm again before its absence is stored; a restarted master must wait for it."""
     await world.running_copies("g1")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
     await world.start("g1-c", complete=True)

@@ -35,7 +35,7 @@ def wrong(checks):
     return {check["name"]: check for check in one_per_cause(checks) if not check["ok"]}
 
 
-def test_a_slave_that_is_down_is_one_finding_and_its_group_and_master_none():
+def test_absent_slave_is_the_only_finding():
     master = broker("a", "g1", "MASTER", "10.0.0.1", ok=False, reasons=["slave_down"])
     found = wrong(
         [
@@ -52,7 +52,7 @@ def test_a_slave_that_is_down_is_one_finding_and_its_group_and_master_none():
     assert "qmq ReplaceBroker --brokerGroup=g1 --role=1 --hostname=NEW --ip=IP --servePort=1 --syncPort=2" in remedy
 
 
-def test_a_master_that_is_down_is_named_with_the_failover():
+def test_absent_master_is_shown_with_the_failover():
     found = wrong(
         [away("a", "g1", "MASTER", "10.0.0.1"), broker("b", "g1", "SLAVE", "10.0.0.2"), group("g1", ok=False)]
     )
@@ -60,13 +60,13 @@ def test_a_master_that_is_down_is_named_with_the_failover():
     assert "qmq Failover --brokerGroup=g1 --masterGone=true" in found["broker a"]["remedy"]
 
 
-def test_a_slave_whose_master_is_down_as_well_may_be_the_last_copy():
+def test_slave_without_master_may_be_the_last_copy():
     found = wrong([away("a", "g1", "MASTER", "10.0.0.1"), away("b", "g1", "SLAVE", "10.0.0.2"), group("g1", ok=False)])
     assert "qmq RecoverGroup --brokerGroup=g1" in found["broker b"]["remedy"]
     assert "ReplaceBroker" in found["broker a"]["remedy"] and "ReplaceBroker" not in found["broker b"]["remedy"]
 
 
-def test_a_machine_that_is_gone_is_one_finding_with_all_its_brokers():
+def test_lost_machine_is_one_finding():
     checks = [
         away("a", "g1", "MASTER", "10.0.0.1"),
         broker("b", "g1", "SLAVE", "10.0.0.2"),
@@ -82,7 +82,7 @@ def test_a_machine_that_is_gone_is_one_finding_with_all_its_brokers():
     assert "of" not in machine
 
 
-def test_what_does_not_follow_stays():
+def test_independent_findings_stay():
     disk = broker("a", "g1", "MASTER", "10.0.0.1", ok=False, reasons=["disk"])
     found = wrong(
         [
@@ -96,13 +96,15 @@ def test_what_does_not_follow_stays():
     assert set(found) == {"broker a", "broker b", "group g2"}
 
 
-def test_a_slave_that_was_rolled_back_is_the_finding_and_its_master_is_none():
+def test_rolled_back_slave_is_the_only_finding():
     master = broker("a", "g1", "MASTER", "10.0.0.1", ok=False, reasons=["slave_down"])
     slave = broker("b", "g1", "SLAVE", "10.0.0.2", ok=False, found="is no whole copy", reasons=["rolled_back"])
     assert list(wrong([master, slave, group("g1", ok=False)])) == ["broker b"]
 
 
-def test_a_broker_that_never_registered_is_started_or_another_one_takes_its_place():
+def test_unregistered_broker_is_started_or_replaced():
+    alone = wrong([away("a", "g1", "MASTER", "10.0.0.1"), group("g1", ok=False)])
+    assert "RecoverGroup --brokerGroup=g1 --gone=a:1" in alone["broker a"]["remedy"]
     found = wrong([away("a", "g1", "MASTER", "10.0.0.1", incarnation=""), group("g1", ok=False)])
     assert list(found) == ["broker a"] and "its log" in found["broker a"]["remedy"]
     assert "RecoverGroup --brokerGroup=g1 --gone=a:1" in found["broker a"]["remedy"]
@@ -124,16 +126,16 @@ def of_three(*gone, min_copies=2):
     return {name: check["remedy"] for name, check in wrong([*checks, group("g1", ok=False)]).items()}
 
 
-def test_each_of_three_copies_is_named_with_the_command_for_several():
+def test_remedies_for_three_copies():
     found = of_three("a")
     assert "Failover --brokerGroup=g1 --masterGone=true" in found["broker a"]
     (remedy,) = of_three("c").values()
     assert "RemoveBroker --hostname=c --servePort=1, then qmq AddBroker --brokerGroup=g1 --role=1" in remedy
     (remedy,) = of_three("c", min_copies=3).values()
-    assert remedy.index("AddBroker") < remedy.index("RemoveBroker"), "else too few would be left"
+    assert remedy.index("AddBroker") < remedy.index("RemoveBroker"), "otherwise too few copies remain"
 
 
-def test_where_there_is_room_for_no_other_copy_fewer_acknowledge_first(monkeypatch):
+def test_full_group_lowers_min_copies_first(monkeypatch):
     """AddBroker refuses more copies than the maximum, and RemoveBroker fewer than acknowledge."""
     monkeypatch.setattr(doctor, "COPIES_MAX", 3)
     (remedy,) = of_three("c", min_copies=3).values()
@@ -141,13 +143,8 @@ def test_where_there_is_room_for_no_other_copy_fewer_acknowledge_first(monkeypat
     assert "SetCopies" not in of_three("c")["broker c"]
 
 
-def test_of_an_only_copy_recovery_says_what_is_lost_with_it():
-    found = wrong([away("a", "g1", "MASTER", "10.0.0.1"), group("g1", ok=False)])
-    assert "RecoverGroup --brokerGroup=g1 --gone=a:1" in found["broker a"]["remedy"]
-
-
-def test_with_the_master_away_as_well_recovery_asks_what_is_left():
+def test_without_master_recovery_is_the_remedy():
     found = of_three("a", "c")
-    assert "Failover --brokerGroup=g1" in found["broker a"], "which says what it needs"
+    assert "Failover --brokerGroup=g1" in found["broker a"], "the refused Failover names its conditions"
     assert "RecoverGroup --brokerGroup=g1" in found["broker c"]
     assert all("RecoverGroup --brokerGroup=g1" in remedy for remedy in of_three("a", "b", "c").values())

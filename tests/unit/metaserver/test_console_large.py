@@ -106,7 +106,7 @@ ADDRESSES = [(page.path, QUERIES.get(page.path, {})) for page in PAGES]
 ADDRESSES += [("/consumers", {"subject": "s"}), ("/consumers", {"all": "yes"})]
 
 
-SAID = [
+REMAINDERS = [
     ("", {}, "Page 1 Next"),
     ("/consumers", {"all": "yes"}, "And 9,900 more, which are less behind."),
     ("/consumers", {"all": "yes"}, "And 9,980 more broker groups were not asked."),
@@ -122,19 +122,19 @@ SAID = [
 ]
 
 
-async def test_ten_thousand_rows_make_a_page_no_longer_and_it_says_what_it_leaves_out(console):
+async def test_large_pages_are_cut_and_count_the_rest(console):
     await answer_with(console, ANSWERS)
     for path, words in ADDRESSES:
         page = await console.see(path, **words)
         rows = page.count("<tr") + page.count("<p") + page.count("<h3")
         assert rows < ROWS_MAX and len(page) < BYTES_MAX, (path, words, rows, len(page))
-    for path, words, said in SAID:
+    for path, words, said in REMAINDERS:
         assert said in text_of(await console.see(path, **words)), (path, words)
 
 
-async def test_consumers_behind_many_groups_without_any_are_shown(console):
-    nobody, somebody = PROGRESS | {"consumers": []}, PROGRESS | {"consumers": [CONSUMER | {"consumer": "the one"}]}
-    consumers = {"groups": [nobody] * 300 + [somebody], "unasked": {}}
+async def test_consumers_after_many_empty_groups_are_shown(console):
+    empty, full = PROGRESS | {"consumers": []}, PROGRESS | {"consumers": [CONSUMER | {"consumer": "the one"}]}
+    consumers = {"groups": [empty] * 300 + [full], "unasked": {}}
     await answer_with(console, ANSWERS | {"Consumers": consumers})
     text = text_of(await console.see("/consumers", subject="s"))
     assert "the one" in text and "None is known" not in text
@@ -144,7 +144,7 @@ def night(ledger, group, at_ms, verdict=PROVEN):
     ledger.append(Entry(f"run {at_ms}", at_ms, group, verdict, verified=at_ms, by="audit@mq1"))
 
 
-async def test_of_more_groups_than_a_page_shows_the_one_with_findings_is_counted_and_comes_first(console, tmp_path):
+async def test_group_with_findings_comes_first(console, tmp_path):
     ledger = Ledger(tmp_path / "ledger")
     for number in range(300):
         night(ledger, f"g{number:03d}", 1000)
@@ -158,7 +158,7 @@ async def test_of_more_groups_than_a_page_shows_the_one_with_findings_is_counted
     assert text.index("g299") < text.index("g000") and page.count("<tr") < ROWS_MAX
 
 
-async def test_a_group_that_no_audit_ever_read_is_named(console, tmp_path):
+async def test_group_without_audit_is_named(console, tmp_path):
     """A fixed bug: "All are proven" although no run had read the third group."""
     ledger = Ledger(tmp_path / "ledger")
     night(ledger, "g1", 1000)
@@ -176,7 +176,7 @@ async def test_a_group_that_no_audit_ever_read_is_named(console, tmp_path):
     assert "run 1" in text_of(await console.see("/audit", group="g0"))
 
 
-def test_the_newest_runs_are_shown_and_files_are_read_again_when_they_change_only(tmp_path, monkeypatch):
+def test_changed_ledgers_only_are_read_again(tmp_path, monkeypatch):
     ledger = Ledger(tmp_path / "ledger")
     for number in range(150):
         night(ledger, f"g{number:03d}", 1000 + number)
@@ -195,7 +195,7 @@ def test_the_newest_runs_are_shown_and_files_are_read_again_when_they_change_onl
     assert [row["run"] for row in nights.shown("g149", now_ms=20_000)["runs"]] == ["run 1149"]
 
 
-def test_files_are_looked_at_after_a_run_or_now_and_then(tmp_path, monkeypatch):
+def test_ledgers_are_checked_after_a_run_or_a_pause(tmp_path, monkeypatch):
     """A stat of each of 2,000 files per page took longer than the rest of the page."""
     ledger, stamps = Ledger(tmp_path / "ledger"), []
     nights, stamp = Nights(tmp_path / "ledger"), Nights._stamp

@@ -19,7 +19,7 @@ async def two_groups(world):
     await world.routed("s1", groups=("g1", "g2"))
 
 
-async def test_a_reset_reaches_every_broker_of_the_subject_and_is_recorded(world):
+async def test_reset_reaches_each_broker_and_is_recorded(world):
     """Weakness 35: QMQ's reset is lost with the broker's memory, and its answer is ignored."""
     await two_groups(world)
     done = await world.done("ResetOffset", subject="s1", group="shop", to="earliest")
@@ -30,14 +30,14 @@ async def test_a_reset_reaches_every_broker_of_the_subject_and_is_recorded(world
 
 
 @pytest.mark.parametrize("code, to", [("1", "latest"), ("2", "earliest")])
-async def test_qmqs_codes_are_understood(world, code, to):
+async def test_reset_accepts_qmq_codes(world, code, to):
     """Weakness 33: QMQ's own tool never sends them."""
     await two_groups(world)
     await world.done("ResetOffset", subject="s1", group="shop", code=code)
     assert {reset[3] for reset in world.brokers.resets} == {to}
 
 
-async def test_a_reset_to_a_time_or_a_sequence(world):
+async def test_reset_to_time_or_sequence(world):
     """Weakness 35: QMQ can reset to the first and the last message only."""
     await two_groups(world)
     await world.done("ResetOffset", subject="s1", group="shop", to="time", value=1000)
@@ -47,7 +47,7 @@ async def test_a_reset_to_a_time_or_a_sequence(world):
     assert "name one of g1, g2" in text
 
 
-async def test_wrong_resets_are_refused_before_any_broker_is_asked(world):
+async def test_wrong_resets_reach_no_broker(world):
     await two_groups(world)
     words = {"subject": "s1", "group": "shop"}
     assert "no position: give to=earliest" in await world.refused("ResetOffset", **words)
@@ -60,7 +60,7 @@ async def test_wrong_resets_are_refused_before_any_broker_is_asked(world):
     assert not world.brokers.resets
 
 
-async def test_one_broker_that_refuses_keeps_all_from_being_reset(world):
+async def test_reset_is_refused_by_one_broker_for_all(world):
     """Weakness 35: QMQ resets broker after broker until one fails."""
     await two_groups(world)
     world.brokers.silent.add("g2")
@@ -70,7 +70,7 @@ async def test_one_broker_that_refuses_keeps_all_from_being_reset(world):
     assert "no consumer group other" in text
 
 
-async def test_a_reset_that_is_partly_done_says_where(world):
+async def test_partial_reset_names_the_groups(world):
     await two_groups(world)
     world.brokers.fail_for_real = frozenset({"g2"})
     answer = await world.run("ResetOffset", subject="s1", group="shop", to="latest")
@@ -79,7 +79,7 @@ async def test_a_reset_that_is_partly_done_says_where(world):
     assert [row.result for row in await world.audit() if row.action == "ResetOffset"] == ["partly done", "begun"]
 
 
-async def test_a_reset_that_cannot_be_recorded_is_not_begun(world):
+async def test_reset_requires_its_audit_row(world):
     await two_groups(world)
 
     async def away(changes, audit):
@@ -90,17 +90,15 @@ async def test_a_reset_that_cannot_be_recorded_is_not_begun(world):
     assert not world.brokers.resets
 
 
-async def test_a_dry_run_of_a_reset_shows_each_broker(world):
-    """Weakness 35: QMQ does not show beforehand what a reset skips. A group that got all and acked less stays where it
-    is, and gives up the rest.
-    """
+async def test_dry_run_of_a_reset_shows_each_broker(world):
+    """Weakness 35: QMQ does not show which messages a reset skips."""
     await two_groups(world)
     shown = await world.done("ResetOffset", subject="s1", group="shop", to="earliest", dryRun="true")
     changed = differences(shown["before"], shown["after"])
-    assert [(one.path, one.before, one.after) for one in changed] == [
-        (f"{name}.{what}", before, after)
+    assert [(change.path, change.before, change.after) for change in changed] == [
+        (f"{name}.{field}", before, after)
         for name in ("g1", "g2")
-        for what, before, after in (("position", 10, 3), ("repeated", 0, 7))
+        for field, before, after in (("position", 10, 3), ("repeated", 0, 7))
     ]
     assert shown["wouldChange"] and not world.brokers.resets
 
@@ -114,7 +112,7 @@ async def test_a_dry_run_of_a_reset_shows_each_broker(world):
     assert (await world.audit())[0].after == {"g1": {"position": 10, "skipped": 5, "repeated": 0}}
 
 
-async def test_lag_is_summed_up_over_brokers(world):
+async def test_lag_is_summed_over_brokers(world):
     await two_groups(world)
     now = wall_ms()
     world.brokers.progress["g1"] = [left("s1", "shop", 5, now - 90_000), left("s1", "bill", 1, now - 5000)]
@@ -137,7 +135,7 @@ async def test_lag_is_summed_up_over_brokers(world):
     assert partial["lag"][0]["messages"] == 5 and "did not answer" in partial["unasked"]["g2"]
 
 
-async def test_consumers_are_listed_with_who_is_connected_and_switched_off(world):
+async def test_consumers_are_listed_with_their_state(world):
     """Weakness 37: QMQ lists all former consumers, not the current ones."""
     await two_groups(world)
     row = left("s1", "shop", 5)
@@ -146,18 +144,18 @@ async def test_consumers_are_listed_with_who_is_connected_and_switched_off(world
     world.brokers.progress["g1"] = [row]
     await world.done("OnOffline", state="offline", subject="s1", consumerGroup="shop", clientId="c2")
     listed = await world.done("Consumers", subject="s1")
-    assert [(one["consumer"], one["connected"], one["offline"]) for one in listed["groups"][0]["consumers"]] == [
+    assert [(row["consumer"], row["connected"], row["offline"]) for row in listed["groups"][0]["consumers"]] == [
         ("c1", True, False),
         ("c2", False, True),
     ]
-    assert [one["brokerGroup"] for one in listed["groups"]] == ["g1", "g2"]
+    assert [group["brokerGroup"] for group in listed["groups"]] == ["g1", "g2"]
     assert "no route" in await world.refused("Consumers", subject="s9")
 
 
-async def test_clients_are_listed_by_subject_and_application(world):
+async def test_clients_are_filtered_by_subject_and_app(world):
     """Weakness 37: QMQ has its live clients in memory and no list of them."""
     world.hub.infos = [client("shop", "c2", "s1", "s2"), client("shop", "c1", "s1"), client("bill", "c3", "s2")]
     listed = await world.done("Clients", subject="s1")
-    assert [one["clientId"] for one in listed["clients"]] == ["c1", "c2"] and listed["unasked"] == []
-    assert [one["clientId"] for one in (await world.done("Clients", app="bill"))["clients"]] == ["c3"]
+    assert [row["clientId"] for row in listed["clients"]] == ["c1", "c2"] and listed["unasked"] == []
+    assert [row["clientId"] for row in (await world.done("Clients", app="bill"))["clients"]] == ["c3"]
     assert len((await world.done("Clients", limit=1, here="true"))["clients"]) == 1

@@ -49,14 +49,14 @@ async def delay_groups(world, *names):
     for name in names:
         await world.done("AddBroker", **place(name, 5, f"{name}-a"))
         known = world.registry.directory.find(BrokerKey(f"{name}-a", 20881))
-        said = replace(known, control_port=20883, metrics_port=20884, incarnation=f"disk of {name}")
-        await world.registry.registration.register(said, lambda question: None)
-        world.sessions[f"{name}-a"] = world.registry.join(said.key, said.incarnation)
+        registered = replace(known, control_port=20883, metrics_port=20884, incarnation=f"disk of {name}")
+        await world.registry.registration.register(registered, lambda question: None)
+        world.sessions[f"{name}-a"] = world.registry.join(registered.key, registered.incarnation)
         world.beat(f"{name}-a")
     return DelayServers(world)
 
 
-async def test_counts_of_all_groups_are_one_answer(world):
+async def test_counts_of_groups_are_summed(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.pending = {"d1": 3, "d2": 4}
     answer = await world.done("DelayStats")
@@ -65,7 +65,7 @@ async def test_counts_of_all_groups_are_one_answer(world):
     assert (await world.done("DelayStats", hours=0))["hours"] == []
 
 
-async def test_lists_of_all_groups_are_one_by_due_time(world):
+async def test_messages_of_groups_are_merged_by_due_time(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.listed = {"d1": [("a", 10), ("c", 30)], "d2": [("b", 20), ("d", 40)]}
     answer = await world.done("ListDelayed", limit=3)
@@ -73,7 +73,7 @@ async def test_lists_of_all_groups_are_one_by_due_time(world):
     assert not (await world.done("ListDelayed"))["more"]
 
 
-async def test_schedules_of_all_groups_are_one_list_by_their_next_time(world):
+async def test_schedules_of_groups_are_merged_by_next_time(world):
     servers = await delay_groups(world, "d1", "d2", "d3")
 
     async def list_delayed(broker, request):
@@ -94,7 +94,7 @@ async def test_schedules_of_all_groups_are_one_list_by_their_next_time(world):
     assert [row["name"] for row in (await world.done("ListSchedules", owner="app 30"))["schedules"]] == ["n30"]
 
 
-async def test_each_message_gets_the_fate_that_some_group_knows(world):
+async def test_known_fate_of_any_group_counts(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.fates = {"d1": {"a": "cancelled"}, "d2": {"b": "sent"}}
     answer = await world.done("CancelDelayed", subject="s", ids="a, b, c")
@@ -102,7 +102,7 @@ async def test_each_message_gets_the_fate_that_some_group_knows(world):
     assert [row.result for row in await world.audit() if row.action == "CancelDelayed"] == ["done", "begun"]
 
 
-async def test_unknown_is_no_answer_while_a_group_is_silent(world):
+async def test_unknown_fate_needs_all_groups(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.fates, servers.silent = {"d1": {"a": "cancelled"}}, {"d2"}
     assert (await world.done("CancelDelayed", subject="s", ids="a"))["ids"] == {"a": "cancelled"}
@@ -111,7 +111,7 @@ async def test_unknown_is_no_answer_while_a_group_is_silent(world):
     assert answer.data["ids"] == {"a": "cancelled", "b": "unknown"}
 
 
-async def test_a_key_is_not_cancelled_while_a_group_is_silent_that_may_have_more_of_it(world):
+async def test_cancelled_key_needs_all_groups(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.fates, servers.silent = {"d1": {"k": "cancelled"}}, {"d2"}
     answer = await world.run("CancelDelayed", subject="s", keys="k")
@@ -120,20 +120,20 @@ async def test_a_key_is_not_cancelled_while_a_group_is_silent_that_may_have_more
     assert (await world.done("CancelDelayed", subject="s", keys="k"))["keys"] == {"k": "cancelled"}
 
 
-async def test_a_silent_group_is_named_where_counts_are_asked(world):
+async def test_counts_name_silent_groups(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.silent = {"d2"}
     answer = await world.done("DelayStats")
     assert list(answer["unasked"]) == ["d2"] and [row["brokerGroup"] for row in answer["groups"]] == ["d1"]
 
 
-async def test_without_delay_servers_it_says_how_there_would_be_some(world):
+async def test_missing_delay_servers_are_refused_with_the_remedy(world):
     await world.copies("g1")
     assert "AddBroker with roles 5 and 6" in await world.refused("DelayStats")
     assert "AddBroker with roles 5 and 6" in await world.refused("CancelDelayed", subject="s", ids="a")
 
 
-async def test_a_drain_says_how_many_delayed_messages_are_left(world):
+async def test_drain_counts_delayed_messages(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.pending = {"d1": 7}
     answer = await world.done("DrainGroup", brokerGroup="d1")
@@ -142,7 +142,19 @@ async def test_a_drain_says_how_many_delayed_messages_are_left(world):
     assert (await world.done("DrainGroup", brokerGroup="d1"))["empty"]
 
 
-async def test_the_last_delay_server_of_a_group_goes_only_once_it_is_drained_or_by_force(world):
+async def test_mark_of_the_only_delay_group_warns(world):
+    await delay_groups(world, "d1")
+    await world.copies("g1")
+    marked = await world.done("MarkReadonlyBrokerGroup", brokerGroup="d1")
+    assert marked["withoutOtherGroup"] == {"count": 1, "names": ["*"]}, "brokers take no delayed messages"
+    await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="d1")
+    await delay_groups(world, "d2")
+    marked = await world.done("MarkReadonlyBrokerGroup", brokerGroup="d1")
+    assert marked["withoutOtherGroup"] == {"count": 0, "names": []}
+    assert "delay servers" in await world.refused("SetGroupTag", brokerGroup="d1", tag="t")
+
+
+async def test_last_delay_server_requires_drain_or_force(world):
     await delay_groups(world, "d1", "d2", "d3")
     for name in ("d1", "d2"):
         world.stop(f"{name}-a")
@@ -152,13 +164,13 @@ async def test_the_last_delay_server_of_a_group_goes_only_once_it_is_drained_or_
     await world.done("DrainGroup", brokerGroup="d2")
     words = {"hostname": "d2-a", "servePort": 20881}
     shown = await world.done("RemoveBroker", **words, dryRun="true")
-    assert shown["after"]["neverSent"].startswith("what pends at d2"), "nobody can be asked any more"
+    assert shown["after"]["neverSent"].startswith("what pends at d2"), "no server is left to count them"
     await world.done("RemoveBroker", **words)
     assert (await world.audit())[0].after == shown["after"]
     assert world.registry.directory.groups.keys() == {"d3"}
 
 
-async def test_a_delay_group_whose_servers_never_ran_is_removed_at_once(world):
+async def test_unused_delay_group_can_be_removed(world):
     await world.done("AddBroker", **place("d1", 5, "d1-a"))
     await world.done("RemoveBroker", hostname="d1-a", servePort=20881)
     assert not world.registry.directory.groups

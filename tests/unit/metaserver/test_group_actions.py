@@ -7,10 +7,10 @@ from qmq.metaserver.routes.audience import Counts
 from qmq.metaserver.rpc.convert import assignment_for
 from qmq.metaserver.storage.changes import AcceptLoss, SetGroupState, SetLimits
 from qmq.operator_limits import OperatorLimits
-from tests.unit.metaserver.actions_world import caller, left, place
+from tests.unit.metaserver.actions_world import caller, left
 
 
-async def test_a_mark_says_how_many_clients_still_hold_the_old_route(world):
+async def test_mark_counts_clients_with_old_routes(world):
     """Weakness 20: QMQ does not show which producers follow a readonly mark."""
     await world.copies("g1")
     await world.copies("g2")
@@ -22,23 +22,19 @@ async def test_a_mark_says_how_many_clients_still_hold_the_old_route(world):
     assert not answer["allKnow"] and answer["withoutOtherGroup"] == {"count": 1, "names": ["s2"]}
 
 
-async def test_a_mark_waits_until_no_client_holds_the_old_route(world):
+async def test_mark_waits_for_clients_with_old_routes(world):
     """Weakness 20: QMQ's operators wait for a minute and hope."""
     await world.copies("g1")
-    world.hub.counts = [Counts(3, 0, 9), Counts(1, 0, 9), Counts(0, 0, 9)]
+    world.hub.counts = [Counts(3, 0, 9)]
+    late = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", waitMs=1)
+    assert not late["allKnow"] and late["producers"] == 3
+    assert world.registry.directory.is_marked("g1", "anything")
+    world.hub.asked, world.hub.counts = 0, [Counts(3, 0, 9), Counts(1, 0, 9), Counts(0, 0, 9)]
     answer = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", waitMs=10_000)
     assert answer["allKnow"] and answer["producers"] == 0 and world.hub.asked == 3
 
 
-async def test_a_wait_that_ends_too_early_says_so(world):
-    await world.copies("g1")
-    world.hub.counts = [Counts(3, 0, 9)]
-    answer = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", waitMs=1)
-    assert not answer["allKnow"] and answer["producers"] == 3
-    assert world.registry.directory.is_marked("g1", "anything")
-
-
-async def test_marks_are_of_groups_and_subjects_that_exist(world):
+async def test_mark_requires_existing_group_and_subject(world):
     await world.copies("g1")
     await world.routed("s1")
     assert "no broker group g9" in await world.refused("MarkReadonlyBrokerGroup", brokerGroup="g9")
@@ -48,7 +44,7 @@ async def test_marks_are_of_groups_and_subjects_that_exist(world):
     assert (await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1"))["readonlySubjects"] == ["s1"]
 
 
-async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
+async def test_mark_of_removed_subject_can_be_removed(world):
     await world.copies("g1")
     await world.copies("g2")
     await world.routed("s1", groups=("g1", "g2"))
@@ -58,16 +54,16 @@ async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
     assert not world.registry.directory.marks
 
 
-async def test_two_operators_do_not_drain_the_last_two_groups(world):
+async def test_concurrent_drains_leave_one_group(world):
     await world.copies("g1")
     await world.copies("g2")
-    await another_one_first(world, SetGroupState("g2", draining=True))
+    await precede(world, SetGroupState("g2", draining=True))
     assert "g1 is the only one" in await world.refused("DrainGroup", brokerGroup="g1")
     assert not world.registry.directory.groups["g1"].draining
 
 
-async def test_brokers_of_a_drained_group_refuse_messages(world):
-    """A producer with an uncorrected old route would fill a group that its consumers leave."""
+async def test_drained_brokers_refuse_messages(world):
+    """A producer with an old route would fill a group that its consumers leave."""
     await world.copies("g1")
     await world.copies("g2")
 
@@ -83,22 +79,6 @@ async def test_brokers_of_a_drained_group_refuse_messages(world):
     assert refused("g1-a") == ["*"], "the mark stays"
 
 
-async def test_a_mark_may_have_as_many_characters_as_a_group(world):
-    """Weakness 5: QMQ's groups have 30 characters, of which a mark holds 20."""
-    await world.done("AddBroker", **place("g" * 100, 0, "h1"))
-    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g" * 100)
-    assert world.registry.directory.is_marked("g" * 100, "s")
-
-
-async def test_setting_what_is_set_changes_nothing(world):
-    await world.copies("g1")
-    for name in ("MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"):
-        rows = len(await world.audit())
-        await world.done(name, brokerGroup="g1")
-        await world.done(name, brokerGroup="g1")
-        assert len(await world.audit()) == rows + 1
-
-
 async def test_marks_and_drains_are_listed(world):
     """Weakness 37: QMQ cannot list its marks."""
     await world.copies("g1")
@@ -111,7 +91,7 @@ async def test_marks_and_drains_are_listed(world):
     assert (await world.done("ListReadonly", brokerGroup="g2"))["marks"] == []
 
 
-async def test_a_drain_says_what_is_left(world):
+async def test_drain_counts_what_is_left(world):
     """Weakness 7: QMQ has no step between full use and removal."""
     await world.running_copies("g1")
     await world.running_copies("g2")
@@ -136,12 +116,12 @@ async def test_a_drain_says_what_is_left(world):
     assert not world.registry.directory.groups["g1"].draining
 
 
-async def test_the_last_group_is_not_drained(world):
+async def test_last_group_is_not_drained(world):
     await world.copies("g1")
     assert "only one" in await world.refused("DrainGroup", brokerGroup="g1")
 
 
-async def test_a_drained_group_is_added_to_no_route(world):
+async def test_drained_group_joins_no_route(world):
     await world.copies("g1")
     await world.copies("g2")
     await world.routed("s1")
@@ -149,7 +129,7 @@ async def test_a_drained_group_is_added_to_no_route(world):
     assert "being drained" in await world.refused("AddSubjectBrokerGroup", subject="s1", brokerGroup="g2")
 
 
-async def test_a_group_gets_a_tag(world):
+async def test_group_tag_is_set_and_removed(world):
     """Weakness 40: in QMQ tags can be set by SQL only."""
     await world.copies("g1")
     await world.done("SetGroupTag", brokerGroup="g1", tag="fast")
@@ -176,7 +156,7 @@ async def test_consumers_are_switched_off_and_on(world):
     assert await world.done("ListOffline", subject="s1") == []
 
 
-async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world):
+async def test_limits_change_named_fields_only(world):
     await world.done("SetLimits", subject="s1", expiresAfterS="60")
     await world.done("SetLimits", subject="s1", expired="deadLetter")
     await world.done("LimitGroup", subject="s1", group="shop", perSecond="100")
@@ -185,7 +165,7 @@ async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world
         OperatorLimits("s1", "shop", per_second=100),
     }
     listed = await world.done("ListLimits")
-    assert [(one["group"], one["expiresAfterS"], one["expired"], one["perSecond"]) for one in listed] == [
+    assert [(row["group"], row["expiresAfterS"], row["expired"], row["perSecond"]) for row in listed] == [
         ("*", 60, "deadLetter", 0),
         ("shop", 0, "drop", 100),
     ]
@@ -209,7 +189,7 @@ async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world
     await world.done("SetLimits", subject=dead, expiresAfterS="60")
 
 
-async def test_dead_letters_go_to_a_chosen_subject_that_is_served_wherever_they_are(world):
+async def test_chosen_dead_letter_subject_gets_all_source_groups(world):
     for name in ("g1", "g2"):
         await world.copies(name)
     await world.routed("s1", groups=("g1", "g2"))
@@ -233,8 +213,8 @@ async def test_dead_letters_go_to_a_chosen_subject_that_is_served_wherever_they_
     assert {limit.subject for limit in world.registry.directory.limits} == {"dead"}
 
 
-async def test_a_group_that_stores_dead_letters_in_a_subject_goes_on_serving_it(world):
-    """A fixed bug: it was taken out of the route and was back a second later, without a reason."""
+async def test_group_with_dead_letter_source_stays_in_route(world):
+    """A fixed bug: the group left the route and returned a second later, without a reason."""
     for name in ("g1", "g2"):
         await world.copies(name)
     await world.routed("s1", groups=("g1", "g2"))
@@ -251,7 +231,7 @@ async def test_a_group_that_stores_dead_letters_in_a_subject_goes_on_serving_it(
     assert world.groups_of("s1") == ("g2",)
 
 
-async def test_who_may_not_produce_to_a_subject_sends_no_dead_letters_there(world):
+async def test_dead_letter_subject_requires_the_right_to_produce(world):
     await world.copies("g1")
     await world.routed("s1", "dead")
     words = {"subject": "s1", "group": "shop", "deadLettersTo": "dead", "dryRun": "true"}
@@ -260,7 +240,7 @@ async def test_who_may_not_produce_to_a_subject_sends_no_dead_letters_there(worl
         assert answer.done == may, answer
 
 
-async def test_who_limits_a_group_anew_needs_nothing_of_where_its_dead_letters_go(world):
+async def test_other_limits_need_no_dead_letter_right(world):
     await world.copies("g1")
     await world.routed("s1", "dead")
     words = {"subject": "s1", "group": "shop"}
@@ -271,7 +251,7 @@ async def test_who_limits_a_group_anew_needs_nothing_of_where_its_dead_letters_g
     assert OperatorLimits("s1", "shop", per_second=8, dead_letters_to="dead") in world.registry.directory.limits
 
 
-async def another_one_first(world, *orders):
+async def precede(world, *orders):
     """Make the next change meet a conflicting one."""
     change = world.registry.change
 
@@ -283,20 +263,20 @@ async def another_one_first(world, *orders):
     world.registry.change = after_another
 
 
-async def test_two_operators_at_once_neither_make_a_circle_nor_forget_each_others_limits(world):
+async def test_concurrent_limits_are_merged_without_circle(world):
     await world.copies("g1")
     await world.routed("s1", "dead")
-    await another_one_first(world, SetLimits(OperatorLimits("dead", "people", dead_letters_to="s1")))
+    await precede(world, SetLimits(OperatorLimits("dead", "people", dead_letters_to="s1")))
     assert "in a circle" in await world.refused("LimitGroup", subject="s1", group="shop", deadLettersTo="dead")
     theirs = OperatorLimits("dead", "people", dead_letters_to="s1", per_second=7)
-    await another_one_first(world, SetLimits(theirs))
+    await precede(world, SetLimits(theirs))
     await world.done("LimitGroup", subject="dead", group="people", deadLettersTo="%DEAD_RETRY")
     assert world.registry.directory.limits == {OperatorLimits("dead", "people", per_second=7)}
 
 
-async def test_no_loss_is_acknowledged_that_the_answer_does_not_name(world):
+async def test_newer_loss_is_acknowledged_by_name(world):
     await world.copies("g1")
     await world.database.write(lambda repository: repository.change([AcceptLoss("g1", 5)]))
-    await another_one_first(world, AcceptLoss("g1", 9))
+    await precede(world, AcceptLoss("g1", 9))
     done = await world.done("AcknowledgeLoss", brokerGroup="g1")
     assert done["lostTerm"] == 9

@@ -26,19 +26,19 @@ class Quarantines:
         )
 
 
-async def test_each_copy_says_what_it_keeps(world):
+async def test_quarantine_of_each_copy_is_listed(world):
     await world.running_copies("g1")
     kept = Quarantines(world)
     del kept.parts["g1-a"]
-    said = await world.done("ListQuarantine", brokerGroup="g1")
-    assert [(row["hostname"], row["bytes"], len(row["parts"])) for row in said["brokers"]] == [
+    listed = await world.done("ListQuarantine", brokerGroup="g1")
+    assert [(row["hostname"], row["bytes"], len(row["parts"])) for row in listed["brokers"]] == [
         ("g1-a", 0, 0),
         ("g1-b", 20, 2),
     ]
-    assert said["unasked"] == {"g1-a:20881": "g1-a:20881 did not answer"}
+    assert listed["unasked"] == {"g1-a:20881": "g1-a:20881 did not answer"}
 
 
-async def test_evidence_is_cleared_by_its_name_only(world):
+async def test_evidence_is_cleared_by_name_only(world):
     await world.running_copies("g1")
     kept, words = Quarantines(world), {"brokerGroup": "g1", "host": "g1-b"}
     preview = await world.done("ClearQuarantine", dryRun="true", **words)
