@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,24 +67,13 @@ class Limits:
     sync_ms: float
     retention_ms: int
 
-    def settings(self, name: str) -> BrokerSettings:
-        return BrokerSettings(
-            hostname=name,
-            serve_port=1,
-            data=Path(name),
-            token="t",
-            segment_bytes=self.segment_bytes,
-            tail_bytes=self.tail_bytes,
-            window_bytes=self.window_bytes,
-            message_bytes_max=self.message_bytes_max,
-            lease_ms=self.lease_ms,
-            slave_wait_ms=self.slave_wait_ms,
-            slave_lag_bytes_max=self.slave_lag_bytes_max,
-            slave_lag_ms_max=self.slave_lag_ms_max,
-            catch_up_bytes_per_s=self.catch_up_bytes_per_s,
-            retention_hours=self.retention_ms / HOUR_MS,
-            clock_difference_ms_max=500,
-        )
+    def of_copy(self, name: str) -> dict[str, Any]:
+        """Return the settings that brokers and delay servers share."""
+        limits = asdict(self)
+        del limits["lease_ms"], limits["sync_ms"]
+        retention_hours = limits.pop("retention_ms") / HOUR_MS
+        known = {"hostname": name, "data": Path(name), "token": "t", "clock_difference_ms_max": 500}
+        return known | limits | {"retention_hours": retention_hours}
 
 
 class Machine:
@@ -111,25 +100,6 @@ class Machine:
         self.forgot = NO_EPOCH
         """Newest epoch of its disk when it was put back: it may use epochs up to there again."""
         self.stays_down = False
-
-    # tests.simulation.cores.network.Listener: new connections reach the present process.
-
-    @property
-    def is_up(self) -> bool:
-        return self.process is not None
-
-    def accept(self, link: End) -> None:
-        assert self.process is not None
-        link.owner = self.process
-
-    def packet_received(self, link: End, packet: Packet) -> None:
-        raise AssertionError("a connection belongs to a process")
-
-    def link_lost(self, link: End) -> None:
-        raise AssertionError("a connection belongs to a process")
-
-    def writable_again(self, link: End) -> None:
-        raise AssertionError("a connection belongs to a process")
 
     def bases(self) -> list[int]:
         return self.disk.bases()
@@ -281,7 +251,8 @@ class Process:
     def _build(self) -> None:
         """Make the log, the node and the keeper."""
         identity, self.log = self._identity(), self._watched_log()
-        settings = self.world.swarm.limits.settings(self.broker)
+        limits = self.world.swarm.limits
+        settings = BrokerSettings(**limits.of_copy(self.broker), serve_port=1, lease_ms=limits.lease_ms)
         self.keeper: Keeper = Retention(settings)
         self.node = Node(
             message_log=self.log,

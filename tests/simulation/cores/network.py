@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from qmq.codec import Buffer
 from qmq.errors import ErrorCode, QmqError
@@ -34,13 +34,11 @@ class Owner(Protocol):
     def writable_again(self, link: End) -> None: ...
 
 
-class Listener(Owner, Protocol):
-    """Owner that accepts connections."""
+class Listener(Protocol):
+    """Machine whose present process accepts connections."""
 
-    @property
-    def is_up(self) -> bool: ...
-
-    def accept(self, link: End) -> None: ...
+    name: str
+    process: Any
 
 
 class End:
@@ -170,15 +168,14 @@ class Network:
         events, host = self._events, owner.name
 
         def arrive() -> None:
-            listener = self._listeners[target]
+            process = self._listeners[target].process
             if not self.is_through(host, target):
                 events.between(200, 1500, lambda: then(None))
-            elif not listener.is_up:
+            elif process is None:
                 events.after(self.delay_ms(target, host), lambda: then(None))
             else:
                 ours, theirs = self._pair(host, target)
-                theirs.owner = listener
-                listener.accept(theirs)
+                theirs.owner = process
                 events.after(self.delay_ms(target, host), lambda: established(ours))
 
         def established(ours: End) -> None:

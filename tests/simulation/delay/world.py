@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from unittest import mock
 
@@ -98,24 +97,11 @@ class DelayWorld(World):
         return self.events.rng.choice(self.segment_lengths)
 
     def settings(self, name: str) -> DelaySettings:
-        limits = self.swarm.limits
         return DelaySettings(
-            hostname=name,
-            data=Path(name),
-            token="t",
-            segment_bytes=limits.segment_bytes,
-            tail_bytes=limits.tail_bytes,
-            window_bytes=limits.window_bytes,
-            message_bytes_max=limits.message_bytes_max,
-            slave_wait_ms=limits.slave_wait_ms,
-            slave_lag_bytes_max=limits.slave_lag_bytes_max,
-            slave_lag_ms_max=limits.slave_lag_ms_max,
-            catch_up_bytes_per_s=limits.catch_up_bytes_per_s,
-            retention_hours=limits.retention_ms / 3_600_000,
+            **self.swarm.limits.of_copy(name),
             load_ahead_minutes=self.ahead_ms / 60_000,
             loaded_messages_max=self.loaded_max,
             unknown_ms=self.unknown_ms,
-            clock_difference_ms_max=500,
         )
 
     def refuses(self, id: str) -> bool:
