@@ -75,16 +75,68 @@ class Client:
     def writable_again(self, link: End) -> None: ...
 
 
-@dataclass(slots=True)
-class Batch:
-    number: int
-    subject: str
-    ids: list[str]
-    parts: tuple[Buffer, Buffer]
+@dataclass(kw_only=True)
+class Request:
+    """Request that a client repeats until it is answered."""
+
     attempts: int = 0
     sent_ms: int | None = None
     """When the last attempt was sent; None: no attempt is under way."""
     not_before_ms: int = 0
+
+
+class Repeater(Client):
+    """Client that repeats its requests."""
+
+    TIMEOUT_MS = 900
+
+    @property
+    def requests(self) -> list[Request]:
+        """Requests without an outcome."""
+        raise NotImplementedError
+
+    def make(self) -> None:
+        """Add new requests, if it is time."""
+        raise NotImplementedError
+
+    def send(self, link: End, request: Request) -> None:
+        raise NotImplementedError
+
+    def act(self) -> None:
+        self.make()
+        if self.link is None:
+            if self.requests:
+                self.connect()
+            return
+        now_ms = self._events.now_ms
+        for request in self.requests:
+            if request.sent_ms is not None and now_ms - request.sent_ms > self.TIMEOUT_MS:
+                request.sent_ms = None
+                if self._events.chance(0.5):
+                    return self.drop_link()
+            if request.sent_ms is None and request.not_before_ms <= now_ms:
+                request.attempts += 1
+                request.sent_ms = now_ms
+                self.send(self.link, request)
+
+    def repeat_later(self, link: End, request: Request, code: int) -> None:
+        """Repeat a refused request after a pause, on another connection if that may help."""
+        request.sent_ms = None
+        request.not_before_ms = self._events.now_ms + self._events.rng.randint(5, 150)
+        if code in (ErrorCode.NOT_MASTER, ErrorCode.FENCED) and link is self.link:
+            self.drop_link()
+
+    def disconnected(self) -> None:
+        for request in self.requests:
+            request.sent_ms = None
+
+
+@dataclass
+class Batch(Request):
+    number: int
+    subject: str
+    ids: list[str]
+    parts: tuple[Buffer, Buffer]
 
 
 TAG = "t"
@@ -104,10 +156,8 @@ def order_key(identity: str) -> str | None:
     return (None, "k1", "k2", "k3")[crc32(identity.encode()) >> 8 & 3]
 
 
-class Producer(Client):
+class Producer(Repeater):
     """Producer that repeats a batch, byte by byte, until its outcome is known."""
-
-    TIMEOUT_MS = 900
 
     def __init__(self, world: World, name: str, identity: int) -> None:
         super().__init__(world, name)
@@ -116,23 +166,15 @@ class Producer(Client):
         self.is_producing = True
         self.outstanding: dict[int, Batch] = {}
 
-    def act(self) -> None:
+    @property
+    def requests(self) -> list[Request]:
+        return list(self.outstanding.values())
+
+    def make(self) -> None:
         oldest = min(self.outstanding, default=self._next)
         if self.is_producing and not self._is_early() and len(self.outstanding) < self.world.swarm.window:
             if self._next - oldest < 60:
                 self._make()
-        if self.link is None:
-            if self.outstanding:
-                self.connect()
-            return
-        now_ms = self._events.now_ms
-        for batch in list(self.outstanding.values()):
-            if batch.sent_ms is not None and now_ms - batch.sent_ms > self.TIMEOUT_MS:
-                batch.sent_ms = None
-                if self._events.chance(0.5):
-                    return self.drop_link()
-            if batch.sent_ms is None and batch.not_before_ms <= now_ms:
-                self._send(batch)
 
     def _is_early(self) -> bool:
         """Whether the seed's messages would be used up too soon."""
@@ -155,21 +197,22 @@ class Producer(Client):
             ids.append("nothing")
             messages.append(b"garbage")
             labels.append(0)
+        is_labelled = self.world.swarm.keys or rng.random() < 0.5
+        self._add(number, subject, ids, messages, labels if is_labelled else [])
+
+    def _add(self, number: int, subject: str, ids: list[str], messages: list[bytes], labels: list[int]) -> None:
         body, flags = join_batch(messages), 0
-        if self.world.swarm.keys or rng.random() < 0.5:
+        if labels:
             body += encode_labels(labels)
             flags = FLAG_LABELLED | (FLAG_ORDERED if any(label >> 32 for label in labels) else 0)
         header = commands.produce_header(self._identity, number, len(messages), crc32(body), subject, flags)
         self.outstanding[number] = Batch(number, subject, ids, (header, body))
 
-    def _send(self, batch: Batch) -> None:
-        assert self.link is not None
-        link = self.link
-        batch.attempts += 1
-        batch.sent_ms = self._events.now_ms
-        if batch.attempts > 1:
+    def send(self, link: End, request: Request) -> None:
+        assert isinstance(request, Batch)
+        if request.attempts > 1:
             self._events.count("batch repeated")
-        link.request(Command.PRODUCE, *batch.parts, then=lambda packet: self._answered(link, batch, packet))
+        link.request(Command.PRODUCE, *request.parts, then=lambda packet: self._answered(link, request, packet))
 
     def _answered(self, link: End, batch: Batch, packet: Packet) -> None:
         code = packet.code
@@ -186,14 +229,7 @@ class Producer(Client):
         if code == ErrorCode.OUTCOME_UNKNOWN:
             self.outstanding.pop(batch.number, None)
             return
-        batch.sent_ms = None
-        batch.not_before_ms = self._events.now_ms + self._events.rng.randint(5, 150)
-        if code in (ErrorCode.NOT_MASTER, ErrorCode.FENCED) and link is self.link:
-            self.drop_link()
-
-    def disconnected(self) -> None:
-        for batch in self.outstanding.values():
-            batch.sent_ms = None
+        self.repeat_later(link, batch, code)
 
 
 @dataclass(slots=True)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from zlib import crc32
 
-from qmq.codec import encode_labels, encode_message, join_batch, label_of, with_properties
+from qmq.codec import encode_message, label_of, with_properties
 from qmq.errors import ErrorCode
-from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
 from qmq.message import DELAY_KEY, Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Cancel, Command, Reschedule
 from qmq.remoting.packet import Packet
-from tests.simulation.cores.clients import Batch, Client, Producer, order_key
+from tests.simulation.cores.clients import Producer, Repeater, Request, order_key
 from tests.simulation.cores.network import End
 
 if TYPE_CHECKING:
@@ -37,31 +35,14 @@ class DelayProducer(Producer):
         ids, messages, labels = [], [], []
         for i in range(rng.randint(1, self.world.swarm.batch_messages)):
             id = f"{self.name}-{number}-{i}"
-            due_ms = (
-                BEGAN_MS
-                + self._events.now_ms
-                + rng.choice(
-                    (
-                        -3_600_000,
-                        0,
-                        rng.randint(0, 200),
-                        rng.randint(0, 2000),
-                        rng.randint(0, 2000),
-                        rng.randint(0, 10_000),
-                    )
-                )
-            )
+            later_ms = [rng.randint(0, most_ms) for most_ms in (200, 2000, 2000, 10_000)]
+            due_ms = BEGAN_MS + self._events.now_ms + rng.choice((-3_600_000, 0, *later_ms))
             ids.append(id)
             messages.append(delayed(subject, id, due_ms, size=rng.choice((0, 10, 60, 200, 700))))
             labels.append(label_of((), order_key(id) if self.world.swarm.keys else None))
             oracle.sent[id] = subject
             oracle.dues[id] = {due_ms}
-        body, flags = join_batch(messages), 0
-        if self.world.swarm.keys:
-            body += encode_labels(labels)
-            flags = FLAG_LABELLED | (FLAG_ORDERED if any(label >> 32 for label in labels) else 0)
-        header = commands.produce_header(self._identity, number, len(messages), crc32(body), subject, flags)
-        self.outstanding[number] = Batch(number, subject, ids, (header, body))
+        self._add(number, subject, ids, messages, labels if self.world.swarm.keys else [])
 
 
 def delayed(subject: str, id: str, due_ms: int, *, size: int = 0) -> bytes:
@@ -71,7 +52,7 @@ def delayed(subject: str, id: str, due_ms: int, *, size: int = 0) -> bytes:
 
 
 @dataclass
-class Question:
+class Question(Request):
     id: str
     subject: str
     by_key: bool
@@ -79,15 +60,11 @@ class Question:
     """New due time; 0: cancelled."""
     was_known: bool
     """Whether the message was acknowledged before its first question."""
-    attempts: int = 0
-    sent_ms: int | None = None
-    not_before_ms: int = 0
 
 
-class Asker(Client):
+class Asker(Repeater):
     """Client that cancels and reschedules messages, also those due at this moment, and repeats until it is answered."""
 
-    TIMEOUT_MS = 900
     world: DelayWorld
 
     def __init__(self, world: DelayWorld, name: str) -> None:
@@ -95,21 +72,13 @@ class Asker(Client):
         self.is_asking = True
         self.open: list[Question] = []
 
-    def act(self) -> None:
+    @property
+    def requests(self) -> list[Request]:
+        return list(self.open)
+
+    def make(self) -> None:
         if self.is_asking and len(self.open) < 3 and self._events.chance(self.world.asking):
             self._make()
-        if self.link is None:
-            if self.open:
-                self.connect()
-            return
-        now_ms = self._events.now_ms
-        for question in self.open:
-            if question.sent_ms is not None and now_ms - question.sent_ms > self.TIMEOUT_MS:
-                question.sent_ms = None
-                if self._events.chance(0.5):
-                    return self.drop_link()
-            if question.sent_ms is None and question.not_before_ms <= now_ms:
-                self._ask(question)
 
     def _make(self) -> None:
         rng, oracle = self._events.rng, self.world.oracle
@@ -128,30 +97,23 @@ class Asker(Client):
             oracle.dues[id].add(due_ms)
         self.open.append(Question(id, oracle.sent[id], rng.random() < 0.3, due_ms, id in oracle.acked))
 
-    def _ask(self, question: Question) -> None:
-        assert self.link is not None
-        link, id = self.link, question.id
-        question.sent_ms = self._events.now_ms
-        question.attempts += 1
-        name, key = ("", f"key-{id}") if question.by_key else (id, "")
-        if question.due_ms:
-            body = commands.encode_reschedule(Reschedule(question.subject, name, key, question.due_ms))
+    def send(self, link: End, request: Request) -> None:
+        assert isinstance(request, Question)
+        name, key = ("", f"key-{request.id}") if request.by_key else (request.id, "")
+        if request.due_ms:
+            body = commands.encode_reschedule(Reschedule(request.subject, name, key, request.due_ms))
             command = Command.RESCHEDULE
         else:
-            body = commands.encode_cancel(Cancel(question.subject, [name] if name else [], [key] if key else [], 0))
+            body = commands.encode_cancel(Cancel(request.subject, [name] if name else [], [key] if key else [], 0))
             command = Command.CANCEL
-        link.request(command, body, then=lambda packet: self._answered(link, question, packet))
+        link.request(command, body, then=lambda packet: self._answered(link, request, packet))
 
     def _answered(self, link: End, question: Question, packet: Packet) -> None:
         if question not in self.open:
             return
         if packet.code != ErrorCode.SUCCESS:
             self._events.count(f"question answered {packet.code}")
-            question.sent_ms = None
-            question.not_before_ms = self._events.now_ms + self._events.rng.randint(5, 150)
-            if packet.code in (ErrorCode.NOT_MASTER, ErrorCode.FENCED) and link is self.link:
-                self.drop_link()
-            return
+            return self.repeat_later(link, question, packet.code)
         self.open.remove(question)
         if question.due_ms:
             fate = str(commands.decode_rescheduled(packet.body))
@@ -161,7 +123,3 @@ class Asker(Client):
         self._events.count(f"answered: {fate}")
         self._events.note(f"{self.name} {question.id} due={question.due_ms} answered {fate}")
         self.world.oracle.question_answered(question, fate)
-
-    def disconnected(self) -> None:
-        for question in self.open:
-            question.sent_ms = None
