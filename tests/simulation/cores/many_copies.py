@@ -201,33 +201,9 @@ class ManyCopies(Metaserver):
     def swap(self) -> None:
         """Swap with any slave, step by step; the swap may end after each step."""
         group, events, life = self.group, self._events, self.life
-        assert group.master is not None
-        hold_ms, master = events.rng.choice((50, 300, 2000)), group.master.hostname
-        slave = events.rng.choice(group.slaves)
-        deadline_ms = events.now_ms + 2 * hold_ms
+        hold_ms, slave = events.rng.choice((50, 300, 2000)), events.rng.choice(group.slaves)
 
-        def goes_on() -> bool:
-            return self.is_up and self.life == life and not events.chance(0.05)
-
-        def prepare() -> None:
-            process = self._reach(master)
-            if process is None or not goes_on():
-                return ended()
-            try:
-                process.guarded(
-                    lambda: process.node.changes.prepare_swap(group.term, hold_ms, target=slave.incarnation)
-                )
-            except OperatorError:
-                return ended()
-            events.count("swap prepared")
-            events.between(0, 20, drained)
-
-        def drained() -> None:
-            process = self._reach(master)
-            if process is None or not goes_on() or events.now_ms > deadline_ms:
-                return ended()
-            if process.node.master is None or not process.node.master.is_drained_to(slave.incarnation):
-                return events.between(5, 20, drained)
+        def drained(process: Process) -> None:
             term = self._floor() + 1
             process.guarded(lambda: process.node.changes.promise_swap(term, target=slave.incarnation))
             if process.is_alive:
@@ -239,7 +215,7 @@ class ManyCopies(Metaserver):
         def exchange(term: int, at_end: ReplicaState) -> None:
             process = self._reach(slave.hostname)
             ended()
-            if process is None or not goes_on() or group.term != self.group.term:
+            if process is None or not self._goes_on(life) or group.term != self.group.term:
                 return
             try:
                 rules.check_same_log(at_end, full_state(process))
@@ -253,7 +229,7 @@ class ManyCopies(Metaserver):
             self.choices -= 1
 
         self.choices += 1
-        events.between(0, 20, prepare)
+        self._drain(group, hold_ms, slave.incarnation, drained, ended, refused=ended)
 
     def look_after(self) -> None:
         """Follow Doctor's remedies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -257,45 +258,24 @@ class Metaserver:
             return
         events, hold_ms = self._events, self._events.rng.choice((50, 300, 2000))
         master, slave = group.master.hostname, group.slave.hostname
-        deadline_ms = events.now_ms + 2 * hold_ms
         hold_ends_ms = events.now_ms + hold_ms
-        at_end: list[ReplicaState] = []
 
-        def goes_on() -> bool:
-            return self.is_up and self.life == life and not events.chance(0.05)
+        def drained(process: Process) -> None:
+            at_end = _state(process)
+            events.between(0, 50, lambda: compare(at_end))
 
-        def prepare() -> None:
-            process = self._reach(master)
-            if process is None or not goes_on():
-                return
-            try:
-                process.guarded(lambda: process.node.changes.prepare_swap(group.term, hold_ms))
-            except OperatorError:
-                return
-            events.count("swap prepared")
-            events.between(0, 20, drained)
-
-        def drained() -> None:
-            process = self._reach(master)
-            if process is None or not goes_on() or events.now_ms > deadline_ms:
-                return cancel()
-            if process.node.master is None or not process.node.master.is_drained_to(""):
-                return events.between(5, 20, drained)
-            at_end.append(_state(process))
-            events.between(0, 50, compare)
-
-        def compare() -> None:
+        def compare(at_end: ReplicaState) -> None:
             process = self._reach(slave)
-            if process is None or not goes_on():
+            if process is None or not self._goes_on(life):
                 return cancel()
             try:
-                rules.check_same_log(at_end[0], _state(process))
+                rules.check_same_log(at_end, _state(process))
             except OperatorError:
                 return cancel()
             events.between(0, 50, exchange)
 
         def exchange() -> None:
-            if not goes_on() or events.now_ms > hold_ends_ms:
+            if not self._goes_on(life) or events.now_ms > hold_ends_ms:
                 return cancel()
             try:
                 change = rules.swap_roles(self.group, term=group.term)
@@ -308,6 +288,51 @@ class Metaserver:
             process = self._reach(master)
             if process is not None and events.chance(0.7):
                 process.guarded(process.node.changes.cancel_swap)
+
+        self._drain(group, hold_ms, "", drained, cancel, refused=lambda: None)
+
+    def _goes_on(self, life: int) -> bool:
+        """Whether a swap that this metaserver began in this life goes on."""
+        return self.is_up and self.life == life and not self._events.chance(0.05)
+
+    def _drain(
+        self,
+        group: Group,
+        hold_ms: int,
+        target: str,
+        drained: Callable[[Process], None],
+        ended: Callable[[], None],
+        *,
+        refused: Callable[[], None],
+    ) -> None:
+        """Let the master prepare a swap to the slave `target`, and wait until it is drained.
+
+        Args:
+            drained: called with the master's process.
+            ended: called if the swap ends while it waits; `refused`: if it ends before.
+        """
+        events, life = self._events, self.life
+        assert group.master is not None
+        master, deadline_ms = group.master.hostname, events.now_ms + 2 * hold_ms
+
+        def prepare() -> None:
+            process = self._reach(master)
+            if process is None or not self._goes_on(life):
+                return refused()
+            try:
+                process.guarded(lambda: process.node.changes.prepare_swap(group.term, hold_ms, target=target))
+            except OperatorError:
+                return refused()
+            events.count("swap prepared")
+            events.between(0, 20, wait)
+
+        def wait() -> None:
+            process = self._reach(master)
+            if process is None or not self._goes_on(life) or events.now_ms > deadline_ms:
+                return ended()
+            if process.node.master is None or not process.node.master.is_drained_to(target):
+                return events.between(5, 20, wait)
+            drained(process)
 
         events.between(0, 20, prepare)
 

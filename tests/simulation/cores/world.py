@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from qmq.audit.derived import check_segment
 from qmq.codec import Buffer
@@ -107,7 +108,13 @@ class Swarm:
 
 
 class World:
-    """World of one seed."""
+    """World of one seed.
+
+    Args:
+        moves: an operator moves consumer groups.
+        fails_over: the metaserver makes the slave the master by itself, as always with more `copies`.
+        clones: a copy of a data directory is started on another machine.
+    """
 
     def __init__(
         self,
@@ -128,20 +135,11 @@ class World:
         self._fails_over = fails_over
         self.watch: Callable[[Process], None] | None = None
         """Called with each process after an event."""
-        swarm = Swarm.draw(self.events.rng).on_the_way(steering.state)
-        if clones:  # a process without its part writes on, and the oracle notes times by offset
-            swarm = replace(swarm, limits=replace(swarm.limits, retention_ms=1 << 50))
-        self.swarm = swarm
-        self.oracle = Oracle(self.events)
-        self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
-        self.oracle.is_counted = not moves and not swarm.unsubscribe
-        # A deposed master answers acks alone until it learns of its successor. Its acks are taken back after later
-        # messages of the same key were finished.
-        self.oracle.is_ordered = swarm.keys and not moves and not fails_over and copies == 2
-        self.oracle.choosy = {"g1"} if swarm.tagged else set()
+        self.swarm = swarm = self._draw()
+        self.oracle = self._make_oracle()
         self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
         self.network.on_answer = self._on_answer
-        self.machines = [Machine(self, name) for name in "abcde"[:copies]]
+        self.machines = self._make_machines()
         self.stopped: list[Machine] = []
         """Machines that an operator stopped for good."""
         self.oracle.machines, self.oracle.copies, self.oracle.min_copies = self.machines, copies, min_copies
@@ -150,14 +148,38 @@ class World:
         names = [machine.name for machine in self.machines]
         self.metaserver = Metaserver(self, "a", "b") if copies == 2 else ManyCopies(self, names, min_copies)
         self.metaserver.fails_over = fails_over or copies > 2
-        self.producers = [Producer(self, f"p{i}", i + 1) for i in range(swarm.producers)]
+        self.producers: list[Producer] = []
+        self.consumers: list[Consumer] = []
+        self.clients = self._make_clients()
+
+    def _draw(self) -> Swarm:
+        swarm = Swarm.draw(self.events.rng).on_the_way(self.steering.state)
+        if self._clones:  # a process without its part writes on, and the oracle notes times by offset
+            swarm = replace(swarm, limits=replace(swarm.limits, retention_ms=1 << 50))
+        return swarm
+
+    def _make_oracle(self) -> Oracle:
+        oracle, swarm = Oracle(self.events), self.swarm
+        oracle.has_operator, oracle.deliveries_max = self._moves, swarm.deliveries_max
+        oracle.is_counted = not self._moves and not swarm.unsubscribe
+        # A deposed master answers acks alone until it learns of its successor. Its acks are taken back after later
+        # messages of the same key were finished.
+        oracle.is_ordered = swarm.keys and not self._moves and not self._fails_over and self.copies == 2
+        oracle.choosy = {"g1"} if swarm.tagged else set()
+        return oracle
+
+    def _make_machines(self) -> list[Machine]:
+        return [Machine(self, name) for name in "abcde"[: self.copies]]
+
+    def _make_clients(self) -> list[Client]:
+        self.producers = [Producer(self, f"p{i}", i + 1) for i in range(self.swarm.producers)]
         self.consumers = [
             Consumer(self, f"{group}-{subject}-{i}", group, subject)
             for group in ("g0", "g1")
-            for subject in swarm.subjects
-            for i in range(swarm.consumers)
+            for subject in self.swarm.subjects
+            for i in range(self.swarm.consumers)
         ]
-        self.clients: list[Client] = [*self.producers, *self.consumers]
+        return [*self.producers, *self.consumers]
 
     def machine(self, name: str) -> Machine:
         return next(machine for machine in (*self.machines, *self.stopped) if machine.name == name)
@@ -183,17 +205,23 @@ class World:
         for machine in self.machines:
             machine.start()
         self.events.run_until(int(self.swarm.war_ms * 100))
-        nemesis = (CloneNemesis if self._clones else CoreNemesis if self.copies == 2 else ManyNemesis)(self)
-        operator = Operator(self) if self._moves else None
-        if self._fails_over or self.copies > 2:
-            self.metaserver.look()
+        stoppable = self._begin_war()
         self.events.run_until(int(self.swarm.war_ms * 1000))
-        nemesis.stop()
-        if operator is not None:
-            operator.stop()
+        for part in stoppable:
+            part.stop()
         self._make_peace()
         if not self.events.run_until(self.events.now_us + PEACE_S * 1_000_000, self._is_well):
             raise Violation(f"I20: not working {PEACE_S} s after the last fault: {self.describe()}")
+        self._check_end()
+
+    def _begin_war(self) -> list[CoreNemesis | Operator]:
+        nemesis = (CloneNemesis if self._clones else CoreNemesis if self.copies == 2 else ManyNemesis)(self)
+        operators = [Operator(self)] if self._moves else []
+        if self._fails_over or self.copies > 2:
+            self.metaserver.look()
+        return [nemesis, *operators]
+
+    def _check_end(self) -> None:
         self.oracle.check_end(["g0", "g1"])
         self._check_beside()
 
@@ -262,6 +290,7 @@ class World:
                 raise
 
     def _is_well(self) -> bool:
+        """Whether all copies are equal, one is writable, each client is done, and all bytes can be read."""
         processes = [machine.process for machine in self.machines]
         if any(process is None or process.log.damage is not None or not process.log.is_idle for process in processes):
             return False
@@ -269,11 +298,12 @@ class World:
         if len({(log.end, log.chain) for log in logs}) > 1:
             return False
         master = next((process for process in processes if process is not None and process.node.writable), None)
-        if master is None or any(producer.outstanding for producer in self.producers):
+        return master is not None and self._are_clients_done(master) and self._reads_well()
+
+    def _are_clients_done(self, master: Process) -> bool:
+        if any(producer.outstanding for producer in self.producers):
             return False
-        if any(not consumer.is_idle for consumer in self.consumers) or not self._is_drained(master.log.state):
-            return False
-        return self._reads_well()
+        return all(consumer.is_idle for consumer in self.consumers) and self._is_drained(master.log.state)
 
     def _reads_well(self) -> bool:
         for machine in self.machines:
@@ -307,25 +337,9 @@ def copies_of(seed: int) -> dict[str, int]:
     return {} if seed % 4 else {"copies": 3, "min_copies": 2 if seed % 16 else 3}
 
 
-def simulate(
-    seed: int,
-    *,
-    moves: bool = False,
-    fails_over: bool = False,
-    clones: bool = False,
-    copies: int = 2,
-    min_copies: int = 2,
-    steering: Steering = UNSTEERED,
-) -> Outcome:
-    """Run one seed to its end; a failure is in the outcome.
-
-    Args:
-        moves: an operator moves consumer groups.
-        fails_over: the metaserver makes the slave the master by itself, as always with more `copies`.
-        clones: a copy of a data directory is started on another machine.
-    """
-    kinds = {"moves": moves, "fails_over": fails_over, "clones": clones}
-    world = World(seed, **kinds, copies=copies, min_copies=min_copies, steering=steering)
+def simulate(seed: int, **kinds: Any) -> Outcome:
+    """Run one seed to its end; a failure is in the outcome. `kinds`: as of `World`."""
+    world = World(seed, **kinds)
     failure = failure_of(world.run)
     return outcome_of(seed, world.events, len(world.oracle.acked), len(world.oracle.delivered), failure)
 

@@ -12,15 +12,16 @@ from qmq.delayserver.schedule import DamagedSchedule, Schedule
 from qmq.delayserver.settings import DelaySettings
 from qmq.log.frame import decode_frames
 from qmq.log.memory_disk import MemoryDisk
-from tests.simulation.cores.metaserver import Metaserver
-from tests.simulation.cores.network import Network
-from tests.simulation.cores.world import PEACE_S, Swarm, World, outcome_of
+from tests.simulation.cores.clients import Client
+from tests.simulation.cores.nemesis import CoreNemesis
+from tests.simulation.cores.operator import Operator
+from tests.simulation.cores.world import Swarm, World, outcome_of
 from tests.simulation.delay.brokers import BrokerGroups
 from tests.simulation.delay.clients import Asker, DelayProducer
 from tests.simulation.delay.machine import DelayMachine, DelayProcess
 from tests.simulation.delay.nemesis import CALM, DelayNemesis
 from tests.simulation.delay.oracle import DelayOracle
-from tests.simulation.events import Events, Violation
+from tests.simulation.events import Violation
 from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.steering import UNSTEERED, Steering
 
@@ -31,37 +32,27 @@ class DelayWorld(World):
     """World of one seed."""
 
     oracle: DelayOracle
+    machines: list[DelayMachine]
 
-    def __init__(self, seed: int, steering: Steering = UNSTEERED) -> None:
-        self.events = Events(seed)
-        self.steering = steering
-        self.watch = None
-        rng = self.events.rng
-        self._moves = False
-        self._clones = False
-        self.copies = 2
-        self.stopped = []
-        swarm = Swarm.draw(rng)
-        self.swarm = swarm = replace(swarm, consumers=0, tagged=False, keys=rng.random() < 0.3)
-        self._draw(rng)
-        self.oracle = DelayOracle(self.events, self.unknown_ms)
-        self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
-        self.network.on_answer = self._on_answer
+    def _make_oracle(self) -> DelayOracle:
+        return DelayOracle(self.events, self.unknown_ms)
+
+    def _make_machines(self) -> list[DelayMachine]:
         self.brokers = BrokerGroups(self, self.broker_groups)
-        self.machines = [DelayMachine(self, "a"), DelayMachine(self, "b")]
-        self.oracle.machines = self.machines
-        clocks = Random(f"clocks {seed}")  # with dice of its own, so seeds without wrong clocks stay as they are
+        machines = [DelayMachine(self, "a"), DelayMachine(self, "b")]
+        clocks = Random(f"clocks {self.events.seed}")  # dice of their own: other seeds stay as they are
         if clocks.random() < 0.4 and not self.refusing:
-            clocks.choice(self.machines).wall_skew_ms = clocks.choice((-20_000, 20_000, 3_600_000, -3_600_000))
-        for machine in self.machines:
-            self.network.listen(machine)
-        self.metaserver = Metaserver(self, "a", "b")
-        self.producers = [DelayProducer(self, f"p{i}", i + 1) for i in range(swarm.producers)]
-        self.askers = [Asker(self, f"q{i}") for i in range(2)]
-        self.consumers = []
-        self.clients = [*self.producers, *self.askers]
+            clocks.choice(machines).wall_skew_ms = clocks.choice((-20_000, 20_000, 3_600_000, -3_600_000))
+        return machines
 
-    def _draw(self, rng: Random) -> None:
+    def _make_clients(self) -> list[Client]:
+        self.producers = [DelayProducer(self, f"p{i}", i + 1) for i in range(self.swarm.producers)]
+        self.askers = [Asker(self, f"q{i}") for i in range(2)]
+        return [*self.producers, *self.askers]
+
+    def _draw(self) -> Swarm:
+        rng = self.events.rng
+        swarm = replace(Swarm.draw(rng), consumers=0, tagged=False, keys=rng.random() < 0.3)
         self.broker_groups = ("g1", "g2", "g3")[: rng.randint(1, 3)]
         self.segment_lengths = rng.choice(((1000,), (60_000,), (300, 1000, 5000)))
         self.ahead_ms = rng.choice((0, 100, 2000, 60_000))
@@ -91,6 +82,7 @@ class DelayWorld(World):
             "qmq.replication.clocks.READING_MS_MAX": 2000,
             "qmq.delayserver.upkeep.READ_BYTES": rng.choice((2000, 1 << 20)),
         }
+        return swarm
 
     def segment_ms(self) -> int:
         """Return the segment length; operators may change it with each start."""
@@ -108,17 +100,12 @@ class DelayWorld(World):
         """Whether brokers reject this message, until an operator raises their limits."""
         return self.refusing and not self._is_peace and hash_of(id) % 20 == 0
 
-    def run(self) -> None:
-        for machine in self.machines:
-            machine.start()
-        self.events.run_until(int(self.swarm.war_ms * 100))
+    def _begin_war(self) -> list[CoreNemesis | Operator]:
         nemesis = DelayNemesis(self)
         self.events.between(100, 800, self._compare)
-        self.events.run_until(int(self.swarm.war_ms * 1000))
-        nemesis.stop()
-        self._make_peace()
-        if not self.events.run_until(self.events.now_us + PEACE_S * 1_000_000, self._is_well):
-            raise Violation(f"I20: not working {PEACE_S} s after the last fault: {self.describe()}")
+        return [nemesis]
+
+    def _check_end(self) -> None:
         if not self.events.run_until(self.events.now_us + 2_000_000, lambda: self._has_filed_all):
             raise Violation(f"I20: not everything is filed: {self.describe()}")
         for machine in self.machines:
@@ -136,22 +123,11 @@ class DelayWorld(World):
             asker.is_asking = False
         super()._make_peace()
 
-    def _is_well(self) -> bool:
-        processes = [machine.process for machine in self.machines]
-        if any(process is None or process.log.damage is not None or not process.log.is_idle for process in processes):
-            return False
-        first, second = processes[0].log, processes[1].log
-        if (first.end, first.chain) != (second.end, second.chain):
-            return False
-        if not any(process.node.writable for process in processes):
-            return False
+    def _are_clients_done(self, master: DelayProcess) -> bool:
         if any(producer.outstanding for producer in self.producers) or any(asker.open for asker in self.askers):
             return False
-        masters = [process for process in processes if process.node.master is not None]
-        schedule = masters[0].filing.schedule
-        if schedule.filed_end != first.end or schedule.pending_messages or schedule.in_flight:
-            return False
-        return self._reads_well()
+        schedule = master.filing.schedule
+        return schedule.filed_end == master.log.end and not schedule.pending_messages and not schedule.in_flight
 
     @property
     def _has_filed_all(self) -> bool:
@@ -247,7 +223,7 @@ def constants(values: dict[str, int]) -> Iterator[None]:
 
 def simulate(seed: int, *, steering: Steering = UNSTEERED) -> Outcome:
     """Run one seed to its end; a failure is in the outcome."""
-    world = DelayWorld(seed, steering)
+    world = DelayWorld(seed, steering=steering)
     with constants(world.constants):
         failure = failure_of(world.run)
     stored = sum(map(len, world.oracle.places.values()))
