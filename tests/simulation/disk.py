@@ -112,7 +112,7 @@ class SimulatedSystem(MemorySystem):
         except OSError:
             self._lose_written(fd)
             raise
-        self._lied.pop(self._open[fd], None)  # type: ignore[call-overload]
+        self._lied.pop(self._open[fd], None)
 
     def fdatasync(self, fd: int) -> None:
         file = self.file(fd)
@@ -205,7 +205,6 @@ class Medium:
     def go_bad(self, name: str, block: int) -> None:
         """Make a block unreadable until it is written. A block that is only reserved is never read."""
         inode = self.system.entries[f"{ROOT}/{name}"]
-        assert inode is not None
         begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, len(inode.data))
         if begin < end:
             self.system.bad.setdefault(inode, set()).add(block)

@@ -173,7 +173,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
         process = current()
-        assert process is not None
         process.signals[sig] = partial(callback, *args)
 
     def remove_signal_handler(self, sig: int) -> bool:
@@ -196,7 +195,6 @@ class Threads:
 
     def submit(self, call: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
         loop, process = asyncio.get_event_loop(), current()
-        assert isinstance(loop, VirtualLoop) and process is not None
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         if self._name == "database" and loop.database == "hangs":
             loop.call_later(loop.rng.uniform(3.0, 8.0), self._work, loop, future, call, args)

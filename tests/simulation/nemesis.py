@@ -22,7 +22,7 @@ def fault(weight: float = 1.0) -> Callable[[Strike], Strike]:
     """Enter a method into its class's table of faults; `weight`: how often it strikes at most."""
 
     def mark(strike: Strike) -> Strike:
-        strike.weight = weight  # type: ignore[attr-defined]
+        strike.weight = weight
         return strike
 
     return mark

@@ -209,7 +209,6 @@ class Producer(Repeater):
         self.outstanding[number] = Batch(number, subject, ids, (header, body))
 
     def send(self, link: End, request: Request) -> None:
-        assert isinstance(request, Batch)
         if request.attempts > 1:
             self._events.count("batch repeated")
         link.request(Command.PRODUCE, *request.parts, then=lambda packet: self._answered(link, request, packet))
@@ -372,7 +371,6 @@ class Consumer(Client):
             self._unacked.subscribed(fields["acked_end"], [tuple(piece) for piece in fields["unacked"]])
 
     def _pull(self, link: End, session: Session) -> None:
-        assert session.subscription is not None
         rng = self._events.rng
         session.pull_sent_ms = self._events.now_ms
         pull = Pull(session.subscription, rng.randint(1, 12), rng.choice((1, 500, 100_000)), rng.choice((0, 100, 1000)))
@@ -395,7 +393,6 @@ class Consumer(Client):
                 self._undone += [(held[0], at, first + at) for at in range(piece.count - held[1])]
 
     def _ack(self, link: End, session: Session) -> None:
-        assert session.subscription is not None
         found = self._unacked.next_ack(everything=self._events.chance(0.3))
         if found is None:
             return
@@ -409,7 +406,6 @@ class Consumer(Client):
             self._unacked.acked(ack)
 
     def _nack(self, link: End, session: Session) -> None:
-        assert session.subscription is not None
         found = self._unacked.next_nack(self._events.now_ms)
         if found is None:
             return

@@ -54,7 +54,7 @@ def stop_copies(world: World) -> None:
         if row is None or len(pair) < 2 or any(machine.process is None for machine in pair):
             return
         (other,) = (machine for machine in pair if machine.name != row.ip)
-        if world.machine(row.ip).process.node.role is None:  # type: ignore[union-attr]
+        if world.machine(row.ip).process.node.role is None:
             return
         if other.process is not None and other.process.node.role is not None:
             return  # not refused yet

@@ -164,7 +164,6 @@ class Machine:
 
     def _die_while_writing(self, process: Process) -> None:
         """Cut the power between two calls of a commit."""
-        assert process.performing is not None
         self.disk.heal()
         self.disk.fail_after(self.world.events.rng.randint(1, 25))
         try:

@@ -75,7 +75,6 @@ class ManyCopies(Metaserver):
         Not between a promise and the choice that rests on it (decision 43). The master's only if the row has the
         acknowledged point, or a slave with all of it is awaited.
         """
-        assert self.group.master is not None
         known = max((point.end for point in self.points.values()), default=0)
         is_master = self.group.master.hostname == name
         is_kept = not is_master or known >= self._world.oracle.committed.end or self._is_one_waited_for()
@@ -105,7 +104,6 @@ class ManyCopies(Metaserver):
     def look(self) -> None:
         """Look whether the master is gone, and whether a promise led to no choice."""
         self._events.between(20, 200, self.look)
-        assert self.group.master is not None
         if not self.is_up:
             return
         master = self._reach(self.group.master.hostname)
@@ -167,7 +165,7 @@ class ManyCopies(Metaserver):
 
         self.choices += 1
         for slave in facts.eligible:
-            events.between(0, 20, lambda slave=slave: ask(slave))  # type: ignore[misc]
+            events.between(0, 20, lambda slave=slave: ask(slave))
         events.between(20, events.rng.choice((40, 2000)), choose)
 
     def _choose_among(self, facts: Facts) -> None:
@@ -271,7 +269,6 @@ class ManyNemesis(CoreNemesis):
     def failover(self) -> bool:
         """Kill the master."""
         group = self._world.metaserver.group
-        assert group.master is not None
         self._world.machine(group.master.hostname).die("failover", power=self._rng.random() < 0.5)
         return True
 
@@ -282,7 +279,6 @@ class ManyNemesis(CoreNemesis):
         By then, that slave may have promised to follow no master.
         """
         group = self._world.metaserver.group
-        assert group.master is not None
         name = group.master.hostname
         others = [machine.name for machine in self._world.machines if machine.name != name]
         self._rng.shuffle(others)

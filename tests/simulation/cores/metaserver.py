@@ -312,7 +312,6 @@ class Metaserver:
             ended: called if the swap ends while it waits; `refused`: if it ends before.
         """
         events, life = self._events, self.life
-        assert group.master is not None
         master, deadline_ms = group.master.hostname, events.now_ms + 2 * hold_ms
 
         def prepare() -> None:

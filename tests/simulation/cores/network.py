@@ -317,7 +317,7 @@ class Network:
                         end.under_way.pop()
                 other = end.other
                 if power:
-                    self._events.between(1, self._keepalive_ms, lambda other=other: self._gone(other))  # type: ignore[misc]
+                    self._events.between(1, self._keepalive_ms, lambda other=other: self._gone(other))
                 else:
                     end.under_way.append(None)
                     self._schedule_arrival(end)

@@ -246,7 +246,7 @@ class World:
             machine.disk.heal()
             if machine.process is not None:
                 process = machine.process
-                process.guarded(lambda process=process: process.node.set_disk_full(False))  # type: ignore[misc]
+                process.guarded(lambda process=process: process.node.set_disk_full(False))
             else:
                 events.between(10, 500, machine.start)
         for producer in self.producers:

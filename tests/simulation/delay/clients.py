@@ -98,7 +98,6 @@ class Asker(Repeater):
         self.open.append(Question(id, oracle.sent[id], rng.random() < 0.3, due_ms, id in oracle.acked))
 
     def send(self, link: End, request: Request) -> None:
-        assert isinstance(request, Question)
         name, key = ("", f"key-{request.id}") if request.by_key else (request.id, "")
         if request.due_ms:
             body = commands.encode_reschedule(Reschedule(request.subject, name, key, request.due_ms))

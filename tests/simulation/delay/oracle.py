@@ -169,7 +169,6 @@ class DelayOracle(Oracle):
 
     def _check_plan(self, process: DelayProcess, frame: Frame, places: list[tuple[int, int]], ids: list[str]) -> None:
         master, log = process.node.master, process.log
-        assert master is not None
         # No later mastership wrote frames that both copies have.
         may_be_committed = frame.end <= self.committed.end and frame.epoch <= self.committed.epoch
         if may_be_committed and self._has_committed(log):

@@ -255,7 +255,7 @@ class Brokers:
         master = box.process
         if master is None or not master.is_in(Role.MASTER):
             return False
-        slaves = list(self.assigned(master).slaves)
+        slaves = list(master.assignment.slaves)
         chosen = slaves if number is None or not slaves else [slaves[number % len(slaves)]]
         there = [slave for address in chosen if (slave := self.at(address.ip).process)]
         met = [slave for slave in there if self._meet(master, slave)]
@@ -267,7 +267,7 @@ class Brokers:
 
     def _meet(self, master: Process, slave: Process) -> bool:
         """Let both agree; before a mastership begins, the master restores what it lost from the slave."""
-        if not slave.is_in(Role.SLAVE, self.assigned(master).term) or self._is_held(slave):
+        if not slave.is_in(Role.SLAVE, master.assignment.term) or self._is_held(slave):
             return False
         if slave.disk.group != master.disk.group or slave.disk is master.disk:
             return False
@@ -295,7 +295,7 @@ class Brokers:
 
     def _is_to_wait(self, master: Process, slave: Process) -> bool:
         """Whether the slave was never whole, lacks acknowledged frames, and is not allowed to be filled."""
-        part, disk, point = self.assigned(master), slave.disk, master.disk.point
+        part, disk, point = master.assignment, slave.disk, master.disk.point
         pairs = zip(master.disk.log, disk.log, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if disk.complete or point is None or same >= point.end:
@@ -317,7 +317,7 @@ class Brokers:
     def _has_met_enough(self, master: Process) -> bool:
         if master.disk.log and master.disk.complete:
             return True
-        assignment = self.assigned(master)
+        assignment = master.assignment
         needed = assignment.min_copies - 1
         met = sum(self.is_linked(master, slave) for slave in master.met)
         return met >= max(needed, len(assignment.slaves) + 1 - needed)
@@ -341,7 +341,7 @@ class Brokers:
 
     def _acknowledge(self, master: Process) -> bool:
         """Acknowledge the frames that enough copies have, once one of them is of the present epoch."""
-        disk, assignment = master.disk, self.assigned(master)
+        disk, assignment = master.disk, master.assignment
         if self.are_too_few_in_sync(master):
             return False
         known = self.acknowledged.setdefault(assignment.broker_group, Acknowledged())
@@ -359,13 +359,13 @@ class Brokers:
         """Check that each master of the newest acknowledging term, or of a later one, has all acknowledged messages."""
         for box in self.boxes.values():
             if (master := box.process) and master.has_begun and master.is_in(Role.MASTER):
-                group = self.assigned(master).broker_group
+                group = master.assignment.broker_group
                 newest = max(self.acknowledged.setdefault(group, Acknowledged()).masters, default=0)
                 if master.disk.term >= newest and (missing := self.owed(group) - master.disk.messages):
                     self.broken = f"{box.name} is at work for {group} in term {master.disk.term} without {missing}"
 
     def are_too_few_in_sync(self, master: Process) -> bool:
-        return len(master.slaves) < max(self.assigned(master).min_copies, 2) - 1
+        return len(master.slaves) < max(master.assignment.min_copies, 2) - 1
 
     def is_draining(self, master: Process) -> bool:
         return master.holds_until > self.now or master.disk.promised > master.disk.term
@@ -373,7 +373,7 @@ class Brokers:
     def is_linked(self, master: Process, slave: Process) -> bool:
         """Whether the slave's copy still follows its master's."""
         runs = any(box.process is slave for box in self.boxes.values())
-        return runs and slave.is_in(Role.SLAVE, self.assigned(master).term) and not self._is_held(slave)
+        return runs and slave.is_in(Role.SLAVE, master.assignment.term) and not self._is_held(slave)
 
     def cut(self, box: Box, number: int) -> None:
         """Break the link with one slave."""
@@ -389,7 +389,6 @@ class Brokers:
 
     def prepare_swap(self, box: Box, *, term: int, until: float, target: str, promised_term: int) -> None:
         master = box.process
-        assert master
         self.notice_lost_links()
         if not master.is_in(Role.MASTER, term) or not master.has_begun:
             raise OperatorError("not the master in this term")
@@ -402,7 +401,6 @@ class Brokers:
 
     def prepare_failover(self, box: Box, *, term: int, until: float, promised_term: int, master_gone: bool) -> None:
         slave = box.process
-        assert slave
         self.notice_lost_links()
         if not slave.is_in(Role.SLAVE, term) or slave.disk.term != term:
             raise OperatorError("not a slave in this term")
@@ -421,7 +419,6 @@ class Brokers:
     def state(self, box: Box) -> pb.BrokerState:
         """Return the state that the broker in a box reports now."""
         process = box.process
-        assert process
         disk, assignment = process.disk, process.assignment
         last = disk.log[-1] if disk.log else Frame(0, 0, 0)
         state = pb.BrokerState(
@@ -453,16 +450,15 @@ class Brokers:
         reasons = ["rolled_back"] if process.disk.lacks else []
         reasons += ["unfilled"] if process.is_unfilled else []
         if process.is_in(Role.MASTER):
-            reasons += ["operator"] if "*" in self.assigned(process).readonly_subjects else []
+            reasons += ["operator"] if "*" in process.assignment.readonly_subjects else []
             waits = sum(self.is_linked(process, slave) and slave.is_unfilled for slave in process.met)
-            needed = max(self.assigned(process).min_copies, 2) - 1
+            needed = max(process.assignment.min_copies, 2) - 1
             if self.are_too_few_in_sync(process):
                 reasons += ["unfilled" if len(process.slaves) + waits >= needed else "slave_down"]
             reasons += ["draining"] if self.is_draining(process) else []
         return reasons
 
     def identity(self, box: Box) -> pb.BrokerIdentity:
-        assert box.process
         return pb.BrokerIdentity(
             broker_group=box.process.disk.group,
             term=box.process.disk.term,
@@ -475,7 +471,3 @@ class Brokers:
             incarnation=box.process.disk.incarnation,
             begins=box.process.assignment is None,
         )
-
-    def assigned(self, process: Process) -> pb.Assignment:
-        assert process.assignment is not None
-        return process.assignment

@@ -94,14 +94,14 @@ class JobLoop(VirtualLoop):
     @contextmanager
     def own_clock(self) -> Iterator[None]:
         """Replace clocks and dice by the loop's."""
-        real = time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand  # type: ignore[attr-defined]
+        real = time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand
         nanoseconds = lambda: round(self.now_s * 1e9)
         time.monotonic, time.monotonic_ns, time.time_ns = self.time, nanoseconds, nanoseconds
-        secrets._sysrand = self.rng  # type: ignore[attr-defined]
+        secrets._sysrand = self.rng
         try:
             yield
         finally:
-            time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand = real  # type: ignore[attr-defined]
+            time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand = real
 
     def _due(self) -> bool:
         return any(not handle.cancelled() and handle.when() <= self.now_s for handle in self._scheduled)

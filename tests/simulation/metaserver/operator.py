@@ -163,7 +163,6 @@ class Operator:
     def give_back_or_do_without(self, remedy: str) -> None:
         """The master came with another disk: give its own back, or lose that for good."""
         world, master = self.world, self.master
-        assert master
         row = world.oracle.decided.places[master.key]
         if world.loop.rng.random() < 0.5:
             number = next(at for at, disk in enumerate(master.disks) if disk.incarnation == row.incarnation)
@@ -209,7 +208,6 @@ class Operator:
         end = world.loop.time() + ANSWERED_S
         while world.busy(errand) and world.loop.time() < end:
             world.wait(0.2)
-        assert errand.task
         if not errand.task.done():
             raise Violation(f"{errand} is not answered")
         answer = errand.task.result()

@@ -120,7 +120,7 @@ class Running:
             mock.patch.object(main, "Brokers", lambda *_, **__: Calls(world)),
             mock.patch.object(main, "Clients", clients),
         ):
-            settings = MetaserverSettings(**SETTINGS, database=f"sqlite:///{name}")  # type: ignore[arg-type]
+            settings = MetaserverSettings(**SETTINGS, database=f"sqlite:///{name}")
             self.all = main.Metaserver(settings)
         self.has_learned = False
         """Whether the first read is over; the ports open after it."""
@@ -177,7 +177,6 @@ class Server:
             self.world.dead.append(self)
 
     def do(self, what: str, work: Any, words: Mapping[str, str] | None = None, who: str = "") -> Errand:
-        assert self.process
         errand = Errand(self, self.process, what, words or {}, who)
         errand.task = self.world.loop.begin(errand, work)
         return errand
@@ -228,7 +227,6 @@ class Calls:
 
     async def cancel_swap(self, broker: Broker) -> ReplicaState:
         def cancel(box: Box) -> None:
-            assert box.process
             box.process.holds_until = 0.0
 
         return await self._ask(broker, cancel)
@@ -379,7 +377,6 @@ class World:
             self.oracle.raise_found()
 
     def committed(self) -> None:
-        assert self._now
         self.oracle.committed(self._now, read_tables(self.database))
 
     def keep_copy(self) -> None:
@@ -488,7 +485,6 @@ class World:
             self.disconnect(box)
 
     def connect(self, box: Box, server: Server) -> None:
-        assert box.process
         self.disconnect(box)
         if server.process is None or (self.went_back and not server.process.has_learned):
             return
@@ -565,7 +561,6 @@ class World:
         return disk.point is None or (stored is not None and stored[0] >= disk.point.end)
 
     def operate(self, server: Server, what: str, words: Mapping[str, str], who: str = "operator 0") -> Errand:
-        assert server.process
         self.counts[what] += 1
         caller = Caller(who, TokenRole.ADMIN, peer="127.0.0.1:1")
         errand = server.do(what, server.process.all._actions.run(what, words, caller), words, who)
@@ -576,7 +571,6 @@ class World:
         return errand
 
     def ask_route(self, server: Server, subject: str) -> Errand:
-        assert server.process
         errand = server.do(f"route of {subject}", self._route(server.process.registry, subject))
         self.run()
         return errand
@@ -588,7 +582,6 @@ class World:
     def _check_answers(self) -> None:
         for errand in [known for known in self.actions if known.task and known.task.done()]:
             self.actions.remove(errand)
-            assert errand.task
             if errand.task.cancelled() and errand.given_up:
                 continue
             answer = errand.task.result()

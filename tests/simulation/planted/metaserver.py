@@ -137,7 +137,7 @@ def promises_are_not_heeded() -> list[Patch]:
 @bug("metaserver")
 def one_copy_less_acknowledges() -> list[Patch]:
     def are_too_few(self: Brokers, master: Process) -> bool:
-        return len(master.slaves) < self.assigned(master).min_copies - 2
+        return len(master.slaves) < master.assignment.min_copies - 2
 
     return [mock.patch.object(Brokers, "are_too_few_in_sync", are_too_few)]
 

@@ -216,7 +216,6 @@ class Network:
 
     def listen(self, port: tuple[str, int], accept: Accept) -> None:
         process = current()
-        assert process is not None
         if port in self._listening and not self._listening[port][0].is_dead:
             raise OSError(98, "Address already in use")
         self._listening[port] = process, accept
@@ -240,7 +239,6 @@ class Network:
             OSError: no process listens there.
         """
         process = current()
-        assert process is not None
         connected: asyncio.Future[None] = self.loop.create_future()
         ours = End(self, process, port)
         self._syn(ours, (host, port), connected)

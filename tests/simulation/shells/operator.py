@@ -68,7 +68,6 @@ class Operator:
         return decide(copies, term=row["term"], min_copies=row["minCopies"], remembered=row["acknowledged"])
 
     async def _run(self, machine: MetaserverMachine, action: str, words: dict[str, str]) -> Any:
-        assert machine.metaserver is not None
         return await machine.metaserver._actions.run(action, words, OPERATOR)
 
 

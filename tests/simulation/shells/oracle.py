@@ -54,7 +54,6 @@ class Oracle(Ledger):
             self._world.fail(str(broken))
 
     def begin_send(self, name: str, message: Message, due_s: float | None) -> None:
-        assert message.id is not None
         if due_s is not None:
             self.delayed[message.id] = due_s
         self.waiting[message.id] = name, self._world.machine(name).starts
@@ -63,12 +62,10 @@ class Oracle(Ledger):
 
     def staged(self, messages: list[Message]) -> None:
         for message in messages:
-            assert message.id is not None
             self.rows.add(message.id)
             self.sent[message.id] = message.subject
 
     def end_send(self, name: str, message: Message, receipt: Receipt) -> None:
-        assert message.id is not None
         self.waiting.pop(message.id)
         self._world.note(f"{name} {message.id} {receipt.outcome} {receipt.sequence}")
         if not receipt.is_stored:
@@ -99,7 +96,6 @@ class Oracle(Ledger):
             self._world.fail(f"I1: {id} is acknowledged by {group}, and only the disks of {disks} have it")
 
     def begun(self, name: str, message: ReceivedMessage) -> None:
-        assert message.id is not None
         self._world.note(f"{name} gets {message.id} {message.times}")
         if message.times > 1:
             self._world.counts["came again"] += 1
@@ -122,7 +118,6 @@ class Oracle(Ledger):
                 self._world.fail(f"I24: {name} received {message.id} of key {message.order_key} before {text} was done")
 
     def consumed(self, name: str, message: ReceivedMessage) -> None:
-        assert message.id is not None
         self.done.add(message.id)
         if message.order_key is not None:
             self.keyed.get((message.subject, message.order_key), {}).pop(message.id, None)

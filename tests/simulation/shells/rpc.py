@@ -89,7 +89,6 @@ class Call:
             failed.inbox.put(Status(grpc.StatusCode.UNAVAILABLE, f"failed to connect to {channel.at}: {error}"))
             self._caller.set_result(failed)
             return
-        assert isinstance(caller, _Caller)
         self._caller.set_result(caller)
         caller.end.send(Start(self._kind.method, metadata))
         if isinstance(requests, AsyncIterator):

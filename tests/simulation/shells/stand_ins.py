@@ -51,7 +51,6 @@ def _spent(loop: VirtualLoop) -> float:
 
 def _exit(status: int) -> None:
     process = current()
-    assert process is not None
     if not process.is_dead:
         process.reason = sys.exc_info()[1]
         process.kill()
@@ -78,7 +77,6 @@ def _find(network: Network) -> Any:
     def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
         """Return the gRPC address of a metaserver, without the HTTP request. A proxy skips stopped metaservers."""
         process = current()
-        assert process is not None
         served = [
             host
             for host in METASERVER_HOSTS
@@ -145,13 +143,12 @@ _CLOCK = sqlite3.connect(":memory:")
 def _wall_of_all() -> float:
     """Return the wall clock of the database's own machine."""
     loop = asyncio.get_event_loop()
-    assert isinstance(loop, VirtualLoop)
     return SINCE_1970_S + loop.now_s
 
 
 def _watched(loop: VirtualLoop, kind: type) -> Any:
     """Remember the newest objects of a class, for their states."""
-    real: Any = kind.__init__  # type: ignore[misc]
+    real: Any = kind.__init__
 
     def init(self: Any, *args: Any, **words: Any) -> None:
         real(self, *args, **words)

@@ -173,7 +173,6 @@ class World:
 
     def copy(self, name: str) -> CopyMachine:
         copy = self.machine(name)
-        assert isinstance(copy, CopyMachine)
         return copy
 
     def new_message(self, subject: str, name: str) -> Message:
@@ -185,7 +184,6 @@ class World:
     def disk(self, root: Path, *, cached_bytes: int | None = None) -> RealDisk:
         """Return the disk of the calling copy."""
         process = current()
-        assert process is not None
         return self.copy(process.name).disk(root, cached_bytes=cached_bytes)
 
     def later(self, low_s: float, high_s: float, call: Callable[[], object]) -> None:
@@ -282,7 +280,6 @@ class World:
     async def _act(self, action: str, **words: object) -> Any:
         """Let the first metaserver run an action."""
         machine = self.metaservers[0]
-        assert machine.process is not None and machine.metaserver is not None
         given = {name: str(word) for name, word in words.items()}
         answer = await machine.process.start(machine.metaserver._actions.run(action, given, OPERATOR))
         if answer.status.name != "DONE":
@@ -310,7 +307,6 @@ class World:
             given = {name: str(word) for name, word in words.items()}
 
             async def act() -> None:
-                assert machine.metaserver is not None
                 answer = await machine.metaserver._actions.run(action, given, OPERATOR)
                 self.note(f"{action}: {answer.status.name}")
                 self.counts[f"{action} {answer.status.name}"] += 1
