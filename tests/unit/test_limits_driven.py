@@ -34,8 +34,7 @@ from tests.integration.test_connections import REACHES
 from tests.integration.test_overload import READONLY
 from tests.support.pages import broker_page, delay_page, samples, value, watchdog_page
 from tests.support.waiting import until_async
-from tests.unit.broker import test_limits as broker_limits
-from tests.unit.broker import test_retention
+from tests.unit.broker import limited, test_retention
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
 from tests.unit.client.fakes import FakeBroker, cluster
 from tests.unit.client.test_producer import producer_of
@@ -263,15 +262,15 @@ def messages_that_a_group_has_not_consumed_are_old() -> Seen:
 
 @drives("operator", "expires_after_s")
 def messages_are_too_old() -> Seen:
-    group, client = broker_limits.started(broker_limits.HOUR)
+    group, client = limited.started(limited.HOUR)
     client.produce("m")
     group.settle()
-    broker_limits.hours_pass(group)
+    limited.hours_pass(group)
     return [name for name in ("qmq_broker_expired_messages_total",) if value(broker_page(group.a), name) == 1]
 
 
 def full(setting: str, **bound: int) -> Seen:
-    group, client = broker_limits.started(OperatorLimits("s", OF_SUBJECT, **bound))
+    group, client = limited.started(OperatorLimits("s", OF_SUBJECT, **bound))
     client.link = link = NotingLink("c")
     while not link.reached.counts:
         client.produce("m", size=100)
@@ -296,7 +295,7 @@ def as_many_bytes_wait_as_may() -> Seen:
 
 @drives("operator", "per_second")
 def a_group_gets_so_many_a_second() -> Seen:
-    group, client = broker_limits.started(OperatorLimits("s", "g", per_second=1))
+    group, client = limited.started(OperatorLimits("s", "g", per_second=1))
     client.produce(*"abcdefghij")
     group.settle()
     for _ in range(3):

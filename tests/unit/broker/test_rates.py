@@ -1,14 +1,16 @@
-"""Core. Bucket of a group's rate: spending, filling, empty buckets, new limits."""
+"""Core. Rates of consumer groups: buckets, empty buckets, new limits, and delivery at a rate."""
 
 from __future__ import annotations
 
 import pytest
 
+from qmq.broker.group_status import Cause
 from qmq.broker.service_queue import DRY_MS, Rates
 from qmq.operator_limits import OperatorLimits, by_key
 from qmq.subjects import dead_letter_subject, retry_subject
-
-KEY = ("s", "g")
+from qmq.types import Role
+from tests.unit.broker.limited import KEY, started
+from tests.unit.broker.world import Client, Group
 
 
 def limit(rates: Rates, now_ms: int, *limits: OperatorLimits) -> None:
@@ -67,3 +69,53 @@ def test_a_rate_that_stays_goes_on_and_another_one_begins_anew(after, expected):
     rates.spend(KEY, 1)
     limit(rates, 1_050, *after)
     assert rates.allows(KEY, 1_050) == expected
+
+
+# Delivery.
+
+
+def messages_in(group: Group, client: Client, seconds: float, **terms) -> int:
+    """Return the messages that a consumer with constant demand gets in this number of seconds."""
+    got, opaque = 0, client.pull(timeout_ms=60_000, **terms)
+    for _ in range(int(seconds * 10)):
+        group.wait(100)
+        while client.answered(opaque):
+            got += len(client.pulled(opaque))
+            opaque = client.pull(timeout_ms=60_000, **terms)
+            group.settle()
+    return got
+
+
+@pytest.mark.parametrize("per_second", [1, 7, 100])
+def test_rate_limits_messages_per_second(per_second):
+    group, client = started(OperatorLimits("s", "g", per_second=per_second))
+    for _ in range(12):
+        client.store(*(f"m{number}" for number in range(100)))
+    assert abs(messages_in(group, client, 10) - 10 * per_second) <= 1 + 0.2 * per_second
+    assert Cause.RATE in group.a.master.causes.of(KEY)
+    group.a.assign(Role.MASTER)
+    group.settle()
+    client.take(most=500)
+    assert client.answered(client.last_pull)
+    group.a.wait(3_000)
+    assert Cause.RATE not in group.a.master.causes.of(KEY)
+
+
+@pytest.mark.parametrize("subjects", [("s", "s"), ("s", retry_subject("s", "g"))], ids=["alone", "with retry subject"])
+def test_consumers_of_a_group_share_its_rate(subjects):
+    group, _ = started(OperatorLimits("s", "g", per_second=10))
+    consumers = [group.subscribed(name, subject=subject) for name, subject in zip("de", subjects, strict=True)]
+    other = group.subscribed("o", group="other")
+    for subject in set(subjects):
+        other.store(*(f"m{number}" for number in range(100)), subject=subject)
+    assert len(other.take()) == 100, "another group has no rate"
+    got = [0, 0]
+    waiting = [consumer.pull(timeout_ms=60_000, most=1) for consumer in consumers]
+    for _ in range(50):
+        group.wait(100)
+        for at, consumer in enumerate(consumers):
+            while consumer.answered(waiting[at]):
+                got[at] += 1
+                waiting[at] = consumer.pull(timeout_ms=60_000, most=1)
+                group.settle()
+    assert 48 <= sum(got) <= 52 and min(got) > 15
