@@ -333,22 +333,20 @@ def test_range_noted_twice_is_delivered_once():
 # Readings.
 
 
-def test_of_new_messages_the_labels_of_so_many_frames_are_read_at_once(monkeypatch):
-    monkeypatch.setattr(filtered_scan, "READ_FRAMES", 3)
+@pytest.mark.parametrize(
+    ("bound", "most", "expected"),
+    [
+        ("READ_FRAMES", 3, [[0, 2, 4], [6, 8, 10]]),
+        ("LOOKS_AHEAD", 3, [[0, 2, 4], [6, 8, 10]]),
+        ("LOOKS_AHEAD", 4, [[0, 2, 4, 6], [8, 10]]),
+    ],
+)
+def test_reading_ahead_is_bounded(monkeypatch, bound, most, expected):
+    monkeypatch.setattr(filtered_scan, bound, most)
     group = batches(2, 2, 2, 2, 2)
-    readings = readings_of(group)
-    consumer = Consumer(group, "c1", **PAYS)
-    assert [consumer.sequences() for _ in range(2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
-    assert readings == [[0, 2, 4], [6, 8, 10]]
-
-
-@pytest.mark.parametrize(("ahead", "expected"), [(3, [[0, 2, 4], [6, 8, 10]]), (4, [[0, 2, 4, 6], [8, 10]])])
-def test_labels_of_no_more_messages_are_read_ahead_than_may_be(monkeypatch, ahead, expected):
-    monkeypatch.setattr(filtered_scan, "LOOKS_AHEAD", ahead)
-    group = batches(2, 2, 2, 2, 2)
-    readings = readings_of(group)
-    consumer = Consumer(group, "c1", **PAYS)
-    assert consumer.sequences() + consumer.sequences() == list(range(10))
+    readings, consumer = readings_of(group), Consumer(group, "c1", **PAYS)
+    last = expected[0][-1] + 2
+    assert [consumer.sequences() for _ in range(2)] == [list(range(last)), list(range(last, 10))]
     assert readings == expected
 
 
@@ -440,16 +438,6 @@ def test_deferred_messages_of_a_key_and_those_delivered_are_entries_of_their_own
     assert consumer.sequences() == [0, 3, 4]
     (entries,) = [one for one in pulls_of(group, "c1") if one]
     assert [entry[1:] for entry in entries] == [(0, 1), (1, 2), (3, 2), (5, 2)]
-
-
-@pytest.mark.parametrize(("most", "deferred"), [(2, 2), (1, 1)])
-def test_at_the_bound_of_deferred_messages_nothing_behind_is_looked_at(monkeypatch, most, deferred):
-    monkeypatch.setattr(filtered_scan, "DEFERRED_MESSAGES_MAX", most)
-    group = stored(A, A, A, A, B)
-    consumer = Consumer(group, "c1")
-    assert consumer.sequences() == [0]
-    assert group.progress.position == 1 + deferred
-    assert group.progress.requeued.messages == deferred
 
 
 def test_a_pull_that_has_enough_leaves_the_next_message_of_a_free_key_to_another():

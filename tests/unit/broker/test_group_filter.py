@@ -95,3 +95,20 @@ def test_settled_message_behind_a_key_is_skipped(waiting, expected):
     group_filter.settle(group, 3, 4)
     assert ready(group_filter) == expected and group_filter.keys.is_busy(1) == bool(expected)
     assert group_filter.keys.deferred == len(waiting) // 2
+
+
+def test_changes_before_key_restore_are_applied_later():
+    group_filter, group = GroupFilter("s", "g"), Group(9, requeued=Requeued([RequeuedRange(2, 3, 1, 0)]))
+    group_filter.changing = [(0, 9)]
+    group_filter.catch_up(group)
+    assert group_filter.pop_ready(0) is None and not group_filter.changing
+    group_filter.keys, group_filter.changing = Keys(), [(0, 9)]
+    group_filter.catch_up(group)
+    assert group_filter.pop_ready(0) == (2, 5)
+
+
+def test_that_something_was_passed_over_is_written_down_a_second_later_or_if_the_clock_went_back():
+    group_filter = GroupFilter("s", "g")
+    assert not group_filter.is_overdue(10_000)
+    group_filter.seen_ms = 10_000
+    assert [group_filter.is_overdue(now_ms) for now_ms in (9_999, 10_000, 10_999, 11_000)] == [True, False, False, True]

@@ -228,13 +228,13 @@ def test_oldest_messages_over_the_bytes_limit_are_given_up():
     assert client.take(most=100) == [f"m{number}" for number in range(14, 20)]
 
 
-@pytest.mark.parametrize(("left_over", "expected"), [(-1, 2), (0, 1), (50, 1)])
-def test_no_more_overflow_than_the_excess(left_over, expected):
+@pytest.mark.parametrize(("frames", "more", "expected"), [(1, 0, 1), (1, 1, 2), (2, 0, 2), (2, 1, 3)])
+def test_no_more_overflow_than_the_excess(frames, more, expected):
     group, _ = started()
     produced(group, 900, 900)
     group.client().store(*(f"n{number}" for number in range(50)), size=10)
-    first = group.a.log.frames("s", 0, 1)[0]
-    limited_to(group, bytes_max=waiting_bytes(group) - first.length + left_over)
+    excess = sum(ref.length for ref in group.a.log.frames("s", 0, frames)) + more
+    limited_to(group, bytes_max=waiting_bytes(group) - excess)
     assert group.a.master.overflowed == {KEY: expected}
 
 

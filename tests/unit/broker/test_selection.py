@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
-from qmq.broker import filtered_scan, service_queue
-from qmq.broker.group_filter import GroupFilter, Keys
+from qmq.broker import filtered_scan
 from qmq.codec import encode_labels, label_of
 from qmq.errors import ErrorCode, LogError
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind, decode_frames
-from qmq.log.group import Group as LogGroup
 from qmq.log.progress_frame import PASSED, decode_progress
-from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.remoting import commands
 from tests.unit.broker.selecting import Consumer, Sent, produce
 from tests.unit.broker.world import Group, message
@@ -122,17 +117,12 @@ def test_new_master_restores_busy_keys():
     assert second.sequences() == [2]
 
 
-def test_keys_of_another_group_are_its_own():
-    group = stored(A, A)
-    assert Consumer(group, "c1").sequences() == [0]
-    assert Consumer(group, "c1", group="other").sequences() == [0]
-
-
 def test_a_group_stops_at_so_many_messages_behind_busy_keys(monkeypatch):
     monkeypatch.setattr(filtered_scan, "DEFERRED_MESSAGES_MAX", 2)
     group = stored(A, A, A, A, B)
     consumer = Consumer(group, "c1")
     assert consumer.sequences() == [0]
+    assert group.progress.position == 3 and group.progress.requeued.messages == 2
     assert consumer.sequences() == []
     for expected in ([1, 4], [2], [3]):
         consumer.ack()
@@ -194,69 +184,9 @@ def test_broadcast_consumers_get_their_own_matches():
     assert second.sequences() == [6]
 
 
-def test_mismatches_are_settled_without_delivery():
-    group = stored(PAY, PAY, PAY)
-    consumer = Consumer(group, "c1", tags=["cancel"])
-    waiting = consumer.ask(timeout_ms=60_000)
-    group.settle()
-    assert group.progress.position == 0, "a frame for each batch would cost as much as the batch"
-    group.wait(600, times=3)
-    assert group.progress.position == 3
-    assert not consumer.client.answered(waiting), "and the pull waits on"
-    more(group, CANCEL, first=3)
-    assert [got.sequence for got in consumer.got(waiting)] == [3]
-
-
-def test_a_long_stretch_without_a_match_is_written_down_as_it_is_passed(monkeypatch):
-    monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 4)
-    group = stored(*[PAY] * 10, CANCEL)
-    consumer = Consumer(group, "c1", tags=["refund"])
-    consumer.ask(timeout_ms=60_000)
-    group.settle()
-    assert group.progress.position == 11
-
-
-def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
-    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
-    monkeypatch.setattr(filtered_scan, "LOOKS_AT_ONCE", 5)
-    group = Group.made().start()
-    for at in range(10):
-        more(group, *[PAY] * 10, first=10 * at)
-    more(group, CANCEL, first=100)
-    looked, candidates = [], filtered_scan.TagRule.candidates
-    monkeypatch.setattr(
-        filtered_scan.TagRule,
-        "candidates",
-        lambda self, labels, at, to: looked.append(to - at) or candidates(self, labels, at, to),
-    )
-    consumer = Consumer(group, "c1", tags=["cancel"])
-    waiting, turns = consumer.ask(timeout_ms=60_000), 0
-    while not consumer.client.answered(waiting):
-        looked.clear()
-        assert (
-            group.a.host.turn()
-            or group.a.host.fsync()
-            or group.to_slave()
-            or group.b.host.fsync()
-            or (group.b.host.turn() or group.to_master())
-        )
-        assert sum(looked) <= 10
-        turns += 1
-    assert turns >= 10
-    assert [got.sequence for got in consumer.got(waiting)] == [100]
-    nothing = consumer.ask()
-    group.settle()
-    assert consumer.client.code(nothing) == ErrorCode.NO_MESSAGE, "all is looked at"
-
-
-def test_consumers_of_a_group_that_ask_for_different_tags_are_served_as_they_ask_with_one_warning(caplog):
+def test_consumers_with_different_tags_skip_for_each_other():
     group = stored(PAY, CANCEL, PAY, CANCEL)
-    with caplog.at_level(logging.WARNING, "qmq.broker.filtered_scan"):
-        first = Consumer(group, "c1", tags=["pay"])
-        assert not caplog.records
-        second = Consumer(group, "c2", tags=["cancel"])
-        Consumer(group, "c3", tags=["cancel"])
-    assert len(caplog.records) == 1
+    first, second = Consumer(group, "c1", tags=["pay"]), Consumer(group, "c2", tags=["cancel"])
     assert first.sequences(1) == [0]
     assert second.sequences() == [1, 3]
     assert first.sequences() == []
@@ -443,23 +373,6 @@ def test_consecutive_mismatches_are_one_entry():
     (entries,) = [one for one in pulls_of(group, "c1") if one]
     assert [entry[1:] for entry in entries] == [(0, 4), (4, 1), (5, 1)]
     assert [entry[0] == PASSED for entry in entries] == [True, False, True]
-
-
-def test_changes_before_key_restore_are_applied_later():
-    group_filter, group = GroupFilter("s", "g"), LogGroup(9, requeued=Requeued([RequeuedRange(2, 3, 1, 0)]))
-    group_filter.changing = [(0, 9)]
-    group_filter.catch_up(group)
-    assert group_filter.pop_ready(0) is None and not group_filter.changing
-    group_filter.keys, group_filter.changing = Keys(), [(0, 9)]
-    group_filter.catch_up(group)
-    assert group_filter.pop_ready(0) == (2, 5)
-
-
-def test_that_something_was_passed_over_is_written_down_a_second_later_or_if_the_clock_went_back():
-    group_filter = GroupFilter("s", "g")
-    assert not group_filter.is_overdue(10_000)
-    group_filter.seen_ms = 10_000
-    assert [group_filter.is_overdue(now_ms) for now_ms in (9_999, 10_000, 10_999, 11_000)] == [True, False, False, True]
 
 
 def test_two_requeued_ranges_and_new_messages_are_three_entries():

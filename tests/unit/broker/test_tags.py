@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from itertools import product
-
 import pytest
 
 from qmq.broker.labels import TagRule, tag_words
@@ -46,15 +43,6 @@ def test_only_flagged_messages_have_tags(flags, expected):
 def test_a_rule_matches_any_or_all_of_its_words(asked, is_all, expected):
     rule = TagRule.of(asked, is_all=is_all)
     assert [rule.matches(encoded(*tags)) for tags in ((b"a",), (b"b",), (b"a", b"b", b"c"), (b"c",))] == expected
-
-
-@pytest.mark.parametrize("is_all", [False, True])
-@pytest.mark.parametrize("bits", [0x1, 0x100_0000, 0x101, 0x1_0101, 0x101_0101])
-def test_candidates_are_found_in_a_part_of_a_batch_whichever_bytes_of_its_labels_matter(bits, is_all):
-    some = [int.from_bytes(bytes(one), "little") for one in product((0, 1, 2), repeat=4)]
-    found = TagRule(frozenset([b"a"]), is_all, bits).candidates(array("Q", some), 5, len(some) - 6)
-    wanted = [one & bits == bits if is_all else bool(one & bits) for one in some]
-    assert found == [at for at in range(5, len(some) - 6) if wanted[at]] != []
 
 
 def test_rules_that_ask_for_the_same_are_equal():
