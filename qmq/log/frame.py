@@ -212,24 +212,9 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
     if len(data) - at < HEADER_BYTES:
         raise CorruptFrame(offset, "the bytes end within a header")
     (
-        magic,
-        kind,
-        flags,
-        subject_bytes,
-        count,
-        body_bytes,
-        term,
-        boot,
-        own_offset,
-        high_watermark,
-        timestamp_ms,
-        first_sequence,
-        producer,
-        batch,
-        chain,
-        body_crc,
-        header_crc,
-    ) = HEADER.unpack_from(data, at)
+        magic, kind, flags, subject_bytes, count, body_bytes, term, boot, own_offset, high_watermark,
+        timestamp_ms, first_sequence, producer, batch, chain, body_crc, header_crc,
+    ) = HEADER.unpack_from(data, at)  # fmt: skip
     if magic != MAGIC:
         raise CorruptFrame(offset, "no magic number")
     body_at = HEADER_BYTES + subject_bytes + (-subject_bytes % 8)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from qmq.errors import CopyRolledBack, CorruptFrame, Diverged, Fenced, NotServed
 from qmq.remoting import commands
@@ -26,9 +26,13 @@ from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import Mastership
 from qmq.replication.points import Point, is_lacking
 from qmq.replication.ports import Link
-from qmq.replication.shipper import ShipLink, Shipper
+from qmq.replication.shipper import Shipper
 from qmq.states import Life, TransitionTable
-from qmq.types import Epoch
+
+if TYPE_CHECKING:
+    from qmq.replication.quorum import Slaves
+
+log = logging.getLogger(__name__)
 
 
 class FollowerState(Enum):
@@ -184,52 +188,14 @@ class Follower(Life[FollowerState, Facts]):
         return after
 
 
-log = logging.getLogger(__name__)
-
 CAUGHT_UP_BYTES = 8 << 20
 """A slave that joins counts this close to the log's end: the rest arrives within milliseconds."""
-
-
-class Others(Protocol):
-    """The group around one slave's watch; `qmq.replication.quorum.Slaves` is it."""
-
-    fill_orders: FillOrders
-
-    def changed(self) -> None:
-        """Update the group after a change of a slave's state."""
-
-    def matched(self) -> None:
-        """Go on: a slave begins to count."""
-
-    def compared(self) -> None:
-        """Begin the mastership if it may: a slave follows, or has no more frames than we."""
-
-    def fenced(self, known: Epoch) -> None:
-        """Stop: a slave knows a newer epoch."""
-
-    def may_yield(self, offset: int) -> bool:
-        """Return whether only this copy has our frames from `offset` on."""
-
-    restored_from: int
-    """Frames behind it came from slaves, until the mastership begins."""
-
-    def lacks(self, point: Point) -> None:
-        """Record that a slave remembers an acknowledged point that we lack."""
-
-    def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
-        """Return whether a slave besides `other`, whose hello this is, restores our log and should go on."""
-
-    def yields(self, offset: int) -> None:
-        """Record that our frames from `offset` on contradict what a slave confirmed."""
-
-    def holds(self, end: int) -> None:
-        """Record that a slave confirmed all up to `end`, or has it and sends it."""
 
 
 class SlaveWatch:
     """One slave of a mastership, over all its connections. Made by `Slaves`; ends with the mastership."""
 
-    def __init__(self, name: str, mastership: Mastership, identity: IdentityFile, slaves: Others) -> None:
+    def __init__(self, name: str, mastership: Mastership, identity: IdentityFile, slaves: Slaves) -> None:
         self.name = name
         self._mastership = mastership
         self._identity = identity
@@ -272,11 +238,6 @@ class SlaveWatch:
         """Whether its log was compared with ours, and it sends us nothing."""
         return self.follower.connected is not None or self.follower.unfilled is not None
 
-    def is_of(self, link: Link) -> bool:
-        """Whether this link carries frames to it."""
-        slave = self.follower.connected
-        return slave is not None and slave.shipper.link is link
-
     def _enter(self, event: FollowerEvent, now: Facts) -> None:
         """Move the slave's state and its dependants. A slave that counts does so until it gets another shipper, or
         none.
@@ -291,9 +252,7 @@ class SlaveWatch:
     def hello(self, link: Link, packet: Packet, hello: Hello) -> None:
         mastership, points = self._mastership, self._identity.points
         is_another = self._link not in (None, link) and hello.instance != self.instance
-        if (
-            is_another and hello.known <= mastership.epoch
-        ):  # a newer epoch fences this master, whichever process knows it
+        if is_another and hello.known <= mastership.epoch:  # a newer epoch fences this master instead
             log.critical("another process says hello group=%s peer=%s: it is refused", mastership.group, link.peer)
             raise NotServed(
                 f"another process with this copy is the slave of {mastership.group} at this moment, and you may be a "
@@ -333,14 +292,12 @@ class SlaveWatch:
             raise NotServed("another slave sends what this master lost: say hello again")
         if points.lacks is not None:
             self._check_refill(points.lacks, hello, agreement)
-        log.info(
-            "slave says hello group=%s peer=%s end=%d: %s from %d",
-            mastership.group,
-            link.peer,
-            hello.end,
-            agreement.action.value,
-            agreement.offset,
-        )
+        self._answer(link, packet, hello, agreement)
+
+    def _answer(self, link: Link, packet: Packet, hello: Hello, agreement: Agreement) -> None:
+        """Begin what was agreed: the slave restores our log, waits to be filled, or receives frames."""
+        text = "slave says hello group=%s peer=%s end=%d: %s from %d"
+        log.info(text, self._mastership.group, link.peer, hello.end, agreement.action.value, agreement.offset)
         older = self._link
         if agreement.action == Action.RESTORE:
             self._slaves.holds(hello.end)
@@ -380,7 +337,7 @@ class SlaveWatch:
         self._slaves.compared()
 
     @property
-    def _link(self) -> ShipLink | None:
+    def _link(self) -> Link | None:
         """The slave's connection, or None."""
         now = self.follower.now
         if isinstance(now, Unfilled | Restoring):
@@ -501,11 +458,6 @@ class SlaveWatch:
             self._enter(FollowerEvent.LOST, Absent())
             too_few = ": the group is readonly" if self._mastership.gate.too_few_in_sync else ""
             log.warning("slave lost group=%s peer=%s%s", self._mastership.group, link.peer, too_few)
-
-    def ship(self) -> None:
-        """Ship new frames to this slave, if it receives frames."""
-        if (slave := self.follower.connected) is not None:
-            slave.shipper.ship()
 
     def tick(self, now_ms: int) -> None:
         elapsed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms

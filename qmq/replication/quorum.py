@@ -55,7 +55,7 @@ class Slaves:
     ) -> None:
         self._mastership = mastership
         self._identity = identity
-        self._on_match = matched
+        self.matched = matched
         self._wait_ms = wait_ms
         self._count = max(1, count)
         self._rejoin_wait_ms = rejoin_wait_ms
@@ -82,7 +82,11 @@ class Slaves:
 
     def of(self, link: Link) -> SlaveWatch | None:
         """Return the slave that receives frames on this link."""
-        return next((watch for watch in self._watches.values() if watch.is_of(link)), None)
+        for watch in self._watches.values():
+            slave = watch.follower.connected
+            if slave is not None and slave.shipper.link is link:
+                return watch
+        return None
 
     @property
     def in_sync(self) -> list[SlaveWatch]:
@@ -168,6 +172,7 @@ class Slaves:
         return next((watch for watch in self._watches.values() if watch.is_restoring(link)), None)
 
     def changed(self) -> None:
+        """Update the readonly reasons after a change of a slave's state."""
         needed, watches = self._mastership.gate.min_copies - 1, self._watches.values()
         connected = sum(watch.follower.connected is not None for watch in watches)
         unfilled = sum(watch.follower.unfilled is not None for watch in watches)
@@ -179,19 +184,20 @@ class Slaves:
         has_parted = any(watch.has_parted for watch in watches)
         readonly.change(Reason.DIVERGED, has_parted and len(self.in_sync) < needed)
 
-    def matched(self) -> None:
-        self._on_match()
-
     def compared(self) -> None:
+        """Begin the mastership if it may: a slave follows, or has no more frames than we."""
         self._begin_if_due(self._mastership.host.monotonic_ms())
 
     def fenced(self, known: Epoch) -> None:
+        """Stop: a slave knows a newer epoch."""
         self._mastership.readonly.change(Reason.FENCED, True)
         self.fenced_by = known
         log.warning("master fenced group=%s epoch=%s by=%s", self._mastership.group, self._mastership.epoch, known)
 
     def may_yield(self, offset: int) -> bool:
-        """With one slave, true. Another of several may have confirmed what an earlier mastership of ours wrote there,
+        """Return whether only this copy has our frames from `offset` on.
+
+        With one slave, true. Another of several may have confirmed what an earlier mastership of ours wrote there,
         until all slaves of the row sent hellos without it.
         """
         shared = [watch.shared_end for watch in self._watches.values() if watch.shared_end is not None]
@@ -199,7 +205,9 @@ class Slaves:
         return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_nobodys))
 
     def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
-        """A slave with frames of a newer epoch comes first: frames that an older master wrote alone would contradict
+        """Return whether a slave besides `other`, whose hello this is, restores our log and should go on.
+
+        A slave with frames of a newer epoch comes first: frames that an older master wrote alone would contradict
         them.
         """
         for watch in self._watches.values():
@@ -212,16 +220,18 @@ class Slaves:
         return False
 
     def lacks(self, point: Point) -> None:
-        """Stop slaves that lack the point, too, from restoring: their frames would contradict it."""
+        """Stop slaves that lack an acknowledged point, too, from restoring: their frames would contradict it."""
         for watch in self._watches.values():
             restoring = watch.follower.restoring
             if restoring is not None and not restoring.hello.has(point):
                 watch.drop("this master lacks what was acknowledged, and so do you: say hello again")
 
     def yields(self, offset: int) -> None:
+        """Record that our frames from `offset` on contradict what a slave confirmed."""
         self.yields_from = offset
 
     def holds(self, end: int) -> None:
+        """Record that a slave confirmed all up to `end`, or has it and sends it."""
         self._held_end = max(self._held_end, end)
 
     def apply_orders(self, orders: FillOrders, awaited: frozenset[str] = frozenset()) -> None:
@@ -235,16 +245,18 @@ class Slaves:
 
     def ship(self) -> None:
         for watch in self._watches.values():
-            watch.ship()
+            if (slave := watch.follower.connected) is not None:
+                slave.shipper.ship()
 
     def committed(self, end: int, chain: int) -> None:
         """Record that our disk has everything before `end`."""
         for watch in self._watches.values():
-            watch.confirm_restored(end, chain)
+            if watch.follower.restoring is not None:
+                watch.confirm_restored(end, chain)
 
     def writable_again(self, link: Link) -> None:
-        if (watch := self.of(link)) is not None:
-            watch.ship()
+        if (watch := self.of(link)) is not None and (slave := watch.follower.connected) is not None:
+            slave.shipper.ship()
 
     def link_lost(self, link: Link) -> None:
         for watch in self._watches.values():

@@ -11,28 +11,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, Diverged, LogError
 from qmq.log import MessageLog
 from qmq.log.segments import Chunk
 from qmq.remoting.commands import Command, offset_header
+from qmq.replication.ports import Link
 
 PACKET_BYTES = 1 << 20
 WINDOW_BYTES = 64 << 20
 """Sent and unconfirmed bytes that a receiver may hold in memory."""
-
-
-class ShipLink(Protocol):
-    writable: bool
-
-    @property
-    def is_open(self) -> bool: ...
-
-    def push(self, command: Command, *parts: Buffer) -> None: ...
-
-    def close(self, reason: str = "") -> None: ...
 
 
 Read = Callable[[Callable[[], Any], Callable[[Any | LogError], None]], None]
@@ -44,7 +34,7 @@ class Shipper:
     def __init__(
         self,
         log: MessageLog,
-        link: ShipLink,
+        link: Link,
         read: Read,
         *,
         begin: int,

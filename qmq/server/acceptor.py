@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qmq.codec import Buffer
 from qmq.errors import (
@@ -24,12 +23,14 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, decode_json, encode_json
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
-from qmq.replication.node import Node
 from qmq.replication.settings import CopySettings
 from qmq.rights import Caller, TokenRole
 from qmq.server.access import Access, Limits, check_broker, check_client
-from qmq.server.overload import ConnectionState, Flow, MemoryAlarm, Shares
+from qmq.server.overload import ConnectionState, Flow
 from qmq.server.pulse import Pulse
+
+if TYPE_CHECKING:
+    from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -38,32 +39,6 @@ LOGIN_PACKET_BYTES_MAX = 64 * 1024
 """Memory that a connection may take before its login."""
 SYNC_PACKET_BYTES_MAX = 64 << 20
 _UNTIL_ANSWERED = (ConnectionState.SHARING, ConnectionState.FLOW)
-
-
-class AcceptorHost(Protocol):
-    """The process around its accepted connections; `qmq.server.service.Service` is it."""
-
-    node: Node[Any]
-    connections: int
-    strangers: dict[Acceptor, None]
-    acceptors: dict[Acceptor, None]
-    stops: dict[ConnectionState, int]
-    memory_alarm: MemoryAlarm
-
-    @property
-    def shares(self) -> Shares[Acceptor]: ...
-
-    def now_ms(self) -> int: ...
-
-    def monotonic_ms(self) -> int: ...
-
-    def guarded(self, call: Callable[[], None]) -> None: ...
-
-    def packet_received(self, connection: Connection, packet: Packet) -> None: ...
-
-    def log_once(self, peer: str, error: QmqError) -> None: ...
-
-    def limit_reached(self, setting: str, peer: str, text: str, subject: str = "") -> None: ...
 
 
 class _Guest(Connection):
@@ -94,7 +69,7 @@ class Acceptor:
     """One accepted connection. Made by the service; ends with the connection."""
 
     def __init__(
-        self, service: AcceptorHost, allowed: frozenset[Command], settings: CopySettings, access: Access
+        self, service: Service[Any], allowed: frozenset[Command], settings: CopySettings, access: Access
     ) -> None:
         self._service = service
         self._allowed = allowed

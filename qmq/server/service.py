@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from qmq import memory
 from qmq.errors import (
@@ -46,6 +46,9 @@ from qmq.server.pulse import Pulse
 from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
 from qmq.ticking import until_next_second
 from qmq.types import Endpoint
+
+if TYPE_CHECKING:
+    from qmq.server.scrub import Scrub
 
 log = logging.getLogger(__name__)
 
@@ -77,20 +80,6 @@ DELETE_S = 0.1
 """Between two looks whether a segment is deleted, and the next one may be: others' commits come in between."""
 
 SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT, Command.BEAT})
-
-
-class ScrubProgress(Protocol):
-    """Figures of the background reads of closed segments; `qmq.server.scrub.Scrub` keeps them."""
-
-    every_s: float
-    bytes: int
-    findings: int
-
-    @property
-    def oldest_s(self) -> float: ...
-
-    @property
-    def last_finding_s(self) -> float | None: ...
 
 
 class Service(Generic[M]):
@@ -139,7 +128,7 @@ class Service(Generic[M]):
         self.stops = dict.fromkeys(ConnectionState, 0)
         """How often connections came into each state."""
         self.shares = Shares[Acceptor]()
-        self.scrub: ScrubProgress | None = None
+        self.scrub: Scrub | None = None
         self.disk_free_limit = max(settings.disk_free_limit, DISK_FLOOR_BYTES)
         self.quarantine = QuarantineKeeper(disk, settings.quarantine_bytes, settings.segment_bytes)
         self._disk_watch = DiskWatch(self.disk_free_limit)
