@@ -1,13 +1,12 @@
-"""Shell. Copies of data directories are started beside, or in place of, the brokers that they are of; a ledger is kept.
+"""Shell. Copied data directories start beside or in place of their brokers; a ledger of receipts is kept.
 
-In each round, every broker group has one of its two directories copied while it runs. Half of the rounds kill and start
-original, copy, the other broker and the metaserver in an order that the seed draws, and send messages in between. In
-the others, a copy of a slave starts while the metaserver is away; later its master ends together with the copy, and the
-original is to become the master.
+Each round copies one of the two directories of every broker group while it runs. Even rounds kill and start original,
+copy, the other broker and the metaserver in a seeded order, and send messages in between. Odd rounds start a copy of a
+slave while the metaserver is down; later its master ends together with the copy, and the original becomes the master.
 
-At the end of a round all run. Of the two that share a directory, the one without a part is stopped and its directory
-deleted, as the refusal says. What producers hold receipts for must be there then, and no broker whose copy never got
-its part may have been accused of anything.
+At the end of a round all processes run. Of the two with one directory, the one without a part is stopped and its
+directory deleted, as the refusal advises. Then every message with a receipt must be there, and no broker whose copy
+never got its part may have logged damage.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
 
 import qmq
+import qmq.blocking
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.control import broker_state
 from qmq.deploy.plan import BrokerPlan
@@ -37,13 +35,11 @@ from qmq.proto.qmq_pb2 import BrokerState
 from qmq.types import Role
 from tests.integration.cluster_world import running_apart
 
-T = TypeVar("T")
-
 COPY_IP = "127.0.0.2"
 STEPS = 5
 SEND_S = 2.0
 LOOK_EVERY = 5
-"""Rounds, after which the ledger is compared with what a consumer gets."""
+"""Rounds between comparisons of the ledger with consumed messages."""
 SETTLE_S = 60.0
 QUICK = {"failover": True, "heartbeat_timeout_ms": 2000, "failover_silence_ms": 1000}
 ACCUSATIONS = ("copies differ", "rolled back", "damaged", "mastership ends")
@@ -54,9 +50,9 @@ class Findings:
     rounds: int = 0
     acknowledged: int = 0
     copies_with_part: int = 0
-    """Rounds in which the copy had the part at the end."""
+    """Rounds that ended with the copy as the broker."""
     refused: int = 0
-    """Rounds in which the metaserver refused a process, as another one had its part."""
+    """Rounds in which the metaserver refused a second process."""
     lost: list[str] = field(default_factory=list)
     accused: list[str] = field(default_factory=list)
 
@@ -68,51 +64,14 @@ class Findings:
         )
 
 
-class Producer:
-    """Producer on a loop of its own; it keeps its routes while metaservers restart."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever)
-        self._producer = qmq.Producer(
-            metaserver=cluster.metaserver, token=cluster.token, app="clones", timeout_s=SEND_S
-        )
-
-    def __enter__(self) -> Producer:
-        self._thread.start()
-        self._run(self._producer.__aenter__())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._run(self._producer.__aexit__(None, None, None))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def send(self, names: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Send (subject, name) pairs; return those with a receipt."""
-
-        async def body() -> list[tuple[str, str]]:
-            messages = [qmq.Message(subject, {"n": name}) for subject, name in names]
-            receipts = await asyncio.gather(*(self._producer.send(message) for message in messages))
-            return [name for name, receipt in zip(names, receipts, strict=True) if receipt.is_stored]
-
-        return self._run(body())
-
-
 class Pair:
     """One broker group in one round: a victim, a copy of its directory, and the other broker."""
 
     def __init__(self, cluster: Cluster, group: str, rng: random.Random, *, is_of_slave: bool = False) -> None:
         self.cluster, self.group, self.rng = cluster, group, rng
         self.victim = cluster.broker(group, "slave" if is_of_slave else rng.choice(["master", "slave"]))
-        brokers = (
-            plan for plan in cluster.plan.brokers if plan.group == group
-        )  # roles may change between two questions
-        self.other = next(plan for plan in brokers if plan != self.victim)
+        # By the plan, as roles may change between two requests.
+        self.other = next(plan for plan in cluster.plan.brokers if plan.group == group and plan != self.victim)
         self.folder = cluster.run_dir / f"{group}-copy"
         self.had_part = False
         """Whether the copy ever had a part."""
@@ -129,7 +88,7 @@ class Pair:
         return self.victim, self.other
 
     def step(self) -> None:
-        """Kill or start one of the three; a service manager may start two at once, but they race anyway."""
+        """Kill or start one of the three processes."""
         rng, cluster = self.rng, self.cluster
         match rng.choice(["copy", "copy", "victim", "victim", "other"]):
             case "copy" if self.copy.pid is None:
@@ -142,13 +101,13 @@ class Pair:
         self.look()
 
     def look(self) -> None:
-        said = self.copy_says()
-        self.had_part = self.had_part or (said is not None and said.term > 0)
+        state = self.copy_state()
+        self.had_part = self.had_part or (state is not None and state.term > 0)
 
-    def copy_says(self) -> BrokerState | None:
-        return self._says(f"{COPY_IP}:{self.victim.control_port}") if self.copy.pid else None
+    def copy_state(self) -> BrokerState | None:
+        return self._state(f"{COPY_IP}:{self.victim.control_port}") if self.copy.pid else None
 
-    def _says(self, address: str) -> BrokerState | None:
+    def _state(self, address: str) -> BrokerState | None:
         return broker_state(address, self.cluster.token)
 
     def all_run(self) -> None:
@@ -158,13 +117,13 @@ class Pair:
             self.copy.start()
 
     def copy_tried(self) -> str:
-        """Return whether the copy has taken its part without the metaserver, or tried to."""
+        """Return non-empty text once the copy took its part without the metaserver, or tried to."""
         log = (self.folder / "log").read_text()
         return "it did" if "part not taken up" in log or "takes up the part" in log else ""
 
     def leads(self, plan: BrokerPlan) -> str:
-        said = self._says(f"127.0.0.1:{plan.control_port}")
-        return "it does" if said is not None and said.term and said.role == Role.MASTER else ""
+        state = self._state(f"127.0.0.1:{plan.control_port}")
+        return "it does" if state is not None and state.term and state.role == Role.MASTER else ""
 
     def is_reported_writable(self) -> str:
         try:
@@ -174,10 +133,10 @@ class Pair:
         return "it is" if status["writable"] else ""
 
     def winner(self) -> str:
-        """Which of the two that share a directory has a part; empty: none yet, or a role changes at the moment."""
+        """Return which of the two with one directory has a part; empty if none has, or a role changes."""
         self.look()
-        copy, victim = self.copy_says(), self._says(f"127.0.0.1:{self.victim.control_port}")
-        other = self._says(f"127.0.0.1:{self.other.control_port}")
+        copy, victim = self.copy_state(), self._state(f"127.0.0.1:{self.victim.control_port}")
+        other = self._state(f"127.0.0.1:{self.other.control_port}")
         if copy is None or victim is None or other is None or bool(copy.term) == bool(victim.term):
             return ""
         with_part = copy if copy.term else victim
@@ -185,7 +144,7 @@ class Pair:
         return ("copy" if copy.term else "victim") if is_well else ""
 
     def keep(self, winner: str) -> None:
-        """Stop the one without a part and delete its directory; one copy that stays moves into the original's place."""
+        """Stop the process without a part and delete its directory; a winning copy moves into the original's place."""
         self.copy.kill()
         if winner == "copy":
             self.cluster.end(self.victim.hostname)
@@ -196,8 +155,8 @@ class Pair:
         self.log_text = log.read_text() if log.exists() else ""
         shutil.rmtree(self.folder)
 
-    def said(self) -> str:
-        """Log lines of this round of the group's brokers, except the copy."""
+    def log_lines(self) -> str:
+        """Return this round's log lines of the group's brokers, without the copy's."""
         texts = []
         for plan in self.plans:
             with self.cluster.service(plan.hostname).log.open() as log:
@@ -206,17 +165,19 @@ class Pair:
         return "\n".join(texts)
 
     def accusations(self) -> list[str]:
-        return [line for line in self.said().splitlines() if any(word in line for word in ACCUSATIONS)]
+        return [line for line in self.log_lines().splitlines() if any(word in line for word in ACCUSATIONS)]
 
 
 def run_trial(folder: Path, *, rounds: int, groups: int, seed: int, say: Callable[[str], None] = print) -> Findings:
-    """Run `rounds` of each of so many broker groups."""
+    """Run `rounds` rounds of `groups` broker groups."""
     names = tuple(f"g{number}" for number in range(1, groups + 1))
     findings = Findings()
     with running_apart(folder, names, slave_wait_ms=500, metaserver=QUICK) as cluster:
         ledger: list[tuple[str, str]] = []
         read: set[tuple[str, str]] = set()
-        with Producer(cluster) as producer:
+        with qmq.blocking.Producer(
+            metaserver=cluster.metaserver, token=cluster.token, app="clones", timeout_s=SEND_S
+        ) as producer:
             for number in range(rounds):
                 ledger += _round(cluster, names, producer, random.Random(f"{seed} {number}"), number, findings, say)
                 findings.rounds += len(names)
@@ -231,7 +192,7 @@ def run_trial(folder: Path, *, rounds: int, groups: int, seed: int, say: Callabl
 def _round(
     cluster: Cluster,
     groups: tuple[str, ...],
-    producer: Producer,
+    producer: qmq.blocking.Producer,
     rng: random.Random,
     number: int,
     findings: Findings,
@@ -244,7 +205,9 @@ def _round(
     stored: list[tuple[str, str]] = []
 
     def send(step: int) -> None:
-        stored.extend(producer.send([(f"s.{group}", f"{number}.{step}.{n}") for group in groups for n in range(3)]))
+        names = [(f"s.{group}", f"{number}.{step}.{n}") for group in groups for n in range(3)]
+        receipts = producer.send_many(qmq.Message(subject, {"n": name}) for subject, name in names)
+        stored.extend(name for name, receipt in zip(names, receipts, strict=True) if receipt.is_stored)
 
     send(-1)
     if is_failover:
@@ -267,7 +230,7 @@ def _round(
         winner = _until(pair.winner, f"round {number}: one of the two has the part of {pair.group}")
         pair.keep(winner)
         findings.copies_with_part += winner == "copy"
-        findings.refused += "another process" in pair.said() + pair.log_text
+        findings.refused += "another process" in pair.log_lines() + pair.log_text
         if not pair.had_part and (lines := pair.accusations()):
             findings.accused += [f"round {number}: {line}" for line in lines]
     say(f"round {number}: {len(stored)} acknowledged, {'failover' if is_failover else f'metaserver away {away}'}")
@@ -275,7 +238,7 @@ def _round(
 
 
 def _fail_over(cluster: Cluster, pairs: list[Pair], send: Callable[[int], None]) -> None:
-    """A copy of the slave comes while the metaserver is away. Then the master ends with the copy, behind a receipt."""
+    """Start copies of the slaves without the metaserver; then end masters and copies after a receipt."""
     cluster.end("metaserver")
     for pair in pairs:
         pair.copy.start()
