@@ -50,15 +50,13 @@ http {{
 class Installation:
     """Everything in one folder; `metaservers` and `brokers` are processes that a test stops and starts."""
 
-    def __init__(self, folder, database, *, metaservers=2, copies=2, groups=1, **settings):
-        self.folder, self.database, self.copies, self.settings = folder, database, copies, settings
-        ports = free_ports(2 * metaservers + 4 * copies * groups + 1)
+    def __init__(self, folder, database, *, metaservers=2, copies=2, **settings):
+        self.folder, self.database, self.settings = folder, database, settings
+        ports = free_ports(2 * metaservers + 4 * copies + 1)
         self.nginx_port, *ports = ports
         self.metaservers = [self._metaserver(f"m{number}", ports.pop(), ports.pop()) for number in range(metaservers)]
         self.url = f"http://{HOST}:{self.nginx_port}"
-        self.brokers = [
-            self._broker(f"b{number}", [ports.pop() for _ in range(4)]) for number in range(copies * groups)
-        ]
+        self.brokers = [self._broker(f"b{number}", [ports.pop() for _ in range(4)]) for number in range(copies)]
 
     def _metaserver(self, name, http_port, grpc_port):
         settings = {
@@ -106,8 +104,7 @@ class Installation:
             until(lambda service=service: self.answers(service.url), f"{service.name} answers")
         self._start_nginx()
         for number, broker in enumerate(self.brokers):
-            group, place = divmod(number, self.copies)
-            manage(self.url, TOKEN, "AddBroker", brokerGroup=f"g{group + 1}", role=min(place, 1), **broker.place)
+            manage(self.url, TOKEN, "AddBroker", brokerGroup="g1", role=min(number, 1), **broker.place)
             broker.start()
         for service in self.metaservers:
             until(lambda service=service: self.writable(service.url), f"each group is writable at {service.name}")

@@ -5,6 +5,7 @@ Neither the log nor other connections change. W4, W7, W15, W16. Each rule: tests
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import subprocess
@@ -271,3 +272,18 @@ def test_second_process_of_a_running_broker_is_refused(cluster, master, unchange
     assert count_lines(log.read_text(), "metaserver does not serve us") == 1, log.read_text()
     assert "role master" not in log.read_text()
     assert cluster.manage("ListBrokers") == before
+
+
+def test_wrong_settings_are_all_reported_at_once(tmp_path):
+    config = tmp_path / "broker.toml"
+    config.write_text(
+        f'data = "{tmp_path / "data"}"\nserve_port = 70000\nsync_port = "x"\ndurability = "hope"\ncolour = 1\n'
+    )
+    command = [sys.executable, "-m", "qmq.broker", "--config", str(config)]
+    environ = os.environ | {"QMQ_BROKER_LEASE_MS": "-1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=WAIT_S)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    complaints = {line.partition(":")[0] for line in ended.stderr.splitlines()}
+    assert complaints == {"hostname", "token", "serve_port", "sync_port", "durability", "lease_ms", "colour"}
+    assert "QMQ_BROKER_TOKEN" in ended.stderr and "Traceback" not in ended.stderr
+    assert not (tmp_path / "data").exists()

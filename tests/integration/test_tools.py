@@ -1,4 +1,4 @@
-"""Shell. `tools/tools.sh` as it is typed: plans, questions, exit statuses, secrets, files; a stub answers."""
+"""Shell. `tools/tools.sh` with a stub metaserver: plans, confirmations, exit statuses, secrets, files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,34 +38,25 @@ MARKED = {"producers": 3, "consumers": 0, "watchers": 40, "metaserversUnasked": 
 # Plans and questions.
 
 
-def test_a_dry_run_shows_the_reach_and_changes_nothing():
+def test_change_is_shown_and_needs_a_yes():
     """Weakness 33: QMQ's tools have neither a dry run nor a confirmation."""
     with Stub(planned(MARKED)) as stub:
-        ended = run("MarkReadonly", stub.address, "--dry-run", brokerGroup="g1")
-    assert (ended.returncode, stub.done) == (DONE, [])
-    assert "affects 12 subjects, 3 groups, 40 clients" in ended.stdout and "term" in ended.stdout
-
-
-def test_without_a_terminal_a_change_needs_yes():
-    """Weakness 33: `*` is never changed by accident."""
-    with Stub(planned(MARKED)) as stub:
-        ended = run("MarkReadonly", stub.address, brokerGroup="g1")
-    assert (ended.returncode, ended.stdout, stub.asked) == (USAGE, "", [])
-    assert "use --yes, or --dry-run to see the plan" in ended.stderr
-
-
-def test_with_yes_the_plan_is_shown_beside_the_result():
-    with Stub(planned(MARKED)) as stub:
-        ended = run("MarkReadonly", stub.address, "--yes", brokerGroup="g1", subject="a")
-    assert (ended.returncode, stub.done) == (DONE, ["MarkReadonlyBrokerGroup"])
-    assert "affects 12 subjects" in ended.stderr
-    assert ended.stdout.splitlines() == [
+        unconfirmed = run("MarkReadonly", stub.address, brokerGroup="g1")
+        assert (unconfirmed.returncode, unconfirmed.stdout, stub.asked) == (USAGE, "", [])
+        assert "use --yes, or --dry-run to see the plan" in unconfirmed.stderr
+        plan = run("MarkReadonly", stub.address, "--dry-run", brokerGroup="g1")
+        assert (plan.returncode, stub.done) == (DONE, [])
+        assert "affects 12 subjects, 3 groups, 40 clients" in plan.stdout and "term" in plan.stdout
+        done = run("MarkReadonly", stub.address, "--yes", brokerGroup="g1", subject="a")
+        assert (done.returncode, stub.done) == (DONE, ["MarkReadonlyBrokerGroup"])
+    assert "affects 12 subjects" in done.stderr
+    assert done.stdout.splitlines() == [
         "marked readonly: producers turn to other groups, consumers go on",
         "3 producers and 0 consumers hold the old route",
     ]
 
 
-@pytest.mark.parametrize("answer, is_done", [("y", True), ("YES", True), ("n", False), ("maybe", False), ("", False)])
+@pytest.mark.parametrize("answer, is_done", [("YES", True), ("maybe", False), ("", False)])
 def test_at_a_terminal_the_plan_is_confirmed(answer, is_done):
     with Stub(planned(MARKED)) as stub:
         ended = run_at_terminal("MarkReadonly", stub.address, answer=answer, brokerGroup="g1")
@@ -76,7 +68,7 @@ def test_at_a_terminal_the_plan_is_confirmed(answer, is_done):
 
 
 @pytest.mark.parametrize("where", ["plan", "answer"])
-def test_a_refused_plan_is_not_asked_about(where):
+def test_refused_plan_is_not_confirmed(where):
     reasons = ["there is no broker group g1"]
     refused = preview(reasons=reasons, wouldChange=False)
     with Stub(lambda _: refused if where == "plan" else refused | {"status": -1, "message": reasons[0]}) as stub:
@@ -92,7 +84,7 @@ def test_a_list_is_not_planned():
     assert stub.asked == [{"action": "ListBrokers", "details": "true"}]
 
 
-# What scripts read.
+# Output for scripts.
 
 
 def test_json_is_the_metaservers_answer_and_nothing_else():
@@ -100,17 +92,14 @@ def test_json_is_the_metaservers_answer_and_nothing_else():
         ended = run("MarkReadonly", stub.address, "--yes", "--json", brokerGroup="g1")
         plan = run("MarkReadonly", stub.address, "--dry-run", "--json", brokerGroup="g1")
     assert json.loads(ended.stdout) == ok(MARKED) and json.loads(plan.stdout) == preview()
-
-
-def test_json_of_a_refusal_is_printed_too():
-    with Stub(lambda _: {"error": "it is there", "data": {"name": "s"}}) as stub:
-        ended = run("AddNewSubject", stub.address, "--yes", "--json", subject="s", tag="t")
-    assert ended.returncode == REFUSED and "it is there" in ended.stderr
-    assert json.loads(ended.stdout) == {"error": "it is there", "data": {"name": "s"}}
+    refusal = {"error": "it is there", "data": {"name": "s"}}
+    with Stub(lambda _: refusal) as stub:
+        refused = run("AddNewSubject", stub.address, "--yes", "--json", subject="s", tag="t")
+    assert refused.returncode == REFUSED and "it is there" in refused.stderr and json.loads(refused.stdout) == refusal
 
 
 def test_answer_of_another_version_is_shown_raw():
-    """What is done is done: that its wording is not known makes no refusal of it."""
+    """An unknown answer to a change that was made is no refusal."""
     with Stub(planned("success")) as stub:
         ended = run("MarkReadonly", stub.address, "--yes", brokerGroup="g1")
     assert ended.returncode == DONE and json.loads(ended.stdout.splitlines()[-1]) == ok("success")
@@ -148,9 +137,8 @@ def test_a_reader_that_goes_away_is_no_error():
 @pytest.mark.parametrize("status, exit_status", [(-1, REFUSED), (-2, UNKNOWN), (-3, UNREACHABLE)])
 def test_exit_status_reports_the_outcome_of_a_change(status, exit_status):
     """Weakness 33: QMQ's tools end with 0 whatever became of an action."""
-    answer = planned(MARKED)
-    said = {"status": status, "message": "because", "data": None}
-    with Stub(lambda words: answer(words) if "dryRun" in words else said) as stub:
+    answer, failure = planned(MARKED), {"status": status, "message": "because", "data": None}
+    with Stub(lambda words: answer(words) if "dryRun" in words else failure) as stub:
         ended = run("SwapRoles", stub.address, "--yes", brokerGroup="g1")
     assert (ended.returncode, ended.stdout) == (exit_status, "") and "because" in ended.stderr
     look = f"tools.sh ReplicaStatus --metaserver={stub.address} --brokerGroup=g1"
@@ -158,25 +146,14 @@ def test_exit_status_reports_the_outcome_of_a_change(status, exit_status):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(["AddBroker", "--brokerGroup=g1"], id="an option is missing"),
-        pytest.param(["RemoveDb", "--host=h", "--port=x"], id="no number"),
-        pytest.param(["ResetOffset", "--subject=s", "--group=g", "--yes"], id="nothing says where to"),
-        pytest.param(["Explode"], id="unknown command"),
-    ],
+    "words", [["AddBroker", "--brokerGroup=g1"], ["RemoveDb", "--host=h", "--port=x"], ["Explode"], []], ids=str
 )
 def test_wrong_usage_ends_with_2(words):
     """Weakness 33: QMQ's tools end with 0 on usage errors."""
-    command, *options = words
-    with Stub(lambda _: ok(None)) as stub:
-        ended = run(command, stub.address, *options)
-    assert (ended.returncode, ended.stdout, stub.asked) == (USAGE, "", []) and "tools.sh: " in ended.stderr
-
-
-def test_no_arguments_show_the_commands_and_end_with_2():
-    ended = subprocess.run([TOOLS], env=environment(), capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (USAGE, "") and "MarkReadonly" in ended.stderr
+    ended = subprocess.run([TOOLS, *words], env=environment(), capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (USAGE, "") and (
+        "tools.sh: " if words else "MarkReadonly"
+    ) in ended.stderr
 
 
 def test_no_metaserver_ends_with_3():
@@ -192,9 +169,7 @@ def test_no_metaserver_ends_with_3():
     [
         pytest.param("SwapRoles", b"", UNKNOWN, id="change, connection closed"),
         pytest.param("ListBrokers", b"", UNREACHABLE, id="list, connection closed"),
-        pytest.param("SwapRoles", b"HTTP/1.1 502 Bad\r\ncontent-length: 0\r\n\r\n", UNKNOWN, id="change, proxy error"),
         pytest.param("SwapRoles", b"HTTP/1.1 404 No\r\ncontent-length: 2\r\n\r\n{}", UNREACHABLE, id="another server"),
-        pytest.param("SwapRoles", b"garbage\r\n\r\n", UNKNOWN, id="change, no HTTP"),
         pytest.param("SwapRoles", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", UNKNOWN, id="change, cut short"),
     ],
 )
@@ -210,9 +185,9 @@ def test_unprintable_result_ends_with_4(tmp_path, buffered):
     environ = environment(PYTHONUNBUFFERED=buffered)
     with Stub(planned(MARKED)) as stub, open("/dev/full", "w") as full:
         marking = [TOOLS, "MarkReadonly", f"--metaserver={stub.address}", "--yes", "--brokerGroup=g1"]
-        told = subprocess.run(marking, env=environ, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (told.returncode, stub.done) == (UNKNOWN, ["MarkReadonlyBrokerGroup"])
-    assert "nothing was changed" not in told.stderr and "tools.sh ListReadonly" in told.stderr
+        ended = subprocess.run(marking, env=environ, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, stub.done) == (UNKNOWN, ["MarkReadonlyBrokerGroup"])
+    assert "nothing was changed" not in ended.stderr and "tools.sh ListReadonly" in ended.stderr
     with Stub(planned({"id": "i1", "name": "a", "role": "viewer", "token": "qmq_i1_secret"})) as stub:
         making = f"{TOOLS} AddToken --metaserver={stub.address} --yes --name=a --role=viewer --out={tmp_path}/token"
         kept = subprocess.run(["bash", "-c", f"ulimit -f 0; {making}"], env=environ, capture_output=True, text=True)
@@ -231,7 +206,7 @@ def test_a_list_that_cannot_be_written_ends_with_2(buffered):
 
 
 def test_doctor_keeps_findings_when_actions_fail():
-    """As behind a balancer that passes GET on and nothing else."""
+    """A balancer may pass on GET alone."""
     with Stub(None) as stub:
         ended = run("Doctor", stub.address, "--json")
     found = json.loads(ended.stdout)
@@ -246,7 +221,7 @@ AWAY = {"database": "b", "problem": "no answer in time"}
 
 
 @pytest.mark.parametrize(
-    "told, status",
+    "reply, status",
     [
         pytest.param((200, {"databases": [NOTHING_PARKED]}), DONE, id="done"),
         pytest.param((409, {"problem": "no such database"}), REFUSED, id="refused"),
@@ -256,8 +231,8 @@ AWAY = {"database": "b", "problem": "no answer in time"}
         pytest.param(None, UNREACHABLE, id="no answer"),
     ],
 )
-def test_exit_status_reports_a_silent_watchdog(told, status):
-    with watchdog(told) as address:
+def test_exit_status_reports_a_silent_watchdog(reply, status):
+    with watchdog(reply) as address:
         assert run("OutboxStuck", "127.0.0.1:1", watchdog=address).returncode == status
 
 
@@ -287,20 +262,16 @@ def test_token_comes_from_environment_file_or_stdin(tmp_path):
     assert [(way.returncode, way.stderr) for way in ways] == [(DONE, "")] * 4 and stub.tokens == [TOKEN] * 4
 
 
-def test_token_on_the_command_line_warns():
-    with Stub(lambda _: ok([])) as stub:
-        ended = run("ListBrokers", stub.address, f"--token={TOKEN}", token=None)
-    assert (ended.returncode, stub.tokens) == (DONE, [TOKEN]) and "stands in the process list" in ended.stderr
-
-
-def test_a_token_file_that_others_may_read_is_named(tmp_path):
+def test_exposed_tokens_are_warned_about(tmp_path):
     (file := tmp_path / "token").write_text(TOKEN)
     file.chmod(0o644)
     with Stub(lambda _: ok([])) as stub:
+        typed = run("ListBrokers", stub.address, f"--token={TOKEN}", token=None)
+        assert (typed.returncode, stub.tokens) == (DONE, [TOKEN]) and "stands in the process list" in typed.stderr
         assert f"chmod 600 {file}" in run("ListBrokers", stub.address, token=None, token_file=file).stderr
 
 
-@pytest.mark.parametrize("content", [None, "", "two\nlines", "x" * 5000], ids=["missing", "empty", "lines", "long"])
+@pytest.mark.parametrize("content", [None, "two\nlines"], ids=["missing", "lines"])
 def test_a_file_without_a_token_is_wrong_usage(tmp_path, content):
     file = tmp_path / "token"
     if content is not None:
@@ -319,17 +290,14 @@ def test_token_with_a_line_end_is_stripped(tmp_path):
     assert stub.tokens == ["token"]
 
 
-def test_a_change_without_a_token_is_wrong_usage():
-    ended = run("SwapRoles", "127.0.0.1:1", "--yes", token=None, brokerGroup="g1")
-    assert ended.returncode == USAGE and "needs a token" in ended.stderr
-
-
-def test_refused_list_names_the_source_of_tokens():
-    """It is asked all the same: metaservers may leave their lists open."""
+def test_missing_token_is_explained():
+    """A list is requested without one, as metaservers may leave their lists open."""
+    change = run("SwapRoles", "127.0.0.1:1", "--yes", token=None, brokerGroup="g1")
+    assert change.returncode == USAGE and "needs a token" in change.stderr
     with Stub(lambda _: {"status": -1, "message": "the API token is missing"}) as stub:
-        ended = run("ListBrokers", stub.address, token=None)
-    assert ended.returncode == REFUSED
-    assert ended.stderr.startswith("tools.sh: the API token is missing; a token comes from QMQ_TOKEN, ")
+        listing = run("ListBrokers", stub.address, token=None)
+    assert listing.returncode == REFUSED
+    assert listing.stderr.startswith("tools.sh: the API token is missing; a token comes from QMQ_TOKEN, ")
 
 
 DB = {"host": "db1", "port": 3306, "username": "qmq"}
@@ -354,11 +322,8 @@ def test_password_is_shown_nowhere():
         missing = run("AddDb", stub.address, "--yes", **DB)
     assert "hidden" not in ended.stdout + ended.stderr and "stands in the process list" in typed.stderr
     assert missing.returncode == USAGE and "--password-file" in missing.stderr
-
-
-def test_stdin_is_read_for_a_single_purpose():
-    ended = run("AddDb", "127.0.0.1:1", "--yes", token=None, token_file="-", password_file="-", stdin="x", **DB)
-    assert ended.returncode == USAGE and "one thing only" in ended.stderr
+    both = run("AddDb", "127.0.0.1:1", "--yes", token=None, token_file="-", password_file="-", stdin="x", **DB)
+    assert both.returncode == USAGE and "one thing only" in both.stderr
 
 
 # Files.
@@ -370,23 +335,15 @@ DUMP = {"format": 1, "tables": {"subject_route": [{"subject": "日本"}], "broke
 def test_backup_is_written_whole_for_its_owner_alone(tmp_path):
     (old := tmp_path / "backup.json").write_text("old")
     old.chmod(0o644)
-    with Stub(lambda _: ok(DUMP)) as stub:
-        ended = run("Backup", stub.address, file="backup.json", cwd=tmp_path)
-    assert ended.returncode == DONE and "B; 1 subject_route\n" in ended.stdout
-    assert json.loads(old.read_text()) == DUMP and stat.S_IMODE(old.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["backup.json"]
-
-
-def test_failed_backup_keeps_the_old_file(tmp_path):
-    (old := tmp_path / "backup.json").write_text("old")
     with Stub(lambda _: {"status": -3, "message": "the database does not answer", "data": None}) as stub:
         assert run("Backup", stub.address, file=old).returncode == UNREACHABLE
     assert old.read_text() == "old" and os.listdir(tmp_path) == ["backup.json"]
-
-
-def test_backup_can_go_through_a_pipe():
     with Stub(lambda _: ok(DUMP)) as stub:
+        ended = run("Backup", stub.address, file="backup.json", cwd=tmp_path)
         assert json.loads(run("Backup", stub.address, file="-").stdout) == DUMP
+    assert ended.returncode == DONE and "B; 1 subject_route\n" in ended.stdout
+    assert json.loads(old.read_text()) == DUMP and stat.S_IMODE(old.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["backup.json"]
 
 
 def test_unwritable_path_fails_before_any_request(tmp_path):
@@ -420,7 +377,7 @@ def test_restore_sends_the_document_of_its_file(tmp_path):
     assert broken.returncode == USAGE and "cannot be read" in broken.stderr
 
 
-# The script itself.
+# The script.
 
 
 def test_arguments_arrive_as_they_were_typed(tmp_path):
@@ -451,14 +408,19 @@ def test_script_runs_from_any_directory_and_link(tmp_path):
     assert old.returncode == USAGE and "set QMQ_PYTHON" in old.stderr
 
 
-def test_completion_is_printed_for_bash_and_zsh():
-    for shell in ("bash", "zsh"):
-        ended = subprocess.run([TOOLS, "completion", shell], env=environment(), capture_output=True, text=True)
-        assert ended.returncode == DONE and "complete -F _qmq_tools tools.sh" in ended.stdout
-
-
 def test_every_command_is_in_the_guide():
     guide = (Path(TOOLS).parents[1] / "docs" / "tools.md").read_text()
     listed = subprocess.run([TOOLS, "--help"], env=environment(), capture_output=True, text=True).stdout
     commands = [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2].isupper()]
     assert len(commands) > 30 and [name for name in commands if f"`{name}`" not in guide] == []
+
+
+def test_an_interrupt_at_the_start_shows_no_traceback(tmp_path):
+    (tmp_path / "difflib.py").write_text("raise KeyboardInterrupt")  # as if Ctrl-C came during this import
+    ended = subprocess.run(
+        [sys.executable, "-m", "qmq.tools", "ListBrokers"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{tmp_path}:."},
+    )
+    assert (ended.returncode, ended.stderr) == (1, "tools.sh: interrupted before anything was changed\n")

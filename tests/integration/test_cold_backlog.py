@@ -1,4 +1,4 @@
-"""Shell. Order keys and tags on real brokers: retries, swaps, killed masters and consumers that come and go."""
+"""Shell. Backlogs in closed segments, out of memory: whole, in order, also after a restart, and by tags (W6)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import asyncio
 import pytest
 
 import qmq
-from tests.integration.cluster_world import consumer, producer, running
-
-WAIT_S = 60.0
-KEYS, EACH = 20, 40
+from tests.integration.cluster_world import begin, consume_all, consumer, end, producer, running, send_all, state
+from tests.support.waiting import WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +17,17 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-async def send(cluster, messages):
-    async with producer(cluster) as sender:
-        assert (await sender.send_many(messages)).all_stored
+def test_cold_backlog_comes_whole_and_in_order(cluster):
+    count = 6000
+    send_all(cluster, "cold", count, size=300)
+    master = cluster.broker("g1", "master")
+    assert state(cluster, master).log_end > 6 * 256 * 1024
+    expected = [(n, f"m-{n}") for n in range(count)]
+    assert consume_all(cluster, "cold", "first", count) == expected
+    end(cluster, master.hostname)
+    begin(cluster, master.hostname)
+    cluster.wait_writable()
+    assert consume_all(cluster, "cold", "second", count) == expected
 
 
 async def test_tags_select_in_closed_and_new_segments(cluster):
@@ -37,13 +43,12 @@ async def test_tags_select_in_closed_and_new_segments(cluster):
         return found
 
     count = 3_000
-    await send(
-        cluster,
-        [
-            qmq.Message("tagged", {"n": n, "x": "y" * 200}, tags=[f"t{n % 100}", "even" if n % 2 == 0 else "odd"])
-            for n in range(count)
-        ],
-    )
+    messages = [
+        qmq.Message("tagged", {"n": n, "x": "y" * 200}, tags=[f"t{n % 100}", "even" if n % 2 == 0 else "odd"])
+        for n in range(count)
+    ]
+    async with producer(cluster) as sender:
+        assert (await sender.send_many(messages)).all_stored
     rare = [n for n in range(count) if n % 100 == 7]
     assert await take(len(rare), group="rare", tags=["t7"]) == rare
     some = [n for n in range(count) if n % 100 in (7, 8)]
