@@ -32,9 +32,8 @@ from qmq.metaserver.cluster.upkeep import Upkeep
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import ProviderPort, Sessions
-from qmq.metaserver.http.app import build_app
+from qmq.metaserver.http.app import build_app, polled_routes
 from qmq.metaserver.http.guard import Limits
-from qmq.metaserver.http.routes import make_routes
 from qmq.metaserver.model import AuditRow, MetaserverRow
 from qmq.metaserver.observability.collectors import AuditMetrics, DoctorMetrics, StateMetrics
 from qmq.metaserver.observability.metrics import Metrics
@@ -44,8 +43,7 @@ from qmq.metaserver.routes.hub import RouteHubs
 from qmq.metaserver.routes.quotas import Bounds, Quotas
 from qmq.metaserver.rpc.access import Refusals, make_acceptor, wall_ms
 from qmq.metaserver.rpc.broker_client import Brokers
-from qmq.metaserver.rpc.consumer_groups import ConsumerGroups
-from qmq.metaserver.rpc.servicer import MetaserverRpc, add_route_methods
+from qmq.metaserver.rpc.servicer import ConsumerGroups, MetaserverRpc, add_route_methods
 from qmq.metaserver.settings import MetaserverSettings
 from qmq.metaserver.storage.changes import AddToken
 from qmq.metaserver.storage.database import Database, DatabaseAway, DatabaseSetAside
@@ -289,7 +287,7 @@ class Metaserver:
             is_stopping=lambda: self.registry.is_stopping,
             limits=limits,
             open_lists=settings.open_lists,
-            more=[*make_routes(self.hubs), *console.routes()],
+            more=[*polled_routes(self.hubs), *console.routes()],
         )
 
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from qmq.deploy.chaos import sandbox, timeline
+from qmq.deploy.chaos.faults import STRIKES
 from qmq.deploy.chaos.history import History
-from qmq.deploy.chaos.nemesis import STRIKES, Nemesis, possible
+from qmq.deploy.chaos.nemesis import Nemesis, possible
 from qmq.deploy.chaos.records import MARKED, SLAVE_STOPPED, UNKNOWN, Sent
 from qmq.deploy.chaos.trial import Load, Outcome, attempt
 from qmq.deploy.chaos.workload import FAULTS, ROLE_CHANGES

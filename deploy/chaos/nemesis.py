@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
 
-from qmq.deploy.chaos.faults import clocks, disks, network, operators, processes
+from qmq.deploy.chaos.faults import STRIKES, Target
 from qmq.deploy.chaos.history import History
 from qmq.deploy.chaos.records import Fault
-from qmq.deploy.chaos.target import Strike, Target
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.control import answers
 
@@ -22,7 +21,6 @@ NOTICED_S = 4.0
 LOSES = frozenset({"replace broker", "lose the master's disk"})
 """Faults that make a slave the master without a check that it has every decision of the master."""
 STOP_SLAVE = "stop slave"
-STRIKES: dict[str, Strike] = processes.STRIKES | operators.STRIKES | disks.STRIKES | network.STRIKES | clocks.STRIKES
 
 
 def possible() -> list[str]:

@@ -11,7 +11,7 @@ from qmq.errors import QmqError
 from qmq.metaserver.actions.desk import Desk, Handler, OldRoutes, together
 from qmq.metaserver.actions.plan import LISTED_MAX, Plan, refused
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.console.charts import Look, per_second
+from qmq.metaserver.console.display import Look, per_second
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, ReadonlyMark, Route, Routes
 from qmq.metaserver.storage.changes import (
     DecidedOn,

@@ -14,6 +14,7 @@ from qmq.commands.action import DRY_RUN, IF_PLAN, Action, Status
 from qmq.commands.catalog import ACTIONS
 from qmq.errors import MissingRight, NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions import (
+    Answer,
     brokers,
     consumers,
     databases,
@@ -25,7 +26,6 @@ from qmq.metaserver.actions import (
     quarantine,
     routes,
 )
-from qmq.metaserver.actions.answer import Answer
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, one_text, preview
 from qmq.metaserver.actions.words import Words, read_words, recorded, unknown_word

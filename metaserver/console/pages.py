@@ -14,9 +14,8 @@ from qmq.commands.action import DETAILS, DRY_RUN, IF_PLAN
 from qmq.differences import differences
 from qmq.ledger import LedgerDamaged
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Kind, Status
-from qmq.metaserver.console.charts import SERIES_MAX, Look, Looks, Rates, bars_of, chart_of, per_second
+from qmq.metaserver.console.display import SERIES_MAX, Look, Looks, Rates, bars_of, chart_of, moment_ms, per_second
 from qmq.metaserver.console.nights import Nights
-from qmq.metaserver.console.shown import moment_ms
 from qmq.metaserver.http.endpoints import ActionsPort, run_within
 from qmq.metaserver.http.management import ANYBODY
 from qmq.metaserver.rpc.access import wall_ms

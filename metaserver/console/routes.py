@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from qmq.errors import AccessError, NotServed
 from qmq.metaserver.actions import ACTIONS, Status
-from qmq.metaserver.console import pages, shown
-from qmq.metaserver.console.charts import Looks
+from qmq.metaserver.console import display, pages
+from qmq.metaserver.console.display import Looks
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import LOG_IN, PAGES, Asking, Page, group_rates, subject_rates
 from qmq.metaserver.console.sessions import ATTEMPT_MS, LASTS_MS, Attempt, ProviderPort, Sessions
@@ -102,7 +102,7 @@ class Console:
         self._templates = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        self._templates.filters.update(shown.FILTERS)
+        self._templates.filters.update(display.FILTERS)
         static = files("qmq.metaserver.console").joinpath("static")
         self._static = {name: static.joinpath(name).read_bytes() for name in STATIC}
         self._looks = Looks()

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from qmq.commands.action import DETAILS, Action, Status, Style
 from qmq.commands.catalog import ACTIONS
 from qmq.errors import AccessError
-from qmq.metaserver.actions.answer import Answer
+from qmq.metaserver.actions import Answer
 from qmq.metaserver.actions.shapes import as_qmq
 from qmq.metaserver.actions.words import unknown_word
 from qmq.metaserver.http import endpoints

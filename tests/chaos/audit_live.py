@@ -31,10 +31,8 @@ from qmq.audit.copies import CannotRead
 from qmq.audit.group import Options, audit_groups
 from qmq.audit.places import GroupStatus, find_group_status, find_places
 from qmq.audit.results import Group, Result
-from qmq.deploy.chaos.faults.disks import STRIKES as OF_DISKS
-from qmq.deploy.chaos.faults.operators import STRIKES as OF_OPERATORS
-from qmq.deploy.chaos.faults.processes import STRIKES as OF_PROCESSES
-from qmq.deploy.chaos.target import Target
+from qmq.deploy.chaos import faults
+from qmq.deploy.chaos.faults import Target
 from qmq.deploy.cluster import Cluster
 from qmq.errors import QmqError
 from qmq.ledger import Ledger
@@ -76,12 +74,12 @@ def restart_both(target: Target, group: str) -> None:
 
 Strike = Callable[[Target, str], None]
 STRIKES: dict[str, Strike] = {
-    "swap": OF_OPERATORS["swap roles"].hit,
+    "swap": faults.STRIKES["swap roles"].hit,
     "failover": fail_over,
-    "seeding": OF_DISKS["wipe slave"].hit,
-    "restart of the slave": OF_PROCESSES["kill slave"].hit,
+    "seeding": faults.STRIKES["wipe slave"].hit,
+    "restart of the slave": faults.STRIKES["kill slave"].hit,
     "restart of both": restart_both,
-    "restart of the metaserver": OF_PROCESSES["kill metaserver"].hit,
+    "restart of the metaserver": faults.STRIKES["kill metaserver"].hit,
 }
 
 

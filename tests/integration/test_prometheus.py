@@ -29,7 +29,7 @@ import yaml
 
 import qmq
 from qmq.deploy.cluster import PROMETHEUS, Cluster
-from qmq.deploy.dashboards.pages import PAGES
+from qmq.deploy.dashboards import PAGES
 from qmq.deploy.processes import ROOT
 from qmq.deploy.prometheus.config import RULES, find_targets, write_config
 from qmq.ledger import PROVEN, Entry, Ledger, write_gauges

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qmq.deploy.chaos.faults import disks
+from qmq.deploy.chaos import faults
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def small_disk(folder: Path, *, mib: int) -> Iterator[None]:
 
 def fill(folder: Path) -> Path:
     """Write a file that takes all that is free; return it."""
-    filler = disks.fill(folder)
+    filler = faults.fill(folder)
     assert free(folder) < 65_536
     return filler
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qmq.tools.command import Command
-from qmq.tools.commands.access import DATABASES, TOKENS, UPKEEP
 from qmq.tools.commands.audit import AUDIT
 from qmq.tools.commands.brokers import BROKERS
 from qmq.tools.commands.consumers import CONSUMERS
-from qmq.tools.commands.delays import DELAYS
-from qmq.tools.commands.installation import INSTALLATION
-from qmq.tools.commands.messages import MESSAGES
+from qmq.tools.commands.installation import DATABASES, INSTALLATION, TOKENS, UPKEEP
+from qmq.tools.commands.messages import DELAYS, MESSAGES
 from qmq.tools.commands.outbox import OUTBOX
 from qmq.tools.commands.routes import GROUPS, ROUTES
 

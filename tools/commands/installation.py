@@ -1,12 +1,22 @@
-"""Core. Commands for the installation: its metaservers and its health."""
+"""Core. Commands for the installation: metaservers, health, tokens, registered databases, audit trail, backups."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from qmq.tools.command import Command, Kind, Option, bad, good, listing, of_action, warning
-from qmq.tools.table import Block, Cell, Column, Table, good_or_bad
+from qmq.tools.command import (
+    Command,
+    Kind,
+    Option,
+    bad,
+    good,
+    listing,
+    of_action,
+    warning,
+)
+from qmq.tools.table import Block, Cell, Column, Table, good_or_bad, moment, size
 
 
 def _metaservers(rows: Any) -> Table:
@@ -84,4 +94,157 @@ INSTALLATION = (
         show=_findings,
         timeout_s=45,
     ),
+)
+
+
+def _dbs(rows: Any) -> Table:
+    return Table(
+        (
+            Column("DATABASE", "url"),
+            Column("USER", "username"),
+            Column("ROOM", "room"),
+            Column("TABLE", lambda row: row.get("table", "")),
+            Column("ROWS/S", lambda row: row.get("rate", "")),
+            Column("STATE", "status"),
+            Column("CHANGED", moment("updateTime"), drop=1),
+        ),
+        rows,
+        empty="no database is registered",
+    )
+
+
+def _watchdogs(rows: Any) -> Table:
+    return Table(
+        (
+            Column("ROOM", "room"),
+            Column("ACTIVE", "active"),
+            Column("ADDRESS", "address"),
+            Column("TERM", "term"),
+            Column("SEEN", moment("updateTime"), drop=1),
+        ),
+        rows,
+        empty="no watchdog has run yet",
+    )
+
+
+DATABASES = (
+    of_action(
+        "AddDb",
+        "--host=db1 --port=3306 --username=qmq --password-file=db1.password",
+        lambda _: [good("the database is registered")],
+        look="ListDbs",
+        secret_unless=("type", "sqlite"),
+    ),
+    of_action("RemoveDb", "--host=db1 --port=3306", lambda _: [good("the database is forgotten")], look="ListDbs"),
+    of_action("ListDbs", "", listing(_dbs)),
+    of_action("ListWatchdogs", "", listing(_watchdogs)),
+)
+
+
+def _new_token(data: Any) -> Iterable[Block]:
+    token = f"token {data['id']} of {data['name']} ({data['role']})"
+    if "keptIn" in data:
+        yield good(f"{token}; its text is in {data['keptIn']}, and nowhere else")
+    else:
+        yield good(f"{token}; its text is shown this once:")
+        yield data["token"]
+
+
+def _keep_token(data: Any) -> tuple[str, dict[str, Any]]:
+    return f"{data['token']}\n", {name: value for name, value in data.items() if name != "token"}
+
+
+def _tokens(rows: Any) -> Table:
+    return Table(
+        (
+            Column("ID", "id"),
+            Column("NAME", "name"),
+            Column("ROLE", "role"),
+            Column("VALID", _validity),
+            Column("SUBJECTS", lambda row: row.get("subjects") or "all", fold=16),
+            Column("GROUPS", lambda row: row.get("groups") or "all", drop=2, fold=10),
+            Column("EXPIRES", moment("expires"), drop=1),
+            Column("CREATED", moment("created"), drop=3),
+        ),
+        rows,
+        empty="no token; the key of the installation is the only one",
+    )
+
+
+def _validity(token: Mapping[str, Any]) -> Cell:
+    return good("yes") if token.get("valid") else bad("revoked") if token.get("revoked") else warning("expired")
+
+
+TOKENS = (
+    of_action(
+        "AddToken",
+        "--name=shop --role=client --subjects=order.* --days=365 --out=shop.token",
+        _new_token,
+        look="ListTokens",
+        keep=_keep_token,
+        more=(Option("out", "write the token's text to this file, readable by you alone", "", Kind.PATH, local=True),),
+    ),
+    of_action("RevokeToken", "--id=2f51c7a09b3e", lambda _: [good("the token is revoked")], look="ListTokens"),
+    of_action("ListTokens", "", listing(_tokens)),
+)
+
+
+def _trail(data: Any) -> Iterable[Block]:
+    yield Table(
+        (
+            Column("ID", "id", drop=3),
+            Column("TIME", moment("time"), fold=10),
+            Column("WHO", "who"),
+            Column("FROM", "peer", drop=2),
+            Column("ACTION", "action", fold=18),
+            Column("PARAMETERS", _parameters, fold=24),
+            Column("REQUEST", lambda row: row["parameters"].get("request"), drop=4),
+            Column("RESULT", "result"),
+        ),
+        data["rows"],
+        empty="nothing was changed",
+    )
+    if data.get("next"):
+        yield f"more with --before={data['next']}"
+
+
+def _parameters(row: Mapping[str, Any]) -> str:
+    return " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in row["parameters"].items()
+        if name not in ("request", "details")
+    )
+
+
+def _keep_backup(data: Any) -> tuple[str, dict[str, Any]]:
+    text = json.dumps(data, ensure_ascii=False, indent=1) + "\n"
+    return text, {"bytes": len(text.encode()), "rows": {name: len(rows) for name, rows in data["tables"].items()}}
+
+
+def _backed_up(data: Any) -> Iterable[Block]:
+    rows = ", ".join(f"{count:,} {name}" for name, count in data["rows"].items() if count)
+    yield good(f"{data['keptIn']}: {size(data['bytes'])}; {rows}")
+
+
+def _restored(data: Any) -> Iterable[Block]:
+    yield good("the metadata of the backup is in place")
+
+
+UPKEEP = (
+    of_action("AuditTrail", "--brokerGroup=g1 --since=24h", _trail),
+    of_action(
+        "Backup",
+        "--file=qmq-metadata.json",
+        _backed_up,
+        keep=_keep_backup,
+        more=(
+            Option(
+                "file",
+                "file to write, - for standard output; an old one is replaced at the end",
+                kind=Kind.PATH,
+                local=True,
+            ),
+        ),
+    ),
+    of_action("Restore", "--file=qmq-metadata.json", _restored, look="AuditTrail --name=Restore"),
 )

@@ -19,9 +19,8 @@ from qmq.metaserver import main
 from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.cluster import upkeep
 from qmq.metaserver.model import Broker, ReplicaState
-from qmq.metaserver.rpc.consumer_groups import ConsumerGroups
 from qmq.metaserver.rpc.convert import state_from_message
-from qmq.metaserver.rpc.servicer import MetaserverRpc
+from qmq.metaserver.rpc.servicer import ConsumerGroups, MetaserverRpc
 from qmq.metaserver.settings import MetaserverSettings
 from qmq.metaserver.storage import database
 from qmq.proto import qmq_pb2 as pb

@@ -9,8 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from qmq.deploy.dashboards.__main__ import main
-from qmq.deploy.dashboards.pages import PAGES, PanelKind, Unit, to_json
+from qmq.deploy.dashboards import PAGES, PanelKind, Unit, main, to_json
 
 SHAPE = {
     "uid": str,

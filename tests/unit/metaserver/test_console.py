@@ -12,7 +12,7 @@ import pytest
 from qmq.errors import AccessError, NotServed
 from qmq.metaserver.access import Access, new_token
 from qmq.metaserver.actions import ACTIONS, Answer, Status
-from qmq.metaserver.console import pages, shown
+from qmq.metaserver.console import display, pages
 from qmq.metaserver.console import sessions as sessions_module
 from qmq.metaserver.console.pages import PAGES
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
@@ -401,17 +401,17 @@ async def test_hostile_words_are_escaped(console):
 @pytest.mark.parametrize(
     "value, text",
     [
-        (shown.utc(0), "–"),
-        (shown.utc(1_000_000_000_000), "2001-09-09 01:46:40"),
-        (shown.utc(10**30), f"{10**30} ms"),
-        (shown.duration(None), "–"),
-        (shown.duration(0.4), "0 s"),
-        (shown.duration(90_061), "1 d 1 h"),
-        (shown.number(1234567), "1,234,567"),
-        (shown.number(None), "–"),
-        (shown.moment_ms("1970-01-01T00:01"), 60_000),
-        (shown.moment_ms("1970-01-01T01:01+01:00"), 60_000),
-        (shown.moment_ms("now"), None),
+        (display.utc(0), "–"),
+        (display.utc(1_000_000_000_000), "2001-09-09 01:46:40"),
+        (display.utc(10**30), f"{10**30} ms"),
+        (display.duration(None), "–"),
+        (display.duration(0.4), "0 s"),
+        (display.duration(90_061), "1 d 1 h"),
+        (display.number(1234567), "1,234,567"),
+        (display.number(None), "–"),
+        (display.moment_ms("1970-01-01T00:01"), 60_000),
+        (display.moment_ms("1970-01-01T01:01+01:00"), 60_000),
+        (display.moment_ms("now"), None),
     ],
 )
 def test_values_are_formatted(value, text):

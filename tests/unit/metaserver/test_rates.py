@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.metaserver.console.charts import (
+from qmq.metaserver.console.display import (
     HEIGHT,
     HOUR_MS,
     KEPT_MAX,

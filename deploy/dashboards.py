@@ -1,4 +1,4 @@
-"""Core. The six Grafana pages for operators on call, as plain data: panels in rows of two with PromQL queries, and
+"""Shell. The six Grafana pages for operators on call, as plain data: panels in rows of two with PromQL queries, and
 variables.
 
 `qmq dashboards` writes them as JSON for Grafana's import, of schema version 39: Grafana 10.4 and newer.
@@ -6,10 +6,16 @@ variables.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
+
+from qmq.deploy.plan import write_atomically
 
 SCHEMA_VERSION = 39
 SOURCE = {"type": "prometheus", "uid": "${source}"}
@@ -495,3 +501,23 @@ AUDIT = Page(
 )
 
 PAGES = (CLUSTER, BROKER_GROUP, CONSUMERS, DELAY, OUTBOX, AUDIT)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="qmq dashboards", description="Write Grafana's pages.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    options = parser.parse_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for page in PAGES:
+            path = options.out / f"{page.uid}.json"
+            write_atomically(path, json.dumps(to_json(page), indent=2) + "\n", mode=0o644)
+            print(path)
+    except OSError as error:
+        print(f"qmq dashboards: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
