@@ -6,11 +6,14 @@ The modules of `tests.simulation.planted` register them, one function a bug.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 Patch = contextlib.AbstractContextManager[Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,37 @@ class Bug:
 BUGS: dict[str, Bug] = {}
 
 
-def bug(scenario: str, *, first: int = 1, favoured: str = "", **kinds: Any) -> Callable[..., Callable[[], list[Patch]]]:
-    """Register the decorated function as a bug of this scenario, under its own name."""
+def plant(scenario: str, name: str, *patches: Patch, first: int = 1, favoured: str = "", **kinds: Any) -> None:
+    """Register a bug that consists of these patches."""
+    _register(name, scenario, lambda: list(patches), first, favoured, kinds)
 
-    def register(patches: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
-        name = patches.__name__.replace("_", " ")
-        assert name not in BUGS, f"two bugs are called {name}"
-        BUGS[name] = Bug(name, scenario, patches, first, favoured, kinds)
-        return patches
+
+def bug(
+    scenario: str, owner: Any = None, attribute: str = "", *, first: int = 1, favoured: str = "", **kinds: Any
+) -> Callable[[F], F]:
+    """Register the decorated function as a bug of this scenario, under its own name.
+
+    The function replaces `attribute` of `owner`, which it gets as its first argument if that is called `real`. Without
+    an `owner`, it returns the patches.
+    """
+
+    def register(function: F) -> F:
+        def patches() -> list[Patch]:
+            return [mock.patch.object(owner, attribute, _replacement(function, getattr(owner, attribute)))]
+
+        name = function.__name__.replace("_", " ")
+        _register(name, scenario, function if owner is None else patches, first, favoured, kinds)
+        return function
 
     return register
+
+
+def _replacement(function: Callable[..., Any], real: Any) -> Callable[..., Any]:
+    if next(iter(inspect.signature(function).parameters), "") != "real":
+        return function
+    return lambda *args, **named: function(real, *args, **named)
+
+
+def _register(name: str, *fields: Any) -> None:
+    assert name not in BUGS, f"two bugs are called {name}"
+    BUGS[name] = Bug(name, *fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 from qmq.broker.answers import PullAnswer
 from qmq.broker.delivery import Delivery
@@ -33,21 +33,16 @@ from qmq.replication.role_change import RoleChange
 from qmq.replication.slave import Slave
 from qmq.tools.recover_group import Copy
 from qmq.types import Epoch
-from tests.simulation.bugs import Patch, bug
+from tests.simulation.bugs import Patch, bug, plant
 from tests.simulation.cores.machine import Process
 
 
-@bug("cores")
-def ack_before_fsync() -> list[Patch]:
+@bug("cores", Process, "commit")
+def ack_before_fsync(real: Any, self: Process, commit: Commit) -> None:
     """The master counts bytes as fsynced when their commit begins."""
-    real = Process.commit
-
-    def commit(self: Process, commit: Commit) -> None:
-        if self.node.master is not None:
-            self.node.master.gate.flushed(commit.end, commit.chain)
-        real(self, commit)
-
-    return [mock.patch.object(Process, "commit", commit)]
+    if self.node.master is not None:
+        self.node.master.gate.flushed(commit.end, commit.chain)
+    real(self, commit)
 
 
 @bug("cores", first=825, favoured="replace")
@@ -74,10 +69,10 @@ def older_epochs_are_not_fenced() -> list[Patch]:
         real_assign(self, assignment)
 
     return [
-        mock.patch("qmq.replication.follower.agree", agree),
-        mock.patch.object(Slave, "agreed", agreed),
-        mock.patch.object(IdentityFile, "learn", learn),
-        mock.patch.object(Node, "assign", assign),
+        patch("qmq.replication.follower.agree", agree),
+        patch.object(Slave, "agreed", agreed),
+        patch.object(IdentityFile, "learn", learn),
+        patch.object(Node, "assign", assign),
     ]
 
 
@@ -85,27 +80,25 @@ def _with_epoch(identity: Identity, epoch: Epoch) -> Identity:
     return replace(identity, term=epoch.term, boot=epoch.boot)
 
 
-@bug("cores", first=13)
-def epoch_not_persisted() -> list[Patch]:
+@bug("cores", IdentityFile, "_change", first=13)
+def epoch_not_persisted(real: Any, self: IdentityFile, **fields: Any) -> None:
     """A broker forgets its epoch when its process ends."""
-    real = IdentityFile._change
-
-    def change(self: IdentityFile, **fields: Any) -> None:
-        if "boot" in fields:
-            self.value = _with_epoch(self.value, Epoch(fields["term"], fields["boot"]))
-            return
-        known = self.value.epoch
-        self.value = _with_epoch(self.value, Epoch(self.value.term, 0))
-        real(self, **fields)
-        self.value = _with_epoch(self.value, known)
-
-    return [mock.patch.object(IdentityFile, "_change", change)]
+    if "boot" in fields:
+        self.value = _with_epoch(self.value, Epoch(fields["term"], fields["boot"]))
+        return
+    known = self.value.epoch
+    self.value = _with_epoch(self.value, Epoch(self.value.term, 0))
+    real(self, **fields)
+    self.value = _with_epoch(self.value, known)
 
 
-@bug("cores", first=9)
-def repeated_batch_is_stored_again() -> list[Patch]:
-    """Batch numbers are not remembered."""
-    return [mock.patch("qmq.log.fold.State.repeated", lambda self, producer, batch: None)]
+# Batch numbers are not remembered.
+plant(
+    "cores",
+    "repeated batch is stored again",
+    patch("qmq.log.fold.State.repeated", lambda self, producer, batch: None),
+    first=9,
+)
 
 
 @bug("cores")
@@ -118,21 +111,16 @@ def messages_of_a_departed_consumer_are_lost() -> list[Patch]:
         for group in state.groups.values():
             group.requeued = Requeued()
 
-    return [mock.patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
+    return [patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
 
 
-@bug("cores", first=12)
-def vanished_consumers_messages_are_acked() -> list[Patch]:
+@bug("cores", fold, "_leave", first=12)
+def vanished_consumers_messages_are_acked(real: Any, group: Any, progress: Any) -> None:
     """W1: unacked messages of a consumer that vanished count as acked."""
-    real = fold._leave
-
-    def leave(group: Any, progress: Any) -> None:
-        if progress.entries[0][0] != Departure.VANISHED:
-            return real(group, progress)
-        consumer = group.consumers.pop(progress.consumer, Consumer())
-        group.floor = max(group.floor, consumer.next_pull)
-
-    return [mock.patch.object(fold, "_leave", leave)]
+    if progress.entries[0][0] != Departure.VANISHED:
+        return real(group, progress)
+    consumer = group.consumers.pop(progress.consumer, Consumer())
+    group.floor = max(group.floor, consumer.next_pull)
 
 
 @bug("cores", first=14)
@@ -147,105 +135,78 @@ def pull_sequences_are_used_again() -> list[Patch]:
         return True
 
     return [
-        mock.patch.object(fold.State, "next_pull", next_pull),
-        mock.patch.object(fold.Consumer, "was_given", was_given),
+        patch.object(fold.State, "next_pull", next_pull),
+        patch.object(fold.Consumer, "was_given", was_given),
     ]
 
 
-@bug("cores", first=9)
-def new_group_is_in_memory_only() -> list[Patch]:
+@bug("cores", Delivery, "subscribe", first=9)
+def new_group_is_in_memory_only(real: Any, self: Delivery, link: Any, packet: Any) -> None:
     """W8: the start of a consumer group without pulls is lost in a restart."""
-    real = Delivery.subscribe
-
-    def subscribe(self: Delivery, link: Any, packet: Any) -> None:
-        f = commands.decode_json(packet.body)
-        subject, name, state = f["subject"], f["group"], self._mastership.log.state
-        group = state.groups.get((subject, name))
-        if group is not None and not group.consumers and not group.floor and self._mastership.may_progress:
-            entry = state.next_sequence.get(subject, 0), 0, 0
-            self._mastership.append_progress(frames.FrameKind.POSITION, (subject, name, ""), [entry])
-        real(self, link, packet)
-
-    return [mock.patch.object(Delivery, "subscribe", subscribe)]
+    f = commands.decode_json(packet.body)
+    subject, name, state = f["subject"], f["group"], self._mastership.log.state
+    group = state.groups.get((subject, name))
+    if group is not None and not group.consumers and not group.floor and self._mastership.may_progress:
+        entry = state.next_sequence.get(subject, 0), 0, 0
+        self._mastership.append_progress(frames.FrameKind.POSITION, (subject, name, ""), [entry])
+    real(self, link, packet)
 
 
-@bug("cores")
-def broker_acks_for_its_consumers() -> list[Patch]:
+@bug("cores", Serving, "_write_down")
+def broker_acks_for_its_consumers(real: Any, self: Serving, subscription: Any, chosen: Any) -> None:
     """W10: messages before a redelivered piece count as acked, though their consumer has them."""
-    real = Serving._write_down
-
-    def write_down(self: Serving, subscription: Any, chosen: Any) -> None:
-        consumer = self._subscriptions.consumer(*subscription.key)
-        if not chosen.entries and chosen.parts and consumer is not None:
-            first, end = consumer.acked_end, chosen.parts[0].pull_sequence
-            if first < end:
-                self._mastership.append_progress(frames.FrameKind.ACK, subscription.key, [(first, end, 0)])
-        real(self, subscription, chosen)
-
-    return [mock.patch.object(Serving, "_write_down", write_down)]
+    consumer = self._subscriptions.consumer(*subscription.key)
+    if not chosen.entries and chosen.parts and consumer is not None:
+        first, end = consumer.acked_end, chosen.parts[0].pull_sequence
+        if first < end:
+            self._mastership.append_progress(frames.FrameKind.ACK, subscription.key, [(first, end, 0)])
+    real(self, subscription, chosen)
 
 
-@bug("cores")
-def chosen_messages_are_counted_from_the_first() -> list[Patch]:
+@bug("cores", PullAnswer, "send")
+def chosen_messages_are_counted_from_the_first(real: Any, self: Any) -> bool:
     """W9: filtered messages get consecutive sequences, as if none had been passed over."""
-    real = PullAnswer.send
+    sequence = self.chosen.parts[0].begin
+    headers = []
+    for part in self.chosen.parts:
+        headers.append(sequence)
+        sequence += part.end - part.begin
+    numbers = iter(headers)
 
-    def send(self: Any) -> bool:
-        sequence = self.chosen.parts[0].begin
-        headers = []
-        for part in self.chosen.parts:
-            headers.append(sequence)
-            sequence += part.end - part.begin
-        numbers = iter(headers)
+    def piece_header(pull_sequence: int, begin: int, *rest: int) -> bytes:
+        return header(pull_sequence, next(numbers), *rest)
 
-        def piece_header(pull_sequence: int, begin: int, *rest: int) -> bytes:
-            return header(pull_sequence, next(numbers), *rest)
-
-        header = commands.piece_header
-        with mock.patch.object(commands, "piece_header", piece_header):
-            return real(self)
-
-    return [mock.patch.object(PullAnswer, "send", send)]
+    header = commands.piece_header
+    with patch.object(commands, "piece_header", piece_header):
+        return real(self)
 
 
 @bug("cores", first=4)
 def keys_are_never_busy() -> list[Patch]:
     """A message is delivered before an earlier one of its order key is done."""
     return [
-        mock.patch("qmq.broker.group_filter.Keys.is_busy", lambda self, key: False),
-        mock.patch("qmq.broker.group_filter.Keys.settled", lambda self, sequence: None),
+        patch("qmq.broker.group_filter.Keys.is_busy", lambda self, key: False),
+        patch("qmq.broker.group_filter.Keys.settled", lambda self, sequence: None),
     ]
 
 
-@bug("cores")
-def deliveries_are_not_counted() -> list[Patch]:
+@bug("cores", Requeued, "add")
+def deliveries_are_not_counted(real: Any, self: Requeued, new: RequeuedRange) -> None:
     """Redelivered messages count as new."""
-
-    def add(self: Requeued, new: RequeuedRange) -> None:
-        real(self, new._replace(attempts=0))
-
-    real = Requeued.add
-    return [mock.patch.object(Requeued, "add", add)]
+    real(self, new._replace(attempts=0))
 
 
-@bug("cores", first=804, favoured="power_everywhere", moves=True)
-def move_is_answered_too_early() -> list[Patch]:
+@bug("cores", Delivery, "move_group", first=804, favoured="power_everywhere", moves=True)
+def move_is_answered_too_early(real: Any, self: Delivery, *where: Any, answer: Any, **words: Any) -> Any:
     """A move is answered before both copies have it."""
-    real = Delivery.move_group
-
-    def move_group(self: Delivery, *where: Any, answer: Any, **words: Any) -> Any:
-        reset = real(self, *where, answer=lambda error: None, **words)
-        process: Any = self._mastership.host
-        process._after(0.01, lambda: answer(None))
-        return reset
-
-    return [mock.patch.object(Delivery, "move_group", move_group)]
+    reset = real(self, *where, answer=lambda error: None, **words)
+    process: Any = self._mastership.host
+    process._after(0.01, lambda: answer(None))
+    return reset
 
 
-@bug("cores", first=139)
-def no_copy_lacks_anything() -> list[Patch]:
-    """Acknowledged points are not compared with the log."""
-    return [mock.patch.object(Node, "_may_lack", lambda self, point: False)]
+# Acknowledged points are not compared with the log.
+plant("cores", "no copy lacks anything", patch.object(Node, "_may_lack", lambda self, point: False), first=139)
 
 
 @bug("cores", first=7, fails_over=True)
@@ -255,92 +216,84 @@ def any_slave_is_chosen() -> list[Patch]:
     tables = {"CONDITIONS": CONDITIONS, "SLAVE_CONDITIONS": SLAVE_CONDITIONS}
     return [
         *(
-            mock.patch.object(promotion, name, tuple(condition for condition in table if condition[0] in kept))
+            patch.object(promotion, name, tuple(condition for condition in table if condition[0] in kept))
             for name, table in tables.items()
         ),
-        mock.patch.object(promotion, "_is_behind", lambda facts: False),
-        mock.patch.object(RoleChange, "prepare_failover", lambda self, term, **_: None),
+        patch.object(promotion, "_is_behind", lambda facts: False),
+        patch.object(RoleChange, "prepare_failover", lambda self, term, **_: None),
     ]
 
 
-@bug("cores", first=3)
-def a_lost_slave_goes_on_counting() -> list[Patch]:
-    """A slave that is gone goes on counting."""
-    return [mock.patch.object(SlaveWatch, "_without_slave", lambda self: None)]
+# A slave that is gone goes on counting.
+plant(
+    "cores",
+    "a lost slave goes on counting",
+    patch.object(SlaveWatch, "_without_slave", lambda self: None),
+    first=3,
+)
 
 
-@bug("cores")
-def matched_by_each_confirmation() -> list[Patch]:
+@bug("cores", SlaveWatch, "confirm")
+def matched_by_each_confirmation(real: Any, self: SlaveWatch, link: Any, packet: Any) -> None:
     """A slave in sync is matched again: an illegal move."""
-    real = SlaveWatch.confirm
-
-    def confirm(self: SlaveWatch, link: Any, packet: Any) -> None:
-        real(self, link, packet)
-        if self.is_of(link) and (slave := self.follower.in_sync) is not None:
-            self._enter(FollowerEvent.MATCHED, slave)
-
-    return [mock.patch.object(SlaveWatch, "confirm", confirm)]
+    real(self, link, packet)
+    if self.is_of(link) and (slave := self.follower.in_sync) is not None:
+        self._enter(FollowerEvent.MATCHED, slave)
 
 
-@bug("cores", first=20)
-def deletions_have_no_chain() -> list[Patch]:
+@bug("cores", MessageLog, "take_commit", first=20)
+def deletions_have_no_chain(real: Any, self: MessageLog) -> Commit | None:
     """A copy reports a wrong chain after a commit that only deleted."""
-    real = MessageLog.take_commit
-
-    def take_commit(self: MessageLog) -> Commit | None:
-        commit = real(self)
-        if commit is not None and not commit.bytes:
-            commit.chain = 0
-        return commit
-
-    return [mock.patch.object(MessageLog, "take_commit", take_commit)]
+    commit = real(self)
+    if commit is not None and not commit.bytes:
+        commit.chain = 0
+    return commit
 
 
-@bug("cores")
-def deletes_before_the_decision_is_acknowledged() -> list[Patch]:
-    """A copy deletes segments before the retention frame is below the high watermark."""
-    return [mock.patch.object(Kept, "agreed_start", lambda self, high_watermark: self.start)]
+# A copy deletes segments before the retention frame is below the high watermark.
+plant(
+    "cores",
+    "deletes before the decision is acknowledged",
+    patch.object(Kept, "agreed_start", lambda self, high_watermark: self.start),
+)
 
 
-@bug("cores")
-def acknowledged_point_has_another_chain() -> list[Patch]:
+@bug("cores", AckGate, "_release")
+def acknowledged_point_has_another_chain(real: Any, self: AckGate) -> None:
     """The acknowledged point has the end of one copy and the chain of the other."""
-    real = AckGate._release
-
-    def release(self: AckGate) -> None:
-        before = self.high_watermark
-        real(self)
-        if self.high_watermark > before:
-            self.high_chain = self.matched_chain if self.flushed_end <= self.matched_end else self.flushed_chain
-
-    return [mock.patch.object(AckGate, "_release", release)]
+    before = self.high_watermark
+    real(self)
+    if self.high_watermark > before:
+        self.high_chain = self.matched_chain if self.flushed_end <= self.matched_end else self.flushed_chain
 
 
-@bug("cores", favoured="cut_off_master", copies=3)
-def confirms_after_promising() -> list[Patch]:
+@bug("cores", RoleChange, "prepare_failover", favoured="cut_off_master", copies=3)
+def confirms_after_promising(real: Any, self: RoleChange, term: int, **words: Any) -> None:
     """A copy that promised goes on following its master."""
-    real = RoleChange.prepare_failover
-
-    def prepare(self: RoleChange, term: int, **words: Any) -> None:
-        with (
-            mock.patch.object(Slave, "leave_master", lambda self, why: None),
-            mock.patch.object(Process, "role_changed", lambda self: None),
-        ):
-            real(self, term, **words)
-
-    return [mock.patch.object(RoleChange, "prepare_failover", prepare)]
+    with (
+        patch.object(Slave, "leave_master", lambda self, why: None),
+        patch.object(Process, "role_changed", lambda self: None),
+    ):
+        real(self, term, **words)
 
 
-@bug("cores", first=3, copies=3)
-def master_begins_in_its_old_term() -> list[Patch]:
-    """The row keeps its term when the master of several slaves restarts."""
-    return [mock.patch("qmq.metaserver.roles.rules.needs_new_life", lambda group, key: False)]
-
-
-@bug("cores", first=4037, copies=3, min_copies=3)
-def diverged_names_no_way_out() -> list[Patch]:
-    """The remedy of a diverged slave does not name the data directory to set aside."""
-    return [mock.patch.dict(readonly.WAY_OUT, {Reason.DIVERGED: "read the logs with the audit"})]
+# The row keeps its term when the master of several slaves restarts.
+plant(
+    "cores",
+    "master begins in its old term",
+    patch("qmq.metaserver.roles.rules.needs_new_life", lambda group, key: False),
+    first=3,
+    copies=3,
+)
+# The remedy of a diverged slave does not name the data directory to set aside.
+plant(
+    "cores",
+    "diverged names no way out",
+    patch.dict(readonly.WAY_OUT, {Reason.DIVERGED: "read the logs with the audit"}),
+    first=4037,
+    copies=3,
+    min_copies=3,
+)
 
 
 @bug("cores", first=13265, copies=3)
@@ -349,42 +302,42 @@ def a_copy_that_differs_never_goes_on() -> list[Patch]:
     frames; then a third copy is preferred to that one.
     """
     return [
-        mock.patch.object(Hello, "has", lambda self, point: True),
-        mock.patch.object(Hello, "is_ahead_of", lambda self, epoch: False),
-        mock.patch.object(Copy, "may_go_on", property(lambda self: self.is_whole)),
+        patch.object(Hello, "has", lambda self, point: True),
+        patch.object(Hello, "is_ahead_of", lambda self, epoch: False),
+        patch.object(Copy, "may_go_on", property(lambda self: self.is_whole)),
     ]
 
 
-@bug("cores", first=113501)
-def mastership_ends_without_a_memory() -> list[Patch]:
-    """The last acknowledged point of a mastership is not stored."""
-    return [mock.patch.object(PointFile, "save", lambda self: None)]
+# The last acknowledged point of a mastership is not stored.
+plant("cores", "mastership ends without a memory", patch.object(PointFile, "save", lambda self: None), first=113501)
+# A copied directory starts without the metaserver, as one that stayed in place may.
+plant(
+    "clones",
+    "a copy takes up a part alone",
+    patch.object(Node, "is_elsewhere", property(lambda self: False)),
+    first=9,
+    favoured="clone_while_the_metaserver_is_away",
+)
+# The metaserver accepts any process with the directory of its row.
+plant(
+    "clones",
+    "a copy gets the same term",
+    patch("qmq.metaserver.roles.rules.is_elsewhere", lambda known, said: False),
+    favoured="clone",
+)
 
 
-@bug("clones", first=9, favoured="clone_while_the_metaserver_is_away")
-def a_copy_takes_up_a_part_alone() -> list[Patch]:
-    """A copied directory starts without the metaserver, as one that stayed in place may."""
-    return [mock.patch.object(Node, "is_elsewhere", property(lambda self: False))]
-
-
-@bug("clones", favoured="clone")
-def a_copy_gets_the_same_term() -> list[Patch]:
-    """The metaserver accepts any process with the directory of its row."""
-    return [mock.patch("qmq.metaserver.roles.rules.is_elsewhere", lambda known, said: False)]
-
-
-@bug("cores", first=124)
-def truncate_is_not_fsynced() -> list[Patch]:
+@bug("cores", RealDisk, "truncate", first=124)
+def truncate_is_not_fsynced(self: RealDisk, name: str, size: int) -> None:
     """Truncated bytes may return after a power cut."""
-
-    def truncate(self: RealDisk, name: str, size: int) -> None:
-        with failing(name):
-            self._system.truncate(self._open(name).fd, size)
-
-    return [mock.patch.object(RealDisk, "truncate", truncate)]
+    with failing(name):
+        self._system.truncate(self._open(name).fd, size)
 
 
-@bug("cores", first=100)
-def failed_fsync_is_read_from_memory() -> list[Patch]:
-    """The next process reads bytes that a failed fsync did not keep."""
-    return [mock.patch.object(RealDisk, "_sync", lambda self, file, call: call(file.fd))]
+# The next process reads bytes that a failed fsync did not keep.
+plant(
+    "cores",
+    "failed fsync is read from memory",
+    patch.object(RealDisk, "_sync", lambda self, file, call: call(file.fd)),
+    first=100,
+)

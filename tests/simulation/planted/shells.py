@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 from qmq.broker.positions import GroupBegins
 from qmq.client.backlog import GroupBatches
@@ -32,177 +32,129 @@ from qmq.replication.clocks import DueClock
 from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
 from qmq.watchdog.leader import Drain
-from tests.simulation.bugs import Patch, bug
+from tests.simulation.bugs import bug, plant
 
 
-@bug("shells")
-def commit_is_reported_before_it_is_written() -> list[Patch]:
-    def commit(self: Service[Any], commit: Commit) -> None:
-        self._loop.call_soon(self.guarded, partial(self.node.committed, commit))
-        self._disk_thread.submit(self._perform, commit)
-
-    return [mock.patch.object(Service, "commit", commit)]
+@bug("shells", Service, "commit")
+def commit_is_reported_before_it_is_written(self: Service[Any], commit: Commit) -> None:
+    self._loop.call_soon(self.guarded, partial(self.node.committed, commit))
+    self._disk_thread.submit(self._perform, commit)
 
 
-@bug("shells")
-def sync_does_nothing() -> list[Patch]:
-    return [mock.patch.object(RealDisk, "sync", lambda self, name: None)]
+plant("shells", "sync does nothing", patch.object(RealDisk, "sync", lambda self, name: None))
+plant(
+    "shells",
+    "failed disk ends nothing",
+    patch.object(Service, "fail", lambda self, error: None),
+    favoured="disk_fails",
+)
 
 
-@bug("shells", favoured="disk_fails")
-def failed_disk_ends_nothing() -> list[Patch]:
-    return [mock.patch.object(Service, "fail", lambda self, error: None)]
+@bug("shells", _MasterLink, "connection_lost")
+def lost_link_to_the_master_is_not_noticed(self: _MasterLink, connection: Connection, reason: str) -> None:
+    self._service.guarded(lambda: self._service.node.link_lost(connection))
 
 
-@bug("shells")
-def lost_link_to_the_master_is_not_noticed() -> list[Patch]:
-    def connection_lost(self: _MasterLink, connection: Connection, reason: str) -> None:
-        self._service.guarded(lambda: self._service.node.link_lost(connection))
-
-    return [mock.patch.object(_MasterLink, "connection_lost", connection_lost)]
+@bug("shells", Connection, "_answered")
+def answer_goes_to_the_oldest_request(real: Any, self: Connection, packet: Packet) -> None:
+    real(self, packet._replace(opaque=next(iter(self._waiting), packet.opaque)))
 
 
-@bug("shells")
-def answer_goes_to_the_oldest_request() -> list[Patch]:
-    original = Connection._answered
-
-    def answered(self: Connection, packet: Packet) -> None:
-        original(self, packet._replace(opaque=next(iter(self._waiting), packet.opaque)))
-
-    return [mock.patch.object(Connection, "_answered", answered)]
-
-
-@bug("shells", first=4, favoured="reset")
-def batch_is_forgotten_with_its_connection() -> list[Patch]:
-    original = Sender._answered
-
-    def answered(self: Sender, group: Any, connection: Connection, batch: Any, answer: Any) -> None:
-        original(self, group, connection, batch, answer)
-        if isinstance(answer, OutcomeUnknown) and batch.result is None:
-            group.batches.release(batch)
-
-    return [mock.patch.object(Sender, "_answered", answered)]
+@bug("shells", Sender, "_answered", first=4, favoured="reset")
+def batch_is_forgotten_with_its_connection(
+    real: Any, self: Sender, group: Any, connection: Connection, batch: Any, answer: Any
+) -> None:
+    real(self, group, connection, batch, answer)
+    if isinstance(answer, OutcomeUnknown) and batch.result is None:
+        group.batches.release(batch)
 
 
-@bug("shells", first=2, favoured="pause")
-def repeat_gets_a_new_number() -> list[Patch]:
-    original = GroupBatches.next_repeat
-
-    def next_repeat(self: GroupBatches) -> Batch | None:
-        if (batch := original(self)) is not None:
-            del self._unresolved[batch.number]
-            batch.number, self._next_number = self._next_number, self._next_number + 1
-            self._unresolved[batch.number] = batch
-        return batch
-
-    return [mock.patch.object(GroupBatches, "next_repeat", next_repeat)]
+@bug("shells", GroupBatches, "next_repeat", first=2, favoured="pause")
+def repeat_gets_a_new_number(real: Any, self: GroupBatches) -> Batch | None:
+    if (batch := real(self)) is not None:
+        del self._unresolved[batch.number]
+        batch.number, self._next_number = self._next_number, self._next_number + 1
+        self._unresolved[batch.number] = batch
+    return batch
 
 
-@bug("shells", first=5, favoured="swap")
-def roles_are_taken_once() -> list[Patch]:
-    original = MetaLink._assign
-
-    def assign(self: MetaLink, message: Any) -> None:
-        if not self._has_part:
-            original(self, message)
-
-    return [mock.patch.object(MetaLink, "_assign", assign)]
+@bug("shells", MetaLink, "_assign", first=5, favoured="swap")
+def roles_are_taken_once(real: Any, self: MetaLink, message: Any) -> None:
+    if not self._has_part:
+        real(self, message)
 
 
-@bug("shells", first=6, favoured="swap")
-def routes_are_taken_once() -> list[Patch]:
-    original = RouteWatch._take
-
-    def take(self: RouteWatch, routes: list[SubjectRoute]) -> None:
-        original(self, [route for route in routes if route.subject not in self._held])
-
-    return [mock.patch.object(RouteWatch, "_take", take)]
+@bug("shells", RouteWatch, "_take", first=6, favoured="swap")
+def routes_are_taken_once(real: Any, self: RouteWatch, routes: list[SubjectRoute]) -> None:
+    real(self, [route for route in routes if route.subject not in self._held])
 
 
-@bug("shells", first=4, favoured="reset")
-def session_is_opened_once() -> list[Patch]:
-    original = GroupSession.opened
-
-    def opened(self: GroupSession) -> None:
-        if not self.history:
-            original(self)
-
-    return [mock.patch.object(GroupSession, "opened", opened)]
+@bug("shells", GroupSession, "opened", first=4, favoured="reset")
+def session_is_opened_once(real: Any, self: GroupSession) -> None:
+    if not self.history:
+        real(self)
 
 
-@bug("shells", favoured="kill")
-def message_is_done_before_it_is_handled() -> list[Patch]:
-    original = Listener._take
-
-    def take(self: Listener, subscription: Any) -> list[ReceivedMessage]:
-        taken = original(self, subscription)
-        for message in taken:
-            message._done()
-        return taken
-
-    return [mock.patch.object(Listener, "_take", take)]
+@bug("shells", Listener, "_take", favoured="kill")
+def message_is_done_before_it_is_handled(real: Any, self: Listener, subscription: Any) -> list[ReceivedMessage]:
+    taken = real(self, subscription)
+    for message in taken:
+        message._done()
+    return taken
 
 
-@bug("shells")
-def delayed_messages_are_sent_a_second_early() -> list[Patch]:
-    return [mock.patch.object(DueClock, "offset_ms", property(lambda self: self._offset_ms + 1000))]
+plant(
+    "shells",
+    "delayed messages are sent a second early",
+    patch.object(DueClock, "offset_ms", property(lambda self: self._offset_ms + 1000)),
+)
+plant(
+    "shells",
+    "plans of earlier masters are forgotten",
+    patch.object(Flights, "resume", lambda self, *_: None),
+    first=7,
+)
 
 
-@bug("shells", first=7)
-def plans_of_earlier_masters_are_forgotten() -> list[Patch]:
-    return [mock.patch.object(Flights, "resume", lambda self, *_: None)]
+@bug("shells", NumberedSender, "_end", first=22, favoured="isolate")
+def delayed_batch_is_forgotten_with_its_connection(
+    real: Any, self: NumberedSender, group: Any, flight: Any, answer: Any
+) -> None:
+    if isinstance(answer, Unknown):
+        flight.done = lambda _: None
+    real(self, group, flight, answer)
 
 
-@bug("shells", first=22, favoured="isolate")
-def delayed_batch_is_forgotten_with_its_connection() -> list[Patch]:
-    original = NumberedSender._end
-
-    def end(self: NumberedSender, group: Any, flight: Any, answer: Any) -> None:
-        if isinstance(answer, Unknown):
-            flight.done = lambda _: None
-        original(self, group, flight, answer)
-
-    return [mock.patch.object(NumberedSender, "_end", end)]
+@bug("shells", Unit, "write")
+def messages_are_sent_before_their_commit(
+    real: Any, self: Unit, items: list[Item], rows_of: Callable[[str], Rows]
+) -> None:
+    real(self, items, rows_of)
+    items[0].courier.committed(Written(self._database, items, None))
 
 
-@bug("shells")
-def messages_are_sent_before_their_commit() -> list[Patch]:
-    original = Unit.write
-
-    def write(self: Unit, items: list[Item], rows_of: Callable[[str], Rows]) -> None:
-        original(self, items, rows_of)
-        items[0].courier.committed(Written(self._database, items, None))
-
-    return [mock.patch.object(Unit, "write", write)]
+@bug("shells", Courier, "_deliver", first=12, favoured="kill")
+async def row_goes_before_its_message(real: Any, self: Courier, written: Written) -> None:
+    await self._delete(written.database, written.rows or [])
+    await real(self, written)
 
 
-@bug("shells", first=12, favoured="kill")
-def row_goes_before_its_message() -> list[Patch]:
-    original = Courier._deliver
-
-    async def deliver(self: Courier, written: Written) -> None:
-        await self._delete(written.database, written.rows or [])
-        await original(self, written)
-
-    return [mock.patch.object(Courier, "_deliver", deliver)]
+@bug("shells", Drain, "_send", first=4, favoured="kill")
+def watchdog_takes_sent_for_stored(real: Any, self: Drain, attempt: Attempt) -> None:
+    real(self, attempt)
+    self._answered(attempt, Stored(0, attempt.batch.count))
 
 
-@bug("shells", first=4, favoured="kill")
-def watchdog_takes_sent_for_stored() -> list[Patch]:
-    original = Drain._send
-
-    def send(self: Drain, attempt: Attempt) -> None:
-        original(self, attempt)
-        self._answered(attempt, Stored(0, attempt.batch.count))
-
-    return [mock.patch.object(Drain, "_send", send)]
-
-
-@bug("shells", first=137, favoured="kill")
-def claims_of_a_dead_watchdog_stay() -> list[Patch]:
-    return [mock.patch.object(Statements, "_read_claims", lambda self, work: [])]
-
-
-@bug("shells", joins=True)
-def group_begins_anew_on_each_broker_group() -> list[Patch]:
-    return [mock.patch.object(GroupBegins, "_must_ask", lambda self, f: False)]
+plant(
+    "shells",
+    "claims of a dead watchdog stay",
+    patch.object(Statements, "_read_claims", lambda self, work: []),
+    first=137,
+    favoured="kill",
+)
+plant(
+    "shells",
+    "group begins anew on each broker group",
+    patch.object(GroupBegins, "_must_ask", lambda self, f: False),
+    joins=True,
+)
