@@ -38,8 +38,7 @@ from tests.unit.broker import limited, test_retention
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
 from tests.unit.client.fakes import FakeBroker, cluster
 from tests.unit.client.test_producer import producer_of
-from tests.unit.delayserver.test_races import a_group
-from tests.unit.delayserver.world import HOUR_MS
+from tests.unit.delayserver.world import HOUR_MS, a_group
 from tests.unit.server.test_tokens import limits, produce
 from tests.unit.test_limits import BROKER, CONSUMER, DELAY, METASERVER, OPERATOR, PRODUCER, REACHED, WATCHDOG, Nobody
 from tests.unit.watchdog.test_drain_plan import Drain, row

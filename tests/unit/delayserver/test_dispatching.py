@@ -9,8 +9,7 @@ from qmq.codec import encode_labels, label_of
 from qmq.delayserver import dispatching, flights, upkeep
 from qmq.errors import MessageTooLarge, NotServed
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
-from tests.unit.delayserver.test_races import a_group
-from tests.unit.delayserver.world import HOUR_MS, delayed
+from tests.unit.delayserver.world import HOUR_MS, a_group, delayed
 
 
 def keyed(producer, due_ms, keys):

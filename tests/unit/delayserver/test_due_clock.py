@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.replication.clocks import DEAD_BAND_MS, MASTER, METASERVER, READING_MS_MAX, SLAVE, WINDOW_MS, DueClock
-from tests.unit.delayserver.test_races import a_group
-from tests.unit.delayserver.world import HOUR_MS, Producer
+from tests.unit.delayserver.world import HOUR_MS, a_group
 
 TRUE_MS = 1_700_000_000_000
 
@@ -109,7 +108,7 @@ def test_a_master_that_begins_with_a_wrong_clock_sends_in_time(skew_ms):
     copies.run(1_000)
     copies.swap(2)
     copies.run(1_000)
-    producer = Producer(copies.a)
+    producer = copies.producer()
     true_ms = copies.now_ms - skew_ms
     producer.delayed(true_ms + 30_000, "m")
     copies.run(29_800)
@@ -131,7 +130,7 @@ def test_a_mastership_that_began_behind_corrects_itself():
     copies.hears = True
     copies.run(60_000)
     assert abs(copies.a.master.clock_off_ms) <= DEAD_BAND_MS
-    producer = Producer(copies.a)
+    producer = copies.producer()
     producer.delayed(copies.now_ms + 2_000, "m")
     copies.run(1_900)
     assert copies.senders.delivered() == []
@@ -147,7 +146,7 @@ def test_wrongly_due_messages_wait_for_their_time():
     copies.b.host.wall_skew_ms = HOUR_MS
     copies.swap(2)
     copies.senders.routeless.add("s")
-    producer = Producer(copies.a)
+    producer = copies.producer()
     producer.delayed(copies.now_ms - HOUR_MS + 30_000, "m")
     copies.run(1_000)
     assert copies.a.master.stats()["waiting_messages"] == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.delayserver.world import HOUR_MS, Copies, Producer
+from tests.unit.delayserver.world import HOUR_MS, Copies
 
 
 def flush_is_out(filing, host):
@@ -22,7 +22,7 @@ def test_schedule_beyond_a_cut_does_not_count_as_filed(begin, tail_bytes):
     """It is rebuilt when no read or flush is running. A master that used it until then sent plans that were cut."""
     copies = Copies.made(tail_bytes=tail_bytes)
     copies.start()
-    Producer(copies.a).delayed(copies.now_ms + HOUR_MS, "m")
+    copies.producer().delayed(copies.now_ms + HOUR_MS, "m")
     copies.run(2_000)
     filing, host = copies.a.filing, copies.a.host
     assert filing.reaches(copies.a.log.flushed_end)

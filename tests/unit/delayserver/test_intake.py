@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.delayserver.test_races import a_group
-from tests.unit.delayserver.world import HOUR_MS, delayed
+from tests.unit.delayserver.world import HOUR_MS, a_group, delayed
 
 
 def test_receipt_of_a_repeated_batch_claims_nothing_of_a_message_that_was_refused_then_and_would_not_be_now():

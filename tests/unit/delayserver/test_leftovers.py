@@ -14,9 +14,7 @@ from qmq.delayserver.schedule import RECORD
 from qmq.delayserver.schedule.record import no_records
 from qmq.delayserver.schedule.search import PendingOf
 from tests.unit.broker.world import FakeHost
-from tests.unit.delayserver.test_master import restart
-from tests.unit.delayserver.test_races import a_group
-from tests.unit.delayserver.world import HOUR_MS
+from tests.unit.delayserver.world import HOUR_MS, a_group
 
 MOST = 100
 
@@ -155,7 +153,7 @@ def test_each_message_is_sent_once_with_leftovers(seed, monkeypatch):
             case "group":
                 copies.senders.up["g1"] = not copies.senders.up["g1"]
             case "restart" if step % 4 == 0:
-                restart(copies)
+                copies.restart()
                 producer = type(producer)(copies.a)
         if rng.random() < 0.5:
             reads.release()

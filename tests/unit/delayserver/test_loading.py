@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.delayserver.schedule import schedule as schedule_module
-from tests.unit.delayserver.test_master import restart
-from tests.unit.delayserver.test_races import a_group
-from tests.unit.delayserver.world import HOUR_MS
+from tests.unit.delayserver.world import HOUR_MS, a_group
 
 
 def numbers(copies):
@@ -22,7 +20,7 @@ def test_messages_due_in_an_outage_are_sent_in_order(monkeypatch):
         producer.delayed(begin_ms + 1_000 + at * 7 % 41, f"m{at * 7 % 41}")
     copies.settle()
     copies.a.host.clock_ms += 5_000
-    restart(copies)
+    copies.restart()
     copies.run(1_000)
     assert numbers(copies) == list(range(1, 41))
 
@@ -35,7 +33,7 @@ def test_full_wheel_keeps_the_earliest_messages(monkeypatch):
     for at in range(100, 0, -1):
         producer.delayed(begin_ms + 2_000 * at, f"m{at}")
     copies.settle()
-    restart(copies)
+    copies.restart()
     for at in range(1, 101):
         copies.run(begin_ms + 2_000 * at + 200 - copies.now_ms)
         assert numbers(copies) == list(range(1, at + 1))
@@ -52,9 +50,7 @@ def test_full_wheel_is_full_of_messages_that_are_filed_while_it_is_in_use_too(mo
         producer.delayed(begin_ms + 2_000 * at, f"m{at}")
         copies.settle()
         assert len(copies.a.master.wheel) <= 24
-    moved = producer.reschedule("m90", begin_ms + 1_000)
-    copies.settle()
-    assert producer.fate(moved) == "rescheduled"
+    assert producer.rescheduled("m90", begin_ms + 1_000) == "rescheduled"
     copies.run(205_000, step_ms=500)
     assert numbers(copies) == [90, *(at for at in range(1, 101) if at != 90)]
 
@@ -66,7 +62,7 @@ def test_more_messages_of_one_moment_than_fit_are_sent_all_the_same():
         producer.delayed(due_ms, f"m{at}")
     producer.delayed(due_ms + 1_000, "m100")
     copies.settle()
-    restart(copies)
+    copies.restart()
     copies.run(10_000)
     assert sorted(numbers(copies)) == list(range(101))
 
@@ -78,7 +74,7 @@ def test_many_messages_of_one_moment_behind_a_few_are_not_loaded_again_and_again
     for at in range(1, 101):
         producer.delayed(due_ms + 1_000, f"m{at}")
     copies.settle()
-    restart(copies)
+    copies.restart()
     copies.run(70_000, step_ms=1_000)
     assert sorted(numbers(copies)) == list(range(101))
     assert sum("loading again" in record.message for record in caplog.records) <= 3

@@ -10,7 +10,7 @@ import numpy as np
 from qmq.delayserver.overdue import SUBJECTS_MAX, Overdue, Part
 from qmq.delayserver.pending_queue import PendingQueue
 from qmq.delayserver.schedule import RECORD
-from tests.unit.delayserver.test_races import a_group
+from tests.unit.delayserver.world import a_group
 
 
 @dataclass

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.replication.ports import QUIET_MS
-from tests.unit.delayserver.world import HOUR_MS, Copies, Producer
-
-
-def a_group():
-    copies = Copies.made()
-    copies.start()
-    copies.run(100)
-    return copies, Producer(copies.a)
+from tests.unit.delayserver.world import HOUR_MS, a_group
 
 
 def quiet(copies):

@@ -6,11 +6,10 @@ from zlib import crc32
 
 import pytest
 
-from qmq.delayserver.schedule import DamagedSchedule, Schedule, State, discard, id_hash, key_hash
-from qmq.delayserver.wheel import Wheel
+from qmq.delayserver.schedule import DamagedSchedule, Schedule, State, id_hash, key_hash
 from qmq.log.delay_frames import Outcome
 from qmq.log.memory_disk import MemoryDisk
-from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all, load, places
+from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all, places
 
 
 def opened(disk: MemoryDisk, log: DelayLog, *, segment_ms: int = HOUR_MS, keep_ms: int = 0) -> Schedule:
@@ -62,125 +61,6 @@ def test_an_absurd_due_time_breaks_nothing(due_ms):
     assert len(listed(Schedule(disk, segment_ms=HOUR_MS, log_start=log.start), 0, (1 << 62) + 1)) == 4
 
 
-def test_loading_returns_each_pending_message_once():
-    log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(300))
-    schedule = opened(disk, log)
-    piece = schedule.next_piece(HOUR_MS)
-    assert piece is not None
-    read = piece.read()
-    log.cancel(where[:1])
-    added = log.messages(many(2, first=300, due_ms=1000))
-    filed = log.file_into(schedule)
-    assert [record[0] for record in places(filed[1].added)] == [number for number, _ in added]
-    handed = schedule.handed(piece, read)
-    assert places(handed) == where[1:]
-    assert schedule.next_piece(HOUR_MS) is None
-    assert schedule.next_piece(HOUR_MS) is None
-
-
-def test_message_of_a_new_loaded_segment_goes_to_the_wheel():
-    log, disk = DelayLog(), MemoryDisk()
-    schedule = opened(disk, log)
-    assert schedule.next_piece(HOUR_MS + 5) is None
-    where = log.messages([delayed("s", "later", HOUR_MS + 9), delayed("s", "now", 7), delayed("s", "no", 2 * HOUR_MS)])
-    (filed,) = log.file_into(schedule)
-    assert sorted(places(filed.added)) == where[:2]
-    assert load(schedule, HOUR_MS + 5) == []
-    assert load(schedule, 2 * HOUR_MS + 1) == [where[2][0]]
-
-
-def test_unstored_batch_is_due_again_stored_one_is_over():
-    log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(10))
-    schedule = opened(disk, log)
-    assert len(load(schedule, HOUR_MS)) == 10
-    log.dispatch("group", where[:4], producer=7, batch=1)
-    log.dispatch("group", where[4:6], producer=7, batch=2)
-    log.settled(7, 1, Outcome.STORED)
-    log.settled(7, 2, Outcome.NOT_STORED)
-    filed = log.file_into(schedule)
-    assert places(filed[3].added) == where[4:6]
-    assert [(one.batch, outcome) for one, outcome in filed[2].settled] == [(1, Outcome.STORED)]
-    assert schedule.in_flight == {}
-    assert schedule.pending_messages == 6
-    assert states(schedule, "m0", "m4") == [State.SENT, State.PENDING]
-
-
-def test_a_planned_dispatch_is_filed_as_one_that_was_looked_up():
-    schedules = []
-    for is_planned in (False, True):
-        log, disk = DelayLog(), MemoryDisk()
-        where = log.messages(many(200, step_ms=60_000))
-        schedule = opened(disk, log)
-        wheel = Wheel()
-        for piece in iter(lambda schedule=schedule: schedule.next_piece(2 * HOUR_MS), None):
-            wheel.add(schedule.handed(piece, piece.read()))
-        log.cancel(where[5:6])
-        log.file_into(schedule)
-        taken = wheel.take(HOUR_MS + 600_000, 1000)
-        assert places(taken) == where[:71], "it was not told of the cancelled one"
-        if is_planned:
-            schedule.planned(7, 1, taken)
-        log.dispatch("group", where[:71], producer=7, batch=1)
-        log.file_into(schedule)
-        assert places(schedule.in_flight[7, 1].records) == where[:5] + where[6:71]
-        log.settled(7, 1, Outcome.STORED)
-        log.file_into(schedule)
-        schedules.append((schedule.counts(0, 1 << 60), listed(schedule), states(schedule, "m0", "m5", "m70", "m71")))
-    assert schedules[0] == schedules[1]
-
-
-def test_a_dispatch_of_nothing_that_pends_is_not_in_flight():
-    """Its frame may leave the log at any time: a schedule rebuilt behind it would lack it too."""
-    log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(2))
-    log.dispatch("g1", where, producer=7, batch=1)
-    log.settled(7, 1, Outcome.STORED)
-    log.dispatch("g1", where, producer=7, batch=2)
-    schedule = opened(disk, log)
-    assert schedule.in_flight == {}
-    assert log.settled(7, 2, Outcome.NOT_STORED) and log.file_into(schedule)[-1].settled == []
-
-
-def test_a_dispatch_in_flight_survives_a_restart_with_its_records():
-    log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(100))
-    log.dispatch("group", where[90:50:-1], producer=7, batch=1)
-    flush_all(opened(disk, log))
-    schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
-    assert schedule.rebuilt == ""
-    flight = schedule.in_flight[7, 1]
-    assert (flight.group, flight.subject, places(flight.records)) == ("group", "s", where[90:50:-1])
-    assert load(schedule, HOUR_MS) == [number for number, _ in where[:51] + where[91:]]
-    log.settled(7, 1, Outcome.NOT_STORED)
-    (filed,) = log.file_into(schedule)
-    assert sorted(places(filed.added)) == sorted(where[90:50:-1])
-
-
-def test_settled_messages_are_neither_cancelled_nor_dispatched():
-    log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(10))
-    log.dispatch("group", where[:2], producer=7, batch=1)
-    log.cancel([*where[1:3], where[2], (999, 5)])
-    log.cancel(where[2:3])
-    schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
-    filed = log.file_into(schedule)
-    assert places(filed[2].done) == where[2:3]
-    assert places(filed[3].done) == []
-    log.dispatch("group", where[2:4], producer=7, batch=2)
-    log.file_into(schedule)
-    assert places(schedule.in_flight[7, 2].records) == where[3:4]
-    assert schedule.pending_messages == 9
-    assert states(schedule, "m0", "m1", "m2", "m3", "m4") == [
-        State.IN_FLIGHT,
-        State.IN_FLIGHT,
-        State.CANCELLED,
-        State.IN_FLIGHT,
-        State.PENDING,
-    ]
-
-
 def test_a_carried_message_stands_in_place_of_the_old_one():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(3))
@@ -210,23 +90,6 @@ def test_restart_files_only_frames_after_the_checkpoint():
     log.file_into(again)
     assert listed(again) == sorted(where, key=lambda place: place[::-1])
     assert again.counts(0, 1 << 60) == schedule.counts(0, 1 << 60)
-
-
-def test_message_due_again_during_loading_comes_once():
-    log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(10))
-    log.dispatch("group", where[:2], producer=7, batch=1)
-    log.dispatch("group", where[2:4], producer=7, batch=2)
-    schedule = opened(disk, log)
-    piece = schedule.next_piece(HOUR_MS)
-    assert piece is not None
-    log.settled(7, 1, Outcome.NOT_STORED)
-    (filed,) = log.file_into(schedule)
-    assert places(filed.added) == []
-    assert places(schedule.handed(piece, piece.read())) == where[:2] + where[4:]
-    log.settled(7, 2, Outcome.NOT_STORED)
-    (filed,) = log.file_into(schedule)
-    assert places(filed.added) == where[2:4]
 
 
 def test_marks_are_written_once():
@@ -264,25 +127,6 @@ def test_damaged_block_raises_for_each_reader(byte):
         log.file_into(schedule)
 
 
-def test_bytes_behind_the_checkpoint_are_ignored():
-    log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(200))
-    schedule = opened(disk, log)
-    flush_all(schedule)
-    log.messages(many(400, first=200))
-    log.cancel(where + [(1, 1)] * 100)
-    log.file_into(schedule)
-    flush = schedule.take_flush(0, stop=True)
-    assert flush is not None
-    for write in flush.writes:  # and then the power fails, before the checkpoint
-        flush._write(write)
-    again = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
-    assert listed(again) == where
-    log.file_into(again)
-    flush_all(again)
-    assert len(load(Schedule(disk, segment_ms=HOUR_MS, log_start=log.start), HOUR_MS)) == 400
-
-
 @pytest.mark.parametrize("suffix", [".records", ".marks"])
 def test_a_missing_or_short_file_makes_the_schedule_begin_anew(suffix):
     log, disk = DelayLog(), MemoryDisk()
@@ -297,27 +141,6 @@ def test_a_missing_or_short_file_makes_the_schedule_begin_anew(suffix):
     assert disk.names("segments") == []
     log.file_into(schedule)
     assert listed(schedule) == where[300:]
-
-
-def test_a_damaged_checkpoint_makes_the_schedule_begin_anew():
-    log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(5))
-    flush_all(opened(disk, log))
-    disk.flip("segments/checkpoint", 999)
-    assert listed(opened(disk, log)) == where
-
-
-def test_segments_keep_their_length_when_the_setting_changes():
-    log, disk = DelayLog(), MemoryDisk()
-    log.messages([delayed("s", "a", HOUR_MS + 30 * 60_000)])
-    flush_all(opened(disk, log))
-    schedule = Schedule(disk, segment_ms=24 * HOUR_MS, log_start=log.start)
-    log.messages([delayed("s", f"b{hour}", hour * HOUR_MS) for hour in (0, 1, 2, 23)])
-    log.file_into(schedule)
-    assert schedule.segments == 3
-    flush_all(schedule)
-    again = Schedule(disk, segment_ms=60_000, log_start=log.start)
-    assert len(load(again, 24 * HOUR_MS)) == 5
 
 
 def test_counts_are_per_hour_and_subject():
@@ -441,14 +264,6 @@ def test_a_schedule_that_ends_before_the_log_begins_is_made_anew():
     log.messages(many(3))
     flush_all(opened(disk, log))
     assert "the log begins at" in Schedule(disk, segment_ms=HOUR_MS, log_start=log.end + 8).rebuilt
-
-
-def test_discard_leaves_nothing():
-    log, disk = DelayLog(), MemoryDisk()
-    log.messages(many(300))
-    flush_all(opened(disk, log))
-    discard(disk)
-    assert disk.names("segments") == []
 
 
 def test_a_clock_that_jumps_back_does_not_put_off_the_checkpoint():

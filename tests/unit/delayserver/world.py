@@ -97,6 +97,26 @@ class Senders:
         return [id for ids in self.stored.values() for id in ids if id not in self.refusing]
 
 
+class SlowSenders(Senders):
+    """Broker groups whose answers a test gives."""
+
+    def __init__(self, *groups):
+        super().__init__(*groups)
+        self.waiting = []
+
+    def send(self, group, batch, done):
+        answers = []
+        super().send(group, batch, answers.append)
+        self.waiting.append((self.attempts[-1], answers[0], done))
+
+    def answer(self, answer=None):
+        """Answer the oldest attempt."""
+        attempt, stored, done = self.waiting.pop(0)
+        if answer is not None:
+            del self.stored[attempt[:3]]
+        done(answer or stored)
+
+
 class DelayServer(Broker):
     """One delay server. Its schedule has its own disk."""
 
@@ -179,6 +199,20 @@ class Copies(Group):
                 server.beat()
             self.settle()
 
+    def producer(self):
+        return Producer(self.a, settle=self.settle)
+
+    def restart(self):
+        """The master's machine loses power and its unsynced bytes, and restarts."""
+        self.cut()
+        clock_ms = self.a.host.clock_ms
+        self.a.crash()
+        self.a.host.clock_ms = clock_ms
+        self.a.assign(0, 1)
+        self.connect()
+        self.settle()
+        self.run(100)
+
     def outlive_segments(self, producer):
         """Let five hours pass, each with 2 MiB of messages that are sent at once: older segments are deleted."""
         for hour in range(1, 6):
@@ -203,6 +237,18 @@ class Producer(Client):
         answer = commands.decode_cancelled(self.body(opaque))
         return [*map(str, answer.ids), *map(str, answer.keys)]
 
+    def cancelled(self, *ids, **terms):
+        """Cancel, settle, and return the fates."""
+        opaque = self.cancel(*ids, **terms)
+        self.settle()
+        return self.fates(opaque)
+
+    def rescheduled(self, id, due_ms, **terms):
+        """Reschedule, settle, and return the fate."""
+        opaque = self.reschedule(id, due_ms, **terms)
+        self.settle()
+        return self.fate(opaque)
+
     def reschedule(self, id, due_ms, *, subject="s", key=""):
         return self.send(Command.RESCHEDULE, commands.encode_reschedule(Reschedule(subject, id, key, due_ms)))
 
@@ -224,3 +270,13 @@ def delayed(subject, id, due_ms, *, key=None, size=0):
     if key:
         data = with_properties(data, {"qmq_delayKey": key})
     return bytes((data[0] | 2,)) + data[1:9] + due_ms.to_bytes(8, "big") + data[17:]
+
+
+def a_group(*groups, slow=False, **changes):
+    """Return a delay group that accepts messages, and a producer; with `slow`, tests give the brokers' answers."""
+    copies = Copies.made(*groups, **changes)
+    if slow:
+        copies.a.senders = copies.b.senders = SlowSenders(*groups)
+    copies.start()
+    copies.run(100)
+    return copies, copies.producer()
