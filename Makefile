@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live clones delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live clones delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -71,9 +71,6 @@ bench-scrape: $(STAMP) ## a page of metrics of a broker with 10,000 subjects, ea
 bench-outbox: $(STAMP) ## ROWS (default 1000000) stuck in an outbox on MariaDB, beside an application; .run/bench-outbox.json
 	@exec $(PY) -m benchmarks.outbox --rows "$(or $(ROWS),1000000)"
 
-outbox: $(STAMP) ## random schedules of outboxes and watchdogs on MariaDB and PostgreSQL: SEEDS (default 100) on each
-	@$(PY) -m tests.simulation.outbox --seeds "$(or $(SEEDS),100)"
-
 transcripts: $(STAMP) ## write tests/transcripts/*.txt anew after a change on purpose; review the diff
 	@$(PY) -m tests.transcripts
 
@@ -83,7 +80,7 @@ drawings: $(STAMP) ## write the drawings of docs/states.md anew from the tables
 console-pictures: $(STAMP) ## draw docs/console-*.png anew, of a real cluster on a bad night (Debian's Chromium)
 	@exec $(PY) -m tests.integration.console_story docs
 
-simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), clones, delay, metaserver, outbox or shells
+simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), clones, delay, metaserver or shells
 	@$(PY) -m tests.simulation --scenario "$(or $(SCENARIO),cores)" --seeds "$(or $(SEEDS),2000)"
 
 mutants: $(STAMP) ## nightly: small faults in AREA (default qmq/log), committed code, by cosmic-ray; those that TESTS miss are listed

@@ -184,6 +184,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return asyncio.wrap_future(threads.submit(func, *args), loop=self)
 
 
+OF_DATABASES = "database", "outbox"
+"""Threads that talk to a database: the metaserver's, and a shop's."""
+
+
 class Threads:
     """Stands in for ThreadPoolExecutor: a job runs later, in its process, and takes no time itself. Initializers of
     threads have no meaning here.
@@ -196,7 +200,7 @@ class Threads:
     def submit(self, call: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
         loop, process = asyncio.get_event_loop(), current()
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        if self._name == "database" and loop.database == "hangs":
+        if self._name in OF_DATABASES and loop.database == "hangs":
             loop.call_later(loop.rng.uniform(3.0, 8.0), self._work, loop, future, call, args)
             return future
         worker = min(range(len(self._free_s)), key=self._free_s.__getitem__)
@@ -208,10 +212,10 @@ class Threads:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            if self._name == "database" and loop.database == "refuses":
+            if self._name in OF_DATABASES and loop.database == "refuses":
                 raise OperationalError("", None, Exception("the database is away"))
             settle: tuple[Callable[[Any], None], Any] = future.set_result, call(*args)
-            if self._name == "database" and loop.database == "forgets":  # the work is done and its answer is lost
+            if self._name in OF_DATABASES and loop.database == "forgets":  # the work is done and its answer is lost
                 raise OperationalError("", None, Exception("the connection was lost"))
         except Killed:
             raise

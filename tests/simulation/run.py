@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scenario",
         choices=SCENARIOS,
         default="cores",
-        help="cores of brokers (default), with clones, of delay groups; metaservers; outboxes; or all shells",
+        help="cores of brokers (default), with clones, of delay groups; metaservers; or all shells",
     )
     parser.add_argument("--seeds", type=int, default=2000, help="how many (default 2000)")
     parser.add_argument("--first", type=int, default=1, help="the first one (default 1)")

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.integration.watchdog_world import source_of
 from tests.simulation.delay.world import DelayWorld
 from tests.simulation.events import Met
-from tests.simulation.outbox.world import play
 from tests.simulation.outcome import Outcome, assert_well
 from tests.simulation.scenarios import SCENARIOS, kept_seeds
 from tests.simulation.states import STATES
@@ -64,7 +62,6 @@ SUITES = {
     "clones": Suite("clones", range(10_001, 10_013), {"steering": Steering("clone")}, CLONES_OCCUR),
     "delay": Suite("delay", range(1, 25), {}, DELAY_OCCURS, acknowledged=1_000),
     "metaserver": Suite("metaserver", range(48), {}, SCENARIOS["metaserver"].must_occur, acknowledged=400),
-    "outbox": Suite("outbox", range(40)),
     "shells 1": Suite("shells", [1], {"is_plain": True}, acknowledged=1),
     "shells 2": Suite("shells", [2], {"is_plain": True}, acknowledged=1),
     "shells 3": Suite("shells", [3], {"is_plain": True}, acknowledged=1),
@@ -127,11 +124,6 @@ def test_kept_seeds_do_not_fail_again(scenario: str) -> None:
     assert (seeds := kept_seeds(scenario))
     for seed, steering, _ in seeds:
         assert_well(SCENARIOS[scenario].simulate(seed, steering=steering))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_outbox_keeps_its_promises_on_every_database(seed: int, database_url: str) -> None:
-    play(seed, source_of(database_url, age_ms=0))
 
 
 SAME_TRACE = [("cores", 3), ("cores", 7), ("cores", 11), ("clones", 5), ("delay", 17), ("metaserver", 3), ("shells", 4)]

@@ -88,10 +88,10 @@ def test_kept_seeds_name_known_faults(scenario: str) -> None:
 
 
 def test_runner_plants_a_bug_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--bug", "doubt is dropped", "--seeds", "60"]) == 0
-    assert "stored twice without cause" in capsys.readouterr().out
+    assert main(["--bug", "a lost slave goes on counting", "--seeds", "60"]) == 0
+    assert "and enough count" in capsys.readouterr().out
 
 
 def test_runner_reports_missing_events(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--scenario", "outbox", "--seeds", "1", "--jobs", "1"]) == 1
+    assert main(["--seeds", "1", "--jobs", "1"]) == 1
     assert "never happened:" in capsys.readouterr().err

@@ -109,6 +109,7 @@ class ShopProgram:
     async def run(self) -> None:
         world, rng = self._world, self._world.loop.rng
         async with _producer(world, self._name) as producer:
+            world.oracle.producers.add(producer.id)
             database = Database(world.shop.connect)
             while True:
                 await asyncio.sleep(rng.expovariate(world.swarm.sends_per_s / 2))

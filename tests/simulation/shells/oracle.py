@@ -35,6 +35,9 @@ class Oracle(Ledger):
         """Acknowledged messages of `delayed`."""
         self.rows: set[str] = set()
         """Ids given to transactions; the shop's database has those that were committed."""
+        self.producers: set[int] = set()
+        """Ids of the shop's producers, which send rows that drains may send again."""
+        self._drained: dict[str, Place] = {}
         self.keyed: dict[tuple[str, str], dict[str, tuple[str, str, int]]] = {}
         """(subject, order key) -> acknowledged messages with this key."""
         self.done: set[str] = set()
@@ -145,28 +148,36 @@ class Oracle(Ledger):
     def check_logs(self, group: str, logs: dict[str, MessageLog]) -> None:
         """Check at the end that each copy has each acknowledged message once, where its receipt says.
 
-        Messages of delay servers and watchdogs may be stored twice, anywhere: a batch of unknown outcome is sent again.
+        Messages of delay servers may be stored twice, anywhere: a batch of unknown outcome is sent again. Rows of the
+        outbox may be stored by their producer, and once more by a drain.
         """
         may_repeat = self.delayed.keys() | self.rows
         for name, message_log in logs.items():
-            if (found := self._read(name, group, message_log)) is None:
+            if (producers := self._read(name, group, message_log)) is None:
                 continue
+            found = {place: id for place, (id, _) in producers.items()}
             try:
                 self.check_stored(found, lambda place: place[1] == group, may_repeat)
             except Violation as broken:
                 raise Violation(f"{broken}, in the log of {name}") from None
+            for place, (id, producer) in producers.items():
+                if id in self.rows and producer not in self.producers:
+                    if (other := self._drained.setdefault(id, place)) != place:
+                        raise Violation(f"I18: drains stored {id} at {other} and at {place}")
             self._sent_on |= may_repeat & set(found.values())
             for id in set(found.values()) - may_repeat:
                 if (elsewhere := self._stored.setdefault(id, group)) != group:
                     raise Violation(f"I18: {id} is stored in {elsewhere} and in {group}")
 
-    def _read(self, name: str, group: str, message_log: MessageLog) -> dict[Place, str] | None:
-        """Return place -> id of all messages of a copy; None: it has a flipped bit that no process has read yet."""
+    def _read(self, name: str, group: str, message_log: MessageLog) -> dict[Place, tuple[str, int]] | None:
+        """Return place -> (id, producer) of all messages of a copy; None: it has a flipped bit that no process has read
+        yet.
+        """
         try:
             return {
-                (subject, group, sequence): id
+                (subject, group, sequence): (id, producer)
                 for subject in sorted(set(self.sent.values()))
-                for id, sequence in stored(message_log, subject)
+                for id, sequence, producer in stored(message_log, subject)
             }
         except CorruptFrame:
             if not self._world.copy(name).medium.flipped:
@@ -179,11 +190,11 @@ class Oracle(Ledger):
             raise Violation(f"I11: {sorted(lost)[:5]} of {len(lost)} were acknowledged or committed; no group has them")
 
 
-def stored(message_log: MessageLog, subject: str) -> list[tuple[str, int]]:
-    """Return (id, sequence) of all messages of a subject."""
+def stored(message_log: MessageLog, subject: str) -> list[tuple[str, int, int]]:
+    """Return (id, sequence, producer) of all messages of a subject."""
     found = []
     for ref in message_log.frames(subject, 0, 1 << 30):
         frame, body = message_log.tail_body(ref.offset) or message_log.stored.read_bodies([ref])[0]
         for at, data in enumerate(split_batch(body, frame.count)):
-            found.append((str(decode_message(bytes(data)).id), ref.begin + at))
+            found.append((str(decode_message(bytes(data)).id), ref.begin + at, frame.producer))
     return found
