@@ -1,4 +1,4 @@
-"""Shell. Two metaservers on one database behind nginx: either may end at any time, and nobody notices."""
+"""Shell. Two metaservers on one database behind nginx: either may end at any time without an effect on clients."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def world(mariadb, tmp_path_factory):
 
 
 def steady(seconds=STEADY_S):
-    """Let the observers look for a while: what must not happen has the time to."""
+    """Let the observers work for a while."""
     time.sleep(seconds)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_weakness_11_metaserver_ends_under_load_unnoticed(world, number, how):
-    """Weakness 11: a broker that changes metaserver is marked down by the one it left.
+    """Weakness 11: QMQ's metaserver marks a broker down that moves to another metaserver.
 
     Weaknesses 23 and 24: no graceful stop, so that every planned stop looks like a crash.
     """
@@ -63,12 +63,12 @@ def test_paused_metaserver_marks_no_broker_down(world):
             service.signal(signal.SIGCONT)
         until(lambda: world.answers(service.url), "it goes on")
         steady()
-    said = [problem for problem in observers.problems if "down" in problem or "writable" in problem]
-    assert said == [] and not any("message" in problem for problem in observers.problems)
+    changes = [problem for problem in observers.problems if "down" in problem or "writable" in problem]
+    assert changes == [] and not any("message" in problem for problem in observers.problems)
 
 
 def test_weakness_11_restarts_keep_a_group_down(world):
-    """Weakness 11: after a restart, a metaserver never marks a group down that does not beat."""
+    """Weakness 11: after a restart, QMQ's metaserver never marks a silent group down."""
     for broker in world.brokers:
         end(broker, signal.SIGKILL)
     for service in world.metaservers:
@@ -87,7 +87,7 @@ def test_weakness_11_restarts_keep_a_group_down(world):
 
 
 def test_metaservers_agree_on_a_broker_of_the_other(world):
-    """Weakness 14: slaves are invisible. Each metaserver shows both brokers, whoever hears them."""
+    """Weakness 14: slaves are invisible. Here each metaserver shows both brokers, also one that beats at the other."""
     end(world.brokers[1], signal.SIGKILL)
     for service in world.metaservers:
         until(lambda url=service.url: world.up(url) == {"b0": True, "b1": False}, f"{service.name} knows")
@@ -97,7 +97,7 @@ def test_metaservers_agree_on_a_broker_of_the_other(world):
     world.brokers[1].start()
     for service in world.metaservers:
         until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
-        # The master may tell of its slave before the slave's own metaserver has stored that it hears it.
+        # The master may report its slave before the slave's own metaserver has stored its heartbeat.
         until(lambda url=service.url: world.up(url) == {"b0": True, "b1": True}, f"{service.name} knows")
 
 
@@ -126,7 +126,7 @@ def test_weakness_12_and_13_only_added_places_count(world):
 
 def test_nginx_lists_both_metaservers(world):
     def named():
-        """For two seconds nginx does not ask one that did not answer."""
+        """For two seconds nginx skips a metaserver that did not answer."""
         return {httpx.get(f"{world.url}/meta/address", trust_env=False, timeout=20).text for _ in range(20)}
 
     until(lambda: named() == {service.grpc for service in world.metaservers}, "both are named")

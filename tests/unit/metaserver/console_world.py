@@ -93,6 +93,27 @@ URL = "mmm://db1:3306"
 LEASE = LeaseRow("watchdog/default", "w1", 0, 1, "10.0.0.7:8083")
 
 
+DELAY_GROUP = {
+    "brokerGroup": "d1",
+    "pendingMessages": 7,
+    "dueMessages": 3,
+    "dueAgeMs": 61_000,
+    "nextDue": 1,
+    "inFlight": {"g1": 2},
+    "waiting": [{"subject": "s", "messages": 3, "why": "no route"}],
+}
+DELAYED = {"brokerGroup": "d1", "subject": "s", "id": "m-9", "key": "k", "due": 1, "bytes": 9, "problem": ""}
+SCHEDULE = {
+    "brokerGroup": "d1",
+    "subject": "report",
+    "name": "nightly",
+    "owner": "shop",
+    "cron": "0 3 * * *",
+    "timezone": "Europe/Berlin",
+    "next": 1,
+}
+
+
 class PlayedWatchdogs:
     """The active watchdog of one room, with one parked row.
 
@@ -113,9 +134,12 @@ class PlayedWatchdogs:
                 raise self.fails
             return {"databases": [self.answer]}
         row = {"id": 17, "state": "parked", "age": 61.5, "errors": 3, "subject": "order.new", "messageId": "m-1"}
-        one = {"database": URL, "parked": 1, "pending": 0, "claimed": 0, "oldest": 0.0}
+        database = {"database": URL, "parked": 1, "pending": 0, "claimed": 0, "oldest": 0.0}
         return {
-            "databases": [one | {"rows": [row | {"reason": self._reason}]}, {"database": "x://y:1", "problem": "away"}]
+            "databases": [
+                database | {"rows": [row | {"reason": self._reason}]},
+                {"database": "x://y:1", "problem": "away"},
+            ]
         }
 
 
@@ -155,25 +179,8 @@ def _play_messages(world, now):
             for name, value in (("qmq_deadReason", "ValueError: no price"), ("qmq_times", "5"), ("note", "x" * 300))
         ],
     )
-    group = {
-        "brokerGroup": "d1",
-        "pendingMessages": 7,
-        "dueMessages": 3,
-        "dueAgeMs": 61_000,
-        "nextDue": now,
-        "inFlight": {"g1": 2},
-        "waiting": [{"subject": "s", "messages": 3, "why": "no route"}],
-    }
-    message = {"brokerGroup": "d1", "subject": "s", "id": "m-9", "key": "k", "due": now, "bytes": 9, "problem": ""}
-    schedule = {
-        "brokerGroup": "d1",
-        "subject": "report",
-        "name": "nightly",
-        "owner": "shop",
-        "cron": "0 3 * * *",
-        "timezone": "Europe/Berlin",
-        "next": now,
-    }
+    group = DELAY_GROUP | {"nextDue": now}
+    message, schedule = DELAYED | {"due": now}, SCHEDULE | {"next": now}
     played = {
         "DelayStats": {"groups": [group], "hours": [{"begin": now, "messages": 4}], "unasked": {"d2": "silent"}},
         "ListDelayed": {"messages": [message], "more": True},

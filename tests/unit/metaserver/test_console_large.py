@@ -7,7 +7,7 @@ from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console import nights as console_nights
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import PAGES
-from tests.unit.metaserver.console_world import text_of
+from tests.unit.metaserver.console_world import DELAY_GROUP, text_of
 
 MANY = 10_000
 ROWS_MAX, BYTES_MAX = 400, 400_000
@@ -51,15 +51,7 @@ STUCK = {
     "oldest": 0.0,
     "rows": [STUCK_ROW] * 100,
 }
-DELAY = {
-    "brokerGroup": "d",
-    "pendingMessages": 1,
-    "dueMessages": 1,
-    "dueAgeMs": 61_000,
-    "nextDue": 1,
-    "inFlight": {f"g{number}": 1 for number in range(MANY)},
-    "waiting": [],
-}
+DELAY = DELAY_GROUP | {"inFlight": {f"g{number}": 1 for number in range(MANY)}, "waiting": []}
 MESSAGE = {
     "brokerGroup": "g",
     "sequence": 1,

@@ -14,7 +14,15 @@ from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.rpc.access import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import left
-from tests.unit.metaserver.console_world import LEASE, URL, PlayedWatchdogs, text_of
+from tests.unit.metaserver.console_world import (
+    DELAY_GROUP,
+    DELAYED,
+    LEASE,
+    SCHEDULE,
+    URL,
+    PlayedWatchdogs,
+    text_of,
+)
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -200,26 +208,10 @@ async def test_messages_require_the_right_to_consume(console):
 
 async def test_delayed_page_shows_late_messages(console):
     await console.log_in("operator")
-    group = {
-        "brokerGroup": "d1",
-        "pendingMessages": 7,
-        "dueMessages": 0,
-        "dueAgeMs": 0,
-        "nextDue": 1_000_000_000_000,
-        "inFlight": {"g1": 2},
-        "waiting": [{"subject": HOSTILE, "messages": 3, "why": "no route"}],
-    }
-    message = {"brokerGroup": "d1", "subject": "s", "id": HOSTILE, "key": "", "due": 1, "bytes": 9, "problem": ""}
+    group = DELAY_GROUP | {"dueMessages": 0, "dueAgeMs": 0, "nextDue": 1_000_000_000_000}
+    group["waiting"] = [{"subject": HOSTILE, "messages": 3, "why": "no route"}]
+    message, schedule = DELAYED | {"id": HOSTILE}, SCHEDULE | {"next": 1_000_000_000_000}
     hours = [{"begin": 0, "messages": 4}]
-    schedule = {
-        "brokerGroup": "d1",
-        "subject": "report",
-        "name": "nightly",
-        "owner": "shop",
-        "cron": "0 3 * * *",
-        "timezone": "Europe/Berlin",
-        "next": 1_000_000_000_000,
-    }
 
     async def answer(name, words, caller):
         data = {

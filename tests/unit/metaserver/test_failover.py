@@ -33,7 +33,7 @@ def _new_master_reports_at_once(monkeypatch):
 
 
 async def lose_master(world):
-    """Make a group whose master has ended; its slave has everything."""
+    """Make a group whose master has ended and whose slave is complete."""
     await world.running_copies()
     world.beat("g1-a", incarnation="disk of g1-a", in_step=("disk of g1-b",))
     world.beat("g1-b", incarnation="disk of g1-b", in_sync=True, flushed_end=4096)
@@ -270,7 +270,9 @@ async def test_longer_of_two_slaves_is_promoted(world):
     assert sorted(world.brokers.held) == ["g1-b", "g1-c"]
     assert {reported.promised_term for reported in world.brokers.states.values()} == {before + 1}
     points = await world.registry.points_of("g1")
-    assert points.by_incarnation["disk of g1-c"] == Point(Epoch(2, 1), 5000, 77), "what it was chosen with"
+    assert points.by_incarnation["disk of g1-c"] == Point(Epoch(2, 1), 5000, 77), (
+        "the promoted slave's log end is stored as its point"
+    )
     assert (await world.audit())[0].parameters["promised"] == ["g1-b:20881", "g1-c:20881"]
 
 
@@ -294,7 +296,7 @@ async def test_promise_without_promotion_renews_the_term(world, monkeypatch):
     await promises.look()
     now_s += 2.9
     await promises.look()
-    assert row_of_three(world)[0] == before, "its choice may come yet"
+    assert row_of_three(world)[0] == before, "its promotion may follow"
     now_s += 0.1
     await promises.look()
     assert row_of_three(world) == (before + 3, master, slaves)
@@ -302,28 +304,23 @@ async def test_promise_without_promotion_renews_the_term(world, monkeypatch):
     assert row_of_three(world)[0] == before + 3
 
 
-async def test_promise_waits_for_missing_master(world, monkeypatch):
-    await lose_master_of_two_slaves(world)
-    before = row_of_three(world)
-    world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
+async def look_twice(world, monkeypatch):
     monkeypatch.setattr("qmq.metaserver.roles.renewal.PROMISE_S", 0.0)
     promises = Promises(world.registry, world.brokers)
     await promises.look()
     await promises.look()
-    assert row_of_three(world) == before
 
 
-async def test_promise_queries_the_master(world, monkeypatch):
-    """The master's own metaserver is paused, so no row marks the master down."""
+@pytest.mark.parametrize("is_shown_up", [False, True])
+async def test_promise_waits_for_missing_master(world, monkeypatch, is_shown_up):
+    """A paused metaserver marks no master down, so the master is queried."""
     await lose_master_of_two_slaves(world)
-    await world.start("g1-a")
+    if is_shown_up:
+        await world.start("g1-a")
     before = row_of_three(world)
     world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
-    del world.brokers.states[BrokerKey("g1-a", 20881)]
-    monkeypatch.setattr("qmq.metaserver.roles.renewal.PROMISE_S", 0.0)
-    promises = Promises(world.registry, world.brokers)
-    await promises.look()
-    await promises.look()
+    world.brokers.states.pop(BrokerKey("g1-a", 20881), None)
+    await look_twice(world, monkeypatch)
     assert row_of_three(world) == before
 
 
@@ -458,10 +455,7 @@ async def test_promise_ends_after_shrink_to_two_copies(world, monkeypatch):
     await world.running_copies()
     before = row(world)
     world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 3)
-    monkeypatch.setattr("qmq.metaserver.roles.renewal.PROMISE_S", 0.0)
-    promises = Promises(world.registry, world.brokers)
-    await promises.look()
-    await promises.look()
+    await look_twice(world, monkeypatch)
     assert row(world) == (before[0] + 3, *before[1:])
 
 
@@ -485,7 +479,7 @@ async def test_operator_fails_over_a_disabled_group(world):
     before = row_of_three(world)
     plan = await world.done("Failover", brokerGroup="g1", dryRun="true")
     assert (plan["after"]["master"]["hostname"], plan["after"]["term"]) == ("g1-c", before[0] + 1)
-    assert row_of_three(world) == before and not world.brokers.held, "a plan asks nobody for a promise"
+    assert row_of_three(world) == before and not world.brokers.held, "a plan requests no promise"
     done = await world.done("Failover", brokerGroup="g1")
     assert (done["master"]["hostname"], done["logEnd"], done["term"]) == ("g1-c", 5000, before[0] + 1)
     assert row_of_three(world) == (before[0] + 1, "g1-c", {"g1-a", "g1-b"})

@@ -1,4 +1,4 @@
-"""Core. Counters become messages a second, also over restarts, and what is kept of them is bounded."""
+"""Core. Rates and charts of the console: messages per second from counters, with bounded memory."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from qmq.metaserver.console.display import (
 )
 
 
-def test_counters_become_messages_a_second():
+def test_counters_become_rates():
     looks = [Look(0, {"in": 10, "out": 0}), Look(5_000, {"in": 60, "out": 5}), Look(7_000, {"in": 60, "out": 6})]
     assert per_second(looks) == [Rates(5_000, {"in": 10.0, "out": 1.0}), Rates(7_000, {"in": 0.0, "out": 0.5})]
     assert per_second([]) == per_second(looks[:1]) == []
 
 
-def test_a_counter_that_began_anew_has_no_rate_of_that_step():
+def test_restarted_counter_has_no_rate():
     looks = [Look(0, {"in": 1000, "out": 7}), Look(5_000, {"in": 5, "out": 17}), Look(10_000, {"in": 15, "out": 17})]
     assert per_second(looks) == [Rates(5_000, {"out": 2.0}), Rates(10_000, {"in": 2.0, "out": 0.0})]
     assert per_second([Look(0, {}), Look(5_000, {"new": 9})]) == [Rates(5_000, {})]
 
 
-def test_two_looks_at_nearly_one_time_are_one():
+def test_nearly_simultaneous_looks_count_once():
     looks = [Look(0, {"in": 0}), Look(10, {"in": 5}), Look(5_000, {"in": 50})]
     assert per_second(looks) == [Rates(5_000, {"in": 10.0})]
 
 
-def test_what_is_kept_is_bounded_in_age_number_and_subjects():
+def test_looks_are_bounded_by_age_number_and_subjects():
     looks = Looks()
     for number in range(KEPT_MAX * 3):
         kept = looks.note("s", Look(number * 1_000, {}))
@@ -47,15 +47,15 @@ def test_what_is_kept_is_bounded_in_age_number_and_subjects():
     assert len(looks.note("s", Look(kept[-1].at_ms + 2 * KEPT_MS + 1, {}))) == 1
     for number in range(SUBJECTS_MAX):
         looks.note(f"other {number}", Look(0, {}))
-    assert len(looks.note("s", Look(kept[-1].at_ms + 2 * KEPT_MS + 2_000, {}))) == 1, "the oldest subject went"
+    assert len(looks.note("s", Look(kept[-1].at_ms + 2 * KEPT_MS + 2_000, {}))) == 1, "the oldest subject is forgotten"
 
 
 @pytest.mark.parametrize("value, edge", [(0, 1), (0.3, 1), (1.1, 2), (3, 5), (7, 10), (10, 10), (11, 20), (4321, 5000)])
-def test_the_edge_of_a_chart_is_a_round_number(value, edge):
+def test_chart_edge_is_a_round_number(value, edge):
     assert round_up(value) == edge
 
 
-def test_a_chart_draws_the_last_ten_minutes_from_left_to_right():
+def test_chart_draws_the_last_ten_minutes():
     rates = [Rates(0, {"in": 99.0}), Rates(KEPT_MS, {"in": 5.0}), Rates(2 * KEPT_MS - 1, {"in": 10.0, "out": 0.0})]
     chart = chart_of(rates, 2 * KEPT_MS - 1)
     assert (chart["most"], chart["seconds"]) == (10, 599)
@@ -64,11 +64,11 @@ def test_a_chart_draws_the_last_ten_minutes_from_left_to_right():
         {"name": "out", "points": f"{WIDTH},{HEIGHT:.1f}", "now": 0.0},
     ]
     gone = chart_of([Rates(1, {"in": 1.0, "out": 1.0}), Rates(2, {"in": 1.0})], 2)
-    assert [one["now"] for one in gone["series"]] == [1.0, None]
+    assert [series["now"] for series in gone["series"]] == [1.0, None]
     assert chart_of([], 5)["series"] == []
 
 
-def test_each_bar_stands_at_its_hour_and_an_hour_without_messages_is_an_empty_place():
+def test_bars_are_placed_by_hour():
     now_ms = 100 * HOUR_MS + 1_234
     hours = [(100, 4), (102, 1), (117, 2), (99, 9), (124, 9)]
     drawn = bars_of([{"begin": hour * HOUR_MS, "messages": messages} for hour, messages in hours], now_ms)

@@ -37,7 +37,7 @@ def delay_directory():
     return Directory({"g1": Group("g1", 7, master, (slave,) if slave else (), 0, kind=DELAY)})
 
 
-def nobody(_):
+def is_down(_):
     return False
 
 
@@ -99,7 +99,7 @@ def test_first_member_sets_the_kind():
     [
         rules.add_broker,
         *(
-            lambda known, added, change=change: change(known, added, nobody)
+            lambda known, added, change=change: change(known, added, is_down)
             for change in (rules.replace_broker, rules.swap_stopped)
         ),
     ],
@@ -115,7 +115,7 @@ def test_refusals_name_the_roles_of_delay_servers():
     with pytest.raises(OperatorError, match="g1 has a DELAY_MASTER already"):
         rules.add_broker(delay_directory(), delay_server("c"))
     with pytest.raises(OperatorError, match="first put b:20881 in its place with ReplaceBroker --role=5"):
-        rules.replace_broker(delay_directory(), delay_server("a", Role.SLAVE), nobody)
+        rules.replace_broker(delay_directory(), delay_server("a", Role.SLAVE), is_down)
     half = replace(delay_directory().groups["g1"], slaves=(), half_swapped=True)
     with pytest.raises(OperatorError, match="finish that with ReplaceBroker --role=6"):
         rules.check_not_half_swapped(half)
@@ -169,33 +169,36 @@ def test_added_slave_finishes_a_half_swap():
 
 
 def test_two_calls_swap_two_stopped_brokers():
-    first, before = rules.replace_broker(directory(), broker("b"), nobody)
+    first, before = rules.replace_broker(directory(), broker("b"), is_down)
     assert before == MASTER
     assert first.master.key == SLAVE.key and first.master.incarnation == "disk b" and first.slave is None
     assert first.half_swapped
     half = directory(first.master, None, term=8, half_swapped=True)
-    second, before = rules.replace_broker(half, broker("a", Role.SLAVE), nobody)
+    second, before = rules.replace_broker(half, broker("a", Role.SLAVE), is_down)
     assert before.key == SLAVE.key and before.role == Role.SLAVE, "QMQ answers with the row as it was"
     assert (second.master, second.slave) == (first.master, broker("a", Role.SLAVE))
     assert second.term == 8 and not second.half_swapped
 
 
-def test_half_swap_is_finished_with_running_master():
-    half = directory(broker("b"), None, half_swapped=True)
-    change, _ = rules.replace_broker(half, broker("a", Role.SLAVE), is_up("b"))
-    assert change.slave == broker("a", Role.SLAVE)
+HALF_SWAPPED = directory(broker("b"), None, half_swapped=True)
+UNUSED = directory(broker("a"), broker("b", Role.SLAVE))
 
 
-def test_third_broker_may_finish_half_swap():
-    half = directory(broker("b"), None, half_swapped=True)
-    change, _ = rules.replace_broker(half, broker("c", Role.SLAVE), nobody)
-    assert change.slave == broker("c", Role.SLAVE)
-
-
-def test_dead_slave_is_replaced():
-    change, before = rules.replace_broker(directory(), broker("c", Role.SLAVE), is_up("a"))
-    assert before == SLAVE and (change.master, change.slave) == (MASTER, broker("c", Role.SLAVE))
-    assert not change.slave.complete, "it holds nothing yet"
+@pytest.mark.parametrize(
+    "known, wanted, up, hostnames",
+    [
+        pytest.param(HALF_SWAPPED, broker("a", Role.SLAVE), ["b"], ("b", "a"), id="end of a half swap"),
+        pytest.param(HALF_SWAPPED, broker("c", Role.SLAVE), [], ("b", "c"), id="third broker ends a half swap"),
+        pytest.param(directory(), broker("c", Role.SLAVE), ["a"], ("a", "c"), id="absent slave"),
+        pytest.param(UNUSED, broker("c"), [], ("c", "b"), id="master that never registered"),
+        pytest.param(directory(master=broker("a")), broker("c", Role.SLAVE), [], ("a", "c"), id="no log yet"),
+        pytest.param(directory(slave=UNUSED.groups["g1"].slave), broker("c", Role.SLAVE), [], ("a", "c"), id="no copy"),
+    ],
+)
+def test_replacement_is_allowed(known, wanted, up, hostnames):
+    change, _ = rules.replace_broker(known, wanted, is_up(*up))
+    assert (change.master.hostname, change.slave.hostname) == hostnames
+    assert not change.slave.complete, "a new slave has no frames"
 
 
 @pytest.mark.parametrize(
@@ -213,20 +216,9 @@ def test_last_copy_is_replaced_by_force_only(up, master_lacking, complaint):
     assert accepted.slave == wanted
 
 
-@pytest.mark.parametrize(
-    "known",
-    [
-        pytest.param(directory(slave=broker("b", Role.SLAVE)), id="a slave that never ran"),
-        pytest.param(directory(master=broker("a")), id="a master that never ran"),
-    ],
-)
-def test_unregistered_broker_holds_nothing(known):
-    assert rules.replace_broker(known, broker("c", Role.SLAVE), nobody)[0].slave.hostname == "c"
-
-
 def test_new_addresses_change_no_role():
     moved = replace(broker("a"), ip="10.0.0.9")
-    assert rules.replace_broker(directory(), moved, nobody) == (None, MASTER)
+    assert rules.replace_broker(directory(), moved, is_down) == (None, MASTER)
 
 
 @pytest.mark.parametrize(
@@ -253,12 +245,6 @@ def test_new_addresses_change_no_role():
 def test_replacement_is_refused(known, wanted, up, complaint):
     with pytest.raises(OperatorError, match=complaint):
         rules.replace_broker(known, wanted, is_up(*up))
-
-
-def test_unregistered_broker_is_replaceable():
-    unused = directory(broker("a"), broker("b", Role.SLAVE))
-    change, _ = rules.replace_broker(unused, broker("c"), nobody)
-    assert change.master == broker("c")
 
 
 def test_swap_exchanges_roles_and_keeps_completeness():
@@ -294,8 +280,8 @@ def test_swap_of_what_changed_meanwhile_is_refused(known, term):
             None,
             id="in step with another disk",
         ),
-        pytest.param(ReplicaState(0, 7, writable=True, durability="fsync"), None, id="does not say with whom"),
-        pytest.param(ReplicaState(0, 7, writable=False), None, id="does not: says nothing"),
+        pytest.param(ReplicaState(0, 7, writable=True, durability="fsync"), None, id="slaves in sync are not named"),
+        pytest.param(ReplicaState(0, 7, writable=False), None, id="readonly"),
         pytest.param(ReplicaState(0, 6, writable=True), None, id="older term"),
         pytest.param(ReplicaState(1, 7, writable=True), None, id="no master"),
         pytest.param(ReplicaState(0, 7, writable=True, durability="master"), False, id="acknowledges alone"),
@@ -310,7 +296,7 @@ def test_master_report_decides_completeness(state, complete):
     "reported, complete",
     [
         pytest.param({"readonly_reasons": ("rolled_back",)}, False, id="it was rolled back"),
-        pytest.param({"incomplete": True}, False, id="it is filled anew, or its disk is from before it was whole"),
+        pytest.param({"incomplete": True}, False, id="it is being filled"),
         pytest.param({"readonly_reasons": ("corrupt",)}, None, id="it is damaged"),
         pytest.param({}, None, id="nothing is wrong"),
     ],
@@ -321,9 +307,7 @@ def test_slave_reports_its_own_incompleteness(reported, complete):
     assert rules.slave_complete(group, group.slave, group.slave.key, state) is complete
 
 
-@pytest.mark.parametrize(
-    "complete", [False, pytest.param(True, id="which is not stored yet: the database was away when it said so")]
-)
+@pytest.mark.parametrize("complete", [False, pytest.param(True, id="the report is not stored yet")])
 def test_slave_that_was_rolled_back_is_promoted_by_force_only(complete):
     known = directory(slave=replace(directory().groups["g1"].slave, complete=complete))
     wanted = replace(known.groups["g1"].slave, role=Role.MASTER)
@@ -354,14 +338,11 @@ def test_master_returns_with_its_own_disk_only():
 
 def test_swap_of_two_stopped_brokers_is_one_change():
     wanted = broker("b")
-    change, before = rules.swap_stopped(directory(), wanted, nobody)
+    change, before = rules.swap_stopped(directory(), wanted, is_down)
     assert before == MASTER and (change.term, change.half_swapped) == (7, False)
     assert change.master == replace(SLAVE, role=Role.MASTER, complete=False)
     assert change.slave == replace(MASTER, role=Role.SLAVE, complete=False)
-
-
-def test_swap_may_name_the_old_master_as_well():
-    change, before = rules.swap_stopped(directory(), broker("a", Role.SLAVE), nobody)
+    change, before = rules.swap_stopped(directory(), broker("a", Role.SLAVE), is_down)
     assert before == SLAVE and (change.master.hostname, change.slave.hostname) == ("b", "a")
 
 
@@ -370,12 +351,16 @@ def test_swap_may_name_the_old_master_as_well():
     [
         pytest.param(directory(), broker("b"), is_up("a"), "a:20881 .MASTER of g1. is running", id="master runs"),
         pytest.param(directory(), broker("b"), is_up("b"), "b:20881 .SLAVE of g1. is running", id="slave runs"),
-        pytest.param(directory(), broker("c"), nobody, "none of them", id="third broker"),
-        pytest.param(directory(slave=None), broker("b"), nobody, "none of them", id="no slave"),
-        pytest.param(directory(slave=None, half_swapped=True), broker("b"), nobody, "half swapped", id="half swapped"),
-        pytest.param(Directory(), broker("b"), nobody, "no broker group g1", id="no group"),
+        pytest.param(directory(), broker("c"), is_down, "none of them", id="third broker"),
+        pytest.param(directory(slave=None), broker("b"), is_down, "none of them", id="no slave"),
+        pytest.param(directory(slave=None, half_swapped=True), broker("b"), is_down, "half swapped", id="half swapped"),
+        pytest.param(Directory(), broker("b"), is_down, "no broker group g1", id="no group"),
         pytest.param(
-            directory(slave=replace(SLAVE, complete=False)), broker("b"), nobody, "would lose the rest", id="incomplete"
+            directory(slave=replace(SLAVE, complete=False)),
+            broker("b"),
+            is_down,
+            "would lose the rest",
+            id="incomplete",
         ),
     ],
 )
@@ -392,10 +377,10 @@ def test_master_is_removed_last():
     change = rules.remove_broker(directory(), SLAVE, is_up("a"))
     assert (change.master, change.slave, change.half_swapped) == (MASTER, None, False)
     with pytest.raises(OperatorError, match="Swap them first"):
-        rules.remove_broker(directory(), MASTER, nobody)
+        rules.remove_broker(directory(), MASTER, is_down)
     with pytest.raises(OperatorError, match="is running"):
         rules.remove_broker(directory(), SLAVE, is_up("b"))
-    last = rules.remove_broker(directory(slave=None), MASTER, nobody)
+    last = rules.remove_broker(directory(slave=None), MASTER, is_down)
     assert (last.master, last.slave) == (None, None)
 
 
@@ -448,7 +433,7 @@ def test_any_two_sets_that_may_acknowledge_share_a_copy():
 
 def test_min_copies_begins_a_term():
     _, group = of_three()
-    assert rules.set_copies(group, 2) is None, "it is so already"
+    assert rules.set_copies(group, 2) is None, "unchanged"
     change = rules.set_copies(group, 3)
     assert (change.min_copies, change.new_term) == (3, 8)
     assert [broker.key for broker in change.brokers] == [broker.key for broker in group.brokers]
@@ -464,21 +449,21 @@ def test_raised_min_copies_does_not_complete_a_slave():
 
 def test_slave_is_removed_while_enough_remain():
     known, group = of_three()
-    change = rules.remove_broker(known, group.slaves[0], nobody)
+    change = rules.remove_broker(known, group.slaves[0], is_down)
     assert [slave.key for slave in change.slaves] == [group.slaves[1].key]
     assert (change.master, change.min_copies) == (MASTER, 2)
     known, group = of_three(min_copies=3)
     with pytest.raises(OperatorError, match="First SetCopies with a smaller minCopies"):
-        rules.remove_broker(known, group.slaves[0], nobody)
+        rules.remove_broker(known, group.slaves[0], is_down)
 
 
 def test_removal_leaves_slaves_incomplete():
     """The removed slave may have confirmed frames that the remaining one lacks."""
     known, group = of_three()
-    change = rules.remove_broker(known, group.slaves[1], nobody)
+    change = rules.remove_broker(known, group.slaves[1], is_down)
     left = replace(group, slaves=change.slaves, term=change.new_term)
     with pytest.raises(OperatorError, match="would lose the rest"):
-        rules.replace_broker(replace(known, groups={"g1": left}), replace(SLAVE, role=Role.MASTER), nobody)
+        rules.replace_broker(replace(known, groups={"g1": left}), replace(SLAVE, role=Role.MASTER), is_down)
     reported = ReplicaState(int(Role.MASTER), change.new_term, writable=True, in_step=("disk b",))
     assert rules.slave_complete(left, left.slaves[0], MASTER.key, reported)
 
@@ -498,19 +483,19 @@ def test_swap_names_the_slave_of_several():
 def test_two_copy_commands_are_refused_with_more():
     known, group = of_three()
     with pytest.raises(OperatorError, match="has 2 slaves, and this is for groups of two: RemoveBroker"):
-        rules.replace_broker(known, broker("d", Role.SLAVE), nobody)
+        rules.replace_broker(known, broker("d", Role.SLAVE), is_down)
     with pytest.raises(OperatorError, match="has 2 slaves, and this is for groups of two: start them"):
-        rules.swap_stopped(known, replace(SLAVE, role=Role.MASTER), nobody)
+        rules.swap_stopped(known, replace(SLAVE, role=Role.MASTER), is_down)
     with pytest.raises(OperatorError, match="another one may hold what b:20881 lacks"):
-        rules.replace_broker(known, replace(SLAVE, role=Role.MASTER), nobody)
+        rules.replace_broker(known, replace(SLAVE, role=Role.MASTER), is_down)
 
 
 def test_accepted_loss_promotes_one_of_several():
     known, group = of_three()
-    change, before = rules.replace_broker(known, replace(SLAVE, role=Role.MASTER), nobody, accept_loss=True)
+    change, before = rules.replace_broker(known, replace(SLAVE, role=Role.MASTER), is_down, accept_loss=True)
     assert (change.master.key, before, change.half_swapped) == (SLAVE.key, MASTER, False)
     left = (replace(group.slaves[1], complete=False), replace(MASTER, role=Role.SLAVE, complete=False))
-    assert change.slaves == left, "the old master's place is a slave's, for whoever comes there"
+    assert change.slaves == left, "the old master keeps its place, as a slave"
 
 
 def test_lagging_slave_is_complete_if_all_acknowledge():
@@ -533,9 +518,9 @@ def test_only_master_of_several_needs_new_term():
     "complete, lost_term, waits_for",
     [
         pytest.param("bc", 0, "bc", id="both were in sync"),
-        pytest.param("b", 0, "b", id="one was, and the other was known to be away"),
-        pytest.param("", 0, "bc", id="a change of roles has forgotten who was"),
-        pytest.param("", 7, "", id="an operator gave up what others have"),
+        pytest.param("b", 0, "b", id="one was"),
+        pytest.param("", 0, "bc", id="unknown after a change of roles"),
+        pytest.param("", 7, "", id="an operator accepted the loss"),
     ],
 )
 def test_restarted_master_waits_for_slaves_in_sync_at_the_last_report(complete, lost_term, waits_for):
@@ -544,7 +529,7 @@ def test_restarted_master_waits_for_slaves_in_sync_at_the_last_report(complete, 
     group = replace(group, slaves=slaves, lost_term=lost_term)
     assert [slave.hostname for slave in rules.awaited(group)] == list(waits_for)
     known = replace(known, groups={"g1": group})
-    awaited = [list(convert.assignment_for(known, one.key).awaited) for one in (MASTER, SLAVE)]
+    awaited = [list(convert.assignment_for(known, member.key).awaited) for member in (MASTER, SLAVE)]
     assert awaited == [[f"{name}:20881" for name in waits_for], []]
 
 
