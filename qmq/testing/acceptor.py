@@ -42,8 +42,8 @@ class Acceptor:
         self._server: asyncio.Server | None = None
         self.port = 0
 
-    async def open(self) -> None:
-        self._server = await asyncio.get_running_loop().create_server(self._accept, "127.0.0.1", 0)
+    async def open(self, port: int = 0) -> None:
+        self._server = await asyncio.get_running_loop().create_server(self._accept, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:

@@ -42,14 +42,17 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         self._grpc_port = 0
         self.url = ""
 
-    async def open(self) -> None:
+    async def open(self, http_port: int = 0) -> None:
+        await self.open_grpc()
+        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", http_port)
+        self.url = f"http://127.0.0.1:{self._http.sockets[0].getsockname()[1]}"
+
+    async def open_grpc(self) -> None:
         grpc_begins()
         self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
         add_MetaserverServicer_to_server(self, self._grpc)
         self._grpc_port = self._grpc.add_insecure_port("127.0.0.1:0")
         await self._grpc.start()
-        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._http.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
         if self._http is not None:
@@ -64,6 +67,10 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         self._port = port
         self._term = term
         self._readonly = readonly
+        self.notify()
+
+    def notify(self) -> None:
+        """Send every client the routes that differ from its own."""
         for watch in self._watches:
             watch.moved.set()
 
@@ -73,7 +80,8 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             route = await self._delay_route(subject)
         else:
             writable = self._readonly.isdisjoint({subject, "*"})
-            route = pb.SubjectRoute(subject=subject, groups=[_group(self._group, self._port, writable, self._term)])
+            group = group_route(self._group, self._port, writable, self._term)
+            route = pb.SubjectRoute(subject=subject, groups=[group])
         route.version = crc32(route.SerializeToString(deterministic=True)) + 1
         return route
 
@@ -82,7 +90,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             name, port = await self._open_delays()
         except NotServed as error:
             return pb.SubjectRoute(subject=subject, refused=str(error))
-        return pb.SubjectRoute(subject=subject, groups=[_group(name, port, True, 1)])
+        return pb.SubjectRoute(subject=subject, groups=[group_route(name, port, True, 1)])
 
     # Over gRPC.
 
@@ -114,12 +122,8 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             url = urlsplit(head.split(b" ", 2)[1].decode())
-            body = await self._answer(url.path, parse_qs(url.query))
-            status = b"404 Not Found" if body is None else b"200 OK"
-            answer = body or b""
-            writer.write(
-                b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (status, len(answer)) + answer
-            )
+            status, body = await self._answer(url.path, parse_qs(url.query), head)
+            writer.write(b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, IndexError):
             pass  # a client may close its connection, or send anything
@@ -129,16 +133,17 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
                 await writer.wait_closed()
             del self._answering[task]
 
-    async def _answer(self, path: str, words: dict[str, list[str]]) -> bytes | None:
+    async def _answer(self, path: str, words: dict[str, list[str]], head: bytes) -> tuple[bytes, bytes]:
+        """Return status and body; `head` is the request with its headers."""
         if path == "/meta/address":
-            return b"127.0.0.1:%d" % self._grpc_port
+            return b"200 OK", b"127.0.0.1:%d" % self._grpc_port
         if path != "/meta/routes":
-            return None
+            return b"404 Not Found", b""
         held = dict(word.rsplit(":", 1) for word in words.get("held", []))
         kind = GroupKind[words.get("kind", ["NORMAL"])[0]]
         routes = [await self.route(subject, kind) for subject in words.get("subject", [])]
         changed = [_as_json(route) for route in routes if held.get(route.subject) != f"{route.version:016x}"]
-        return json.dumps({"routes": changed}).encode()
+        return b"200 OK", json.dumps({"routes": changed}).encode()
 
 
 class _Watch:
@@ -154,6 +159,8 @@ class _Watch:
     async def _listen(self, requests: AsyncIterator[pb.RouteRequest]) -> None:
         async for request in requests:
             self.kind = request.kind
+            for subject in request.forgotten:
+                self.held.pop(subject, None)
             for subject in request.subjects:
                 self.held[subject] = request.held.get(subject, 0)
                 self.is_asked = True
@@ -173,6 +180,7 @@ def _as_json(route: pb.SubjectRoute) -> dict[str, object]:
     return {"subject": route.subject, "version": f"{route.version:016x}", "refused": route.refused, "groups": groups}
 
 
-def _group(name: str, port: int, writable: bool, term: int) -> pb.BrokerGroupRoute:
+def group_route(name: str, port: int, writable: bool, term: int) -> pb.BrokerGroupRoute:
+    """Return a group's part of a route; `port` is its master's."""
     master = pb.BrokerAddress(ip="127.0.0.1", serve_port=port)
     return pb.BrokerGroupRoute(broker_group=name, master=master, writable=writable, term=term)

@@ -36,8 +36,8 @@ from tests.support.pages import broker_page, delay_page, samples, value, watchdo
 from tests.support.waiting import until_async
 from tests.unit.broker import limited, test_retention
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
-from tests.unit.client.fakes import FakeBroker, cluster
 from tests.unit.client.test_producer import producer_of
+from tests.unit.client.world import LocalBroker, cluster
 from tests.unit.delayserver.world import HOUR_MS, a_group
 from tests.unit.server.test_tokens import limits, produce
 from tests.unit.test_limits import BROKER, CONSUMER, DELAY, METASERVER, OPERATOR, PRODUCER, REACHED, WATCHDOG, Nobody
@@ -559,7 +559,7 @@ def messages_fail_too_often() -> Seen:
 # Producers, at a broker that applies the limit: the application's error.
 
 
-def producing(test: Callable[[FakeBroker, qmq.Producer], Awaitable[None]], **words) -> None:
+def producing(test: Callable[[LocalBroker, qmq.Producer], Awaitable[None]], **words) -> None:
     async def run() -> None:
         async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, **words) as producer:
             await producer.send(qmq.Message("s", {"n": 0}))
@@ -568,15 +568,15 @@ def producing(test: Callable[[FakeBroker, qmq.Producer], Awaitable[None]], **wor
     asyncio.run(run())
 
 
-def hold_answers(broker: FakeBroker) -> None:
+def hold_answers(broker: LocalBroker) -> None:
     broker.on_produce = lambda *_: True
 
 
-def refused_at(broker_does: Callable[[FakeBroker], None], **words) -> qmq.Receipt:
+def refused_at(broker_does: Callable[[LocalBroker], None], **words) -> qmq.Receipt:
     """Return the receipt of a message that a broker does not store."""
     receipts: list[qmq.Receipt] = []
 
-    async def test(broker: FakeBroker, producer: qmq.Producer) -> None:
+    async def test(broker: LocalBroker, producer: qmq.Producer) -> None:
         broker_does(broker)
         receipts.append(await producer.send(qmq.Message("s", {"n": 1})))
 
@@ -591,7 +591,7 @@ def no_outcome_until_the_deadline() -> Seen:
     return [receipt.outcome.value]
 
 
-def be_readonly(broker: FakeBroker) -> None:
+def be_readonly(broker: LocalBroker) -> None:
     broker.refuse_with = BrokerReadOnly("slave_down")
 
 
@@ -606,7 +606,7 @@ def all_groups_are_readonly() -> Seen:
 def a_connection_owes_an_answer() -> Seen:
     lines: list[str] = []
 
-    async def test(broker: FakeBroker, producer: qmq.Producer) -> None:
+    async def test(broker: LocalBroker, producer: qmq.Producer) -> None:
         hold_answers(broker)
         await producer.send(qmq.Message("s", {"n": 1}))
         assert len(broker.attempts) > 2, "the batch went on another connection"
@@ -624,7 +624,7 @@ def a_connection_owes_an_answer() -> Seen:
 def a_full_queue(**words) -> str:
     said: list[str] = []
 
-    async def test(broker: FakeBroker, producer: qmq.Producer) -> None:
+    async def test(broker: LocalBroker, producer: qmq.Producer) -> None:
         hold_answers(broker)
         try:
             while True:

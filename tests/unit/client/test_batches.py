@@ -11,12 +11,11 @@ from qmq.client.terms import RetryPolicy, batch_of
 from qmq.codec import encode_message, with_properties
 from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import consumer_of, fill, listening, ns
-from tests.unit.client.fakes import FakeBroker, cluster
+from tests.unit.client.world import LocalBroker, cluster, consumer_of, fill, listening, ns
 
 
-def settled(broker: FakeBroker, consumer: str = "c1") -> bool:
-    return ("a", "g", consumer) in broker.subscribers and not broker.subscribers["a", "g", consumer].pulled
+def settled(broker: LocalBroker, consumer: str = "c1") -> bool:
+    return not broker.pulled["a", "g", consumer]
 
 
 async def test_handler_gets_lists_and_acks_them():
@@ -142,8 +141,8 @@ async def test_a_call_that_fails_is_logged_once(caplog):
 
 async def test_suspected_message_has_its_own_list():
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, {3, 4}
-        fill(broker, range(10))
+        broker.suspected = {3, 4}
+        fill(broker, range(10), apart=True)
         consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
 
         @consumer.listen("a", group="g", start="earliest", batch=10, concurrency=2)

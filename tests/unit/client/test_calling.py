@@ -27,10 +27,10 @@ from qmq.otel import TracedProducer
 from qmq.outbox.dbapi import Database
 from qmq.outbox.schema import create_statements
 from tests.support.waiting import until_async
-from tests.unit.client.fakes import cluster
 from tests.unit.client.test_handling import listen_and_wait
 from tests.unit.client.test_producer import producer_of, run
 from tests.unit.client.test_wrong_calls import consumer, producer
+from tests.unit.client.world import cluster
 
 effects: list[str] = []
 processes: ThreadPool

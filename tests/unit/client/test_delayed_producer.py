@@ -14,14 +14,14 @@ from qmq.codec import decode_message, due_of
 from qmq.errors import BrokerReadOnly, CallError, InvalidRequest, NoRoute, NotServed
 from qmq.remoting.commands import Command
 from tests.support.waiting import until_async
-from tests.unit.client.fakes import FakeDelayServer, delay_cluster
 from tests.unit.client.test_producer import producer_of
+from tests.unit.client.world import LocalDelayServer, delay_cluster
 
-LATER = datetime(2040, 1, 1, tzinfo=UTC)
-LATER_MS = 2_208_988_800_000
+LATER = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
+LATER_MS = int(LATER.timestamp()) * 1000
 
 
-def dues(server: FakeDelayServer, subject: str = "a") -> list[int | None]:
+def dues(server: LocalDelayServer, subject: str = "a") -> list[int | None]:
     return [due_of(data) for data in server.subjects[subject]]
 
 
@@ -39,15 +39,17 @@ async def test_only_delayed_messages_use_delay_groups():
 
 async def test_every_send_call_takes_a_delay():
     async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-        told: list[qmq.Receipt] = []
-        producer.send_nowait(Message("a"), told.append, at=LATER)
+        nowait: list[qmq.Receipt] = []
+        producer.send_nowait(Message("a"), nowait.append, at=LATER)
         many = await producer.send_many([Message("a", id=f"m{n}") for n in range(2_500)], at=LATER)
         keyed = await producer.send_many([Message("a"), Message("b", tags={"t"})], at=LATER, key="k")
         ordered = await producer.send_many([Message("a", order_key="x"), Message("a")], at=LATER)
         await producer.flush()
-        every = [*told, *many, *keyed, *ordered]
+        every = [*nowait, *many, *keyed, *ordered]
         assert len(every) == 2_505
-        assert {(one.outcome, one.broker_group, one.due_ms) for one in every} == {(Outcome.STORED, "d1", LATER_MS)}
+        assert {(receipt.outcome, receipt.broker_group, receipt.due_ms) for receipt in every} == {
+            (Outcome.STORED, "d1", LATER_MS)
+        }
         assert dues(server) == [LATER_MS] * 2_504 and dues(server, "b") == [LATER_MS]
         assert decode_message(server.subjects["b"][0])["qmq_delayKey"] == "k"
         assert server.attempts[-1].labels or server.attempts[-2].labels, "order keys reach the delay server"
@@ -93,7 +95,7 @@ async def test_receipt_cancels_at_its_group():
         receipt = await producer.send(Message("a"), at=LATER)
         assert await producer.cancel(receipt) is DelayOutcome.CANCELLED
         (asked,) = [server for server in servers if server.asked]
-        assert asked.name == receipt.broker_group and asked.cancelled == {receipt.message_id}
+        assert asked.name == receipt.broker_group and asked.subjects["a"] == []
         assert asked.asked[0].due_ms == LATER_MS
 
 
@@ -109,9 +111,9 @@ async def test_without_a_receipt_all_delay_groups_are_asked(by):
 
 
 async def test_sent_message_returns_sent():
-    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-        receipt = await producer.send(Message("a"), at=LATER)
-        server.sent.add(receipt.message_id)
+    async with delay_cluster("d1") as (metaserver, broker, _), producer_of(metaserver) as producer:
+        receipt = await producer.send(Message("a"), delay=0)
+        await until_async(lambda: broker.subjects["a"])
         assert await producer.cancel(receipt) is DelayOutcome.SENT
         assert await producer.reschedule(receipt, at=LATER) is DelayOutcome.SENT
 
@@ -155,10 +157,10 @@ async def test_delay_server_refusal_is_raised():
 
 async def test_closing_waits_for_delayed_messages_too():
     async with delay_cluster("d1") as (metaserver, _, [server]):
-        told: list[qmq.Receipt] = []
+        receipts: list[qmq.Receipt] = []
         async with producer_of(metaserver) as producer:
-            producer.send_nowait(Message("a"), told.append, at=LATER)
-        assert [one.outcome for one in told] == [Outcome.STORED] and len(server.subjects["a"]) == 1
+            producer.send_nowait(Message("a"), receipts.append, at=LATER)
+        assert [receipt.outcome for receipt in receipts] == [Outcome.STORED] and len(server.subjects["a"]) == 1
 
 
 async def test_a_closed_producer_cancels_nothing():

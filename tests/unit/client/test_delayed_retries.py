@@ -15,7 +15,7 @@ from qmq.codec import decode_message, due_of, encode_message
 from qmq.errors import InvalidRequest
 from qmq.testing import Broker
 from tests.support.waiting import until_async
-from tests.unit.client.fakes import TOKEN, delay_cluster
+from tests.unit.client.world import TOKEN, delay_cluster
 
 DAY_S, DAY_MS = 86_400, 86_400_000
 MAILBOX = "%RETRY%a%g"
@@ -73,7 +73,7 @@ async def test_without_delay_group_broker_keeps_a_day(monkeypatch, caplog):
         await until_async(lambda: broker.nacks)
         assert handled == ["one", "two"], "no worker waits"
         (entry,) = broker.nacks[0].entries
-        assert DAY_MS - 1_000 < entry.delay_ms <= DAY_MS and not broker.dead
+        assert DAY_MS - 1_000 < entry.delay_ms <= DAY_MS and not broker.dead["a", "g"]
         consumer.stop()
         await task
     assert "AddBroker" in caplog.text and "id=one" in caplog.text
@@ -113,7 +113,7 @@ async def test_refused_postponement_goes_to_delay_group(monkeypatch):
             copy = decode_message(data)
             assert (copy.id, copy.properties) == ("long", {"n": "long", "qmq_times": "2"})
             assert 3_590_000 < due_of(data) - time.time() * 1000 <= 3_600_000
-            await until_async(lambda: broker.refusals > 3)
+            await until_async(lambda: broker.refused > 3)
             assert not keyed.is_settled
             await until_async(lambda: soon.is_settled)
             assert [entry.delay_ms for nack in broker.nacks for entry in nack.entries] == [0], "its time is over"
@@ -135,8 +135,8 @@ async def test_refused_postponement_stays_without_delay_group(monkeypatch, caplo
             await two.nack("busy", delay=0)
             await until_async(lambda: two.is_settled)
             await until_async(lambda: "not stored by a delay group" in caplog.text)
-            asked = broker.refusals
-            await until_async(lambda: broker.refusals > asked + 3)
+            asked = broker.refused
+            await until_async(lambda: broker.refused > asked + 3)
             assert caplog.text.count("not stored by a delay group") == 1, "the delay group is not asked each time"
             broker.postpones = True
             await puller.flush()

@@ -15,8 +15,7 @@ from qmq.client.group_session import GroupSession
 from qmq.client.prefetch import LOOK_S, PACE_S, Pace, Pacer, Prefetch
 from qmq.remoting.commands import Command, NackEntry, Verdict
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, ns
-from tests.unit.client.fakes import FakeBroker, FakeMetaserver, cluster
+from tests.unit.client.world import LocalBroker, LocalMetaserver, cancelled, cluster, consumer_of, fill, listening, ns
 
 MESSAGES, FAST = 300, 1
 
@@ -96,7 +95,7 @@ def hurried(monkeypatch):
 class Slow:
     """First consumer, whose handlers take up to `FAST` messages at once, and then none before `gate` is set."""
 
-    def __init__(self, metaserver: FakeMetaserver, **options: object) -> None:
+    def __init__(self, metaserver: LocalMetaserver, **options: object) -> None:
         self.client = consumer_of(metaserver, consumer_id="slow")
         self.gate = asyncio.Event()
         self.began: list[int] = []
@@ -118,27 +117,28 @@ class Slow:
         return subscription.waiting_messages
 
     async def begin(
-        self, broker: FakeBroker, messages: int = MESSAGES, *, delivered: int = MESSAGES
+        self, broker: LocalBroker, messages: int = MESSAGES, *, delivered: int = MESSAGES
     ) -> asyncio.Task[None]:
         """Run until its handlers are slow and this many messages were delivered to it or returned."""
         task = asyncio.create_task(self.client.run())
         fill(broker, range(FAST))
         await until_async(lambda: len(self.done) == FAST)
-        fill(broker, range(FAST, messages))
+        fill(broker, range(FAST, messages), apart=bool(broker.suspected))
         await until_async(
-            lambda: (
-                len(self.began) > FAST
-                and (given_back(broker) or sum(broker.positions.values()) >= min(delivered, messages))
-            )
+            lambda: len(self.began) > FAST and (given_back(broker) or delivered_of(broker) >= min(delivered, messages))
         )
         return task
 
 
-def given_back(broker: FakeBroker) -> list[NackEntry]:
+def delivered_of(broker: LocalBroker) -> int:
+    return sum(group.position for group in broker.copies.log.state.groups.values())
+
+
+def given_back(broker: LocalBroker) -> list[NackEntry]:
     return [entry for nack in list(broker.nacks) for entry in nack.entries if entry.verdict == Verdict.NOT_BEGUN]
 
 
-def joining(metaserver: FakeMetaserver, **options: object) -> tuple[qmq.Consumer, list[tuple[int, int]]]:
+def joining(metaserver: LocalMetaserver, **options: object) -> tuple[qmq.Consumer, list[tuple[int, int]]]:
     """Return a second consumer, and its received messages."""
     client, done = consumer_of(metaserver), []
 
@@ -162,7 +162,6 @@ async def test_slow_listener_returns_excess_uncounted(hurried, options, kept):
     """Regression: a second consumer got nothing while the first had any of its thousand messages."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = True
         first, (second, done) = Slow(metaserver, **options), joining(metaserver)
         task = await first.begin(broker)
         await until_async(lambda: given_back(broker) and first.waiting <= kept)
@@ -179,7 +178,6 @@ async def test_slow_listener_returns_excess_uncounted(hurried, options, kept):
 
 async def test_pace_is_measured_after_a_pause(hurried):
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = True
         fill(broker, range(FAST))
         first = Slow(metaserver)
         task = asyncio.create_task(first.client.run())
@@ -196,7 +194,6 @@ async def test_single_consumer_returns_little(hurried):
     """Pulls in flight ask for as much as fast handlers had."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = True
         first = Slow(metaserver)
         task = await first.begin(broker)
         await until_async(lambda: first.waiting == 1)
@@ -213,19 +210,14 @@ async def test_new_messages_follow_returned_ones(hurried):
     """A pull in flight brings newer messages before the broker has the returned ones."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = True
-        first, nack, packets = Slow(metaserver), broker._nack, []
-
-        def nacked(*packet: object) -> None:
-            packets.append(packet)
-            if len(packets) > 1:
-                nack(*packet)
-            else:
-                fill(broker, range(MESSAGES, MESSAGES + 10))
-                asyncio.get_running_loop().call_later(0.02, nack, *packet)
-
-        broker._nack = nacked  # type: ignore[method-assign]
-        task = await first.begin(broker)
+        first = Slow(metaserver)
+        broker.holds.add(Command.NACK)
+        task = asyncio.create_task(first.begin(broker))
+        await until_async(lambda: broker.held)
+        fill(broker, range(MESSAGES, MESSAGES + 10))
+        await asyncio.sleep(0.02)
+        broker.release()
+        task = await task
         await until_async(lambda: any(entry.end - entry.begin > 200 for entry in given_back(broker)))
         assert len(given_back(broker)) > 1 and first.waiting == 1
         first.gate.set()
@@ -238,7 +230,6 @@ async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
     """A handler that goes on at that moment causes the next pull; returned messages must be sent first."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = True
         first, sent, ask = Slow(metaserver, prefetch_messages=100), [], GroupSession._ask
         released = GroupSession.released
 
@@ -263,7 +254,6 @@ async def test_double_prefetch_stays(hurried):
     """Otherwise handlers of varying speed would have messages come and go."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = True
         first = Slow(metaserver)
         task = await first.begin(broker, FAST + 3)
         await _many_looks(lambda: bool(broker.nacks))
@@ -290,7 +280,7 @@ async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
 )
 async def test_unshared_listener_keeps_messages(hurried, begins, options):
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = begins
+        broker.is_old = not begins
         first = Slow(metaserver, **options)
         task = await first.begin(broker)
         await _many_looks(lambda: bool(broker.nacks))
@@ -304,7 +294,7 @@ async def test_messages_behind_suspected_are_returned(hurried):
     """It is handled alone, so all others wait for it."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, {*range(FAST, 40)}
+        broker.suspected = {*range(FAST, 40)}
         first, (second, done) = Slow(metaserver, concurrency=4), joining(metaserver)
         task = await first.begin(broker)
         assert first.began[-1] == FAST
@@ -320,7 +310,6 @@ async def test_messages_behind_suspected_are_returned(hurried):
 
 async def test_leaving_returns_each_message_once(hurried):
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = True
         first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
         task = await first.begin(broker)
         await until_async(lambda: given_back(broker))
@@ -335,8 +324,6 @@ async def test_leaving_returns_each_message_once(hurried):
 
 async def test_each_source_keeps_its_oldest(hurried):
     async with cluster("g1", "g2") as (metaserver, brokers):
-        for broker in brokers:
-            broker.begins = True
         fill(brokers[0], range(FAST))
         first, (second, done) = Slow(metaserver), joining(metaserver)
         task = asyncio.create_task(first.client.run())
@@ -352,3 +339,35 @@ async def test_each_source_keeps_its_oldest(hurried):
         await until_async(lambda: len(first.done) + len(done) == 2 * (MESSAGES + 100))
         await cancelled(task)
         assert {times for _, times in done} == {1}
+
+
+async def test_key_order_survives_returned_messages(hurried):
+    """Each key has two messages; the second one comes when the first one is settled."""
+    keys, done = 150, []
+
+    async with cluster("g1") as (metaserver, [broker]):
+        for n in range(2 * keys):
+            fill(broker, [n], order_key=f"k{n % keys}")
+        first, second = consumer_of(metaserver), consumer_of(metaserver)
+        gate, is_slow = asyncio.Event(), asyncio.Event()
+
+        @first.listen("a", group="g", start="earliest", prefetch_messages=1_000)
+        async def slow(message: qmq.ReceivedMessage) -> None:
+            if len(done) >= FAST:
+                is_slow.set()
+                await gate.wait()
+            done.append(int(message["n"]))
+
+        @second.listen("a", group="g", start="earliest")
+        async def fast(message: qmq.ReceivedMessage) -> None:
+            done.append(int(message["n"]))
+
+        async with listening(first):
+            await is_slow.wait()
+            await until_async(lambda: given_back(broker))
+            async with listening(second):
+                await until_async(lambda: len(done) >= keys)
+                gate.set()
+                await until_async(lambda: len(done) == 2 * keys)
+        assert sorted(done) == list(range(2 * keys))
+        assert all(done.index(n) < done.index(n + keys) for n in range(keys))

@@ -15,10 +15,9 @@ from qmq.codec import batch_encoder, decode_message, delayed_encoder, encode_mes
 from qmq.errors import InvalidMessage
 from qmq.message import Message
 from qmq.outbox.row import decode_row, encode_row
-from qmq.remoting.commands import Verdict
+from qmq.remoting.commands import Command, Verdict
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import consumer_of, listening, ns
-from tests.unit.client.fakes import FakeBroker, cluster
+from tests.unit.client.world import LocalBroker, cluster, consumer_of, listening, ns
 
 DAY_S = 86_400
 
@@ -27,14 +26,14 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def fill_expiring(broker: FakeBroker, sent_s_ago: float, expires: dict[int, float], count: int = 10) -> None:
+def fill_expiring(broker: LocalBroker, sent_s_ago: float, expires: dict[int, float], count: int = 10) -> None:
     """Return ten messages sent some seconds ago, some of which have expired."""
     encode = batch_encoder("a", now_ms() - int(sent_s_ago * 1000))
     for number in range(count):
         broker.add("a", encode(Message("a", {"n": number}, id=f"m{number}", expires_after=expires.get(number))))
 
 
-def verdicts(broker: FakeBroker) -> list[int]:
+def verdicts(broker: LocalBroker) -> list[int]:
     return [entry.verdict for nack in broker.nacks for entry in nack.entries for _ in range(entry.begin, entry.end)]
 
 
@@ -50,8 +49,7 @@ async def test_expired_message_is_reported_not_handled(batch, most_once):
             handled.extend(ns(given if batch else [given]))
 
         async with listening(consumer):
-            subscriber = lambda: broker.subscribers["a", "g", "c1"]
-            await until_async(lambda: len(handled) == 7 and not subscriber().pulled)
+            await until_async(lambda: len(handled) == 7 and not broker.pulled["a", "g", "c1"])
         assert handled == [0, 1, 4, 5, 6, 7, 8]
         assert verdicts(broker) == [Verdict.EXPIRED] * 3
 
@@ -84,7 +82,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
 async def test_message_expires_before_its_turn(clock, suspected, batch):
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, suspected
+        broker.suspected = suspected
         fill_expiring(broker, 0, {1: DAY_S}, count=3)
         consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
 
@@ -98,14 +96,14 @@ async def test_message_expires_before_its_turn(clock, suspected, batch):
             await until_async(lambda: began and waiting(consumer) == 3 - taken)
             clock.ahead_s = 2 * DAY_S
             gate.set()
-            await until_async(lambda: verdicts(broker) and not broker.subscribers["a", "g", "c1"].pulled)
+            await until_async(lambda: verdicts(broker) and not broker.pulled["a", "g", "c1"])
         assert began == [0, 2] and verdicts(broker) == [Verdict.EXPIRED]
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
 async def test_most_once_message_expires_during_its_ack(clock, batch):
     async with cluster("g1") as (metaserver, [broker]):
-        broker.holds_acks = True
+        broker.holds.add(Command.ACK)
         fill_expiring(broker, 0, {0: DAY_S}, count=2)
         consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
@@ -114,9 +112,9 @@ async def test_most_once_message_expires_during_its_ack(clock, batch):
             handled.extend(ns(given if batch else [given]))
 
         async with listening(consumer):
-            await until_async(lambda: broker._held_acks)
+            await until_async(lambda: broker.held)
             clock.ahead_s = 2 * DAY_S
-            broker.release_acks()
+            broker.release()
             await until_async(lambda: handled)
         assert handled == [1] and not broker.nacks
 

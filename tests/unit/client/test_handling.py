@@ -13,9 +13,8 @@ import pytest
 import qmq
 from qmq.client.handler import FilteredHandler
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import consumer_of, fill, listening
-from tests.unit.client.fakes import cluster
 from tests.unit.client.test_producer import run
+from tests.unit.client.world import cluster, consumer_of, fill, listening
 
 Handle = Callable[[qmq.ReceivedMessage], Awaitable[object]]
 BlockingHandle = Callable[[qmq.ReceivedMessage], object]
@@ -33,7 +32,7 @@ def listen_and_wait(handler: Any, count: int, done: Callable[[], object], **opti
             consumer.listen("a", group="g", start="earliest", **({"retry_delay": 1_000} | options))(handler)
             async with listening(consumer):
                 await until_async(done)
-                await until_async(lambda: not broker.subscribers["a", "g", "c1"].pulled)
+                await until_async(lambda: not broker.pulled["a", "g", "c1"])
 
     run(test())
     return brokers[0]
@@ -178,7 +177,7 @@ async def test_endless_blocking_handler_does_not_block_exit():
         async with listening(consumer):
             await until_async(began.is_set)
         assert broker.times["a", "g"] == {0: 1, 1: 0, 2: 0}
-        assert [nack.reason for nack in broker.nacks] == ["the consumer left"]
+        assert [nack.reason for nack in broker.nacks if nack.reason] == ["the consumer left"]
         await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
     release.set()
 

@@ -16,8 +16,8 @@ from qmq.codec import encode_message, join_batch
 from qmq.errors import BrokerReadOnly, InvalidRequest
 from qmq.message import Message
 from qmq.types import Durability
-from tests.unit.client.fakes import cluster
 from tests.unit.client.test_producer import producer_of
+from tests.unit.client.world import cluster
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import qmq
 from qmq.client.lifetime import logged_task
 from qmq.client.sender import Sender
-from tests.unit.client.fakes import TOKEN, cluster
+from tests.unit.client.world import TOKEN, cluster
 
 
 async def test_failed_task_is_logged_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,8 +26,8 @@ from qmq.errors import (
 from qmq.log.frame import label_flags
 from qmq.message import Message
 from tests.support.waiting import until_async
-from tests.unit.client.fakes import TOKEN, FakeMetaserver, cluster
-from tests.unit.client.test_producer import Hold
+from tests.unit.client.test_producer import Hold, lose_answer
+from tests.unit.client.world import TOKEN, LocalMetaserver, cluster
 
 
 def batch(number: int, *texts: str, producer: int = 7, subject: str = "a", key: str | None = None) -> NumberedBatch:
@@ -41,7 +41,7 @@ def batch(number: int, *texts: str, producer: int = 7, subject: str = "a", key: 
 
 
 @asynccontextmanager
-async def sender_of(metaserver: FakeMetaserver, *groups: str, **options: float) -> AsyncIterator[NumberedSender]:
+async def sender_of(metaserver: LocalMetaserver, *groups: str, **options: float) -> AsyncIterator[NumberedSender]:
     async with NumberedSender(metaserver=metaserver.url, token=TOKEN, app="test", **options) as sender:
         sender.watch("a")
         await until_async(lambda: sorted(sender.groups("a")) == sorted(groups))
@@ -74,13 +74,9 @@ async def test_labels_travel_with_the_batch():
 
 async def test_repeat_after_lost_connection_stores_once():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        hold = Hold(broker)
+        lose_answer(broker)
         answers: list[Answer] = []
         sender.send("g1", batch(1, "x"), answers.append)
-        await until_async(lambda: hold.held)
-        broker.store(hold.held[0][2])
-        broker.on_produce = lambda *_: False
-        broker.cut()
         await until_async(lambda: answers)
         assert isinstance(answers[0], Unknown)
         await until_async(lambda: sender.groups("a"))
@@ -105,7 +101,7 @@ async def test_unknown_answer_stays_unknown():
 
 async def test_refused_messages_have_positions():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        broker.limits["message_bytes_max"] = 200
+        broker.limit(message_bytes_max=200)
         answer = await sent(sender, "g1", batch(1, "x", "y" * 300, "z"))
         assert isinstance(answer, Stored) and answer.stored == 2
         assert [position for position, _ in answer.refused] == [1]
@@ -123,7 +119,7 @@ async def test_a_group_without_a_connection_stores_nothing():
 
 async def test_oversized_batch_is_refused():
     async with cluster("g1") as (metaserver, [broker]):
-        broker.limits["packet_bytes_max"] = 4096
+        broker.limit(packet_bytes_max=4096)
         async with sender_of(metaserver, "g1") as sender:
             assert sender.room("g1") < 4096
             answer = await sent(sender, "g1", batch(1, "x" * 5000))
@@ -133,7 +129,7 @@ async def test_oversized_batch_is_refused():
 
 async def test_the_window_of_the_broker_is_kept():
     async with cluster("g1") as (metaserver, [broker]):
-        broker.limits["window_bytes"] = 1000
+        broker.limit(window_bytes=1000)
         async with sender_of(metaserver, "g1") as sender:
             hold, answers = Hold(broker), []
             sender.send("g1", batch(1, "x" * 600), answers.append)

@@ -8,8 +8,7 @@ import qmq
 from qmq.client import group_session
 from qmq.codec import batch_encoder
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import consumer_of, listening
-from tests.unit.client.fakes import cluster
+from tests.unit.client.world import cluster, consumer_of, listening
 
 
 async def test_slow_message_delays_no_other_key(monkeypatch):
@@ -27,7 +26,5 @@ async def test_slow_message_delays_no_other_key(monkeypatch):
                 await gate.wait()
 
         async with listening(consumer):
-            await until_async(lambda: ("a", "g", "c1") in broker.subscribers)
-            subscriber = broker.subscribers["a", "g", "c1"]
-            await until_async(lambda: broker.acks and list(subscriber.pulled.values()) == [0])
+            await until_async(lambda: broker.acks and list(broker.pulled["a", "g", "c1"].values()) == [0])
             gate.set()

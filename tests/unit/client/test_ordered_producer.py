@@ -15,8 +15,8 @@ from qmq.message import Message
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from tests.support.waiting import settle, until_async
-from tests.unit.client.fakes import Attempt, FakeBroker, cluster
-from tests.unit.client.test_producer import Hold, producer_of, properties
+from tests.unit.client.test_producer import Hold, lose_answer, producer_of, properties
+from tests.unit.client.world import Attempt, LocalBroker, cluster
 
 
 def group_of(key: str, *groups: str) -> str:
@@ -27,7 +27,7 @@ def key_for(group: str, *groups: str) -> str:
     return next(key for key in map(str, range(1_000)) if group_of(key, *groups) == group)
 
 
-def numbers_of_keys(broker: FakeBroker) -> dict[str, list[int]]:
+def numbers_of_keys(broker: LocalBroker) -> dict[str, list[int]]:
     numbers = defaultdict(list)
     for data in broker.subjects["a"]:
         message = decode_message(data)
@@ -138,13 +138,12 @@ async def test_lost_ordered_batch_is_repeated_first():
         losses = iter([False, True, False])
 
         def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-            stores = next(losses, None)
-            if stores is None:
-                return False
-            if stores:
-                first.store(attempt)
-            connection._transport.abort()  # type: ignore[union-attr]
-            return True
+            is_stored = next(losses, None)
+            if is_stored:
+                lose_answer(first)
+            elif is_stored is False:
+                connection.abort("the test loses a request")
+            return is_stored is False
 
         first.on_produce = lose
         sends = []
@@ -165,7 +164,7 @@ async def test_new_group_takes_its_keys():
         hold = Hold(first)
         sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=moving)))]
         await until_async(lambda: hold.held)
-        second = FakeBroker("g2")
+        second = LocalBroker("g2")
         await second.start()
         metaserver.set_group(second)
         await until_async(lambda: second.connections)
@@ -188,7 +187,7 @@ async def test_keys_change_groups_while_no_group_takes_anything():
         sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key))) for key in keys]
         sender = producer._senders.of(is_delayed=False)
         await until_async(lambda: len(first.attempts) > 1 and any(queue.group == "g1" for queue in sender._active))
-        second = FakeBroker("g2")
+        second = LocalBroker("g2")
         second.refuse_with = first.refuse_with
         await second.start()
         metaserver.set_group(second)

@@ -9,8 +9,7 @@ import pytest
 import qmq
 from qmq.client.prefetch import AHEAD_S, BEFORE_KNOWN_MIN, Prefetch
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import consumer_of, fill, listening
-from tests.unit.client.fakes import cluster
+from tests.unit.client.world import cluster, consumer_of, fill, listening
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 import qmq
 from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import consumer_of, fill, listening
-from tests.unit.client.fakes import FakeBroker, FakeMetaserver, cluster
 from tests.unit.client.test_excess_return import given_back
 from tests.unit.client.test_producer import run
+from tests.unit.client.world import LocalBroker, LocalMetaserver, cluster, consumer_of, fill, listening
 
 SUBJECTS = {"a": 0, "b": 1, "c": 9}
 """Subjects with the priorities of their listeners."""
@@ -22,7 +21,7 @@ SUBJECTS = {"a": 0, "b": 1, "c": 9}
 class Calls:
     """Consumer with a listener per subject, whose calls end on request."""
 
-    def __init__(self, metaserver: FakeMetaserver, subjects: str) -> None:
+    def __init__(self, metaserver: LocalMetaserver, subjects: str) -> None:
         self.client = consumer_of(metaserver)
         self.began: list[str] = []
         self._open: dict[str, list[asyncio.Future[None]]] = {subject: [] for subject in SUBJECTS}
@@ -57,10 +56,9 @@ class Calls:
         return subscription
 
 
-def in_cluster(test: Callable[[FakeBroker, Calls], Awaitable[None]], subjects: str = "ab") -> None:
+def in_cluster(test: Callable[[LocalBroker, Calls], Awaitable[None]], subjects: str = "ab") -> None:
     async def body() -> None:
         async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = True
             calls = Calls(metaserver, subjects)
             async with listening(calls.client):
                 try:
@@ -73,7 +71,7 @@ def in_cluster(test: Callable[[FakeBroker, Calls], Awaitable[None]], subjects: s
     run(body())
 
 
-async def one_class_waits_for_another(broker: FakeBroker, calls: Calls) -> None:
+async def one_class_waits_for_another(broker: LocalBroker, calls: Calls) -> None:
     """Start a call of higher priority, with a message waiting behind it, and two messages of lower priority."""
     fill(broker, range(2), "b")
     await calls.until("b0")
@@ -83,7 +81,7 @@ async def one_class_waits_for_another(broker: FakeBroker, calls: Calls) -> None:
 
 
 def test_higher_priority_is_emptied_first():
-    async def test(broker: FakeBroker, calls: Calls) -> None:
+    async def test(broker: LocalBroker, calls: Calls) -> None:
         fill(broker, range(3), "a")
         await calls.until("a0")
         fill(broker, range(3), "b")
@@ -102,7 +100,7 @@ def test_higher_priority_is_emptied_first():
 
 
 def test_lower_priority_continues_when_listener_leaves():
-    async def test(broker: FakeBroker, calls: Calls) -> None:
+    async def test(broker: LocalBroker, calls: Calls) -> None:
         await one_class_waits_for_another(broker, calls)
         calls.listener("b").stop()
         await calls.until("b0", "a0")
@@ -112,7 +110,7 @@ def test_lower_priority_continues_when_listener_leaves():
 
 
 def test_next_priority_follows_the_highest():
-    async def test(broker: FakeBroker, calls: Calls) -> None:
+    async def test(broker: LocalBroker, calls: Calls) -> None:
         fill(broker, range(2), "c")
         await calls.until("c0")
         for subject in "ba":
@@ -130,7 +128,7 @@ def test_next_priority_follows_the_highest():
 def test_idle_workers_are_not_woken():
     """A wake-up would cost something with thousands of idle workers."""
 
-    async def test(broker: FakeBroker, calls: Calls) -> None:
+    async def test(broker: LocalBroker, calls: Calls) -> None:
         await until_async(lambda: calls.listener("a")._subscription is not None and calls.subscription("a")._takers)
         before = list(calls.subscription("a")._takers)
         fill(broker, range(1), "b")
@@ -141,7 +139,7 @@ def test_idle_workers_are_not_woken():
 
 
 def test_lower_priority_continues_after_lost_connection():
-    async def test(broker: FakeBroker, calls: Calls) -> None:
+    async def test(broker: LocalBroker, calls: Calls) -> None:
         await one_class_waits_for_another(broker, calls)
         for parcel in calls.subscription("b")._parcels:
             parcel.messages[0]._piece.is_dropped = True
@@ -152,7 +150,7 @@ def test_lower_priority_continues_after_lost_connection():
 
 
 def test_waiting_listener_stops_at_once():
-    async def test(broker: FakeBroker, calls: Calls) -> None:
+    async def test(broker: LocalBroker, calls: Calls) -> None:
         await one_class_waits_for_another(broker, calls)
         subscription = calls.subscription("a")
         calls.listener("a").stop()
@@ -164,7 +162,7 @@ def test_waiting_listener_stops_at_once():
 
 
 def test_equal_priorities_do_not_wait():
-    async def test(broker: FakeBroker, calls: Calls) -> None:
+    async def test(broker: LocalBroker, calls: Calls) -> None:
         calls.client.listen("d", group="g", start="earliest", priority=1)(calls._handle)
         calls._open["d"] = []
         fill(broker, range(2), "b")

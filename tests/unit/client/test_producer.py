@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ from qmq.client.routes import Routing
 from qmq.codec import decode_message
 from qmq.errors import BrokerReadOnly, InvalidRequest, NotMaster, Overloaded
 from qmq.message import Message
-from qmq.remoting import commands
+from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from tests.support.waiting import settle, until_async
-from tests.unit.client.fakes import TOKEN, Attempt, FakeBroker, FakeMetaserver, cluster
+from tests.unit.client.world import TOKEN, Attempt, LocalBroker, LocalMetaserver, cluster
 
 WAIT_S = 120.0
 """Far above the time of a test: it limits a hang, it measures nothing."""
@@ -32,11 +32,11 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-def producer_of(metaserver: FakeMetaserver, **options: Any) -> qmq.Producer:
+def producer_of(metaserver: LocalMetaserver, **options: Any) -> qmq.Producer:
     return qmq.Producer(metaserver=metaserver.url, app="test", token=TOKEN, **options)
 
 
-def properties(broker: FakeBroker, subject: str = "a") -> list[str]:
+def properties(broker: LocalBroker, subject: str = "a") -> list[str]:
     return [str(decode_message(data)["n"]) for data in broker.subjects[subject]]
 
 
@@ -45,9 +45,9 @@ def numbered(count: int, subject: str = "a") -> list[Message]:
 
 
 class Hold:
-    """Holds answers of a broker until they are released."""
+    """Holds PRODUCE requests of a broker until they are released."""
 
-    def __init__(self, broker: FakeBroker) -> None:
+    def __init__(self, broker: LocalBroker) -> None:
         self.held: list[tuple[Connection, Packet, Attempt]] = []
         self._broker = broker
         broker.on_produce = self._hold
@@ -58,8 +58,21 @@ class Hold:
 
     def release(self) -> None:
         self._broker.on_produce = lambda *_: False
-        for connection, packet, attempt in self.held:
-            connection.answer(packet, commands.encode_produced(self._broker.store(attempt)))
+        for connection, packet, _ in self.held:
+            self._broker.serve(connection, packet)
+
+
+def lose_answer(broker: LocalBroker, then: Callable[[], object] = lambda: None) -> None:
+    """Cut the connection instead of the next answer to PRODUCE, whose batch is stored; then call `then`."""
+
+    def lose(connection: Connection, request: Packet) -> bool:
+        if request.code == Command.PRODUCE:
+            broker.on_answer = lambda *_: False
+            connection.abort("the test loses an answer")
+            then()
+        return request.code == Command.PRODUCE
+
+    broker.on_answer = lose
 
 
 async def test_waiting_messages_form_one_batch():
@@ -90,24 +103,19 @@ async def test_lost_answer_repeats_the_batch(is_stored):
         await asyncio.gather(*(producer.send(Message("a", {"n": -1})) for _ in range(2)))
         await until_async(lambda: all(broker.connections for broker in brokers))
         earlier = {broker.name: len(broker.attempts) for broker in brokers}
-        lost: list[Attempt] = []
 
-        def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-            lost.append(attempt)
-            if is_stored:
-                broker_of[connection].store(attempt)
+        def lose(connection: Connection, *_: object) -> bool:
             for broker in brokers:
-                broker.on_produce = lambda *_: False
-            connection._transport.abort()  # type: ignore[union-attr]
+                broker.on_produce = broker.on_answer = lambda *_: False
+            connection.abort("the test loses a packet")
             return True
 
-        broker_of = {connection: broker for broker in brokers for connection in broker.connections}
         for broker in brokers:
-            broker.on_produce = lose
+            setattr(broker, "on_answer" if is_stored else "on_produce", lose)
         receipt = await producer.send(Message("a", {"n": 7}))
         assert receipt.is_stored
         new = [attempt for broker in brokers for attempt in broker.attempts[earlier[broker.name] :]]
-        assert len(lost) == 1 and new == [lost[0], lost[0]], "the same producer, number and bytes, twice"
+        assert new == [new[0]] * 2, "the same producer, number and bytes, twice"
         touched = [broker for broker in brokers if len(broker.attempts) > earlier[broker.name]]
         assert [broker.name for broker in touched] == [receipt.broker_group]
         assert sum(properties(broker).count("7") for broker in brokers) == 1
@@ -117,12 +125,11 @@ async def test_late_answer_reconnects_and_stores_once():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, answer_timeout_s=0.2) as producer:
         await producer.send(Message("a", {"n": 0}))
 
-        def stay_silent(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-            broker.store(attempt)
-            broker.on_produce = lambda *_: False
+        def stay_silent(connection: Connection, request: Packet) -> bool:
+            broker.on_answer = lambda *_: False
             return True
 
-        broker.on_produce = stay_silent
+        broker.on_answer = stay_silent
         assert (await producer.send(Message("a", {"n": 1}))).sequence == 1
         assert broker.attempts[-1] == broker.attempts[-2]
         assert properties(broker) == ["0", "1"]
@@ -172,14 +179,7 @@ async def test_possibly_stored_batch_never_moves():
         second.refuse_with = BrokerReadOnly("operator")
         await producer.send(Message("a", {"n": 0}))
 
-        def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-            first.store(attempt)
-            first.on_produce = lambda *_: False
-            first.refuse_with = BrokerReadOnly("slave_down")
-            connection._transport.abort()  # type: ignore[union-attr]
-            return True
-
-        first.on_produce = lose
+        lose_answer(first, lambda: setattr(first, "refuse_with", BrokerReadOnly("slave_down")))
         count = len(first.attempts)
         sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
         await until_async(lambda: len(first.attempts) >= count + 2)  # lost, then refused as readonly
@@ -223,7 +223,7 @@ async def test_a_final_refusal_is_not_repeated():
 
 async def test_refused_messages_do_not_touch_their_batch_mates():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        broker.limits["message_bytes_max"] = 10_000
+        broker.limit(message_bytes_max=10_000)
         messages = numbered(20)
         messages[3] = Message("a", {"n": "x" * 40_000})
         messages[5] = Message("a", {"n": "x" * 20_000})
@@ -292,7 +292,7 @@ async def test_receipts_keep_the_message_order():
 
 async def test_window_limits_are_kept():
     async with cluster("g1") as (metaserver, [broker]):
-        broker.limits["window_bytes"] = 40_000
+        broker.limit(window_bytes=40_000)
         async with producer_of(metaserver, in_flight_max=64) as producer:
             hold = Hold(broker)
             sends = []
@@ -347,7 +347,7 @@ async def test_advice_ends_with_readonly():
 
 async def test_oversized_batch_is_split():
     async with cluster("g1") as (metaserver, [broker]):
-        broker.limits["packet_bytes_max"] = 20_000
+        broker.limit(packet_bytes_max=20_000)
         async with producer_of(metaserver) as producer:
             messages = numbered(200)
             for message in messages[:100]:
@@ -364,25 +364,16 @@ async def test_oversized_batch_is_split():
 async def test_new_master_stores_repeats_once():
     async with cluster("g1") as (metaserver, [old]), producer_of(metaserver) as producer:
         await producer.send(Message("a", {"n": "before"}))
-        new = FakeBroker("g1")
+        new = LocalBroker("g1", slave_of=old)
         await new.start()
-        stored: list[Attempt] = []
-
-        def store_and_die(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-            old.store(attempt)
-            stored.append(attempt)
-            connection._transport.abort()  # type: ignore[union-attr]
-            old.move_to(new)
-            old.on_produce = lambda *_: False
-            return True
-
-        old.on_produce = store_and_die
+        lost = asyncio.Event()
+        lose_answer(old, lambda: (old.move_to(new), lost.set()))
         sending = asyncio.create_task(producer.send(Message("a", {"n": "during"})))
-        await until_async(lambda: stored)
+        await lost.wait()
         metaserver.set_group(new, term=2)
         receipt = await sending
         assert (receipt.outcome, receipt.sequence) == (qmq.Outcome.STORED, 1)
-        assert new.attempts == stored
+        assert new.attempts == old.attempts[-1:]
         assert (await producer.send(Message("a", {"n": "after"}))).sequence == 2
         assert properties(new) == ["before", "during", "after"]
         await new.stop()
@@ -394,7 +385,7 @@ async def test_routes_survive_a_metaserver_outage():
         port = metaserver.http_port
         await metaserver.stop()
         assert (await producer.send(Message("a", {"n": 1}))).is_stored
-        moved = FakeBroker("g1")
+        moved = LocalBroker("g1", slave_of=broker)
         await moved.start()
         broker.move_to(moved)
         metaserver.set_group(moved, term=2)

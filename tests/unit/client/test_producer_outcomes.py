@@ -27,8 +27,8 @@ from qmq.errors import (
 )
 from qmq.message import Message
 from tests.support.waiting import settle, until_async
-from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
 from tests.unit.client.test_producer import Hold, numbered, producer_of, properties
+from tests.unit.client.world import TOKEN, LocalBroker, cluster
 
 
 async def test_subject_without_route_is_refused():
@@ -73,7 +73,7 @@ async def test_missing_routes_delay_no_other_subject():
             assert (await producer.send_many(numbered(3_000))).all_stored
             assert not stuck
             metaserver.refuse.clear()
-            metaserver.tell()
+            metaserver.notify()
             await producer.flush()
             assert stuck and all(receipt.is_stored for receipt in stuck)
 
@@ -132,7 +132,7 @@ async def test_readonly_wait_zero_refuses_at_once(is_told):
 
 async def test_broker_refusal_is_an_invalid_message():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        broker.limits["message_bytes_max"] = 1_000
+        broker.limit(message_bytes_max=1_000)
         receipts = await producer.send_many([Message("a", {"n": "x" * 2_000}, id="large"), Message("a", {"n": 1})])
         assert (receipts[0].message_id, receipts[0].outcome) == ("large", qmq.Outcome.REFUSED)
         assert isinstance(receipts[0].error, InvalidMessage)
@@ -295,7 +295,7 @@ async def test_silent_group_is_given_up():
             await until_async(lambda: breaker.state is BreakerState.OPEN)
             count = len(silent.attempts)
             assert count > FAILURES_MAX
-            other = FakeBroker("g2")
+            other = LocalBroker("g2")
             await other.start()
             metaserver.set_group(other)
             receipts = [await producer.send(message) for message in numbered(20)]
@@ -377,7 +377,7 @@ async def test_resending_callback_blocks_no_other():
 
 async def test_resending_too_large_blocks_no_other():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        broker.limits["packet_bytes_max"] = 10_000
+        broker.limit(packet_bytes_max=10_000)
         await producer.send(Message("a", {"n": "connected"}))
         calls, seen = 0, set()
 

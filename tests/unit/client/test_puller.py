@@ -11,9 +11,9 @@ import pytest
 import qmq
 from qmq.client import group_session
 from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
+from qmq.remoting.commands import Command
 from tests.support.waiting import settle, until_async
-from tests.unit.client.consuming import cancelled, consumer_of, fill, ns, pull_all, subscribes
-from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
+from tests.unit.client.world import TOKEN, LocalBroker, cancelled, cluster, consumer_of, fill, ns, pull_all, subscribes
 
 
 def counted_sweeps():
@@ -51,29 +51,30 @@ async def test_slow_message_delays_only_its_piece():
         consumer = consumer_of(metaserver, consumer_id="c1")
         async with consumer.pull("a", group="g", start="earliest", prefetch_messages=16) as puller:
             messages = await pull_all(puller, 12)  # in pieces of four
-            progress = broker.subscribers["a", "g", "c1"]
             await puller.ack(messages[4:7])
             await messages[0].ack()
             await puller.ack(messages[8:])
-            await until_async(lambda: len(progress.pulled) == 7)
-            assert sorted(progress.pulled.values()) == [1, 2, 3, 4, 5, 6, 7]
+            await until_async(lambda: len(broker.pulled["a", "g", "c1"]) == 7)
+            assert sorted(broker.pulled["a", "g", "c1"].values()) == [1, 2, 3, 4, 5, 6, 7]
             base = messages[0].pull_sequence
             assert broker.acks == [[(base, base + 1), (base + 8, base + 12)]]
-            await until_async(lambda: len(progress.pulled) == 4)
-            assert sorted(progress.pulled.values()) == [1, 2, 3, 7], "after a moment, not even those of its piece"
+            await until_async(lambda: len(broker.pulled["a", "g", "c1"]) == 4)
+            assert sorted(broker.pulled["a", "g", "c1"].values()) == [1, 2, 3, 7], (
+                "after a moment, not even those of its piece"
+            )
 
 
 async def test_consecutive_pieces_share_an_ack():
     """Each message selected by a tag is a batch of its own in the log; it must not cost as much as a batch."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.passed = {n for n in range(100) if n % 10 not in (3, 4, 7)}
-        broker.times["a", "g"][53] = 1  # delivered before, so it cannot be held with the others
-        fill(broker, range(100))
+        for n in range(100):
+            fill(broker, [n], tags={"t"} if n % 10 in (3, 4, 7) else ())
+        broker.earlier = {53: 1}  # it cannot be held with the others
         consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest") as puller:
+        async with consumer.pull("a", group="g", start="earliest", tags=["t"]) as puller:
             messages = await pull_all(puller, 30)
-            expected = [n for n in range(100) if n not in broker.passed]
+            expected = [n for n in range(100) if n % 10 in (3, 4, 7)]
             assert ns(messages) == [message.sequence for message in messages] == expected
             base = messages[0].pull_sequence
             assert [message.pull_sequence - base for message in messages] == list(range(30))
@@ -85,19 +86,18 @@ async def test_consecutive_pieces_share_an_ack():
             await until_async(lambda: len(subscribes(broker)) == 2)
             await puller.ack(messages)
             await puller.flush()
-            assert not broker.subscribers["a", "g", "c1"].pulled
+            assert not broker.pulled["a", "g", "c1"]
 
 
 async def test_full_consumer_with_slow_message_pulls_again(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 3600)
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.passed = {n for n in range(200) if n % 2}  # each message is a piece of its own
-        fill(broker, range(200))
+        fill(broker, range(200), apart=True)  # each message is a piece of its own
         async with consumer_of(metaserver).pull("a", group="g", start="earliest", unacked_max=40) as puller:
             messages = await pull_all(puller, 40)
             await puller.ack(messages[1:])
-            assert ns(await pull_all(puller, 39)) == list(range(80, 158, 2))
+            assert ns(await pull_all(puller, 39)) == list(range(40, 79))
 
 
 async def test_partial_piece_is_acked_after_the_ack_delay(monkeypatch):
@@ -108,16 +108,17 @@ async def test_partial_piece_is_acked_after_the_ack_delay(monkeypatch):
         consumer = consumer_of(metaserver, consumer_id="c1")
         async with consumer.pull("a", group="g", start="earliest") as puller:
             messages = await pull_all(puller, 40)
-            broker.holds_acks = True
+            broker.holds.add(Command.ACK)
             for number in range(group_session.REQUESTS_IN_FLIGHT):
                 await messages[number].ack()
-                await until_async(lambda done=number: len(broker._held_acks) == done + 1)
+                await until_async(lambda done=number: len(broker.held) == done + 1)
             with counted_sweeps() as sweeps:
                 await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
                 await until_async(lambda: sweeps.call_count)  # the ack is due, and no request may be sent
-            broker.release_acks()
-            progress = broker.subscribers["a", "g", "c1"]
-            await until_async(lambda: list(progress.pulled.values()) == [group_session.REQUESTS_IN_FLIGHT])
+            broker.release()
+            await until_async(
+                lambda: list(broker.pulled["a", "g", "c1"].values()) == [group_session.REQUESTS_IN_FLIGHT]
+            )
 
 
 async def test_flush_stores_acks_inside_pieces():
@@ -128,7 +129,7 @@ async def test_flush_stores_acks_inside_pieces():
             messages = await pull_all(puller, 10)
             await puller.ack([messages[1], *messages[5:]])
             await puller.flush()
-            assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == [0, 2, 3, 4]
+            assert sorted(broker.pulled["a", "g", "c1"].values()) == [0, 2, 3, 4]
 
 
 async def test_flush_raises_after_the_subscription_failed():
@@ -154,15 +155,15 @@ async def test_flush_waits_while_going_offline():
         consumer = consumer_of(metaserver, consumer_id="c1")
         async with consumer.pull("a", group="g", start="earliest") as puller:
             messages = await pull_all(puller, 3)
-            broker.holds_acks = True
+            broker.holds.add(Command.ACK)
             await puller.ack(messages)
             consumer.offline()
-            await until_async(lambda: broker._held_acks)
+            await until_async(lambda: broker.held)
             await settle()
             flushed = asyncio.create_task(puller.flush())
             await settle()
             assert not flushed.done()
-            broker.release_acks()
+            broker.release()
             await flushed
             assert all(message.is_settled for message in messages)
 
@@ -190,7 +191,7 @@ async def test_reconnect_loses_no_ack_and_repeats_nothing():
             assert ns(await pull_all(puller, 20)) == list(range(100, 120))
             await puller.ack(messages)
             await puller.flush()
-            assert len(broker.subscribers["a", "g", "c1"].pulled) == 20
+            assert len(broker.pulled["a", "g", "c1"]) == 20
 
 
 async def test_partial_piece_is_acked_after_reconnect(monkeypatch):
@@ -206,8 +207,7 @@ async def test_partial_piece_is_acked_after_reconnect(monkeypatch):
                 await puller.ack(messages[1:])
                 await until_async(lambda: sweeps.call_count)  # it found no broker
             await broker.start(broker.port)
-            progress = broker.subscribers["a", "g", "c1"]
-            await until_async(lambda: list(progress.pulled.values()) == [0])
+            await until_async(lambda: list(broker.pulled["a", "g", "c1"].values()) == [0])
 
 
 async def test_restart_with_same_id_gets_unacked_messages():
@@ -232,18 +232,19 @@ async def test_consumer_follows_the_new_master():
             messages = await pull_all(puller, 50)
             await puller.ack(messages[:10])
             await puller.flush()
-            new = FakeBroker("g1")
+            new = LocalBroker("g1", slave_of=old)
             await new.start()
             old.move_to(new)
             old.cut()
             metaserver.set_group(new, term=2)
+            await new.copies.ready()
             fill(new, range(50, 60))
             more = await pull_all(puller, 10)
             assert ns(more) == list(range(50, 60))
             assert more[0].pull_sequence >= 2 << 32, "the new mastership began after a gap"
             await puller.ack([*messages[10:], *more])
             await puller.flush()
-            assert not new.subscribers["a", "g", "c1"].pulled
+            assert not new.pulled["a", "g", "c1"]
         await new.stop()
 
 
@@ -269,7 +270,7 @@ async def test_refused_acks_cause_redelivery():
             await puller.ack(messages)  # the old ones: nothing happens
             await puller.ack(again)
             await puller.flush()
-            assert not broker.subscribers["a", "g", "c1"].pulled
+            assert not broker.pulled["a", "g", "c1"]
 
 
 async def test_waiting_messages_survive_a_refused_ack():
@@ -277,7 +278,7 @@ async def test_waiting_messages_survive_a_refused_ack():
         fill(broker, range(20))
         async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
             taken = await pull_all(puller, 5)
-            assert len(broker.subscribers["a", "g", "c1"].pulled) == 20, "15 wait here"
+            assert len(broker.pulled["a", "g", "c1"]) == 20, "15 wait here"
             broker.ack_error = InvalidAck("not yours")
             await puller.ack(taken[:1])
             await until_async(lambda: len(subscribes(broker)) == 2)
@@ -300,10 +301,9 @@ async def test_prefetch_and_unacked_max_are_limits():
         fill(broker, range(1000))
         consumer = consumer_of(metaserver, consumer_id="c1")
         async with consumer.pull("a", group="g", start="earliest", prefetch_messages=40, unacked_max=100) as puller:
-            await until_async(lambda: broker.subscribers.get(("a", "g", "c1")) and len(broker.pulls) >= 4)
-            progress = broker.subscribers["a", "g", "c1"]
+            await until_async(lambda: len(broker.pulls) >= 4)
             await settle()
-            assert len(progress.pulled) <= 40
+            assert len(broker.pulled["a", "g", "c1"]) <= 40
             assert {pull.messages_max for pull in broker.pulls} == {10}
             messages = []
             while len(messages) < 100:
@@ -337,7 +337,7 @@ async def test_heartbeats_follow_each_groups_lease():
         long.lease_ms = 3_600_000
         async with consumer_of(metaserver).pull("a", group="g"):
             await until_async(lambda: long.heartbeats)
-            short = FakeBroker("short")
+            short = LocalBroker("short")
             short.lease_ms = 60
             await short.start()
             metaserver.set_group(short)
@@ -370,7 +370,7 @@ async def test_a_puller_nacks_and_gives_up_messages():
             with pytest.raises(qmq.InvalidRequest):
                 await puller.nack([messages[5]], delay=-1)
             await puller.flush()
-            assert list(broker.subscribers["a", "g", "c1"].pulled.values()) == [5]
+            assert list(broker.pulled["a", "g", "c1"].values()) == [5]
             again = await pull_all(puller, 2)
             assert [(message["n"], message.times) for message in again] == [("0", 2), ("1", 2)]
             assert broker.dead["a", "g"] == [(3, "never"), (4, "never")]
@@ -444,14 +444,14 @@ async def test_timed_out_pulls_leave_no_waiters():
             for _ in range(3):
                 assert await puller.pull(1, timeout=0) == []
             assert not subscription._takers
-            broker.holds_acks = True
+            broker.holds.add(Command.ACK)
             await puller.ack(messages)
             for _ in range(3):
                 flushing = asyncio.create_task(puller.flush())
                 await asyncio.sleep(0)
                 await cancelled(flushing)
             assert not subscription._settlers
-            broker.release_acks()
+            broker.release()
             await puller.flush()
 
 
@@ -474,7 +474,7 @@ async def test_most_once_acks_only_pulled_messages():
         async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
             messages = await puller.pull(4, timeout=10)
             assert all(message.is_settled for message in messages)
-            assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == list(range(4, 10))
+            assert sorted(broker.pulled["a", "g", "c1"].values()) == list(range(4, 10))
         assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
 
 
@@ -485,13 +485,13 @@ async def test_most_once_cancelled_pull_is_returned_next():
         fill(broker, range(8))
         consumer = consumer_of(metaserver, consumer_id="c1")
         async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
-            broker.holds_acks = True
+            broker.holds.add(Command.ACK)
             pulled = asyncio.create_task(puller.pull(4, timeout=10))
-            await until_async(lambda: broker._held_acks)
+            await until_async(lambda: broker.held)
             pulled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await pulled
-            broker.release_acks()
+            broker.release()
             assert ns(await puller.pull(3, timeout=10)) == [0, 1, 2], "as many as asked for"
             assert ns(await pull_all(puller, 5)) == [3, 4, 5, 6, 7]
 

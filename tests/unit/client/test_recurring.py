@@ -7,15 +7,23 @@ import pytest
 from qmq import Message
 from qmq.codec import decode_message
 from qmq.errors import BrokerReadOnly, CallError, InvalidMessage, InvalidRequest, NotServed
+from qmq.message import RECUR_NAME
 from qmq.remoting.commands import Command
-from tests.unit.client.fakes import delay_cluster
+from qmq.types import GroupKind
+from tests.support.waiting import until_async
 from tests.unit.client.test_producer import producer_of
+from tests.unit.client.world import delay_cluster
 
 DAILY = {"name": "daily", "cron": "0 8 * * *", "timezone": "Europe/Berlin"}
 
 
+def names(server):
+    """Return the names of the schedules that a delay group has."""
+    return [decode_message(template)[RECUR_NAME] for template in server.subjects["s"]]
+
+
 def holders(servers, name="daily"):
-    return [server.name for server in servers if ("s", name) in server.recurring]
+    return [server.name for server in servers if name in names(server)]
 
 
 async def test_schedule_is_listed_and_deleted():
@@ -29,7 +37,7 @@ async def test_schedule_is_listed_and_deleted():
             "0 8 * * *",
             "Europe/Berlin",
         )
-        stored = decode_message(server.templates["s", "daily"])
+        stored = decode_message(server.subjects["s"][0])
         assert (stored["kind"], stored.tags, stored.order_key) == ("report", {"t"}, "k")
         assert message.id is None, "it can be put again"
         assert await producer.list_recurring(subject="s") == [put]
@@ -54,14 +62,24 @@ async def test_names_spread_over_groups():
 
 async def test_schedule_stays_in_its_group():
     async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers), producer_of(metaserver) as producer:
-        await producer.put_recurring(Message("s"), **DAILY)
-        (first,) = [server for server in servers if server.recurring]
-        other = next(server for server in servers if server is not first)
-        other.recurring, first.recurring = dict(first.recurring), {}
-        await producer.put_recurring(Message("s"), **DAILY | {"cron": "0 9 * * *"})
-        assert holders(servers) == [other.name]
-        first.recurring = dict(other.recurring)
-        await producer.put_recurring(Message("s"), **DAILY)
+        groups = dict(metaserver.delay_groups)
+
+        async def put(*names, cron):
+            """Put the schedule while the route has these groups only."""
+            metaserver.delay_groups = {name: groups[name] for name in names}
+            metaserver.notify()
+            version = metaserver.route_now("s", GroupKind.DELAY).version
+            await producer.list_recurring(subject="s")
+            await until_async(lambda: metaserver.confirmed().get("s") == version)
+            await producer.put_recurring(Message("s"), **DAILY | {"cron": cron})
+
+        await put("d2", cron="0 8 * * *")
+        for hour in range(10):
+            await put("d1", "d2", "d3", cron=f"0 {hour} * * *")
+        assert holders(servers) == ["d2"]
+        await put("d1", cron="0 8 * * *")
+        assert holders(servers) == ["d1", "d2"]
+        await put("d1", "d2", "d3", cron="0 9 * * *")
         assert len(holders(servers)) == 1
 
 
@@ -70,7 +88,7 @@ async def test_readonly_group_gets_no_new_schedule():
         servers[0].refuse_put_with = BrokerReadOnly("d1 is readonly: operator")
         for at in range(8):
             await producer.put_recurring(Message("s"), **DAILY | {"name": f"n{at}"})
-        assert not servers[0].recurring and len(servers[1].recurring) == 8
+        assert not names(servers[0]) and len(names(servers[1])) == 8
         servers[1].refuse_put_with = BrokerReadOnly("d2 is readonly: disk")
         with pytest.raises(BrokerReadOnly):
             await producer.put_recurring(Message("s"), **DAILY)

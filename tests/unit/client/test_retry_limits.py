@@ -11,8 +11,7 @@ from qmq.codec import encode_message
 from qmq.dead_letters import delivered
 from qmq.testing import Broker
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import consumer_of, listening
-from tests.unit.client.fakes import cluster
+from tests.unit.client.world import cluster, consumer_of, listening
 
 
 @pytest.mark.parametrize("own, expected", [(None, 3), (5, 5), (1, 1)])
@@ -43,7 +42,7 @@ async def test_vanished_consumers_count_as_deliveries(own, given, is_handled):
 
     async with cluster("g1") as (metaserver, [broker]):
         broker.add("a", encode_message(qmq.Message("a", {"n": 0}, id="m", retries_max=own), 0))
-        broker.times["a", "g"][0] = given - 1
+        broker.earlier = {0: given - 1}
         consumer, handled = consumer_of(metaserver), []
 
         @consumer.listen("a", group="g", start="earliest", retries_max=3)

@@ -18,14 +18,14 @@ from qmq.client.routes import Routing
 from qmq.message import Message
 from qmq.types import GroupKind
 from tests.support.waiting import settle, until_async
-from tests.unit.client.fakes import TOKEN, FakeMetaserver, cluster
 from tests.unit.client.test_producer import Hold, producer_of
+from tests.unit.client.world import TOKEN, LocalMetaserver, cluster
 
 
 class Client:
     """A watch and its routes."""
 
-    def __init__(self, metaserver: FakeMetaserver, *subjects: str, token: str = TOKEN) -> None:
+    def __init__(self, metaserver: LocalMetaserver, *subjects: str, token: str = TOKEN) -> None:
         self.routing = Routing()
         self.brought = []
         self.watch = RouteWatch(
@@ -70,7 +70,7 @@ async def test_new_stream_brings_changed_routes():
         metaserver.requests.clear()
         metaserver.refuse["b"] = "changed meanwhile"
         await metaserver.stop_grpc()
-        await metaserver.start_grpc()
+        await metaserver.open_grpc()
         await until_async(lambda: any(said.subjects for said in metaserver.requests) and len(client.brought) > 2)
         assert set(client.brought[2:]) == {"b"}
         first = next(request for request in metaserver.requests if request.subjects)  # without confirmations
@@ -81,9 +81,9 @@ async def test_routes_in_use_are_confirmed():
     """Weakness 20: QMQ does not report how many producers still use an old route."""
 
     async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route_now("a").version})
         metaserver.set_group(broker, writable=False)
-        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route_now("a").version})
         assert client.writable("a") == {"g1": False}
         assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
 
@@ -95,14 +95,14 @@ async def test_confirmation_delays_no_request(monkeypatch):
         await until_async(lambda: client.brought == ["a"])
         client.watch.watch("b")
         await until_async(lambda: client.brought == ["a", "b"])
-        a, b = metaserver.route("a").version, metaserver.route("b").version
+        a, b = metaserver.route_now("a").version, metaserver.route_now("b").version
         assert [(list(said.subjects), dict(said.held)) for said in metaserver.requests] == [
             (["a"], {}),
             (["b"], {"a": a}),
         ]
         metaserver.requests.clear()
         await metaserver.stop_grpc()
-        await metaserver.start_grpc()
+        await metaserver.open_grpc()
         await until_async(lambda: metaserver.requests)
         assert metaserver.requests[0].held == {"a": a, "b": b}, "a new stream says it at once"
 
@@ -112,9 +112,9 @@ async def test_an_error_never_empties_a_route():
 
     async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
         await until_async(lambda: client.writable("a") == {"g1": True})
-        version = metaserver.route("a").version
+        version = metaserver.route_now("a").version
         metaserver.refuse["a"] = "the database does not answer"
-        metaserver.tell()
+        metaserver.notify()
         await until_async(lambda: len(client.brought) >= 2)
         assert client.writable("a") == {"g1": True}
         assert "does not answer" in client.routing.why_not("a")
@@ -134,7 +134,7 @@ async def test_no_groups_on_purpose_are_no_groups():
     async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
         await until_async(lambda: client.writable("a") == {"g1": True})
         metaserver.groups.clear()
-        metaserver.tell()
+        metaserver.notify()
         await until_async(lambda: client.writable("a") == {})
 
 
@@ -182,7 +182,7 @@ async def test_wrong_token_is_recognised_over_http():
 async def test_rejected_token_is_logged(way, caplog):
     """A consumer has no receipt for this error, and waits: a metaserver may not have a new token yet."""
 
-    class Hasty(FakeMetaserver):
+    class Hasty(LocalMetaserver):
         """A request may fail on a call that has ended: then gRPC's own error comes first."""
 
         calls = 0
@@ -223,7 +223,7 @@ async def test_all_readonly_route_reaches_producers():
         assert (await producer.send(Message("a", {}))).is_stored
         for broker in brokers:
             metaserver.set_group(broker, writable=False)
-        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route_now("a").version})
         attempts = [len(broker.attempts) for broker in brokers]
         receipt = await producer.send(Message("a", {}))
         assert receipt.outcome is qmq.Outcome.REFUSED
@@ -244,7 +244,7 @@ async def test_consumer_keeps_a_refused_route():
             await producer.send(Message("a", {"n": 1}))
             assert len(await puller.pull(10, timeout=60)) == 1
             metaserver.refuse["a"] = "the database does not answer"
-            metaserver.tell()
+            metaserver.notify()
             await until_async(lambda: len(metaserver.updates) >= 4)
             await producer.send(Message("a", {"n": 2}))
             assert len(await puller.pull(10, timeout=60)) == 1
@@ -259,7 +259,7 @@ async def test_requests_move_to_the_next_stream(monkeypatch):
         for number in range(3):
             metaserver.requests.clear()
             await metaserver.stop_grpc()
-            await metaserver.start_grpc()
+            await metaserver.open_grpc()
             await until_async(lambda: metaserver.requests)
             client.watch.watch(f"b{number}")
             await until_async(lambda number=number: client.writable(f"b{number}"))
@@ -284,7 +284,7 @@ async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
             await until_async(polling.is_set)
             metaserver.set_group(broker, writable=False)
             await metaserver.unblock_grpc()
-            version = metaserver.route("a", GroupKind.NORMAL).version
+            version = metaserver.route_now("a", GroupKind.NORMAL).version
             await until_async(lambda: metaserver.confirmed().get("a") == version)
             assert client.writable("a") == {"g1": False}
             go_on.set()
@@ -310,7 +310,7 @@ async def test_refreshes_are_rate_limited():
 async def test_subject_added_during_a_write_is_requested():
     """Otherwise its first message waits until something else changes."""
 
-    watch = Client(FakeMetaserver(), "a").watch
+    watch = Client(LocalMetaserver(), "a").watch
     requests = watch._requests(asyncio.Event())
     assert (await anext(requests)).subjects == ["a"]
     watch.watch("b")
@@ -325,7 +325,7 @@ async def test_requests_have_bounded_size(monkeypatch):
         await until_async(lambda: sorted(client.brought) == names)
         await until_async(lambda: sorted(metaserver.confirmed()) == names)
         metaserver.set_group(broker, writable=False)
-        versions = {name: metaserver.route(name).version for name in names}
+        versions = {name: metaserver.route_now(name).version for name in names}
         await until_async(lambda: metaserver.confirmed() == versions)
         client.watch.forget(names[:7])
         client.watch.watch(names[6])

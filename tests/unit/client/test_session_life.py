@@ -23,8 +23,7 @@ from qmq.client.session_life import (
 from qmq.errors import BrokenInvariant, IllegalTransition, NotMaster
 from qmq.states import draw
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import consumer_of, fill, ns
-from tests.unit.client.fakes import cluster
+from tests.unit.client.world import cluster, consumer_of, fill, ns
 
 FACTS = {
     SessionState.UNSUBSCRIBED: Unsubscribed,
@@ -82,7 +81,6 @@ async def test_session_keeps_its_history():
 
 async def test_draining_session_acks_and_pulls_no_more():
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = True
         fill(broker, range(3))
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
             messages = await puller.pull(3, timeout=60)

@@ -9,15 +9,14 @@ import pytest
 import qmq
 from qmq.errors import InvalidAck
 from tests.support.waiting import until_async
-from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, ns
-from tests.unit.client.fakes import FakeMetaserver, cluster
+from tests.unit.client.world import LocalMetaserver, cancelled, cluster, consumer_of, fill, listening, ns
 
 
 @pytest.mark.parametrize("suspected", [{0}, {3, 4, 5}, set(range(10)), {9}])
 async def test_suspected_message_is_announced_and_alone(suspected):
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, suspected
-        fill(broker, range(10))
+        broker.suspected = suspected
+        fill(broker, range(10), apart=True)
         consumer, running, done, most = consumer_of(metaserver), set(), [], 0
 
         @consumer.listen("a", group="g", start="earliest", concurrency=4)
@@ -43,8 +42,8 @@ async def test_acks_precede_a_suspected_message():
     """A process that dies with one must not lose acks of its neighbours, or they would become dead letters too."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, set(range(5))
-        fill(broker, range(5))
+        broker.suspected = set(range(5))
+        fill(broker, range(5), apart=True)
         consumer, acked = consumer_of(metaserver), []
 
         @consumer.listen("a", group="g", start="earliest")
@@ -58,8 +57,8 @@ async def test_acks_precede_a_suspected_message():
 
 async def test_puller_gets_suspected_messages_singly():
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, {2, 3}
-        fill(broker, range(6))
+        broker.suspected = {2, 3}
+        fill(broker, range(6), apart=True)
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
             got = []
             while sum(map(len, got)) < 6:
@@ -70,8 +69,8 @@ async def test_puller_gets_suspected_messages_singly():
 
 async def test_drain_end_stops_waiting_suspected_message():
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, {1}
-        fill(broker, range(2))
+        broker.suspected = {1}
+        fill(broker, range(2), apart=True)
         consumer, began = consumer_of(metaserver, drain_s=0.05), []
 
         @consumer.listen("a", group="g", start="earliest", concurrency=2)
@@ -86,7 +85,7 @@ async def test_drain_end_stops_waiting_suspected_message():
         assert broker.times["a", "g"] == {0: 1, 1: 0}, "the one that never began does not count"
 
 
-def slow_and_fast(metaserver: FakeMetaserver, *, concurrency: int):
+def slow_and_fast(metaserver: LocalMetaserver, *, concurrency: int):
     """Return two consumers of a group, the messages begun by the first with the event that ends them, and those of the
     second.
     """
@@ -111,8 +110,8 @@ async def test_draining_returns_waiting_suspected_messages(suspected):
     """Regression: it began with that message when its turn came, during the drain."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, suspected
-        fill(broker, range(2))
+        broker.suspected = suspected
+        fill(broker, range(2), apart=True)
         first, second, began, gate, done = slow_and_fast(metaserver, concurrency=2)
         task = asyncio.create_task(first.run())
         await until_async(lambda: began and not first._connections._subscriptions[0]._parcels)
@@ -129,8 +128,8 @@ async def test_draining_returns_waiting_suspected_messages(suspected):
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
 async def test_dropped_suspected_message_is_not_begun(suspected, batch):
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins, broker.suspected = True, suspected
-        fill(broker, range(2))
+        broker.suspected = suspected
+        fill(broker, range(2), apart=True)
         consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
 
         @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
@@ -145,7 +144,7 @@ async def test_dropped_suspected_message_is_not_begun(suspected, batch):
             session = consumer._connections._subscriptions[0]._sessions["g1", "a"]
             session._reset(InvalidAck("not yours"))  # as in an answer to any request
             gate.set()
-            await until_async(lambda: len(began) >= 3 and not broker.subscribers["a", "g", "c1"].pulled)
+            await until_async(lambda: len(began) >= 3 and not broker.pulled["a", "g", "c1"])
         assert began[0] == (0, False) and sorted(began[1:]) == [(0, False), (1, False)]
 
 
@@ -154,7 +153,7 @@ async def test_draining_returns_unbegun_messages(begins):
     """Regression: it held that message until its last handler had ended, for up to 20 s."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.begins = begins
+        broker.is_old = not begins
         fill(broker, range(20))
         first, second, began, gate, done = slow_and_fast(metaserver, concurrency=1)
         first_task = asyncio.create_task(first.run())

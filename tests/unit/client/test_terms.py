@@ -19,7 +19,7 @@ from qmq.client.terms import (
 )
 from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
 from qmq.remoting.commands import Verdict
-from tests.unit.client.fakes import TOKEN
+from tests.unit.client.world import TOKEN
 
 GOOD = {
     "subject": "a",

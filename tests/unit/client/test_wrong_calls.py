@@ -14,7 +14,7 @@ import qmq
 import qmq.blocking
 import qmq.testing
 from tests.support.ports import free_ports
-from tests.unit.client.fakes import TOKEN
+from tests.unit.client.world import TOKEN
 
 NOWHERE = "http://127.0.0.1:9"
 
