@@ -21,107 +21,113 @@ def a_group(**settings) -> tuple[Group, Client]:
 
 
 def settled(group: Group) -> None:
-    """Points are saved, and the slave has them."""
+    """Let the points be saved and reach the slave."""
+    group.settle()
     for _ in range(20):
         for broker in (group.a, group.b):
             broker.wait(100)
         group.settle()
 
 
-def test_master_and_slave_are_quiet_when_nothing_waits():
+def quiet_ms(group: Group) -> int:
+    return group.a.node.quiet_ms()
+
+
+def tick_when_due(group: Group) -> int:
+    """Let the time pass until the next tick; return it."""
+    ms = max(quiet_ms(group), 100)
+    group.wait(ms)
+    return ms
+
+
+def test_idle_master_and_slave_are_quiet():
     group, _ = a_group()
     assert group.a.node.quiet_ms() == group.b.node.quiet_ms() == QUIET_MS
 
 
-def test_master_is_ticked_often_while_an_answer_waits_for_a_disk():
-    group, client = a_group()
-    client.produce("m1")
-    assert group.a.node.quiet_ms() == 0
-    group.settle()
+def exclusive_pull(group: Group, client: Client, exclusive_ms: int = 5) -> None:
+    waiting = group.subscribed("e", group="e", start="latest", exclusive_ms=exclusive_ms)
+    waiting.pull(timeout_ms=60_000)
     settled(group)
-    assert group.a.node.quiet_ms() == QUIET_MS
 
 
-def test_a_slave_is_ticked_often_while_its_disk_writes():
+OFTEN = {
+    "an answer waits for a disk": lambda group, client: client.produce("m1"),
+    "the slave is missing": lambda group, client: group.cut(),
+    "roles are swapped": lambda group, client: group.a.node.changes.prepare_swap(1, 5_000),
+    "an exclusive consumer waits": exclusive_pull,
+}
+
+
+@pytest.mark.parametrize("why", OFTEN)
+def test_master_is_ticked_often(why):
+    group, client = a_group()
+    OFTEN[why](group, client)
+    assert quiet_ms(group) == 0
+
+
+def test_waiting_consumer_that_shares_needs_no_ticks():
+    group, client = a_group()
+    exclusive_pull(group, client, exclusive_ms=0)
+    assert quiet_ms(group) == QUIET_MS
+
+
+def test_slave_is_ticked_often_while_its_disk_writes():
     group, client = a_group()
     client.produce("m1")
     group.a.host.turn()
     assert group.to_slave() and group.b.node.quiet_ms() == 0
     assert group.b.host.turn() and group.b.node.quiet_ms() == 0
-    group.settle()
     settled(group)
-    assert group.b.node.quiet_ms() == QUIET_MS
+    assert group.b.node.quiet_ms() == quiet_ms(group) == QUIET_MS
 
 
-def test_master_is_ticked_often_without_its_slave():
-    group, _ = a_group()
-    group.a.node.link_lost(group.a.master.slaves.all[0].follower.connected.shipper.link)
-    assert group.a.node.quiet_ms() == 0
-
-
-def test_master_is_ticked_when_a_pull_has_waited_long_enough():
-    group, client = a_group()
-    first = client.pull()
-    group.settle()
-    assert client.answered(first)
-    waiting = client.pull(timeout_ms=2_300)
-    group.settle()
-    settled_for = 0
-    while not client.answered(waiting):
-        quiet_ms = group.a.node.quiet_ms()
-        group.a.wait(max(quiet_ms, 100))
-        group.settle()
-        settled_for += max(quiet_ms, 100)
-    assert 2_300 <= settled_for <= 2_400
-
-
-def test_master_is_ticked_when_a_message_comes_again():
+def test_waiting_pull_ends_in_time():
     group, client = a_group()
     client.take()
-    first = client.first
-    client.nack(first, first + 1, delay_ms=3_000)
-    waiting = client.pull(timeout_ms=60_000)
+    waiting, waited = client.pull(timeout_ms=2_300), 0
     group.settle()
+    while not client.answered(waiting):
+        waited += tick_when_due(group)
+    assert 2_300 <= waited <= 2_400
+
+
+def test_requeued_message_is_redelivered_in_time():
+    group, client = a_group()
+    client.take()
+    client.nacked("m0", delay_ms=3_000)
+    waiting = client.pull(timeout_ms=60_000)
     settled(group)
     while not client.answered(waiting):
         before = group.a.master._mastership.retry_ms()
-        group.a.wait(max(group.a.node.quiet_ms(), 100))
-        group.settle()
+        tick_when_due(group)
     due_ms = group.a.log.state.retry_ms + 3_000
     assert before < due_ms <= group.a.master._mastership.retry_ms() < due_ms + 100
 
 
-def test_master_is_ticked_when_a_lease_ends():
+def test_lease_ends_in_time():
     group, client = a_group(lease_ms=10_000)
-    client.pull()
-    group.settle()
+    client.take()
     settled(group)
     seen = group.a.master._delivery.consumption._seen
     end_ms = min(seen.values()) + 10_000
     while seen:
         now_ms = group.a.host.clock_ms
-        group.a.wait(max(group.a.node.quiet_ms(), 100))
+        group.a.wait(max(quiet_ms(group), 100))
     assert now_ms <= end_ms + 100
 
 
-def test_clock_of_a_short_lease_is_looked_at_often():
+def test_short_lease_needs_ticks():
     """A second between two ticks would count as a pause of the process."""
     group, _ = a_group(lease_ms=4_000)
-    assert group.a.node.quiet_ms() == 0
+    assert quiet_ms(group) == 0
 
 
-def test_master_is_ticked_often_while_its_roles_are_being_swapped():
-    group, _ = a_group()
-    group.a.node.changes.prepare_swap(1, 5_000)
-    assert group.a.node.quiet_ms() == 0
-
-
-def test_master_is_ticked_often_while_a_rate_slows_a_group():
+def test_slowed_group_needs_ticks():
     group, client = a_group()
     group.a.assign(Role.MASTER, limits=(OperatorLimits("s", "g", per_second=5),))
     client.produce(*(f"n{number}" for number in range(10)))
     client.pull(most=100)
-    group.settle()
     settled(group)
     assert group.a.master._delivery.quiet_ms() == QUIET_MS
     for _ in range(2):
@@ -136,51 +142,38 @@ def test_expiry_is_checked_every_second():
     group.wait(1_000)
     settled(group)
     pruned_ms = group.a.master._delivery.pruning._pruned_ms
-    assert group.a.node.quiet_ms() == pruned_ms + 1_000 - group.a.host.clock_ms
+    assert quiet_ms(group) == pruned_ms + 1_000 - group.a.host.clock_ms
 
 
-@pytest.mark.parametrize(("exclusive_ms", "quiet_ms"), [(0, QUIET_MS), (5, 0)])
-def test_master_is_ticked_often_while_an_exclusive_consumer_waits_for_its_turn(exclusive_ms, quiet_ms):
-    group, _ = a_group()
-    one = group.subscribed("e", group="e", start="latest", exclusive_ms=exclusive_ms)
-    one.pull(timeout_ms=60_000)
-    group.settle()
-    settled(group)
-    assert group.a.node.quiet_ms() == quiet_ms
-
-
-def test_master_is_ticked_often_while_a_message_is_read_to_become_a_dead_letter():
+def test_unfinished_dead_letter_needs_ticks():
     group, client = a_group(tail_bytes=0)
     client.take()
-    first = client.first
     group.a.host.holds_reads = True
-    client.nack(first, first + 1, dead=True)
-    group.settle()
+    client.nack(client.first, client.first + 1, dead=True)
     settled(group)
-    assert group.a.node.quiet_ms() == 0
+    assert quiet_ms(group) == 0
     group.a.host.holds_reads = False
-    group.settle()
     settled(group)
-    assert group.a.node.quiet_ms() == QUIET_MS
+    assert quiet_ms(group) == QUIET_MS
 
 
 def test_unwritten_scan_position_needs_ticks():
-    group, client = a_group()
-    one = group.subscribed("e", group="e", tags=["pay"])
-    one.pull(timeout_ms=60_000)
+    group, _ = a_group()
+    filtered = group.subscribed("e", group="e", tags=["pay"])
+    filtered.pull(timeout_ms=60_000)
     group.settle()
     assert group.a.master._delivery.quiet_ms() == 0 == group.a.log.state.groups["s", "e"].position
     settled(group)
-    assert group.a.node.quiet_ms() == QUIET_MS and group.a.log.state.groups["s", "e"].position == 1
+    assert quiet_ms(group) == QUIET_MS and group.a.log.state.groups["s", "e"].position == 1
 
 
-@pytest.mark.parametrize(("most", "quiet_ms"), [(2, QUIET_MS), (1, 0)])
-def test_master_is_ticked_often_while_it_has_more_groups_than_are_looked_at_in_a_tick(most, quiet_ms, monkeypatch):
+@pytest.mark.parametrize(("most", "expected"), [(2, QUIET_MS), (1, 0)])
+def test_unfinished_round_over_groups_needs_ticks(most, expected, monkeypatch):
     monkeypatch.setattr(group_status, "LOOKED_AT_ONCE", most)
     group, _ = a_group()
     group.subscribed("e", group="e")
     settled(group)
-    assert group.a.node.quiet_ms() == quiet_ms
+    assert quiet_ms(group) == expected
 
 
 def test_causes_need_no_retry_clock_before_the_mastership():
@@ -189,6 +182,6 @@ def test_causes_need_no_retry_clock_before_the_mastership():
     group.cut()
     group.a.crash()
     group.a.assign(Role.MASTER)
-    assert group.a.node.quiet_ms() == 0
+    assert quiet_ms(group) == 0
     group.a.wait(100)
     assert group.a.master.causes.of(("s", "g")) and group.a.master._mastership.retry_begin_ms is None
