@@ -35,7 +35,7 @@ def looked(group: Group, ms: int = 100) -> dict[tuple[str, str], int]:
     return group.a.master.backlogs.ages_ms(group.a.host.now_ms())
 
 
-def test_age_is_that_of_the_oldest_message_wherever_it_is():
+def test_age_is_that_of_the_oldest_message():
     group, client = a_group()
     assert looked(group) == {}
     client.store("m0")
@@ -49,7 +49,7 @@ def test_age_is_that_of_the_oldest_message_wherever_it_is():
     assert looked(group, 1_000) == {KEY: 6_000}, "requeued"
 
 
-def test_age_is_the_next_messages_once_the_oldest_is_acked_and_none_after_the_last():
+def test_ack_moves_the_age_to_the_next_message():
     group, client = a_group()
     client.store("m0")
     looked(group, 3_000)
@@ -63,7 +63,7 @@ def test_age_is_the_next_messages_once_the_oldest_is_acked_and_none_after_the_la
     assert looked(group) == {}
 
 
-def test_time_of_a_message_that_is_on_disk_alone_is_read_there():
+def test_age_is_read_from_disk():
     group, client = a_group(tail_bytes=0)
     client.store("m0")
     assert looked(group, 2_000) == {KEY: 2_000}
@@ -74,7 +74,7 @@ def test_time_of_a_message_that_is_on_disk_alone_is_read_there():
     assert looked(group)[KEY] > 2_000
 
 
-def test_few_are_read_at_once_and_all_in_the_end(monkeypatch):
+def test_ages_are_read_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(group_status, "READ_AT_ONCE", 2)
     group, client = a_group()
     for number in range(5):
@@ -88,7 +88,7 @@ def test_few_are_read_at_once_and_all_in_the_end(monkeypatch):
     assert found == [4, 5, 5]
 
 
-def test_the_oldest_are_shown(monkeypatch):
+def test_oldest_ages_are_shown(monkeypatch):
     monkeypatch.setattr(group_status, "AGES_MAX", 2)
     group, client = a_group(metrics_subjects=("s4",))
     for number in range(5):
@@ -147,14 +147,14 @@ class World:
         done(job())
 
 
-def test_the_largest_backlogs_are_shown_and_those_that_are_always_shown():
+def test_largest_and_chosen_backlogs_are_shown():
     world = World({"a": 90, "b": 50, "c": 70, "d": 99, "e": 100}, always=("d*",))
     world.look()
     assert world.backlogs.largest(2) == {("b", "g"): (50, 0), ("c", "g"): (30, 0), ("d", "g"): (1, 0)}
     assert len(world.backlogs.largest(9)) == 4, "who has all of it has no backlog"
 
 
-def test_time_is_read_once_for_each_oldest_message_and_one_reading_at_a_time():
+def test_age_is_read_once_per_oldest_message():
     world = World({"a": 7})
     world.look()
     world.look()
@@ -169,7 +169,7 @@ def test_time_is_read_once_for_each_oldest_message_and_one_reading_at_a_time():
     assert world.backlogs.ages_ms(100) == {("a", "g"): 20}
 
 
-def test_a_copy_for_another_thread_stays_as_it_is():
+def test_copy_for_another_thread_is_unchanged():
     world = World({"a": 7})
     world.look()
     world.read()
@@ -216,14 +216,14 @@ def test_damaged_timestamp_is_reported_others_keep_ages():
         done(DiskFailed("test"))
 
 
-def test_groups_of_whose_oldest_message_no_frame_is_there_are_not_read_for():
+def test_backlog_without_frames_is_not_read():
     world = World({"a": 7})
     world.log.frames = lambda *_: []
     world.look()
     assert not world.reads and world.backlogs.largest(1)
 
 
-def test_a_group_of_a_subject_without_messages_has_no_backlog():
+def test_subject_without_messages_has_no_backlog():
     world = World({"a": 0})
     world.log.state.next_sequence.clear()
     world.look()

@@ -68,7 +68,7 @@ def test_new_group_waits_for_cluster_begin(cluster):
     assert client.code(again) == ErrorCode.SUCCESS and not cluster.asked, "a group with a position asks no more"
 
 
-def test_a_group_begins_where_its_subject_ended_before_the_group_was_stored(cluster):
+def test_group_begins_at_the_mark_before_it_was_stored(cluster):
     cluster.produce("0")
     assert cluster.broker.master.mark_groups("m1", [KEY]) == [False]
     cluster.produce("1")
@@ -118,14 +118,14 @@ def test_new_group_waits_without_a_metaserver(cluster):
     assert client.code(later) == ErrorCode.SUCCESS and cluster.position == 0
 
 
-def test_a_metaserver_without_consumer_groups_lets_a_group_begin_as_it_asks(cluster):
+def test_older_metaserver_lets_groups_choose_their_begin(cluster):
     cluster.produce("0")
     cluster.subscribe(start="latest")
     cluster.answer(None)
     assert cluster.position == 1
 
 
-def test_a_question_again_and_again_costs_a_token_one_group(cluster):
+def test_repeated_question_costs_one_group(cluster):
     client = Client(cluster.broker)
     client.link.ration = TokenRation(
         Caller("shop", TokenRole.CLIENT), NewSubjects(1, 1, "consumer groups"), None, lambda: 0
@@ -138,7 +138,7 @@ def test_a_question_again_and_again_costs_a_token_one_group(cluster):
     assert client.code(other) == ErrorCode.OVERLOADED and not cluster.asked, "what is refused is not stored"
 
 
-def test_those_that_wait_are_bounded_and_end_with_the_mastership(cluster, monkeypatch):
+def test_waiting_new_groups_are_bounded(cluster, monkeypatch):
     monkeypatch.setattr(positions, "WAITING_MAX", 3)
     clients = [cluster.subscribe() for _ in range(2)]
     for number in range(2):
@@ -154,7 +154,7 @@ def test_those_that_wait_are_bounded_and_end_with_the_mastership(cluster, monkey
     assert cluster.asked[0][1](FIRST) == [], "an answer that comes too late"
 
 
-def test_a_reset_reaches_a_broker_group_that_the_consumer_group_has_not_joined(cluster):
+def test_move_reaches_a_group_that_never_joined(cluster):
     cluster.produce("0", "1")
 
     def reset(begin):

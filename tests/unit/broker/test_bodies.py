@@ -26,7 +26,7 @@ def group():
     return group
 
 
-def test_a_frame_is_read_once_for_all_that_want_it_at_the_same_time(group):
+def test_frame_is_read_once_for_concurrent_pulls(group):
     one, other = group.subscribed("one", group="one"), group.subscribed("other", group="other")
     first, second, third = one.pull(most=2), one.pull(most=2), other.pull(most=3)
     reads = group.a.host.reads
@@ -53,7 +53,7 @@ def test_answer_waits_for_both_of_its_frames(group):
     assert other.ids(both) == [f"m{n}" for n in range(8)]
 
 
-def test_all_that_wait_for_a_damaged_frame_ask_again(group):
+def test_pulls_of_a_damaged_frame_lose_their_connection(group):
     one, other, healthy = (group.subscribed(name, group=name) for name in ("one", "other", "healthy"))
     (ref,) = group.a.log.frames("s", 0, 1)
     pulls = [(one, one.pull(most=4)), (other, other.pull(most=4))]
@@ -93,7 +93,7 @@ class Reads:
         return [offset for offset in range(len(self.sizes)) if offset in self.bodies._kept]
 
 
-def test_frames_that_were_used_last_stay_in_memory_up_to_so_many_bytes(monkeypatch):
+def test_recently_used_frames_stay_cached(monkeypatch):
     monkeypatch.setattr(answers, "KEPT_BYTES", 100)
     reads = Reads(40, 60, 1, 100, 101)
     reads.ask(0, 1)
@@ -125,7 +125,7 @@ def test_failed_read_is_reported_once_per_answer():
     assert len(reads.done) == 4, "it can be asked for again"
 
 
-def test_a_disk_that_fails_while_bodies_are_read_ends_the_process(group):
+def test_disk_failure_while_reading_bodies_ends_the_process(group):
     group.subscribed("one", group="one").pull(most=4)
     _, done = group.a.host.reads.popleft()
     with pytest.raises(LogError):
@@ -136,7 +136,7 @@ def test_a_disk_that_fails_while_bodies_are_read_ends_the_process(group):
     "most, sizes",
     [(4, [4, 4, 4]), (5, [4, 4, 4]), (9, [8, 8, 8]), (3, [3, 3, 2, 3]), (1, [1, 1, 1]), (20, [20, 4]), (100, [24])],
 )
-def test_a_frame_is_cut_only_for_a_pull_that_would_get_less_than_half(group, most, sizes):
+def test_pull_cuts_a_frame_only_below_half(group, most, sizes):
     client = group.subscribed("c", group="c")
     got = []
     for _ in sizes:

@@ -69,7 +69,7 @@ def all_ids(copy: Copy, **options) -> list[str]:
     return found
 
 
-def test_a_message_is_shown_as_it_was_sent_with_its_place():
+def test_message_is_shown_with_its_place():
     copy = a_log()
     add(copy, order("m0"))
     frame = add(copy, order("m1"), order("m2", ["b", "a"], orderNo=7, paid=True), timestamp_ms=1_234)
@@ -82,7 +82,7 @@ def test_a_message_is_shown_as_it_was_sent_with_its_place():
 @pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20], ids=["from disk", "from memory"])
 @pytest.mark.parametrize("seed", range(8))
-def test_asking_on_shows_every_message_once_in_order(newest_first, tail_bytes, seed, monkeypatch):
+def test_repeated_calls_show_each_message_once(newest_first, tail_bytes, seed, monkeypatch):
     rng, copy = Random(seed), a_log(tail_bytes=tail_bytes)
     monkeypatch.setattr(browse, "STEP_FRAMES", rng.choice([1, 2, 7]))
     monkeypatch.setattr(browse, "STEP_BYTES", rng.choice([1, 500, 1 << 20]))
@@ -98,7 +98,7 @@ def test_asking_on_shows_every_message_once_in_order(newest_first, tail_bytes, s
 
 
 @pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])
-def test_a_range_of_sequences_is_kept_to(newest_first):
+def test_browse_keeps_to_its_range(newest_first):
     copy = a_log()
     for at in range(5):
         add(copy, *[order(f"m{at * 4 + i}") for i in range(4)])
@@ -127,7 +127,7 @@ def test_nothing_above_the_high_watermark_is_shown():
     assert look(copy, limit=frames[0].end - 1).found == []
 
 
-def test_the_border_between_older_and_newer_is_found_over_segments():
+def test_time_border_is_found_over_segments():
     copy = a_log(tail_bytes=0)
     for at in range(30):
         add(copy, order(f"m{at}", text="x" * 150), order(f"n{at}"), timestamp_ms=1_000 * at)
@@ -166,21 +166,21 @@ def test_matching_messages_are_found(wanted, expected):
     assert all_ids(copy, wanted=wanted) == expected
 
 
-def test_text_of_one_property_is_not_taken_for_another():
+def test_property_text_matches_no_other_property():
     """The filter's bytes may stand anywhere."""
     copy = a_log()
     add(copy, order("m0", text="\0\x02no\0\x011"))
     assert all_ids(copy, wanted=Filter(properties={"no": "1"})) == []
 
 
-def test_text_of_a_property_is_not_taken_for_an_id_or_a_tag():
+def test_property_text_matches_no_id_or_tag():
     copy = a_log()
     add(copy, order("m0", text="\0\x02m1\0\x04paid"), order("m1"), order("m2", ["paid"]))
     assert all_ids(copy, wanted=Filter(id="m1")) == ["m1"]
     assert all_ids(copy, wanted=Filter(tags=frozenset({"paid"}))) == ["m2"]
 
 
-def test_an_answer_is_bounded_in_bytes_but_holds_one_message_at_least(monkeypatch):
+def test_answer_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr(browse, "ANSWER_BYTES_MAX", 600)
     copy = a_log()
     add(copy, order("big", text="x" * 900), *[order(f"m{at}", text="x" * 100) for at in range(9)])
@@ -192,7 +192,7 @@ def test_an_answer_is_bounded_in_bytes_but_holds_one_message_at_least(monkeypatc
 
 
 @pytest.mark.parametrize(("room", "expected"), [(0, 2), (-1, 1), (1, 2)])
-def test_an_answer_holds_as_many_messages_as_fit_to_the_byte(monkeypatch, room, expected):
+def test_answer_is_filled_to_the_byte(monkeypatch, room, expected):
     copy = a_log()
     add(copy, *[order(f"m{at}") for at in range(4)])
     monkeypatch.setattr(browse, "ANSWER_BYTES_MAX", 2 * len(encode_message(order("m0"), 77)) + room)
@@ -237,7 +237,7 @@ def test_browse_ends_when_retention_deletes_the_rest():
 @pytest.mark.parametrize(
     ("frames", "room", "expected"), [(9, 0, 2), (9, -1, 1), (9, 1, 2), (9, -1_000, 1), (1, 0, 1), (3, 1_000, 3)]
 )
-def test_frames_are_read_up_to_a_number_and_a_number_of_bytes_but_one_at_least(monkeypatch, frames, room, expected):
+def test_step_is_bounded_in_frames_and_bytes(monkeypatch, frames, room, expected):
     copy, size = of_one_size(6)
     monkeypatch.setattr(browse, "STEP_FRAMES", frames)
     monkeypatch.setattr(browse, "STEP_BYTES", 2 * size + room)
@@ -267,7 +267,7 @@ def test_unknown_subjects_are_empty_and_illegal_ones_refused():
 
 
 @pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])
-def test_one_step_goes_through_all_that_was_read_whether_there_is_anything_in_it_or_not(newest_first):
+def test_step_searches_all_frames_it_read(newest_first):
     copy = a_log()
     for at in range(5):
         add(copy, order(f"a{at}"), order(f"b{at}"))
@@ -283,7 +283,7 @@ def pauses(copy: Copy, frames: int) -> int:
     return len(list(one.look_through([copy.log.tail_body(ref.offset) for ref in refs])))
 
 
-def test_there_is_a_pause_after_so_many_bytes_and_messages_and_they_are_counted_anew_after_it(monkeypatch):
+def test_search_pauses_after_its_bytes(monkeypatch):
     copy = a_log()
     add(copy, order("m0", text="x" * 8))
     add(copy, order("m1", text=""))

@@ -16,13 +16,13 @@ def frame(*, begin: int = 0, messages: int = 10, size: int = 1000) -> FrameRef:
 
 
 @pytest.mark.parametrize("begin", [0, 1_000_000])
-def test_bytes_are_counted_by_the_mean_of_the_frames_messages(begin):
+def test_bytes_are_counted_by_the_frames_mean(begin):
     budget = Budget(100, 1500, LIMIT)
     assert budget.allows(frame(begin=begin), 10) == 10
     assert (budget.messages, budget.bytes) == (90, 500)
 
 
-def test_the_first_message_fits_however_large_it_is():
+def test_first_message_always_fits():
     budget = Budget(100, 10, LIMIT)
     assert budget.allows(frame(messages=2), 2) == 1
     assert budget.allows(frame(begin=2, messages=1), 1) == 0 and budget.is_stopped
@@ -47,19 +47,19 @@ def test_frame_is_cut_only_for_a_half_empty_pull(messages, size, is_cut):
     assert budget.is_stopped
 
 
-def test_nothing_is_given_of_a_frame_beyond_the_limit_and_nothing_behind_it():
+def test_frame_beyond_the_limit_stops_the_pull():
     budget = Budget(100, 1 << 20, 4096 + 999)
     assert budget.allows(frame(), 10) == 0 and budget.is_stopped
     assert Budget(100, 1 << 20, 4096 + 1000).allows(frame(), 10) == 10
 
 
-def test_a_pull_that_has_as_many_as_it_asked_for_looks_no_further():
+def test_full_pull_looks_no_further():
     budget = Budget(10, 1 << 20, LIMIT)
     assert budget.allows(frame(messages=4), 4) == 4 and not budget.is_stopped
     assert budget.allows(frame(begin=4, messages=6), 6) == 6 and budget.is_stopped
 
 
-def test_choice_has_a_size_and_an_end():
+def test_choice_has_size_and_end():
     chosen = Chosen(gone=[(2, 4), (6, 7)], dead=[(1, 2)])
     assert chosen.bytes() == 0 and chosen.pull_ends == [7, 2]
     chosen.parts = [Part(7, 18, 22, FrameRef(16, 24, 4096, 800), 1), Part(11, 22, 23, FrameRef(22, 23, 1024, 50), 1)]
@@ -77,7 +77,7 @@ class Frames:
         return [ref for ref in self.refs if ref.end > sequence][:most]
 
 
-def test_frames_are_looked_up_ahead_twice_as_many_each_time_up_to_a_bound(monkeypatch):
+def test_frame_look_ups_double_up_to_a_bound(monkeypatch):
     monkeypatch.setattr(choice, "FRAMES_AT_ONCE", 16)
     log, budget = Frames(100), Budget(1_000, LIMIT, LIMIT)
     for at in (*range(50), 49):
@@ -90,7 +90,7 @@ def test_frames_are_looked_up_ahead_twice_as_many_each_time_up_to_a_bound(monkey
 
 
 @pytest.mark.parametrize(("messages", "most", "looked_up"), [(3, 256, 3), (100, 2, 2), (100, 256, 4)])
-def test_no_more_frames_are_looked_up_than_may_be_needed(messages, most, looked_up):
+def test_frame_look_ups_stop_at_the_need(messages, most, looked_up):
     log = Frames(100)
     Budget(messages, LIMIT, LIMIT).frame_at(log, "s", 0, most)
     assert log.looks == [(0, looked_up)]

@@ -30,7 +30,7 @@ def of(group: Group) -> list[Cause]:
     return group.a.master.causes.of(KEY)
 
 
-def test_a_group_that_has_everything_or_gets_it_has_no_cause():
+def test_healthy_group_has_no_cause():
     group, client = a_group()
     assert of(group) == []
     client.pull(timeout_ms=60_000)
@@ -39,7 +39,7 @@ def test_a_group_that_has_everything_or_gets_it_has_no_cause():
     assert group.a.master.causes.of(("s", "another")) == []
 
 
-def test_consumers_that_ask_for_no_more_are_the_bound_and_one_that_is_gone_is_none():
+def test_consumers_without_pulls_have_the_prefetch_cause():
     group, client = a_group("m0")
     assert of(group) == [Cause.PREFETCH]
     client.lost()
@@ -55,7 +55,7 @@ def test_absent_broadcast_consumer_has_its_own_cause():
     assert group.a.master.causes.of(("s", "host-1")) == [Cause.AWAY]
 
 
-def test_consumers_that_are_switched_off_are_named_logged_once_and_gone_when_they_are_on(monkeypatch):
+def test_offline_cause_is_logged_once_and_ends(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(group_status.log, "warning", lambda text, *values: said.append(text % values))
     group, client = a_group("m0")
@@ -96,7 +96,7 @@ def test_due_requeued_messages_wait_for_a_pull():
     assert of(group) == [Cause.PREFETCH]
 
 
-def test_un_acked_messages_at_their_bound_are_named(monkeypatch):
+def test_unacked_limit_is_a_cause(monkeypatch):
     monkeypatch.setattr(group_status, "UNACKED_MESSAGES_MAX", 1)
     group, client = a_group("m0", "m1")
     client.pull(most=1)
@@ -150,7 +150,7 @@ def test_single_cause_is_named_alone(cause, changed):
 
 
 @pytest.mark.parametrize(("changed", "kept"), [({"may_progress": False}, 2), ({"is_slowed": True}, 4)])
-def test_causes_of_so_many_groups_are_kept_and_of_as_many_more_that_have_an_alarm(monkeypatch, changed, kept):
+def test_kept_causes_are_bounded(monkeypatch, changed, kept):
     monkeypatch.setattr(group_status, "NAMED_MAX", 2)
     looked = group_status.Causes(lambda key: facts(**changed))
     looked.look([("s", str(number)) for number in range(6)], 0)
@@ -165,7 +165,7 @@ def test_causes_of_so_many_groups_are_kept_and_of_as_many_more_that_have_an_alar
     ],
     ids=["it reads on", "another one does"],
 )
-def test_answers_are_read_as_long_as_one_consumer_reads_them(connected):
+def test_one_reading_consumer_is_enough(connected):
     assert group_status.causes(facts(connected=connected)) == []
 
 
@@ -178,7 +178,7 @@ def test_offline_or_idle_consumers_do_not_count_as_unread():
     assert group_status.causes(facts(connected=[stuck, content])) == [Cause.NOT_READ]
 
 
-def test_groups_are_looked_at_in_turn_each_once_in_a_round(monkeypatch):
+def test_groups_are_checked_once_per_round(monkeypatch):
     monkeypatch.setattr(group_status, "LOOKED_AT_ONCE", 2)
     looked, groups = group_status.Causes(lambda key: None), [("s", name) for name in "abcde"]
     rounds = [looked.look(groups, 0) for _ in range(4)]
@@ -189,14 +189,14 @@ def test_groups_are_looked_at_in_turn_each_once_in_a_round(monkeypatch):
     assert looked.look([], 0) == [] and looked.look(groups[:1], 0) == groups[:1]
 
 
-def test_a_group_that_is_gone_waits_for_nothing():
+def test_forgotten_group_has_no_cause():
     looked = group_status.Causes(lambda key: facts(has_slave=False))
     looked.look([KEY, ("s", "another")], 0)
     looked.forget(KEY)
     assert list(looked.found) == list(looked._to_log) == [("s", "another")]
 
 
-def test_an_alarm_is_logged_when_it_begins_and_when_it_begins_again(caplog):
+def test_alarm_is_logged_at_each_begin(caplog):
     now: dict[str, object] = {"is_slowed": True}
     looked = group_status.Causes(lambda key: facts(**now))
     counts = []

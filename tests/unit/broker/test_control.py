@@ -143,7 +143,7 @@ def test_slow_browse_returns_its_position(monkeypatch):
 
 
 @pytest.mark.parametrize(("at_once", "pauses"), [(COUNT, 1), (COUNT + 1, 0), (5, 2)])
-def test_others_run_while_messages_are_written_into_an_answer(monkeypatch, at_once, pauses):
+def test_writing_an_answer_yields(monkeypatch, at_once, pauses):
     slept = []
     monkeypatch.setattr(control, "MESSAGES_AT_ONCE", at_once)
     monkeypatch.setattr(control.time, "sleep", slept.append)
@@ -151,7 +151,7 @@ def test_others_run_while_messages_are_written_into_an_answer(monkeypatch, at_on
     assert slept == [control.PAUSE_S] * pauses
 
 
-def test_others_run_while_messages_are_looked_through(monkeypatch):
+def test_searching_messages_yields(monkeypatch):
     slept = []
     monkeypatch.setattr(browse, "PAUSE_BYTES", 1)
     monkeypatch.setattr(control.time, "sleep", slept.append)
@@ -273,7 +273,7 @@ def test_largest_lags_are_listed_first():
     assert [one.group for one in everybody] == ["a", "b", "c", "d"] and everybody[0].oldest_ms == 0
 
 
-def test_a_group_that_gave_messages_up_is_behind_too():
+def test_group_with_dead_letters_counts_as_behind():
     group = stored()
     client = consumed(group, "a", 0)
     client.take(most=COUNT)
@@ -284,7 +284,7 @@ def test_a_group_that_gave_messages_up_is_behind_too():
     assert (shown.group, shown.lag, shown.dead_letters) == ("a", 0, 1)
 
 
-def test_others_are_served_while_many_groups_are_looked_up(monkeypatch):
+def test_listing_many_groups_yields(monkeypatch):
     group, pauses, sleep = stored(), [], asyncio.sleep
     for name in "abcde":
         consumed(group, name, 0)
@@ -298,7 +298,7 @@ def test_others_are_served_while_many_groups_are_looked_up(monkeypatch):
     assert len(consumers(group)) == 5 and pauses == [0, 0]
 
 
-def test_a_group_whose_oldest_message_retention_takes_meanwhile_is_shown_without_its_age(monkeypatch):
+def test_group_without_its_oldest_message_has_no_age(monkeypatch):
     group = stored(tail_bytes=0)
     consumed(group, "a", 0)
     timestamp_at = group.a.log.timestamp_at
@@ -333,7 +333,7 @@ def test_dry_run_of_a_move_reports_its_effect(dry_run):
         assert broker.log.state.groups["s", "g"].position == (5 if dry_run else 3)
 
 
-def test_a_group_that_is_not_there_is_not_moved():
+def test_unknown_group_is_not_moved():
     assert Port(stored().a).refused("ResetOffset", move()) is PRECONDITION
 
 

@@ -67,11 +67,11 @@ def history(terms: dict) -> list[object]:
     return seen
 
 
-def test_a_consumer_whose_tags_all_messages_have_gets_them_as_one_without_tags():
+def test_matching_filter_delivers_as_no_filter():
     assert history(PAYS) == history({})
 
 
-def test_all_that_was_delivered_too_often_dies_at_once_and_the_rest_is_delivered():
+def test_messages_at_the_limit_die_in_one_pull():
     group = stored(PAY, CANCEL, PAY, PAY, PAY)
     consumer = Consumer(group, "c1", deliveries_max=1, **PAYS)
     assert consumer.sequences() == [0, 2, 3, 4]
@@ -98,7 +98,7 @@ def test_dead_letters_of_a_pass_are_bounded(monkeypatch):
 @pytest.mark.parametrize(
     ("ahead", "frames", "at_once"), [(20_000, 512, 20), (2, 512, 4), (20_000, 5, 5)], ids=["all", "messages", "frames"]
 )
-def test_frames_of_a_range_that_came_back_are_read_together_and_no_more_are_listed(monkeypatch, ahead, frames, at_once):
+def test_frames_of_a_requeued_range_are_read_together(monkeypatch, ahead, frames, at_once):
     group = batches(*[1] * 20, segment_bytes=1 << 20)
     consumer = Consumer(group, "c1", **PAYS)
     assert len(consumer.sequences()) == 20
@@ -116,7 +116,7 @@ def test_frames_of_a_range_that_came_back_are_read_together_and_no_more_are_list
     assert len(listed) <= 20
 
 
-def test_of_frames_that_several_ranges_lie_in_each_is_read_once_and_counts_once(monkeypatch):
+def test_frame_of_several_ranges_is_read_once(monkeypatch):
     group = batches(*[10] * 4, segment_bytes=1 << 20)
     consumer = Consumer(group, "c1", **PAYS)
     assert len(consumer.sequences()) == 40
@@ -129,7 +129,7 @@ def test_of_frames_that_several_ranges_lie_in_each_is_read_once_and_counts_once(
 
 
 @pytest.mark.parametrize("terms", [PAYS, {}], ids=["tags", "keys"])
-def test_a_retry_is_delivered_when_it_is_due_and_not_a_moment_before(terms):
+def test_filtered_retry_is_delivered_when_due(terms):
     group = stored(Sent(("pay",), "k"), Sent(("pay",), "l"))
     consumer = Consumer(group, "c1", **terms)
     assert consumer.sequences() == [0, 1]
@@ -160,7 +160,7 @@ def test_requeued_message_that_does_not_match_frees_its_key():
 
 
 @pytest.mark.parametrize("terms", [PAYS, {}], ids=["tags", "keys"])
-def test_pulls_that_are_bounded_in_bytes_get_all_messages_in_order(terms):
+def test_bounded_filtered_pulls_keep_the_order(terms):
     group = stored(*[Sent(("pay",), f"k{number}") for number in range(7)])
     consumer, got = Consumer(group, "c1", **terms), []
     (ref,) = group.a.log.frames("s", 0, 1)
@@ -223,7 +223,7 @@ def test_passed_messages_are_not_scanned_again(monkeypatch):
     assert [entry[1:] for entry in entries] == [(0, 6), (6, 1), (7, 1)]
 
 
-def test_that_nothing_matched_is_written_down_a_second_after_the_first_of_it_however_much_follows():
+def test_passed_messages_are_written_after_a_second():
     group = stored(PAY)
     consumer = Consumer(group, "c1", tags=["cancel"])
     consumer.ask(timeout_ms=60_000)
@@ -243,7 +243,7 @@ def test_that_nothing_matched_is_written_down_a_second_after_the_first_of_it_how
 
 
 @pytest.mark.parametrize(("count", "position"), [(3, 0), (4, 4)])
-def test_so_many_that_do_not_match_are_written_down_at_once(monkeypatch, count, position):
+def test_long_mismatch_is_written_at_once(monkeypatch, count, position):
     monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 4)
     group = stored(*[PAY] * count)
     Consumer(group, "c1", tags=["cancel"]).ask(timeout_ms=60_000)
@@ -268,14 +268,14 @@ def test_requeued_mismatch_is_settled_at_once(count):
     assert progress.consumers.get("c2", Progress()).unacked == []
 
 
-def test_nothing_is_passed_over_where_there_is_nothing():
+def test_empty_subject_is_not_passed():
     group = stored(PAY)
     Consumer(group, "c1", subject="t", tags=["cancel"]).ask(timeout_ms=60_000)
     group.wait(1_000, times=3)
     assert group.a.log.state.groups["t", "g"].position == 0 and pulls_of(group, "c1") == []
 
 
-def test_where_retention_took_all_that_came_back_and_all_that_is_new_nothing_is_left():
+def test_deleted_messages_leave_nothing_to_scan():
     group = stored(PAY, PAY)
     consumer = Consumer(group, "c1", **PAYS)
     assert consumer.sequences() == [0, 1]
@@ -287,7 +287,7 @@ def test_where_retention_took_all_that_came_back_and_all_that_is_new_nothing_is_
     assert (progress.position, progress.requeued.messages) == (4, 0) and group.a.master.skipped == {KEY: 4}
 
 
-def test_a_pass_that_may_look_at_one_message_gets_on(monkeypatch):
+def test_scan_of_one_message_per_pass_advances(monkeypatch):
     monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 1)
     group = stored(CANCEL, CANCEL, PAY)
     waiting = (consumer := Consumer(group, "c1", **PAYS)).ask(timeout_ms=60_000)
@@ -385,7 +385,7 @@ def test_frames_in_the_tail_are_not_read():
     assert readings == [[0]]
 
 
-def test_a_look_into_a_message_counts_as_several_at_its_label(monkeypatch):
+def test_body_check_costs_several_label_checks(monkeypatch):
     monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 30)
     monkeypatch.setattr(filtered_scan, "LOOKS_PER_BODY", 10)
     group = Group.made().start()
@@ -411,7 +411,7 @@ def test_a_look_into_a_message_counts_as_several_at_its_label(monkeypatch):
     assert [entry[1:] for entry in entries] == [(0, 8), (8, 1)]
 
 
-def test_a_pass_looks_at_as_many_messages_as_it_may_and_the_next_one_goes_on_behind_them(monkeypatch):
+def test_scan_continues_in_the_next_pass(monkeypatch):
     monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
     monkeypatch.setattr(filtered_scan, "LOOKS_AT_ONCE", 4)
     group = Group.made().start()
@@ -432,7 +432,7 @@ def test_a_pass_looks_at_as_many_messages_as_it_may_and_the_next_one_goes_on_beh
 # Order keys.
 
 
-def test_deferred_messages_of_a_key_and_those_delivered_are_entries_of_their_own():
+def test_deferred_and_delivered_messages_are_separate_entries():
     group = stored(A, A, A, B, PLAIN, A, B)
     consumer = Consumer(group, "c1")
     assert consumer.sequences() == [0, 3, 4]
@@ -440,7 +440,7 @@ def test_deferred_messages_of_a_key_and_those_delivered_are_entries_of_their_own
     assert [entry[1:] for entry in entries] == [(0, 1), (1, 2), (3, 2), (5, 2)]
 
 
-def test_a_pull_that_has_enough_leaves_the_next_message_of_a_free_key_to_another():
+def test_full_pull_leaves_free_keys_to_others():
     group = stored(A, B, A, B)
     first, second = Consumer(group, "c1"), Consumer(group, "c2")
     assert first.sequences(1) == [0]

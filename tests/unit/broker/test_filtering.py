@@ -51,7 +51,7 @@ def warnings_of(caplog, filtering: Filters, connected: list[Subscription], new: 
     return len(caplog.records)
 
 
-def test_different_tags_of_one_group_are_warned_of_once_until_the_group_is_forgotten(caplog):
+def test_different_tags_are_warned_once_per_group(caplog):
     connected: list[Subscription] = [subscription("c0", "pay")]
     filtering = a_filtering(connected)
     filtering.joined(connected[0])
@@ -67,7 +67,7 @@ def test_different_tags_of_one_group_are_warned_of_once_until_the_group_is_forgo
     assert joins(subscription("c6", "pay")) == 1
 
 
-def test_a_group_that_asks_for_other_tags_from_now_on_is_not_warned_of(caplog):
+def test_changed_tags_of_a_group_are_not_warned(caplog):
     connected: list[Subscription] = []
     filtering = a_filtering(connected)
     connected.append(subscription("c1", "pay"))
@@ -127,7 +127,7 @@ HELD = LogGroup(20, consumers={"c1": LogConsumer(8, [UnackedRange(2, 10, 3, 1), 
     ],
     ids=["acked", "nacked", "left", "delivered", "expired", "overflowed", "nothing"],
 )
-def test_messages_of_progress_that_is_written_are_noted(kind, entries, expected):
+def test_written_progress_is_noted(kind, entries, expected):
     filtering = with_filter(HELD)
     filtering.changing(kind, (*KEY, "c1"), entries)
     assert filtering._filters[KEY].changing == expected
@@ -153,7 +153,7 @@ def test_consumer_without_messages_changes_nothing():
 
 
 @pytest.mark.parametrize("entries", [[], [(0, 0, 0)]], ids=["forgotten", "moved"])
-def test_a_filter_is_made_anew_for_a_group_that_was_moved(entries):
+def test_move_drops_the_filter(entries):
     filtering = with_filter(HELD)
     filtering.changing(FrameKind.POSITION, (*KEY, ""), entries)
     assert not filtering._filters
@@ -187,7 +187,7 @@ def test_reading_for_a_moved_group_serves_others():
     assert filtering._label_cache.labels(FrameRef(0, 2, 88, 9)) == LABELS
 
 
-def test_half_a_decision_is_none():
+def test_failed_scan_changes_no_keys():
     """The scan's changes to the keys must not stay, or the keys would never be free."""
     group = stored(Sent(key="k0"))
     for number in range(1, 6):

@@ -12,7 +12,7 @@ from qmq.log.requeued import Requeued, RequeuedRange
 RULE, OTHER = TagRule.of(["pay"], is_all=False), TagRule.of(["cancel"], is_all=False)
 
 
-def test_after_a_reading_that_failed_nothing_is_read_for_a_while_and_then_it_is_overdue():
+def test_failed_reading_is_repeated_later():
     group_filter, until_ms = GroupFilter("s", "g"), 5_000 + FAILED_MS
     assert not group_filter.will_be_overdue and not group_filter.rests(5_000)
     group_filter.has_failed = True
@@ -24,7 +24,7 @@ def test_after_a_reading_that_failed_nothing_is_read_for_a_while_and_then_it_is_
     assert not group_filter.will_be_overdue and not group_filter.is_overdue(until_ms)
 
 
-def test_nothing_is_looked_for_where_nothing_was_found_until_something_changes():
+def test_empty_scan_is_idle_until_a_change():
     group_filter = GroupFilter("s", "g")
     assert not group_filter.is_idle(RULE, 88, 77, 0)
     group_filter.idle_at = RULE, 88, 77
@@ -107,7 +107,7 @@ def test_changes_before_key_restore_are_applied_later():
     assert group_filter.pop_ready(0) == (2, 5)
 
 
-def test_that_something_was_passed_over_is_written_down_a_second_later_or_if_the_clock_went_back():
+def test_passed_messages_are_overdue_after_a_second():
     group_filter = GroupFilter("s", "g")
     assert not group_filter.is_overdue(10_000)
     group_filter.seen_ms = 10_000

@@ -50,7 +50,7 @@ def runs_of(places: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_keys_are_those_that_a_look_at_each_message_that_is_not_settled_finds(seed):
+def test_restored_keys_equal_a_full_search(seed):
     rng = Random(seed)
     copy, keys = a_log(rng)
     whose = [rng.choice(["c1", "c2", "due", "later", "settled"]) for _ in keys]
@@ -124,7 +124,7 @@ def until_empty(group_filter: GroupFilter, now_ms: int) -> list[tuple[int, int]]
 @pytest.mark.parametrize(
     ("begin", "end", "expected"), [(0, 2, [0]), (1, 3, [0, 2]), (2, 6, [2, 4]), (3, 99, [2, 4, 6])]
 )
-def test_frames_of_a_range_are_those_that_hold_any_of_it(monkeypatch, begin, end, expected):
+def test_frames_of_a_range_overlap_it(monkeypatch, begin, end, expected):
     copy = Copy()
     copy.begin_epoch()
     for _ in range(4):

@@ -67,7 +67,7 @@ def test_without_tags_no_body_is_read():
 
 
 @pytest.mark.parametrize(("room", "expected"), [(-1, [0]), (0, [0, 4]), (1, [0, 4])])
-def test_a_reading_is_bounded_in_bytes_but_has_one_frame_at_least(monkeypatch, room, expected):
+def test_reading_is_bounded_in_bytes(monkeypatch, room, expected):
     copy, refs = stored(*BATCHES)
     monkeypatch.setattr(labels, "READ_BYTES_MAX", refs[0].length + refs[2].length + room)
     assert list(ids(read_labels_of(copy.log, refs, RULE))) == expected
@@ -75,7 +75,7 @@ def test_a_reading_is_bounded_in_bytes_but_has_one_frame_at_least(monkeypatch, r
     assert list(ids(read_labels_of(copy.log, refs[2:], RULE))) == [4]
 
 
-def test_labels_that_were_wrong_when_they_came_are_none():
+def test_damaged_labels_are_none():
     frame = SimpleNamespace(flags=FLAG_LABELLED, count=1)
     whole = encode_labels([7])
     assert labels_of(frame, whole) == array("Q", [7])
@@ -120,7 +120,7 @@ def test_last_reading_stays_however_large(monkeypatch):
     assert kept(made) == [4, 5]
 
 
-def test_a_frame_that_is_read_again_counts_once(monkeypatch):
+def test_frame_read_again_counts_once(monkeypatch):
     made = cache(monkeypatch, label_bytes=2 * COST)
     for _ in range(5):
         took(made, 1)
@@ -128,7 +128,7 @@ def test_a_frame_that_is_read_again_counts_once(monkeypatch):
     assert kept(made) == [1, 2]
 
 
-def test_bodies_are_kept_under_the_rule_that_they_were_read_for_within_a_bound_of_their_own(monkeypatch):
+def test_bodies_are_cached_per_rule(monkeypatch):
     other, made = TagRule.of(CANCEL, is_all=False), cache(monkeypatch, body_bytes=100)
     body = SimpleNamespace(), bytes(50)
     for offset in range(3):

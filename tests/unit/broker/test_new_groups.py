@@ -34,7 +34,7 @@ OK, NO = ErrorCode.SUCCESS, ErrorCode.OVERLOADED
 @pytest.mark.parametrize(
     ("per_minute", "in_all", "setting"), [(2, 100, "new_subjects_per_minute"), (100, 2, "new_subjects_max")]
 )
-def test_new_groups_of_a_token_are_rationed_and_a_refused_one_leaves_nothing(per_minute, in_all, setting):
+def test_new_groups_of_a_token_are_rationed(per_minute, in_all, setting):
     """500 subscriptions to subjects without a message left 500 groups in memory and in the log."""
     world = Group.made().start()
     client = a_client(world.a, rationed(NewSubjects(per_minute, in_all, "consumer groups")))
@@ -87,14 +87,14 @@ def test_restarted_broker_has_its_groups():
     assert [client.code(one) for one in asked] == [OK] * 3
 
 
-def test_the_installation_itself_begins_as_many_as_it_likes():
+def test_cluster_tokens_have_no_ration():
     world = Group.made().start()
     client = a_client(world.a, rationed(NewSubjects(1, 1, "consumer groups"), TokenRole.CLUSTER))
     assert codes(world, client, "a", "b", "c") == [OK] * 3
     assert codes(world, world.client(), "d", "e", "f") == [OK] * 3, "a connection without a ration"
 
 
-def test_a_group_and_its_own_retry_subject_count_as_one():
+def test_group_and_its_retry_subject_count_once():
     world = Group.made().start()
     client = a_client(world.a, rationed(NewSubjects(2, 2, "consumer groups")))
     assert codes(world, client, "s", retry_subject("s", "g")) == [OK, OK]

@@ -13,7 +13,7 @@ from tests.unit.broker.world import a_group, message
 
 
 @pytest.mark.slow
-def test_largest_batch_of_nothing_but_refused_messages_is_answered():
+def test_largest_batch_of_refused_messages_is_answered():
     group, client = a_group()
     most, more = client.produce_raw([b""] * 65_535), client.produce_raw([b""] * 65_536)
     receipt = client.receipt(most)
@@ -22,7 +22,7 @@ def test_largest_batch_of_nothing_but_refused_messages_is_answered():
     assert group.a.log.end == group.b.log.end
 
 
-def test_one_fsync_covers_everything_that_arrived_during_the_last_one():
+def test_fsync_covers_all_earlier_arrivals():
     group, client = a_group()
     client.produce("first")
     group.a.host.turn()
@@ -34,7 +34,7 @@ def test_one_fsync_covers_everything_that_arrived_during_the_last_one():
     assert [client.receipt(opaque).first_sequence for opaque in later] == list(range(1, 51))
 
 
-def test_batch_too_old_for_the_window_is_unknown_not_stored_again():
+def test_batch_older_than_the_window_is_unknown():
     group, client = a_group()
     for batch in range(100, 170):
         client.produce("m", batch=batch)
@@ -120,7 +120,7 @@ def test_message_that_cannot_be_stored_is_refused_alone():
     assert client.take() == ["m0", "m1", "m2"]
 
 
-def test_batch_with_a_wrong_crc_is_refused_and_changes_nothing():
+def test_batch_with_a_wrong_crc_is_refused():
     """W4: checked before it is stored, so no restart finds it."""
     group, client = a_group()
     end = group.a.log.end

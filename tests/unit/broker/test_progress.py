@@ -65,7 +65,7 @@ def test_deleted_messages_are_neither_skipped_nor_repeated():
     assert move(group, "sequence", 4, dry_run=True)[0] == positions.Reset(0, 4, skipped=2, repeated=0)
 
 
-def test_a_time_that_is_looked_for_while_retention_takes_all_ends_where_the_log_began():
+def test_time_search_in_a_deleted_log_ends():
     state, looks = State(next_sequence={"s": 9}), [[FrameRef(3, 4, 88, 8)]]
     log = SimpleNamespace(state=state, frames=lambda *_: looks.pop() if looks else [])
     assert positions.first_since(log, "s", 5) == 3
@@ -152,7 +152,7 @@ def test_move_outcome_is_unknown_after_a_step_down():
 
 
 @pytest.mark.parametrize("held", ["waiting", "under way", "held"])
-def test_consumers_that_are_connected_begin_anew(held):
+def test_connected_consumers_begin_anew(held):
     """Waiting pulls and pulls under way are refused; other consumers get the error with their next request."""
     group, client = a_group()
     consumer = group.subscribed("c")
@@ -178,7 +178,7 @@ def test_consumers_that_are_connected_begin_anew(held):
         assert group.subscribed("c").take() == ["m0", "m1"]
 
 
-def test_pulls_that_are_under_way_when_their_group_is_moved_are_all_refused():
+def test_move_refuses_all_pulls_under_way():
     group, client = a_group()
     client.produce("m0", "m1")
     consumer = group.subscribed("c")
@@ -244,7 +244,7 @@ def test_refused_move_changes_nothing():
     assert group.a.log.end == end
 
 
-def test_it_waits_while_the_roles_are_swapped():
+def test_move_waits_for_the_swap():
     group, _ = a_group()
     group.subscribed("c")
     group.a.node.changes.prepare_swap(1, hold_ms=1_000)
@@ -272,7 +272,7 @@ def test_time_search_covers_segments_and_tail():
     assert positions.first_since(log, "unknown", 5) == 0
 
 
-def test_group_moves_no_further_back_than_the_oldest_message_that_is_kept():
+def test_group_moves_back_to_the_oldest_kept_message():
     group, client = a_group()
     group.subscribed("c")
     while len(group.a.log.bases) < 3:
@@ -307,7 +307,7 @@ def test_progress_of_groups_is_reported():
     assert not list(positions.of_groups(group.a.log, subscriptions, subject="other"))
 
 
-def test_group_that_is_done_has_no_oldest_message():
+def test_finished_group_has_no_oldest_message():
     group, _ = a_group()
     group.subscribed("c")
     [told] = positions.of_groups(group.a.log, ())

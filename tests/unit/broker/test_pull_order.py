@@ -24,7 +24,7 @@ def held_back_reads() -> tuple[Group, Client, list[int]]:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2], ids=["in order", "last first", "middle first"])
-def test_reads_that_overtake_each_other_do_not_reorder_answers(turns):
+def test_overtaking_reads_do_not_reorder_answers(turns):
     group, client, pulls = held_back_reads()
     before = len(client.link.order)
     group.a.host.reads.rotate(turns)
@@ -33,7 +33,7 @@ def test_reads_that_overtake_each_other_do_not_reorder_answers(turns):
     assert [client.pulled(pull)[0][2] for pull in pulls] == ["m0", "m1", "m2"]
 
 
-def test_answer_from_memory_waits_for_an_earlier_one_from_disk():
+def test_answer_from_memory_waits_for_earlier_ones():
     group, client, pulls = held_back_reads()
     group.a.host.holds_reads = True
     later = client.pull(most=1, timeout_ms=1_000)
@@ -57,7 +57,7 @@ def test_answer_waits_for_its_frames_on_both_copies():
     assert client.pulled(pull)[0][2] == "m0" and subscription.in_flight == client.link.owed_bytes == 0
 
 
-def test_an_answer_that_is_safe_takes_none_along_that_is_not():
+def test_safe_answer_releases_no_unsafe_one():
     group = Group.made().start()
     client = group.client()
     client.produce("m0", "m1")

@@ -23,7 +23,7 @@ def limited(per_second: int, now_ms: int = 1_000) -> Rates:
     return rates
 
 
-def test_a_bucket_begins_with_one_message_and_fills_up_to_a_burst():
+def test_bucket_begins_with_one_message_and_fills():
     rates = limited(10)
     assert [rates.allows(KEY, now_ms) for now_ms in (1_000, 1_100, 1_200, 1_300, 9_000)] == [1, 2, 3, 3, 3]
     assert not rates.has_dry and not rates.is_slowed(KEY, 9_000)
@@ -64,7 +64,7 @@ def test_others_have_no_bucket(key):
     ],
     ids=["the same rate", "another rate", "no rate", "no limit"],
 )
-def test_a_rate_that_stays_goes_on_and_another_one_begins_anew(after, expected):
+def test_changed_rate_begins_anew(after, expected):
     rates = limited(10)
     rates.spend(KEY, 1)
     limit(rates, 1_050, *after)

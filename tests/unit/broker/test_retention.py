@@ -56,7 +56,7 @@ def kept(group: Group) -> set[int]:
     return {group.a.log.start, group.b.log.start}
 
 
-def test_old_segments_go_on_both_copies_because_of_one_frame():
+def test_one_frame_deletes_on_both_copies():
     group = a_group()
     days_pass(group, 2.9)
     assert group.look_after_logs() == 0
@@ -72,7 +72,7 @@ def test_old_segments_go_on_both_copies_because_of_one_frame():
     assert decision == RetentionDecision(group.a.log.start, "age", {"metaserver": 0, "slave": 0}, {})
 
 
-def test_a_quiet_slave_that_deletes_stays_in_sync(caplog):
+def test_quiet_slave_that_deletes_stays_in_sync(caplog):
     """It confirmed its end with another chain, and counted as a diverged copy."""
     group = a_group()
     link = group.at_master
@@ -110,7 +110,7 @@ def test_one_wrong_clock_deletes_nothing(whose, skew_ms, caplog):
     assert group.look_after_logs() > 10 and "clocks agree again" in caplog.text
 
 
-def test_a_wrong_clock_on_the_slave_deletes_nothing_when_it_is_the_master_either():
+def test_promoted_slave_with_a_wrong_clock_deletes_nothing():
     group = a_group()
     consume_nothing(group)
     group.b.host.wall_skew_ms = YEAR_MS
@@ -121,7 +121,7 @@ def test_a_wrong_clock_on_the_slave_deletes_nothing_when_it_is_the_master_either
 
 
 @pytest.mark.parametrize("skew_ms", [YEAR_MS, -YEAR_MS])
-def test_times_in_frames_from_a_wrong_clock_neither_delete_nor_keep_later(skew_ms):
+def test_frame_times_of_a_wrong_clock_do_not_count(skew_ms):
     """A whole log written by it: for 400 days nothing would be deleted, or everything at once."""
     group = Group.made().start()
     group.a.host.wall_skew_ms = skew_ms
@@ -137,7 +137,7 @@ def test_times_in_frames_from_a_wrong_clock_neither_delete_nor_keep_later(skew_m
     assert group.look_after_logs() > 10
 
 
-def test_a_clock_that_jumps_after_it_agreed_is_noticed_before_the_next_heartbeat():
+def test_clock_jump_is_noticed_before_the_next_heartbeat():
     group = a_group()
     group.hear_clocks()
     group.a.host.wall_skew_ms = YEAR_MS
@@ -147,7 +147,7 @@ def test_a_clock_that_jumps_after_it_agreed_is_noticed_before_the_next_heartbeat
 
 
 @pytest.mark.parametrize("missing", ["metaserver", "slave"])
-def test_nothing_is_decided_without_the_time_of_each(missing):
+def test_decision_needs_all_three_clocks(missing):
     group = a_group()
     days_pass(group, 9)
     group.hear_clocks()
@@ -163,7 +163,7 @@ def test_nothing_is_decided_without_the_time_of_each(missing):
     assert group.a.log.state.kept.start > 0
 
 
-def test_a_master_alone_decides_nothing():
+def test_master_alone_decides_nothing():
     group = a_group()
     group.hear_clocks()
     group.cut()
@@ -191,7 +191,7 @@ def test_no_copy_deletes_before_the_decision_is_acknowledged():
     assert group.look_after_logs() > 10, "the next frame says that it is acknowledged"
 
 
-def test_segment_that_is_still_read_stays_until_its_reader_is_through():
+def test_segment_waits_for_its_reader():
     group = a_group()
     days_pass(group, 9)
     group.hear_clocks()
@@ -249,7 +249,7 @@ def test_dropped_messages_block_no_group_and_no_producer():
     assert full.code(refused) == ErrorCode.SUBJECT_FULL and other.receipt(stored).stored == 1
 
 
-def test_an_acked_message_is_not_counted_as_lost():
+def test_acked_message_is_not_counted_as_lost():
     group = a_group(unconsumed="drop", retention_bytes=100_000)
     client = consume_nothing(group)
     pulled = client.pull(most=30)
@@ -277,7 +277,7 @@ def test_group_begun_after_the_decision_starts_behind_it():
     assert group.a.log.start == position
 
 
-def test_a_log_from_before_retention_frames_begins_to_age_with_the_first():
+def test_old_log_ages_from_its_first_retention_frame():
     copy = Copy()
     copy.begin_epoch()
     copy.fill(40)
@@ -289,7 +289,7 @@ def test_a_log_from_before_retention_frames_begins_to_age_with_the_first():
     assert len(list(old_segments(copy.log, SETTINGS, days + 73 * HOUR_MS))) == len(copy.log.bases) - 1
 
 
-def test_oldest_segment_stays_until_the_next_one_is_on_disk():
+def test_oldest_segment_waits_for_the_next_on_disk():
     group = Group.made().start()
     client, log = group.client(), group.a.log
     while len(log.bases) == 1:

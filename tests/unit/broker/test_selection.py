@@ -33,7 +33,7 @@ def more(group: Group, *messages: Sent, first: int, labelled: bool = True) -> No
 # Order keys.
 
 
-def test_a_pull_gets_one_message_of_each_key_and_all_without():
+def test_pull_gets_one_message_per_order_key():
     group = stored(A, A, PLAIN, B, A, PLAIN, B)
     first, second = Consumer(group, "c1"), Consumer(group, "c2")
     assert first.sequences() == [0, 2, 3, 5]
@@ -78,7 +78,7 @@ def test_free_key_wakes_waiting_consumers(how):
     assert [got.sequence for got in second.got(waiting)] == expected
 
 
-def test_a_message_that_failed_holds_its_key_until_it_is_due_and_comes_first():
+def test_requeued_message_holds_its_key():
     group = stored(A, A, B)
     first, second = Consumer(group, "c1"), Consumer(group, "c2")
     assert first.sequences() == [0, 2]
@@ -91,7 +91,7 @@ def test_a_message_that_failed_holds_its_key_until_it_is_due_and_comes_first():
     assert first.sequences() == [1]
 
 
-def test_a_message_given_up_at_its_limit_frees_its_key():
+def test_dead_letter_frees_its_order_key():
     group = stored(A, A)
     consumer = Consumer(group, "c1", deliveries_max=2)
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_new_master_restores_busy_keys():
     assert second.sequences() == [2]
 
 
-def test_a_group_stops_at_so_many_messages_behind_busy_keys(monkeypatch):
+def test_deferred_messages_of_a_group_are_bounded(monkeypatch):
     monkeypatch.setattr(filtered_scan, "DEFERRED_MESSAGES_MAX", 2)
     group = stored(A, A, A, A, B)
     consumer = Consumer(group, "c1")
@@ -129,7 +129,7 @@ def test_a_group_stops_at_so_many_messages_behind_busy_keys(monkeypatch):
         assert consumer.sequences() == expected
 
 
-def test_messages_of_before_the_first_key_need_no_labels():
+def test_messages_before_the_first_key_need_no_labels():
     group = Group.made(tail_bytes=0).start()
     more(group, PLAIN, PLAIN, PLAIN, first=0, labelled=False)
     consumer = Consumer(group, "c1")
@@ -220,7 +220,7 @@ def test_pull_without_matches_ends_after_the_scan():
 
 
 @pytest.mark.parametrize("asks", [0, 20])
-def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_repair(asks):
+def test_damaged_labels_are_read_again_after_repair(asks):
     group = stored(A, A, tail_bytes=0)
     more(group, PLAIN, first=2)
     consumer = Consumer(group, "c1")
@@ -240,7 +240,7 @@ def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_
     assert [got.sequence for got in consumer.got(waiting)] == [0, 2]
 
 
-def test_labels_are_for_the_broker_alone():
+def test_labels_are_not_delivered():
     group = stored(PAY, PAY)
     more(group, PAY, PAY, first=2, labelled=False)
     consumer = Consumer(group, "c1")
@@ -267,14 +267,14 @@ def test_deletion_before_a_reading_is_no_damage():
     assert group.a.log.damage is None and [got.sequence for got in consumer.got(waiting)] == [2]
 
 
-def test_a_disk_that_fails_while_labels_are_read_ends_the_process():
+def test_disk_failure_while_reading_labels_ends_the_process():
     group, _, _ = a_reading()
     _, done = group.a.host.reads.popleft()
     with pytest.raises(LogError):
         done(LogError("the disk is gone"))
 
 
-def test_frames_in_which_nothing_may_match_are_not_read():
+def test_frames_without_candidates_are_not_read():
     group = stored(PAY, PAY, tail_bytes=0)
     more(group, PAY, CANCEL, first=2)
     more(group, NONE, first=4)
@@ -284,7 +284,7 @@ def test_frames_in_which_nothing_may_match_are_not_read():
     assert [ref.begin for ref in bodies] == [2]
 
 
-def test_neighbours_of_a_frame_leave_as_one_piece():
+def test_adjacent_matches_are_one_piece():
     group = stored(PAY, PAY, CANCEL, PAY, PAY, PAY)
     consumer = Consumer(group, "c1", tags=["pay"])
     pull = consumer.ask()
@@ -293,7 +293,7 @@ def test_neighbours_of_a_frame_leave_as_one_piece():
     assert [(piece.sequence, piece.count) for piece in pieces] == [(0, 2), (3, 3)]
 
 
-def test_messages_that_retention_took_are_counted_and_passed():
+def test_deleted_messages_are_passed_and_counted():
     group = Group.made(segment_bytes=512, tail_bytes=0).start()
     for at in range(8):
         more(group, PAY, PAY, first=2 * at)
@@ -307,7 +307,7 @@ def test_messages_that_retention_took_are_counted_and_passed():
     assert group.a.master.skipped == {("s", "g"): first}
 
 
-def test_a_subject_without_keys_and_a_consumer_without_tags_cost_nothing():
+def test_unfiltered_consumer_has_no_filter():
     group = stored(PAY, CANCEL)
     assert Consumer(group, "c1").sequences() == [0, 1]
     assert not group.a.master._delivery.serving.filters._filters
@@ -330,7 +330,7 @@ def label_section(*messages: Sent) -> bytes:
     ],
     ids=["no labels", "damaged labels", "ordered alone", "an unknown flag"],
 )
-def test_labels_that_are_none_are_refused(flags, section):
+def test_malformed_labels_are_refused(flags, section):
     group = Group.made().start()
     client = group.client()
     assert (
@@ -340,7 +340,7 @@ def test_labels_that_are_none_are_refused(flags, section):
     assert "s" not in group.a.log.state.next_sequence
 
 
-def test_a_message_that_is_refused_takes_its_label_along():
+def test_refused_message_takes_its_label_along():
     group = Group.made(message_bytes_max=1024).start()
     client = group.client()
     data = [message("s", "m0"), message("s", "large", 2_000), message("s", "m1")]
@@ -375,7 +375,7 @@ def test_consecutive_mismatches_are_one_entry():
     assert [entry[0] == PASSED for entry in entries] == [True, False, True]
 
 
-def test_two_requeued_ranges_and_new_messages_are_three_entries():
+def test_each_requeued_range_is_an_entry():
     """The fold takes each of them from one place."""
     group = stored(PAY, PAY, PAY)
     consumer = Consumer(group, "c1", tags=["pay"])
@@ -390,7 +390,7 @@ def test_two_requeued_ranges_and_new_messages_are_three_entries():
 
 
 @pytest.mark.parametrize("moves_on", ["changed", "the same", "left"])
-def test_consumer_that_asks_for_other_tags_is_written_down_before_its_next_pull(moves_on):
+def test_changed_tags_are_recorded_before_the_pull(moves_on):
     group = stored(PAY, CANCEL, PAY, CANCEL)
     first = Consumer(group, "c1", tags=["pay"])
     assert first.sequences() == [0, 2]

@@ -104,7 +104,7 @@ def test_replacing_subscription_survives_link_loss():
     assert consumers.now.waiting_in("s", "g") == [new] and list(new.waiting) == [waiting]
 
 
-def test_of_a_connection_that_is_lost_only_the_lease_is_left_and_it_ends():
+def test_lost_connection_leaves_only_its_lease():
     consumers = Consumers()
     lost = consumers.joined(exclusive_ms=1)
     consumers.waits(lost, 500)
@@ -117,7 +117,7 @@ def test_of_a_connection_that_is_lost_only_the_lease_is_left_and_it_ends():
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_of_a_client_that_got_nothing_nothing_is_left_when_its_lease_ends(begins):
+def test_lease_end_of_an_idle_client_leaves_nothing(begins):
     """Each process of an application has its own name."""
     consumers = Consumers()
     one = consumers.joined(begins=begins)
@@ -127,7 +127,7 @@ def test_of_a_client_that_got_nothing_nothing_is_left_when_its_lease_ends(begins
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_of_a_group_that_is_moved_nothing_is_left(begins):
+def test_move_leaves_nothing_of_the_group(begins):
     consumers = Consumers()
     one = consumers.joined(begins=begins)
     consumers.now.note_reporting(one)
@@ -137,7 +137,7 @@ def test_of_a_group_that_is_moved_nothing_is_left(begins):
     assert not consumers.left() and "an operator moved g" in str(one.over)
 
 
-def test_a_group_that_is_moved_takes_no_other_along():
+def test_move_ends_no_other_group():
     consumers = Consumers()
     for subject, name in (("s", "g"), ("s", "h"), ("t", "g")):
         consumers.now.subscribe(FakeLink("c"), subject=subject, group=name, consumer="c", held_end=0, now_ms=0)
@@ -180,7 +180,7 @@ def test_sharing_consumers_block_exclusive_ones_by_unacked():
 
 
 @pytest.mark.parametrize("others", [(1, "b"), (2, "a")], ids=["by its clock", "by its name"])
-def test_the_exclusive_one_that_began_first_comes_first(others):
+def test_first_exclusive_consumer_has_its_turn(others):
     consumers = Consumers()
     first = consumers.joined(others[1], exclusive_ms=others[0])
     second = consumers.joined("c", exclusive_ms=2)
@@ -231,7 +231,7 @@ def test_mastership_starts_leases_and_retries():
 
 
 @pytest.mark.parametrize(("ticks", "end_ms"), [((2_500,), 10_000), ((2_501,), 10_001), ((100, 12_600), 20_000)])
-def test_a_tick_that_is_late_by_more_than_a_quarter_of_a_lease_is_added_to_each(ticks, end_ms):
+def test_late_tick_extends_each_lease(ticks, end_ms):
     consumers = Consumers()
     consumers.joined()
     for now_ms in ticks:
@@ -242,7 +242,7 @@ def test_a_tick_that_is_late_by_more_than_a_quarter_of_a_lease_is_added_to_each(
     assert not consumers.alive
 
 
-def test_no_lease_begins_later_than_now_however_late_a_tick_is():
+def test_late_tick_begins_no_lease_in_the_future():
     consumers = Consumers()
     consumers.joined(now_ms=59_000)
     consumers.now.ticked(60_000)
@@ -254,7 +254,7 @@ def test_no_lease_begins_later_than_now_however_late_a_tick_is():
 
 
 @pytest.mark.parametrize(("lease_ms", "quiet_ms"), [(4_000, 0), (8_003, 0), (8_004, QUIET_MS), (60_000, QUIET_MS)])
-def test_a_clock_is_looked_at_seldom_only_if_no_lease_takes_that_for_a_stop(lease_ms, quiet_ms):
+def test_short_lease_needs_frequent_ticks(lease_ms, quiet_ms):
     assert Consumers(lease_ms).now.quiet_ms(0) == quiet_ms
 
 
@@ -266,7 +266,7 @@ def test_nothing_is_due_before_the_first_lease_ends():
     assert quiet == [QUIET_MS, QUIET_MS, 600, 0, 0]
 
 
-def test_nothing_is_due_before_the_first_pull_has_waited_long_enough():
+def test_nothing_is_due_before_the_first_deadline():
     consumers = Consumers()
     one, other = consumers.joined("a"), consumers.joined("b")
     consumers.waits(one, 900)
@@ -277,7 +277,7 @@ def test_nothing_is_due_before_the_first_pull_has_waited_long_enough():
 # Waiting pulls.
 
 
-def test_pulls_that_wait_and_those_under_way_are_so_many_and_no_more():
+def test_pulls_of_a_subscription_are_bounded():
     consumers = Consumers()
     one = consumers.joined()
     one.in_flight = PULLS_IN_FLIGHT_MAX - 2
@@ -288,7 +288,7 @@ def test_pulls_that_wait_and_those_under_way_are_so_many_and_no_more():
     assert len(one.waiting) == 2
 
 
-def test_pulls_are_over_at_their_deadlines_and_looked_at_once_then():
+def test_pulls_end_at_their_deadlines():
     consumers = Consumers()
     one = consumers.joined()
     soon, same, late = (consumers.waits(one, ms) for ms in (200, 200, 300))
@@ -300,7 +300,7 @@ def test_pulls_are_over_at_their_deadlines_and_looked_at_once_then():
     assert consumers.now.overdue(LOOKS_WITHIN_MS, is_done) == [] and consumers.now.quiet_ms(300) == QUIET_MS
 
 
-def test_looks_at_pulls_do_not_pile_up_when_one_that_came_later_ends_earlier():
+def test_deadlines_do_not_pile_up():
     consumers = Consumers()
     one = consumers.joined()
     pulls = [consumers.waits(one, ms) for ms in (300, 200, 500)]
@@ -308,7 +308,7 @@ def test_looks_at_pulls_do_not_pile_up_when_one_that_came_later_ends_earlier():
     assert len(consumers.now._deadlines) == 1
 
 
-def test_a_pull_for_which_something_is_looked_for_waits_a_little_longer_and_no_longer_than_the_look():
+def test_overdue_pull_waits_for_its_scan():
     consumers = Consumers()
     one = consumers.joined()
     pull = consumers.waits(one, 100)
@@ -320,7 +320,7 @@ def test_a_pull_for_which_something_is_looked_for_waits_a_little_longer_and_no_l
     assert consumers.now.overdue(2_001, is_done) == [pull]
 
 
-def test_a_subscription_that_ended_is_looked_at_no_later_than_a_while_after_it_asked():
+def test_ended_subscription_leaves_the_deadlines():
     consumers = Consumers(lease_ms=1 << 40)
     one = consumers.joined()
     consumers.waits(one, 10_000_000, now_ms=50)
@@ -344,7 +344,7 @@ def test_served_consumer_goes_behind_its_group():
 # Requeued messages.
 
 
-def test_a_group_is_due_once_when_its_first_message_is():
+def test_group_is_due_once_with_its_first_message():
     consumers = Consumers()
     for group, due_ms in (("g", 500), ("g", 500), ("g", 900), ("other", None), ("other", 0), ("other", NOT_BEGUN)):
         consumers.now.note_due("s", group, due_ms)

@@ -20,7 +20,7 @@ def encoded(*tags: bytes, flags: int = 4) -> bytes:
 
 
 @pytest.mark.parametrize("tags", [(), (b"a",), (LONG, b"b", b"")])
-def test_tags_are_read_once_all_of_them_are_there_and_never_behind_the_end(tags):
+def test_cut_messages_have_no_tags(tags):
     message = encoded(*tags)
     for size in range(len(message) + 9):
         found = tag_words((message + bytes(9))[:size])
@@ -40,12 +40,12 @@ def test_only_flagged_messages_have_tags(flags, expected):
         (["a"], True, [True, False, True, False]),
     ],
 )
-def test_a_rule_matches_any_or_all_of_its_words(asked, is_all, expected):
+def test_rule_matches_any_or_all_words(asked, is_all, expected):
     rule = TagRule.of(asked, is_all=is_all)
     assert [rule.matches(encoded(*tags)) for tags in ((b"a",), (b"b",), (b"a", b"b", b"c"), (b"c",))] == expected
 
 
-def test_rules_that_ask_for_the_same_are_equal():
+def test_equivalent_rules_are_equal():
     assert TagRule.of(["a"], is_all=True) == TagRule.of(["a"], is_all=False)
     assert TagRule.of(["a", "b"], is_all=True) == TagRule.of(["b", "a"], is_all=True)
     assert TagRule.of(["a", "b"], is_all=True) != TagRule.of(["a", "b"], is_all=False)

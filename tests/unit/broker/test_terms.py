@@ -41,7 +41,7 @@ def test_invalid_terms_are_refused(changed):
 
 @pytest.mark.parametrize("name", ["a/b", "n" * 101])
 @pytest.mark.parametrize("field", ["subject", "group", "consumer"])
-def test_names_that_are_none_are_refused(field, name):
+def test_invalid_names_are_refused(field, name):
     with pytest.raises(InvalidName):
         read(**{field: name})
 
@@ -66,6 +66,6 @@ def test_older_client_has_defaults(said):
     assert {"begins": False, "exclusive_ms": 0}.items() <= read(**said).items()
 
 
-def test_a_dead_letter_has_no_limit_of_deliveries():
+def test_dead_letter_has_no_delivery_limit():
     assert read(deliveries_max=3)["deliveries_max"] == 3
     assert read(deliveries_max=3, subject=dead_letter_subject("s", "g"))["deliveries_max"] == 0

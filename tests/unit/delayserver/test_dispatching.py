@@ -23,7 +23,7 @@ def ids(copies):
     return [attempt[3] for attempt in copies.senders.attempts]
 
 
-def test_batches_that_are_refused_at_once_are_one_failure_however_many_they_are(monkeypatch):
+def test_batches_refused_together_are_one_failure(monkeypatch):
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 5)
     copies, producer = a_group(slow=True)
     producer.delayed(copies.now_ms, *(f"m{i}" for i in range(100)))
@@ -55,7 +55,7 @@ def test_outage_lengthens_pauses_not_waiting_messages(monkeypatch):
     assert len(copies.senders.delivered()) == 100
 
 
-def test_order_keys_that_wait_for_their_group_are_not_looked_through_again_and_again():
+def test_waiting_order_keys_cost_linear_time():
     copies, producer = a_group("g1", "g2")
     home, calls = copies.senders.home, []
     copies.senders.home = lambda subject, label: calls.append(label) or home(subject, label)
@@ -81,7 +81,7 @@ def test_order_keys_follow_their_route_when_it_changes():
     assert copies.senders.delivered() == [f"m{i}" for i in range(50)]
 
 
-def test_subject_that_waits_for_room_gets_it_before_the_one_that_filled_it(monkeypatch):
+def test_waiting_subject_gets_free_room_first(monkeypatch):
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 5)
     monkeypatch.setattr(flights, "IN_FLIGHT_MAX", 10)
     copies, producer = a_group(slow=True)
@@ -97,7 +97,7 @@ def test_subject_that_waits_for_room_gets_it_before_the_one_that_filled_it(monke
     assert ["calm"] in ids(copies)
 
 
-def test_message_that_is_larger_than_its_group_takes_is_tried_much_later_and_holds_up_no_other():
+def test_oversized_message_delays_no_other():
     copies, producer = a_group()
     send = copies.senders.send
 
@@ -118,7 +118,7 @@ def test_message_that_is_larger_than_its_group_takes_is_tried_much_later_and_hol
     assert copies.senders.delivered() == ["small", "large"] and copies.a.filing.schedule.pending_messages == 0
 
 
-def test_batch_that_waited_to_be_sent_is_repeated_as_long_as_any_other():
+def test_late_batch_is_repeated_as_long_as_others():
     copies, producer = a_group("g1", "g2", unknown_ms=2_000)
     copies.senders.in_flight = lambda name: {"g1": 0, "g2": 1}[name]
     copies.senders.mute.add("g1")
@@ -156,7 +156,7 @@ def test_given_up_batch_avoids_its_group_despite_keys():
     assert ids(copies)[-1] == ["k1"]
 
 
-def test_no_more_is_planned_for_a_group_than_it_has_room_for(monkeypatch):
+def test_plans_fit_the_groups_room(monkeypatch):
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 1)
     copies, producer = a_group(slow=True)
     copies.senders.room = lambda name: max(0, 3_000 - 500 * len(copies.senders.waiting))
@@ -185,7 +185,7 @@ def test_burst_of_one_subject_delays_no_other():
 
 
 @pytest.mark.slow
-def test_subjects_with_a_burst_each_go_on_in_turns():
+def test_subjects_with_bursts_take_turns():
     copies, producer = a_group()
     due_ms = copies.now_ms + 2_000
     for subject in "abc":

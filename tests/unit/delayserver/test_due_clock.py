@@ -55,7 +55,7 @@ def test_due_time_at_the_begin_of_a_mastership(own, others, off):
     assert World(own=own, **others).compare() == off
 
 
-def test_a_clock_that_is_set_moves_nothing_while_two_others_agree():
+def test_set_clock_moves_nothing_while_two_agree():
     world = World(**{METASERVER: 0, SLAVE: 0})
     assert world.after(1_000) == 0
     assert world.after(1_000, own=HOUR_MS) == 0
@@ -70,13 +70,13 @@ def test_agreed_clocks_prove_time_after_silence():
     assert world.after(1_000, own=HOUR_MS, **{METASERVER: None}) == 0
 
 
-def test_due_times_that_are_early_by_two_clocks_step_back_at_once():
+def test_early_due_times_step_back_at_once():
     world = World(own=HOUR_MS)
     assert world.after(1_000) == HOUR_MS
     assert world.after(0, **{METASERVER: 0, SLAVE: 0}) == 0
 
 
-def test_due_times_that_are_late_catch_up_little_by_little_and_never_run_ahead():
+def test_late_due_times_catch_up_gradually():
     world = World(own=-20_000, **{METASERVER: 0})
     assert world.after(1_000) == -20_000
     world.others[SLAVE] = 0
@@ -85,7 +85,7 @@ def test_due_times_that_are_late_catch_up_little_by_little_and_never_run_ahead()
     assert -DEAD_BAND_MS <= offs[-1] <= 0 and offs[1_000] < -5_000
 
 
-def test_a_reading_that_took_long_makes_nothing_late():
+def test_slow_reading_makes_nothing_late():
     world = World(**{METASERVER: 0, SLAVE: 0})
     world.compare(delay_ms=1)
     for _ in range(20):
@@ -102,7 +102,7 @@ def test_readings_before_a_silence_do_not_count():
 
 
 @pytest.mark.parametrize("skew_ms", [HOUR_MS, -20_000, -HOUR_MS])
-def test_a_master_that_begins_with_a_wrong_clock_sends_in_time(skew_ms):
+def test_master_with_a_wrong_clock_sends_in_time(skew_ms):
     copies, _ = a_group()
     copies.b.host.wall_skew_ms = skew_ms
     copies.run(1_000)
@@ -117,7 +117,7 @@ def test_a_master_that_begins_with_a_wrong_clock_sends_in_time(skew_ms):
     assert copies.senders.delivered() == ["m"]
 
 
-def test_a_mastership_that_began_behind_corrects_itself():
+def test_late_mastership_corrects_itself():
     copies, _ = a_group()
     copies.hears = False
     copies.swap(2)

@@ -30,7 +30,7 @@ HASH = st.sampled_from([0, 1, 2, 7, (1 << 31), (1 << 32) - 1])
 
 
 @given(st.lists(st.lists(st.tuples(HASH, HASH), min_size=1, max_size=20), max_size=12), st.lists(HASH, max_size=4))
-def test_a_growing_index_agrees_with_a_search_through_all(batches, wanted):
+def test_index_agrees_with_a_full_search(batches, wanted):
     indexes, ids, keys = Indexes(), [], []
     for batch in batches:
         ids += [id for id, _ in batch]
@@ -63,7 +63,7 @@ def test_indexes_are_bounded_and_keep_the_latest():
     assert indexes.bytes == before - 800
 
 
-def test_a_search_through_everything_replaces_no_index():
+def test_full_search_replaces_no_index():
     indexes = Indexes(bytes_max=16 * 100)
     assert indexes.find(rows("a", range(100)), [1], [], replaces=True)
     assert indexes.find(rows("b", range(150)), [1], [], replaces=False) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.delayserver.world import HOUR_MS, a_group, delayed
 
 
-def test_receipt_of_a_repeated_batch_claims_nothing_of_a_message_that_was_refused_then_and_would_not_be_now():
+def test_repeated_batch_has_its_first_receipt():
     copies, producer = a_group(delay_days_max=1)
     batch = [delayed("s", "ok", copies.now_ms), delayed("s", "too far", copies.now_ms + 24 * HOUR_MS + 500)]
     asked = producer.produce_raw(batch, batch=5)

@@ -44,11 +44,11 @@ def in_memory(copies):
         pytest.param([1] * 100, 50, 1, id="never down to nothing"),
     ],
 )
-def test_the_longest_queues_are_cut(counts, most, level):
+def test_longest_queues_are_cut(counts, most, level):
     assert _count_max(np.array(counts), most) == level
 
 
-def test_memory_is_bounded_while_no_group_takes_a_subject_and_others_go_on():
+def test_undeliverable_subject_uses_bounded_memory():
     copies, producer = a_group(loaded_messages_max=MOST)
     copies.senders.routeless.add("stuck")
     stuck = put(copies, producer, 2_000, subject="stuck")
@@ -77,7 +77,7 @@ def test_rejected_subjects_are_cut_and_return_together():
     assert sorted(copies.senders.delivered()) == sorted(ids)
 
 
-def test_a_message_on_disk_can_be_cancelled_and_moved():
+def test_leftover_can_be_cancelled_and_rescheduled():
     copies, producer = a_group(loaded_messages_max=MOST)
     copies.senders.routeless.add("s")
     ids = put(copies, producer, 500, subject="s")
@@ -238,7 +238,7 @@ def two_cut_subjects():
     return world, begins
 
 
-def test_a_page_that_ends_before_a_subjects_place_leaves_that_where_it_is():
+def test_page_moves_only_the_subjects_it_reached():
     world, begins = two_cut_subjects()
     world.found = records_of(1, *range(begins[1], begins[1] + 5))
     world.done()
@@ -264,7 +264,7 @@ def test_decided_messages_do_not_return():
     assert world.go_on() == [(1, begins[1] + 1)]
 
 
-def test_nothing_comes_back_while_something_that_is_due_is_on_the_wheel():
+def test_leftovers_return_after_the_wheel_is_empty():
     world, begins = two_cut_subjects()
     world.found = records_of(1, begins[1])
     world.done()

@@ -42,7 +42,7 @@ def test_full_wheel_keeps_the_earliest_messages(monkeypatch):
 
 
 @pytest.mark.slow
-def test_full_wheel_is_full_of_messages_that_are_filed_while_it_is_in_use_too(monkeypatch):
+def test_full_wheel_accepts_earlier_messages(monkeypatch):
     monkeypatch.setattr(schedule_module, "READ_ROWS", 4)
     copies, producer = a_group(loaded_messages_max=20)
     begin_ms = copies.now_ms
@@ -55,7 +55,7 @@ def test_full_wheel_is_full_of_messages_that_are_filed_while_it_is_in_use_too(mo
     assert numbers(copies) == [90, *(at for at in range(1, 101) if at != 90)]
 
 
-def test_more_messages_of_one_moment_than_fit_are_sent_all_the_same():
+def test_messages_of_one_moment_exceed_the_wheel():
     copies, producer = a_group(loaded_messages_max=20)
     due_ms = copies.now_ms + 5_000
     for at in range(100):
@@ -67,7 +67,7 @@ def test_more_messages_of_one_moment_than_fit_are_sent_all_the_same():
     assert sorted(numbers(copies)) == list(range(101))
 
 
-def test_many_messages_of_one_moment_behind_a_few_are_not_loaded_again_and_again(caplog):
+def test_many_messages_of_one_moment_load_once(caplog):
     copies, producer = a_group(loaded_messages_max=20)
     due_ms = copies.now_ms + 60_000
     producer.delayed(due_ms, "m0")

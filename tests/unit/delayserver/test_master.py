@@ -17,7 +17,7 @@ from qmq.rights import Caller, TokenRole
 from tests.unit.delayserver.world import HOUR_MS, a_group
 
 
-def test_message_that_is_not_delayed_or_too_far_away_is_refused_on_its_own():
+def test_message_with_a_bad_due_time_is_refused():
     copies, producer = a_group(delay_days_max=1)
     from tests.unit.broker.world import message
     from tests.unit.delayserver.world import delayed
@@ -49,7 +49,7 @@ def test_pending_messages_survive_and_are_sent_once(how):
     assert len(copies.senders.delivered()) == len(set(copies.senders.delivered())) == 100
 
 
-def test_dispatch_without_outcome_is_repeated_also_if_both_disks_had_all_before_it_was_taken_up():
+def test_unanswered_dispatch_is_repeated_by_a_late_master():
     """A rebuilt schedule lags behind. No other frame moves the gate then."""
     copies, producer = a_group()
     copies.senders.mute.add("g1")
@@ -65,7 +65,7 @@ def test_dispatch_without_outcome_is_repeated_also_if_both_disks_had_all_before_
     assert copies.senders.attempts[attempts:] == copies.senders.attempts[:1]
 
 
-def test_a_master_whose_disk_was_put_back_does_not_use_numbers_of_its_epoch_again():
+def test_restored_master_reuses_no_batch_numbers():
     """It was alone, so no other copy has its begin. Its batch 1 was another one then."""
     copies, producer = a_group()
     producer.delayed(copies.now_ms + 60_000, "first")
@@ -85,7 +85,7 @@ def test_a_master_whose_disk_was_put_back_does_not_use_numbers_of_its_epoch_agai
     assert sorted(copies.senders.delivered()) == ["first", "first", "second"]
 
 
-def test_dead_group_and_subject_without_route_hold_up_nothing_else():
+def test_absent_group_delays_no_other_subject():
     copies, producer = a_group("g1", "g2")
     copies.senders.up["g1"] = False
     copies.senders.routeless.add("lost")
@@ -99,7 +99,7 @@ def test_dead_group_and_subject_without_route_hold_up_nothing_else():
     assert len(copies.senders.delivered()) == 40
 
 
-def test_certain_refusal_lets_the_messages_go_to_another_group():
+def test_refused_batch_is_sent_again():
     copies, producer = a_group("g1")
     copies.senders.up["g1"] = True
     producer.delayed(copies.now_ms + 500, "m")
@@ -114,7 +114,7 @@ def test_certain_refusal_lets_the_messages_go_to_another_group():
     assert copies.senders.delivered() == ["m"]
 
 
-def test_message_that_a_broker_never_takes_stays_and_is_tried_again_later():
+def test_refused_message_stays_and_is_retried():
     copies, producer = a_group()
     copies.senders.refusing["bad"] = "too large"
     producer.delayed(copies.now_ms, "good", "bad")
@@ -147,7 +147,7 @@ def test_cancelled_messages_are_never_sent():
     assert copies.senders.delivered() == ["sent", "stays"]
 
 
-def test_message_that_is_planned_counts_as_sent_although_its_group_does_not_answer():
+def test_planned_message_counts_as_sent():
     copies, producer = a_group()
     copies.senders.mute.add("g1")
     producer.delayed(copies.now_ms, "m")
@@ -155,7 +155,7 @@ def test_message_that_is_planned_counts_as_sent_although_its_group_does_not_answ
     assert producer.cancelled("m") == ["sent"]
 
 
-def test_cancel_is_answered_when_both_disks_have_it_and_refused_without_a_slave():
+def test_cancel_needs_both_copies():
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "m")
     copies.run(200)
@@ -170,7 +170,7 @@ def test_cancel_is_answered_when_both_disks_have_it_and_refused_without_a_slave(
     assert producer.code(asked) == ErrorCode.READ_ONLY
 
 
-def test_rescheduled_message_is_sent_at_its_new_time_alone():
+def test_rescheduled_message_is_sent_at_its_new_time():
     copies, producer = a_group()
     begin_ms = copies.now_ms
     producer.delayed(begin_ms + 1_000, "later")
@@ -197,7 +197,7 @@ def test_rescheduled_message_is_sent_at_its_new_time_alone():
         lambda producer: producer.reschedule("m", -(10**400)),
     ],
 )
-def test_words_with_half_a_character_and_times_beyond_all_numbers_are_refused(ask):
+def test_malformed_questions_are_refused(ask):
     """A packet that crashes a handler costs its sender the connection, with all requests on it."""
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "\U0001f600")
@@ -209,7 +209,7 @@ def test_words_with_half_a_character_and_times_beyond_all_numbers_are_refused(as
     assert producer.fates(whole) == ["cancelled"]
 
 
-def test_however_many_messages_wait_under_a_key_each_frame_that_moves_or_cancels_some_has_a_bound():
+def test_frames_of_large_keys_are_bounded():
     """In one frame they exceeded every reader's limit, and both copies were damaged there."""
     copies, producer = a_group()
     bodies = []
@@ -262,7 +262,7 @@ def test_reschedule_counts_towards_the_token_ration():
     assert moved(3, key="k")[0] == ErrorCode.SUCCESS, "it is paid for"
 
 
-def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for():
+def test_cancel_finds_a_message_moved_meanwhile():
     """The search sees it as moved, without its new place."""
     copies, producer = a_group()
     due_ms, host = copies.now_ms + 5 * HOUR_MS, copies.a.host
@@ -328,7 +328,7 @@ def test_messages_at_a_marked_group_can_be_cancelled(marked):
 
 
 @pytest.mark.parametrize("how", ["while it runs", "before it starts"])
-def test_messages_whose_segment_was_given_up_hold_up_no_others(how):
+def test_given_up_messages_delay_no_others(how):
     """They pended and could not be read: batches with them were planned and retried for ever."""
     copies, producer = a_group(segment_bytes=1 << 14)
     due_ms = copies.now_ms + HOUR_MS
@@ -353,7 +353,7 @@ def test_messages_whose_segment_was_given_up_hold_up_no_others(how):
 
 
 @pytest.mark.parametrize("jump_ms", [24 * HOUR_MS, -24 * HOUR_MS])
-def test_clock_that_jumps_makes_no_message_early_or_late_and_is_alarmed(jump_ms, caplog):
+def test_clock_jump_moves_no_message(jump_ms, caplog):
     copies, producer = a_group()
     due_at = copies.a.host.clock_ms + 10_000
     producer.delayed(copies.now_ms + 10_000, "m")

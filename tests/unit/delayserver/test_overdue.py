@@ -29,7 +29,7 @@ def queue(subject, *dues):
     return made
 
 
-def test_a_message_counts_on_the_wheel_in_its_queue_and_on_its_way():
+def test_overdue_counts_wheel_queue_and_flights():
     batches = [Batch("a", "g1", 5, 10), Batch("a", "g2", 1, 30), Batch("b", "g1", 2, 40), Batch("b", "g1", 0, 0)]
     found = Overdue.of([queue("a", 20, 25), queue("c", 35)], batches, 100, 50)
     assert found == Overdue(
@@ -43,7 +43,7 @@ def test_message_on_the_wheel_may_be_the_oldest():
     assert Overdue.of([], [], 0, None) == Overdue(0, None, {}, {})
 
 
-def test_subjects_that_wait_longest_are_named_and_no_more_than_a_few():
+def test_longest_waiting_subjects_are_named():
     found = Overdue.of([queue(f"s{at}", 1000 - at) for at in range(100)], [], 0, None)
     assert list(found.subjects) == [f"s{at}" for at in range(99, 99 - SUBJECTS_MAX, -1)]
     assert found.messages == 100

@@ -13,7 +13,7 @@ def quiet(copies):
     return copies.a.node.master.due_in_ms()
 
 
-def test_master_that_keeps_messages_for_later_is_quiet():
+def test_master_with_later_messages_is_quiet():
     copies, producer = a_group()
     producer.delayed(copies.now_ms + 3 * HOUR_MS, "m")
     assert quiet(copies) == QUIET_MS
@@ -21,7 +21,7 @@ def test_master_that_keeps_messages_for_later_is_quiet():
 
 
 @pytest.mark.parametrize("late_ms", [1, 10, 333, 999])
-def test_master_is_called_when_the_next_message_is_due(late_ms):
+def test_master_is_called_at_the_next_due_time(late_ms):
     copies, producer = a_group()
     assert quiet(copies) == QUIET_MS
     producer.delayed(copies.now_ms + late_ms, "m")
@@ -44,7 +44,7 @@ def test_master_is_called_when_the_next_message_is_due(late_ms):
     assert copies.senders.delivered() == ["m"]
 
 
-def test_master_is_called_often_while_a_message_waits_for_a_broker_group():
+def test_waiting_message_needs_frequent_calls():
     copies, producer = a_group()
     copies.senders.up["g1"] = False
     producer.delayed(copies.now_ms, "m")
@@ -54,7 +54,7 @@ def test_master_is_called_often_while_a_message_waits_for_a_broker_group():
     assert copies.senders.delivered() == ["m"]
 
 
-def test_master_is_called_often_while_its_clock_catches_up():
+def test_catching_up_clock_needs_frequent_calls():
     copies, _ = a_group()
     assert quiet(copies) == QUIET_MS
     for server in (copies.a, copies.b):
@@ -63,7 +63,7 @@ def test_master_is_called_often_while_its_clock_catches_up():
     assert copies.a.node.master.due_in_ms() == 0
 
 
-def test_slave_is_called_often_while_it_has_frames_to_file():
+def test_filing_slave_needs_frequent_calls():
     copies, producer = a_group()
     assert quiet(copies) == QUIET_MS
     producer.delayed(copies.now_ms + HOUR_MS, "m")

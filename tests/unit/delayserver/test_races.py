@@ -16,7 +16,7 @@ from tests.unit.delayserver.world import HOUR_MS, Producer, a_group, delayed
 
 
 @pytest.mark.parametrize("how", ["cancel", "reschedule"])
-def test_message_that_comes_due_while_its_cancel_is_written_is_not_sent(how):
+def test_message_due_during_its_cancel_is_not_sent(how):
     copies, producer = a_group()
     producer.delayed(copies.now_ms + 1_000, "m")
     copies.run(900)
@@ -34,7 +34,7 @@ def test_message_that_comes_due_while_its_cancel_is_written_is_not_sent(how):
     assert copies.senders.attempts == []
 
 
-def test_a_thousand_cancels_that_share_a_look_are_a_few_frames_and_leave_room_for_others_between():
+def test_shared_cancels_are_few_bounded_frames():
     copies, producer = a_group(tail_bytes=1 << 22)
     ids = [f"m{i}" for i in range(1_000)]
     for begin in range(0, 1_000, 100):
@@ -54,7 +54,7 @@ def test_a_thousand_cancels_that_share_a_look_are_a_few_frames_and_leave_room_fo
 
 
 @pytest.mark.parametrize("order", ["cancel first", "reschedule first"])
-def test_of_a_cancel_and_a_new_time_that_share_a_look_both_answers_are_true(order):
+def test_cancel_and_reschedule_may_share_a_search(order):
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "m", "another")
     copies.run(200)
@@ -104,7 +104,7 @@ def test_nothing_is_written_while_roles_are_swapped():
     assert copies.a.log.end > end and copies.a.filing.schedule.pending_messages == 1
 
 
-def test_master_that_is_fenced_sends_nothing_that_it_planned_before():
+def test_fenced_master_sends_no_planned_batch():
     copies, producer = a_group()
     producer.delayed(copies.now_ms + 1_000, "m")
     copies.run(900)
@@ -119,7 +119,7 @@ def test_master_that_is_fenced_sends_nothing_that_it_planned_before():
     assert copies.senders.delivered() == ["m"]
 
 
-def test_schedule_that_is_made_anew_does_not_bring_back_a_batch_that_was_settled_just_now():
+def test_rebuilt_schedule_keeps_settled_batches_settled():
     copies, producer = a_group("g1", "g2", slow=True)
     producer.delayed(copies.now_ms, "m")
     copies.run(300)
@@ -144,7 +144,7 @@ def ids(copies):
     return [attempt[3] for attempt in copies.senders.attempts]
 
 
-def test_order_key_waits_for_its_open_batch_although_others_are_stored_meanwhile():
+def test_order_key_waits_for_its_open_batch():
     copies, producer = a_group("g1", slow=True)
     keyed(producer, copies.now_ms, m1="k")
     copies.run(200)
@@ -160,7 +160,7 @@ def test_order_key_waits_for_its_open_batch_although_others_are_stored_meanwhile
     assert ids(copies) == [["m1"], ["free"], ["m2"]]
 
 
-def test_order_key_keeps_its_order_when_its_batch_is_refused_and_over_a_swap():
+def test_order_survives_refusals_and_swaps():
     copies, producer = a_group("g1", slow=True)
     keyed(producer, copies.now_ms, m1="k")
     copies.run(200)
@@ -175,7 +175,7 @@ def test_order_key_keeps_its_order_when_its_batch_is_refused_and_over_a_swap():
     assert ids(copies)[-1] == ids(copies)[1], "the next one waits for what the former master sent"
 
 
-def test_order_keys_whose_group_is_away_hold_up_no_message_without_one():
+def test_absent_group_delays_only_its_keys():
     copies, producer = a_group("g1", "g2")
     copies.senders.home = lambda subject, label: "g1"
     copies.senders.up["g1"] = False
@@ -184,7 +184,7 @@ def test_order_keys_whose_group_is_away_hold_up_no_message_without_one():
     assert copies.senders.delivered() == ["m2", "m4"]
 
 
-def test_message_of_an_order_key_in_doubt_is_repeated_and_not_given_to_its_group_anew():
+def test_ordered_batch_of_unknown_outcome_is_repeated():
     copies, producer = a_group("g1", "g2", unknown_ms=1_000)
     copies.senders.home = lambda subject, label: "g1"
     copies.senders.mute.add("g1")
@@ -196,7 +196,7 @@ def test_message_of_an_order_key_in_doubt_is_repeated_and_not_given_to_its_group
     assert copies.senders.delivered() == ["m1"]
 
 
-def test_batch_in_doubt_goes_to_another_group_in_the_end_and_not_to_the_same_one_anew():
+def test_batch_of_unknown_outcome_goes_elsewhere_finally():
     copies, producer = a_group("g1", "g2", unknown_ms=2_000)
     copies.senders.mute.add("g1")
     copies.senders.in_flight = lambda name: {"g1": 0, "g2": 1}[name]
@@ -206,7 +206,7 @@ def test_batch_in_doubt_goes_to_another_group_in_the_end_and_not_to_the_same_one
     assert len({attempt[:3] for attempt in copies.senders.attempts}) == 2
 
 
-def test_master_whose_log_is_damaged_waits_for_its_repair_without_turning_in_circles():
+def test_damaged_master_waits_for_repair_idle():
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "m")
     copies.a.host.settle()
@@ -241,7 +241,7 @@ def test_master_alone_deletes_no_segments():
 
 @pytest.mark.parametrize("what", ["cancel", "carry"])
 @pytest.mark.parametrize("next_role", ["slave", "master"])
-def test_master_that_was_replaced_by_force_writes_nothing_more(what, next_role):
+def test_replaced_master_writes_nothing_more(what, next_role):
     copies, producer = a_group(retention_hours=1)
     for i in range(80):
         producer.delayed(copies.now_ms + 99 * HOUR_MS, "m" if i == 0 else f"m{i}", size=900)
@@ -275,7 +275,7 @@ def test_master_that_was_replaced_by_force_writes_nothing_more(what, next_role):
         assert producer.code(asked) == ErrorCode.NOT_MASTER
 
 
-def test_questions_that_come_together_are_looked_for_together():
+def test_concurrent_questions_share_a_search():
     """A search for one key takes as long as for many; due messages must not wait behind searches."""
     copies, producer = a_group()
     for at in range(20):
@@ -313,7 +313,7 @@ def test_questions_are_refused_when_the_mastership_ends():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancel", "reschedule"])
-def test_message_whose_old_place_goes_with_the_log_while_it_is_looked_for_is_found_at_its_new_one(how):
+def test_search_follows_a_message_carried_meanwhile(how):
     """Searching a large schedule takes seconds; its results are read after that."""
     copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)
     due_ms = copies.now_ms + 50 * HOUR_MS

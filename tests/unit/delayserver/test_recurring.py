@@ -53,7 +53,7 @@ def run_until(copies, text):
     copies.run(300)
 
 
-def test_schedule_sends_one_message_each_time_with_an_id_of_its_own():
+def test_schedule_sends_one_message_each_time():
     copies, producer = a_group()  # it is 22:13
     schedule = put(copies, producer, cron="*/2 * * * *", owner="billing")
     assert (schedule.name, schedule.owner, schedule.cron) == ("daily", "billing", "*/2 * * * *")
@@ -66,7 +66,7 @@ def test_schedule_sends_one_message_each_time_with_an_id_of_its_own():
     assert copies.a.filing.schedule.pending_messages == 1 and copies.a.counters.recurred_messages == 4
 
 
-def test_power_cut_within_any_byte_of_an_occurrence_loses_and_doubles_nothing():
+def test_power_cut_within_an_occurrence_changes_nothing():
     """The occurrence and the next template are one frame: the disk kept both or neither."""
     for kept in range(0, 560, 40):
         copies, producer = a_group()
@@ -131,7 +131,7 @@ def test_any_crashes_swaps_and_absent_brokers_leave_each_occurrence_once(seed):
     assert len({one.name for one in listed(copies, copies.producer())}) == len(listed(copies, copies.producer()))
 
 
-def test_of_missed_occurrences_the_latest_is_sent_and_the_others_are_counted():
+def test_latest_missed_occurrence_is_sent():
     copies, producer = a_group()
     put(copies, producer, cron="*/5 * * * *")
     run_until(copies, "2023-11-14T22:20")
@@ -150,7 +150,7 @@ def test_of_missed_occurrences_the_latest_is_sent_and_the_others_are_counted():
 
 
 @pytest.mark.slow
-def test_many_schedules_of_several_subjects_that_are_due_at_once_are_all_sent_once():
+def test_many_due_schedules_are_sent_once():
     copies, producer = a_group()
     for at in range(240):
         size = 600 if at % 7 == 0 else 1
@@ -162,7 +162,7 @@ def test_many_schedules_of_several_subjects_that_are_due_at_once_are_all_sent_on
     assert len(copies.senders.delivered()) - sent == 480 and len(set(copies.senders.delivered())) == sent + 480
 
 
-def test_put_replaces_the_schedule_of_that_name_and_no_other():
+def test_put_replaces_the_schedule_of_its_name():
     copies, producer = a_group()
     put(copies, producer, "a", cron="* * * * *")
     put(copies, producer, "b", cron="* * * * *")
@@ -174,7 +174,7 @@ def test_put_replaces_the_schedule_of_that_name_and_no_other():
     assert [id[:18] for id in copies.senders.delivered()] == ["b@2023-11-14T22:14", "b@2023-11-14T22:15"]
 
 
-def test_many_puts_of_one_name_at_once_leave_one_schedule():
+def test_concurrent_puts_leave_one_schedule():
     copies, producer = a_group()
     asked = [producer.recur("put", "a", cron=f"{at} 23 * * *") for at in range(20)]
     copies.run(5_000)
@@ -182,7 +182,7 @@ def test_many_puts_of_one_name_at_once_leave_one_schedule():
     assert [one.cron for one in listed(copies, producer)] == ["19 23 * * *"]
 
 
-def test_put_that_is_asked_again_changes_nothing():
+def test_repeated_put_changes_nothing():
     """Each instance of an application puts its schedules at its start: that must not move or lose an occurrence."""
     copies, producer = a_group()
     put(copies, producer, cron="*/2 * * * *", properties={"kind": "report"})
@@ -193,7 +193,7 @@ def test_put_that_is_asked_again_changes_nothing():
     assert copies.a.log.end > end
 
 
-def test_put_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
+def test_put_loses_no_due_occurrence():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     ahead_ms = MINUTE_MS - copies.now_ms % MINUTE_MS
@@ -205,7 +205,7 @@ def test_put_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
     assert times(copies) == ["2023-11-14T22:14", "2023-11-14T22:20"]
 
 
-def test_delete_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
+def test_delete_loses_no_due_occurrence():
     """It is due behind as many others as fire together."""
     copies, producer = a_group(tail_bytes=1 << 22)
     for at in range(FIRED_AT_ONCE):
@@ -222,7 +222,7 @@ def test_delete_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
     assert times(copies).count("2023-11-14T22:16") == FIRED_AT_ONCE
 
 
-def test_deleted_schedule_sends_nothing_more_and_delete_may_be_asked_again():
+def test_deleted_schedule_sends_nothing_more():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     run_until(copies, "2023-11-14T22:14")
@@ -239,7 +239,7 @@ def test_deleted_schedule_sends_nothing_more_and_delete_may_be_asked_again():
     assert again.schedules(asked) == []
 
 
-def test_operator_deletes_a_schedule_as_any_delayed_message_by_its_id():
+def test_schedule_is_cancelled_by_its_id():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     run_until(copies, "2023-11-14T22:15")
@@ -271,7 +271,7 @@ def test_wrong_schedule_is_refused_with_a_reason(wrong, text):
     assert listed(copies, producer) == []
 
 
-def test_subject_has_a_limit_of_schedules_and_those_there_may_be_replaced():
+def test_schedules_of_a_subject_are_bounded():
     copies, producer = a_group(recurring_max=3)
     for name in "abc":
         put(copies, producer, name)
@@ -282,7 +282,7 @@ def test_subject_has_a_limit_of_schedules_and_those_there_may_be_replaced():
     put(copies, producer, "d", subject="other")
 
 
-def test_put_is_answered_when_both_disks_have_it_and_refused_without_a_slave():
+def test_put_needs_both_copies():
     copies, producer = a_group()
     asked = producer.recur("put")
     copies.a.host.settle()
@@ -302,7 +302,7 @@ def test_put_is_answered_when_both_disks_have_it_and_refused_without_a_slave():
     assert [schedule.name for schedule in producer.schedules(asked)] == ["daily"]
 
 
-def test_group_that_an_operator_marked_goes_on_and_lets_schedules_be_deleted():
+def test_marked_group_continues_and_deletes_schedules():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     copies.a.master.readonly.mark_subjects(frozenset({"*"}))
@@ -314,7 +314,7 @@ def test_group_that_an_operator_marked_goes_on_and_lets_schedules_be_deleted():
     assert producer.schedules(asked) and listed(copies, producer) == []
 
 
-def test_without_a_slave_schedules_go_on_and_come_no_flood_when_it_is_back():
+def test_schedules_continue_without_a_slave():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     run_until(copies, "2023-11-14T22:14")
@@ -347,7 +347,7 @@ def test_restarted_master_waits_and_sends_the_latest():
     assert times(copies) == [*minutes(14, 2), *minutes(20, 2)]
 
 
-def test_put_of_a_schedule_that_cannot_go_on_now_is_refused_and_holds_up_no_other_request():
+def test_waiting_master_refuses_puts_only():
     copies = a_group_whose_master_restarted_without_its_slave()
     producer = copies.producer()
     for cron in ("* * * * *", "0 * * * *"):
@@ -357,7 +357,7 @@ def test_put_of_a_schedule_that_cannot_go_on_now_is_refused_and_holds_up_no_othe
 
 
 @pytest.mark.slow
-def test_template_is_carried_as_any_message_before_the_log_lets_it_go():
+def test_template_is_carried_before_deletion():
     copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)
     put(copies, producer, cron="0 8 20 11 *")
     copies.outlive_segments(producer)
@@ -369,7 +369,7 @@ def test_template_is_carried_as_any_message_before_the_log_lets_it_go():
     assert times(copies) == ["2023-11-20T08:00"]
 
 
-def test_schedule_that_is_made_anew_goes_on():
+def test_rebuilt_schedule_continues():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     run_until(copies, "2023-11-14T22:15")
@@ -379,7 +379,7 @@ def test_schedule_that_is_made_anew_goes_on():
     assert times(copies) == minutes(14, 5)
 
 
-def test_ordinary_messages_with_the_label_of_a_template_are_sent_as_they_are():
+def test_message_with_the_template_label_is_sent():
     copies, producer = a_group()
     message = delayed("s", "m", copies.now_ms)
     producer.produce_raw([message], after=encode_labels([LABEL]), flags=FLAG_LABELLED)
@@ -387,7 +387,7 @@ def test_ordinary_messages_with_the_label_of_a_template_are_sent_as_they_are():
     assert copies.senders.delivered() == ["m"] and listed(copies, producer) == []
 
 
-def test_schedule_with_unknown_zone_waits_and_can_be_replaced(caplog):
+def test_schedule_with_unknown_zone_waits(caplog):
     """As after a swap to a machine with an older list of time zones."""
     copies, producer = a_group()
     own = {RECUR_NAME: "daily", RECUR_OWNER: "o", RECUR_CRON: "* * * * *", RECUR_ZONE: "Mars/Olympus"}
@@ -401,14 +401,14 @@ def test_schedule_with_unknown_zone_waits_and_can_be_replaced(caplog):
     assert sorted(id.split("@")[0] for id in copies.senders.delivered()) == ["daily", "good", "good"]
 
 
-def test_label_of_templates_is_one_that_no_message_has():
+def test_no_message_has_the_label_of_templates():
     tags = [f"tag{at}" for at in range(10)]
     data = encode_message(Message("s", id="m", tags=tags), 0)
     assert data and np.uint64(LABEL).bit_count() == 32
 
 
 @pytest.mark.parametrize("action", ["delete", "list"])
-def test_name_with_half_a_character_is_refused(action):
+def test_malformed_name_is_refused(action):
     """JSON can encode it; hashing it on a thread would end the process."""
     copies, producer = a_group()
     put(copies, producer)
@@ -418,7 +418,7 @@ def test_name_with_half_a_character_is_refused(action):
     assert len(listed(copies, producer)) == 1
 
 
-def test_a_template_and_its_occurrence_fit_into_one_frame(monkeypatch):
+def test_template_and_occurrence_fit_one_frame(monkeypatch):
     monkeypatch.setattr("qmq.delayserver.templates.FRAME_BYTES_MAX", 10_000)
     copies, producer = a_group(message_bytes_max=8192)
     asked = producer.recur("put", properties={"x": "y" * 5_000})
@@ -442,7 +442,7 @@ def test_unproducible_message_is_no_recurring_schedule():
 
 
 @pytest.mark.parametrize("inner", ["t", "/", "t" * 40_000])
-def test_schedule_of_a_foreign_subject_is_an_ordinary_message(inner):
+def test_template_of_a_foreign_subject_is_ordinary(inner):
     """Otherwise a producer of one subject could send to all; and an invalid name would end the process."""
     copies, producer = a_group(message_bytes_max=100_000)
     own = {RECUR_NAME: "daily", RECUR_OWNER: "o", RECUR_CRON: "* * * * *", RECUR_ZONE: "UTC"}

@@ -53,7 +53,7 @@ def test_record_holds_place_and_attributes():
 
 
 @pytest.mark.parametrize("due_ms", [-(1 << 63), -1, 0, 1 << 62, (1 << 63) - 1])
-def test_an_absurd_due_time_breaks_nothing(due_ms):
+def test_extreme_due_times_are_stored(due_ms):
     log, disk = DelayLog(), MemoryDisk()
     log.messages([delayed("s", "a", due_ms), *many(3)])
     schedule = opened(disk, log)
@@ -61,7 +61,7 @@ def test_an_absurd_due_time_breaks_nothing(due_ms):
     assert len(listed(Schedule(disk, segment_ms=HOUR_MS, log_start=log.start), 0, (1 << 62) + 1)) == 4
 
 
-def test_a_carried_message_stands_in_place_of_the_old_one():
+def test_carried_message_replaces_the_old_one():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(3))
     log.cancel(where[2:])
@@ -128,7 +128,7 @@ def test_damaged_block_raises_for_each_reader(byte):
 
 
 @pytest.mark.parametrize("suffix", [".records", ".marks"])
-def test_a_missing_or_short_file_makes_the_schedule_begin_anew(suffix):
+def test_incomplete_file_rebuilds_the_schedule(suffix):
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(500))
     log.cancel(where[:300])
@@ -167,7 +167,7 @@ def test_listing_continues_where_it_ended():
     assert found == sorted((p for p in where if 60_000 <= p[1] < 2 * HOUR_MS), key=lambda place: place[::-1])
 
 
-def test_a_message_is_found_by_id_and_key_with_and_without_its_due_time():
+def test_message_is_found_by_id_or_key():
     log, disk = DelayLog(), MemoryDisk()
     log.messages(many(1000, step_ms=60_000))
     where = log.messages([delayed("s", "mine", 3 * HOUR_MS, key="k"), delayed("s", "other", 5, key="k")])
@@ -199,7 +199,7 @@ def test_pending_from_is_the_lowest_pending_offset():
     assert schedule.pending_from() == log.end
 
 
-def test_a_segment_that_is_over_is_deleted_after_its_time():
+def test_finished_segment_is_deleted_after_its_time():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(100))
     log.messages([delayed("s", "later", 9 * HOUR_MS)])
@@ -232,7 +232,7 @@ def test_question_about_a_deleted_segment_finds_nothing():
     assert places(below()) == places(listing()) == later
 
 
-def test_a_segment_in_which_everything_is_over_is_not_loaded():
+def test_finished_segment_is_not_loaded():
     log, disk = DelayLog(), MemoryDisk()
     log.cancel(log.messages(many(100)))
     schedule = opened(disk, log)
@@ -242,7 +242,7 @@ def test_a_segment_in_which_everything_is_over_is_not_loaded():
     assert places(filed.added) == where
 
 
-def test_a_segment_is_not_deleted_while_it_is_read():
+def test_segment_being_read_is_not_deleted():
     log, disk = DelayLog(), MemoryDisk()
     where = log.messages(many(100))
     schedule = opened(disk, log)
@@ -259,14 +259,14 @@ def test_a_segment_is_not_deleted_while_it_is_read():
     assert disk.names("segments") == ["checkpoint"]
 
 
-def test_a_schedule_that_ends_before_the_log_begins_is_made_anew():
+def test_schedule_before_the_log_start_is_rebuilt():
     log, disk = DelayLog(), MemoryDisk()
     log.messages(many(3))
     flush_all(opened(disk, log))
     assert "the log begins at" in Schedule(disk, segment_ms=HOUR_MS, log_start=log.end + 8).rebuilt
 
 
-def test_a_clock_that_jumps_back_does_not_put_off_the_checkpoint():
+def test_clock_jump_does_not_delay_the_checkpoint():
     log, disk = DelayLog(), MemoryDisk()
     schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
     for now_ms in (1000 * HOUR_MS, 976 * HOUR_MS):

@@ -43,7 +43,7 @@ def test_turn_order_follows_credit(costs, order):
     assert serve(costs) == order
 
 
-def test_a_key_that_spends_nothing_is_out_of_this_pass_and_saves_up_one_quantum_at_most():
+def test_unspent_credit_is_one_quantum_at_most():
     shares = FairShares[str](10)
     shares.join("blocked")
     shares.join("other")
@@ -59,7 +59,7 @@ def test_a_key_that_spends_nothing_is_out_of_this_pass_and_saves_up_one_quantum_
     assert not shares.has_credit("blocked")
 
 
-def test_where_a_pass_stops_the_next_one_goes_on():
+def test_next_round_continues_behind_the_last():
     shares = FairShares[str](10)
     for key in "abc":
         shares.join(key)
@@ -73,7 +73,7 @@ def test_where_a_pass_stops_the_next_one_goes_on():
 
 
 @given(st.lists(st.lists(st.integers(1, 40), min_size=60, max_size=60), min_size=2, max_size=5))
-def test_over_time_all_that_have_something_to_send_spend_the_same(batches):
+def test_fair_shares_spend_equally(batches):
     shares, spent = FairShares[int](10), [0] * len(batches)
     for key in range(len(batches)):
         shares.join(key)

@@ -25,7 +25,7 @@ class DelayCopies(Copies):
             self.settle()
 
 
-def test_of_three_copies_one_goes_and_messages_are_taken_and_sent_when_due():
+def test_delay_group_continues_with_two_of_three():
     copies = DelayCopies()
     copies.start()
     copies.run(200)
@@ -46,7 +46,7 @@ def test_of_three_copies_one_goes_and_messages_are_taken_and_sent_when_due():
     assert copies.c.filing.known_end == copies.b.filing.known_end
 
 
-def test_with_one_copy_of_three_nothing_is_taken():
+def test_one_copy_of_three_refuses_messages():
     copies = DelayCopies()
     copies.start()
     copies.run(200)

@@ -36,7 +36,7 @@ def test_only_due_messages_are_taken_earliest_first():
     assert (len(wheel), wheel.next_due_ms, wheel.bytes) == (0, None, 0)
 
 
-def test_a_taken_message_has_all_that_is_needed_to_read_and_send_it():
+def test_taken_message_has_all_fields():
     wheel = Wheel()
     wheel.add(records((7, 1)))
     (taken,) = wheel.take(1, 1)
@@ -50,7 +50,7 @@ def test_taken_messages_can_be_added_again():
     assert pairs(wheel.take(5, 9)) == [(7, 1), (8, 2)]
 
 
-def test_a_message_that_was_removed_is_not_given():
+def test_removed_message_is_not_taken():
     wheel = Wheel()
     wheel.add(records(*((i, 5) for i in range(100))))
     wheel.remove(records((3, 5), (3, 5), (4, 6), (555, 5)))
@@ -62,7 +62,7 @@ def test_a_message_that_was_removed_is_not_given():
     assert len(wheel) == 0
 
 
-def test_a_loaded_message_takes_at_most_forty_bytes():
+def test_loaded_message_uses_at_most_40_bytes():
     wheel = Wheel()
     rng = np.random.default_rng(1)
     for _ in range(20):
@@ -76,7 +76,7 @@ def test_a_loaded_message_takes_at_most_forty_bytes():
 
 
 @pytest.mark.parametrize("count", [RUN_MAX, RUN_MAX + 1, 3 * RUN_MAX])
-def test_many_messages_due_at_once_are_taken_a_part_at_a_time(count):
+def test_many_due_messages_are_taken_in_parts(count):
     wheel = Wheel()
     made = np.zeros(count, RECORD)
     made["number"], made["due"], made["size"] = np.arange(count), 1000, 1
@@ -97,7 +97,7 @@ OPERATION = st.one_of(
 
 
 @given(st.lists(OPERATION, max_size=30))
-def test_the_wheel_agrees_with_a_dict(operations):
+def test_wheel_agrees_with_a_dict(operations):
     wheel, model, dues = Wheel(), dict[int, int](), dict[int, int]()
     for operation, argument in operations:
         if operation == "add":
