@@ -168,8 +168,7 @@ class Consumer:
         at_once = check_concurrency(concurrency) * check_batch(batch)
         if prefetch_messages is None:
             prefetch_messages = at_once if most_once else max(1_000, at_once)
-        if batch is not None and filters:
-            raise InvalidRequest("filters take single messages: leave out filters, or batch")
+        _check_filters(filters, is_batch=batch is not None, acks_after_handler=auto_ack and not most_once)
         terms = make_terms(
             subject=subject,
             group=group,
@@ -193,31 +192,34 @@ class Consumer:
             )
         check_whole("priority", priority, 0, PRIORITY_MAX)
         self._check_free(terms)
-        if not auto_ack or most_once:
-            for filter_ in filters:
-                if getattr(filter_, "needs_auto_ack", False):
-                    name = type(filter_).__name__
-                    raise InvalidRequest(f"{name} needs acks after the handler: leave out most_once, keep auto_ack")
+        return lambda handler: self._register(handler, terms, filters, concurrency, batch, auto_ack, priority)
 
-        def register(handler: H) -> H:
-            listener = Listener(
-                terms,
-                FilteredHandler(handler, filters, is_batch=batch is not None),
-                concurrency=concurrency,
-                batch=batch,
-                auto_ack=auto_ack,
-                priorities=self._priorities,
-                priority=priority,
-                drain_s=self._drain_s,
-                is_online=self._is_online,
-            )
-            self._add(listener)
-            self._listeners[terms.subject, terms.group] = listener
-            if self._stop is not None:
-                self._start(listener)
-            return handler
-
-        return register
+    def _register(
+        self,
+        handler: H,
+        terms: Terms,
+        filters: Sequence[Filter],
+        concurrency: int,
+        batch: int | None,
+        auto_ack: bool,
+        priority: int,
+    ) -> H:
+        listener = Listener(
+            terms,
+            FilteredHandler(handler, filters, is_batch=batch is not None),
+            concurrency=concurrency,
+            batch=batch,
+            auto_ack=auto_ack,
+            priorities=self._priorities,
+            priority=priority,
+            drain_s=self._drain_s,
+            is_online=self._is_online,
+        )
+        self._add(listener)
+        self._listeners[terms.subject, terms.group] = listener
+        if self._stop is not None:
+            self._start(listener)
+        return handler
 
     @property
     def listeners(self) -> Mapping[tuple[str, str], Listener]:
@@ -422,3 +424,12 @@ def _default_id() -> str:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def _check_filters(filters: Sequence[Filter], *, is_batch: bool, acks_after_handler: bool) -> None:
+    if is_batch and filters:
+        raise InvalidRequest("filters take single messages: leave out filters, or batch")
+    for filter_ in filters:
+        if getattr(filter_, "needs_auto_ack", False) and not acks_after_handler:
+            name = type(filter_).__name__
+            raise InvalidRequest(f"{name} needs acks after the handler: leave out most_once, keep auto_ack")

@@ -79,6 +79,12 @@ IMPURE = {
 }
 """A core sees clock, dice, disk and network only through ports: it gets them as arguments."""
 
+LINES_MAX = 60
+"""Longest function, without its docstring."""
+
+LONG = {"encode_run"}
+"""A call per message or property would double the time of a producer's encoder."""
+
 PURE = {"random.Random"}
 """The type of the dice that are passed in; the module itself has dice that no seed governs."""
 
@@ -93,6 +99,7 @@ class Module:
     opens: bool
     empty: bool
     rebound: tuple[str, ...] = ()
+    long: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
@@ -131,6 +138,7 @@ def read_module(root: Path, path: Path) -> Module:
         opens=any(isinstance(called, ast.Name) and called.id == "open" for called in calls),
         empty=parts[-1] == "__init__",
         rebound=tuple(rebound(tree)),
+        long=tuple(long_functions(nodes)),
     )
 
 
@@ -144,6 +152,16 @@ def rebound(tree: ast.Module) -> Iterator[str]:
         if isinstance(target, ast.Name)
     )
     yield from (name for name, count in names.items() if count > 1)
+
+
+def long_functions(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield names of functions with more than LINES_MAX lines without their docstring."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            docstring = ast.get_docstring(node, clean=False)
+            lines = node.end_lineno - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
+            if lines > LINES_MAX and node.name not in LONG:
+                yield node.name
 
 
 def imported(nodes: list[ast.AST], package: tuple[str, ...]) -> Iterator[str]:
@@ -242,7 +260,21 @@ def rebound_names(modules: list[Module]) -> list[str]:
     return [f"{module.name} binds {name} twice" for module in modules for name in module.rebound]
 
 
-RULES = [wrong_arrows, wrong_layers, second_roots, imports_of_main, impure_cores, unnamed_kinds, rebound_names]
+def too_long(modules: list[Module]) -> list[str]:
+    """A function of more than LINES_MAX lines."""
+    return [f"{module.name}.{name} is longer than {LINES_MAX} lines" for module in modules for name in module.long]
+
+
+RULES = [
+    wrong_arrows,
+    wrong_layers,
+    second_roots,
+    imports_of_main,
+    impure_cores,
+    unnamed_kinds,
+    rebound_names,
+    too_long,
+]
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +316,7 @@ CASES = [
     pytest.param("qmq/a.py", "AT = 1\nAT = 2", rebound_names, id="constant replaced"),
     pytest.param("broker/a.py", "from .main import run", imports_of_main, id="relative import of main"),
     pytest.param("broker/a.py", "import qmq.broker.main", imports_of_main, id="import of main"),
+    pytest.param("qmq/a.py", "def f():\n" + 60 * "    x\n", too_long, id="function of 61 lines"),
     pytest.param("qmq/a.py", "import time", impure_cores, id="core sees the clock"),
     pytest.param("qmq/a.py", "from os import path", impure_cores, id="core sees the disk"),
     pytest.param("qmq/a.py", "import grpc.aio", impure_cores, id="core sees the network"),
