@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
-from qmq.audit.derived import NOTHING, Derived
-from qmq.audit.walk import Storage, tail_of
+from qmq.audit.walk import NOTHING, Derived, Storage, tail_of
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.crc import decode_checked
 from qmq.errors import QmqError
@@ -76,7 +75,7 @@ class Owner(NamedTuple):
 
 
 class Copy(Storage, Protocol):
-    """One copy of a log. Opened and closed by each task."""
+    """One copy of a log. Opened and closed by each task. Every method raises CannotRead when the copy is away."""
 
     def owner(self) -> Owner:
         """Return the owner of the copy; raise CannotRead, Away."""
@@ -87,17 +86,8 @@ class Copy(Storage, Protocol):
     def describe(self) -> Description:
         """Return the present contents; raise CannotRead."""
 
-    def index(self, base: int) -> ClosedIndex | None:
-        """Return the index of the closed segment at `base`, or None without an intact one; raise CannotRead."""
-
     def read_until(self, limit: int) -> None:
         """Replace the limit given to `open_copy`: read frames that begin below `limit`."""
-
-    def frame(self, offset: int, size: int) -> bytes:
-        """Return the frame of `size` bytes at `offset`, or fewer bytes if there is none; raise CannotRead, OSError."""
-
-    def derived(self, base: int) -> Derived:
-        """Return the files beside the segment at `base`; raise CannotRead, OSError."""
 
     def close(self) -> None: ...
 

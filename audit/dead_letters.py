@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from qmq.audit.findings import FindingKind
 from qmq.audit.walk import Storage, Walk, Window
@@ -128,17 +128,7 @@ BLOCK_BYTES = 8 << 20
 """Step of the walk in a segment without an index."""
 
 
-class Log(Storage, Protocol):
-    """One copy of a log."""
-
-    def index(self, base: int) -> ClosedIndex | None:
-        """Return the index of the closed segment at `base`, or None without an intact one."""
-
-    def frame(self, offset: int, size: int) -> bytes:
-        """Return the frame of `size` bytes at `offset`, or fewer bytes if there is none. Raise OSError."""
-
-
-def check_dead_letters(log: Log, bases: Sequence[int], letters: Sequence[DeadLetter]) -> Iterator[dict[str, Any]]:
+def check_dead_letters(log: Storage, bases: Sequence[int], letters: Sequence[DeadLetter]) -> Iterator[dict[str, Any]]:
     """Yield problems in the content of dead letters, as rows of findings.
 
     Args:
@@ -163,7 +153,7 @@ class _Search:
     `absent`: dead letters without original. `wrong`: findings about other contents.
     """
 
-    def __init__(self, log: Log, spans: Sequence[tuple[int, int]], end: int, letters: Iterable[DeadLetter]) -> None:
+    def __init__(self, log: Storage, spans: Sequence[tuple[int, int]], end: int, letters: Iterable[DeadLetter]) -> None:
         self._log = log
         self._spans = spans
         self._end = end
@@ -263,13 +253,13 @@ class _Search:
             self._wanted.pop(subject, None)
 
 
-def _index_of(log: Log, begin: int, end: int) -> ClosedIndex | None:
+def _index_of(log: Storage, begin: int, end: int) -> ClosedIndex | None:
     """Return the stored index if it covers the whole segment, else None."""
     index = log.index(begin)
     return index if index is not None and index.end == end else None
 
 
-def _frame_at(log: Log, ref: FrameRef) -> Window | None:
+def _frame_at(log: Storage, ref: FrameRef) -> Window | None:
     """Return a window with one frame, or None if the frame is absent or damaged."""
     try:
         data = log.frame(ref.offset, ref.length)

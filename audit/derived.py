@@ -15,11 +15,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from qmq.audit.findings import FindingKind, JudgeRow, finding
 from qmq.audit.headers import no_messages, whole_frames
-from qmq.audit.walk import HEADER_BYTES_MAX
+from qmq.audit.walk import HEADER_BYTES_MAX, NOTHING, Storage
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log.fold import State, apply, decode_snapshot, is_current_snapshot
@@ -48,27 +48,6 @@ _FIELDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """Stored files beside a segment; empty if absent."""
-
-    index: bytes
-    snapshot: bytes
-
-
-NOTHING = Derived(b"", b"")
-
-
-class Segments(Protocol):
-    """One copy of a log."""
-
-    def window(self, offset: int, size: int) -> bytes:
-        """Return bytes at `offset`, as `audit.walk.Storage`."""
-
-    def derived(self, base: int) -> Derived:
-        """Return the files beside the segment at `base`."""
-
-
 class Wrong(NamedTuple):
     """A file of the segment at `base` that does not follow from the log.
 
@@ -93,7 +72,7 @@ class _Folded:
 
 
 def check_segment(
-    copies: Mapping[str, Segments], bases: Mapping[str, Sequence[int]], base: int
+    copies: Mapping[str, Storage], bases: Mapping[str, Sequence[int]], base: int
 ) -> Iterator[tuple[str, Wrong]]:
     """Yield (copy, problem) of the segment at `base`: of its index, and of the next snapshot.
 
@@ -107,7 +86,7 @@ def check_segment(
                 yield name, wrong
 
 
-def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Folded]) -> Iterator[Wrong]:
+def _check(copy: Storage, bases: Sequence[int], is_first: bool, known: list[_Folded]) -> Iterator[Wrong]:
     """Check one copy, up to the next snapshot that a broker can start from."""
     beside = copy.derived(bases[0])
     start = beside.snapshot
@@ -152,7 +131,7 @@ def _is_same(folded: _Folded, start: bytes, begin: int, end: int, found: State |
     return here == (start, begin, end) and None not in (found, folded.state) and found.chain == folded.state.chain  # type: ignore[union-attr]
 
 
-def _fold(copy: Segments, begin: int, end: int, state: State | None) -> bytes:
+def _fold(copy: Storage, begin: int, end: int, state: State | None) -> bytes:
     """Fold a segment into `state` and return its index. Raise CorruptFrame, ValueError, LookupError, OSError."""
     index = SegmentIndex(begin)
     for frame, body in _frames(copy, begin, end, state):
@@ -163,7 +142,7 @@ def _fold(copy: Segments, begin: int, end: int, state: State | None) -> bytes:
     return index.encode(end)
 
 
-def _frames(copy: Segments, begin: int, end: int, state: State | None) -> Iterator[tuple[Frame, Buffer]]:
+def _frames(copy: Storage, begin: int, end: int, state: State | None) -> Iterator[tuple[Frame, Buffer]]:
     """Yield the frames of a segment with their bodies; messages frames without."""
     at, size, data = begin, HEADERS_BYTES, memoryview(b"")
     while at < end:

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEqual, In, LessThan, LessThanOrEqual
 
 from qmq.audit.frame_order import AHEAD_MS_MAX
-from qmq.audit.walk import HEADER_BYTES_MAX
+from qmq.audit.walk import HEADER_BYTES_MAX, Storage
 from qmq.errors import CorruptFrame
 from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.log.index import ClosedIndex
@@ -164,15 +164,6 @@ class Extent(NamedTuple):
     chain: int | None = None
 
 
-class Segments(Protocol):
-    """Segments of a copy, read by frame and by index."""
-
-    def frame(self, offset: int, size: int) -> bytes: ...
-
-    def index(self, base: int) -> ClosedIndex | None:
-        """Return the index of the closed segment at `base`, or None without an intact one."""
-
-
 class Plan(NamedTuple):
     """A log before the read: its range, the chain at its start, and its segments' bases."""
 
@@ -183,7 +174,7 @@ class Plan(NamedTuple):
 
 
 def extents(
-    copy: Segments,
+    copy: Storage,
     log: Plan,
     selection: Selection,
     ranges: Iterable[tuple[int, int]],
@@ -209,7 +200,7 @@ def extents(
                 yield from _split(low, high, grid, log, exact=on_frames and low == begin)
 
 
-def _is_of_time(copy: Segments, base: int, until: int, log: Plan, times: Bounds) -> bool:
+def _is_of_time(copy: Storage, base: int, until: int, log: Plan, times: Bounds) -> bool:
     if times == Bounds():
         return True
     first, last = _time_at(copy, base), _time_at(copy, until) if until < log.end else None
@@ -218,7 +209,7 @@ def _is_of_time(copy: Segments, base: int, until: int, log: Plan, times: Bounds)
     return times.meets(earliest, latest + 1)
 
 
-def _time_at(copy: Segments, offset: int) -> int | None:
+def _time_at(copy: Storage, offset: int) -> int | None:
     try:
         return decode_header(copy.frame(offset, HEADER_BYTES_MAX), 0, offset, None).timestamp_ms
     except (CorruptFrame, OSError):

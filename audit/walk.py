@@ -18,6 +18,7 @@ from qmq.audit.headers import NUMBER_MAX, whole_frames
 from qmq.codec import decode_labels, labels_bytes
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FLAG_LABELLED, HEADER_BYTES, Frame, FrameKind, check_body, decode_header, find_frame
+from qmq.log.index import ClosedIndex
 
 WINDOW_BYTES = 4 << 20
 """Read size, and size of an Arrow batch. Measured: 4 MiB fits the caches and is 15 % faster than 16 MiB."""
@@ -29,8 +30,19 @@ UNREADABLE_STEP = 1 << 16
 """Step after a failed read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """Stored files beside a segment; empty if absent."""
+
+    index: bytes
+    snapshot: bytes
+
+
+NOTHING = Derived(b"", b"")
+
+
 class Storage(Protocol):
-    """Bytes of one copy at any offset."""
+    """One copy of a log: its bytes at any offset, and the files beside its segments."""
 
     def window(self, offset: int, size: int) -> bytes:
         """Return up to `size` bytes at `offset`; fewer at a segment's end, none where nothing is stored.
@@ -44,6 +56,15 @@ class Storage(Protocol):
 
     def starts_on_frame(self, offset: int) -> bool:
         """Return whether bytes returned for `offset` begin with a frame even at the start of a read."""
+
+    def frame(self, offset: int, size: int) -> bytes:
+        """Return the frame of `size` bytes at `offset`, or fewer bytes if there is none; raise OSError."""
+
+    def index(self, base: int) -> ClosedIndex | None:
+        """Return the index of the closed segment at `base`, or None without an intact one."""
+
+    def derived(self, base: int) -> Derived:
+        """Return the files beside the segment at `base`; raise OSError."""
 
 
 class Problem(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from qmq.errors import AccessError, MissingRight, NotServed
+from qmq.errors import AccessError, CallError, MissingRight, NotServed, OperatorError, QmqError
 from qmq.rights import Caller, TokenRole
 
 TOKEN_KEY = "x-api-token"
@@ -71,7 +71,15 @@ class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio c
         return getattr(grpc, kind)(behaviour)
 
 
-def status_of(error: AccessError | NotServed) -> grpc.StatusCode:
-    if isinstance(error, MissingRight):
-        return grpc.StatusCode.PERMISSION_DENIED
-    return grpc.StatusCode.UNAUTHENTICATED if isinstance(error, AccessError) else grpc.StatusCode.UNAVAILABLE
+_STATUS: Mapping[type[BaseException], grpc.StatusCode] = {
+    MissingRight: grpc.StatusCode.PERMISSION_DENIED,
+    AccessError: grpc.StatusCode.UNAUTHENTICATED,
+    OperatorError: grpc.StatusCode.FAILED_PRECONDITION,
+    CallError: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+
+def status_of(error: QmqError) -> grpc.StatusCode:
+    """Return the gRPC status of the nearest class in the table, else UNAVAILABLE: the caller repeats."""
+    found = (_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
+    return next(found, grpc.StatusCode.UNAVAILABLE)

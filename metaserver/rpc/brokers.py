@@ -20,9 +20,8 @@ from qmq.metaserver.roles import renewal
 from qmq.metaserver.rpc import convert
 from qmq.metaserver.rpc.access import Visits
 from qmq.metaserver.storage.database import DatabaseAway
-from qmq.metaserver.storage.errors import CommitUnknown
 from qmq.proto import qmq_pb2 as pb
-from qmq.rpc_access import caller
+from qmq.rpc_access import caller, status_of
 from qmq.types import Role
 
 log = logging.getLogger("qmq.metaserver")
@@ -226,15 +225,7 @@ def _with_clock(assignment: pb.Assignment | None) -> pb.Assignment:
 
 
 def _status(error: QmqError) -> grpc.StatusCode:
-    if isinstance(error, MissingRight):
-        return grpc.StatusCode.PERMISSION_DENIED
-    if isinstance(error, PlaceTaken):
-        return grpc.StatusCode.ALREADY_EXISTS
-    if isinstance(error, NotServed | CommitUnknown):
-        return grpc.StatusCode.UNAVAILABLE
-    if isinstance(error, OperatorError):
-        return grpc.StatusCode.FAILED_PRECONDITION
-    return grpc.StatusCode.INVALID_ARGUMENT
+    return grpc.StatusCode.ALREADY_EXISTS if isinstance(error, PlaceTaken) else status_of(error)
 
 
 def _known_group(registry: Registry, key: BrokerKey) -> str:

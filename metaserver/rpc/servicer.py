@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from operator import methodcaller
@@ -18,10 +17,7 @@ from google.protobuf.message import DecodeError
 
 from qmq.errors import (
     AccessError,
-    CallError,
-    InvalidName,
     InvalidRequest,
-    MissingRight,
     NotServed,
     OperatorError,
     QmqError,
@@ -39,7 +35,7 @@ from qmq.metaserver.rpc.brokers import BrokerRpc
 from qmq.metaserver.storage.database import Database
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
-from qmq.rpc_access import caller
+from qmq.rpc_access import caller, status_of
 from qmq.subjects import check_name, check_subject, real_subject
 
 TRIES = 5
@@ -75,7 +71,7 @@ class ConsumerGroups:
         checked: set[Key] = set()
         for _ in range(TRIES):
             rows = await self._database.read(lambda repository: repository.consumer_groups(keys))
-            missing = [group for group in to_store(asked, rows, now_ms=_wall_ms()) if group.key not in checked]
+            missing = [group for group in to_store(asked, rows, now_ms=wall_ms()) if group.key not in checked]
             if not missing:
                 return [begin_at(rows[key], broker_group) for key in keys]
             new = await self._new_rows(broker_group, missing, rows)
@@ -90,7 +86,7 @@ class ConsumerGroups:
         self, broker_group: str, missing: Sequence[Asked], rows: Mapping[Key, ConsumerGroupRow]
     ) -> list[ConsumerGroupRow]:
         """Query the masters of the subjects' routes, then make rows. The marks are older than the rows."""
-        now_ms, mark = _wall_ms(), secrets.token_hex(8)
+        now_ms, mark = wall_ms(), secrets.token_hex(8)
         members = {group.key: self._members(group.subject, broker_group) for group in missing}
         names = sorted({name for route in members.values() for name in route})
         parts = [[group for group in missing if name in members[group.key]] for name in names]
@@ -120,38 +116,10 @@ class ConsumerGroups:
         return {asked.key for asked, is_known in zip(groups, known, strict=False) if is_known}
 
 
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-class ConsumerGroupRpc:
-    """Part of the metaserver's service."""
-
-    _consumer_groups: ConsumerGroups
-
-    async def BeginGroups(self, request: pb.BeginGroupsRequest, context: Any) -> pb.BeginGroupsAnswer:
-        try:
-            caller().require_group(request.broker_group)
-            asked = [_asked(group) for group in request.groups]
-            begins = await self._consumer_groups.begin(request.broker_group, asked)
-        except QmqError as error:
-            await context.abort(_status(error), str(error))
-            raise  # abort has raised already
-        return pb.BeginGroupsAnswer(begins=[pb.GroupBegin(**begin._asdict()) for begin in begins])
-
-
 def _asked(group: pb.NewGroup) -> Asked:
     check_subject(group.subject)
     check_name("consumer group", group.group)
     return Asked(group.subject, group.group, group.latest, max(group.since_ms, 0), group.broadcast)
-
-
-def _status(error: QmqError) -> grpc.StatusCode:
-    if isinstance(error, MissingRight):
-        return grpc.StatusCode.PERMISSION_DENIED
-    if isinstance(error, CallError | OperatorError):
-        return grpc.StatusCode.INVALID_ARGUMENT
-    return grpc.StatusCode.UNAVAILABLE
 
 
 SERVICE = "qmq.Metaserver"
@@ -169,7 +137,7 @@ class Hold(Protocol):
     def __call__(self, wish: LeaseRow, *, take: bool, release: bool) -> Awaitable[LeaseRow]: ...
 
 
-class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: ignore[misc]
+class MetaserverRpc(BrokerRpc, MetaserverServicer):  # type: ignore[misc]
     """The service. Created by main, once.
 
     Args:
@@ -248,6 +216,16 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: i
     async def CountOldRoutes(self, request: pb.OldRoutesQuestion, context: Context) -> pb.OldRoutesAnswer:
         return pb.OldRoutesAnswer(**self._hubs.old_routes(request.broker_group, request.subject)._asdict())
 
+    async def BeginGroups(self, request: pb.BeginGroupsRequest, context: Any) -> pb.BeginGroupsAnswer:
+        try:
+            caller().require_group(request.broker_group)
+            asked = [_asked(group) for group in request.groups]
+            begins = await self._consumer_groups.begin(request.broker_group, asked)
+        except QmqError as error:
+            await context.abort(status_of(error), str(error))
+            raise  # abort has raised already
+        return pb.BeginGroupsAnswer(begins=[pb.GroupBegin(**begin._asdict()) for begin in begins])
+
     async def HoldLease(self, request: pb.LeaseRequest, context: Any) -> pb.Lease:
         try:
             check_name("room", request.name.removeprefix(WATCHDOGS))
@@ -255,7 +233,7 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: i
             wish = LeaseRow(request.name, request.node, request.term, request.beat, request.address)
             row = await self._hold(wish, take=request.take, release=request.release)
         except QmqError as error:
-            await context.abort(_lease_status(error), str(error))
+            await context.abort(status_of(error), str(error))
             raise  # abort has raised already
         return pb.Lease(node=row.node, term=row.term, beat=row.beat, address=row.address)
 
@@ -328,7 +306,3 @@ def add_route_methods(service: MetaserverRpc, server: Any) -> None:
     """
     handler = grpc.stream_stream_rpc_method_handler(service.WatchRoutes)
     server.add_registered_method_handlers(SERVICE, {"WatchRoutes": handler})
-
-
-def _lease_status(error: QmqError) -> grpc.StatusCode:
-    return grpc.StatusCode.INVALID_ARGUMENT if isinstance(error, InvalidName) else grpc.StatusCode.UNAVAILABLE

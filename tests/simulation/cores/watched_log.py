@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qmq.audit.derived import Derived
+from qmq.audit.walk import Derived
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log import Commit, MessageLog

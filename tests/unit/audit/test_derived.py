@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from qmq.audit.copies import PathCopy
-from qmq.audit.derived import NOTHING, Derived, DerivedFilesJudge, check_segment
+from qmq.audit.derived import DerivedFilesJudge, check_segment
+from qmq.audit.walk import NOTHING, Derived
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind, decode_frames, encode_json_body
 from qmq.types import Epoch

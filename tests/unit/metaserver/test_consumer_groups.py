@@ -46,7 +46,7 @@ async def made(world, *, groups=("g1", "g2"), subject="s1"):
 @pytest.fixture(autouse=True)
 def at_noon(monkeypatch):
     clock = [NOW_MS]
-    monkeypatch.setattr(servicer, "_wall_ms", lambda: clock[0])
+    monkeypatch.setattr(servicer, "wall_ms", lambda: clock[0])
     return clock
 
 
@@ -116,8 +116,8 @@ async def test_forgotten_broadcast_consumer_begins_again(world):
     groups, masters = await made(world)
     cache = BILLING._replace(group="cache-7", broadcast=True)
     first = await begin(groups, "g1", cache)
-    later = servicer._wall_ms() + STALE_MS + 1
-    servicer._wall_ms = lambda: later  # restored by the fixture
+    later = servicer.wall_ms() + STALE_MS + 1
+    servicer.wall_ms = lambda: later  # restored by the fixture
     masters.known["g2"] = {cache.key}
     assert await begin(groups, "g1", cache) == first, "one remembers it"
     masters.known.clear()
