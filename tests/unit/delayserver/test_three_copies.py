@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.broker.world import Group
 from tests.unit.delayserver.world import SETTINGS, DelayServer, Producer, Senders
-from tests.unit.replication.test_many_copies import Copies
+from tests.unit.replication.copies import Copies
 
 
 class DelayCopies(Copies):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import CorruptFrame, Diverged, OperatorError
+from qmq.errors import CorruptFrame, Diverged
 from qmq.log.frame import FrameKind
 from qmq.log.recovery import Damage
-from qmq.replication.copy_repair import _is_other_history
+from qmq.replication.copy_repair import Sources, _is_other_history
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import Broker, Client, Group
@@ -393,25 +393,6 @@ def test_restored_point_is_no_longer_lacking():
     assert group.b.node.identity.points.lacks is None
 
 
-def test_failover_of_another_term_is_refused():
-    group = stored()
-    for broker, term in ((group.b, 2), (group.b, 0), (group.a, 1)):
-        with pytest.raises(OperatorError, match=f"not the slave of g1 in term {term}"):
-            broker.node.changes.prepare_failover(term, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
-    assert not group.b.node.changes.is_held
-
-
-def test_hold_for_a_failover_expires():
-    group = stored()
-    group.b.node.changes.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
-    changes = group.b.host.role_changes
-    assert group.b.node.changes.is_held
-    group.b.wait(1_000)
-    assert group.b.node.changes.is_held and group.b.host.role_changes == changes
-    group.b.wait(1)
-    assert not group.b.node.changes.is_held and group.b.host.role_changes == changes + 1
-
-
 # What the oldest segment is still needed for.
 
 
@@ -424,3 +405,36 @@ def test_oldest_segment_is_pinned_by_its_readers():
     assert group.b.node.role is None and not group.b.node.is_pinned([]) and group.b.node.is_pinned([second - 1])
     met(group.a, COUNT - 5)
     assert group.a.node.is_pinned([]) and Broker("new").node.is_pinned([])
+
+
+DAMAGE = Damage(100, 200, "a bit")
+
+
+@pytest.mark.parametrize(
+    "extents, best",
+    [
+        pytest.param([(0, 500)], 0, id="the only one"),
+        pytest.param([(100, 200), (0, 190)], 0, id="it has just that"),
+        pytest.param([(100, 200), (150, 300)], 0, id="and another one has more behind it"),
+        pytest.param([(150, 300), (100, 200)], 1, id="the other one has more behind it, and not all of it"),
+        pytest.param([], None, id="there is no other copy"),
+        pytest.param([(0, 150), (0, 200)], 1, id="the one that has it all"),
+        pytest.param([None, (0, 200)], 1, id="it has, and the other does not answer"),
+        pytest.param([(0, 150), None], None, id="the one that does not answer may have it"),
+        pytest.param([None], None, id="nobody answers"),
+        pytest.param([(0, 150), (150, 180)], 1, id="nobody has it: the longest log decides"),
+    ],
+)
+def test_best_source_of_a_repair(extents, best):
+    assert Sources().best(DAMAGE, extents) == best
+
+
+def test_repair_sources_take_turns():
+    sources, extents = Sources(), [(0, 500), None, (0, 150), (0, 400)]
+    assert [sources.best(DAMAGE, extents) for _ in range(6)] == [0, 0, 3, 3, 0, 0]
+
+
+def test_new_damage_begins_at_the_first_source():
+    sources, extents = Sources(), [(0, 500), (0, 500)]
+    assert [sources.best(DAMAGE, extents) for _ in range(3)] == [0, 0, 1]
+    assert sources.best(Damage(300, 400, "another bit"), extents) == 0

@@ -13,7 +13,7 @@ from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
-from tests.unit.replication.test_many_copies import Copies
+from tests.unit.replication.copies import Copies
 
 ROLES = {"a": Role.MASTER, "b": Role.SLAVE, "c": Role.SLAVE}
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from qmq.errors import ErrorCode, IllegalTransition, OperatorError
+from qmq.errors import ErrorCode
 from qmq.replication.clocks import METASERVER, SLAVE
 from qmq.replication.copy_report import messages_above
 from qmq.replication.follower import FollowerState
@@ -14,73 +12,7 @@ from qmq.replication.quorum import OTHERS_WAIT_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
-
-
-class Copies:
-    """A master `a` and the slaves `b` and `c`, each with a wire to it."""
-
-    def __init__(self, *, min_copies: int = 2, **changes) -> None:
-        settings = replace(SETTINGS, **changes)
-        self.a, self.b, self.c = (Broker(name, settings) for name in "abc")
-        self.min_copies = min_copies
-        self.wires = {"b": Group(self.a, self.b), "c": Group(self.a, self.c)}
-
-    def start(
-        self, *, connected: str | None = None, term: int = 1, master: Broker | None = None, awaited: str = ""
-    ) -> Copies:
-        master = master or self.a
-        for broker in (self.a, self.b, self.c):
-            role = Role.MASTER if broker is master else Role.SLAVE
-            waits = tuple(f"{name}:{SETTINGS.serve_port}" for name in awaited)
-            broker.assign(role, term, slaves=2, min_copies=self.min_copies, awaited=waits)
-        slaves = [broker for broker in (self.a, self.b, self.c) if broker is not master]
-        self.wires = {slave.name: Group(master, slave) for slave in slaves}
-        self.connect("".join(self.wires) if connected is None else connected)
-        return self
-
-    def outgrow(self, master: Broker, copy: Broker, *, segments: int) -> None:
-        """Let the master write so many segments, and drop the oldest until its log begins behind the copy's end."""
-        client = Client(master)
-        while len(master.log.bases) < segments:
-            client.produce(*(f"m{number}" for number in range(10)))
-            self.settle()
-        while master.log.start <= copy.log.end:
-            master.drop_oldest_segment()
-
-    def begin_alone_twice(self) -> None:
-        """The master begins without slaves, and again: what stands there then is of an earlier mastership."""
-        for _ in range(2):
-            self.a.crash()
-            self.start(connected="")
-            self.a.wait(SETTINGS.slave_wait_ms)
-            self.a.host.settle()
-        self.a.crash()
-
-    def connect(self, names: str) -> None:
-        for name in names:
-            self.wires[name].connect()
-        self.settle()
-
-    def cut(self, names: str = "bc") -> None:
-        for name in names:
-            if self.wires[name].at_master is not None:
-                self.wires[name].cut()
-                self.wires[name].at_master = self.wires[name].at_slave = None
-
-    def settle(self) -> None:
-        before = None
-        while before != (before := [broker.log.end for broker in (self.a, self.b, self.c)] + [self.high]):
-            for wire in self.wires.values():
-                wire.settle()
-
-    @property
-    def high(self) -> int:
-        masters = [broker.node.master for broker in (self.a, self.b, self.c) if broker.node.master]
-        return masters[0].gate.high_watermark if masters else 0
-
-    def state(self, name: str) -> FollowerState:
-        (watch,) = [watch for watch in self.a.master.slaves.all if watch.owner.startswith(f"{name}:")]
-        return watch.follower.state
+from tests.unit.replication.copies import Copies
 
 
 def test_producing_continues_with_two_of_three():
@@ -489,126 +421,6 @@ def test_absent_slave_is_not_rolled_back():
 
 
 # -- promises ------------------------------------------------------------------------------------------------------
-
-
-def promised(copies: Copies, broker: Broker, term: int = 2) -> None:
-    broker.node.changes.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=term)
-
-
-def test_promise_survives_a_restart():
-    copies = Copies().start()
-    promised(copies, copies.c)
-    assert copies.c.disk.has("broker.json")
-    copies.c.crash()
-    copies.c.assign(Role.SLAVE, 1, slaves=2)
-    copies.c.wait(5_000)  # the time for which it holds still is over
-    assert copies.c.node.changes.is_held
-    copies.cut("c")
-    copies.wires["c"].connect()
-    copies.settle()
-    assert copies.state("c") is not FollowerState.IN_SYNC
-    copies.c.assign(Role.SLAVE, 2, slaves=2)
-    assert not copies.c.node.changes.is_held
-
-
-def test_restarted_copy_promises_only_without_its_master():
-    """Its disk may have been put back meanwhile. And only if it was a whole copy before."""
-    copies = Copies().start(connected="c")
-    copies.c.crash()
-    copies.c.assign(Role.SLAVE, 1, slaves=2)
-    with pytest.raises(OperatorError, match="was not in sync since it began"):
-        promised(copies, copies.c)
-    copies.c.node.changes.prepare_failover(
-        1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True
-    )
-    assert copies.c.node.identity.value.promised == 2
-    copies.b.node.identity.next_boot(1, above=0)
-    with pytest.raises(OperatorError, match="is not whole"):
-        copies.b.node.changes.prepare_failover(
-            1, hold_ms=1, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True
-        )
-
-
-def test_promised_copy_refuses_older_masterships():
-    copies = Copies().start()
-    promised(copies, copies.c, 5)
-    copies.c.assign(Role.MASTER, 4, slaves=2)
-    assert copies.c.node.master is None
-    copies.c.assign(Role.MASTER, 5, slaves=2)
-    assert copies.c.node.master is not None
-
-
-def test_master_without_unpromised_slaves_acknowledges_nothing():
-    copies = Copies().start()
-    client = Client(copies.a)
-    for broker in (copies.b, copies.c):
-        promised(copies, broker)
-    copies.settle()
-    stored = client.produce("m1")
-    copies.settle()
-    assert client.code(stored) == ErrorCode.READ_ONLY
-    copies.cut()
-    copies.start(term=2, master=copies.b)
-    stored = Client(copies.b).produce("m2")
-    copies.settle()
-    assert copies.b.node.writable and stored and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
-
-
-def test_swap_waits_for_its_target():
-    copies = Copies().start()
-    client = Client(copies.a)
-    stored = client.produce("m1")
-    copies.wires["b"].settle()
-    target = copies.c.node.identity.value.incarnation
-    copies.a.node.changes.prepare_swap(1, 1_000, target=target)
-    assert client.answered(stored) and not copies.a.master.is_drained_to(target)
-    with pytest.raises(OperatorError, match="took new messages"):
-        copies.a.node.changes.promise_swap(2, target=target)
-    copies.settle()
-    assert copies.a.master.is_drained_to(target)
-    copies.a.node.changes.promise_swap(2, target=target)
-
-
-def test_swap_needs_a_slave_in_sync():
-    copies = Copies().start()
-    copies.cut("c")
-    with pytest.raises(OperatorError, match="not in sync"):
-        copies.a.node.changes.prepare_swap(1, 1_000, target=copies.c.node.identity.value.incarnation)
-
-
-def test_promised_master_drains_until_the_new_term():
-    copies = Copies().start()
-    copies.a.node.changes.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
-    copies.settle()
-    copies.a.node.changes.promise_swap(2)
-    copies.a.wait(5_000)
-    copies.a.node.changes.cancel_swap()
-    assert Reason.DRAINING in copies.a.master.readonly
-    copies.start(term=2)  # it was not swapped after all: the row has the promised term, and the same master
-    assert copies.a.node.writable
-
-
-def test_promised_master_does_not_restart_in_its_term():
-    copies = Copies().start()
-    copies.a.node.changes.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
-    copies.settle()
-    copies.a.node.changes.promise_swap(2)
-    copies.a.node._begin_anew(IllegalTransition("a state without this move"))
-    copies.settle()
-    assert copies.a.node.role is None and not copies.a.node.writable
-    copies.cut()
-    copies.start(term=2)
-    assert copies.a.node.writable
-
-
-def test_master_with_new_messages_does_not_promise():
-    copies = Copies().start()
-    copies.a.node.changes.prepare_swap(1, 500)
-    copies.a.wait(1_000)
-    Client(copies.a).produce("m1")
-    with pytest.raises(OperatorError, match="took new messages"):
-        copies.a.node.changes.promise_swap(2)
-    assert copies.a.node.identity.value.promised == 0
 
 
 # -- deleting ------------------------------------------------------------------------------------------------------

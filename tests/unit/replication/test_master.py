@@ -12,7 +12,7 @@ from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
-from tests.unit.replication.test_many_copies import Copies
+from tests.unit.replication.copies import Copies
 
 
 def test_first_mastership_of_a_term_has_boot_1():

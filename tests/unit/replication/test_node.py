@@ -4,45 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import CorruptFrame, DiskFailed, Diverged, ErrorCode, IllegalTransition, NotServed, OperatorError
+from qmq.errors import CorruptFrame, DiskFailed, Diverged, ErrorCode, IllegalTransition, OperatorError
 from qmq.log.frame import FrameKind
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
-from qmq.replication import follower
+from qmq.replication import follower, shipper
 from qmq.replication.agreement import Action, Agreement
 from qmq.replication.assignment import Assignment
+from qmq.replication.clocks import MASTER, SLAVE
 from qmq.replication.follower import FollowerState
 from qmq.replication.points import Point
 from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
-from tests.unit.replication.test_many_copies import Copies
-
-HOLD_MS = 1_000
-
-
-def a_group(**changes) -> Group:
-    """A group at rest: all is acknowledged, and both copies have saved that."""
-    group = Group.made(**changes).start()
-    Client(group.a).produce("m")
-    group.settle()
-    for _ in range(20):
-        for broker in (group.a, group.b):
-            broker.wait(100)
-        group.settle()
-    return group
-
-
-def hold(broker: Broker, term: int = 1, **words) -> None:
-    broker.node.changes.prepare_failover(term, **({"hold_ms": HOLD_MS, "silent_ms": 500, "heard_ms_ago": None} | words))
-
+from tests.unit.replication.copies import Copies, group_at_rest
 
 # Rows.
 
 
 def test_rows_older_than_known_epochs_are_ignored():
-    group = a_group()
+    group = group_at_rest()
     node, role = group.b.node, group.b.node.role
     node.identity.learn(Epoch(3, 1))
     group.b.assign(Role.MASTER, 2)
@@ -53,7 +35,7 @@ def test_rows_older_than_known_epochs_are_ignored():
 
 
 def test_row_below_a_promise_is_ignored():
-    group = a_group()
+    group = group_at_rest()
     node, role = group.b.node, group.b.node.role
     node.identity.promise(3)
     group.b.assign(Role.MASTER, 2)
@@ -63,7 +45,7 @@ def test_row_below_a_promise_is_ignored():
 
 
 def test_broker_starts_with_its_remembered_part():
-    group = a_group()
+    group = group_at_rest()
     group.b.crash()
     assert group.b.node.group == "g1" and group.b.node.role is None
     assert group.b.node.start_without_metaserver() and group.b.node.slave is not None
@@ -71,7 +53,7 @@ def test_broker_starts_with_its_remembered_part():
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_copied_directory_needs_the_metaserver(name, caplog):
-    group = a_group()
+    group = group_at_rest()
     copied = getattr(group, name).copied()
     assert not copied.node.start_without_metaserver() and copied.node.role is None
     assert "moved or copied" in caplog.text
@@ -81,7 +63,7 @@ def test_copied_directory_needs_the_metaserver(name, caplog):
 
 
 def test_directory_without_instance_starts_by_itself():
-    group = a_group()
+    group = group_at_rest()
     group.b.node.identity.instance = ""
     group.b.assign(Role.SLAVE, 1)
     group.b.crash()
@@ -89,7 +71,7 @@ def test_directory_without_instance_starts_by_itself():
 
 
 def test_lost_part_ends_the_role(caplog):
-    group = a_group()
+    group = group_at_rest()
     for broker in (group.b, group.a):
         broker.node.lose_part("another process serves as it")
         assert broker.node.role is None and broker.node.assignment is None and not broker.node.readonly_reasons
@@ -103,34 +85,14 @@ def test_lost_part_ends_the_role(caplog):
 
 
 def test_directory_of_another_group_is_refused():
-    group = a_group()
+    group = group_at_rest()
     with pytest.raises(OperatorError, match="belongs to a:.* of g1, not to g2"):
         group.a.node.assign(Assignment("g2", 2, Role.MASTER))
     assert group.a.node.writable
 
 
-def test_role_change_is_reported_after_it_happened(monkeypatch):
-    group, told = a_group(), []
-    node, host = group.b.node, group.b.host
-    monkeypatch.setattr(host, "role_changed", lambda: told.append((type(node.role).__name__, node.changes.is_held)))
-    hold(group.b)
-    group.b.assign(Role.SLAVE, 2)
-    hold(group.b, 1, master_gone=True)
-    group.b.assign(Role.MASTER, 3)
-    assert told == [("Slave", True), ("Slave", False), ("Slave", True), ("BrokerMaster", False)]
-
-
-def test_new_part_ends_the_swap_deadline(caplog):
-    group = a_group()
-    group.a.node.changes.prepare_swap(1, HOLD_MS)
-    assert group.a.node.quiet_ms() == 0
-    group.cut()
-    group.a.assign(Role.SLAVE, 2)
-    assert group.a.node.quiet_ms() == QUIET_MS and "rolled back" not in caplog.text
-
-
 def test_new_part_clears_the_divergence(caplog, monkeypatch):
-    group = a_group()
+    group = group_at_rest()
     for _ in range(2):
         group.b.node.agreed(group.at_slave, Diverged("they differ"))
         assert group.b.node.readonly_reasons == [Reason.DIVERGED] and not group.at_slave.is_open
@@ -142,7 +104,7 @@ def test_new_part_clears_the_divergence(caplog, monkeypatch):
 
 
 def test_agreement_clears_the_divergence():
-    group = a_group()
+    group = group_at_rest()
     group.b.node.agreed(group.at_slave, Diverged("they differ"))
     group.cut()
     group.connect()
@@ -163,7 +125,7 @@ def test_broker_without_a_part_refuses_requests():
 
 
 def test_agreement_for_a_former_slave_is_ignored():
-    group = a_group()
+    group = group_at_rest()
     for node in (group.a.node, Broker("new").node):
         link, reasons = FakeLink("late"), node.readonly_reasons
         node.agreed(link, Diverged("they differ"))
@@ -171,7 +133,7 @@ def test_agreement_for_a_former_slave_is_ignored():
 
 
 def test_repeated_divergence_is_logged_once(caplog):
-    group = a_group()
+    group = group_at_rest()
     seed = Agreement(Epoch(1, 1), Action.SEED, group.b.log.end - 8, 0, group.b.log.end)
     for _ in range(2):
         group.connect()
@@ -210,7 +172,7 @@ def test_slave_unreplayable_after_its_cut_has_no_part():
     ],
 )
 def test_illegal_transition_restarts_the_role(monkeypatch, name, call):
-    group = a_group()
+    group = group_at_rest()
     role = group.b.node.role
 
     def illegal(*_: object) -> None:
@@ -230,7 +192,7 @@ def hello_again(group: Group) -> int:
 
 
 def test_restarting_master_answers_the_hello_first(monkeypatch):
-    group = a_group()
+    group = group_at_rest()
     group.b.node.identity.learn(Epoch(1, 7))
     assert hello_again(group) == ErrorCode.FENCED and group.a.master.epoch == Epoch(1, 8)
     group.connect()
@@ -254,142 +216,14 @@ def test_waiting_master_is_not_writable():
 # Failover.
 
 
-def test_held_slave_begins_at_once_as_master():
-    group = a_group()
-    hold(group.b)
-    assert not group.at_slave.is_open and group.b.node.quiet_ms() == 0
-    group.cut()
-    group.b.assign(Role.MASTER, 2)
-    assert group.b.master.has_begun and not group.b.node.changes.is_held
-
-
-def test_slave_reconnects_after_its_hold(monkeypatch):
-    group, told = a_group(), []
-    hold(group.b)
-    monkeypatch.setattr(group.b.host, "role_changed", lambda: told.append(group.b.node.changes.is_held))
-    group.b.wait(HOLD_MS)
-    assert told == [] and group.b.node.changes.is_held
-    group.b.wait(1)
-    assert told == [False]
-
-
-def test_promoted_slave_without_hold_waits():
-    group = a_group()
-    group.cut()
-    group.b.assign(Role.MASTER, 2)
-    assert not group.b.master.has_begun
-
-
-@pytest.mark.parametrize("heard_ms_ago, is_gone", [(0, False), (499, False), (500, True), (None, True)])
-def test_hold_is_refused_while_the_master_is_heard(heard_ms_ago, is_gone):
-    group = a_group()
-    if is_gone:
-        hold(group.b, heard_ms_ago=heard_ms_ago)
-    else:
-        with pytest.raises(OperatorError, match=f"was heard {heard_ms_ago} ms ago"):
-            hold(group.b, heard_ms_ago=heard_ms_ago)
-    assert group.b.node.changes.is_held is is_gone and group.at_slave.is_open is not is_gone
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        pytest.param(lambda node: node.identity.points.rolled_back(Point(Epoch(1, 1), 1 << 40, 7)), id="rolled back"),
-        pytest.param(lambda node: setattr(node.slave, "has_matched", False), id="not in sync since it began"),
-    ],
-)
-def test_incomplete_copy_refuses_a_failover(harm):
-    group = a_group()
-    harm(group.b.node)
-    with pytest.raises(OperatorError, match="was not in sync since it began, or is not whole"):
-        hold(group.b, promised_term=2)
-    assert not group.b.node.changes.is_held and group.b.node.identity.value.promised == 0
-
-
-@pytest.mark.parametrize(
-    "harm, may",
-    [
-        pytest.param(lambda node: None, True, id="whole"),
-        pytest.param(lambda node: node.identity.completed(False), False, id="never whole"),
-        pytest.param(lambda node: node.log.cut(node.log.state.epochs[0].offset + 8, ""), False, id="cut"),
-    ],
-)
-def test_master_gone_needs_a_whole_copy(harm, may):
-    group = a_group()
-    group.b.crash()
-    group.b.assign(Role.SLAVE, 1)
-    harm(group.b.node)
-    if may:
-        hold(group.b, master_gone=True)
-    else:
-        with pytest.raises(OperatorError, match="is not whole"):
-            hold(group.b, master_gone=True)
-    assert group.b.node.changes.is_held is may
-
-
 # Swap.
-
-
-def test_prepared_swap_expires():
-    group = a_group()
-    group.a.node.changes.prepare_swap(1, HOLD_MS)
-    group.a.wait(HOLD_MS)
-    assert group.a.node.readonly_reasons == [Reason.DRAINING]
-    group.a.wait(1)
-    assert group.a.node.writable
-    group.settle()
-    group.a.wait(100)
-    group.settle()
-    assert group.a.node.quiet_ms() == QUIET_MS
-
-
-@pytest.mark.parametrize("term", [0, 2])
-def test_swap_of_another_term_is_refused(term):
-    group = a_group()
-    with pytest.raises(OperatorError, match=f"not the master of g1 in term {term}"):
-        group.a.node.changes.prepare_swap(term, HOLD_MS)
-    assert group.a.node.writable
-
-
-def test_waiting_master_refuses_a_swap():
-    group = a_group()
-    group.cut()
-    group.a.crash()
-    group.a.assign(Role.MASTER, 1)
-    with pytest.raises(OperatorError, match="not the master of g1"):
-        group.a.node.changes.prepare_swap(1, HOLD_MS)
-    with pytest.raises(OperatorError, match="took new messages"):
-        group.a.node.changes.promise_swap(2)
-    with pytest.raises(NotServed, match="waits for its slave"):
-        group.a.node.acting_master()
-
-
-def test_swap_cancelled_in_the_promised_term():
-    group = a_group()
-    group.a.node.changes.prepare_swap(1, HOLD_MS)
-    group.a.node.changes.promise_swap(2)
-    assert group.a.node.identity.value.promised == 2 and group.a.node.quiet_ms() == QUIET_MS
-    group.a.wait(10 * HOLD_MS)
-    assert group.a.node.readonly_reasons == [Reason.DRAINING]
-    group.start(2)
-    group.a.node.changes.prepare_swap(2, HOLD_MS)
-    group.a.node.changes.cancel_swap()
-    assert group.a.node.writable
-
-
-def test_slave_ignores_cancel_and_refuses_promise():
-    group = a_group()
-    group.b.node.changes.cancel_swap()
-    with pytest.raises(OperatorError, match="not the master of g1 any more"):
-        group.b.node.changes.promise_swap(2)
-    assert group.b.node.identity.value.promised == 0
 
 
 # What is acknowledged, remembered outside the log.
 
 
 def test_point_write_failure_ends_the_process(monkeypatch):
-    group, told = a_group(), []
+    group, told = group_at_rest(), []
     node, host = group.a.node, group.a.host
     Client(group.a).produce("n")
     group.settle()
@@ -408,7 +242,7 @@ def test_point_write_failure_ends_the_process(monkeypatch):
 def test_ended_mastership_saves_its_point(monkeypatch, is_slow):
     """It was to be written half a second later. A master that died before that, after a swap, knew nothing of it, and
     cut it: the disk of the new master had lost its end."""
-    group, told = a_group(), []
+    group, told = group_at_rest(), []
     if is_slow:  # a thread still writes the one before
         Client(group.a).produce("m2")
         group.settle()
@@ -427,7 +261,7 @@ def test_ended_mastership_saves_its_point(monkeypatch, is_slow):
 
 
 def test_incomplete_copy_is_not_rolled_back():
-    group = a_group()
+    group = group_at_rest()
     group.b.node.identity.completed(False)
     group.b.node.remembered_elsewhere([Point(Epoch(1, 1), group.b.log.end + 8, 7)])
     assert group.b.node.readonly_reasons == []
@@ -435,7 +269,7 @@ def test_incomplete_copy_is_not_rolled_back():
 
 @pytest.mark.parametrize("term, reasons", [(1, [Reason.ROLLED_BACK]), (2, [])])
 def test_accepted_loss_clears_the_lacking_point(term, reasons):
-    group = a_group()
+    group = group_at_rest()
     lacks = Point(Epoch(1, 1), group.b.log.end + 8, 7)
     group.b.node.remembered_elsewhere([lacks])
     group.b.node.remembered_elsewhere([], loss_accepted_term=term)
@@ -443,7 +277,7 @@ def test_accepted_loss_clears_the_lacking_point(term, reasons):
 
 
 def test_rolled_back_pair_waits():
-    group = a_group()
+    group = group_at_rest()
     group.cut()
     group.a.node.remembered_elsewhere([Point(Epoch(1, 1), group.a.log.end + 800, 7)])
     group.connect()
@@ -453,7 +287,7 @@ def test_rolled_back_pair_waits():
 
 @pytest.mark.parametrize("accepted_term, is_given_up", [(0, False), (1, False), (2, True)])
 def test_accepted_loss_clears_the_own_point(accepted_term, is_given_up):
-    group = a_group()
+    group = group_at_rest()
     lost = Point(Epoch(1, 1), group.b.log.end + 8, 7)
     group.b.node.identity.points.acknowledged(lost)
     group.b.node.remembered_elsewhere([], loss_accepted_term=accepted_term)
@@ -462,7 +296,7 @@ def test_accepted_loss_clears_the_own_point(accepted_term, is_given_up):
 
 
 def test_only_a_lacking_mastership_restarts():
-    group = a_group()
+    group = group_at_rest()
     slave, lacks = group.b.node.role, Point(Epoch(1, 1), group.a.log.end + 800, 7)
     group.b.node.remembered_elsewhere([lacks])
     assert group.b.node.role is slave
@@ -519,7 +353,7 @@ def test_master_yields_after_its_write():
 
 
 def test_full_disk_and_short_memory_make_readonly(caplog):
-    group = a_group()
+    group = group_at_rest()
     for say, reason in ((group.a.node.set_disk_full, Reason.DISK), (group.a.node.set_memory_short, Reason.MEMORY)):
         caplog.clear()
         for is_short in (True, True, False, False):
@@ -532,7 +366,7 @@ def test_full_disk_and_short_memory_make_readonly(caplog):
 
 
 def test_clock_disagreement_is_logged_once(caplog):
-    group = a_group()
+    group = group_at_rest()
     for skew_ms, said in ((0, 0), (1 << 30, 1), (1 << 30, 1), (0, 2), (0, 2)):
         group.hear_clocks(skew_ms)
         for broker in (group.a, group.b):
@@ -548,7 +382,7 @@ def test_broker_without_a_part_ignores_clocks():
 
 
 def test_tick_requests_a_pass():
-    group = a_group()
+    group = group_at_rest()
     for broker in (group.a, group.b):
         broker.host.settle()
         broker.node.tick()
@@ -556,7 +390,7 @@ def test_tick_requests_a_pass():
 
 
 def test_frames_arriving_during_a_commit_follow_it():
-    group = a_group()
+    group = group_at_rest()
     client = Client(group.a)
     client.produce("n")
     assert group.a.host.turn() and group.a.host.commits
@@ -566,3 +400,136 @@ def test_frames_arriving_during_a_commit_follow_it():
     assert group.a.host.pass_is_due
     group.settle()
     assert group.a.log.is_idle and group.b.log.end == group.a.log.end
+
+
+def stored(**changes) -> Group:
+    group = Group.made(**changes).start()
+    for number in range(12):
+        Client(group.a).produce(f"m{number}", size=900)
+        group.settle()
+    return group
+
+
+def frames_told(link: FakeLink) -> int:
+    return sum(command == Command.FRAMES for command, _ in link.told)
+
+
+def test_master_ships_when_its_link_is_writable_again():
+    group = stored()
+    group.at_master.writable = False
+    Client(group.a).produce("m")
+    group.a.host.settle()
+    assert not frames_told(group.at_master)
+    group.at_master.writable = True
+    group.a.node.writable_again(FakeLink("a client"))
+    assert not frames_told(group.at_master)
+    group.a.node.writable_again(group.at_master)
+    assert frames_told(group.at_master)
+
+
+def with_an_empty_master():
+    """The slave has messages that the new master takes from it."""
+    group = stored()
+    group.cut()
+    group.a = Broker("new master", group.a.settings)
+    group.a.assign(Role.MASTER, 2)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    return group
+
+
+def test_restoring_slave_sends_when_link_is_writable_again():
+    group = with_an_empty_master()
+    group.at_slave.writable = False
+    group.settle()
+    assert not group.a.log.end and group.b.log.end
+    group.at_slave.writable = True
+    group.b.node.writable_again(group.at_slave)
+    group.settle()
+    assert group.a.master.has_begun and group.a.log.chain == group.b.log.chain
+
+
+def test_restored_frames_of_an_earlier_link_stay_unconfirmed(monkeypatch):
+    """It would take that for the confirmation of another log."""
+    monkeypatch.setattr(shipper, "PACKET_BYTES", 2_000)
+    group = with_an_empty_master()
+    while not frames_told(group.at_slave):
+        group.b.host.settle()
+        assert group.deliver_hello()
+    group.to_master()
+    group.a.host.turn()  # its commit is on its way to the disk
+    begin = group.a.log.end
+    assert begin and not group.a.log.flushed_end
+    group.cut()
+    group.connect()
+    group.b.host.settle()
+    assert group.deliver_hello()
+    (watch,) = group.a.master.slaves.all
+    assert watch.follower.restoring.begin == begin
+    group.a.host.settle()
+    assert group.a.log.flushed_end == begin and not group.at_master.told
+    group.settle()
+    assert group.a.master.has_begun and group.a.log.chain == group.b.log.chain
+
+
+def test_writable_link_of_a_follower_sends_nothing():
+    group = stored()
+    group.b.node.writable_again(group.at_slave)
+    Broker("new").node.writable_again(FakeLink("anybody"))
+    assert not group.at_slave.told
+
+
+def test_clock_readings_count_on_the_own_link_only():
+    group = stored()
+    for broker, link, whose in ((group.a, group.at_master, SLAVE), (group.b, group.at_slave, MASTER)):
+        broker.node.record_copy_clock(FakeLink("a stranger"), broker.host.now_ms() - 7, is_disk_full=True)
+        assert broker.node.clocks_ahead_ms() == {}
+        broker.node.record_copy_clock(link, broker.host.now_ms() - 7, is_disk_full=True)
+        assert broker.node.clocks_ahead_ms() == {whose: 7}
+
+
+def test_full_disk_of_the_slave_makes_readonly():
+    group = stored()
+    for is_full, reasons in ((True, [Reason.DISK]), (False, [])):
+        group.a.node.record_copy_clock(group.at_master, group.a.host.now_ms(), is_disk_full=is_full)
+        group.a.node.set_disk_full(False)
+        assert group.a.node.readonly_reasons == reasons
+
+
+def test_group_with_a_catching_up_slave_is_busy():
+    copies = Copies().start()
+    copies.cut("c")
+    copies.a.wait(1_000)
+    copies.settle()
+    assert copies.a.master.slaves.are_fully_matched and copies.a.master.quiet_ms() == QUIET_MS
+    wire = copies.wires["c"]
+    wire.connect()
+    assert wire.deliver_hello()
+    assert not copies.a.master.slaves.are_fully_matched and copies.a.master.quiet_ms() == 0
+    copies.settle()
+    copies.a.wait(1_000)
+    copies.settle()
+    assert copies.a.master.slaves.are_fully_matched
+    copies.cut("c")  # of one that is away nothing is to be waited for
+    assert copies.a.master.slaves.are_fully_matched
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_master_with_unreadable_common_end_is_damaged(is_damaged):
+    """It says so, and does not call the slave's log another one."""
+    group = stored(tail_bytes=0)
+    group.cut()
+    end, base = group.a.log.end, group.a.log.bases[-1]
+    (before,) = group.a.log.frames("s", 11, 1)
+    assert base <= before.offset and before.offset + before.length == end
+    group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
+    group.a.host.settle()
+    if is_damaged:
+        for offset, at in ((before.offset, before.length // 2), (end, 20)):
+            group.a.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + at))
+    group.connect()
+    for _ in range(3):
+        group.deliver_hello()
+    assert ("corrupt" in group.a.node.readonly_reasons) == is_damaged
+    assert "diverged" not in group.a.node.readonly_reasons
+    assert (group.a.master.slaves.of(group.at_master) is None) == is_damaged

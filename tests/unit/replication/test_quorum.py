@@ -14,7 +14,7 @@ from qmq.replication.quorum import OTHERS_WAIT_MS
 from qmq.types import Role
 from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
-from tests.unit.replication.test_many_copies import Copies
+from tests.unit.replication.copies import Copies
 
 S = FollowerState
 
