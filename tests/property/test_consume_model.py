@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.errors import CorruptFrame, InvalidAck
+from qmq.errors import InvalidAck
 from qmq.log.fold import (
     BATCHES_PER_PRODUCER,
     PRODUCERS_MAX,
@@ -24,7 +24,7 @@ from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.group import Consumer
 from qmq.log.group import Group as GroupProgress
 from qmq.log.message_life import LIFE, MessageEvent, MessageState
-from qmq.log.progress_frame import DEFERRED, EXPIRED, PASSED, encode_progress
+from qmq.log.progress_frame import DEFERRED, EXPIRED, PASSED
 from qmq.remoting.commands import Command, encode_json
 from qmq.types import Epoch
 from tests.support.effort import examples
@@ -200,33 +200,6 @@ def test_late_ack_of_a_left_consumer_is_refused():
             group.consumers["c1"].unacked_in(second + 1, second + 2)
 
 
-@pytest.mark.parametrize(
-    "kind, consumer, entries, why",
-    [
-        (FrameKind.PULL, "c1", [(0, 0, 2)], "pull sequence that was delivered"),
-        (FrameKind.PULL, "c2", [(1 << 40, 1, 1)], "messages that another consumer has"),
-        (FrameKind.PULL, "c2", [(1 << 40, 4, 1), (1 << 41, 4, 1)], "messages twice"),
-        (FrameKind.ACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "ack of what was not delivered"),
-        (FrameKind.ACK, "c2", [(0, 1, 0)], "ack of somebody else's messages"),
-        (FrameKind.ACK, "c1", [(0, 0, 0)], "empty ack"),
-        (FrameKind.NACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "nack of what was not delivered"),
-        (FrameKind.NACK, "c2", [(0, 1, 0)], "nack of somebody else's messages"),
-        (FrameKind.PULL, "c2", [(PASSED, 0, 1)], "what somebody has is passed over"),
-        (FrameKind.PULL, "c2", [(DEFERRED, 5, 1)], "a hole before what is deferred"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and " " in value else "",
-)
-def test_inconsistent_progress_is_corrupt(kind, consumer, entries, why):
-    copy = Copy(segment_bytes=1 << 20)
-    copy.begin_epoch()
-    copy.progress(FrameKind.POSITION, "", (0, 0, 0))
-    copy.messages(*"abcdef", size=0)
-    state = copy.log.state
-    copy.progress(FrameKind.PULL, "c1", (state.next_pull(state.groups["s", "g"], "c1"), 0, 4))
-    with pytest.raises(CorruptFrame):
-        copy.append(kind, "s", encode_progress("g", consumer, entries))
-
-
 def test_window_of_a_producer_is_exact():
     """P2: 64 batches per producer, whatever their order, and 4,096 producers, the least recent forgotten first."""
     rng = Random(1)
@@ -249,22 +222,6 @@ def test_window_of_a_producer_is_exact():
     for frame, body in decode_frames(copy.whole(), 0, 0):
         apply(state, frame, body)
     assert state.producers[7] == model
-
-
-def test_oldest_batch_is_forgotten_after_a_snapshot():
-    """P2: batch 1 came behind batch 2, and a broker that starts anew forgets it as one that did not."""
-    copy = Copy(segment_bytes=1 << 24)
-    copy.begin_epoch()
-    for batch in (2, 1, *range(3, BATCHES_PER_PRODUCER + 1)):
-        copy.messages("m", size=0, producer=7, batch=batch)
-    again = decode_snapshot(encode_snapshot(copy.log.state))
-    copy.messages("m", size=0, producer=7, batch=BATCHES_PER_PRODUCER + 1)
-    copy.flush()
-    for frame, body in decode_frames(copy.whole(), 0, 0):
-        if frame.offset == again.end:
-            apply(again, frame, body)
-    assert min(again.producers[7]) == 2
-    assert again.producers == copy.log.state.producers
 
 
 def test_least_recent_producers_are_forgotten_first():

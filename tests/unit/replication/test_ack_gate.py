@@ -115,6 +115,7 @@ def test_waiting_requests_are_refused_when_mastership_ends():
     gate, stored, progress = followed(), Waiter(), Waiter()
     gate.stored(10, stored)
     gate.progress(20, 0, progress)
+    assert gate.waiting == 2
     unknown, another = OutcomeUnknown("repeat"), NotMaster("ask")
     gate.abandon(stored=unknown, progress=another)
     gate.flushed(30, 0)
@@ -131,13 +132,6 @@ def test_progress_is_answered_in_order_without_slave():
     assert not first.answers and not second.answers
     gate.flushed(200, 0)
     assert first.is_safe and second.is_safe and not gate.waiting
-
-
-def test_waiting_counts_produces_and_progress():
-    gate = followed()
-    gate.stored(10, Waiter())
-    gate.progress(10, 0, Waiter())
-    assert gate.waiting == 2
 
 
 def test_older_flush_or_confirmation_changes_nothing():

@@ -350,13 +350,6 @@ def lacked(group: Group) -> Point:
     return Point(Epoch(1, 1), group.a.log.end + 800, 7)
 
 
-def test_copy_below_the_metaservers_point_is_rolled_back():
-    group = stored()
-    group.b.node.remembered_elsewhere([lacked(group)])
-    assert group.b.node.readonly_reasons == ["rolled_back"]
-    assert group.b.node.identity.points.lacks == lacked(group)
-
-
 def test_copy_below_its_own_point_is_rolled_back():
     group = stored()
     group.b.node.identity.points.acknowledged(lacked(group))
@@ -370,17 +363,6 @@ def test_master_with_slave_in_sync_lacks_nothing():
     group = stored()
     group.a.node.remembered_elsewhere([lacked(group)])
     assert group.a.node.writable
-
-
-def test_lone_rolled_back_master_restarts_and_waits():
-    group = stored()
-    group.cut()
-    before = group.a.master
-    group.a.node.remembered_elsewhere([lacked(group)])
-    assert group.a.master is not before and not group.a.master.has_begun
-    assert "rolled_back" in group.a.node.readonly_reasons
-    group.a.wait(60_000)
-    assert not group.a.master.has_begun
 
 
 def test_restored_point_is_no_longer_lacking():

@@ -88,13 +88,6 @@ def test_unfilled_slave_is_absent_without_its_link():
     assert copies.state("c") is FollowerState.ABSENT
 
 
-def test_slave_is_filled_once_allowed():
-    copies = with_new_c()
-    heed(copies, "manual", (fill_id(copies.c), True))
-    assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.chain == copies.a.log.chain
-    assert copies.c.node.readonly_reasons == []
-
-
 def test_next_filling_needs_a_new_order():
     copies = with_new_c()
     order = (fill_id(copies.c), True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import ErrorCode
 from qmq.replication.clocks import METASERVER, SLAVE
 from qmq.replication.copy_report import messages_above
 from qmq.replication.follower import FollowerState
@@ -13,26 +12,6 @@ from qmq.replication.readonly import Reason
 from qmq.types import Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
 from tests.unit.replication.copies import Copies
-
-
-def test_producing_continues_with_two_of_three():
-    copies = Copies().start()
-    client = Client(copies.a)
-    first = client.produce("m1")
-    copies.settle()
-    copies.cut("c")
-    second = client.produce("m2")
-    copies.settle()
-    assert client.receipt(first).stored == client.receipt(second).stored == 1 and copies.a.node.writable
-    copies.cut("b")
-    refused = client.produce("m3")
-    copies.settle()
-    assert client.code(refused) == ErrorCode.READ_ONLY
-    assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
-    copies.connect("c")  # which lacked a message until now
-    third = client.produce("m4")
-    copies.settle()
-    assert client.receipt(third).stored == 1 and copies.c.log.chain == copies.a.log.chain
 
 
 @pytest.mark.parametrize("min_copies, is_stored", [(2, True), (3, False)])

@@ -85,20 +85,3 @@ def test_late_own_disk_makes_readonly(caplog):
     group.a.wait(1)
     assert group.a.node.writable and client.receipt(stored).stored == 1
     assert caplog.text.count("disk late") == 1
-
-
-def test_lagging_slave_makes_readonly():
-    for settings in ({"slave_lag_bytes_max": 100}, {"slave_lag_ms_max": 50}):
-        group = Group.made(**settings).start()
-        client = Client(group.a)
-        client.produce("m")
-        group.a.host.settle()
-        group.a.wait(60)
-        group.a.wait(60)
-        assert Reason.SLAVE_LAG in group.a.node.readonly_reasons or not group.at_master.is_open
-        group.settle()
-        if group.at_master is None:
-            group.connect()
-        group.settle()
-        group.a.wait(1)
-        assert group.a.node.writable

@@ -20,15 +20,6 @@ def hold(broker: Broker, term: int = 1, **words) -> None:
     broker.node.changes.prepare_failover(term, **({"hold_ms": HOLD_MS, "silent_ms": 500, "heard_ms_ago": None} | words))
 
 
-def test_held_slave_begins_at_once_as_master():
-    group = group_at_rest()
-    hold(group.b)
-    assert not group.at_slave.is_open and group.b.node.quiet_ms() == 0
-    group.cut()
-    group.b.assign(Role.MASTER, 2)
-    assert group.b.master.has_begun and not group.b.node.changes.is_held
-
-
 def test_slave_reconnects_after_its_hold(monkeypatch):
     group, told = group_at_rest(), []
     hold(group.b)
@@ -37,13 +28,6 @@ def test_slave_reconnects_after_its_hold(monkeypatch):
     assert told == [] and group.b.node.changes.is_held
     group.b.wait(1)
     assert told == [False]
-
-
-def test_promoted_slave_without_hold_waits():
-    group = group_at_rest()
-    group.cut()
-    group.b.assign(Role.MASTER, 2)
-    assert not group.b.master.has_begun
 
 
 @pytest.mark.parametrize("heard_ms_ago, is_gone", [(0, False), (499, False), (500, True), (None, True)])

@@ -59,28 +59,6 @@ def test_late_receiver_is_served_from_disk_then_tail():
     assert not host.reads and shipper.position == copy.log.end
 
 
-def test_catching_up_keeps_its_rate():
-    copy = a_copy(tail_bytes=0)
-    shipper, link, host = shipped_from(copy, bytes_per_s=10_000)
-    shipping_bytes, seconds = [], 0
-    for _ in range(6):
-        shipper.ship()
-        while host.do_read():
-            pass
-        shipping_bytes.append(shipper.position)
-        seconds += 1
-        shipper.allow(100)
-    per_turn = max(later - earlier for earlier, later in zip([0, *shipping_bytes], shipping_bytes))
-    assert 0 < shipping_bytes[0] < copy.log.end
-    assert per_turn <= 1_000 + copy.segment_bytes, "a tenth of a second's bytes, and what was begun is finished"
-    assert shipping_bytes[-1] <= 10_000 * 0.6 + copy.segment_bytes
-    shipper.allow(3_600_000)
-    shipper.ship()
-    while host.do_read():
-        pass
-    assert shipper.position - shipping_bytes[-1] <= 1_000 + copy.segment_bytes, "an idle hour saves nothing up"
-
-
 @pytest.mark.parametrize(("more", "reads"), [(1, 2), (0, 1)])
 def test_catching_up_begins_with_a_tenth_second(more, reads):
     copy = a_copy(tail_bytes=0)
@@ -90,22 +68,6 @@ def test_catching_up_begins_with_a_tenth_second(more, reads):
     while host.do_read():
         pass
     assert len(link.told) == reads
-
-
-def test_bytes_under_way_stay_within_the_window(monkeypatch):
-    monkeypatch.setattr(shipping, "WINDOW_BYTES", 3_000)
-    monkeypatch.setattr(shipping, "PACKET_BYTES", 500)
-    copy = a_copy(80)
-    shipper, link, _ = shipped_from(copy)
-    shipper.ship()
-    stopped = shipper.position
-    assert 3_000 < stopped < 3_000 + 2 * 500 < copy.log.end
-    shipper.ship()
-    assert shipper.position == stopped
-    end, chain = shipper._sent[1]
-    shipper.confirm(end, chain)
-    shipper.ship()
-    assert stopped < shipper.position <= end + 3_000 + 2 * 500
 
 
 def test_full_link_is_not_sent_to():
@@ -144,18 +106,6 @@ def test_closed_link_is_not_served(tail_bytes):
     link.close("lost")
     shipper.ship()
     assert not host.reads and shipper.position == 0
-
-
-def test_damaged_frame_ends_shipping():
-    copy = a_copy(tail_bytes=0)
-    shipper, link, host = shipped_from(copy)
-    copy.disk.flip(f"log/{0:020d}.log", 8 * 300)
-    shipper.ship()
-    while host.do_read():
-        pass
-    assert not link.is_open or shipper.position < copy.log.end
-    with pytest.raises(CorruptFrame):
-        copy.log.stored.read(shipper.position, copy.log.end, 1 << 20)
 
 
 def test_reading_resumes_at_the_allowed_byte():

@@ -8,18 +8,17 @@ import pytest
 
 from qmq.errors import CorruptFrame, DiskFailed, ErrorCode
 from qmq.remoting import commands
-from qmq.remoting.commands import Command, Confirmation, offset_header
-from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.remoting.commands import Command, Confirmation
+from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement
 from qmq.replication.points import Point
 from qmq.replication.ports import QUIET_MS
-from qmq.replication.slave import SLAVE, SlaveState
+from qmq.replication.slave import SlaveState
 from qmq.types import Epoch, Role
 from tests.unit.broker.test_replication import (
     a_master_that_takes_back_piece_by_piece,
     equal,
     filled,
-    replace_slave,
     settle_slowly,
     swapped_with_a_tail,
 )
@@ -433,38 +432,3 @@ def test_hello_waits_for_the_flush():
     assert group.b.slave.life.state is SlaveState.AWAITING_FLUSH
     group.settle()
     assert states(group)[-3:] == [SlaveState.AWAITING_FLUSH, SlaveState.HELLO_SENT, SlaveState.FOLLOWING]
-
-
-def test_following_slave_ignores_a_snapshot():
-    illegal, group = SLAVE.illegal, filled()
-    group.look_after_logs()
-    group.a.drop_oldest_segment()
-    replace_slave(group)
-    group.settle()
-    assert states(group) == [
-        SlaveState.AWAITING_FLUSH,
-        SlaveState.HELLO_SENT,
-        SlaveState.AWAITING_SNAPSHOT,
-        SlaveState.FOLLOWING,
-    ]
-    base, _, snapshot = group.a.log.stored.seed_start()
-    quarantine, end = group.b.disk.names("quarantine"), group.b.log.end
-    body = memoryview(bytes(offset_header(base)) + bytes(snapshot))
-    group.b.node.packet_received(group.at_slave, Packet(Command.SNAPSHOT, 0, ONE_WAY, Command.SNAPSHOT, body))
-    assert (group.b.disk.names("quarantine"), group.b.log.end) == (quarantine, end)
-    assert group.b.node.identity.value.complete and SLAVE.illegal == illegal
-
-
-def test_slave_follows_after_restoring():
-    group = Group.made().start()
-    Client(group.a).produce("m")
-    group.settle()
-    end = group.a.log.end
-    group.cut()
-    group.a.log.cut(group.a.log.bases[-1] if len(group.a.log.bases) > 1 else 0, "its disk lost it")
-    group.a.crash()
-    group.a.assign(Role.MASTER)
-    group.connect()
-    group.settle()
-    assert SlaveState.RESTORING in states(group) and states(group)[-1] is SlaveState.FOLLOWING
-    assert group.a.log.end >= end and group.a.node.writable

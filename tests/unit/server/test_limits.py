@@ -8,7 +8,7 @@ import pytest
 
 from qmq.codec import decode_labels, encode_labels, join_batch, label_of
 from qmq.errors import ErrorCode
-from qmq.log.fold import BATCHES_PER_PRODUCER, PRODUCERS_MAX
+from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
 from qmq.server.batch_check import check_messages
 from tests.unit.broker.world import Client, Group, message
@@ -157,21 +157,3 @@ def test_repeats_within_64_batches_are_stored_once():
     assert (client.receipt(newest).first_sequence, client.receipt(oldest).first_sequence) == (64, 1)
     assert client.code(forgotten) == ErrorCode.OUTCOME_UNKNOWN
     assert group.a.log.end == end
-
-
-def test_least_recent_producer_is_forgotten_first():
-    """P2: whoever is the 4,097th makes the log forget who sent nothing for longest."""
-    group = Group.made().start()
-    client = Client(group.a)
-    for producer in range(1, PRODUCERS_MAX + 1):
-        client.produce("m", producer=producer, batch=1)
-    client.produce("m", producer=1, batch=2)
-    client.produce("m", producer=PRODUCERS_MAX + 1, batch=1)
-    group.settle()
-    state = group.a.log.state
-    assert len(state.producers) == PRODUCERS_MAX
-    assert state.repeated(1, 1) is not None and state.repeated(1, 2) is not None, "it sent something lately"
-    assert state.repeated(2, 1) is None and state.repeated(3, 1) is not None
-    again = client.produce("m", producer=2, batch=1)
-    group.settle()
-    assert client.receipt(again).first_sequence == PRODUCERS_MAX + 2, "forgotten: it is stored a second time"
