@@ -1,4 +1,4 @@
-"""Core. Logs for tests: real ones, on a disk in memory, with whatever history a test asks for."""
+"""Core. Real logs on a disk in memory, with any history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEGMENT_BYTES = 2048
 
 
 class Copy:
-    """One copy of a log and who writes it."""
+    """One copy of a log and its writer."""
 
     def __init__(
         self, disk: MemoryDisk | None = None, *, segment_bytes: int = SEGMENT_BYTES, tail_bytes: int = 1 << 20
@@ -59,17 +59,17 @@ class Copy:
         self.flush()
 
     def fill(self, frames: int, *, name: str = "m", size: int = 100) -> None:
-        """Append messages, one commit each; rolls over as it goes."""
+        """Append messages, one commit each; segments roll."""
         for i in range(frames):
             self.messages(f"{name}{i}", size=size, subject=f"s{i % 3}")
             self.flush()
 
     def whole(self) -> bytes:
-        """The log's bytes from its start to its end, as the disk holds them."""
+        """Return the log's bytes from its start to its end, as the disk holds them."""
         return read_raw(self.disk, segment_bases(self.disk), self.log.start, self.log.flushed_end)
 
     def image(self) -> dict[str, bytes]:
-        """Every file below log/, without zeros at its end."""
+        """Return every file below log/, without zeros at its end."""
         names = [f"log/{name}" for name in self.disk.names("log")]
         return {name: self.disk.read(name, 0, self.disk.size(name)).rstrip(b"\0") for name in names}
 
@@ -79,7 +79,7 @@ def message(subject: str, id: str, size: int = 20) -> bytes:
 
 
 def fold_of(data: bytes, state: State | None = None) -> State:
-    """Fold frames afresh; `data` begins at the state's end."""
+    """Fold frames into a new state, or into `state`; `data` begins at the state's end."""
     state = state or State()
     for frame, body in decode_frames(data, state.end, state.chain):
         apply(state, frame, body)
@@ -87,7 +87,7 @@ def fold_of(data: bytes, state: State | None = None) -> State:
 
 
 def a_history(copy: Copy, rng: Random, frames: int) -> list[Frame]:
-    """Append a random but legal history of every kind of frame, seen through the log's own state."""
+    """Append a random legal history of every kind of frame."""
     made = [] if copy.log.state.epochs else [copy.begin_epoch()]
     while len(made) < frames:
         made.append(a_frame(copy, rng))

@@ -1,4 +1,4 @@
-"""Core. A backlog that nobody reads costs disk, not memory."""
+"""Core. An unread backlog costs disk, not memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Blocks that the disk cannot read: the rest is read, they are damage like any other, and writing mends them."""
+"""Shell. Unreadable blocks of the disk: the rest is read, they are damage, and writing repairs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.log.logs import Copy
 def bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Make a block of a file of the disk at tmp_path / "d" bad."""
     for call in (os.pread, os.pwritev, os.ftruncate):
-        monkeypatch.setattr(os, call.__name__, call)  # put back at the end
+        monkeypatch.setattr(os, call.__name__, call)  # restored at the end
     listed = tmp_path / "bad blocks"
     BadBlocks(listed)
 
@@ -78,7 +78,7 @@ def test_file_with_a_bad_block_is_not_mapped(disk, bad):
 
 
 def a_copy(disk: RealDisk) -> tuple[Copy, Copy]:
-    """Two equal copies; the first on a real disk."""
+    """Return two equal copies, the first on a real disk."""
     copies = Copy(disk, segment_bytes=20_000, tail_bytes=0), Copy(segment_bytes=20_000)
     for copy in copies:
         copy.begin_epoch()
@@ -128,7 +128,7 @@ def test_bad_block_of_the_newest_segment_is_repaired(disk, bad):
 
 
 def test_bad_block_at_the_end_cuts_the_tail(disk, bad):
-    """Zeros in its place would be taken for the end, and nobody would know that something is missing."""
+    """Zeros in its place would look like the end of the log and hide the loss."""
     copy, _ = a_copy(disk)
     newest = copy.log.bases[-1]
     end, last = copy.log.end, (copy.log.end - newest - 1) // BLOCK_BYTES
@@ -149,7 +149,7 @@ def test_index_with_a_bad_block_is_rebuilt(disk, bad):
 
 
 def test_partly_repaired_bad_block_stays_damaged_behind(disk, bad):
-    """A block that cannot be read is written as a whole, or the process would die of it again and again."""
+    """An unreadable block is written as a whole; otherwise each attempt would end the process."""
     copy, other = a_copy(disk)
     base = copy.log.bases[1]
     bad(log_name(base), 0)
@@ -165,7 +165,7 @@ def test_partly_repaired_bad_block_stays_damaged_behind(disk, bad):
 
 @pytest.mark.parametrize("blocks", [(1,), (1, 3)])
 def test_failed_read_is_retried_block_by_block(blocks):
-    """Most systems return what stands before the bad block; not all do."""
+    """Most systems return the bytes before the bad block; some do not."""
 
     class Strict(MemorySystem):
         def pread(self, fd, size, at):

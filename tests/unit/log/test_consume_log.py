@@ -1,4 +1,4 @@
-"""Core. The consume log finds each sequence in the segment that has it, before and after that is on disk."""
+"""Core. The consume log finds each sequence in its segment, before and after the index is on disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.property.test_frame import frame_of
 
 BASE = 4096
 SEGMENTS = [{"a": (2, 1)}, {"b": (1,), "a": (3,)}, {"b": (2, 2, 1)}, {}, {"b": (1,)}, {"a": (1,)}]
-"""Of each segment, how many messages the frames of its subjects have."""
+"""Per segment: subject -> message counts of its frames."""
 
 
 class World:
-    """A consume log, and what it should find."""
+    """A consume log, and the frames it should find."""
 
     def __init__(self) -> None:
         self.disk, self.bases = MemoryDisk(), [BASE]
@@ -26,7 +26,7 @@ class World:
         self.files: dict[int, bytes] = {}
 
     def grow(self) -> Iterator[None]:
-        """Append the segments, one frame after the other."""
+        """Append the segments, one frame at a time."""
         for number, subjects in enumerate(SEGMENTS):
             if number:
                 self.roll()
@@ -46,7 +46,7 @@ class World:
 
     def roll(self) -> None:
         if self.end == self.bases[-1]:
-            self.end += 8  # of frames that are no messages
+            self.end += 8  # of frames other than messages
         base = self.bases[-1]
         self.files[base] = self.log.roll(base, self.end)
         self.bases.append(self.end)

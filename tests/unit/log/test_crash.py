@@ -1,4 +1,4 @@
-"""Core. A workload that touches everything, stopped before every call of the disk; any part of the rest may be kept."""
+"""Core. A workload of all operations, stopped before every disk call; a crash keeps any part of the unsynced bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEGMENT_BYTES = 1024
 
 
 class ShatteringDisk(MemoryDisk):
-    """Writes land on the platter in small pieces: a crash keeps any of them, not only the first ones."""
+    """A disk that writes in pieces of 64 bytes, of which a crash keeps any."""
 
     def write(self, name, offset, buffers):
         data = b"".join(buffers)
@@ -30,17 +30,17 @@ class ShatteringDisk(MemoryDisk):
 
 @dataclass
 class Truth:
-    """What a recovered log may hold."""
+    """Permitted contents of a recovered log."""
 
     bytes: bytes = b""
-    """All of this history from offset 0 on; a crash may cost its end, behind `safe`."""
+    """The whole history from offset 0; a crash may lose its end, behind `safe`."""
     safe: int = 0
     start: int = 0
-    """Retention took, or begins to take, what is before."""
+    """Retention deletes, or begins to delete, the bytes before it."""
     whole_from: int = 0
-    """Bits were flipped before this offset, or segments dropped."""
+    """Bits were flipped or segments dropped before this offset."""
     other: bytes | None = None
-    """Being seeded with these, from `other_start` on."""
+    """The bytes of the log that seeds this one, from `other_start` on."""
     other_start: int = 0
 
 
@@ -61,7 +61,7 @@ def flush(copy: Copy, truth: Truth) -> None:
 
 
 def run(copy: Copy, truth: Truth) -> None:
-    """Append, roll over several segments in one commit and in many, cut, go on, damage, repair, drop."""
+    """Append, roll in one commit and in many, cut, continue, damage, repair, drop."""
     append(copy, truth)
     for i in range(9):
         append(copy, truth, f"a{i}")
@@ -96,7 +96,7 @@ def run(copy: Copy, truth: Truth) -> None:
 
 
 def seed(copy: Copy, truth: Truth) -> None:
-    """The other copy is ahead by far: this one is set aside and begins anew."""
+    """Set this copy aside and seed it from a copy far ahead."""
     other = Copy(segment_bytes=SEGMENT_BYTES)
     other.begin_epoch(Epoch(2, 1))
     other.fill(30)

@@ -1,4 +1,4 @@
-"""Core. Bodies of frames that say what a delay server decided."""
+"""Core. Bodies of a delay server's decision frames."""
 
 from __future__ import annotations
 

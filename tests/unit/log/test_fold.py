@@ -1,4 +1,4 @@
-"""Core. What follows from a frame: of each kind the whole of it, and which frames do not follow."""
+"""Core. State after each kind of frame, and frames that the fold refuses."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.unit.log.logs import Copy
 
 PULL, ACK, NACK, POSITION = FrameKind.PULL, FrameKind.ACK, FrameKind.NACK, FrameKind.POSITION
 FIRST = (1 << 16 | 1) << MASTERSHIP_BITS
-"""The first pull sequence of the epoch that a copy begins with."""
+"""The first pull sequence of a copy's first epoch."""
 
 
 def a_group() -> Copy:
-    """Six messages, of which c1 has the first four."""
+    """Return a log of six messages, of which consumer c1 has the first four."""
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
     copy.progress(POSITION, "", (0, 0, 0))
@@ -181,7 +181,7 @@ def test_pull_of_delivered_messages_is_refused():
 
 
 def a_frame(state: State, **fields) -> tuple[Frame, bytes]:
-    """A batch of one message, behind what the state knows, unless the fields say something else."""
+    """Return the next frame of a state, a batch of one message unless `fields` change it, and its body."""
     expected = {"offset": state.end, "first_sequence": state.next_sequence.get(fields.get("subject", "s"), 0)}
     plain = {"subject": "s", "epoch": Epoch(1, 1), "previous_chain": state.chain, **expected}
     raw, frame = frame_of(body=b"", **(plain | fields))

@@ -1,4 +1,4 @@
-"""Core. Frames at their borders: where one is cut, the shortest and the longest, and what stands where no frame may."""
+"""Core. Frames at their borders: cut, shortest, longest, and at unaligned offsets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qmq.types import Epoch
 from tests.property.test_frame import BASE, FRAMES, SEGMENT, STARTS, frame_of
 
 KEYED = 1 << 32
-"""The least label of a message that has an order key."""
+"""The smallest label of a message with an order key."""
 
 
 def test_cut_log_decodes_to_its_last_whole_frame():
@@ -41,7 +41,7 @@ def test_cut_log_decodes_to_its_last_whole_frame():
 
 
 def test_partial_body_with_matching_crc_is_refused():
-    """Whatever ends with its own CRC has one and the same CRC."""
+    """All data that ends with its own CRC-32 has the same CRC-32."""
     part = b"messages" + crc32(b"messages").to_bytes(4, "little")
     body = part + crc32(part).to_bytes(4, "little")
     assert crc32(part) == crc32(body)

@@ -1,4 +1,4 @@
-"""Core. A log whose damage no copy can mend becomes whole without it, and nothing is deleted."""
+"""Core. A log whose damage no copy can repair becomes whole without it; nothing is deleted."""
 
 from __future__ import annotations
 

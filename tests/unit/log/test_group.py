@@ -1,4 +1,4 @@
-"""Core. What a consumer has of its group: ranges of pull sequences."""
+"""Core. A consumer's ranges of pull sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qmq.types import Epoch
 
 
 def test_consecutive_deliveries_share_a_range():
-    """A consumer with 100,000 messages in flight would have as many ranges else."""
+    """Otherwise a consumer with 100,000 messages in flight would have as many ranges."""
     consumer = Consumer()
     for at in range(3):
         consumer.deliver(UnackedRange(at, 10 + at, 1, 1))
@@ -59,7 +59,7 @@ END = 13
 
 
 def a_consumer() -> tuple[Consumer, dict[int, UnackedRange]]:
-    """A consumer with gaps in what it has; and each of its messages for itself, by pull sequence."""
+    """Return a consumer with gaps in its ranges, and each of its messages by pull sequence."""
     consumer = Consumer()
     for one in DELIVERED:
         consumer.deliver(UnackedRange(*one))

@@ -1,4 +1,4 @@
-"""Core. A copy's health is what reading and repairing it found."""
+"""Core. States of a log's health."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. The consume log of closed segments: derived, small, made again when it is missing."""
+"""Core. Indexes of closed segments: derived, small, rebuilt when missing."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def places(copy: Copy) -> dict[str, list]:
 
 BASE = 4096
 COUNTS = {"b": (2,), "a": (1, 3, 1), "größe": (1, 1, 1, 5), "bb": (4, 1), "": (1,)}
-"""subject -> how many messages its frames have"""
+"""subject -> message counts of its frames"""
 
 
 def an_index() -> tuple[SegmentIndex, dict[str, list[FrameRef]]]:
-    """An index of frames of several subjects, one after the other; and what it should find."""
+    """Return an index of frames of several subjects in turn, and the frames it should find."""
     index, refs, offset = SegmentIndex(BASE), {subject: [] for subject in COUNTS}, BASE
     for turn in range(4):
         for at, (subject, counts) in enumerate(COUNTS.items()):

@@ -1,4 +1,4 @@
-"""Core. Labels are read from the end of a frame; what is damaged is found, what came wrong is none."""
+"""Core. Labels at the end of a frame: damaged ones are detected, invalid ones are ignored."""
 
 from __future__ import annotations
 

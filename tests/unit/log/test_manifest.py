@@ -1,4 +1,4 @@
-"""Core. A copy knows which segments it should have: a file that is gone is damage, whichever it is."""
+"""Core. The manifest lists the segments of a copy: any missing file is damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def a_copy() -> Copy:
 
 
 def repair_all(copy: Copy, whole: bytes) -> None:
-    """Mend what is damaged, one range after the other, from the bytes of the other copy."""
+    """Repair all damage, one range at a time, from the other copy's bytes."""
     for _ in range(20):
         if copy.log.damage is None:
             return
@@ -61,7 +61,7 @@ def test_missing_closed_segments_are_repaired_in_turn():
 
 
 def test_missing_newest_segment_is_a_cut_tail():
-    """All that is left ends where frames end: nothing else would say that there was more."""
+    """The remaining files end at a frame border: only the manifest shows the loss."""
     copy = a_copy()
     newest = copy.log.bases[-1]
     assert copy.log.end > newest
@@ -116,7 +116,7 @@ def test_manifest_follows_every_change():
 
 @pytest.mark.parametrize("agreed", [True, False])
 def test_interrupted_deletion_is_whole_or_nothing(agreed):
-    """What nobody agreed to delete is kept aside all the same."""
+    """Segments whose deletion was not agreed are set aside."""
     for call in range(1, 14):
         copy = Copy(tail_bytes=0)
         copy.begin_epoch()
@@ -156,7 +156,7 @@ def test_manifest_out_of_order_is_refused(listed):
 
 
 def test_manifest_of_a_roll_omits_deleted_segments():
-    """A file that it lists and that is gone would be damage at the next start."""
+    """A listed file that is missing would be damage at the next start."""
     copy = a_copy()
     segments = len(copy.log.bases)
     while len(copy.log.bases) == segments:
@@ -171,8 +171,9 @@ def test_manifest_of_a_roll_omits_deleted_segments():
 
 
 def test_crash_during_a_deletion_damages_nothing():
-    """Frames from before and after the decision were two writes: if a crash kept the second alone, this was damage, and
-    no master without the other copy."""
+    """Frames before and after the decision used to be two writes. A crash that kept only the second one was damage, and
+    the copy was no master without the other copy.
+    """
     plain = a_copy()
     before = plain.disk.calls
     go_on(plain)
@@ -188,7 +189,7 @@ def test_crash_during_a_deletion_damages_nothing():
 
 
 def go_on(copy: Copy) -> None:
-    """Write, delete and write, in one commit."""
+    """Write, delete and write in one commit."""
     copy.messages("a")
     copy.log.drop_oldest_segment()
     copy.messages("b")

@@ -1,4 +1,4 @@
-"""Core. Appending, reading, cutting and seeding one copy of a message log."""
+"""Core. Appending, reading, cutting and seeding a message log."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_check_readable_finds_damage_before_an_offset():
 
 
 def test_chain_before_a_damaged_frame_is_known():
-    """Or a tail that another history replaced, and that rotted before it was cut, could never be cut (seed 1724)."""
+    """Otherwise a replaced tail that is damaged could never be cut (seed 1724)."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60)
@@ -112,7 +112,7 @@ def test_chain_before_a_damaged_frame_is_known():
 
 
 def test_zeros_behind_a_segment_are_ignored():
-    """A crash may leave some of what was reserved for it."""
+    """A crash may leave a part of the reserved bytes."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60)
@@ -136,7 +136,7 @@ READERS = {
 
 @pytest.mark.parametrize("what", READERS)
 def test_reading_a_dropped_segment_is_a_corrupt_frame(what):
-    """The process would end at that. Reads happen on threads, after somebody looked up where."""
+    """A failed disk would end the process. Reads run on threads, some time after the lookup."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(40)
@@ -171,7 +171,7 @@ def test_frames_below_the_retained_start_are_skipped(monkeypatch):
 
 
 def test_unflushed_frames_stay_in_the_tail():
-    """The disk may not have it yet: who ships it to a slave would read what was there before."""
+    """The disk may lack them: shipping them from disk would send older bytes."""
     copy = Copy(tail_bytes=0)
     flushed = copy.begin_epoch()
     commit = copy.log.take_commit()
@@ -184,7 +184,7 @@ def test_unflushed_frames_stay_in_the_tail():
 
 @pytest.mark.parametrize("bytes_max", [1, 300, 2048, 1 << 20])
 def test_intact_bytes_equal_decoded_chunks(bytes_max):
-    """Whole frames, never over the end of a segment, at least one."""
+    """Whole frames of one segment, at least one."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.fill(30)
@@ -209,7 +209,7 @@ def test_intact_bytes_end_before_damage():
 
 
 def test_frames_of_one_packet_are_separate_tail_entries():
-    """A slave that becomes the master ships and delivers them one by one."""
+    """A promoted slave ships and delivers them one by one."""
     master, slave = Copy(), Copy()
     frames = [master.begin_epoch(), *(master.messages(id) for id in "abc")]
     master.flush()
@@ -255,7 +255,7 @@ def test_adjacent_bodies_are_read_together(monkeypatch):
 
 
 def a_log(*sizes: int, subject: str = "s", segment_bytes: int = 1 << 20) -> tuple[Copy, list[Frame]]:
-    """Frames of these sizes, in one segment."""
+    """Return a log with frames of these sizes in one segment."""
     copy = Copy(segment_bytes=segment_bytes, tail_bytes=0)
     frames = [copy.begin_epoch(), *(copy.messages(f"m{i}", size=size, subject=subject) for i, size in enumerate(sizes))]
     copy.flush()
@@ -263,7 +263,7 @@ def a_log(*sizes: int, subject: str = "s", segment_bytes: int = 1 << 20) -> tupl
 
 
 def watched(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the sizes of what is read from now on."""
+    """Return a list that collects the sizes of later reads."""
     sizes, read = [], copy.disk.read
     monkeypatch.setattr(copy.disk, "read", lambda *args: sizes.append(len(data := read(*args))) or data)
     return sizes
@@ -272,7 +272,7 @@ def watched(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("bytes_max", [1, 120, 1000, 5000, 30_000, 1 << 20])
 @pytest.mark.parametrize("at", range(5))
 def test_chunk_has_the_requested_bytes_or_one_frame(monkeypatch, at, bytes_max):
-    """Of less than its header nobody can tell how long a frame is: then as much is read as any header has."""
+    """A part of a header does not show the frame's length, so at least the longest header is read."""
     copy, frames = a_log(20, 20_000, 20, 20_000, 20)
     begin = frames[at].offset
     most = bytes_max if bytes_max >= frames[at].body_at else segments.HEADER_BYTES_MAX
@@ -297,7 +297,7 @@ def test_damaged_header_is_found_with_few_reads(monkeypatch):
 
 
 def test_longest_header_is_read_and_found():
-    """Names are checked before; whatever a frame can hold, a log can read."""
+    """A log can read every frame that can be encoded; names are checked elsewhere."""
     copy, frames = a_log(0, 0, 0, subject="x" * 65_529)
     for at, frame in enumerate(frames):
         assert copy.log.stored.read(frame.offset, copy.log.end, 1).frames == [frame]
@@ -402,7 +402,7 @@ def test_timestamp_of_each_frame():
 
 
 def test_longest_subject_name_is_read_whole():
-    """They are read in one piece of a fixed size; names have a bound, also those that brokers make of two."""
+    """Headers are read in one piece of a fixed size, and names are bounded, also derived ones."""
     subject = check_subject(dead_letter_subject("ü" * (NAME_BYTES_MAX // 2), "g" * NAME_BYTES_MAX))
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
@@ -554,7 +554,7 @@ def test_cuts_at_both_ends_of_the_log():
 
 
 def test_cut_removes_the_index_of_its_segment():
-    """The segment may be closed once more, at the same offset."""
+    """The segment may close again, at the same offset."""
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)
@@ -672,7 +672,7 @@ def test_one_commit_at_a_time():
 
 
 def test_page_cache_sees_all_committed_bytes(monkeypatch):
-    """Or what a closed segment got last stays there for ever."""
+    """Otherwise the last bytes of a closed segment stay cached for ever."""
     told = []
     monkeypatch.setattr(PageCache, "synced", lambda self, file, begin, end: told.append(end - begin))
     copy = Copy(segment_bytes=700)
@@ -774,7 +774,7 @@ def test_oldest_segment_may_go_after_acknowledged_retention(start, acknowledged,
 
 
 def test_commit_without_bytes_carries_end_and_chain():
-    """Copies compare what it says: its chain was 0."""
+    """Copies compare this chain; it used to be 0."""
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)

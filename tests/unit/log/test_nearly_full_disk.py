@@ -1,4 +1,4 @@
-"""Core. A nearly full disk: a log goes on with what is left instead of asking for a whole segment at once."""
+"""Core. On a nearly full disk a segment grows instead of reserving its whole size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEGMENT_BYTES = 64 << 10
 
 
 class NearlyFull(RealDisk):
-    """A real disk, on which others have left so much."""
+    """A real disk with a chosen number of free bytes."""
 
     left = 1 << 30
 

@@ -1,4 +1,4 @@
-"""Shell. A data directory has one process at a time, and another name at each place and start of the machine."""
+"""Shell. A data directory has one process at a time, and another instance at each place and boot of the machine."""
 
 from __future__ import annotations
 

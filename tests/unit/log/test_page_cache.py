@@ -1,4 +1,4 @@
-"""Core. What of a log stays in the system's memory: the newest part, whatever was written before and read since."""
+"""Core. The system's memory keeps only the newest part of a log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class File:
 
 @pytest.fixture
 def dropped(monkeypatch):
-    """Ranges (fd, begin, end) that the system was told to forget."""
+    """Return the ranges (fd, begin, end) that the system was asked to drop."""
     ranges = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, advice: ranges.append((fd, at, at + size)))
     return ranges

@@ -1,4 +1,4 @@
-"""Core. The quarantine of a copy: what it holds, and what goes when it is too large."""
+"""Core. Contents and bound of a copy's quarantine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. From what a crash left to a log that can be trusted."""
+"""Core. Recovery of a log after a crash or damage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_log_from_offset_0_needs_no_snapshot():
 
 @pytest.fixture(scope="module")
 def segment() -> Copy:
-    """One segment of 16 KiB, full but for a clean tail of some zeros."""
+    """Return a log of one segment of 16 KiB, full except for some zeros."""
     copy = Copy(segment_bytes=SIZE, tail_bytes=0)
     copy.begin_epoch()
     while copy.log.end < SIZE - 1200:
@@ -128,7 +128,7 @@ def test_cut_at_every_byte_leaves_the_prefix(segment, rest):
 
 @pytest.mark.parametrize("to_border", range(0, 12, 2))
 def test_state_and_index_follow_from_the_prefix(to_border):
-    """W6, I17: truncated to any border, they are what a fresh fold of the rest gives."""
+    """W6, I17: after a cut at any border, they equal a new fold of the remaining frames."""
     copy = Copy(segment_bytes=1500)
     a_history(copy, Random(to_border), 150)
     copy.flush()
@@ -149,7 +149,7 @@ def test_state_and_index_follow_from_the_prefix(to_border):
 
 
 def test_damaged_frame_hides_no_other_frame():
-    """W4: damage in any segment is reported or met when read; every other frame stays and is served."""
+    """W4: damage in any segment is reported at the start or when it is read; every other frame is served."""
     copy = a_log()
     for base in copy.log.bases:
         image = Copy(copy.disk.copy(), tail_bytes=0)
@@ -170,7 +170,7 @@ def test_damaged_frame_hides_no_other_frame():
 
 
 def test_stale_bytes_behind_a_cut_stay_hidden():
-    """W5: the same batches again, so that sizes line up with the old bytes behind them."""
+    """W5: the same batches again, so that their sizes match the old bytes behind them."""
     copy = Copy(segment_bytes=1 << 16)
     copy.begin_epoch()
     for i in range(20):
@@ -180,7 +180,7 @@ def test_stale_bytes_behind_a_cut_stay_hidden():
     border = [frame.end for frame, _ in decode_frames(stale, 0, 0)][5]
     copy.log.cut(border, "conflict")
     image = copy.disk
-    image.write(SEGMENT, border, [stale[border:]])  # a file system that gave old blocks back
+    image.write(SEGMENT, border, [stale[border:]])  # a file system that returns old blocks
     image.sync(SEGMENT)
     copy.epoch = Epoch(1, 2)
     copy.messages("new")
@@ -226,7 +226,7 @@ def test_log_without_a_beginning_is_set_aside():
 
 
 def test_damaged_oldest_snapshot_has_no_chain():
-    """A repair of the other copy, and the audit, ask for it, and need no more than the frames."""
+    """Repair and audit ask for that chain, and need only the frames."""
     copy = a_log()
     copy.drop_oldest_segment()
     first = copy.log.bases[0]
@@ -273,7 +273,7 @@ def test_clean_start_writes_nothing(frames):
 
 
 def test_recovered_frames_survive_a_power_cut():
-    """It was written by a process that was killed before the fsync: whoever read it acts on it."""
+    """A process that was killed before its fsync wrote them; readers act on them."""
     copy = a_log()
     copy.messages("written and not fsynced")
     (step,) = copy.log.take_commit().steps
@@ -293,7 +293,7 @@ def test_snapshot_of_another_base_is_ignored():
 
 
 def test_replay_rebuilds_a_missing_index():
-    """Or the first who reads far behind would wait for it."""
+    """Otherwise the first reader far behind would wait for it."""
     copy = a_log()
     closed, newest = copy.log.bases[-2:]
     index = copy.disk.read(index_name(closed), 0, 1 << 20)
@@ -348,7 +348,7 @@ def test_torn_large_frame_is_cut(monkeypatch, left):
 @pytest.mark.parametrize("is_zeros", [True, False], ids=["zeros", "no frames"])
 @pytest.mark.parametrize("followers", [1, 2])
 def test_broken_end_of_a_closed_segment_is_damage(followers, is_zeros):
-    """A power cut right after the next one's file was made; before that, all of this one was fsynced."""
+    """The power failed right after the next segment's file was created; the closed segment was fsynced before."""
     copy, other = a_log(), a_log()
     closed, *newer = copy.log.bases[-1 - followers :]
     for base in newer:
@@ -369,7 +369,7 @@ def test_broken_end_of_a_closed_segment_is_damage(followers, is_zeros):
 
 
 def torn_at_its_end() -> tuple[Copy, Frame]:
-    """The last frame is none any more, and nothing follows."""
+    """Return a log whose last frame is damaged, and that frame."""
     copy = a_log()
     base = copy.log.bases[-1]
     last = copy.log.stored.read(base, copy.log.end, 1 << 20).frames[-1]
@@ -427,7 +427,7 @@ def test_missing_newest_file_is_known_after_crashes():
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut short"])
 def test_replay_stops_at_a_short_segment(is_gone):
-    """At the border of a frame, so that nothing looks torn; and no snapshot behind it is left."""
+    """It ends at a frame border, so nothing looks torn, and no later snapshot exists."""
     copy, other = a_log(), a_log()
     base, following = copy.log.bases[1:3]
     border = base if is_gone else copy.log.stored.read(base, following, 1 << 20).frames[3].end
@@ -444,7 +444,7 @@ def test_replay_stops_at_a_short_segment(is_gone):
 
 
 def test_replay_skips_zeros_behind_a_segment():
-    """A crash may leave some of what was reserved for it."""
+    """A crash may leave a part of the reserved bytes."""
     copy = a_log()
     before = copy.log.state
     for base in copy.log.bases[1:]:

@@ -1,4 +1,4 @@
-"""Core. Damage is found, reported and mended from the other copy; nothing else is touched (P6)."""
+"""Core. Damage is found, reported and repaired from the other copy; nothing else changes (P6)."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_quarantine_names_are_not_reused():
 
 
 def test_equal_bytes_are_kept_once():
-    """A block that stays bad is repaired again and again, and the disk would fill."""
+    """A bad block is repaired repeatedly; the disk would fill."""
     disk = MemoryDisk()
     name = quarantine.keep_bytes(disk, 8, b"first", "test")
-    disk.remove(name.replace(".bytes", ".json"))  # the power went before the report was there
+    disk.remove(name.replace(".bytes", ".json"))  # the power failed before the report was written
     kept = [quarantine.keep_bytes(disk, 8, data, "test") for data in (b"first", b"other", b"first", b"other")]
     assert kept[0] == kept[2] == name and kept[1] == kept[3] != name
     assert len(disk.names("quarantine")) == 4 and disk.has(name.replace(".bytes", ".json"))
@@ -77,7 +77,7 @@ def test_equal_bytes_are_kept_once():
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_cut_at_damage_marks_the_tail(is_damaged):
-    """What is behind it may have been acknowledged: as a master it waits for its slave."""
+    """Later frames may have been acknowledged, so as a master it waits for its slave."""
     copy = a_copy()
     offset = frame_offsets(copy, copy.log.bases[-1])[0]
     if is_damaged:
@@ -89,7 +89,7 @@ def test_cut_at_damage_marks_the_tail(is_damaged):
 
 
 def test_verify_opens_the_named_file():
-    """Who has it open reads on in one that was taken away."""
+    """An open descriptor still reads an unlinked file."""
     copy = a_copy()
     base = copy.log.bases[0]
     assert copy.log.stored.verify(base, base, None, 1 << 20)[0] == copy.log.bases[1]
@@ -153,14 +153,14 @@ def test_frames_that_do_not_join_are_refused(at_run_time):
 
 
 def test_foreign_frames_within_the_damage_are_refused():
-    """Nothing behind them tells: what tells is the chain before."""
+    """No following frame proves the history; the chain before them does."""
     copy, other, stranger = a_copy(), a_copy(), Copy(MemoryDisk(), tail_bytes=0)
     stranger.begin_epoch()
     stranger.fill(60, name="n")
     first, second, third = frame_offsets(copy, 0)[20:23]
     assert frame_offsets(stranger, 0) == frame_offsets(copy, 0)
     damage(copy, first)
-    damage(copy, second, at=8)  # its header: no frame begins there
+    damage(copy, second, at=8)  # in its header, so no frame begins there
     copy.log.damaged_at(CorruptFrame(first, "test"))
     image, found = copy.image(), copy.log.damage
     assert found[:2] == (first, third)
@@ -198,7 +198,7 @@ def test_damaged_bytes_are_kept_with_a_report():
 
 @pytest.mark.parametrize("subject", ["x" * 300, "a/b", "a\nb", ""])
 def test_log_accepts_any_subject_name(subject):
-    """W7: names are checked before this point; a log that holds such a frame anyway indexes, rolls and recovers."""
+    """W7: names are checked before. A log with such a frame still indexes, rolls and recovers."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     copy.messages("m", subject=subject)
@@ -220,7 +220,7 @@ def test_next_frame_is_found_over_several_reads(monkeypatch):
 
 @pytest.mark.parametrize(("size", "bytes_max"), [(100, 4096), (20_000, 10 * 20_000)])
 def test_next_frame_search_reads_little(monkeypatch, size, bytes_max):
-    """Who reads single frames asks for each by where it begins; behind damage, the next one is near."""
+    """Readers of single frames give their offsets; behind damage, the next frame is near."""
     copy = Copy(segment_bytes=8 << 20)
     copy.begin_epoch()
     frames = [copy.messages("m", size=size) for _ in range(100)]
@@ -241,7 +241,7 @@ def test_next_frame_search_reads_little(monkeypatch, size, bytes_max):
 
 @pytest.mark.parametrize(("behind", "is_known"), [(-1, False), (0, False), (1, True)])
 def test_damage_below_the_high_watermark_may_be_acknowledged(behind, is_known):
-    """Exactly at it is not below it: what begins there was never safe."""
+    """A frame that begins at the high watermark was not acknowledged."""
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()
     copy.messages("a", size=100)
@@ -270,7 +270,7 @@ def verify(copy: Copy, base: int) -> None:
 
 @pytest.mark.parametrize("common", [1, 12], ids=["from its begin", "from its middle"])
 def test_foreign_segment_is_repaired(common):
-    """An older file was put back, or two were exchanged: each frame is right, and the segment does not join."""
+    """An older file was restored, or two were exchanged: each frame is valid, but the segment does not join."""
     copy, other, stranger = (a_copy(common) for _ in range(3))
     for one, name in ((copy, "m"), (other, "m"), (stranger, "x")):
         one.fill(60, name=name)
@@ -332,7 +332,7 @@ def test_damage_met_by_several_readers():
 
 @pytest.mark.parametrize("segments_damaged", [1, 2, 3])
 def test_damage_of_several_segments_is_repaired_in_pieces(segments_damaged):
-    """The other copy's pieces end anywhere, and one may hold frames of two segments."""
+    """The other copy's pieces end anywhere; one may hold frames of two segments."""
     copy, other = a_copy(), a_copy()
     bases = copy.log.bases
     begin, end = frame_offsets(copy, bases[1])[2], bases[1 + segments_damaged]
@@ -372,7 +372,7 @@ def test_dropped_segment_ends_its_damage(is_cut):
 
 
 def test_high_watermark_is_searched_behind_all_damage():
-    """In any segment, whichever frame says it."""
+    """Any frame of any segment may state it."""
     for behind, is_known in ((-8, False), (0, False), (8, True)):
         copy = Copy(MemoryDisk(), segment_bytes=700, tail_bytes=0)
         copy.begin_epoch()
@@ -519,7 +519,7 @@ def test_repair_writes_only_the_damage(at_run_time, which):
 
 
 def test_foreign_frames_behind_damage_are_repaired_in_turn():
-    """A start stops at the first one; what is behind it says nothing of the frames before."""
+    """Recovery stops at the first damage; frames behind it prove nothing about frames before it."""
     copy, other, stranger = a_copy(), a_copy(), Copy(MemoryDisk(), tail_bytes=0)
     stranger.begin_epoch()
     stranger.fill(60, name="n")
@@ -539,7 +539,7 @@ def test_foreign_frames_behind_damage_are_repaired_in_turn():
 
 
 def test_repair_stops_at_a_frame_crossing_segments():
-    """It fits nowhere: it was written again and again, and a disk with a bad block there refused that each time."""
+    """That frame fits in no place. It was written repeatedly, and a disk with a bad block there refused each time."""
     copy, other = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
     for one, size in ((copy, 100), (other, 133)):
         one.begin_epoch()
@@ -577,7 +577,7 @@ def test_repaired_bytes_survive_a_power_cut():
 
 
 def test_unsynced_repair_survives_a_power_cut():
-    """The next process read it, and counted it, in memory alone (seed 579416)."""
+    """The next process used to read and count it from memory alone (seed 579416)."""
 
     def killed(name):
         raise KeyboardInterrupt
@@ -624,7 +624,7 @@ def test_repair_writes_its_last_block_whole(which):
 @pytest.mark.parametrize("is_all", [False, True], ids=["the other copy ends within it", "the other copy has all"])
 @pytest.mark.parametrize("has_snapshot", [True, False], ids=["", "and the snapshot of its segment"])
 def test_damage_extends_back_to_its_begin(has_snapshot, is_all):
-    """Of a block that cannot be read, the disk takes nothing but the whole (seeds 7138, 4009)."""
+    """An unreadable block can only be written whole (seeds 7138, 4009)."""
     copy, other = a_copy(), a_copy()
     base, following = copy.log.bases[1:3]
     offsets = [offset for offset in frame_offsets(copy, base) if offset < following]
@@ -655,8 +655,9 @@ def test_frames_that_miss_the_following_chain_are_refused():
 
 
 def test_repair_ends_at_another_epoch():
-    """A slave that was to cut its tail there could not, as long as the end of what both have could not be read, and
-    waited for ever (seed 554384)."""
+    """A slave could not cut its tail there while the end of the common frames was unreadable, and waited for ever (seed
+    554384).
+    """
     copy, other = a_copy(10), a_copy(10)
     for one in (copy, other):
         one.begin_epoch(Epoch(1, 2))

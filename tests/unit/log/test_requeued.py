@@ -1,4 +1,4 @@
-"""Core. Requeued ranges agree with a dictionary of messages, and cost a pull what it gets, not what waits."""
+"""Core. Requeued ranges equal a dictionary of messages; a pull costs what it takes, not what waits."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_next_due_time_is_a_lower_bound():
 
 
 def test_clock_that_went_back_finds_due_ranges():
-    """A broker is the master again, with a clock that was put back: what was ready has to be waited for."""
+    """A broker is master again and its clock was put back: ranges that were due have to wait."""
     requeued = Requeued([RequeuedRange(10, 1, 1, 5_000), RequeuedRange(20, 1, 1, 5_100)])
     assert requeued.due(6_000, 1) == [RequeuedRange(10, 1, 1, 5_000)]
     assert requeued.next_due_ms(0) == 4_096
@@ -207,7 +207,7 @@ def test_earlier_range_moves_the_next_due_time():
 
 
 def test_blocks_stay_within_their_bounds(monkeypatch):
-    """One that grows on makes each change move all of it; empty ones would be looked through by all."""
+    """Each change moves a whole block, and each search visits empty blocks."""
     monkeypatch.setattr(blocks, "BLOCK", 4)
     requeued, rng = Requeued(), Random(1)
     firsts = [2 * at for at in range(100)]

@@ -1,4 +1,4 @@
-"""Core. What the retention frames of a log say together."""
+"""Core. State after the retention frames of a log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def decision(start: int, **lost: int) -> RetentionDecision:
 
 
 def a_kept() -> Kept:
-    """Frames at 100, 200 and 300 that keep all, and one at 400 that gives up what is before 200."""
+    """Return the state after three frames that delete nothing, and one that deletes the bytes before 200."""
     kept = Kept()
     for offset in (100, 200, 300):
         kept.take(decision(0), offset=offset, end=offset + 50, time_ms=offset * 10)

@@ -1,4 +1,4 @@
-"""Shell. What the disk makes of the system's calls: files and names that last, and what a failed call leaves."""
+"""Shell. Durability of files and names over the system's calls, and the state after a failed call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LUCK = [None, 1, 2, 3, 4]
 
 
 def crashed(disk: MemoryDisk, call: int, work, luck: int | None) -> bool:
-    """Do the work, whose process is killed at a call by a power cut; return whether it was done before."""
+    """Cut the power at a call of the work; return whether the work was done before."""
     disk.fail_after(call)
     try:
         work(disk)
@@ -46,7 +46,7 @@ def each_call(work) -> range:
 
 
 def swept(disk: RealDisk) -> list[int]:
-    """Sweep until nothing is left; return how many bytes were left after each piece."""
+    """Sweep until nothing is left; return the remaining bytes after each piece."""
     left = []
     while disk.sweep():
         left.append(sum(disk.size(f"{disk_module.REMOVED}/{name}") for name in disk.names(disk_module.REMOVED)))
@@ -76,7 +76,7 @@ def test_sweeping_keeps_pace_with_writing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("size", [1500, 500], ids=["would be cut", "would be unlinked"])
 def test_sweep_accepts_files_deleted_meanwhile(monkeypatch, tmp_path, size):
-    """Who needs room deletes in that folder himself, and a broker that met it would end."""
+    """Operators delete there to free room; the broker must not end because of it."""
     monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)
     disk = RealDisk(tmp_path)
     monkeypatch.setattr(disk, "names", lambda folder: ["log-a"])
@@ -85,7 +85,7 @@ def test_sweep_accepts_files_deleted_meanwhile(monkeypatch, tmp_path, size):
 
 
 def test_mapped_file_is_removed_at_once(monkeypatch, tmp_path):
-    """Whoever still looks at it would be killed."""
+    """Truncating it would kill processes that still map it."""
     monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)
     disk = RealDisk(tmp_path)
     disk.put("f", b"x" * 9000)
@@ -177,7 +177,7 @@ def test_name_of_a_killed_process_is_durable():
         disk.put("log/f", b"new")
     disk.heal()
     disk.reopen()
-    assert disk.read("log/f", 0, 9) == b"old"  # the rename itself was refused
+    assert disk.read("log/f", 0, 9) == b"old"  # the rename failed
     disk.fail_after(5)
     with pytest.raises(DiskFailed):
         disk.put("log/f", b"new")
@@ -190,7 +190,7 @@ def test_name_of_a_killed_process_is_durable():
 
 @pytest.mark.parametrize("luck", LUCK)
 def test_nested_name_of_a_killed_process_is_durable(luck):
-    """What is kept of a damaged log is."""
+    """Kept parts of a damaged log are in such folders."""
 
     def work(disk):
         disk.put("quarantine/there/kept", b"kept")
@@ -211,7 +211,7 @@ def test_nested_name_of_a_killed_process_is_durable(luck):
 
 
 def test_bytes_of_a_failed_fsync_are_not_read():
-    """Linux drops what it cannot write, shows it to readers, and says nothing when it is asked a second time."""
+    """Linux drops bytes it cannot write, still shows them to readers, and reports no error to a second fsync."""
     found = set()
     for seed in range(20):
         disk = SimulatedDisk(Random(seed))
@@ -310,7 +310,7 @@ def test_foreign_folder_is_left_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EINVAL, errno.EIO], ids=errno.errorcode.get)
 def test_unsyncable_parent_folder_is_accepted(tmp_path: Path, code: int):
-    """It may be of another file system, which knows no fsync of folders."""
+    """It may be on another file system, which cannot fsync folders."""
 
     class Above(System):
         def open(self, path, flags):
@@ -357,7 +357,7 @@ def test_failed_seek_is_a_failed_disk():
 
 @pytest.mark.parametrize("call", ["put", "move", "remove"])
 def test_concurrent_reader_does_not_keep_the_old_file(call):
-    """Or it is read for ever in place of the new one, and its room on the disk is not given back."""
+    """Otherwise readers would see the old file for ever, and its disk space would not be freed."""
 
     class Read(MemorySystem):
         def rename(self, path, to):
@@ -486,7 +486,7 @@ def test_file_mode_and_folders(tmp_path: Path):
 
 
 def test_move_fsyncs_both_folders():
-    """Not every file system makes a rename lasting in both at once."""
+    """Some file systems need an fsync of both folders to make a rename durable."""
     synced = []
 
     class Told(MemorySystem):

@@ -32,7 +32,7 @@ class Copies:
         return self
 
     def outgrow(self, master: Broker, copy: Broker, *, segments: int) -> None:
-        """Let the master write so many segments, and drop the oldest until its log begins behind the copy's end."""
+        """Let the master write this many segments and drop its oldest until its log begins behind the copy's end."""
         client = Client(master)
         while len(master.log.bases) < segments:
             client.produce(*(f"m{number}" for number in range(10)))
@@ -41,7 +41,7 @@ class Copies:
             master.drop_oldest_segment()
 
     def begin_alone_twice(self) -> None:
-        """The master begins without slaves, and again: what stands there then is of an earlier mastership."""
+        """Restart the master twice without slaves, so that its last frames are of an earlier mastership."""
         for _ in range(2):
             self.a.crash()
             self.start(connected="")
@@ -77,7 +77,7 @@ class Copies:
 
 
 def group_at_rest(**changes) -> Group:
-    """A group at rest: all is acknowledged, and both copies have saved that."""
+    """Return a group at rest: everything is acknowledged, and both copies have saved the acknowledged point."""
     group = Group.made(**changes).start()
     Client(group.a).produce("m")
     group.settle()

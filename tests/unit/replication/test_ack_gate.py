@@ -1,4 +1,4 @@
-"""Core. What may be acknowledged, and when (P1, P3, I6)."""
+"""Core. Rules of acknowledgement (P1, P3, I6)."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_unsafe_pulls_are_refused_without_slave():
 
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_safe_progress_is_answered_at_once(is_alone):
-    """Nothing may be written or confirmed any more that would have it looked at."""
+    """No later flush or confirmation may come that would answer it."""
     gate, again, below, above = followed(), Waiter(), Waiter(), Waiter()
     gate.flushed(100, 0)
     gate.confirmed(80, 0)

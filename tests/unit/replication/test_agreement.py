@@ -1,4 +1,4 @@
-"""Core. Where two copies agree, and what a slave has to do."""
+"""Core. The offset on which two copies agree, and the slave's next action."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_frames_of_a_newer_epoch_are_ahead():
 
 
 def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0, **changes: int) -> Copy:
-    """A log with one frame per entry, of that term; its bytes follow from term, place and what is before."""
+    """Return a log with one frame per term; equal terms after equal frames give equal bytes."""
     copy = Copy(**({"segment_bytes": 200} | changes))
     for place, term in enumerate(epochs):
         copy.epoch = Epoch(term, 1)
@@ -128,7 +128,7 @@ def hello_of(copy: Copy, known: Epoch | None = None) -> Hello:
 
 
 def common_prefix(ours: bytes, theirs: bytes) -> int:
-    """Length of the longest common prefix of two logs, in whole frames."""
+    """Return the length of the longest common prefix of two logs, in whole frames."""
     frames = [frame for frame, _ in decode_frames(ours, 0, 0)]
     return max((f.end for f in frames if ours[: f.end] == theirs[: f.end] and f.end <= len(theirs)), default=0)
 
@@ -180,7 +180,7 @@ def test_slave_with_a_newer_epoch_fences_the_master():
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("theirs_kept", ["nothing", "common", "all"])
 def test_conflicting_slave_is_cut_unless_it_confirmed(has_begun, theirs_kept):
-    """I5: then it is for the master, if nobody may have confirmed what that one has."""
+    """I5: if the slave confirmed its frames, the master yields, provided that no copy confirmed the master's."""
     for ours, theirs in list(product(HISTORIES, HISTORIES))[:: every(5)]:
         a, b = LOGS[ours], LOGS[theirs]
         common = common_prefix(a.whole(), b.whole())
@@ -192,7 +192,7 @@ def test_conflicting_slave_is_cut_unless_it_confirmed(has_begun, theirs_kept):
 
 @pytest.mark.parametrize("ours, theirs", [((1, 1), (1, 1)), ((1, 1, 1), (1, 1)), ((1, 1, 2), (1, 1))])
 def test_equal_epochs_with_other_bytes_diverge(ours, theirs):
-    """W3: nobody cuts anything; a human has to look."""
+    """W3: no copy cuts anything; an operator decides."""
     with pytest.raises(Diverged):
         agree(hello_of(history(theirs, size=21)), history(ours).log, Epoch(9, 1), has_begun=True)
 
@@ -219,7 +219,7 @@ def test_empty_slave_with_a_chain_diverges():
 
 
 def test_boot_that_the_slave_has_is_not_reused():
-    """This disk forgot it. Of a master that has begun they are its own frames."""
+    """The master's disk forgot that boot. After its mastership has begun, these frames are its own."""
     hello, log = hello_of(LOGS[1, 3]), LOGS[1, 3].log
     with pytest.raises(Fenced):
         agree(hello, log, Epoch(3, 1), has_begun=False)
@@ -235,11 +235,11 @@ def test_agreement_at_an_epoch_begin_reads_nothing():
     assert agree(hello_of(theirs), ours.log, Epoch(9, 1), has_begun=True).offset == begin
 
 
-# What proves epochs.
+# Proofs of epochs.
 
 
 def used_again(*, common: int = 1) -> tuple[Copy, Copy]:
-    """Two logs with so many frames in common, behind which one epoch begins at one place of one history twice."""
+    """Return two logs with `common` equal frames, then the same epoch at the same offset with different frames."""
     copies = Copy(tail_bytes=0), Copy(tail_bytes=0)
     for copy, name in zip(copies, ("here", "away"), strict=True):
         for number in range(common):
@@ -297,6 +297,6 @@ def test_unreadable_frames_prove_no_second_use():
     fresh.flush()
     fresh.epoch = Epoch(2, 1)
     fresh.messages("here")
-    fresh.messages("more")  # neither is on disk
+    fresh.messages("more")  # not flushed
     assert fresh.log.flushed_end == begin and fresh.log.chain == written.log.chain
     assert agree(proven(written), fresh.log, Epoch(9, 1), has_begun=True).offset == written.log.end

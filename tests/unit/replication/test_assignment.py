@@ -1,4 +1,4 @@
-"""Core. A broker's part in its group: whom it replicates with, what it may lack, and what it remembers of it."""
+"""Core. A broker's assignment: its peers, what it may lack, and its stored form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Clocks that were heard lately, and which of them are too far from ours."""
+"""Core. Readings of other clocks, and those too far from the own clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_disagreement_names_clocks_beyond_the_limit():
         ({"metaserver": 5_200, "master": 9_000}, 5),
         ({"metaserver": -3_600_000, "master": -2_400}, -2),
         ({"metaserver": 5_200, "master": 999}, 0),
-        ({"metaserver": 5_200, "master": -3_000}, 0),  # it is the middle one
+        ({"metaserver": 5_200, "master": -3_000}, 0),  # the own clock is the median
         ({"metaserver": -(1 << 50), "master": -(1 << 50)}, -(1 << 30)),
         ({"metaserver": 5_200, "slave b": 3_000, "slave c": -20}, 0),
         ({"metaserver": 5_200}, 0),

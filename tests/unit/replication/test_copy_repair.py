@@ -1,4 +1,4 @@
-"""Core. A node whose log is damaged: what it fetches from the other copy, what it gives up, and what it keeps."""
+"""Core. Repair of a node's damaged log: frames fetched from the other copy, frames given up, frames kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 12
 
 
 def stored(**changes) -> Group:
-    """A group with messages in several segments, and nothing of them in memory."""
+    """Return a group with messages in several segments, none of them in memory."""
     group = Group.made(tail_bytes=0, **changes).start()
     client = Client(group.a)
     for number in range(COUNT):
@@ -27,7 +27,7 @@ def stored(**changes) -> Group:
 
 
 def damage(broker: Broker, sequence: int) -> int:
-    """Flip a bit of a message's body; return where its frame begins."""
+    """Flip a bit of a message's body; return the offset of its frame."""
     (ref,) = broker.log.frames("s", sequence, 1)
     base = max(base for base in broker.log.bases if base <= ref.offset)
     broker.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + ref.length // 2))
@@ -35,7 +35,7 @@ def damage(broker: Broker, sequence: int) -> int:
 
 
 def met(broker: Broker, sequence: int) -> int:
-    """A reader meets a damaged message, as the scrub does."""
+    """Let a reader meet a damaged message, as the scrub does; return its offset."""
     offset = damage(broker, sequence)
     with pytest.raises(CorruptFrame) as found:
         broker.log.stored.read(offset, broker.log.end, 1)
@@ -45,7 +45,9 @@ def met(broker: Broker, sequence: int) -> int:
 
 
 def unreplayed(broker: Broker, sequence: int, role: Role = Role.SLAVE) -> int:
-    """A start meets a damaged message in the newest segment: the log ends there until it is mended."""
+    """Damage a message of the newest segment and restart: the log ends there until it is repaired. Return the
+    offset.
+    """
     offset = damage(broker, sequence)
     broker.crash()
     assert broker.log.damage is not None and broker.log.end == offset
@@ -55,12 +57,12 @@ def unreplayed(broker: Broker, sequence: int, role: Role = Role.SLAVE) -> int:
 
 
 def first_of_newest(broker: Broker) -> int:
-    """The first message of the newest segment."""
+    """Return the sequence of the first message of the newest segment."""
     return next(ref.begin for ref in broker.log.frames("s", 0, COUNT) if ref.offset >= broker.log.bases[-1])
 
 
 def set_aside(broker: Broker) -> list[str]:
-    """Every file in quarantine."""
+    """Return the names of all files in quarantine."""
     return [name for name in broker.disk.all_names() if name.startswith("quarantine/")]
 
 
@@ -98,7 +100,7 @@ def test_unreplayed_broker_begins_after_its_repair():
 
 @pytest.mark.parametrize("is_agreed", [True, False])
 def test_damaged_segment_below_the_other_log_is_dropped(is_agreed):
-    """What copies agreed to delete is deleted; else it may be all that there is of it, and goes to quarantine."""
+    """Segments that the copies agreed to delete are deleted. Others may be the last copy and go to quarantine."""
     group = stored()
     met(group.a, 1)
     second = group.a.log.bases[1]
@@ -136,7 +138,7 @@ def test_log_below_the_other_copy_is_set_aside():
 
 
 def written_alone_and_damaged() -> tuple[Group, int]:
-    """A master that cannot replay what it wrote without its slave, and where that begins."""
+    """Return a master that cannot replay frames it wrote without its slave, and their offset."""
     group = stored()
     group.cut()
     offset = group.a.log.end
@@ -163,7 +165,7 @@ def test_unacknowledged_damage_beyond_the_other_copy_is_cut(has_more):
 def test_acknowledged_damage_is_never_cut():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
-    assert group.b.node.repairs.plan(0, begin) is None  # the other copy lost it, too
+    assert group.b.node.repairs.plan(0, begin) is None  # the other copy lost them, too
     assert group.b.log.damage is not None and not quarantined(group.b) and group.b.node.role is None
 
 
@@ -227,7 +229,7 @@ def test_repair_waits_for_writes_under_way(theirs_start, why):
 
 
 def other_history(group: Group) -> bytes:
-    """Frames of another log, of as many bytes."""
+    """Return the frames of another log of the same length."""
     other = Group.made(tail_bytes=0).start(term=7)
     client = Client(other.a)
     for number in range(COUNT):
@@ -248,7 +250,7 @@ def test_frames_of_another_history_repair_nothing():
 
 
 def test_acknowledged_unreplayed_damage_survives_another_history():
-    """Unless it was acknowledged: then both copies had it, and no other history is."""
+    """Both copies had the acknowledged frames, so frames of another history are wrong."""
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     damaged, strange = group.b.log.damage, other_history(group)
@@ -343,7 +345,7 @@ def test_frame_across_the_damage_begin_proves_it(begins, is_other):
     assert _is_other_history(refs[2].offset, data, Damage(refs[3].offset + begins, refs[6].offset, "")) is is_other
 
 
-# What is remembered outside the log.
+# Acknowledged points.
 
 
 def lacked(group: Group) -> Point:
@@ -375,7 +377,7 @@ def test_restored_point_is_no_longer_lacking():
     assert group.b.node.identity.points.lacks is None
 
 
-# What the oldest segment is still needed for.
+# Readers of the oldest segment.
 
 
 def test_oldest_segment_is_pinned_by_its_readers():

@@ -1,4 +1,4 @@
-"""Core. What a report says of the files of a copy, before a start of the broker makes them agree."""
+"""Core. Report of a copy's files before the broker's recovery makes them consistent."""
 
 from __future__ import annotations
 

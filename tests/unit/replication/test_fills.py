@@ -1,4 +1,4 @@
-"""Core. Slaves that are filled when an operator says so: which filling may begin, which waits, which stops."""
+"""Core. Filling slaves on an operator's order: which filling begins, waits or stops."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_fill_order_applies_to_one_filling(mode, orders, may_begin, is_cancelled
 
 
 def heed(copies: Copies, mode: str, *orders: tuple[str, bool]) -> None:
-    """The row says so now; who has no link any more connects again, as the shell lets it."""
+    """Store these orders in the row; slaves without a link connect again, as the shell does."""
     for broker in (copies.a, copies.b, copies.c):
         fields = {"min_copies": copies.min_copies, "sync_mode": mode, "fills": orders}
         broker.assign(ROLES[broker.name], copies.a.node.identity.value.term, slaves=2, **fields)
@@ -49,7 +49,7 @@ def heed(copies: Copies, mode: str, *orders: tuple[str, bool]) -> None:
 
 
 def with_new_c(mode: str = "manual", *, min_copies: int = 2, messages: int = 3) -> Copies:
-    """Three copies; the directory of c is lost, and it is there again with an empty one."""
+    """Return three copies of which c restarted with an empty directory."""
     copies = Copies(min_copies=min_copies).start()
     client = Client(copies.a)
     for number in range(messages):
@@ -126,7 +126,7 @@ def test_unfilled_slave_that_is_needed_makes_readonly():
     copies.settle()
     assert client.code(refused) == ErrorCode.READ_ONLY and "SyncReplica" in client.text(refused)
     assert copies.a.node.readonly_reasons == [Reason.UNFILLED]
-    copies.cut("b")  # now one is missing, too
+    copies.cut("b")  # now a needed slave is missing
     assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
 
 
@@ -138,7 +138,7 @@ def test_stopped_filling_waits_for_a_new_order(mode):
         broker.assign(ROLES[broker.name], 1, slaves=2, sync_mode=mode, fills=((order, True),))
     wire.cut()
     wire.connect()
-    wire.deliver_hello()  # and nothing that is sent to it arrives
+    wire.deliver_hello()  # no frame arrives
     assert copies.state("c") is FollowerState.CATCHING_UP
     heed(copies, mode, (order, False))
     assert copies.state("c") is FollowerState.UNFILLED and not copies.c.node.identity.value.complete
@@ -204,7 +204,7 @@ def test_fill_order_survives_a_new_master():
 
 
 def test_mastership_begins_with_an_unfilled_slave():
-    """What an unfilled slave has was compared with the master's log: there is nothing more to wait for."""
+    """The frames of an unfilled slave were compared with the master's log already."""
     copies = with_new_c(min_copies=3)
     copies.cut("bc")
     for broker in (copies.a, copies.b, copies.c):
@@ -214,7 +214,7 @@ def test_mastership_begins_with_an_unfilled_slave():
 
 
 def test_whole_copy_below_the_log_waits_unchanged():
-    """It takes a snapshot, which sets its old copy aside: not before an operator says so."""
+    """A snapshot would set its old copy aside, which needs an order."""
     copies = Copies().start()
     heed(copies, "manual")
     assert copies.c.slave.has_matched

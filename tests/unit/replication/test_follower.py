@@ -1,4 +1,4 @@
-"""Core. A master's view of its slave goes by its table."""
+"""Core. A master's view of one slave: states, lag, filling, and when it counts again."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_illegal_follower_transition_restarts_the_mastership(monkeypatch):
         return Agreement(epoch, Action.RESTORE, log.end, log.chain, log.end)
 
     with monkeypatch.context() as patch:
-        patch.setattr(follower, "agree", agree)  # as if a master in sync had something to get back
+        patch.setattr(follower, "agree", agree)  # as if a master in sync had frames to restore
         group.connect()
         group.deliver_hello()
     assert FOLLOWER.illegal == illegal + 1 and group.a.master.epoch > epoch
@@ -90,7 +90,7 @@ def state(group: Group) -> FollowerState:
 
 
 def unconfirmed(group: Group) -> None:
-    """A message leaves to the slave, which does not confirm it."""
+    """Ship a message that the slave does not confirm."""
     Client(group.a).produce("m")
     group.a.host.settle()
 
@@ -142,7 +142,7 @@ def test_confirmed_frames_do_not_count_as_lag():
 
 
 def filling() -> tuple[Broker, Broker]:
-    """A new slave takes its master's log."""
+    """Return sender and receiver while a new slave is filled."""
     group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
     replace_slave(group)
     group.settle()
@@ -163,9 +163,9 @@ def restoring() -> tuple[Broker, Broker]:
 @pytest.mark.parametrize("begun", [filling, restoring])
 def test_disk_reads_resume_when_the_rate_allows(begun):
     sender, receiver = begun()
-    owed = receiver.log.end - 2_000  # it began with a tenth of a second's bytes
+    owed = receiver.log.end - 2_000  # catching up begins with a tenth of a second's bytes
     assert owed > 0
-    for _ in range(owed // 20):  # bytes in a millisecond
+    for _ in range(owed // 20):  # bytes per millisecond
         sender.wait(1)
         assert not sender.host.reads
     sender.wait(1)
@@ -211,7 +211,7 @@ def test_newer_connection_replaces_the_older():
 
 
 def test_copied_slave_is_refused_beside_the_original(caplog):
-    """Their confirmations would count by turns, and neither has what the other confirmed."""
+    """Otherwise the confirmations of both would count, though neither has the other's frames."""
     group = Group.made().start()
     slave, copied = group.b, group.b.copied()
     group.b = copied
@@ -243,7 +243,7 @@ def test_begun_mastership_refuses_frames_of_slaves():
 
 
 def test_restarted_mastership_reconnects_its_restoring_slave():
-    """Else it would wait for ever, on a link that stands, for a confirmation of what it sent the former mastership."""
+    """Otherwise the slave would wait for ever for a confirmation of frames sent to the former mastership."""
     copies = Copies().start()
     Client(copies.a).produce("m1")
     copies.settle()
@@ -259,7 +259,7 @@ def test_restarted_mastership_reconnects_its_restoring_slave():
         pass
     assert copies.state("b") is S.RESTORING and copies.a.log.end == copies.b.log.end
     link = wire.at_master
-    copies.c.node.identity.learn(Epoch(2, 7))  # the master's disk was put back
+    copies.c.node.identity.learn(Epoch(2, 7))  # the master's disk was rolled back
     copies.wires["c"].connect()
     copies.wires["c"].deliver_hello()
     assert copies.a.master.epoch.boot == 8 and not link.is_open
@@ -327,7 +327,7 @@ def test_slave_joins_within_the_catch_up_limit(monkeypatch, less, expected):
 def test_slave_receives_points_it_confirmed():
     copies = Copies().start()
     Client(copies.a).produce("m")
-    copies.wires["b"].settle()  # what is sent to c stays on its way
+    copies.wires["b"].settle()  # packets to c stay under way
     copies.a.wait(100)
     links = [copies.wires[name].at_master for name in "bc"]
     assert [told(link, Command.ACKNOWLEDGED) for link in links] == [1, 0]
@@ -337,7 +337,7 @@ def test_slave_receives_points_it_confirmed():
 
 
 def rolled_back() -> Group:
-    """The master's disk was put back to before a message that its slave remembers to be acknowledged."""
+    """Return a group whose master's disk is older than a point that its slave stored."""
     group = Group.made().start()
     older = group.a.disk.copy()
     Client(group.a).produce("m")
@@ -388,7 +388,7 @@ def test_rolled_back_master_refuses_a_rolled_back_slave():
 
 
 def with_a_new_master() -> Copies:
-    """The master's directory is lost; b and c have what it had, and neither has said hello."""
+    """Return copies whose master lost its directory; b and c have its frames and sent no hello yet."""
     copies = Copies().start()
     Client(copies.a).produce("m1")
     copies.settle()
@@ -398,7 +398,7 @@ def with_a_new_master() -> Copies:
 
 
 def said_hello(copies: Copies, name: str) -> int:
-    """Return the code of the answer."""
+    """Deliver a hello; return the code of the answer."""
     wire = copies.wires[name]
     wire.connect()
     wire.b.host.settle()

@@ -1,4 +1,4 @@
-"""Core. What a broker remembers about itself (I2, I16)."""
+"""Core. A broker's stored identity (I2, I16)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_flipped_bits_of_the_identity_are_detected():
             found = opened(image, "second").value
         except CorruptFrame:
             continue
-        assert found == identity.value, f"bit {bit} changed what is known"  # white space in JSON means nothing
+        assert found == identity.value, f"bit {bit} changed what is known"  # white space in JSON carries no value
 
 
 def test_cuts_of_the_identity_are_detected():

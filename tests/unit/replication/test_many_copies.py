@@ -1,4 +1,4 @@
-"""Core. Three copies of a group: two, or all three, acknowledge; each slave has a link of its own to the master."""
+"""Core. Groups of three copies, two or all of which must acknowledge; each slave has its own link to the master."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_min_copies_acknowledge(min_copies, is_stored):
     copies = Copies(min_copies=min_copies).start()
     client = Client(copies.a)
     stored = client.produce("m1")
-    copies.wires["b"].settle()  # what is sent to c stays on its way
+    copies.wires["b"].settle()  # packets to c stay under way
     assert client.answered(stored) == is_stored
     copies.settle()
     assert client.receipt(stored).stored == 1
@@ -33,7 +33,7 @@ def test_group_of_three_required_copies_loses_one():
 
 @pytest.mark.parametrize("min_copies, full, is_writable", [(2, "c", True), (2, "bc", False), (3, "c", False)])
 def test_full_disk_matters_if_its_copy_is_needed(min_copies, full, is_writable):
-    """A third copy is there so that one may go: one that has no room left is as good as gone."""
+    """A group of three may lose one copy; a copy with a full disk counts as lost."""
     copies = Copies(min_copies=min_copies).start()
     for watch in copies.a.master.slaves.all:
         watch.is_disk_full = watch.owner[0] in full
@@ -60,7 +60,7 @@ def test_lagging_third_copy_leaves_the_group_writable():
 def test_master_restores_from_any_slave_before_beginning():
     copies = Copies().start()
     Client(copies.a).produce("m1")
-    copies.a.host.turn()  # shipped; its own disk has nothing yet
+    copies.a.host.turn()  # shipped, not yet on its own disk
     copies.wires["b"].to_slave()
     copies.b.host.settle()
     copies.a.crash()
@@ -69,7 +69,7 @@ def test_master_restores_from_any_slave_before_beginning():
     copies.c.crash()
     copies.b.crash()
     copies.start(connected="c")
-    assert not copies.a.master.has_begun  # c has no more, and b may have
+    assert not copies.a.master.has_begun  # c has no more frames; b may have
     copies.connect("b")
     assert copies.a.master.has_begun
     assert copies.a.log.chain == copies.b.log.chain == copies.c.log.chain and copies.a.log.end > end
@@ -88,7 +88,7 @@ def test_master_waits_for_the_third_copy():
 
 
 def powered_off_after_a_lie() -> tuple[Copies, int]:
-    """All restart: b has a message that was acknowledged, c lacks it, and so does the disk of a, which lied."""
+    """Restart all copies: b has an acknowledged message that c and the lying disk of a lack."""
     copies = Copies().start()
     copies.cut("c")
     lie = copies.a.disk.copy()
@@ -106,7 +106,7 @@ def powered_off_after_a_lie() -> tuple[Copies, int]:
 
 @pytest.mark.parametrize("order", ["c", "", "cb"], ids=["behind it first", "alone", "in time"])
 def test_restarted_master_waits_for_copies_in_sync(order):
-    """Also alone: what it would write then stands in the way of the copy that comes later."""
+    """Without any slave it waits too: its new frames would conflict with the copy that returns later."""
     copies, end = powered_off_after_a_lie()
     copies.start(connected=order[:1], term=2, awaited="bc")
     copies.a.wait(int(SETTINGS.rejoin_wait_s * 1000) - 100)
@@ -140,7 +140,7 @@ def test_restarted_master_ignores_slaves_absent_before():
 
 
 def test_row_without_the_slave_ends_the_wait():
-    """An operator removed it, or its disk was replaced."""
+    """An operator removed the slave or replaced its disk."""
     copies, _ = powered_off_after_a_lie()
     copies.start(connected="c", term=2, awaited="bc")
     copies.a.wait(2 * OTHERS_WAIT_MS)
@@ -152,7 +152,7 @@ def test_row_without_the_slave_ends_the_wait():
 
 @pytest.mark.parametrize("proof", ["it was the master", "it was a slave in sync"])
 def test_continuing_process_waits_for_no_copy(proof):
-    """What it confirmed it has: its disk cannot have forgotten that."""
+    """The disk of a running process has not forgotten what the process confirmed."""
     copies = Copies().start()
     master = copies.a if proof == "it was the master" else copies.b
     copies.cut()
@@ -163,7 +163,7 @@ def test_continuing_process_waits_for_no_copy(proof):
 
 def test_broker_with_a_replaced_disk_counts_once():
     copies = Copies(min_copies=3).start(connected="b")
-    replaced = Broker("b", copies.b.settings)  # the same place with an empty disk, while the old link still stands
+    replaced = Broker("b", copies.b.settings)  # the same address with an empty disk, while the old link is open
     replaced.assign(Role.SLAVE, 1, slaves=2, min_copies=3)
     copies.wires["again"] = Group(copies.a, replaced)
     copies.connect(["again"])
@@ -173,7 +173,7 @@ def test_broker_with_a_replaced_disk_counts_once():
 
 
 def ahead_of_the_master(copies: Copies, names: str) -> Copies:
-    """These slaves have a message on their disks, and nobody else has: not the master either."""
+    """Store a message on the disks of these slaves alone."""
     copies.start()
     Client(copies.a).produce("m1")
     copies.a.host.turn()
@@ -184,7 +184,7 @@ def ahead_of_the_master(copies: Copies, names: str) -> Copies:
 
 
 def parted_from_b(copies: Copies) -> Copies:
-    """What b alone has on its disk its master lost; it began again, and only c is connected."""
+    """Restart the master without a message that b alone has; only c is connected."""
     ahead_of_the_master(copies, "b")
     copies.a.crash()
     copies.start(connected="c")
@@ -209,8 +209,9 @@ def test_diverged_slave_keeps_its_frames():
 
 @pytest.mark.parametrize("min_copies, connected, begins", [(2, "b", False), (2, "bc", True), (3, "bc", True)])
 def test_diverged_slave_does_not_delay_the_master(min_copies, connected, begins):
-    """Its log parts from the master's before the end, where the master's disk may have lost something: it has none of
-    that. Another slave may, and is waited for."""
+    """A diverged slave has none of the frames that the master's disk may have lost. Another slave may, so the master
+    waits for that one.
+    """
     copies = parted_from_b(Copies(min_copies=min_copies))
     copies.a.wait(SETTINGS.slave_wait_ms)
     copies.settle()
@@ -226,14 +227,15 @@ def test_diverged_slave_does_not_delay_the_master(min_copies, connected, begins)
 
 
 def put_back(copies: Copies) -> Copies:
-    """c has what it wrote alone as an older master, b a message that was acknowledged since; the master's disk was put
-    back to before both, when it had followed."""
+    """Return copies of which c has frames it wrote alone as an older master, and b an acknowledged message; the
+    master's disk is older than both.
+    """
     copies.start(master=copies.b)
     copies.cut("ac")
     before = copies.a.disk.copy()
     copies.start(term=2, master=copies.c, connected="")
     copies.c.wait(SETTINGS.slave_wait_ms)
-    copies.c.host.settle()  # it began, and nobody else knows
+    copies.c.host.settle()  # it began alone
     copies.start(term=3, connected="b")
     copies.a.wait(OTHERS_WAIT_MS)
     Client(copies.a).produce("m1", size=900)
@@ -248,7 +250,7 @@ def put_back(copies: Copies) -> Copies:
 
 
 def test_rolled_back_master_ignores_slaves_below_the_point():
-    """What an older master wrote alone would be in the way of the copy that has it."""
+    """Frames that an older master wrote alone would conflict with the copy that has the point."""
     copies = put_back(Copies())
     copies.a.node.remembered_elsewhere([copies.b.node.identity.points.own])
     copies.start(term=4, connected="c")
@@ -285,12 +287,12 @@ def test_master_drops_restored_frames_below_the_point(taken, remembers):
     assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain
     assert copies.a.log.state.epochs[: len(kept)] == kept
     copies.cut("c")
-    copies.connect("c")  # what it confirmed to this master it keeps
+    copies.connect("c")  # it keeps the frames that it confirmed to this master
     assert copies.state("c") is (FollowerState.DIVERGED if "followed" in taken else FollowerState.IN_SYNC)
 
 
 def test_master_below_a_diverged_slaves_point_waits():
-    """It confirmed what stands there, so it keeps that; by the other's acknowledged point, it lacks something."""
+    """It keeps the frames it confirmed, and lacks the other slave's acknowledged point."""
     copies = parted_from_b(Copies())
     copies.a.wait(OTHERS_WAIT_MS)
     Client(copies.a).produce("m2")
@@ -309,7 +311,7 @@ def test_master_yields_after_hellos_of_all_slaves():
     copies = ahead_of_the_master(Copies(), "bc")
     copies.begin_alone_twice()
     copies.start(connected="b")
-    assert copies.state("b") is FollowerState.DIVERGED  # c may have confirmed it
+    assert copies.state("b") is FollowerState.DIVERGED  # c may have confirmed these frames
     copies.connect("c")
     copies.cut()
     copies.connect("bc")
@@ -318,19 +320,19 @@ def test_master_yields_after_hellos_of_all_slaves():
 
 @pytest.mark.parametrize("order", ["bc", "cb"])
 def test_hello_of_a_diverged_slave_counts_for_yielding(order):
-    """What it confirmed itself is in nobody's log, and stays in its own."""
+    """The frames that it confirmed itself stay in its log."""
     copies = parted_from_b(Copies())
     copies.a.wait(OTHERS_WAIT_MS)
     client = Client(copies.a)
     client.produce("m2")
     copies.settle()
-    copies.a.wait(200)  # now it remembers that m2 was acknowledged, which b has not
+    copies.a.wait(200)  # now it stores the point of m2, which b lacks
     copies.settle()
     client.produce("m3")
     copies.a.host.turn()
     copies.wires["c"].to_slave()
     copies.c.host.settle()
-    kept, parted_end = copies.c.log.end, copies.b.log.end  # m3 is on the disk of c alone
+    kept, parted_end = copies.c.log.end, copies.b.log.end  # only the disk of c has m3
     copies.begin_alone_twice()
     copies.start(connected=order[0])
     assert copies.state(order[0]) is FollowerState.DIVERGED and copies.a.master.yields_from is None
@@ -352,7 +354,7 @@ def test_master_yields_to_an_interrupted_restore():
     copies.wires["b"].connect()
     copies.b.host.settle()
     assert copies.wires["b"].deliver_hello() and copies.state("b") is FollowerState.RESTORING
-    copies.cut("b")  # before any frame of it arrived
+    copies.cut("b")  # before any of its frames arrived
     copies.a.wait(SETTINGS.slave_wait_ms)
     copies.a.host.settle()
     assert copies.a.master.has_begun
@@ -388,7 +390,7 @@ def test_absent_slave_is_not_rolled_back():
     copies.cut("c")
     Client(copies.a).produce("m1")
     copies.settle()
-    copies.a.wait(200)  # the point is noted
+    copies.a.wait(200)  # the point is stored
     point = copies.a.node.identity.points.own
     copies.c.node.remembered_elsewhere([point], may_be_behind=True)
     assert copies.c.node.identity.points.lacks is None
@@ -397,12 +399,6 @@ def test_absent_slave_is_not_rolled_back():
     copies.c.host.settle()
     wire.deliver_hello()
     assert copies.c.node.identity.points.lacks is None
-
-
-# -- promises ------------------------------------------------------------------------------------------------------
-
-
-# -- deleting ------------------------------------------------------------------------------------------------------
 
 
 def test_retention_needs_the_clocks_of_all_slaves():

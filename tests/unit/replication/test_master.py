@@ -1,4 +1,4 @@
-"""Core. One mastership: with which epoch it begins, when its own disk is late, when its slave has all, how it ends."""
+"""Core. One mastership: its epoch, a late own disk, a drained log, and its end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_master_without_enough_slaves_is_not_drained():
 def test_drained_to_any_fully_matched_slave():
     copies = Copies().start()
     Client(copies.a).produce("m")
-    copies.wires["b"].settle()  # what is sent to c stays on its way
+    copies.wires["b"].settle()  # packets to c stay under way
     b, c = (broker.node.identity.value.incarnation for broker in (copies.b, copies.c))
     assert [copies.a.master.is_drained_to(target) for target in ("", b, c)] == [True, True, False]
     assert copies.a.master.in_sync == (b, c)

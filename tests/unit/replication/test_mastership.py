@@ -1,4 +1,4 @@
-"""Core. What the parts of a master share: what it may do when, by which clock it writes, whom it answers with what."""
+"""Core. Parts that a master's modules share: permissions, clocks of frames, and answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.broker.world import SETTINGS, FakeHost, FakeLink
 
 
 class FakeLog:
-    """Takes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.state, self.end = SimpleNamespace(retry_ms=0), 0
@@ -111,7 +111,7 @@ def test_progress_hook_runs_before_the_write():
 
 def test_request_is_answered_when_safe_or_refused():
     one, link, packet = mastership(), FakeLink("client"), Packet(1, 7, 0, 1, memoryview(b""))
-    one.gate.high_watermark = 0  # nothing was acknowledged yet
+    one.gate.high_watermark = 0  # nothing is acknowledged yet
     one.answer_when_safe(link, packet, b"done")
     assert link.answers == {7: (0, b"done")}
     other = FakeLink("another client")

@@ -1,4 +1,4 @@
-"""Core. A node takes the part that a row gives it, keeps it while another order stands, and lets go of it."""
+"""Core. A node takes the part of a row, keeps it, and leaves it."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_illegal_transition_restarts_the_role(monkeypatch, name, call):
 
 
 def hello_again(group: Group) -> int:
-    """The slave says hello on the link that stands; return the code of the answer."""
+    """Send a hello on the open link; return the code of the answer."""
     group.b.slave.connected(group.at_slave)
     body = memoryview(group.b.host.hellos.pop())
     group.a.node.packet_received(group.at_master, Packet(Command.HELLO, 77, 0, Command.HELLO, body))
@@ -201,7 +201,7 @@ def test_restarting_master_answers_the_hello_first(monkeypatch):
     def agree(hello, log, epoch, **_):
         return Agreement(epoch, Action.RESTORE, log.end, log.chain, log.end)
 
-    monkeypatch.setattr(follower, "agree", agree)  # as if a master in sync had something to get back
+    monkeypatch.setattr(follower, "agree", agree)  # as if a master in sync had frames to restore
     assert hello_again(group) == IllegalTransition.code and group.a.master.epoch == Epoch(1, 9)
 
 
@@ -213,13 +213,7 @@ def test_waiting_master_is_not_writable():
     assert copies.a.node.readonly_reasons == [] and not copies.a.node.writable
 
 
-# Failover.
-
-
-# Swap.
-
-
-# What is acknowledged, remembered outside the log.
+# Acknowledged points.
 
 
 def test_point_write_failure_ends_the_process(monkeypatch):
@@ -240,10 +234,11 @@ def test_point_write_failure_ends_the_process(monkeypatch):
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_ended_mastership_saves_its_point(monkeypatch, is_slow):
-    """It was to be written half a second later. A master that died before that, after a swap, knew nothing of it, and
-    cut it: the disk of the new master had lost its end."""
+    """The point was due half a second later. A master that crashed before that, after a swap, did not have it and cut
+    the frames, though the new master's disk had lost its end.
+    """
     group, told = group_at_rest(), []
-    if is_slow:  # a thread still writes the one before
+    if is_slow:  # a thread still writes the previous point
         Client(group.a).produce("m2")
         group.settle()
         monkeypatch.setattr(group.a.host, "write", lambda job, done: told.append((job, done)))
@@ -312,11 +307,11 @@ def test_only_a_lacking_mastership_restarts():
     assert group.a.master is anew, "it waits"
 
 
-# A master that gives way.
+# A master that yields.
 
 
 def wrote_alone() -> Group:
-    """A master whose disk was put back, and that has written without its slave since."""
+    """Return a group whose master was rolled back and then wrote without its slave."""
     group = Group.made().start()
     older = group.a.disk.copy()
     for number in range(5):
@@ -349,7 +344,7 @@ def test_master_yields_after_its_write():
     assert group.a.node.writable and group.a.log.chain == group.b.log.chain
 
 
-# What its host says.
+# Events of the host.
 
 
 def test_full_disk_and_short_memory_make_readonly(caplog):
@@ -428,7 +423,7 @@ def test_master_ships_when_its_link_is_writable_again():
 
 
 def with_an_empty_master():
-    """The slave has messages that the new master takes from it."""
+    """Return a group whose new, empty master is restored by its slave."""
     group = stored()
     group.cut()
     group.a = Broker("new master", group.a.settings)
@@ -450,14 +445,14 @@ def test_restoring_slave_sends_when_link_is_writable_again():
 
 
 def test_restored_frames_of_an_earlier_link_stay_unconfirmed(monkeypatch):
-    """It would take that for the confirmation of another log."""
+    """Otherwise the slave would treat it as the confirmation of another log."""
     monkeypatch.setattr(shipper, "PACKET_BYTES", 2_000)
     group = with_an_empty_master()
     while not frames_told(group.at_slave):
         group.b.host.settle()
         assert group.deliver_hello()
     group.to_master()
-    group.a.host.turn()  # its commit is on its way to the disk
+    group.a.host.turn()  # its commit is under way
     begin = group.a.log.end
     assert begin and not group.a.log.flushed_end
     group.cut()
@@ -510,13 +505,13 @@ def test_group_with_a_catching_up_slave_is_busy():
     copies.a.wait(1_000)
     copies.settle()
     assert copies.a.master.slaves.are_fully_matched
-    copies.cut("c")  # of one that is away nothing is to be waited for
+    copies.cut("c")  # an absent slave is not waited for
     assert copies.a.master.slaves.are_fully_matched
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_master_with_unreadable_common_end_is_damaged(is_damaged):
-    """It says so, and does not call the slave's log another one."""
+    """The reason is corrupt, not diverged."""
     group = stored(tail_bytes=0)
     group.cut()
     end, base = group.a.log.end, group.a.log.bases[-1]

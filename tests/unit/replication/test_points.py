@@ -1,4 +1,4 @@
-"""Core. The acknowledged point outlives the log that it is about."""
+"""Core. The acknowledged point, stored outside the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.log.logs import Copy
 
 
 def a_log(frames: int = 4) -> tuple[Copy, list[Point]]:
-    """A log, and a point at the end of each of its frames."""
+    """Return a log, and a point at the end of each frame."""
     copy = Copy()
     copy.begin_epoch()
     points = []
@@ -175,7 +175,7 @@ def test_seeding_forgets_the_point_of_the_old_log():
     file.acknowledged(Point(Epoch(1, 1), 300, 3))
     late = file.due(SAVE_MS)
     file.seeding()
-    late()  # on its thread, only now
+    late()  # its thread was late
     again = PointFile(disk)
     assert again.own is None and again.lacks is None and again.keeps(copy.log) == copy.log.end
     file.saved()
@@ -198,7 +198,7 @@ def test_kept_end_of_slave_and_master():
 
 
 def test_frames_lost_in_a_crash_are_not_kept():
-    """A master took it back and began, and its power went before the fsync: it writes there alone, and gives way."""
+    """The master restored these frames, began, and lost power before the fsync. Its next frames there are its own."""
     copy, points = a_log()
     file = PointFile(MemoryDisk())
     file.following()

@@ -1,4 +1,4 @@
-"""Core. A master's slaves together: how many of them a mastership waits for, and when the master gives way to one."""
+"""Core. All slaves of a master: how many a mastership waits for, and when the master yields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ S = FollowerState
 
 
 def whole_copy() -> Broker:
-    """One that was master of a slave in sync."""
+    """Return a former master of a slave in sync."""
     group = Group.made().start()
     group.cut()
     return group.a
@@ -41,7 +41,7 @@ def whole_copy() -> Broker:
     ],
 )
 def test_slaves_needed_to_begin_early(slaves, min_copies, is_whole, needed):
-    """If its own disk may have lost it; else with as many as acknowledge."""
+    """If its own disk may have lost frames, enough that one must have them; otherwise as many as acknowledge."""
     master, row = whole_copy(), {"slaves": slaves, "min_copies": min_copies}
     master.node.identity.completed(is_whole)
     master.assign(Role.MASTER, 2, **row)
@@ -97,12 +97,12 @@ def test_master_yields_only_unconfirmed_frames_it_wrote():
 
 
 def test_empty_slave_proves_nothing_about_confirmed_frames():
-    """It may have confirmed what stood there, on a disk that it lost."""
+    """It may have confirmed those frames on a disk that was lost."""
     copies = Copies().start()
     Client(copies.a).produce("m1")
     copies.a.host.turn()
     copies.wires["b"].to_slave()
-    copies.b.host.settle()  # it is on the disk of b alone
+    copies.b.host.settle()  # only the disk of b has it
     copies.begin_alone_twice()
     copies.c = Broker("c", SETTINGS)
     copies.start(connected="")
@@ -114,7 +114,7 @@ def test_empty_slave_proves_nothing_about_confirmed_frames():
 
 
 def sends_snapshot(group: Group, link: FakeLink, base: int) -> None:
-    """The slave's snapshot at the segment `base` arrives."""
+    """Deliver the slave's snapshot of the segment at `base`."""
     snapshot = group.b.disk.read(f"log/{base:020d}.snap", 0, 1 << 20)
     body = memoryview(bytes(offset_header(base)) + snapshot)
     group.a.node.packet_received(link, Packet(Command.SNAPSHOT, 0, ONE_WAY, Command.SNAPSHOT, body))
@@ -179,9 +179,9 @@ def test_mastership_waits_for_its_restoring_slave():
     group = Group.made().start()
     group.a.wait(100)
     group.settle()
-    assert group.b.node.identity.points.own is not None  # the slave remembers what both have
+    assert group.b.node.identity.points.own is not None  # the slave has stored the point
     Client(group.a).produce("m")
-    group.a.host.turn()  # shipped; its own disk has nothing yet
+    group.a.host.turn()  # shipped, not yet on its own disk
     group.to_slave()
     group.b.host.settle()
     group.a.crash()
@@ -235,12 +235,12 @@ def test_group_is_fully_matched_with_all_slaves():
 
 
 def test_older_frames_count_with_the_epoch_frame(monkeypatch):
-    """Raft, figure 8: until then a copy that lacks them may still be chosen."""
+    """Raft, figure 8: before that, a copy without these frames may be chosen."""
     monkeypatch.setattr(shipper, "PACKET_BYTES", 1)
     copies = Copies().start()
     Client(copies.a).produce("m1")
     copies.a.host.settle()
-    copies.cut()  # it is on a's disk alone
+    copies.cut()  # only the disk of a has it
     high, alone = copies.a.master.gate.high_watermark, copies.a.log.end
     copies.start(connected="", term=2)
     wire = copies.wires["b"]
@@ -256,7 +256,7 @@ def test_older_frames_count_with_the_epoch_frame(monkeypatch):
 
 
 def test_only_slave_counts_under_any_name():
-    """The only slave of a group is the only one: a broker in its place is no second one."""
+    """A broker in the place of a group's only slave is that slave."""
     group = Group.made().start()
     group.cut()
     group.b = Broker("another", replace(SETTINGS, serve_port=9))

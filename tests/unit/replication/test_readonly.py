@@ -1,4 +1,4 @@
-"""Core. Reasons for readonly: each checker has its own (I12)."""
+"""Core. Readonly reasons: each checker has its own (I12)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_operators_mark_survives_other_changes():
 
 
 def test_late_own_disk_makes_readonly(caplog):
-    """The slave confirms all of it meanwhile, so it does not lag; and nothing is acknowledged."""
+    """The slave confirms everything, so it does not lag; nothing is acknowledged."""
     group = Group.made(slave_lag_ms_max=50).start()
     client = Client(group.a)
     stored = client.produce("m")

@@ -1,4 +1,4 @@
-"""Core. Which segments are due, and what a master writes down about them."""
+"""Core. Segments that are due, and the master's retention decisions."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_promise_survives_a_restart():
     assert copies.c.disk.has("broker.json")
     copies.c.crash()
     copies.c.assign(Role.SLAVE, 1, slaves=2)
-    copies.c.wait(5_000)  # the time for which it holds still is over
+    copies.c.wait(5_000)  # the hold has expired
     assert copies.c.node.changes.is_held
     copies.cut("c")
     copies.wires["c"].connect()
@@ -153,7 +153,7 @@ def test_promise_survives_a_restart():
 
 
 def test_restarted_copy_promises_only_without_its_master():
-    """Its disk may have been put back meanwhile. And only if it was a whole copy before."""
+    """Its disk may have been rolled back. It must also have been a whole copy."""
     copies = Copies().start(connected="c")
     copies.c.crash()
     copies.c.assign(Role.SLAVE, 1, slaves=2)
@@ -225,7 +225,7 @@ def test_promised_master_drains_until_the_new_term():
     copies.a.wait(5_000)
     copies.a.node.changes.cancel_swap()
     assert Reason.DRAINING in copies.a.master.readonly
-    copies.start(term=2)  # it was not swapped after all: the row has the promised term, and the same master
+    copies.start(term=2)  # the swap was cancelled: the row has the promised term and the same master
     assert copies.a.node.writable
 
 

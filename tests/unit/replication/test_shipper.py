@@ -1,4 +1,4 @@
-"""Core. Frames from one copy to the other: what is sent, when, and what a confirmation proves."""
+"""Core. Shipping frames between copies: what is sent when, and what a confirmation proves."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_closed_link_is_not_served(tail_bytes):
 
 def test_reading_resumes_at_the_allowed_byte():
     copy = a_copy(tail_bytes=0)
-    shipper, _, host = shipped_from(copy, bytes_per_s=1_000)  # a byte a millisecond, 100 at first
+    shipper, _, host = shipped_from(copy, bytes_per_s=1_000)  # a byte per millisecond, 100 at the begin
     for _ in range(2):
         begin = shipper.position
         shipper.ship()
@@ -121,7 +121,7 @@ def test_reading_resumes_at_the_allowed_byte():
         shipper.allow(1)
         shipper.ship()
         assert host.do_read() and not host.reads
-        shipper.allow(3_600_000)  # an idle hour saves up 100
+        shipper.allow(3_600_000)  # an idle hour saves 100 bytes
 
 
 def test_window_is_exceeded_by_one_packet(monkeypatch):

@@ -1,4 +1,4 @@
-"""Core. A slave does what its master and it agreed on, and what it refuses changes nothing."""
+"""Core. A slave does what was agreed with its master; refused packets change nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stored() -> Group:
 
 
 def sent(broker: Broker, link: FakeLink, command: Command, body: bytes) -> int:
-    """A packet arrives; return the code of the answer, 0 without one."""
+    """Deliver a packet; return the code of the answer, 0 without one."""
     broker.node.packet_received(link, Packet(command, 1, 0, command, memoryview(body)))
     code, _ = link.answers.pop(1, (0, b""))
     return code
@@ -95,7 +95,7 @@ def test_slave_notes_acknowledged_points_of_flushed_frames(boot, more, is_noted)
 
 
 def test_refused_follow_leaves_confirmed_end_unchanged():
-    """It was a master that wrote alone: what it wrote then it confirmed to nobody, and never followed since."""
+    """It was a master that wrote alone: it confirmed those frames to no copy."""
     group = stored()
     group.cut()
     broker, link = group.b, FakeLink("master")
@@ -124,14 +124,14 @@ def test_refused_seeding_leaves_the_copy_whole():
 
 
 def is_deleting(broker: Broker) -> None:
-    """Its oldest segment goes, and its disk has not finished that."""
+    """Drop the oldest segment; the disk has not deleted it yet."""
     broker.log.drop_oldest_segment()
     broker.node.end_of_pass()
     assert not broker.log.is_idle
 
 
 def test_slave_cuts_only_after_its_deletion():
-    """Its process ended."""
+    """The process ended here once."""
     group = swapped_with_a_tail(filled())
     end = group.b.log.end
     is_deleting(group.b)
@@ -144,7 +144,7 @@ def test_slave_cuts_only_after_its_deletion():
 
 
 def test_slave_is_seeded_only_after_its_deletion():
-    """Its process ended."""
+    """The process ended here once."""
     group = filled()
     group.connect()
     group.b.host.hellos.clear()
@@ -271,7 +271,7 @@ def test_seeded_copy_begins_at_the_agreed_offset():
 
 
 def an_old_master_that_is_to_be_seeded() -> tuple[Copies, Group]:
-    """It wrote a message alone, and was away until its masters' log begins behind what both have."""
+    """Return copies of which a wrote a message alone and was absent until the log began behind the common frames."""
     copies = Copies().start()
     Client(copies.a).produce("kept")
     copies.settle()
@@ -287,7 +287,7 @@ def an_old_master_that_is_to_be_seeded() -> tuple[Copies, Group]:
 
 
 def test_old_master_is_seeded_after_any_crash():
-    """It said then that it had confirmed what it wrote alone, and a person had to look."""
+    """It used to claim that it had confirmed the frames it wrote alone, and an operator had to decide."""
     copies, wire = an_old_master_that_is_to_be_seeded()
     old, calls = copies.a, 0
 
@@ -318,7 +318,7 @@ def test_old_master_is_seeded_after_any_crash():
 @pytest.mark.parametrize("action", [Action.FOLLOW, Action.RESTORE])
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_unreadable_agreed_end_is_damage(action, is_damaged):
-    """It says so, and does not call the master's log another one."""
+    """The reason is corrupt, not diverged."""
     group = Group.made(tail_bytes=0).start()
     for number in range(6):
         Client(group.a).produce(f"m{number}", size=900)
