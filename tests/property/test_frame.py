@@ -111,18 +111,6 @@ def test_cuts_of_a_segment_are_torn_tails():
             assert find_frame(SEGMENT[begin:cut], BASE + begin, 1) is None
 
 
-@given(st.data())
-def test_frames_before_damage_are_read(data):
-    position = data.draw(st.integers(0, len(SEGMENT) - 1))
-    damaged = bytearray(SEGMENT)
-    damaged[position] ^= data.draw(st.integers(1, 255))
-    read = []
-    with pytest.raises(CorruptFrame):
-        for frame, _ in decode_frames(damaged, BASE, 0):
-            read.append(frame)
-    assert read == [frame for frame in FRAMES if frame.end <= BASE + position]
-
-
 @given(st.integers(0, len(FRAMES) - 2), st.integers(1, 8))
 def test_missing_frame_is_detected(number, missing):
     """Also if what follows is moved to where it was: a frame knows its place and its history."""

@@ -14,7 +14,7 @@ from qmq.log.disk import BLOCK_BYTES, UNREADABLE, UNREADABLE_BLOCKS_MAX
 from qmq.log.frame import decode_frames
 from qmq.log.memory_disk import MemoryDisk, MemorySystem
 from qmq.log.repair import repair
-from qmq.log.segments import index_name, log_name
+from qmq.log.segments import log_name
 from tests.integration.broker_on_a_disk_with_bad_blocks import BadBlocks
 from tests.unit.log.logs import Copy
 
@@ -113,20 +113,6 @@ def test_bad_block_of_a_closed_segment_is_repaired(disk, bad, where):
     assert disk.size(log_name(base)) == following - base
 
 
-def test_bad_block_of_the_newest_segment_is_repaired(disk, bad):
-    copy, other = a_copy(disk)
-    for one in (copy, other):
-        for i in range(8):
-            one.messages(f"n{i}", size=900)
-            one.flush()
-    newest = copy.log.bases[-1]
-    assert copy.log.end - newest > 2 * BLOCK_BYTES
-    bad(log_name(newest), 1)
-    copy.reopen()
-    mend(copy, other)
-    assert copy.log.damage is None and copy.whole() == other.whole()
-
-
 def test_bad_block_at_the_end_cuts_the_tail(disk, bad):
     """Zeros in its place would look like the end of the log and hide the loss."""
     copy, _ = a_copy(disk)
@@ -137,30 +123,6 @@ def test_bad_block_at_the_end_cuts_the_tail(disk, bad):
     assert log.damage is None and log.end < end and log.is_tail_cut
     copy.messages("goes on")
     copy.flush()
-
-
-def test_index_with_a_bad_block_is_rebuilt(disk, bad):
-    copy, _ = a_copy(disk)
-    found = copy.log.frames("s", 0, 100)
-    base = copy.log.bases[1]
-    bad(index_name(base), 0)
-    log = copy.reopen()
-    assert log.frames("s", 0, 100) == found
-
-
-def test_partly_repaired_bad_block_stays_damaged_behind(disk, bad):
-    """An unreadable block is written as a whole; otherwise each attempt would end the process."""
-    copy, other = a_copy(disk)
-    base = copy.log.bases[1]
-    bad(log_name(base), 0)
-    copy.log.damaged_at(CorruptFrame(base, "unreadable"))
-    chunk = other.log.stored.read(base, other.log.end, 1)
-    part = chunk.data[: chunk.frames[0].end - base]
-    assert len(part) < BLOCK_BYTES < copy.log.damage.end - base
-    repair(copy.log, part)
-    assert copy.log.damage.begin == base + len(part)
-    mend(copy, other)
-    assert copy.log.damage is None and copy.whole() == other.whole()
 
 
 @pytest.mark.parametrize("blocks", [(1,), (1, 3)])

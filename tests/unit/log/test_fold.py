@@ -239,14 +239,6 @@ def test_subject_is_ordered_from_its_first_key():
     assert state.ordered == {"s": 2}
 
 
-def test_batch_below_the_window_is_forgotten():
-    state, newest = State(), BATCHES_PER_PRODUCER + 20
-    for batch in (10, newest, newest - 3):
-        stored(state, producer=8, batch=batch)
-    forgotten = {batch for batch in range(newest + 2) if state.is_forgotten(8, batch)}
-    assert forgotten == set(range(21)) - {10} and not state.is_forgotten(9, 0)
-
-
 IN_ORDER = tuple(range(1, BATCHES_PER_PRODUCER + 2))
 SECOND_FIRST = (2, 1, *IN_ORDER[2:])
 

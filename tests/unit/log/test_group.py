@@ -37,23 +37,6 @@ def test_consumer_keeps_one_end_per_mastership():
     assert consumer.mastership_ends == [2 * begin + 1]
 
 
-@pytest.mark.parametrize(
-    ("begin", "end", "taken", "left"),
-    [
-        pytest.param(0, 3, [(0, 10, 3, 1)], [(3, 20, 3, 2), (6, 30, 3, 1)], id="a whole range"),
-        pytest.param(3, 6, [(3, 20, 3, 2)], [(0, 10, 3, 1), (6, 30, 3, 1)], id="the one in the middle"),
-        pytest.param(1, 2, [(1, 11, 1, 1)], [(0, 10, 1, 1), (2, 12, 1, 1), (3, 20, 3, 2), (6, 30, 3, 1)], id="within"),
-        pytest.param(2, 7, [(2, 12, 1, 1), (3, 20, 3, 2), (6, 30, 1, 1)], [(0, 10, 2, 1), (7, 31, 2, 1)], id="overall"),
-    ],
-)
-def test_take_splits_ranges_at_its_bounds(begin, end, taken, left):
-    consumer = Consumer()
-    for one in ((0, 10, 3, 1), (3, 20, 3, 2), (6, 30, 3, 1)):
-        consumer.deliver(UnackedRange(*one))
-    assert consumer.take(begin, end) == [UnackedRange(*one) for one in taken]
-    assert consumer.unacked == [UnackedRange(*one) for one in left]
-
-
 DELIVERED = ((0, 10, 3, 1, 0), (3, 20, 5, 2, 0), (8, 30, 3, 1, 1), (11, 40, 2, 0, 2))
 END = 13
 
@@ -110,11 +93,6 @@ def test_unacked_count_reaches_a_limit():
     consumer = Consumer()
     consumer.deliver(UnackedRange(0, 0, 3, 1))
     assert [consumer.has_as_many_as(limit) for limit in (2, 3, 4)] == [True, True, False]
-
-
-def test_range_of_each_message():
-    consumer, plain = a_consumer()
-    assert all(consumer.range_of(pull).part(pull, pull + 1) == one for pull, one in plain.items())
 
 
 @pytest.mark.parametrize(("begin", "end"), [(3, 3), (4, 3), (END, END + 1), (0, END + 1)])

@@ -23,11 +23,6 @@ def a_log(section: bytes, flags: int = FLAG_LABELLED) -> Copy:
     return copy
 
 
-def test_labels_keep_their_order():
-    copy = a_log(encode_labels(LABELS))
-    assert [list(labels) for labels in copy.log.stored.read_labels(copy.log.frames("s", 0, 9))] == [LABELS, LABELS]
-
-
 @pytest.mark.parametrize(
     "section, flags",
     [(b"", 0), (encode_labels(LABELS)[:-1] + b"?", FLAG_LABELLED), (encode_labels(LABELS[:2]), FLAG_LABELLED)],

@@ -50,29 +50,6 @@ def test_missing_segment_file_is_damage(position, with_what):
     assert copy.image().items() >= {k: v for k, v in image.items() if not k.endswith(".snap")}.items()
 
 
-def test_missing_closed_segments_are_repaired_in_turn():
-    copy = a_copy()
-    whole, bases = copy.whole(), list(copy.log.bases)
-    for base in bases[:-1]:
-        copy.disk.remove(log_name(base))
-    copy.reopen()
-    repair_all(copy, whole)
-    assert copy.whole() == whole and copy.reopen().damage is None
-
-
-def test_missing_newest_segment_is_a_cut_tail():
-    """The remaining files end at a frame border: only the manifest shows the loss."""
-    copy = a_copy()
-    newest = copy.log.bases[-1]
-    assert copy.log.end > newest
-    copy.disk.remove(log_name(newest))
-    log = copy.reopen()
-    assert log.end == newest and log.is_tail_cut and log.damage is None
-    copy.messages("next")
-    copy.flush()
-    assert copy.reopen().is_tail_cut, "until the other copy was asked"
-
-
 def test_missing_manifest_is_rebuilt():
     copy = a_copy()
     copy.disk.remove(manifest.NAME)
@@ -194,3 +171,13 @@ def go_on(copy: Copy) -> None:
     copy.log.drop_oldest_segment()
     copy.messages("b")
     copy.flush()
+
+
+def test_missing_closed_segments_are_repaired_in_turn():
+    copy = a_copy()
+    whole, bases = copy.whole(), list(copy.log.bases)
+    for base in bases[:-1]:
+        copy.disk.remove(log_name(base))
+    copy.reopen()
+    repair_all(copy, whole)
+    assert copy.whole() == whole and copy.reopen().damage is None

@@ -14,8 +14,6 @@ from qmq.log.health import LogHealth
 from qmq.log.repair import repair
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import index_name, log_name, snapshot_name
-from qmq.subjects import NAME_BYTES_MAX, check_subject, dead_letter_subject
-from qmq.types import Epoch
 from tests.support.effort import every
 from tests.unit.log.logs import Copy
 
@@ -35,21 +33,6 @@ def test_frame_above_the_size_limit_is_refused(monkeypatch):
     assert copy.log.end == end and copy.messages("small").offset == end
 
 
-@pytest.mark.parametrize("which", range(1, 5))
-def test_log_is_cut_at_a_segment_border(which):
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
-    base, bases = copy.log.bases[which], copy.log.bases[:which]
-    chain = copy.log.state.chain
-    copy.log.cut(base, "conflict")
-    assert (copy.log.end, copy.log.bases) == (base, bases)
-    assert copy.log.chain != chain
-    copy.messages("after the cut")
-    copy.flush()
-    assert copy.reopen().state.chain == copy.log.chain and copy.log.end > base
-
-
 def test_cut_frames_are_kept_in_quarantine():
     copy = Copy()
     copy.begin_epoch()
@@ -63,16 +46,6 @@ def test_cut_frames_are_kept_in_quarantine():
     assert copy.disk.read(name, 0, copy.disk.size(name)) == bytes_before.rstrip(b"\0")
 
 
-def test_shortened_segment_is_corrupt():
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
-    base = copy.log.bases[1]
-    copy.disk.truncate(f"log/{base:020d}.log", 10)
-    with pytest.raises(CorruptFrame):
-        copy.log.stored.read(base, copy.log.end, 1000)
-
-
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
 def test_offset_within_a_frame_has_no_chain(tail_bytes):
     copy = Copy(tail_bytes=tail_bytes)
@@ -82,18 +55,6 @@ def test_offset_within_a_frame_has_no_chain(tail_bytes):
     for offset in range(8, copy.log.end, 8 * every(5)):
         assert not copy.log.chain_is(offset, 1), offset
     assert not copy.log.chain_is(copy.log.end + 8, 1)
-
-
-def test_check_readable_finds_damage_before_an_offset():
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
-    ref = copy.log.frames("s1", 7, 1)[0]
-    base = max(base for base in copy.log.bases if base <= ref.offset)
-    copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 50))
-    with pytest.raises(CorruptFrame) as found:
-        copy.log.stored.check_readable(ref.offset)
-    assert found.value.offset == ref.offset
 
 
 def test_chain_before_a_damaged_frame_is_known():
@@ -168,18 +129,6 @@ def test_frames_below_the_retained_start_are_skipped(monkeypatch):
     assert len(asked) == 2
     log.state.kept.start = log.end
     assert log.frames("s", 0, 1) == []
-
-
-def test_unflushed_frames_stay_in_the_tail():
-    """The disk may lack them: shipping them from disk would send older bytes."""
-    copy = Copy(tail_bytes=0)
-    flushed = copy.begin_epoch()
-    commit = copy.log.take_commit()
-    copy.log.perform(commit)
-    waiting = copy.messages("a")
-    copy.log.flushed(commit)
-    assert copy.log.tail_frames(flushed.offset, 1 << 20) is None
-    assert copy.log.tail_frames(waiting.offset, 1 << 20) is not None
 
 
 @pytest.mark.parametrize("bytes_max", [1, 300, 2048, 1 << 20])
@@ -287,15 +236,6 @@ def test_chunk_has_the_requested_bytes_or_one_frame(monkeypatch, at, bytes_max):
         assert chunk.data == whole[begin : chunk.end]
 
 
-def test_damaged_header_is_found_with_few_reads(monkeypatch):
-    copy, frames = a_log(*[20_000] * 40)
-    copy.disk.flip(log_name(0), 8 * (frames[3].offset + 88))  # its subject
-    sizes = watched(copy, monkeypatch)
-    with pytest.raises(CorruptFrame, match="wrong header CRC"):
-        copy.log.stored.read(frames[3].offset, copy.log.end, 1)
-    assert sum(sizes) <= 1 + 2 * segments.HEADER_BYTES_MAX
-
-
 def test_longest_header_is_read_and_found():
     """A log can read every frame that can be encoded; names are checked elsewhere."""
     copy, frames = a_log(0, 0, 0, subject="x" * 65_529)
@@ -401,23 +341,6 @@ def test_timestamp_of_each_frame():
     assert copy.log.timestamp_at(copy.log.end) == frames[-1].timestamp_ms
 
 
-def test_longest_subject_name_is_read_whole():
-    """Headers are read in one piece of a fixed size, and names are bounded, also derived ones."""
-    subject = check_subject(dead_letter_subject("ü" * (NAME_BYTES_MAX // 2), "g" * NAME_BYTES_MAX))
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    frame = copy.messages("m0", subject=subject, timestamp_ms=7)
-    copy.messages("m1", subject=subject)
-    copy.flush()
-    log = copy.reopen()
-    assert (
-        len(frame.subject.encode()) == len("%DEAD_RETRY%%") + 2 * NAME_BYTES_MAX and log.timestamp_at(frame.offset) == 7
-    )
-    (epoch,) = log.stored.read(0, frame.offset, 1 << 20).frames
-    assert log.chain_is(frame.offset, epoch.chain) and not log.chain_is(frame.offset, 1)
-    assert [list(labels) for labels in log.stored.read_labels(log.frames(subject, 0, 9))] == [[], []]
-
-
 def test_start_chain_comes_from_the_snapshot():
     copy = Copy(tail_bytes=0)
     assert copy.log.stored.start_chain() == 0
@@ -434,18 +357,6 @@ def test_start_chain_comes_from_the_snapshot():
         copy.disk.remove(snapshot_name(base))
     with pytest.raises(CorruptFrame, match="no snapshot"):
         copy.log.stored.seed_start()
-
-
-@pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
-def test_chain_at_each_frame_border(tail_bytes):
-    copy = Copy(tail_bytes=tail_bytes)
-    assert copy.log.chain_is(0, 0) and not copy.log.chain_is(0, 1)
-    frames = [copy.begin_epoch(), *(copy.messages(f"m{i}", size=100) for i in range(30))]
-    if not tail_bytes:
-        copy.flush()
-    for before, frame in zip([None, *frames], [*frames, None]):
-        offset, chain = before.end if before else 0, before.chain if before else 0
-        assert copy.log.chain_is(offset, chain) and not copy.log.chain_is(offset, chain + 1), frame
 
 
 def test_derived_files_are_returned_as_stored():
@@ -586,19 +497,6 @@ def test_check_readable_stops_at_the_offset():
     copy.log.stored.check_readable(copy.log.end)
 
 
-def test_cut_report_lists_ids_across_other_frames():
-    copy = Copy()
-    kept = copy.begin_epoch()
-    copy.messages("a")
-    copy.begin_epoch(Epoch(1, 2))
-    copy.messages("b")
-    copy.flush()
-    end = copy.log.end
-    report = report_of(copy, copy.log.cut(kept.end, "conflict"))
-    assert report["message_ids"] == ["a", "b"] and (report["begin"], report["why"]) == (kept.end, "conflict")
-    assert end - 8 < report["end"] <= end
-
-
 def test_each_set_aside_log_has_its_own_folder():
     copy = Copy()
     for _ in range(3):
@@ -656,21 +554,6 @@ def test_large_frame_fits_an_empty_seeded_segment():
     assert copy.reopen().end == other.log.end
 
 
-def test_one_commit_at_a_time():
-    copy = Copy()
-    assert copy.log.is_idle and copy.log.take_commit() is None
-    copy.begin_epoch()
-    first = copy.log.take_commit()
-    assert not copy.log.is_idle and copy.log.take_commit() is None
-    frame = copy.messages("meanwhile")
-    assert copy.log.take_commit() is None
-    copy.log.perform(first)
-    copy.log.flushed(first)
-    assert copy.log.flushed_end == first.end == frame.offset and not copy.log.is_idle
-    copy.flush()
-    assert copy.log.is_idle and copy.log.flushed_end == frame.end
-
-
 def test_page_cache_sees_all_committed_bytes(monkeypatch):
     """Otherwise the last bytes of a closed segment stay cached for ever."""
     told = []
@@ -683,15 +566,6 @@ def test_page_cache_sees_all_committed_bytes(monkeypatch):
             copy.flush()
     copy.flush()
     assert len(copy.log.bases) > 3 and sum(told) == copy.log.end
-
-
-def test_flushed_frames_survive_a_power_cut():
-    copy = Copy()
-    end = copy.begin_epoch().end
-    copy.flush()
-    copy.disk.crash()
-    copy.disk.reopen()
-    assert copy.reopen().end == end
 
 
 def test_unflushed_frames_are_not_read_from_disk():
@@ -773,19 +647,6 @@ def test_oldest_segment_may_go_after_acknowledged_retention(start, acknowledged,
     assert copy.log.oldest_may_go is bool(may_go)
 
 
-def test_commit_without_bytes_carries_end_and_chain():
-    """Copies compare this chain; it used to be 0."""
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
-    for log in (copy.log, copy.reopen()):
-        log.drop_oldest_segment()
-        commit = log.take_commit()
-        assert (commit.end, commit.chain, commit.bytes) == (log.end, log.chain, 0)
-        log.perform(commit)
-        log.flushed(commit)
-
-
 def test_only_segment_stays():
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
@@ -793,18 +654,6 @@ def test_only_segment_stays():
     said = copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(copy.log.end - 8, "", {}, {})))
     copy.messages("m", high_watermark=said.end)
     assert not copy.log.oldest_may_go
-
-
-def test_dropped_segment_leaves_no_index():
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
-    before = copy.log.frames("s0", 0, 1000)
-    copy.drop_oldest_segment()
-    kept = [ref for ref in before if ref.offset >= copy.log.start]
-    assert copy.log.frames("s0", 0, 1000) == kept != before
-    copy.log.cut(copy.log.bases[-2], "test")
-    assert copy.log.frames("s0", 0, 1000) == [ref for ref in kept if ref.offset < copy.log.end]
 
 
 def test_any_frame_is_read_in_one_call(monkeypatch):
@@ -836,3 +685,15 @@ def test_next_frame_before_the_log_is_its_first():
     copy.fill(60)
     copy.drop_oldest_segment()
     assert copy.log.stored.next_frame(0) == copy.log.start == copy.log.stored.next_frame(copy.log.start - 8)
+
+
+def test_unflushed_frames_stay_in_the_tail():
+    """The disk may lack them: shipping them from disk would send older bytes."""
+    copy = Copy(tail_bytes=0)
+    flushed = copy.begin_epoch()
+    commit = copy.log.take_commit()
+    copy.log.perform(commit)
+    waiting = copy.messages("a")
+    copy.log.flushed(commit)
+    assert copy.log.tail_frames(flushed.offset, 1 << 20) is None
+    assert copy.log.tail_frames(waiting.offset, 1 << 20) is not None

@@ -48,14 +48,6 @@ def test_snapshots_are_rebuilt_from_earlier_ones(bad, missing):
     assert decode_snapshot(made[bases[-1]]) == fold_of(copy.whole()[: bases[-1]])
 
 
-def test_log_from_offset_0_needs_no_snapshot():
-    copy = a_log()
-    before = copy.log.state
-    for base in copy.log.bases:
-        copy.disk.flip(f"log/{base:020d}.snap", 77)
-    assert copy.reopen().state == before and copy.log.damage is None
-
-
 @pytest.fixture(scope="module")
 def segment() -> Copy:
     """Return a log of one segment of 16 KiB, full except for some zeros."""
@@ -223,17 +215,6 @@ def test_log_without_a_beginning_is_set_aside():
     log = copy.reopen()
     assert (log.end, log.bases, log.is_empty) == (0, [], True)
     assert set(copy.disk.names(f"quarantine/{first:020d}-{last:020d}-no-beginning-0")) == names
-
-
-def test_damaged_oldest_snapshot_has_no_chain():
-    """Repair and audit ask for that chain, and need only the frames."""
-    copy = a_log()
-    copy.drop_oldest_segment()
-    first = copy.log.bases[0]
-    chain = copy.log.stored.start_chain()
-    assert chain is not None and copy.log.chain_is(first, chain)
-    copy.disk.flip(f"log/{first:020d}.snap", 99)
-    assert copy.log.stored.start_chain() is None
 
 
 def test_recovering_twice_equals_once():

@@ -171,16 +171,6 @@ def test_foreign_frames_within_the_damage_are_refused():
     assert copy.log.damage[:2] == (second, third)
 
 
-def test_damaged_last_frame_is_repaired():
-    copy, other = a_copy(), a_copy()
-    offset = frame_offsets(copy, 0)[-1]
-    damage(copy, offset)
-    copy.log.damaged_at(CorruptFrame(offset, "test"))
-    assert copy.log.damage[:2] == (offset, copy.log.end)
-    repair(copy.log, others(other, offset, copy.log.end))
-    assert copy.image() == other.image()
-
-
 def test_damaged_bytes_are_kept_with_a_report():
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, 0)[20]
@@ -563,17 +553,6 @@ def test_repair_stops_at_a_frame_crossing_segments():
     log.append_frames(crossing, memoryview(other.whole()[crossing:]))
     copy.flush()
     assert log.damage is None and copy.whole() == other.whole()
-
-
-def test_repaired_bytes_survive_a_power_cut():
-    copy, other = a_copy(), a_copy()
-    offset, end = frame_offsets(copy, 0)[10:12]
-    damage(copy, offset)
-    copy.log.damaged_at(CorruptFrame(offset, "test"))
-    repair(copy.log, others(other, offset, end))
-    copy.disk.crash()
-    copy.disk.reopen()
-    assert copy.reopen().damage is None and copy.whole() == other.whole()
 
 
 def test_unsynced_repair_survives_a_power_cut():

@@ -175,35 +175,12 @@ def test_schedule_is_made_once():
         assert requeued._schedule is made
 
 
-def test_range_requeued_twice_is_due_once():
-    requeued = Requeued([RequeuedRange(10, 1, 1, 0), RequeuedRange(20, 1, 1, 0)])
-    assert len(requeued.due(1, 9)) == 2
-    for due_ms in (0, 5):
-        requeued.take(20, 1)
-        requeued.add(RequeuedRange(20, 1, 2, due_ms))
-    assert requeued.due(4, 9) == [RequeuedRange(10, 1, 1, 0)]
-    requeued.take(20, 1)
-    requeued.add(RequeuedRange(20, 1, 3, 0))
-    assert requeued.due(5, 9) == [RequeuedRange(10, 1, 1, 0), RequeuedRange(20, 1, 3, 0)]
-
-
 @pytest.mark.parametrize("ranges", [[], [(10, 5, 1, 7)], [(10, 5, 1, 7), (20, 1, 2, 0, 3)]])
 def test_requeued_survives_both_snapshot_forms(ranges):
     requeued = Requeued([RequeuedRange(*one) for one in ranges])
     for plain in (requeued.plain(), [list(one) for one in ranges]):
         again = Requeued.from_plain(plain)
         assert (again, again.messages) == (requeued, requeued.messages)
-
-
-def test_deliveries_include_suspicions():
-    assert RequeuedRange(10, 5, 2, 7, 1).deliveries == 3
-
-
-def test_earlier_range_moves_the_next_due_time():
-    requeued = Requeued([RequeuedRange(10, 1, 1, 5_100)])
-    assert requeued.due(5_000, 9) == []
-    requeued.add(RequeuedRange(20, 1, 1, 5_050))
-    assert requeued.next_due_ms(5_000) == 5_050
 
 
 def test_blocks_stay_within_their_bounds(monkeypatch):

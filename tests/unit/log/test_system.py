@@ -115,77 +115,31 @@ def test_new_data_directory_is_durable():
     assert disk.read("f", 0, 10) == b"data"
 
 
-@pytest.mark.parametrize("luck", LUCK)
-def test_put_is_atomic(luck):
-    def work(disk):
-        disk.put("log/old", b"new, and longer")
+CHANGES = {
+    "put": (lambda disk: disk.put("log/old", b"new, and longer"), {"log/old": b"new, and longer"}),
+    "move": (lambda disk: disk.move("log/old", "quarantine/there/moved"), {"quarantine/there/moved": b"old"}),
+    "create": (lambda disk: disk.create("log/new", 5), {"log/old": b"old", "log/new": bytes(5)}),
+    "create in a new folder": (lambda disk: disk.create("a/b/new", 5), {"log/old": b"old", "a/b/new": bytes(5)}),
+    "create again": (lambda disk: disk.create("log/old", 5), {"log/old": bytes(5)}),
+    "truncate": (lambda disk: disk.truncate("log/old", 1), {"log/old": b"o"}),
+    "remove": (lambda disk: disk.remove("log/old"), {}),
+}
+"""A change of a disk with the file log/old, and the files after it."""
 
+
+@pytest.mark.parametrize("luck", LUCK)
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_is_durable_and_atomic(name, luck):
+    work, after = CHANGES[name]
     for call in each_call(work):
         disk = MemoryDisk()
         disk.put("log/old", b"old")
         done = crashed(disk, call, work, luck)
-        assert disk.read("log/old", 0, 99) in ([b"new, and longer"] if done else [b"old", b"new, and longer"])
-
-
-@pytest.mark.parametrize("luck", LUCK)
-def test_move_is_atomic(luck):
-    def work(disk):
-        disk.move("log/old", "quarantine/there/moved")
-
-    for call in each_call(work):
-        disk = MemoryDisk()
-        disk.put("log/old", b"old")
-        done = crashed(disk, call, work, luck)
-        names = disk.all_names()
-        assert names == ["quarantine/there/moved"] or (names == ["log/old"] and not done)
-        assert disk.read(names[0], 0, 9) == b"old"
-
-
-@pytest.mark.parametrize("luck", LUCK)
-@pytest.mark.parametrize("name", ["log/new", "made/just/new"])
-def test_created_file_is_durable(name, luck):
-    def create(disk: MemoryDisk) -> None:
-        disk.create(name, 5)
-
-    for call in each_call(create):
-        disk = MemoryDisk()
-        disk.put("log/old", b"old")
-        if crashed(disk, call, create, luck):
-            assert disk.has(name) and disk.read(name, 0, 9) == bytes(5)
-
-
-@pytest.mark.parametrize("luck", LUCK)
-def test_removed_or_cut_file_is_durable(luck):
-    works = {
-        "removed": (lambda disk: disk.remove("log/old"), b""),
-        "cut": (lambda disk: disk.truncate("log/old", 1), b"o"),
-        "created": (lambda disk: disk.create("log/old", 5), bytes(5)),
-    }
-    for work, expected in works.values():
-        for call in each_call(work):
-            disk = MemoryDisk()
-            disk.put("log/old", b"old")
-            if crashed(disk, call, work, luck):
-                assert disk.read("log/old", 0, 9) == expected
-
-
-def test_name_of_a_killed_process_is_durable():
-    disk = MemoryDisk()
-    disk.put("log/f", b"old")
-    disk.fail_after(4)  # open, write, fsync, rename; now its folder
-    with pytest.raises(DiskFailed):
-        disk.put("log/f", b"new")
-    disk.heal()
-    disk.reopen()
-    assert disk.read("log/f", 0, 9) == b"old"  # the rename failed
-    disk.fail_after(5)
-    with pytest.raises(DiskFailed):
-        disk.put("log/f", b"new")
-    disk.heal()
-    disk.reopen()
-    assert disk.read("log/f", 0, 9) == b"new"
-    disk.crash()
-    assert disk.read("log/f", 0, 9) == b"new", "somebody read it, and acted on it"
+        found = {name: disk.read(name, 0, 99) for name in disk.all_names()}
+        if done:
+            assert found == after
+        elif name in ("put", "move"):
+            assert found in ({"log/old": b"old"}, after)
 
 
 @pytest.mark.parametrize("luck", LUCK)
@@ -502,3 +456,22 @@ def test_move_fsyncs_both_folders():
     disk.put("log/f", b"data")
     disk.move("log/f", "quarantine/there/f")
     assert set(synced) == {"/data", "/data/log", "/data/quarantine", "/data/quarantine/there"}
+
+
+def test_name_of_a_killed_process_is_durable():
+    disk = MemoryDisk()
+    disk.put("log/f", b"old")
+    disk.fail_after(4)  # open, write, fsync, rename; now its folder
+    with pytest.raises(DiskFailed):
+        disk.put("log/f", b"new")
+    disk.heal()
+    disk.reopen()
+    assert disk.read("log/f", 0, 9) == b"old"  # the rename failed
+    disk.fail_after(5)
+    with pytest.raises(DiskFailed):
+        disk.put("log/f", b"new")
+    disk.heal()
+    disk.reopen()
+    assert disk.read("log/f", 0, 9) == b"new"
+    disk.crash()
+    assert disk.read("log/f", 0, 9) == b"new", "somebody read it, and acted on it"

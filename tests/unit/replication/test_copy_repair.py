@@ -186,14 +186,6 @@ def test_master_leaves_its_role_before_partial_repair():
     assert group.a.node.master is not None, "until the next attempt"
 
 
-def test_damage_at_the_other_logs_start_is_fetched():
-    group = stored()
-    (first,) = (ref.begin for ref in group.a.log.frames("s", 0, COUNT) if ref.offset == group.a.log.bases[1])
-    begin = met(group.a, first)
-    assert group.a.node.repairs.plan(begin, group.a.log.damage.end) == (begin, group.a.log.damage.end)
-    assert group.a.log.start == 0 and group.a.node.role is not None
-
-
 def test_leaving_the_role_saves_the_acknowledged_point():
     group = stored()
     begin = met(group.a, 1)
@@ -352,15 +344,6 @@ def lacked(group: Group) -> Point:
     return Point(Epoch(1, 1), group.a.log.end + 800, 7)
 
 
-def test_copy_below_its_own_point_is_rolled_back():
-    group = stored()
-    group.b.node.identity.points.acknowledged(lacked(group))
-    assert group.b.node.readonly_reasons == []
-    group.b.assign(Role.SLAVE, 2)
-    assert group.b.node.readonly_reasons == ["rolled_back"]
-    assert group.b.node.identity.points.lacks == lacked(group)
-
-
 def test_master_with_slave_in_sync_lacks_nothing():
     group = stored()
     group.a.node.remembered_elsewhere([lacked(group)])
@@ -422,3 +405,11 @@ def test_new_damage_begins_at_the_first_source():
     sources, extents = Sources(), [(0, 500), (0, 500)]
     assert [sources.best(DAMAGE, extents) for _ in range(3)] == [0, 0, 1]
     assert sources.best(Damage(300, 400, "another bit"), extents) == 0
+
+
+def test_damage_at_the_other_logs_start_is_fetched():
+    group = stored()
+    (first,) = (ref.begin for ref in group.a.log.frames("s", 0, COUNT) if ref.offset == group.a.log.bases[1])
+    begin = met(group.a, first)
+    assert group.a.node.repairs.plan(begin, group.a.log.damage.end) == (begin, group.a.log.damage.end)
+    assert group.a.log.start == 0 and group.a.node.role is not None

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from qmq.errors import ErrorCode
 from qmq.replication.agreement import Hello
-from qmq.replication.assignment import Assignment, FillOrders
+from qmq.replication.assignment import FillOrders
 from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
@@ -99,53 +98,6 @@ def test_next_filling_needs_a_new_order():
     copies.settle()
     copies.connect("c")
     assert copies.state("c") is FollowerState.UNFILLED
-
-
-def test_catching_up_needs_no_order():
-    copies = Copies().start()
-    heed(copies, "manual")
-    copies.cut("c")
-    Client(copies.a).produce("m1")
-    copies.settle()
-    copies.connect("c")
-    assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.end == copies.a.log.end
-
-
-def test_new_group_needs_no_filling():
-    copies = Copies()
-    for broker in (copies.a, copies.b, copies.c):
-        broker.assign(ROLES[broker.name], 1, slaves=2, sync_mode="manual")
-    copies.connect("bc")
-    assert copies.state("b") is copies.state("c") is FollowerState.IN_SYNC and copies.a.node.writable
-
-
-def test_unfilled_slave_that_is_needed_makes_readonly():
-    copies = with_new_c(min_copies=3)
-    client = Client(copies.a)
-    refused = client.produce("m9")
-    copies.settle()
-    assert client.code(refused) == ErrorCode.READ_ONLY and "SyncReplica" in client.text(refused)
-    assert copies.a.node.readonly_reasons == [Reason.UNFILLED]
-    copies.cut("b")  # now a needed slave is missing
-    assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
-
-
-@pytest.mark.parametrize("mode", ["manual", "automatic"])
-def test_stopped_filling_waits_for_a_new_order(mode):
-    copies = with_new_c()
-    wire, order = copies.wires["c"], fill_id(copies.c)
-    for broker in (copies.a, copies.b, copies.c):
-        broker.assign(ROLES[broker.name], 1, slaves=2, sync_mode=mode, fills=((order, True),))
-    wire.cut()
-    wire.connect()
-    wire.deliver_hello()  # no frame arrives
-    assert copies.state("c") is FollowerState.CATCHING_UP
-    heed(copies, mode, (order, False))
-    assert copies.state("c") is FollowerState.UNFILLED and not copies.c.node.identity.value.complete
-    heed(copies, mode, (order, False))
-    assert copies.state("c") is FollowerState.UNFILLED
-    heed(copies, mode, (order, True))
-    assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.chain == copies.a.log.chain
 
 
 def test_manual_mode_continues_a_filling_under_way():
@@ -244,8 +196,3 @@ def test_slave_of_an_older_version_is_filled(begins_late):
     copies.c.host.hellos[-1] = json.dumps(fields).encode()
     copies.settle()
     assert copies.state("c") is FollowerState.IN_SYNC
-
-
-def test_fill_orders_survive_the_assignments_json():
-    told = Assignment("g1", 1, Role.MASTER, sync_mode="manual", fills=(("x/0", True), ("y/2", False)))
-    assert Assignment.from_json(json.loads(json.dumps(told.to_json()))) == told

@@ -11,8 +11,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication import follower, shipper
-from qmq.replication.agreement import Action, Agreement
-from qmq.replication.follower import FOLLOWER, Absent, CatchingUp, Follower, FollowerEvent, FollowerState, Restoring
+from qmq.replication.follower import Absent, CatchingUp, Follower, FollowerEvent, FollowerState, Restoring
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece, filled, replace_slave
@@ -24,23 +23,6 @@ S = FollowerState
 
 def states(group: Group) -> list[FollowerState]:
     return [move.after for move in group.a.master.slaves.all[0].follower.history]
-
-
-def test_slave_joins_lags_catches_up_and_leaves():
-    group = Group.made(slave_lag_ms_max=1000).start()
-    client, master = Client(group.a), group.a.master
-    assert states(group) == [S.CATCHING_UP, S.IN_SYNC] and not master.readonly.reasons
-    client.produce("m")
-    group.a.host.settle()
-    group.a.wait(100)
-    group.a.wait(1100)
-    assert master.slaves.all[0].follower.state is S.LAGGING and master.readonly.reasons == [Reason.SLAVE_LAG]
-    group.settle()
-    group.a.wait(100)
-    assert master.slaves.all[0].follower.state is S.IN_SYNC and not master.readonly.reasons
-    group.cut()
-    assert states(group)[2:] == [S.LAGGING, S.IN_SYNC, S.ABSENT]
-    assert master.readonly.reasons == [Reason.SLAVE_DOWN]
 
 
 def test_confirmation_of_another_log_is_divergence():
@@ -55,23 +37,6 @@ def test_confirmation_of_another_log_is_divergence():
     group.connect()
     group.settle()
     assert group.a.master.slaves.all[0].follower.state is S.IN_SYNC and not group.a.master.readonly.reasons
-
-
-def test_illegal_follower_transition_restarts_the_mastership(monkeypatch):
-    group = Group.made().start()
-    epoch, illegal = group.a.master.epoch, FOLLOWER.illegal
-
-    def agree(hello, log, epoch, **_):
-        return Agreement(epoch, Action.RESTORE, log.end, log.chain, log.end)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(follower, "agree", agree)  # as if a master in sync had frames to restore
-        group.connect()
-        group.deliver_hello()
-    assert FOLLOWER.illegal == illegal + 1 and group.a.master.epoch > epoch
-    group.connect()
-    group.settle()
-    assert states(group) == [S.CATCHING_UP, S.IN_SYNC] and group.a.node.writable
 
 
 def test_follower_states_have_their_own_fields():
@@ -170,20 +135,6 @@ def test_disk_reads_resume_when_the_rate_allows(begun):
         assert not sender.host.reads
     sender.wait(1)
     assert sender.host.reads
-
-
-def test_readonly_reasons_of_absent_and_joining_slave():
-    group = Group.made()
-    group.a.assign(Role.MASTER)
-    (watch,) = group.a.master.slaves.all
-    assert group.a.node.readonly_reasons == [Reason.SLAVE_DOWN] and watch.owner == ""
-    group.b.assign(Role.SLAVE)
-    group.connect()
-    group.deliver_hello()
-    assert group.a.node.readonly_reasons == [Reason.SLAVE_LAG]
-    group.settle()
-    group.a.node.set_disk_full(False)
-    assert group.a.node.readonly_reasons == []
 
 
 def test_matched_slave_clears_the_divergence():

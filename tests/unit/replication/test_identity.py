@@ -14,17 +14,6 @@ def opened(disk: MemoryDisk, incarnation: str = "first") -> IdentityFile:
     return IdentityFile(disk, new_incarnation=incarnation)
 
 
-def test_identity_survives_a_crash():
-    disk = MemoryDisk()
-    identity = opened(disk)
-    identity.learn(Epoch(3, 2))
-    identity.completed(True)
-    identity.assigned("g1", {"term": 3}, "a:1")
-    disk.crash()
-    again = opened(disk, "second")
-    assert again.value == identity.value and again.value.incarnation == "first"
-
-
 def test_flipped_bits_of_the_identity_are_detected():
     disk = MemoryDisk()
     identity = opened(disk)

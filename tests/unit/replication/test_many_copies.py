@@ -25,12 +25,6 @@ def test_min_copies_acknowledge(min_copies, is_stored):
     assert client.receipt(stored).stored == 1
 
 
-def test_group_of_three_required_copies_loses_one():
-    copies = Copies(min_copies=3).start()
-    copies.cut("c")
-    assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN] and copies.a.master.gate.too_few_in_sync
-
-
 @pytest.mark.parametrize("min_copies, full, is_writable", [(2, "c", True), (2, "bc", False), (3, "c", False)])
 def test_full_disk_matters_if_its_copy_is_needed(min_copies, full, is_writable):
     """A group of three may lose one copy; a copy with a full disk counts as lost."""
@@ -44,17 +38,6 @@ def test_full_disk_matters_if_its_copy_is_needed(min_copies, full, is_writable):
         watch.is_disk_full = False
     copies.a.node.set_disk_full(False)
     assert copies.a.node.writable
-
-
-def test_lagging_third_copy_leaves_the_group_writable():
-    copies = Copies(slave_lag_ms_max=1_000).start()
-    Client(copies.a).produce("m1")
-    copies.wires["b"].settle()
-    copies.a.wait(10)
-    copies.a.wait(1_500)
-    assert copies.state("c") is FollowerState.LAGGING and copies.a.node.writable
-    copies.settle()
-    assert copies.state("c") is FollowerState.IN_SYNC
 
 
 def test_master_restores_from_any_slave_before_beginning():

@@ -59,18 +59,6 @@ def test_own_disk_is_late_after_the_limit():
         assert Reason.DISK_LATE not in group.a.master.readonly
 
 
-def test_flushed_frames_do_not_make_disk_late():
-    group = Group.made().start()
-    client = Client(group.a)
-    for number in range(3):
-        client.produce(f"m{number}")
-        group.a.host.turn()
-        group.a.wait(100)
-        group.a.wait(SETTINGS.slave_lag_ms_max - 100)
-        assert Reason.DISK_LATE not in group.a.master.readonly
-        group.settle()
-
-
 def test_waiting_master_is_not_drained():
     copies = Copies().start()
     Client(copies.a).produce("m")
@@ -93,15 +81,6 @@ def test_master_without_enough_slaves_is_not_drained():
     assert master.is_drained_to(target) and not master.is_drained_to("another")
     copies.cut("c")
     assert master.gate.high_watermark == copies.a.log.end and not master.is_drained_to(target)
-
-
-def test_drained_to_any_fully_matched_slave():
-    copies = Copies().start()
-    Client(copies.a).produce("m")
-    copies.wires["b"].settle()  # packets to c stay under way
-    b, c = (broker.node.identity.value.incarnation for broker in (copies.b, copies.c))
-    assert [copies.a.master.is_drained_to(target) for target in ("", b, c)] == [True, True, False]
-    assert copies.a.master.in_sync == (b, c)
 
 
 def test_waiting_pull_gets_not_master_at_mastership_end():

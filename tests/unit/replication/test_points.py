@@ -132,17 +132,14 @@ def test_only_newer_points_are_written():
         assert is_written(act) and not is_written(act)
 
 
-def test_new_copy_has_no_point(caplog):
-    file = PointFile(MemoryDisk())
-    assert (file.own, file.lacks, file.is_newer_than_saved, caplog.text) == (None, None, False, "")
-
-
 def test_newest_lacking_point_stays_until_refilled():
     disk = MemoryDisk()
     file = PointFile(disk)
     for end, newest in ((300, 300), (200, 300), (400, 400)):
         file.rolled_back(Point(Epoch(1, 1), end, end))
         assert PointFile(disk).lacks == file.lacks == Point(Epoch(1, 1), newest, newest)
+    file.rolled_back(Point(Epoch(1, 1), 400, 9))
+    assert file.lacks == Point(Epoch(1, 1), 400, 400)
     file.refilled()
     assert file.lacks is None and PointFile(disk).lacks is None
 

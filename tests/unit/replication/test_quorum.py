@@ -195,22 +195,6 @@ def test_mastership_waits_for_its_restoring_slave():
     assert group.a.node.writable and group.a.log.chain == group.b.log.chain
 
 
-def test_whole_copy_without_log_waits_for_slave():
-    fresh = Broker("a")
-    fresh.alone()
-    assert fresh.node.identity.value.complete and not fresh.master.has_begun
-
-
-def test_absent_slaves_do_not_report_full_disks():
-    copies = Copies(min_copies=3).start()
-    copies.cut("c")
-    copies.a.node.set_disk_full(False)
-    assert copies.a.node.readonly_reasons == ["slave_down"], "room is not what is missing"
-    copies.cut("b")
-    copies.a.node.set_disk_full(False)
-    assert copies.a.node.readonly_reasons == ["slave_down"]
-
-
 def test_group_is_fully_matched_with_all_slaves():
     copies = Copies().start()
     Client(copies.a).produce("m")
@@ -265,3 +249,13 @@ def test_only_slave_counts_under_any_name():
     group.settle()
     (watch,) = group.a.master.slaves.all
     assert watch.follower.state is S.IN_SYNC and watch.owner == "another:9" and watch.name == ""
+
+
+def test_absent_slaves_do_not_report_full_disks():
+    copies = Copies(min_copies=3).start()
+    copies.cut("c")
+    copies.a.node.set_disk_full(False)
+    assert copies.a.node.readonly_reasons == ["slave_down"], "room is not what is missing"
+    copies.cut("b")
+    copies.a.node.set_disk_full(False)
+    assert copies.a.node.readonly_reasons == ["slave_down"]

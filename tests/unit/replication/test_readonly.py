@@ -6,9 +6,9 @@ from itertools import combinations
 
 import pytest
 
-from qmq.errors import BrokerReadOnly, ErrorCode
+from qmq.errors import BrokerReadOnly
 from qmq.replication.readonly import Readonly, Reason, explain
-from tests.unit.broker.world import Client, Group
+from tests.unit.broker.world import Group
 
 
 def test_checker_clears_only_its_own_reason():
@@ -63,25 +63,3 @@ def test_operators_mark_survives_other_changes():
     group.a.node.set_disk_full(True)
     group.a.node.set_disk_full(False)
     assert group.a.node.readonly_reasons == [Reason.OPERATOR]
-
-
-def test_late_own_disk_makes_readonly(caplog):
-    """The slave confirms everything, so it does not lag; nothing is acknowledged."""
-    group = Group.made(slave_lag_ms_max=50).start()
-    client = Client(group.a)
-    stored = client.produce("m")
-    group.a.host.turn()
-    while group.to_slave():
-        group.b.host.settle()
-    while group.to_master():
-        pass
-    group.a.wait(40)
-    group.a.wait(20)
-    assert group.a.node.writable
-    group.a.wait(40)
-    assert group.a.node.readonly_reasons == [Reason.DISK_LATE]
-    assert client.code(client.produce("n")) == ErrorCode.READ_ONLY and not client.answered(stored)
-    group.settle()
-    group.a.wait(1)
-    assert group.a.node.writable and client.receipt(stored).stored == 1
-    assert caplog.text.count("disk late") == 1

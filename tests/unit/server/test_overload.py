@@ -202,15 +202,6 @@ def test_full_broker_refuses_producers_and_serves_consumers(what):
     assert consumer.code(acked) == 0
 
 
-@pytest.mark.parametrize("what", ["disk", "memory"])
-def test_new_mastership_keeps_the_reached_limit(what):
-    group, client = a_group()
-    full(group, what)
-    group.a.assign(group.a.node.assignment.role, 2)
-    full(group, what)
-    assert what in group.a.node.readonly_reasons
-
-
 def test_client_within_its_window_is_running():
     """What a batch is to the client's window it is to the broker's: else Doctor would name clients that do well."""
     group, client = a_group()
