@@ -1,4 +1,4 @@
-"""Shell. What tells a broker of tags and order keys: bytes with their meaning, computed apart from the codec."""
+"""Shell. Labels of tags and order keys: bytes with their meaning, computed apart from the codec."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Shell. What QMQ's own tools ask on /management, and the bytes they get: tests/golden/management/exchanges.json.
+"""Shell. Requests of QMQ's own tools on /management and their answers: tests/golden/management/exchanges.json.
 
-The exchanges go through the real HTTP application and the real actions, in order, on one metaserver.
+The exchanges run in order through the HTTP application and the actions of one metaserver.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKEN = "the key of the installation"
 
 
 def pattern(answer):
-    """The regular expression for an answer whose <text> and <ms> stand for anything of that sort."""
+    """Return the regular expression of an answer in which <text> and <ms> are placeholders."""
     parts = re.split(r"(<text>|<ms>)", answer)
     wild = {"<text>": r'[^"]+', "<ms>": r"[1-9]\d{12}"}
     return "".join(wild.get(part) or re.escape(part) for part in parts)
@@ -51,7 +51,7 @@ def ask(client, exchange):
 
 @pytest.mark.slow
 async def test_management_answers_equal_qmqs(tmp_path):
-    """Weakness 36: three styles and mixed languages are QMQ's; ours are the same styles, in one language."""
+    """Weakness 36: QMQ has three styles and mixed languages; ours are the same styles in one language."""
 
     world = World(tmp_path / "metaserver.db")
     await world.open()

@@ -1,4 +1,4 @@
-"""Shell. The list of a copy's segments, version 1."""
+"""Shell. The manifest of a copy's segments, version 1."""
 
 from __future__ import annotations
 

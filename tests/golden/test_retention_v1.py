@@ -1,4 +1,4 @@
-"""Shell. Retention frames, version 1: bytes with their meaning, and what they say together."""
+"""Shell. Retention frames, version 1: bytes with their meaning, and the state after them."""
 
 from __future__ import annotations
 

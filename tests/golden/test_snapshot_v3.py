@@ -1,4 +1,4 @@
-"""Core. A snapshot of version 3, written before ranges had names, is read as what it meant then."""
+"""Core. A snapshot of version 3, written before ranges had names, keeps its meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Any message and batch comes back as it was; damaged bytes give a typed error and nothing else."""
+"""Shell. Any message and batch survives encoding; damaged bytes raise a typed error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import Message
 
 texts = st.text(max_size=40)
-names = texts.filter(lambda name: not name.startswith("qmq_"))  # those are reserved
+names = texts.filter(lambda name: not name.startswith("qmq_"))  # reserved names
 words = st.text(min_size=1, max_size=20)
 values = st.one_of(texts, st.integers(), st.booleans(), st.floats())
 messages = st.builds(

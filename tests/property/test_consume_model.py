@@ -1,4 +1,4 @@
-"""Core. Subscriptions agrees with plain sets: each message is new, handed to one consumer, returned, or done."""
+"""Core. Consumption equals plain sets: each message is new, delivered to one consumer, requeued or done."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONSUMERS = ("c1", "c2", "c3")
 
 
 class Plain:
-    """The slow, obvious model of one group: sets of sequences, and a dictionary of pull sequences per consumer."""
+    """A simple model of one group: sets of sequences, and a dictionary of pull sequences per consumer."""
 
     def __init__(self) -> None:
         self.new: set[int] = set()
@@ -48,7 +48,7 @@ class Plain:
         self.states: dict[int, MessageState] = defaultdict(lambda: LIFE.initial)
 
     def move(self, event: MessageEvent, sequences: Iterable[int]) -> None:
-        """Each of these messages lives on as its table says, or the test ends."""
+        """Move each message to its next state; fail on a transition that the table lacks."""
         for sequence in sequences:
             self.states[sequence] = LIFE.after(self.states[sequence], event)
 
@@ -75,7 +75,7 @@ class Plain:
 
 
 def ranges(group: GroupProgress, plain: Plain) -> list[tuple[int, int]]:
-    """What the group has to give: sequences `[begin, end)`."""
+    """Return the sequences `[begin, end)` that the group can deliver."""
     found = [(entry[0], entry[0] + entry[1]) for entry in group.requeued]
     return found + ([(group.position, plain.stored)] if group.position < plain.stored else [])
 
@@ -92,7 +92,7 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
         case "pull" if plain.new or plain.returned:
             entries, pull = [], state.next_pull(group, name)
             pool = sorted(plain.returned) if plain.returned and rng.random() < 0.7 else sorted(plain.new)
-            skipped = rng.randrange(2) if pool and pool[0] in plain.returned else 0  # new ones come in their order
+            skipped = rng.randrange(2) if pool and pool[0] in plain.returned else 0  # new messages come in order
             wanted = pool[skipped:][: rng.randint(1, 5)]
             for begin, end in ranges(group, plain):
                 run = [s for s in wanted if begin <= s < end]
@@ -174,7 +174,7 @@ def test_snapshot_and_later_frames_give_the_state(seed):
 
 
 def test_late_ack_of_a_left_consumer_is_refused():
-    """W2, W13: after a departure, a reset or a new mastership, old pull sequences mean nothing."""
+    """W2, W13: after a departure, a reset or a new mastership, old pull sequences are invalid."""
     for change in ("leave", "mastership", "reset"):
         copy = Copy(segment_bytes=1 << 20)
         copy.begin_epoch()
@@ -242,7 +242,7 @@ def test_least_recent_producers_are_forgotten_first():
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=examples(30))
 def test_each_message_is_consumed_once(seed):
-    """W1: with consumers that pull, ack, reconnect, leave and fall silent, nothing is lost and nothing is skipped."""
+    """W1: with consumers that pull, ack, reconnect, leave and fall silent, no message is lost or skipped."""
     rng = Random(seed)
     group = Group.made(tail_bytes=rng.choice([0, 1 << 20]), lease_ms=30_000).start()
     producer, clients, subscriptions = Client(group.a), {}, {}
@@ -252,7 +252,7 @@ def test_each_message_is_consumed_once(seed):
     duplicates: list[int] = []
 
     def live(ms: int) -> None:
-        """Let time go by; the slave confirms what the master writes meanwhile."""
+        """Let time pass; the slave confirms the master's frames meanwhile."""
         for _ in range(0, ms, 5_000):
             group.a.wait(5_000)
             group.settle()

@@ -1,4 +1,4 @@
-"""Core. The next time of a cron expression agrees with looking at the clock on the wall minute by minute."""
+"""Core. The next time of a cron expression equals a search of the wall clock minute by minute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANGES = {
     "Asia/Kolkata": [datetime(2026, 6, 1)],
     "UTC": [datetime(2026, 1, 1)],
 }
-"""Moments (UTC) at which, or near which, clocks are changed: by an hour at night or at midnight, by half an hour."""
+"""Times (UTC) near clock changes: by an hour at night or at midnight, and by half an hour."""
 
 
 def items(first, last):
@@ -38,7 +38,7 @@ PLACES = st.sampled_from([(zone, change) for zone, changes in CHANGES.items() fo
 
 
 def shown(expression, zone, begin_ms, minutes):
-    """Return the minutes at which the clock shows a matching time, by the rules for fixed and for repeated ones."""
+    """Return the minutes at which the clock shows a matching time, by the rules of fixed and of repeated ones."""
     cron, tz = expression.split(), ZoneInfo(zone)
     is_fixed = not (cron[0].startswith("*") or cron[1].startswith("*"))
     found, seen, last_wall = [], set(), None
@@ -46,7 +46,7 @@ def shown(expression, zone, begin_ms, minutes):
         at_ms = begin_ms + i * MINUTE_MS
         wall = datetime.fromtimestamp(at_ms / 1000, UTC).astimezone(tz).replace(tzinfo=None, fold=0)
         walls = [wall]
-        if is_fixed and last_wall is not None and wall - last_wall > timedelta(minutes=1):  # those that were skipped
+        if is_fixed and last_wall is not None and wall - last_wall > timedelta(minutes=1):  # skipped minutes
             gap = (wall - last_wall) // timedelta(minutes=1)
             walls = [last_wall + timedelta(minutes=step) for step in range(1, gap + 1)]
         matching = [wall for wall in walls if matches(expression, wall)]

@@ -1,4 +1,4 @@
-"""Shell. No cut and no flipped bit of a log goes unnoticed, and a torn tail is told from damage."""
+"""Shell. Every cut and flipped bit of a log is detected, and torn tails differ from damage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ U64 = st.integers(0, 2**64 - 1)
 
 
 def frame_of(subject, body, *, offset, previous_chain, kind=FrameKind.MESSAGES, count=1, **fields):
-    """Pack a whole frame; what a test does not name has a plain value."""
+    """Pack a whole frame; omitted fields have plain values."""
     plain = {"flags": 0, "epoch": Epoch(1, 1), "high_watermark": BASE, "timestamp_ms": 1_700_000_000_000}
     plain |= {"first_sequence": 0, "producer": 7, "batch": 1}
     head, frame = encode_header(
@@ -51,7 +51,7 @@ def frame_of(subject, body, *, offset, previous_chain, kind=FrameKind.MESSAGES, 
 
 
 def build_segment(size):
-    """Return the bytes of a log that begins at BASE, `size` bytes or a little less, and its frames."""
+    """Return the bytes of a log that begins at BASE, about `size` bytes, and its frames."""
     rng, data, frames, chain = Random(1), bytearray(), [], 0
     while True:
         count = rng.randrange(1, 4)
@@ -113,7 +113,7 @@ def test_cuts_of_a_segment_are_torn_tails():
 
 @given(st.integers(0, len(FRAMES) - 2), st.integers(1, 8))
 def test_missing_frame_is_detected(number, missing):
-    """Also if what follows is moved to where it was: a frame knows its place and its history."""
+    """Also if the following frames move into the gap: a frame carries its offset and chain."""
     end = min(number + missing, len(FRAMES) - 1)
     data = SEGMENT[: STARTS[number]] + SEGMENT[STARTS[end] :]
     with pytest.raises(CorruptFrame, match="belongs to offset"):
@@ -159,7 +159,7 @@ def test_garbage_is_no_frame(data, offset):
 
 @given(st.integers(0, 20))
 def test_frame_quoted_in_a_message_is_skipped(position):
-    """A message may hold the bytes of a log, at a place where a frame could stand."""
+    """A message may contain the bytes of a log at an aligned offset."""
     quoted = SEGMENT[: STARTS[3]]
     raw, _ = frame_of("s", bytes(8 * position) + quoted, offset=BASE + STARTS[3], previous_chain=CHAINS[3])
     damaged = bytearray(raw)
@@ -175,7 +175,7 @@ def test_first_frame_behind_garbage_is_found(zeros, number):
 
 
 def test_equal_chains_need_equal_bytes():
-    """Of two logs that differ in one message, all later chains differ."""
+    """After one different message, all later chains differ."""
     bodies = [join_batch([encode_message(Message("s", {"n": n}, id=str(n)), 0)]) for n in (1, 2)]
     chains = []
     for body in bodies:

@@ -1,4 +1,4 @@
-"""Core. A log agrees with a list of frames, whatever is done to it."""
+"""Core. A log equals a list of frames under any operations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.unit.log.logs import Copy, fold_of
 
 
 class LogAndList(RuleBasedStateMachine):
-    """`parts` are the frames' bytes in order; `flushed` how many of them are on disk; `dropped` taken
-    by retention, `gone` from the disk as well."""
+    """`parts`: the frames' bytes in order; `flushed`: how many are on disk; `dropped`: how many retention dropped;
+    `gone`: how many are deleted from disk.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class LogAndList(RuleBasedStateMachine):
     @rule()
     def drop(self) -> None:
         base = self.copy.log.bases[1]
-        if base < self.copy.log.flushed_end:  # as broker.retention has it
+        if base < self.copy.log.flushed_end:  # as broker.retention decides
             self.copy.log.drop_oldest_segment()
             self.dropped = self.borders().index(base)
 

@@ -1,4 +1,4 @@
-"""Shell. Packets come out of any split of the stream as they went in; garbage ends in a typed error."""
+"""Shell. Packets survive any split of the stream; garbage raises a typed error."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ names = st.text(max_size=30)
 
 
 class SmallReader(PacketReader):
-    """Has a staging area so small that packets of some hundred bytes take the path of large ones."""
+    """Reader with a small staging area, so that packets of some hundred bytes take the path of large ones."""
 
     FIRST_BYTES, STAGING_BYTES = PACKET_HEADER_BYTES, 512
 
 
 def feed(reader, data, sizes):
-    """Hand `data` to the reader in pieces of at most `sizes`, repeated; return all packets."""
+    """Pass `data` to the reader in pieces of at most `sizes`, repeated; return all packets."""
     packets, at, turn = [], 0, 0
     while at < len(data):
         buffer = reader.buffer()
@@ -59,7 +59,7 @@ def test_garbage_stream_raises_a_typed_error(requests, sizes, garbage):
 
 @given(splits, st.integers(0, 8 * PACKET_HEADER_BYTES - 1))
 def test_flipped_header_bit_changes_or_ends_the_stream(sizes, bit):
-    """The header has no checksum of its own; what matters is checked by the CRC of batches and frames behind it."""
+    """The header has no checksum; the CRCs of batches and frames protect the contents."""
     stream = bytearray(packet_header(201, 1, 0, 201, 40) + bytes(40))
     stream[bit // 8] ^= 1 << bit % 8
     try:
@@ -78,7 +78,7 @@ def test_oversized_packet_is_refused_by_its_header():
 
 
 def test_receive_buffer_grows_with_traffic():
-    """A thousand connections that say nothing took 256 MB."""
+    """A thousand idle connections used to take 256 MB."""
     reader, small = PacketReader(10_000), packet_header(201, 1, 0, 201, 40) + bytes(40)
     assert len(feed(reader, 100 * small, [len(small)])) == 100 and len(reader.buffer()) == PacketReader.FIRST_BYTES
     assert len(feed(reader, 10_000 * small, [1 << 20])) == 10_000

@@ -1,7 +1,7 @@
-"""Core. A schedule agrees with a dict of messages, whatever the log says and however often it is stopped.
+"""Core. A schedule equals a dictionary of messages, for any log and any number of crashes.
 
-The machine writes frames to a log and keeps, slowly and obviously, what became of each message. The schedule on its
-faulty disk is fed, flushed, crashed, damaged, opened with other segment lengths and made anew from a shortened log.
+The machine writes frames to a log and keeps the state of each message in a simple model. The schedule on its faulty
+disk is fed, flushed, crashed, damaged, opened with other segment lengths, and rebuilt from a shortened log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PICKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=40)
 
 @dataclass
 class Known:
-    """What the model knows of a message."""
+    """State of a message in the model."""
 
     subject: str
     id: str
@@ -82,7 +82,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
     def pending(self) -> set[int]:
         return {number for number, one in self.known.items() if one.state == State.PENDING}
 
-    # What a master writes.
+    # Frames of a master.
 
     def made(self, subject: str, dues: list[int]) -> list[bytes]:
         made = []
@@ -116,7 +116,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     @rule(picks=PICKS, data=st.data())
     def carry(self, picks: list[int], data: st.DataObject) -> None:
-        """To other due times: only messages that pend, each once, as a master does."""
+        """Choose new due times for some pending messages, each once, as a master does."""
         pending = self.pending()
         old = [place for place in dict.fromkeys(self.picked(picks)) if place[0] in pending]
         if not old:
@@ -149,13 +149,13 @@ class ScheduleAndDict(RuleBasedStateMachine):
         self.feed()
 
     def plan(self, named: list[Place]) -> None:
-        """Say before what the frame will say."""
+        """Apply to the model before the frame is written."""
         listed = {int(record["number"]): record for record in self.schedule.list(0, 1 << 60, None, 10**6)()}
         if all(number in listed for number, _ in named):
             self.schedule.planned(9, self.log.end, np.array([listed[number] for number, _ in named]))
 
     def take_off(self, numbers: list[int]) -> None:
-        """They are no more on the wheel when they are dispatched."""
+        """Dispatched messages are off the wheel."""
         records = self.schedule.list(0, 1 << 60, None, 10**6)()
         self.wheel.remove(records[np.isin(records["number"], numbers)])
         self.on_wheel -= set(numbers)
@@ -207,7 +207,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1000), calls=st.integers(0, 30), segment_ms=st.sampled_from([1, 4, 7, 24, 48]))
     def crash(self, seed: int, calls: int, segment_ms: int) -> None:
-        """In the middle of a flush, if there is one."""
+        """Fail in the middle of a flush, if one runs."""
         if self.flush is not None:
             self.disk.fail_after(calls)
             try:
@@ -226,7 +226,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 100), bit=st.integers(0, 10**6))
     def damage(self, pick: int, bit: int) -> None:
-        """A damaged file is noticed by whoever reads it."""
+        """Damage a file; its readers detect it."""
         names = [f"segments/{name}" for name in self.disk.names("segments")]
         if self.flush is not None or not names:
             return
@@ -244,7 +244,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
     @precondition(lambda self: self.flush is None and len(self.log.frames) > 2)
     @rule(part=st.integers(1, 100))
     def retention(self, part: int) -> None:
-        """What pends in the oldest part of the log is written again, then that part goes."""
+        """Write pending messages of the oldest part of the log again, then drop that part."""
         border = self.log.frames[part * (len(self.log.frames) - 1) // 100][0].offset
         if any((one.records["number"] < border).any() for one in self.schedule.in_flight.values()):
             return
@@ -254,7 +254,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
         drop_before(self.log, border)
         self.known = {number: one for number, one in self.known.items() if number >= border or one.state < State.SENT}
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def check(self) -> None:
@@ -277,7 +277,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
         self.check_find()
 
     def check_find(self) -> None:
-        """Of messages whose segment may be deleted, only what it says counts."""
+        """For messages whose segment may be deleted, only the schedule counts."""
         some = sorted(self.known)[:: max(len(self.known) // 6, 1)]
         hashes = [id_hash(self.known[number].id) for number in some]
         found = self.schedule.find(None, hashes, [key_hash("k3")])()

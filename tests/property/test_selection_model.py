@@ -1,4 +1,4 @@
-"""Core. Filtered pulls agree with a list that is searched for each pull: tags, order keys, retries, swaps."""
+"""Core. Filtered pulls equal a search of the whole list: tags, order keys, retries, swaps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("c1", "c2", "c3")
 
 
 def twin_of(tag: str) -> str:
-    """Return another tag with the same bit: the label cannot tell them apart."""
+    """Return another tag with the same bit, which the label cannot distinguish."""
     return next(f"{tag}{n}" for n in range(10_000) if tag_bits([f"{tag}{n}"]) == tag_bits([tag]))
 
 
@@ -31,7 +31,7 @@ TWIN = twin_of("pay")
 
 
 class Plain:
-    """What one group may have: each message is settled, with a consumer, or waiting until it is due."""
+    """Model of one group: each message is settled, delivered, or waits until it is due."""
 
     def __init__(self, tags: tuple[str, ...], is_all: bool) -> None:
         self.tags = set(tags)
@@ -48,7 +48,7 @@ class Plain:
         return self.tags <= set(message.tags) if self.is_all else bool(self.tags & set(message.tags))
 
     def next(self, most: int, now_ms: int) -> list[int]:
-        """Return what a pull gets: the first messages that match, are due, and are the first of their keys."""
+        """Return the result of a pull: the first messages that match, are due, and are the first of their keys."""
         busy: set[str] = set()
         found: list[int] = []
         for sequence, message in enumerate(self.messages):
@@ -117,7 +117,7 @@ class World:
                 consumer.leave()
                 for sequence in held:
                     plain.returned(sequence, 0)
-                    plain.times[sequence] -= 1  # it said that it did not begin with them
+                    plain.times[sequence] -= 1  # it reported that it had not begun them
                 consumer.join()
             case "return":
                 consumer.client.lost()
@@ -143,9 +143,9 @@ class World:
         expected = self.plain.next(most, self.now_ms)
         found = self.consumers[name].pull(most)
         sequences = [got.sequence for got in found]
-        if self.must_be_whole:  # but that a frame is cut only for a pull that would get less than half of what it wants
+        if self.must_be_whole:  # a frame is cut only for a pull that would get less than half of its request
             assert sequences == expected or sequences == expected[: len(sequences)] and 2 * len(sequences) >= most
-        else:  # what has to be read first may come with the next pull
+        else:  # messages that must be read first may come with the next pull
             assert sequences == expected[: len(sequences)] and bool(sequences) == bool(expected)
         self.plain.given(name, sequences)
         assert [got.times for got in found] == [self.plain.times[sequence] for sequence in sequences]
@@ -166,7 +166,7 @@ class World:
             consumer.join()
 
     def drain(self) -> None:
-        """No more faults: everything that anybody asks for is settled in the end, in the order of its key."""
+        """Without further faults, settle all selected messages, in the order of their keys."""
         rounds = 0
         while self.plain.holders or self.plain.due.keys() - self.plain.settled or self.plain.next(1, 1 << 62):
             rounds += 1
@@ -192,7 +192,7 @@ NARROW = [
     (labels, "BODY_BYTES_MAX", 500),
     (labels, "READ_BYTES_MAX", 300),
 ]
-"""Every turn looks at a few messages, and every reading brings a little."""
+"""Each turn visits a few messages, and each read returns a few."""
 
 
 @pytest.mark.parametrize("bounds", [(), NARROW], ids=["roomy", "narrow"])

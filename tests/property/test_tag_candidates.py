@@ -1,4 +1,4 @@
-"""Candidates by their labels are those that a look at each label finds."""
+"""Core. Candidates by label equal those of a loop over all labels."""
 
 from __future__ import annotations
 

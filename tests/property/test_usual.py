@@ -1,4 +1,4 @@
-"""Core. What is found out for many messages at once is what each of them says when it is taken apart."""
+"""Core. The bulk check of many messages equals the check of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def string(data: bytes) -> bytes:
 
 
 def encoded(flag: int, subject: bytes, id: bytes, tags: list[bytes], properties: bytes, says: int = 0) -> bytes:
-    """A message; `says`: how much longer it claims to be than it is."""
+    """Return a message; `says`: the excess of its stated length."""
     section = bytes([len(tags)]) + b"".join(map(string, tags)) if flag & 4 else b""
     head = struct.pack(">Bqq", flag, 1, 1) + string(subject) + string(id) + section
     return head + struct.pack(">i", len(properties) + says) + properties
@@ -75,8 +75,8 @@ def test_bulk_check_equals_single_checks(kinds, odd, at):
 )
 @pytest.mark.parametrize("is_last", [False, True])
 def test_message_with_wrong_length_is_refused_alone(odd, is_last):
-    """As the last one it leads out of the batch, as another into the next message."""
-    for more in range(8):  # so many zeros are behind it in the batch, or none
+    """As the last message its length leads out of the batch, otherwise into the next message."""
+    for more in range(8):  # the number of zeros behind it in the batch
         messages = [encoded(0, b"s", b"id" + b"x" * more, [], b""), *[GOOD] * AT_ONCE_MIN]
         messages.insert(len(messages) if is_last else 3, odd)
         [(position, _)] = check_messages(join_batch(messages), len(messages), MESSAGE_BYTES_MAX)
@@ -85,7 +85,7 @@ def test_message_with_wrong_length_is_refused_alone(odd, is_last):
 
 @given(st.lists(st.integers(0, 200), min_size=AT_ONCE_MIN, max_size=AT_ONCE_MIN + 5), st.binary(max_size=2_000))
 def test_arbitrary_end_offsets_are_safe(ends, data):
-    """Any bytes: as offsets of messages they lead anywhere."""
+    """As end offsets, arbitrary bytes lead anywhere."""
     count = len(ends) - 1
     batch = struct.pack(f"<{count + 1}I", *ends) + data
     batch += b"\0" * (-len(batch) % 8)

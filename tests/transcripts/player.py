@@ -58,7 +58,7 @@ EPOCH_BITS = 32
 
 
 class WrongTranscript(Exception):
-    """The file is not a transcript: an unknown command, or a word too many."""
+    """The file is no transcript: it has an unknown command, or an extra word."""
 
 
 def blocks(text: str) -> Iterator[tuple[list[str], str]]:
@@ -82,7 +82,7 @@ def play(text: str) -> str:
 
 @dataclass
 class Seen:
-    """State of one broker that was shown already."""
+    """Shown state of one broker."""
 
     frames: list[Frame] = field(default_factory=list)
     flushed: int = 0
@@ -93,7 +93,7 @@ class Seen:
 
 
 class Player:
-    """One story. Made for each transcript."""
+    """One run of a story."""
 
     def __init__(self) -> None:
         self._group = Group()
@@ -104,7 +104,7 @@ class Player:
         self._asked: dict[tuple[str, int], str] = {}
         self._bases: dict[str, int] = {}
         self._sent = 0
-        """Batches of delay servers that were shown."""
+        """Number of shown batches of delay servers."""
 
     def run(self, command: str) -> list[str]:
         """Carry out one command; return its effects, a line each."""
@@ -341,7 +341,7 @@ class Player:
         seen.role, seen.reasons = role, reasons
 
     def _links(self) -> Iterator[tuple[str, FakeLink]]:
-        """Yield each direction of each connection, as it is shown, with its packets."""
+        """Yield each direction of each connection, with its shown name."""
         for wire in self._wires.values():
             for arrow, link in (("->", wire.at_master), ("<-", wire.at_slave)):
                 if link is not None:
@@ -389,7 +389,7 @@ class Player:
 
 
 def frames_from(log: MessageLog, offset: int) -> Iterator[Frame]:
-    """Yield the frames of a log from `offset`: those of its tail, and those that are on its disk alone."""
+    """Yield the frames of a log from `offset`, from its tail and from its disk."""
     while offset < log.end:
         entry = log.tail_body(offset)
         on_disk = () if entry else decode_frames(log.stored.read_bytes(offset, log.end), offset, None)

@@ -1,6 +1,6 @@
-"""Shell. The stories in this folder have the written effects.
+"""Shell. The effects of each transcript in this folder equal those written in it.
 
-After an intended change, `make transcripts` writes them anew; review the diff.
+After an intended change, `make transcripts` rewrites them; review the diff.
 """
 
 from __future__ import annotations

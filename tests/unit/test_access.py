@@ -39,7 +39,7 @@ def test_dash_reads_standard_input(how):
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o777])
 def test_file_readable_by_others_is_refused(tmp_path, mode):
-    """Weakness 28: tokens were in a file without any check."""
+    """Weakness 28: tokens were read from a file of any mode."""
     path = write(tmp_path / "token", "secret\n", mode)
     with pytest.raises(AccessError, match="chmod 600") as error:
         find_token(token_file=path, environ={})

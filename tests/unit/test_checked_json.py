@@ -1,4 +1,4 @@
-"""Core. JSON with its own CRC comes back as it was, or not at all."""
+"""Core. JSON with its own CRC decodes to the same value, or not at all."""
 
 from __future__ import annotations
 

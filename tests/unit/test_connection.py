@@ -1,4 +1,4 @@
-"""Shell. What a connection that ended leaves behind, over real sockets."""
+"""Shell. Memory, keepalive and writes of a connection, over real sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = [
 
 
 class Owner:
-    """Knows its connection, which knows it: a circle, as a broker's acceptor and its connection are."""
+    """Owner in a reference cycle with its connection, like a broker's acceptor."""
 
     def __init__(self, made):
         self.connection = Connection(self, PACKET_BYTES)
@@ -46,21 +46,23 @@ class Owner:
 
 
 class Guest(Owner):
-    """Lets everybody in."""
+    """Accepts every token."""
 
     def packet_received(self, connection, packet):
         connection.answer(packet, b"{}")
 
 
 def test_ended_connection_frees_its_buffer():
-    """A health check that connects each second would cost a gigabyte in the hour between two full collections."""
+    """A health check that connects each second would cost a gigabyte per hour between two full collections."""
 
     async def run():
         loop, made = asyncio.get_running_loop(), []
         server = await loop.create_server(lambda: Owner(made).connection, "127.0.0.1", 0)
         place = server.sockets[0].getsockname()
         writers = [(await asyncio.open_connection(*place))[1] for _ in range(COUNT)]
-        begin = struct.pack(">ihI", PACKET_BYTES - 4, 18, MAGIC) + bytes(100_000)  # of a packet with its own buffer
+        begin = struct.pack(">ihI", PACKET_BYTES - 4, 18, MAGIC) + bytes(
+            100_000
+        )  # the begin of a packet with its own buffer
         for writer in writers:
             writer.write(begin)
             await writer.drain()
@@ -87,7 +89,7 @@ def test_ended_connection_frees_its_buffer():
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_both_ends_detect_a_dead_peer(make_loop):
-    """The accepted one by what its listening socket was told, on both loops that brokers run on."""
+    """The accepted end inherits the options of its listening socket, on both loops that brokers use."""
 
     async def run():
         made, options = [], []
@@ -111,7 +113,7 @@ def test_both_ends_detect_a_dead_peer(make_loop):
 
 
 def test_empty_packet_parts_are_not_written():
-    """From Python 3.12 on asyncio's own never gets rid of one at the end: it wrote for ever, and never ended."""
+    """From Python 3.12 on, asyncio never finishes an empty part at the end, and would write for ever."""
     written = []
     connection = Connection(Owner([]), PACKET_BYTES)
     connection._transport = SimpleNamespace(writelines=lambda parts: written.extend(parts))

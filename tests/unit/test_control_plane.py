@@ -1,4 +1,4 @@
-"""Shell. What a process makes of whoever answers at the metaserver's address."""
+"""Shell. Answers at the metaserver's address, and options of gRPC."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_refused_connection_keeps_the_systems_text():
 
 @asynccontextmanager
 async def grpc_port(**changed: int) -> AsyncIterator[int]:
-    """Serve no method, with our options but these."""
+    """Serve no method, with our options except these."""
     options = dict(SERVER_OPTIONS)
     assert changed.keys() <= options.keys()
     server = grpc.aio.server(options=list((options | changed).items()))
@@ -130,7 +130,7 @@ PING = 6
 
 
 async def pings_of(options: list[tuple[str, int]]) -> int:
-    """Say something ten times over a channel with these options; return how many PING frames both ends sent."""
+    """Send ten messages over a channel with these options; return the PING frames of both ends."""
     pings, ended, ends = 0, asyncio.Event(), list[asyncio.StreamWriter]()
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, skip: int) -> None:
@@ -173,7 +173,7 @@ async def pings_of(options: list[tuple[str, int]]) -> int:
 
 
 def test_heartbeats_cause_no_pings():
-    """Each costs both ends a wake-up; without the option there are several."""
+    """Each PING wakes both ends; without the option there are several."""
     assert asyncio.run(pings_of(META_CHANNEL_OPTIONS)) == 0 < asyncio.run(pings_of(CHANNEL_OPTIONS))
     assert NO_PROBE in RPC_OPTIONS
 
@@ -195,7 +195,7 @@ runpy.run_module(MODULE, run_name="__main__")
     [("broker", ""), ("broker", "event_engine_client"), ("delayserver", ""), ("metaserver", ""), ("watchdog", "")],
 )
 def test_grpc_engine_is_chosen_before_the_import(name, theirs):
-    """gRPC looks at the environment once, when it is loaded; a broker that chose later had changed nothing."""
+    """gRPC reads the environment once, at its import; a later choice has no effect."""
     environ = {key: value for key, value in os.environ.items() if key != EXPERIMENTS}
     environ |= {EXPERIMENTS: theirs} if theirs else {}
     text = AT_IMPORT.replace("MODULE", repr(f"qmq.{name}"))

@@ -1,4 +1,4 @@
-"""Core. Servers compute a CRC with another package than clients, and must get the same value."""
+"""Core. The CRC packages of servers and clients compute the same value."""
 
 from __future__ import annotations
 

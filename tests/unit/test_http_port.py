@@ -1,4 +1,4 @@
-"""Shell. One mechanism bounds what unfinished requests cost, on every HTTP port. Real sockets."""
+"""Shell. The bound on unfinished requests of every HTTP port, over real sockets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def ok(request):
 
 
 async def test_each_answer_has_a_date():
-    """Doctor compares the machines' clocks by it."""
+    """Doctor compares the machines' clocks by this header."""
 
     async with port_of(Starlette(routes=[Route("/", ok)])) as port:
         for path in ("/", "/nothing"):
@@ -62,7 +62,7 @@ async def test_each_answer_has_a_date():
 
 
 def test_half_open_connections_block_no_request(caplog):
-    """300 sockets without a whole request turned the watchdog's metrics into 503, and stayed."""
+    """300 sockets without a whole request turned the watchdog's metrics into permanent 503 answers."""
 
     async def test():
         async with port_of(Starlette(routes=[Route("/", ok)]), connections_max=50) as port:
@@ -90,7 +90,7 @@ async def test_connection_without_a_whole_head_is_closed(monkeypatch):
 
 
 async def test_slow_request_head_is_ended(monkeypatch):
-    """Each byte is progress, and no reason to wait for longer."""
+    """A further byte does not extend the deadline."""
     monkeypatch.setattr(http_port, "HEAD_S", 0.5)
 
     async with port_of(Starlette(routes=[Route("/", ok)])) as port:

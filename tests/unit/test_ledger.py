@@ -1,4 +1,4 @@
-"""Shell. The audit's ledger: what a line says survives a crash, and what all lines say together."""
+"""Shell. The audit's ledger: durable lines, and the state after all lines."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def all_status_of(entry: Entry) -> dict[str, object]:
 
 @pytest.mark.parametrize("count", [1, 2, 99, 200, 1000])
 def test_newest_entries_are_the_last_lines(tmp_path, count):
-    """Lines of any length, and the last one torn."""
+    """Lines of any length, the last one torn."""
     ledger, dice = Ledger(tmp_path), random.Random(count)
     with (tmp_path / "g.jsonl").open("ab", buffering=0) as file:
         for number in range(200):

@@ -1,4 +1,4 @@
-"""Shell. Lines of our processes: one for each event, text or JSON, bounded for each cause."""
+"""Shell. Log lines of our processes: one per event, text or JSON, bounded per cause."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_equal_lines_are_written_once_a_minute():
 
 
 def test_lines_of_a_cause_are_bounded_and_counted():
-    """284 sockets wrote 7,700 lines, each with a port of its own."""
+    """284 sockets wrote 7,700 lines, each with its own port."""
     bounded = Bounded()
     written = [bounded.filter(record("bad request peer=%d", number)) for number in range(7_700)]
     assert sum(written) == LINES_MAX
@@ -64,7 +64,7 @@ def test_lines_of_a_cause_are_bounded_and_counted():
 
 
 def test_library_loggers_are_bounded_in_applications(caplog):
-    """10,000 handlers that fail wrote 10,000 tracebacks."""
+    """10,000 failing handlers wrote 10,000 tracebacks."""
     log = bounded("qmq.client.example")
     for number in range(10 * LINES_MAX):
         log.warning("handler failed sequence=%d", number)

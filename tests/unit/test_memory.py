@@ -1,4 +1,4 @@
-"""Shell. Python's collector of circles, as a server uses it."""
+"""Shell. Python's garbage collector in a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qmq import memory
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Let the collector see only what a test makes: what hundreds of tests before it left takes seconds to look at."""
+    """Hide the objects of earlier tests from the collector: scanning them takes seconds."""
     gc.collect()
     gc.freeze()
     yield
@@ -31,7 +31,7 @@ def young():
 
 
 async def collected(task):
-    """Wait until no circle is left, then end the collector."""
+    """Wait until no cycle is left, then end the collector."""
     async with asyncio.timeout(60):
         while any(type(object) is Circle for object in gc.get_objects()):
             await asyncio.sleep(0.01)
@@ -65,7 +65,7 @@ async def test_full_collection_is_periodic(monkeypatch):
 
     gc.collect()
     olds = [Circle() for _ in range(100)]
-    gc.collect()  # they are old now
+    gc.collect()  # now in the old generation
     olds.clear()
     task = asyncio.create_task(memory.collect_by_the_clock())
     await collected(task)
@@ -82,7 +82,7 @@ async def test_grown_memory_causes_a_full_collection(monkeypatch):
     for old in olds:
         old.data = b"x" * (memory.memory_bytes() // 8 + memory.GROWTH_BYTES // 2)
     gc.collect(1)
-    gc.collect(1)  # they are old now
+    gc.collect(1)  # now in the old generation
     olds.clear()
     del old
     await collected(task)
@@ -133,7 +133,7 @@ def test_kept_error_drops_its_variables():
         try:
             connect()
         except ValueError as error:
-            kept = error  # a circle: the error's traceback holds this frame
+            kept = error  # a cycle: the error's traceback holds this frame
             raise OSError("away") from kept
 
     made: list[weakref.ref[Circle]] = []

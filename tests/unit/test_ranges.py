@@ -1,4 +1,4 @@
-"""Core. The algebra of ranges agrees with sets of numbers."""
+"""Core. The algebra of ranges equals sets of numbers."""
 
 from __future__ import annotations
 

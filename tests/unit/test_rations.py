@@ -1,4 +1,4 @@
-"""Core. What is rationed per token: new subjects and consumer groups, and bytes."""
+"""Core. Rations of a token: new subjects, new consumer groups, and bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qmq.rights import Caller, TokenRole
 
 
 def test_new_subjects_are_rationed_per_token():
-    """Weakness 31: anyone could fill the tables."""
+    """Weakness 31: any client could fill the tables."""
     shop, other = Caller("shop", TokenRole.CLIENT), Caller("other", TokenRole.CLIENT)
     ration = NewSubjects(60, 1000)
     assert ration.allow(shop, 50, now_ms=0) == 50 and ration.allow(shop, 50, now_ms=0) == 10
@@ -22,7 +22,7 @@ def test_new_subjects_are_rationed_per_token():
 
 
 def test_new_subjects_of_a_token_are_bounded():
-    """A thousand a minute made any number in a day."""
+    """A thousand a minute was any number in a day."""
     shop, other = Caller("shop", TokenRole.CLIENT), Caller("other", TokenRole.CLIENT)
     ration = NewSubjects(60, 100)
     assert [ration.allow(shop, 60, now_ms=60_000 * minute) for minute in range(4)] == [60, 40, 0, 0]
@@ -32,7 +32,7 @@ def test_new_subjects_of_a_token_are_bounded():
 
 
 def taken(sent: SentBytes, caller: Caller, sizes: list[int], *, now_ms: int) -> int:
-    """Count what is taken of batches that are sent at one moment."""
+    """Send batches at one time; return the bytes of the accepted ones."""
     bytes_taken = 0
     for size in sizes:
         try:

@@ -1,5 +1,6 @@
-"""Shell. The runbook's tables of what keeps a group: each reason and each refusal in the code has its row, and the test
-that tried its way out exists."""
+"""Shell. Tables of the runbook: each readonly reason and each refusal in the code has a row, and the row's test
+exists.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from qmq.replication.readonly import Reason, explain
 ROOT = Path(__file__).parents[2]
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 ONLY_WORDS = "parse_"
-"""Functions that refuse words that are misspelt: the error itself says what is right."""
+"""Functions that refuse misspelt arguments; their errors contain the remedy."""
 STARTS = {
     "qmq/log/disk.py": {"one_process"},
     "qmq/replication/identity.py": {"_decode"},
@@ -23,11 +24,11 @@ STARTS = {
     "metaserver/cluster/registration.py": {"_check_place"},
     "metaserver/roles/rules.py": {"refuse_unknown", "check_kind", "check_registration"},
 }
-"""Functions that send a starting process away."""
+"""Functions that refuse a starting process."""
 
 
 def rows(heading):
-    """First and last cell of each row of the table below a heading, without their marks."""
+    """Return the first and last cell of each row of the table below a heading, without markup."""
     section = RUNBOOK.partition(f"### {heading}\n")[2].partition("\n#")[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
     return {cells[0].strip("`"): cells[-1].strip("`") for cells in lines}
@@ -39,7 +40,7 @@ REFUSED_ROLES = rows("A command about roles is refused")
 
 
 def raised(path, wanted):
-    """Texts of the errors that the functions of a file raise, without what is filled in."""
+    """Return the error texts that the functions of a file raise, without their variable parts."""
     functions = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)]
     raises = [
         node
@@ -68,7 +69,7 @@ def test_each_reason_has_its_row():
 
 
 def test_manual_reasons_name_the_command():
-    """Operators of the simulator follow what these texts name (tests/simulation/cores/operator.py)."""
+    """The simulator's operators follow the commands in these texts (tests/simulation/cores/operator.py)."""
     assert {reason for reason in Reason if "RecoverGroup" in explain(reason)} == {Reason.ROLLED_BACK, Reason.DIVERGED}
 
 

@@ -1,4 +1,4 @@
-"""Settings that are declared are read, and what ships starts with them."""
+"""Shell. Declared settings are read, and shipped files are sufficient."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from qmq.watchdog.settings import WatchdogSettings
 ROOT = Path(__file__).parents[2]
 KINDS = {"broker": BrokerSettings, "metaserver": MetaserverSettings, "watchdog": WatchdogSettings}
 SHARED = {"broker": ("qmq/replication", "qmq/server")}
-"""What runs in these processes beside their own package."""
+"""Packages that these processes run beside their own."""
 
 
 def names_read(package: str) -> set[str]:
-    """Names that anybody in the package looks up on something."""
+    """Return all attribute names that a package reads."""
     folders = [ROOT / folder for folder in (package, *SHARED.get(package, ()))]
     trees = [ast.parse(path.read_text()) for folder in folders for path in sorted(folder.rglob("*.py"))]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
@@ -30,14 +30,14 @@ def names_read(package: str) -> set[str]:
 
 @pytest.mark.parametrize("package", KINDS)
 def test_every_setting_is_read(package):
-    """Weakness 39: QMQ documents settings that nothing reads."""
+    """Weakness 39: QMQ documents settings that its code never reads."""
     declared = {field.name for field in dataclasses.fields(KINDS[package])}
     assert declared - names_read(package) == set()
 
 
 @pytest.mark.parametrize("package", KINDS)
 def test_only_settings_without_default_are_required(package, tmp_path):
-    """Weakness 39: QMQ ships files without what is required, so that its watchdog and its backup do not start."""
+    """Weakness 39: QMQ ships files without required settings, so its watchdog and its backup do not start."""
     fields = dataclasses.fields(KINDS[package])
     needed = [field for field in fields if field.default is dataclasses.MISSING]
     (tmp_path / "x.toml").write_text("\n".join(f'{field.name} = "{field.name}"' for field in needed))
@@ -48,7 +48,7 @@ def test_only_settings_without_default_are_required(package, tmp_path):
 
 @pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]), ids=lambda path: path.name)
 def test_documents_list_settings_and_defaults(path):
-    """Weakness 39: QMQ's defaults differ from what its documents say."""
+    """Weakness 39: QMQ's defaults differ from its documents."""
     known = {field.name: field.default for kind in KINDS.values() for field in dataclasses.fields(kind)}
     for name, value in re.findall(r"`([a-z0-9]+_[a-z0-9_]+)` \(default[: ]+`?([^`)\s]+)`?\)", path.read_text()):
         assert name in known and str(known[name]) == value, f"{path.name}: {name} is said to be {value} by default"

@@ -1,4 +1,4 @@
-"""Core. A table of states allows what it lists, refuses and counts the rest, and is drawn as it is."""
+"""Core. A table of states allows its transitions, refuses and counts others, and is drawn unchanged."""
 
 from __future__ import annotations
 

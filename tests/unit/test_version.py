@@ -1,4 +1,4 @@
-"""Shell. The version that processes say is the one that is packed."""
+"""Shell. The reported version is that of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit: a forked program is a child of the test, with its own command line, directory, session and exit status."""
+"""Unit. A forked program is a child of the test with its own command line, directory, session and exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. A broker asks a metaserver, over real sockets, what tokens of others may do, and remembers what it heard."""
+"""Shell. A broker asks a metaserver for the rights of tokens, over real sockets, and caches the answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN = "the key of the installation"
 
 
 class FakeMetaserver(MetaserverServicer):
-    """Knows some tokens, says who asked what, and tells by HTTP where its gRPC port is."""
+    """Metaserver with some tokens; records its requests, and returns its gRPC address by HTTP."""
 
     def __init__(self):
         self.answers: dict[str, pb.TokenAnswer] = {}
@@ -40,7 +40,7 @@ class FakeMetaserver(MetaserverServicer):
     async def start(self):
         self._server = grpc.aio.server()
         add_MetaserverServicer_to_server(self, self._server)
-        [port] = free_ports(1)  # gRPC remembers for a while that nobody listened on one
+        [port] = free_ports(1)  # gRPC delays connections to a port that refused one
         assert self._server.add_insecure_port(f"127.0.0.1:{port}") == port
         await self._server.start()
 
@@ -71,7 +71,7 @@ class Guest:
 
 
 class Silent:
-    """The other end of a connection, which only asks."""
+    """Handler of a connection that only sends requests."""
 
     def packet_received(self, connection, packet):
         pass
@@ -84,7 +84,7 @@ class Silent:
 
 
 def a_service():
-    """What an accepted connection asks of its service."""
+    """Return the service of an accepted connection."""
     has_lost = asyncio.Event()
     node = SimpleNamespace(group="g1", link_lost=lambda connection: has_lost.set())
     produced = encode_produced(Produced(0, 1, Durability.FSYNC, []))
@@ -241,7 +241,7 @@ async def test_review_runs_periodically(metaserver, access):
 
 @in_world
 async def test_closed_channel_fails_all_its_requests(metaserver, access):
-    """Closing the connection cancels what else was asked over it; a review that is cancelled would never run again."""
+    """Closing the channel cancels its other requests; a cancelled review would never run again."""
     metaserver.answers |= {"a": answer("a"), "b": answer("b")}
     metaserver.may_answer.clear()
     first = asyncio.ensure_future(access.check("a"))
@@ -257,7 +257,7 @@ async def test_closed_channel_fails_all_its_requests(metaserver, access):
 
 @in_world
 async def test_second_authenticate_is_refused(metaserver, access):
-    """A second token would leave the first one with a connection that never ends, and in the end without any."""
+    """A second token would leave the first one with a connection that never ends."""
     metaserver.answers |= {"a": answer("a"), "b": answer("b")}
     service = a_service()
     acceptor = Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access)
@@ -275,7 +275,7 @@ async def test_second_authenticate_is_refused(metaserver, access):
 
 @in_world
 async def test_sharing_producers_receive_a_batch_size(metaserver, access):
-    """The others wait for what each takes on two disks."""
+    """Other producers wait while a batch is written to two disks."""
     service = a_service()
 
     def accepted():
@@ -296,7 +296,7 @@ async def test_sharing_producers_receive_a_batch_size(metaserver, access):
 
 @in_world
 async def test_unauthenticated_connection_does_not_reach_the_core(metaserver, access):
-    """It never heard of one; each time it hears something, it goes through all that waits."""
+    """The core has no such connection; each call makes it scan all waiting requests."""
     service = a_service()
     acceptor = Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access)
     server = await asyncio.get_running_loop().create_server(lambda: acceptor.connection, "127.0.0.1", 0)

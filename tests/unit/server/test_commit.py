@@ -12,11 +12,11 @@ from tests.unit.log.logs import Copy
 
 
 class Ended(BaseException):
-    """The process ended with this status; nothing in it may catch that."""
+    """The process ended with this status; no handler may catch that."""
 
 
 class World:
-    """A service whose node only notes what is told to it."""
+    """A service whose node records its calls."""
 
     def __init__(self, copy: Copy) -> None:
         self.copy, self.flushed_ends, self.commits, self.sync_seconds, self.sync_us = copy, [], 0, 0.0, 0.0

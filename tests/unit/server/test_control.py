@@ -1,4 +1,4 @@
-"""Shell. Orders of the metaserver reach the core as everything else does: noticed by its timers, and fenced."""
+"""Shell. The metaserver's orders reach the core, wake its timers, and end the process on a disk failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ORDERS = [
 
 
 class World:
-    """A service whose core does as `call` says."""
+    """A service whose core calls `call`."""
 
     def __init__(self, call):
         self.stirs, self.ended = 0, []
@@ -55,7 +55,7 @@ class World:
 
 @pytest.mark.parametrize(("name", "order"), ORDERS)
 def test_order_wakes_the_broker(monkeypatch, name, order):
-    """Else its group said for up to a second longer that it takes messages, or that it takes none."""
+    """Otherwise the group would report an old writable state for up to a second."""
     told = []
     world = World(lambda *args, **fields: told.append(args))
     world.carry_out(monkeypatch, name, order)
@@ -64,7 +64,7 @@ def test_order_wakes_the_broker(monkeypatch, name, order):
 
 @pytest.mark.parametrize(("name", "order"), ORDERS)
 def test_disk_failure_during_an_order_ends_the_process(monkeypatch, name, order):
-    """I15. A promise that was not written down must not be answered, nor anything after it."""
+    """I15. An unstored promise must not be answered, nor any later order."""
 
     def fails(*args, **fields):
         raise DiskFailed("no space left")
@@ -78,7 +78,7 @@ HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 
 
 
 async def let_in(port):
-    """Begin as HTTP/2 does; return the connection if the server answers with its settings."""
+    """Begin HTTP/2; return the connection if the server answers with its settings."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -94,12 +94,12 @@ async def let_in(port):
 async def until_let_in(port):
     async with asyncio.timeout(WAIT_S):
         while (writer := await let_in(port)) is None:
-            await asyncio.sleep(0)  # it is about to listen, or to notice that another has left
+            await asyncio.sleep(0)  # the server is about to listen, or to see that another connection ended
     return writer
 
 
 async def test_control_port_bounds_its_connections(monkeypatch):
-    """What anybody opens there must not use up the files of a process that has a log to write."""
+    """Foreign connections must not use up the file descriptors of a process that writes a log."""
     monkeypatch.setattr(control, "CONNECTIONS_MAX", 2)
     (port,) = free_ports(1)
     settings = SimpleNamespace(

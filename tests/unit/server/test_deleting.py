@@ -1,4 +1,4 @@
-"""Shell. Segments that may go go one after the other, whatever else is to be written."""
+"""Shell. Due segments are deleted one after the other, beside other writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.log.logs import Copy
 
 
 class World:
-    """A service whose log keeps its newest segment only, and gets a message for each commit."""
+    """A service whose log keeps only its newest segment and gets a message per commit."""
 
     def __init__(self, copy: Copy) -> None:
         self.copy, self.gone, self.log_holders, self.reader_positions = copy, [], set(), {}
@@ -43,7 +43,7 @@ class World:
 
 
 async def test_each_deleted_segment_is_a_commit(monkeypatch):
-    """All went in one: of 70, nothing was acknowledged for 3.8 s."""
+    """One commit with 70 deletions delayed acknowledgements by 3.8 s."""
     monkeypatch.setattr(service, "DELETE_S", 0.001)
     copy = Copy()
     copy.begin_epoch()

@@ -1,4 +1,4 @@
-"""Core. A process says in which states it is, and how it came into them."""
+"""Core. States of a process and their transitions, as shown over HTTP."""
 
 from __future__ import annotations
 

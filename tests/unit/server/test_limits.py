@@ -1,4 +1,4 @@
-"""Core. A broker refuses what breaks a limit, message by message, whatever the client that sent it."""
+"""Core. A broker refuses single messages that break a limit, from any client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def string(text: str | bytes) -> bytes:
 
 
 def raw(id: str = "the-id", *, tags: int = 0, properties: bytes = b"", subject: str = "s") -> bytes:
-    """A message that no client of ours would encode."""
+    """Return a message that our encoder would refuse."""
     section = bytes([tags]) + b"".join(string(f"t{number}") for number in range(tags)) if tags else b""
     head = struct.pack(">Bqq", 4 if tags else 0, 1, 1) + string(subject) + string(id) + section
     return head + struct.pack(">i", len(properties)) + properties
@@ -45,7 +45,7 @@ BAD = [
 
 @pytest.mark.parametrize("bad, reason", BAD)
 def test_invalid_message_is_refused_alone(bad, reason):
-    """Gap of QMQ: a property of 40,000 bytes is stored, and every consumer drops its message without a word."""
+    """QMQ stores a property of 40,000 bytes, and every consumer silently drops its message."""
     group = Group.made(message_bytes_max=1 << 20).start()
     client = Client(group.a)
     stored = client.produce_raw([message("s", "m0"), bad, message("s", "m1")], batch=5)
@@ -134,7 +134,7 @@ def test_wrong_labels_are_refused(after, flags):
 
 
 def test_long_derived_subject_is_accepted():
-    """Rule: retry and dead-letter subjects are exempt from the length of a subject."""
+    """Retry and dead-letter subjects are exempt from the length limit of subjects."""
     group = Group.made().start()
     client = Client(group.a)
     stored = client.produce("m", subject=f"%RETRY%{'s' * 100}%{'g' * 100}")
@@ -144,7 +144,7 @@ def test_long_derived_subject_is_accepted():
 
 
 def test_repeats_within_64_batches_are_stored_once():
-    """P2: the last 64 batches of a producer are repeated safely, the 65th is unknown and never stored again."""
+    """P2: repeats of the last 64 batches of a producer are recognised; the 65th is unknown and not stored again."""
     group = Group.made().start()
     client = Client(group.a)
     for batch in range(1, BATCHES_PER_PRODUCER + 2):

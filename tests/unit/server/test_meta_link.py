@@ -1,4 +1,4 @@
-"""Shell. What a broker does when the metaserver refuses it, or does not answer."""
+"""Shell. A broker whose metaserver refuses it or does not answer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_which_errors_let_a_broker_start_alone(error, starts):
 
 
 def test_disk_failure_while_starting_alone_ends_the_process():
-    """I15. Else the broker would have no part until a metaserver is there."""
+    """I15. Otherwise the broker would have no part until a metaserver answers."""
     ended: list[BaseException] = []
     service = SimpleNamespace(node=Node(DiskFailed("no space left")), fail=ended.append, _stir=lambda: None)
     service._run_guarded = partial(Service._run_guarded, service)
@@ -87,7 +87,7 @@ def test_disk_failure_while_starting_alone_ends_the_process():
     ],
 )
 def test_retry_delay_grows_unless_served(monkeypatch, served_s, waits):
-    """Two machines with a copy of one broker's disk and name would else end each other's heartbeats without a pause."""
+    """Two machines with copies of one broker's disk would end each other's heartbeats without a pause."""
     link, now, waited = MetaLink(SimpleNamespace(node=Node()), SETTINGS), 100.0, []
 
     async def find():
@@ -118,7 +118,7 @@ def test_retry_delay_grows_unless_served(monkeypatch, served_s, waits):
 
 
 async def test_register_says_begins_until_assigned(tmp_path):
-    """Also one that took up the part which its disk remembers: that may be of an earlier life."""
+    """Also after it started with its remembered part, which may be of an earlier term."""
 
     disk = RealDisk(tmp_path)
     node = SimpleNamespace(
@@ -143,7 +143,7 @@ async def test_register_says_begins_until_assigned(tmp_path):
             yield
 
     stub = Stub()
-    node.assignment = Assignment("g1", 4, Role.MASTER)  # it took up what it remembers
+    node.assignment = Assignment("g1", 4, Role.MASTER)  # it started with its remembered part
     for answer in (pb.Assignment(), pb.Assignment(broker_group="g1", term=5), pb.Assignment()):
         stub.answer = answer
         with pytest.raises(NotServed):
@@ -153,7 +153,7 @@ async def test_register_says_begins_until_assigned(tmp_path):
 
 
 class Meta:
-    """A metaserver on a virtual clock: answers each heartbeat after `answers_s`, and none from `silent_at_s` on."""
+    """Metaserver on virtual time: answers each heartbeat after `answers_s`, and none from `silent_at_s` on."""
 
     def __init__(self, loop, *, answers_s=0.0, silent_at_s=float("inf")):
         self.loop, self.answers_s, self.silent_at_s = loop, answers_s, silent_at_s
@@ -173,7 +173,7 @@ class Meta:
 
 
 def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
-    """Return for how long a broker, from 1000 s on, stays with each metaserver that it finds."""
+    """Return how long a broker stays with each metaserver, beginning at 1000 s."""
     loop, found = VirtualLoop(1), []
 
     async def test() -> None:
@@ -214,7 +214,7 @@ def test_silent_metaserver_is_left_after_two_seconds(monkeypatch, silent_at_s, l
 
 
 def test_slow_metaservers_get_more_patience(monkeypatch):
-    """The next one may be as busy. Each answer takes three seconds here."""
+    """The next metaserver may be as busy. Each answer takes three seconds here."""
     stayed_s = leaves(monkeypatch, lambda loop: Meta(loop, answers_s=3.0), lives=3)
     assert stayed_s == [pytest.approx(2), 300, 300]
 

@@ -1,4 +1,4 @@
-"""Shell. A page for Prometheus stays small, however many subjects and consumer groups there are."""
+"""Shell. A Prometheus page stays small with many subjects and consumer groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A producer's connection stops at its window or when memory is short; who consumes is never stopped."""
+"""Core. A producer's connection stops at its window or when memory is short; consumers are never stopped."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_full_subjects_are_counted_beyond_the_named():
 
 
 def test_full_subject_is_logged_once(caplog):
-    """What waits is another number at each refusal; of other limits each cause is a line."""
+    """The text of a full subject changes with each refusal; for other limits each text is a line."""
     now_ms = [0]
     service = object.__new__(Service)
     service.limits, service._logged, service.monotonic_ms = LimitsReached(), set(), lambda: now_ms[0]
@@ -203,7 +203,7 @@ def test_full_broker_refuses_producers_and_serves_consumers(what):
 
 
 def test_client_within_its_window_is_running():
-    """What a batch is to the client's window it is to the broker's: else Doctor would name clients that do well."""
+    """Client and broker count the same bytes; otherwise Doctor would name clients that keep their window."""
     group, client = a_group()
     body, batches = join_batch([message("s", "m1", 500)]), GroupBatches(16)
     batches.limits = Limits(packet_bytes_max=1 << 20, window_bytes=5 * len(body))

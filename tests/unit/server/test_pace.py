@@ -1,4 +1,4 @@
-"""Core. Readers that share a rate get no more than it together, and nothing is saved up while nobody reads."""
+"""Core. Readers share a rate, and idle time saves nothing."""
 
 from __future__ import annotations
 

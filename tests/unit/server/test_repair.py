@@ -1,4 +1,4 @@
-"""Shell. How long a copy that is repaired waits for the one that has what it lacks."""
+"""Shell. How long a copy under repair waits for its source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qmq.server import repair
 
 
 class Slow:
-    """A copy that sends ten bytes of its log, each after `pause_s`."""
+    """A source that sends ten bytes of its log, each after `pause_s`."""
 
     def __init__(self, pause_s):
         self.pause_s = pause_s
@@ -32,7 +32,7 @@ def fetched(monkeypatch, pause_s, silent_s):
 
 
 def test_slow_repair_source_is_waited_for(monkeypatch):
-    """A rate that audits share, or that an operator set low, must not end each attempt halfway."""
+    """A low or shared rate must not end each attempt halfway."""
     assert fetched(monkeypatch, 0.12, 1.0) == (100, b"x" * 10)
 
 

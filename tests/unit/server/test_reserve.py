@@ -1,4 +1,4 @@
-"""Shell. Room to start with on a full disk."""
+"""Shell. Room to start on a full disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qmq.server import reserve
 
 
 class Shared(RealDisk):
-    """A disk on which others have left so much beside the reserve."""
+    """A disk with a chosen number of free bytes beside the reserve."""
 
     left = 1 << 30
 
@@ -54,7 +54,7 @@ def test_removed_files_are_freed_before_the_reserve(disk):
     reserve.keep_reserve(disk, 1 << 20)
     disk.create("log/segment", 3 * SWEPT_BYTES)
     disk.remove("log/segment")
-    disk.left = 3 * SWEPT_BYTES + 100  # all of which is the segment's
+    disk.left = 3 * SWEPT_BYTES + 100  # all of them belong to the segment
     asyncio.run(asyncio.wait_for(reserve.wait_for_room(disk), 10))
     assert disk.has(reserve.NAME) and disk.free_bytes() >= reserve.NEEDED_BYTES
 

@@ -1,4 +1,4 @@
-"""Shell. What the scrub sees while it reads a closed segment, which takes a minute at the usual rate."""
+"""Shell. Events during the scrub of a closed segment, which takes a minute at the usual rate."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_missing_newest_file_ends_the_scrub(monkeypatch):
 
 
 def scrub_of(copy, failures):
-    """Return a scrub that takes minutes for each piece; `failures` gets the errors that would end the process."""
+    """Return a scrub that takes minutes per piece; `failures` collects the errors that would end the process."""
     service = SimpleNamespace(node=SimpleNamespace(log=copy.log, role="slave"), fail=failures.put_nowait)
     return scrub.Scrub(service, SimpleNamespace(scrub_hours=168, scrub_bytes_per_s=1))
 
@@ -69,7 +69,7 @@ def tell_nobody(_problem):
 
 
 def scrubbed(copy, until, *, hours=168, free=1 << 30, role="slave"):
-    """Let a scrub read what is due, until something is so; `free`: of a disk that is to have a MiB."""
+    """Scrub until a condition holds; `free`: bytes free on a disk that should have a MiB."""
 
     async def run():
         failures = []
@@ -104,7 +104,7 @@ def test_scrub_rebuilds_a_damaged_snapshot(which):
 
 
 def test_full_disk_rebuilds_no_snapshot():
-    """The process would end by it, and begin with the same one again."""
+    """The process would end, and meet the same segment after its restart."""
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60, size=100)
@@ -117,7 +117,7 @@ def test_full_disk_rebuilds_no_snapshot():
 
 
 def test_only_segment_with_damaged_snapshot_rolls(monkeypatch):
-    """It was found out by a restart, which set the whole copy aside."""
+    """A restart used to find it and set the whole copy aside."""
     monkeypatch.setattr(scrub, "LOOK_S", 0.01)
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()
@@ -138,7 +138,7 @@ def test_only_segment_with_damaged_snapshot_rolls(monkeypatch):
 
 
 def test_broker_without_a_part_reports_damage_once(monkeypatch):
-    """A broker that no metaserver takes wrote a line of its log for each, as fast as it could read."""
+    """A broker without a part used to log the same damage as fast as it could read."""
     copy = Copy(MemoryDisk(), tail_bytes=0)
     copy.begin_epoch()
     copy.fill(60, size=100)

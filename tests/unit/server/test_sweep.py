@@ -1,4 +1,4 @@
-"""Shell. What was removed is given back while a broker runs, and when it stops."""
+"""Shell. Removed files are freed while a broker runs, and when it stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Ended(Exception):
 
 
 class World:
-    """A service whose reads are done when the test says so."""
+    """A service whose reads the test completes."""
 
     def __init__(self) -> None:
         self.disk, self._disk_watch = SimpleNamespace(sweep=None), SimpleNamespace(is_full=False)
@@ -30,7 +30,7 @@ class World:
 
 
 async def test_broker_stops_during_a_sweep():
-    """It ended as fenced, and what it remembered to be acknowledged was not saved."""
+    """It used to end as fenced, without saving its acknowledged point."""
 
     world = World()
     sweeping = asyncio.ensure_future(Service._sweep(world, world.disk))
@@ -41,7 +41,7 @@ async def test_broker_stops_during_a_sweep():
 
 
 async def test_failed_sweep_ends_the_process():
-    """It was tried again twenty times a second, without a word."""
+    """It used to be retried silently twenty times a second."""
 
     world = World()
     sweeping = asyncio.ensure_future(Service._sweep(world, world.disk))

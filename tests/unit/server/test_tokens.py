@@ -1,4 +1,4 @@
-"""Core. What a broker remembers of tokens, and what it lets a connection do."""
+"""Core. Cached tokens, and what a connection may do."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_scope_limits_producing_and_consuming():
 
 @pytest.mark.parametrize("group", ["billing", "shipping"])
 def test_consumer_token_may_not_write_derived_subjects(group):
-    """What a consume-only token stored in %RETRY%order%billing was handed to the handler of billing."""
+    """A message stored by a consume-only token in %RETRY%order%billing reached the handler of billing."""
     allowed = limits("consume:order")
     with pytest.raises(MissingRight, match=f"may not produce to '%RETRY%order%{group}': that needs redrive:order"):
         allowed.check(produce(f"%RETRY%order%{group}"), {}, now_ms=0)
@@ -85,7 +85,7 @@ def test_refused_subject_is_refused_again():
 
 
 def test_only_new_subjects_are_rationed():
-    """Weakness 31: anyone could fill the tables."""
+    """Weakness 31: any client could fill the tables."""
     allowed = limits(per_minute=2)
     known = {"old": 5}
     for subject in ("old", "new1", "new2", "new1", "old"):
@@ -144,7 +144,7 @@ def test_byte_ration_spans_connections_of_a_token():
 
 
 def test_recurring_schedule_counts_as_produced_bytes():
-    """Each put of another one is written to both logs with its message."""
+    """Each replacement of a schedule is written to both logs with its message."""
     allowed = limits("produce:order", sent=SentBytes(1_000))
     put = packet(Command.RECUR, b'{"subject": "order", "message": "' + b"x" * 2_000 + b'"}')
     allowed.check(put, {}, now_ms=0)
@@ -153,8 +153,9 @@ def test_recurring_schedule_counts_as_produced_bytes():
 
 
 def test_reschedule_waits_for_the_byte_ration():
-    """By itself it counts nothing here, or a slow token's would be refused for its own bytes when its message is found:
-    what it writes anew is counted there (tests/unit/delayserver/test_master.py)."""
+    """A reschedule counts no bytes here, or a slow token's would be refused for its own bytes when its message is
+    found. The rewritten message is counted there (tests/unit/delayserver/test_master.py).
+    """
     allowed, move = limits("produce:order", sent=SentBytes(1_000)), packet(Command.RESCHEDULE, b'{"subject": "order"}')
     for _ in range(1_000):
         allowed.check(move, {}, now_ms=0)
