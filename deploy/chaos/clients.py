@@ -19,7 +19,10 @@ from qmq.deploy.chaos.records import KILLED, LEFT, OF_CONSUMERS, Gone, Record, W
 from qmq.deploy.chaos.workload import CONSUMERS, PRODUCERS
 from qmq.deploy.processes import ROOT
 
-END_S = 60.0
+SEND_S = 60.0
+"""Time that a producer has for the outcome of a message, as long as its group is readonly."""
+END_S = SEND_S + 60.0
+"""Time that a client has to end after SIGTERM: its last outcome and its drain, on a machine that pauses."""
 KINDS = ("vanishes", "vanishes for longer", "stands still", "leaves")
 
 
@@ -43,16 +46,17 @@ class Clients:
         share = messages // len(PRODUCERS)
         for at, name in enumerate(PRODUCERS):
             count = share if at else messages - share * (len(PRODUCERS) - 1)
-            options = {"count": count, "rate": rate / len(PRODUCERS), "keys": keys // len(PRODUCERS)}
+            options = {"count": count, "rate": rate / len(PRODUCERS), "keys": keys // len(PRODUCERS), "send_s": SEND_S}
             self._producers[name] = self._start("producer", name, name, options)
 
     def start_consumers(self) -> None:
         for name in CONSUMERS:
             self._start_consumer(name)
 
-    def have_joined(self) -> bool:
-        """Whether every consumer has begun."""
-        return all((self._folder / f"{self._life(name)}.journal").exists() for name in CONSUMERS)
+    def have_begun(self) -> bool:
+        """Whether every client has its journal; producers handle SIGTERM by then."""
+        lives = [*map(self._life, self._consumers), *self._producers]
+        return all((self._folder / f"{life}.journal").exists() for life in lives)
 
     def _start_consumer(self, name: str) -> None:
         self._lives[name] += 1

@@ -92,11 +92,13 @@ async def main(options: dict[str, Any]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with Journal(Path(options["journal"])) as journal:
         async with (
-            qmq.Producer(metaserver=options["metaserver"], app="history", timeout_s=60.0, answer_timeout_s=2.0) as one,
+            qmq.Producer(
+                metaserver=options["metaserver"], app="history", timeout_s=options["send_s"], answer_timeout_s=2.0
+            ) as producer,
             asyncio.TaskGroup() as tasks,
         ):
             for stream, share in ((plain, count - count // 2), (keyed, count // 2)):
-                tasks.create_task(stream.run(one, journal, share, options["rate"] / 2, stop))
+                tasks.create_task(stream.run(producer, journal, share, options["rate"] / 2, stop))
 
 
 if __name__ == "__main__":

@@ -157,8 +157,9 @@ async def _run(
 
     try:
         clients.start_consumers()
-        await asyncio.to_thread(cluster.wait, clients.have_joined, "not all consumers have joined", START_S)
+        await asyncio.to_thread(cluster.wait, clients.have_begun, "not all consumers have begun", START_S)
         clients.start_producers(messages=load.messages, rate=load.rate, keys=load.keys)
+        await asyncio.to_thread(cluster.wait, clients.have_begun, "not all producers have begun", START_S)
         await asyncio.sleep(CALM_S)
         striking.start()
         try:

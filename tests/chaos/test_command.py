@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from qmq.deploy.chaos import nemesis, trial
+from qmq.deploy.chaos import clients, nemesis, trial
 from qmq.deploy.chaos.main import _settings
 from qmq.deploy.chaos.nemesis import STRIKES
 from qmq.deploy.chaos.sandbox import INSIDE
@@ -118,10 +118,17 @@ def test_a_folder_that_is_no_runs_is_not_emptied(tmp_path):
     assert (tmp_path / "mine").read_text() == "1"
 
 
+def test_waiting_producer_is_not_killed_as_failed():
+    """A fixed bug: both times were 60 s, so a stalled producer of a readonly group ended as a failed client."""
+    assert clients.END_S >= clients.SEND_S + 60.0
+
+
 def test_unrecovered_group_and_unreadable_copy_are_findings(tmp_path, monkeypatch):
     """A slave that ended is not started, and its log has bytes that are no frame."""
     monkeypatch.setattr(nemesis, "WELL_S", 3.0)
     monkeypatch.setattr(trial, "EQUAL_S", 3.0)
+    monkeypatch.setattr(trial, "DRAIN_S", 3.0)
+    monkeypatch.setattr(clients, "SEND_S", 10.0)
 
     def strike(struck, is_over):
         target = struck.target
