@@ -32,14 +32,14 @@ def qmq(*arguments):
 
 @pytest.fixture(scope="module")
 def possible():
-    """Faults that a run of its own has all for."""
+    """Return the faults that this machine can inject."""
     listed = qmq("--list").stdout.splitlines()
     assert len(listed) == len(STRIKES)
     return {name for name in STRIKES if name in listed}
 
 
 @pytest.mark.parametrize("faults", [NETWORK, "fill a disk", "wrong clock"])
-def test_a_run_ends_with_a_verdict_and_a_picture(tmp_path, possible, faults):
+def test_run_ends_with_a_verdict_and_a_picture(tmp_path, possible, faults):
     if missing := set(faults.split(",")) - possible:
         pytest.skip(f"this machine lacks what is needed for {missing}: see `qmq chaos --list`")
     folder = tmp_path / "run"
@@ -56,6 +56,8 @@ def test_a_run_ends_with_a_verdict_and_a_picture(tmp_path, possible, faults):
     [
         (["--faults", "earthquake"], "there is no fault 'earthquake'; --list names all of them"),
         (["--settings", "no such file.toml"], "No such file"),
+        (["--minutes", "nan"], "argument --minutes: must be a number above 0"),
+        (["--minutes", "ten"], "argument --minutes: must be a number above 0"),
     ],
 )
 def test_impossible_run_is_refused_with_its_reason(tmp_path, arguments, why):
@@ -67,11 +69,9 @@ def test_impossible_run_is_refused_with_its_reason(tmp_path, arguments, why):
 @pytest.mark.parametrize(
     "written, why",
     [
-        (b'lease_ms = "soon"', "lease_ms: could not convert"),
-        (b"lease_ms = 1", "lease_ms: 1 ms is less than 500"),
+        (b'hostname = "mine"\nlease_ms = -1\n', "lease_ms: -1 ms is less than 500"),
         (b"segment_byte = 4096", "segment_byte: unknown setting"),
         (b'unconsumed = "\xff"', "can't decode"),
-        (b"lease_ms 1", "Expected '='"),
     ],
 )
 def test_invalid_broker_settings_are_refused(tmp_path, written, why):
@@ -80,7 +80,7 @@ def test_invalid_broker_settings_are_refused(tmp_path, written, why):
     assert run.returncode == 2 and why in run.stderr and "Traceback" not in run.stderr
 
 
-def test_a_brokers_own_settings_file_is_taken(tmp_path):
+def test_brokers_own_settings_file_is_accepted(tmp_path):
     """A file of docs/install.md; the run replaces the settings of the broker's place, so these may be wrong here."""
     (settings := tmp_path / "broker.toml").write_text(
         'hostname = "b1"\nip = "10.0.0.1"\nserve_port = 1\ndata = "/b1"\nmetaserver = "http://m"\nlease_ms = "700"\n'
@@ -88,21 +88,14 @@ def test_a_brokers_own_settings_file_is_taken(tmp_path):
     assert _settings(settings) == {"lease_ms": "700"}
 
 
-@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "ten"])
-def test_a_run_of_no_time_is_refused(tmp_path, minutes):
-    run = qmq("--minutes", minutes, "--dir", str(tmp_path / "run"))
-    assert run.returncode == 2 and "argument --minutes: must be a number above 0" in run.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_group_with_a_killed_slave_is_not_well(tmp_path):
-    """The master takes messages until it notes the loss: that is no time of recovery."""
+    """The master accepts messages until it notes the loss; that is no recovery."""
     down = []
 
     def strike(struck, is_over):
         slave = struck.target.cluster.service(struck.target.copies("g1")[1].hostname)
         starts = slave.starts
-        struck.target.cluster.writable = lambda group: True  # so slow is the master to note it
+        struck.target.cluster.writable = lambda group: True  # as if the master noted the loss late
         struck._groups, struck._say = ["g1"], lambda line: down.append(slave.starts == starts)
         struck.strike("kill slave")
 
@@ -111,7 +104,7 @@ def test_group_with_a_killed_slave_is_not_well(tmp_path):
     assert down == [False]
 
 
-def test_a_folder_that_is_no_runs_is_not_emptied(tmp_path):
+def test_folder_with_other_files_is_not_emptied(tmp_path):
     (tmp_path / "mine").write_text("1")
     run = qmq("--faults", "kill slave", "--dir", str(tmp_path))
     assert run.returncode == 2 and "is not empty" in run.stderr
@@ -124,7 +117,7 @@ def test_waiting_producer_is_not_killed_as_failed():
 
 
 def test_unrecovered_group_and_unreadable_copy_are_findings(tmp_path, monkeypatch):
-    """A slave that ended is not started, and its log has bytes that are no frame."""
+    """A slave stays down, and its log has bytes that are no frame."""
     monkeypatch.setattr(nemesis, "WELL_S", 3.0)
     monkeypatch.setattr(trial, "EQUAL_S", 3.0)
     monkeypatch.setattr(trial, "DRAIN_S", 3.0)
@@ -142,13 +135,6 @@ def test_unrecovered_group_and_unreadable_copy_are_findings(tmp_path, monkeypatc
     outcome = asyncio.run(attempt(tmp_path, seed=1, strike=strike, http_port=run_of_ports()))
     rules = [finding.rule for finding in outcome.findings]
     assert rules == ["not-well", "not-equal", "not-equal", "unreadable"], outcome.findings
-
-
-def test_settings_that_brokers_refuse_are_named(tmp_path):
-    settings = tmp_path / "broker.toml"
-    settings.write_text('hostname = "mine"\nlease_ms = -1\n')
-    run = qmq("--settings", str(settings), "--faults", "kill slave", "--dir", str(tmp_path / "run"))
-    assert run.returncode == 2 and "lease_ms" in run.stderr
 
 
 def test_acknowledgement_by_one_copy_is_found_within_a_minute(tmp_path):

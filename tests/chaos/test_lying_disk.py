@@ -22,18 +22,19 @@ from tests.integration.cluster_world import (
     reasons,
     row,
     running_apart,
+    slaves_in_sync,
     state,
     until,
 )
 
 ROUNDS = int(os.environ.get("LYING_DISK_ROUNDS", "4"))
-"""Each group of the cluster makes its own at the same time."""
+"""Each group of the cluster runs its own rounds at the same time."""
 GROUPS = ("g1", "g2")
 ACCUSED = ("copies differ", "rolled back", "tail cut", "seeding")
 
 
 class Round:
-    """One group's: `c` lags, `b` has everything, and the disk of `liar`, the master mostly, lies."""
+    """Round of one group: `c` lags, `b` has everything, and the disk of `liar`, mostly the master, lies."""
 
     def __init__(self, cluster, group, rng):
         self.cluster, self.group = cluster, group
@@ -51,7 +52,7 @@ class Round:
         return self.a, self.b, self.c
 
     def lie(self):
-        """Zeros where the newest frames were."""
+        """Zero the newest frames on the disk of `liar`."""
         folder = data_of(self.cluster, self.liar) / "log"
         base = max(int(name.stem) for name in folder.glob("*.log") if int(name.stem) <= self.end)
         with (folder.parent / log_name(base)).open("r+b") as file:
@@ -62,7 +63,7 @@ class Round:
             file.write(bytes(len(rest)))
 
     def come_back(self):
-        """The lagging copy is there first, and the master waits for the other one."""
+        """Start the master, mostly with the lagging copy; it waits for `b`."""
         cluster = self.cluster
         cluster.begin(self.a.hostname, *([self.c.hostname] if self.is_c_first else []))
         until(lambda: "rejoin" in (reasons(cluster, self.a) or ()), f"{self.group} waits for {self.b.hostname}")
@@ -72,36 +73,30 @@ class Round:
 
     def complete(self):
         self.cluster.begin(self.b.hostname, self.c.hostname)
-        until(lambda: slaves_in_sync(self.cluster, self.a) == 2, f"{self.group} is whole")
+        until(lambda: slaves_in_sync(self.cluster, self.group) == 2, f"{self.group} is whole")
         assert state(self.cluster, self.a).writable
         honest = self.b if self.liar is self.a else self.a
-        said = log_of(self.cluster, honest.hostname)[self.seen[honest] :]
-        assert not reasons(self.cluster, honest) and not any(word in said for word in ACCUSED), said[-2000:]
-
-
-def slaves_in_sync(cluster, plan):
-    said = state(cluster, plan)
-    return len(said.in_step) if said is not None else 0
+        lines = log_of(self.cluster, honest.hostname)[self.seen[honest] :]
+        assert not reasons(self.cluster, honest) and not any(word in lines for word in ACCUSED), lines[-2000:]
 
 
 def are_reported(cluster):
     (count,) = row(cluster, "select count(*) from broker where complete")
-    masters = [cluster.broker(group, "master") for group in GROUPS]
-    return count == 2 * len(GROUPS) and all(slaves_in_sync(cluster, master) == 2 for master in masters)
+    return count == 2 * len(GROUPS) and all(slaves_in_sync(cluster, group) == 2 for group in GROUPS)
 
 
 def send_and_cut_power(cluster, rounds, name):
-    """All lose power as soon as each group has acknowledged its message."""
+    """Kill all brokers as soon as each group has acknowledged its message."""
 
     async def send():
         async with producer(cluster) as sender:
-            await asyncio.gather(*(sender.send(Message(f"s.{one.group}", {}, id=f"warm-{name}")) for one in rounds))
-            for one in rounds:
-                one.end = state(cluster, one.a).log_end
-                suspend(cluster.service(one.c.hostname).pid)
-            messages = [Message(f"s.{one.group}", {"x": "y" * 200}, id=name) for one in rounds]
+            await asyncio.gather(*(sender.send(Message(f"s.{round.group}", {}, id=f"warm-{name}")) for round in rounds))
+            for round in rounds:
+                round.end = state(cluster, round.a).log_end
+                suspend(cluster.service(round.c.hostname).pid)
+            messages = [Message(f"s.{round.group}", {"x": "y" * 200}, id=name) for round in rounds]
             receipts = await asyncio.gather(*map(sender.send, messages))
-            services = [cluster.service(plan.hostname) for one in rounds for plan in one.copies]
+            services = [cluster.service(plan.hostname) for round in rounds for plan in round.copies]
             for service in services:
                 service.is_held = True
             for service in services:
@@ -109,7 +104,7 @@ def send_and_cut_power(cluster, rounds, name):
             assert all(receipt.is_stored for receipt in receipts), receipts
 
     asyncio.run(send())
-    cluster.end(*(plan.hostname for one in rounds for plan in one.copies))
+    cluster.end(*(plan.hostname for round in rounds for plan in round.copies))
 
 
 def test_power_cut_with_one_lying_disk_loses_nothing(tmp_path):
@@ -121,8 +116,8 @@ def test_power_cut_with_one_lying_disk_loses_nothing(tmp_path):
             send_and_cut_power(cluster, rounds, f"m{number}")
             expected += [f"warm-m{number}", f"m{number}"]
             for step in (Round.lie, Round.come_back, Round.complete):
-                for one in rounds:
-                    step(one)
+                for round in rounds:
+                    step(round)
             cluster.wait_writable()
         for group in GROUPS:
             got = consume_all(cluster, f"s.{group}", "check", len(expected))
