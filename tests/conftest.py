@@ -1,4 +1,4 @@
-"""Shell. What every test shares: a quiet environment and the same hypothesis examples on every machine."""
+"""Shell. Settings of all tests: a clean environment, and the same hypothesis examples on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.effort import examples
 
 pytest_plugins = ["tests.support.databases"]
 
-# Random examples that differ from run to run belong into `make simulate`; a test that was green stays green.
+# The same random examples in every run; others are for `make simulate`.
 hypothesis.settings.register_profile(
     "same everywhere",
     derandomize=True,
@@ -25,35 +25,34 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
-    "long",  # pytest --hypothesis-profile=long: many more of them, and others each time
+    "long",  # pytest --hypothesis-profile=long: more examples, different in each run
     deadline=None,
     max_examples=5000,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("same everywhere")
 
-# Hypothesis also tries the constants that it finds in modules of ours, as far as they happen to be loaded: which these
-# are differs with the tests that ran before in the same process.
+# Hypothesis also tries constants of our loaded modules, which depend on the tests run before in the same process.
 _constants_of_loaded_modules = providers._get_local_constants
 providers._get_local_constants = lambda: (
     providers.Constants() if hypothesis.settings.default.derandomize else _constants_of_loaded_modules()
 )
 
-# Settings of whoever runs the tests must not reach the processes that they start.
+# Settings in the environment must not reach processes of tests.
 for name in [name for name in os.environ if name.startswith("QMQ_")]:
     del os.environ[name]
 
-# Nor are servers on this machine asked through somebody's proxy.
+# Requests to this machine must not go through a proxy.
 for name in [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]:
     del os.environ[name]
 
-# A shell makes commands in the background deaf to Ctrl-C, and whom they start: tests of Ctrl-C would wait for nothing.
+# Shells let background commands ignore Ctrl-C, and their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# By Python's own numbers the collector of circles looks again and again at what was imported, and at worlds that live
-# as long as their test: a fifth of the time of a simulation, and it finds next to nothing.
+# With Python's defaults the cyclic collector scans modules and long-lived worlds again and again: a fifth of a
+# simulation's time, with next to no garbage found.
 gc.set_threshold(50_000, 20, 20)
 
 
@@ -64,11 +63,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Event loop of tests that are coroutines."""
+    """Event loop of async tests."""
     return "asyncio"
 
 
 @pytest.fixture(autouse=True)
 def _each_test_logs_by_itself() -> None:
-    """What the library logs is bounded for the whole process."""
+    """The library bounds its log lines per process."""
     logs.LIBRARY.forget()

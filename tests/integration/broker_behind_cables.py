@@ -1,4 +1,4 @@
-"""Shell. A broker as ever, but what it connects to lies behind cables of a test: CABLES maps ports to their cables'."""
+"""Shell. A broker whose outgoing connections pass through a test's cables; CABLES maps ports to ports of cables."""
 
 from __future__ import annotations
 

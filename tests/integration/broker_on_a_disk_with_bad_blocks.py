@@ -1,8 +1,8 @@
-"""Shell. A broker as ever, on a disk with bad blocks: those that a file named BAD_BLOCKS beside its settings lists.
+"""Shell. A broker on a disk with bad blocks, listed in a file BAD_BLOCKS beside its settings.
 
-The failure is raised where the system call is made, as Linux raises it: a read stops before a bad block, or fails with
-EIO if it begins in one; a write makes a block good that it covers, and fails if it covers a part of one, which would
-have to be read; what is cut off is bad no more.
+The system calls fail as on Linux. A read stops before a bad block, and raises EIO if it begins in one. A write that
+covers a bad block makes it good; a write of a part of one fails, as the block would have to be read. A cut drops the
+bad blocks behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 4096
 
 
 class BadBlocks:
-    """Lines `<file> <block>`; a block that was made good is not bad any more, also after a restart."""
+    """Lines `<file> <block>`; a block made good leaves the file, also for the next start."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -27,7 +27,7 @@ class BadBlocks:
         os.pread, os.pwritev, os.ftruncate = self.pread, self.pwritev, self.ftruncate
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
-        end = min(offset + size, os.fstat(fd).st_size)  # 0 of a file of the kernel, which is read all the same
+        end = min(offset + size, os.fstat(fd).st_size)  # 0 for files of the kernel, which are read all the same
         met = [block for block in self._of(fd) if block * BLOCK < end and offset < (block + 1) * BLOCK]
         if met and met[0] * BLOCK <= offset:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -60,7 +60,7 @@ class BadBlocks:
             lines = [line for line in self._file.read_text().splitlines() if line not in good]
             beside = self._file.with_suffix(".new")
             beside.write_text("".join(f"{line}\n" for line in lines))
-            beside.replace(self._file)  # whole for the test, which reads it
+            beside.replace(self._file)  # atomic, as the test reads it
 
 
 if __name__ == "__main__":

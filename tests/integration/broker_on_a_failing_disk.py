@@ -1,6 +1,6 @@
-"""Shell. A broker as ever, but once a file named TRIGGER lies beside its settings, fsync fails with EIO.
+"""Shell. A broker whose fsync fails with EIO once a file TRIGGER lies beside its settings.
 
-The failure is raised where the system call is made: everything above it is what a user runs.
+The system call fails; all code above it is the shipped one.
 """
 
 from __future__ import annotations

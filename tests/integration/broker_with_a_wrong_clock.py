@@ -1,6 +1,6 @@
-"""Shell. A broker as ever, but while a file named TRIGGER lies beside its settings, its machine's clock is wrong.
+"""Shell. A broker whose machine's clock is wrong while a file TRIGGER lies beside its settings.
 
-The clock is the one that the process reads; what it says then is what a machine without a time service would say.
+The process reads a shifted time, as on a machine without a time service.
 """
 
 from __future__ import annotations

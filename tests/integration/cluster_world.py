@@ -1,4 +1,4 @@
-"""Shell. A real cluster for tests: its processes, its files, raw connections to it, and waiting within a bound."""
+"""Shell. Real clusters for tests: processes, files, raw connections, clients."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SEGMENT_BYTES = 256 * 1024
 """Each segment is preallocated."""
 COPY_SETTINGS = {"segment_bytes": SEGMENT_BYTES, "slave_wait_ms": 1000, "disk_free_limit": 0}
 SETTINGS = COPY_SETTINGS | {"lease_ms": 10_000}
-"""Longer than a process stands still: consumers are not dead, and what they acked is not delivered again."""
+"""Longer than a process pauses: no consumer's lease ends, and no acked message is delivered again."""
 
 
 @contextmanager
 def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1, metaserver=None, **broker):
-    """Run a cluster with small segments, on ports that nobody else uses."""
+    """Run a cluster with small segments, on ports of this test process."""
     first = run_of_ports()
     with Cluster(
         run_dir,
@@ -56,7 +56,7 @@ def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1
 
 @contextmanager
 def running_apart(run_dir, groups, *, metaserver=None, **settings):
-    """Run a cluster for several scenarios: each group serves a subject of its own, `s.GROUP`."""
+    """Run a cluster for several stories: each group serves one subject alone, `s.GROUP`."""
     alone = {"groups_per_subject_min": 1, "groups_per_subject_new": 1} | (metaserver or {})
     with running(run_dir, groups=groups, metaserver=alone, **settings) as cluster:
         for group in groups:
@@ -69,7 +69,7 @@ def running_apart(run_dir, groups, *, metaserver=None, **settings):
 
 
 def end(cluster, *names):
-    """Kill processes with SIGKILL; nobody starts them again until `begin`."""
+    """Kill processes with SIGKILL; they stay down until `begin`."""
     cluster.end(*names)
 
 
@@ -78,7 +78,7 @@ def begin(cluster, *names):
 
 
 def begin_as(cluster, module, *names):
-    """Begin processes that are down with a module of a test, which is to run the real one on a worse machine."""
+    """Start stopped brokers by a module of a test that runs the real one with faults."""
     for name in names:
         cluster.service(name).command = module_command(module, settings_file(cluster, name))
     begin(cluster, *names)
@@ -98,7 +98,7 @@ def reasons(cluster, plan):
 
 
 def ends(cluster, group="g1"):
-    """Log end and chain of master and slave."""
+    """Return log end and chain of master and slave."""
     return copies.ends(cluster, group)
 
 
@@ -131,13 +131,13 @@ def data_of(cluster, plan):
 
 
 def row(cluster, query, *values):
-    """What the metaserver's database says."""
+    """Return one row of the metaserver's database."""
     with closing(sqlite3.connect(cluster.run_dir / "metaserver" / "metaserver.db")) as database:
         return database.execute(query, values).fetchone()
 
 
 def flip_bit(path: Path, at: int) -> None:
-    """Damage one bit of a file, as a disk does: below everything that runs."""
+    """Flip one bit of a file, below all running code."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -149,17 +149,17 @@ def flip_bit(path: Path, at: int) -> None:
 
 
 class Wire:
-    """A TCP connection to a broker that sends what it likes.
+    """TCP connection to a broker that sends any bytes.
 
     Args:
-        receive_bytes: what the system keeps for who does not read; else it grows, to megabytes, as it likes.
+        receive_bytes: receive buffer of a client that does not read; by default it grows to megabytes.
     """
 
     def __init__(self, port, *, token=None, receive_bytes=None):
         self.socket = socket.socket()
         self.socket.settimeout(WAIT_S)
         if receive_bytes:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)  # heard before it connects
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)  # must precede connect
         self.socket.connect(("127.0.0.1", port))
         self._opaque = 0
         if token is not None:
@@ -174,7 +174,7 @@ class Wire:
         self.socket.close()
 
     def send(self, data):
-        """Send bytes; what the broker does not want any more is no error here."""
+        """Send bytes; errors are ignored, as the broker may close the connection."""
         try:
             self.socket.sendall(data)
         except OSError:
@@ -187,7 +187,7 @@ class Wire:
         return self._opaque
 
     def answer(self):
-        """The next packet but a heartbeat; None if the broker closed the connection."""
+        """Return the next packet that is no heartbeat; None if the broker closed the connection."""
         while (head := self._read(4)) is not None:
             if (rest := self._read(int.from_bytes(head, "big"))) is None:
                 return None
@@ -203,7 +203,7 @@ class Wire:
         return answer
 
     def is_closed(self):
-        """Wait until the broker closes this connection; what it sends before is skipped."""
+        """Wait until the broker closes this connection; skip its answers."""
         while self.answer() is not None:
             pass
         return True
@@ -222,8 +222,7 @@ class Wire:
 
 
 def produce_body(subject, *messages, crc=None, name="id"):
-    """The body of a PRODUCE with `messages` (dicts of properties) with ids `name-0…`, of a producer that is new with
-    each call."""
+    """Return the body of a PRODUCE of a new producer: `messages` are properties, with ids `name-0…`."""
     encode = batch_encoder("any.subject", 0)
     batch_body = join_batch(
         [encode(qmq.Message("any.subject", one, id=f"{name}-{at}")) for at, one in enumerate(messages)]
@@ -249,7 +248,7 @@ def pull(wire, subscription, timeout_ms=0):
 
 
 def producer(cluster, **options):
-    """A producer that waits longer for an outcome than a machine with much to do takes to start a broker again."""
+    """Return a producer that waits for an outcome longer than a busy machine takes to restart a broker."""
     options = {"timeout_s": 2 * WAIT_S} | options
     return qmq.Producer(metaserver=cluster.metaserver, token=cluster.token, app="test", **options)
 
@@ -259,7 +258,7 @@ def consumer(cluster, **options):
 
 
 def send_all(cluster, subject, count, *, size=100, name="m"):
-    """Send messages with ids `name-0…`; all must be stored. Returns the receipts."""
+    """Send messages with ids `name-0…`; return their receipts, all stored."""
 
     async def send():
         async with producer(cluster) as sender:
@@ -272,9 +271,9 @@ def send_all(cluster, subject, count, *, size=100, name="m"):
 
 
 def consume_all(cluster, subject, group, count, *, timeout_s=WAIT_S, consumer_id=None, **options):
-    """Pull and ack `count` messages, from the earliest on; returns (sequence, id) as they came first.
+    """Pull and ack `count` messages from the earliest on; return their first (sequence, id) pairs in order.
 
-    A consumer that stands still longer than its short lease gets them again; that is no message stored twice.
+    Messages delivered again after a short lease count once.
     """
 
     async def consume():
@@ -293,7 +292,7 @@ def consume_all(cluster, subject, group, count, *, timeout_s=WAIT_S, consumer_id
 
 
 class Probe:
-    """A client that sends all the time, on one connection: it must not notice what others do to the broker."""
+    """Client that sends all the time on one connection, and must not notice faults of others."""
 
     def __init__(self, cluster):
         self._cluster = cluster

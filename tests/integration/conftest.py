@@ -13,7 +13,7 @@ def pytest_configure(config):
 
 @pytest.fixture
 async def world(request, tmp_path):
-    """One metaserver; its database survives a restart within the test."""
+    """One metaserver; its database outlives a restart within the test."""
     marker = request.node.get_closest_marker("metaserver")
     settings = {"heartbeat_timeout_ms": 2000} | (marker.kwargs if marker else {})
     world = await World(tmp_path / "metaserver.db", **settings).start()

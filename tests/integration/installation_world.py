@@ -1,4 +1,4 @@
-"""Shell. An installation for tests: metaservers on one database, nginx in front of them, a broker group, clients."""
+"""Shell. An installation: metaservers on one database behind nginx, a broker group, clients."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HEADERS = {"X-Api-Token": TOKEN}
 HOST = "127.0.0.1"
 SUBJECT = "order.changed"
 HEARTBEAT_TIMEOUT_MS = 4000
-"""Longer than a process of a busy machine stands still."""
+"""Longer than a busy machine pauses a process."""
 STEADY_S = 6.0
-"""Longer than that: whoever would fall silent would have been noticed."""
+"""Longer than the heartbeat timeout: a silent broker would count as down by then."""
 
 NGINX_MAIN = """
 worker_processes 1;
@@ -48,7 +48,7 @@ http {{
 
 
 class Installation:
-    """Everything in one folder; `metaservers` and `brokers` are processes that a test stops and starts."""
+    """Processes of one installation in one folder; tests stop and start `metaservers` and `brokers`."""
 
     def __init__(self, folder, database, *, metaservers=2, copies=2, **settings):
         self.folder, self.database, self.settings = folder, database, settings
@@ -139,7 +139,7 @@ class Installation:
 
     @staticmethod
     def look(url, action="ListBrokerGroups", **words):
-        """Ask one metaserver, or any through nginx."""
+        """Return the answer of one metaserver, or of any through nginx."""
         answer = httpx.get(f"{url}/api/v1/{action}", params=words, headers=HEADERS, trust_env=False, timeout=20)
         answer.raise_for_status()
         return answer.json()["data"]
@@ -161,7 +161,7 @@ def ended(service, timeout_s):
 
 
 def end(service, how):
-    """Send a signal and wait until the process is gone."""
+    """Send a signal, and wait until the process has ended."""
     service.signal(how)
     assert ended(service, WAIT_S), f"{service.name} does not end"
 
@@ -176,7 +176,7 @@ def installation(folder, database, **options):
 
 
 class Observers:
-    """Clients, and operators at nginx and at each metaserver: what each of them notices."""
+    """Clients, and operators at nginx and at each metaserver; `problems` lists every failure that they met."""
 
     def __init__(self, world):
         self.world = world
@@ -215,7 +215,7 @@ class Observers:
                 await asyncio.sleep(0.005)
 
     def _list(self):
-        """An operator who lists through nginx: every answer is there, and nothing is down."""
+        """List through nginx: each answer must come, with all groups writable and all brokers up."""
         while not self._stop.wait(0.05):
             try:
                 down = [group for group in self.world.look(self.world.url) if not group["writable"]]
@@ -226,7 +226,7 @@ class Observers:
                 self.problems.append(f"operator: {error!r}")
 
     def _watch_metaservers(self):
-        """Each metaserver that answers at all says that all is up."""
+        """List at each metaserver: every answer that comes must show all brokers up."""
         while not self._stop.wait(0.05):
             for service in self.world.metaservers:
                 with suppress(httpx.TransportError):

@@ -168,7 +168,7 @@ DIFFERENT: tuple[Callable[[Path], Any], ...] = (
 
 
 class Case(NamedTuple):
-    """Logs that differ, what was planted in them, what the audit says of them."""
+    """Folder with differing logs, the planted differences, and the result."""
 
     folder: Path
     planted: Any
@@ -180,8 +180,7 @@ Cases = dict[Callable[[Path], Any], Case]
 
 @pytest.fixture(scope="module")
 def cases(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """Audit all logs that differ, and two brokers, in one run: Spark plans their comparison once, and that takes longer
-    than all the rest."""
+    """Audit all cases and two brokers in one run, as Spark's plan of a comparison takes longer than the comparison."""
     root = tmp_path_factory.mktemp("different")
     folders = {plant: root / plant.__name__ for plant in (*DIFFERENT, of_brokers)}
     planted = {plant: plant(folder) for plant, folder in folders.items()}

@@ -1,4 +1,4 @@
-"""Shell. The audit on a real standalone cluster: one master and two workers of Spark, as processes on loopback."""
+"""Shell. The audit on a standalone Spark cluster: one master and two workers, as processes on loopback."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SPARK = Path(pyspark.__file__).parent
 START_S = 180.0
 JOB_S = 480.0
-# Both workers are waited for: else one of them does all there is, while a busy machine starts the other one.
+# A job waits for both workers; else the first one does all the work while a busy machine starts the second.
 CONFS = QUICK | {
-    # The comparison has many small shuffles: 16 tasks each, or plans made again in between, take most of the time.
+    # The comparison has many small shuffles; 16 tasks each, or adaptive plans, would take most of the time.
     "spark.sql.shuffle.partitions": "2",
     "spark.sql.adaptive.enabled": "false",
     "spark.executor.memory": "512m",
@@ -41,8 +41,9 @@ CONFS = QUICK | {
 
 @contextmanager
 def running(log: Path, *arguments: str, **more: str) -> Iterator[None]:
-    """Run one of Spark's own processes, with `more` in its environment; it is ended by its process group, as it starts
-    executors."""
+    """Run one of Spark's own processes with `more` in its environment; end its process group, which has the
+    executors.
+    """
     environment = os.environ | {
         "SPARK_HOME": str(SPARK),
         "SPARK_LOCAL_IP": "127.0.0.1",
@@ -69,7 +70,7 @@ def running(log: Path, *arguments: str, **more: str) -> Iterator[None]:
 
 
 def wait_for(log: Path, text: str, times: int = 1) -> None:
-    """Wait until a process has said so. It has no other way to tell that it is ready."""
+    """Wait until a process has logged a text, the only sign that it is ready."""
     until(lambda: log.read_text(errors="replace").count(text) >= times, f"{log} says {text}", START_S)
 
 
@@ -79,7 +80,7 @@ class Cluster(NamedTuple):
     """A folder per job and executor."""
 
     def executors(self) -> set[Path]:
-        """Return the folders of the executors, of all jobs, to which our code was sent."""
+        """Return the folders of all executors that received our code."""
         return {path.parent for path in self.work.rglob("qmq-audit.zip")}
 
 
@@ -110,7 +111,7 @@ def write(data: Path) -> LogWriter:
 
 
 def test_standalone_cluster_job_finds_differences(cluster: Cluster, tmp_path: Path) -> None:
-    """The executors run elsewhere than this checkout, so that they import the code that the job ships to them."""
+    """The executors run outside this checkout, so they import the code that the job ships."""
     good, bad = write(tmp_path / "master"), write(tmp_path / "slave")
     write(tmp_path / "copy")
     flip(tmp_path / "slave", bad.frames[20].end - 50)
@@ -157,7 +158,9 @@ print(json.dumps([settings, prefixes, messages]))
 
 
 def environment_archive(folder: Path) -> Path:
-    """Pack what `venv-pack` packs, small: its packages are those of this Python, by a `.pth` file, without ours."""
+    """Make an archive as `venv-pack` does: a small environment that uses this Python's packages through a `.pth`
+    file.
+    """
     env, packages = folder / "env", Path(pyspark.__file__).parents[1]
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(env)], check=True)
     [site] = env.glob("lib/python*/site-packages")
@@ -166,15 +169,16 @@ def environment_archive(folder: Path) -> Path:
 
 
 def test_submitted_job_keeps_settings_and_environment(cluster: Cluster, tmp_path: Path) -> None:
-    """`--archives` as docs/spark.md says. Nothing of ours is in that environment. The JVM is there before our program,
-    and has neither its PYTHONPATH nor the settings of its session."""
+    """As in docs/spark.md, with `--archives` of an environment without our code. The JVM starts before our program,
+    without its PYTHONPATH and session settings.
+    """
     write(tmp_path / "master")
     archive = environment_archive(tmp_path)
     alone = [tmp_path / "env/bin/python", "-c", "import pyarrow, grpc, numpy, qmq"]
     without = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
     assert "No module named 'qmq'" in without.stderr
     script = tmp_path / "job.py"
-    # Only the program imports from the checkout: what the JVM and the executors import, they must have been sent.
+    # Only the program imports from the checkout; JVM and executors must receive their code.
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})" + SUBMITTED)
     command = [str(SPARK / "bin" / "spark-submit"), "--master", cluster.url, "--archives", f"{archive}#env"]
     for name, value in (CONFS | {"spark.sql.shuffle.partitions": "7"}).items():
@@ -182,7 +186,7 @@ def test_submitted_job_keeps_settings_and_environment(cluster: Cluster, tmp_path
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
     environment |= {"PYSPARK_DRIVER_PYTHON": sys.executable, "PYSPARK_PYTHON": "./env/bin/python"}
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1"}
-    # `env` is in `tmp_path`: what Spark plans on the driver's machine is run by that path, too.
+    # `env` is in `tmp_path`, as Spark runs plans of the driver's machine by the same relative path.
     command += [str(script), str(tmp_path / "master")]
     settings, prefixes, messages = run_job(command, tmp_path, environment, timeout_s=JOB_S)
     assert settings == [cluster.url, "7"]

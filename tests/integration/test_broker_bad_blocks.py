@@ -1,4 +1,4 @@
-"""Shell. A disk has blocks that cannot be read: the broker goes on, and the other copy repairs them. P6."""
+"""Shell. A disk has unreadable blocks: the broker continues, and the other copy repairs them (P6)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def subject(request):
 
 @pytest.fixture
 def sent(cluster, subject):
-    begin(cluster, *(broker.hostname for broker in cluster.plan.brokers))  # a test before this one may have failed
+    begin(cluster, *(broker.hostname for broker in cluster.plan.brokers))  # an earlier test may have failed
     cluster.wait_writable()
     first = segment_bases(RealDisk(data_of(cluster, cluster.broker("g1", "master"))))[-1]
     for turn in range(10):
@@ -97,7 +97,7 @@ def test_bad_blocks_are_repaired_while_consumers_go_on(cluster, subject, sent):
 
 
 def test_bad_block_at_start_is_repaired_before_registration(cluster, subject, sent):
-    """In the newest segment, with whole frames behind it: nothing is cut, and the process does not end again."""
+    """The block lies in the newest segment, before whole frames: nothing is cut, and the process does not end again."""
     broker = cluster.broker("g1", "master")
     until(lambda: send_all(cluster, subject, 20, size=200) and written(cluster, broker) > 4 * BLOCK, "a few blocks")
     newest = bases_of(cluster, broker)[-1]
@@ -112,6 +112,6 @@ def test_bad_block_at_start_is_repaired_before_registration(cluster, subject, se
 
 
 def written(cluster, broker):
-    """Bytes in the newest segment."""
+    """Return the bytes in the newest segment."""
     copy = read_copy(data_of(cluster, broker))
     return copy.end - bases_of(cluster, broker)[-1]

@@ -1,4 +1,4 @@
-"""Shell. A bit flips on one disk: it is never served, the group says so, the other copy repairs it. P6."""
+"""Shell. A bit flips on one disk: it is never served, the group reports it, the other copy repairs it (P6)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def ids(cluster, request):
-    """Messages of a subject of this test's own, in several frames and segments, on both copies."""
-    begin(cluster, *(broker.hostname for broker in cluster.plan.brokers))  # a test before this one may have failed
+    """Ids of messages of this test's subject, in several frames and segments of both copies."""
+    begin(cluster, *(broker.hostname for broker in cluster.plan.brokers))  # an earlier test may have failed
     cluster.wait_writable()
     ids = []
     for turn in range(FRAMES):
@@ -78,7 +78,7 @@ def damage(data, subject, *, newest=False, where="body"):
 def is_whole(data):
     try:
         return bool(read_copy(data))
-    except (CorruptFrame, AssertionError):  # or it is being repaired at this moment
+    except (CorruptFrame, AssertionError):  # or a repair is under way
         return False
 
 
@@ -108,7 +108,7 @@ def test_damage_in_a_closed_segment_is_repaired_when_read(cluster, subject, ids)
 
 
 def test_damage_makes_the_group_readonly_until_repaired(cluster, subject, ids):
-    """While the other copy is away nothing can be repaired: readonly, with the reason, and what is whole is served."""
+    """Without the other copy the group stays readonly, and serves only whole frames."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     damage(data_of(cluster, master), subject)
     end(cluster, slave.hostname)
@@ -123,7 +123,7 @@ def test_damage_makes_the_group_readonly_until_repaired(cluster, subject, ids):
 
 
 def test_missing_segment_file_is_fetched_from_the_other_copy(cluster, subject, ids):
-    """Also the oldest: without a list of the segments, a log that begins later looks like one after retention."""
+    """Also the oldest file: without the manifest, the log would look like one after retention."""
     broker = cluster.broker("g1", "master")
     data = data_of(cluster, broker)
     end(cluster, *(plan.hostname for plan in cluster.plan.brokers))
@@ -141,7 +141,7 @@ def test_missing_segment_file_is_fetched_from_the_other_copy(cluster, subject, i
 
 @pytest.mark.parametrize("role, where", [("master", "header"), ("slave", "body")])
 def test_damage_at_start_is_repaired_before_registration(cluster, subject, ids, role, where):
-    """A frame in the newest segment, with frames behind it: damage, no torn tail, so nothing is cut (W4)."""
+    """Whole frames follow the damaged one in the newest segment, so it is no torn tail and nothing is cut (W4)."""
     broker = cluster.broker("g1", role)
     for _ in range(5):
         send_all(cluster, f"{subject}.newest", 1)

@@ -1,4 +1,4 @@
-"""Shell. fsync fails: the process ends as fenced, nothing that is not on both disks was acknowledged (I15)."""
+"""Shell. fsync fails: the process ends as fenced, and only messages on both disks were acknowledged (I15)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FENCED = 70
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A cluster whose brokers can be told that their disk fails."""
+    """A cluster whose brokers run on disks that tests can fail."""
     with running(tmp_path) as cluster:
         names = [broker.hostname for broker in cluster.plan.brokers]
         end(cluster, *names)
@@ -41,7 +41,7 @@ def cluster(tmp_path):
 
 
 def fail_disk(cluster, broker):
-    """From now on; whoever starts it again must take the file away first."""
+    """Fail all fsyncs from now on, until the file is removed."""
     cluster.service(broker.hostname).is_held = True
     settings_file(cluster, broker.hostname).with_name(TRIGGER).touch()
 
@@ -52,7 +52,7 @@ def repair_disk(cluster, broker):
 
 
 async def send_while_the_disk_fails(cluster, broker):
-    """Send single messages at the same time; the disk fails among them. Returns the receipts."""
+    """Send single messages in parallel while the disk fails; return the receipts."""
     receipts = []
 
     async def send_some(sender, name):

@@ -57,7 +57,7 @@ def master(cluster):
 
 @pytest.fixture
 def unchanged(cluster):
-    """The logs end where they ended before the test, and a message is stored and consumed afterwards as ever."""
+    """Check that the logs end where they did before the test, and that a message is stored afterwards."""
     until(lambda: are_equal(cluster), "equal copies")
     before = ends(cluster)
     yield
@@ -70,7 +70,7 @@ def unchanged(cluster):
 
 @pytest.fixture
 def heard(cluster, master):
-    """Returns how often a pattern was logged by the master since the test began."""
+    """Return a function that counts a pattern in the master's log since the test began."""
     begin = len(log_of(cluster, master.hostname))
     return lambda pattern: count_lines(log_of(cluster, master.hostname)[begin:], pattern)
 
@@ -87,7 +87,7 @@ def logged_once(heard, pattern):
 @pytest.mark.parametrize("login", [False, True], ids=["a stranger", "a client"])
 def test_oversized_packet_is_refused_before_its_body(cluster, master, unchanged, heard, port, login):
     with Wire(getattr(master, port), token=cluster.token if login else None) as wire:
-        size = (64 << 20) + getattr(master, port) + login  # a text that was logged is not repeated
+        size = (64 << 20) + getattr(master, port) + login  # equal log lines are suppressed
         wire.send(packet_header(Command.PRODUCE, 5, 0, Command.PRODUCE, size))
         answer = wire.answer()
         assert answer is not None and answer.opaque == 5 and answer.code == ErrorCode.MESSAGE_TOO_LARGE
@@ -223,7 +223,7 @@ def test_sync_port_refuses_clients_and_other_groups(cluster, master, unchanged):
 
 
 def run_broker(folder, settings, *, timeout_s=WAIT_S):
-    """Run a broker that is expected to end by itself; return its status and what it wrote."""
+    """Run a broker that ends by itself; return its exit status and its output."""
     write_settings(folder / "broker.toml", settings)
     command = [sys.executable, "-m", "qmq.broker", "--config", str(folder / "broker.toml")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
@@ -255,7 +255,9 @@ def test_second_broker_on_a_directory_or_port_exits(cluster, master, unchanged, 
 
 
 def test_second_process_of_a_running_broker_is_refused(cluster, master, unchanged, tmp_path):
-    """Same name and port on another address: the metaserver keeps to the one that runs, and its log says so once."""
+    """It has the same name and port at another address: the metaserver keeps the running one, and its log has one
+    line.
+    """
     before = cluster.manage("ListBrokers")
     write_settings(tmp_path / "broker.toml", settings_of(cluster, master, ip="127.0.0.2", data=str(tmp_path / "data")))
     command = [sys.executable, "-m", "qmq.broker", "--config", str(tmp_path / "broker.toml")]

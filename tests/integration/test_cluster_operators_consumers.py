@@ -1,4 +1,4 @@
-"""Shell. Operators look at consumer groups, move them and switch consumers off, while those are connected."""
+"""Shell. Operators move consumer groups, limit them and switch consumers off while they are connected."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ids(count, begin=0):
 
 @pytest.mark.parametrize("holds", ["everything acked", "a full buffer"])
 def test_connected_consumer_continues_at_the_new_position(cluster, subject, holds):
-    """Its pulls are refused, or its next ack: then it forgets what it holds and is served anew."""
+    """The broker refuses its pulls or its next ack; then it drops its messages and is served anew."""
     send_all(cluster, subject, COUNT)
     prefetch = 8 if holds == "a full buffer" else 100
 

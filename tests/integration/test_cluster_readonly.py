@@ -1,6 +1,6 @@
-"""Shell. A group that misses its slave: readonly at once, consumption goes on, no promise on one copy.
+"""Shell. A group without its slave is readonly at once, serves consumers, and acknowledges nothing by one copy.
 
-And what happens around it: marks of operators, a slave with an empty disk, a metaserver that is away.
+Also operators' marks, a wrong data directory, and a stopped metaserver.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def cluster(shared):
-    """One cluster for most tests, well again for each; a test's messages have a subject of their own."""
+    """The shared cluster, whole again for each test; each test has its own subject."""
     names = ["metaserver", *(broker.hostname for broker in shared.plan.brokers)]
     for name in names:
         shared.service(name).signal(signal.SIGCONT)
@@ -172,12 +172,12 @@ def test_readonly_mark_outlives_the_slave_and_a_restart(cluster, subject):
 
 
 def test_empty_broker_is_not_promoted_over_messages(cluster, subject):
-    """W3, W16: an operator who stops both and puts the emptied slave in the master's place is told, nothing is lost."""
+    """W3, W16: an operator stops both brokers and puts the emptied slave in the master's place."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     receipts = send_all(cluster, subject, 20)
     end(cluster, master.hostname, slave.hostname)
     data_of(cluster, slave).rename(cluster.run_dir / "aside")
-    place(cluster, "ReplaceBroker", slave, 0)  # the metaserver cannot know yet
+    place(cluster, "ReplaceBroker", slave, 0)  # the metaserver has no report of the empty directory yet
     place(cluster, "ReplaceBroker", master, 1)
     begin(cluster, slave.hostname, master.hostname)
     until(lambda: "another data directory" in log_of(cluster, slave.hostname), "it is told why it is refused")
@@ -242,14 +242,14 @@ def test_exchanged_directories_are_reported_without_a_master(tmp_path):
         assert [id for _, id in consume_all(cluster, "s", "g", 20)] == sent
 
 
-# The metaserver is away.
+# Without the metaserver.
 
 
 def test_brokers_restart_in_their_roles_without_the_metaserver(cluster, subject):
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     send_all(cluster, subject, 10)
     with Wire(master.serve_port, token=cluster.token) as wire:
-        subscribe(wire, subject)  # a consumer group that is new waits for the metaserver
+        subscribe(wire, subject)  # a new consumer group waits for the metaserver
     cluster.swap_roles("g1")
     cluster.wait_writable()
     end(cluster, "metaserver", master.hostname, slave.hostname)

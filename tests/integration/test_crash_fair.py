@@ -1,4 +1,4 @@
-"""Shell. A message that kills each process that begins with it is one dead letter, and its neighbours are none."""
+"""Shell. A message that kills each process handling it becomes one dead letter; its neighbours are handled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def handled(out: Path) -> list[str]:
 
 
 def dead(cluster) -> list[str]:
-    """The ids of the dead letters, seen by a group that is new each time."""
+    """Return the ids of all dead letters, read by a new group each time."""
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
         subscription = subscribe(wire, dead_letter_subject("poisoned", "g"), group=f"look{next(LOOKS)}")
         pieces = pull(wire, subscription)

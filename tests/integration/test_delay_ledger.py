@@ -1,6 +1,6 @@
-"""Shell. Delayed messages come due while their servers are killed and swapped: what was sent is what is received.
+"""Shell. Delayed messages come due while their servers are killed and swapped; receivers get exactly those sent.
 
-`make delay-ledger` does the same with 100,000 messages, twenty kills and five swaps.
+`make delay-ledger` runs 100,000 messages, twenty kills and five swaps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shell. Three delay servers of one group: what operators do with several brokers, they do with these."""
+"""Shell. Three delay servers of one group: operators swap, recover and fill them like brokers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def all_in_sync(cluster):
 
 
 def fail_over(cluster, **words):
-    """The group takes delayed messages again, with another master."""
+    """Fail over to another master, and wait until the group accepts delayed messages."""
     before = cluster.broker("d1", "master")
     cluster.manage("Failover", brokerGroup="d1", **words)
     cluster.wait_writable("d1")
@@ -76,7 +76,7 @@ def test_delay_group_of_three_is_swapped_and_recovered(tmp_path):
 
 
 def test_a_group_of_four_copies_has_three_that_acknowledge(tmp_path):
-    """Else two could acknowledge against the other two."""
+    """Otherwise two copies could acknowledge against the other two."""
     with running(tmp_path / "cluster", copies=4) as cluster:
         (status,) = cluster.manage("ReplicaStatus", brokerGroup="g1")
         assert (len(status["replicas"]), status["minCopies"]) == (4, 3)

@@ -1,4 +1,6 @@
-"""Shell. `make demo` on a small file: everything sent, killed, swapped, consumed and proven; and it says if not."""
+"""Shell. `make demo` on a small file: all rows sent, consumed and proven through a kill and swaps; failures are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def test_the_main_job_is_done_and_proven(tmp_path):
 
 
 def test_proof_finds_missing_messages(tmp_path, monkeypatch):
-    """Nothing was sent, although the file has rows and the journal says that one of them was acknowledged."""
+    """Nothing was sent, though the file has rows and the journal has one receipt."""
     monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", submit_arguments())
     (tmp_path / "rows.csv").write_text("city\nUlm\nUlm\n")
     source = file_input(tmp_path / "rows.csv")

@@ -1,5 +1,6 @@
-"""Shell. A disk comes back older than it was, or without its last fsynced write: nothing acknowledged is lost by that,
-and it is the bad copy that is named. P6."""
+"""Shell. A disk is restored to an older state, or lost its last fsynced write: nothing acknowledged is lost, and only
+the bad copy reports it (P6).
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def back_up(cluster, plan, to):
 
 
 def put_back(cluster, plan, backup):
-    """At its place, as storage that goes back does it: a copy would wait for the metaserver."""
+    """Restore a backup in place, as storage does; a directory elsewhere would wait for the metaserver."""
     data = data_of(cluster, plan)
     for path in data.iterdir():
         if path.is_dir():
@@ -60,7 +61,7 @@ def put_back(cluster, plan, backup):
 
 
 def zero_newest_message(cluster, plan):
-    """What a flush that lied leaves: zeros from the newest messages frame on."""
+    """Zero the log from its newest messages frame on, as after a lying flush."""
     data = data_of(cluster, plan)
     newest = [frame for frame in read_copy(data).frames if frame.subject == "s"][-1]
     base = max(base for base in segment_bases(RealDisk(data)) if base <= newest.offset)
@@ -78,7 +79,7 @@ def restart_both(cluster):
 
 
 def remembered(cluster):
-    """Wait until every memory knows the newest acknowledged point: both copies' files, and the row if there is one."""
+    """Wait until both copies' files and the metaserver's row have the newest acknowledged point."""
 
     def has(plan):
         points = data_of(cluster, plan) / "points.json"
@@ -92,7 +93,7 @@ def remembered(cluster):
 
 
 def refused(cluster, action, words):
-    """Return why an action is refused to stopped brokers; None while the metaserver takes them for running."""
+    """Return why an action on stopped brokers is refused; None while they still count as running."""
     try:
         cluster.manage(action, **words)
     except OperatorError as error:
@@ -109,7 +110,7 @@ def all_ids(count, more):
 
 
 def returned(cluster, plan):
-    """Wait until the log says what became of a master that came back alone."""
+    """Wait until a master without its slave continues, or reports that it was rolled back."""
     name = plan.hostname
     until(
         lambda: "rolled_back" in (reasons(cluster, plan) or []) or "without its slave" in log_of(cluster, name),
@@ -136,7 +137,7 @@ def check_nothing_is_lost(cluster, more):
     ],
 )
 def test_master_without_its_last_write_keeps_the_slaves_copy(cluster, tmp_path, more, metaserver, memory, lost):
-    """The log ends on a frame's end, so the disk itself tells nothing; the slave returns after `slave_wait_ms`."""
+    """The log ends at a frame's end, so the disk shows no damage; the slave returns after `slave_wait_ms`."""
     master, slave = copies(cluster)
     end(cluster, master.hostname, slave.hostname)
     back_up(cluster, master, tmp_path / "backup")
@@ -161,7 +162,7 @@ def test_master_without_its_last_write_keeps_the_slaves_copy(cluster, tmp_path, 
 
 
 def test_rolled_back_slave_is_not_promoted_without_a_word(cluster, tmp_path):
-    """The master's machine dies while the slave, with an older disk, is not refilled."""
+    """The master's machine is lost while the slave, with an older disk, is not refilled."""
     master, slave = copies(cluster)
     end(cluster, master.hostname, slave.hostname)
     back_up(cluster, slave, tmp_path / "backup")

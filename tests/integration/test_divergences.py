@@ -55,7 +55,7 @@ def found(result: Result) -> Found:
 def due(expected: Expected, copy: str) -> Found:
     rows: Found = set()
     for what, frame, sequence in expected:
-        # `history` and frames without messages aside, what is found is about one message.
+        # Findings are about one message, except of `history` and of frames without messages.
         sequence = frame.first_sequence if sequence is None and frame.count else sequence
         identity = None if sequence is None or not frame.count else f"{frame.subject}-{sequence}"
         rows.add((what, copy, frame.at, sequence, identity))
@@ -213,7 +213,7 @@ def test_all_differences_of_a_copy_are_found(cases: Cases) -> None:
 def test_eight_scattered_differences_are_all_found(cases: Cases) -> None:
     """They lie in several pieces, segments, subjects and copies."""
     expected, result = cases[eight]
-    about = {"damaged"}  # where in the frame it begins, and so which message it is about, is not what this is for
+    about = {"damaged"}  # the damaged byte's message is not checked here
     assert without_message(found(result), about) == without_message(expected, about)
     assert len(result.findings) == 10
     for what, pieces in (("different", 4), ("damaged", 4)):

@@ -1,4 +1,4 @@
-"""Shell. A master is killed under load: its slave becomes the master by itself, and nothing acknowledged is lost."""
+"""Shell. A master is killed under load: its slave is promoted, and nothing acknowledged is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKLOG = 500
 
 @asynccontextmanager
 async def read_on(reader):
-    """A consumer with few messages in its hands: `read(count)` pulls and acks until it got so many in all."""
+    """Consumer with a short prefetch; `read(count)` pulls and acks until it has `count` messages in all."""
     got = set()
     async with reader.pull("s", group="alone", start="earliest", prefetch_messages=10) as puller:
 
@@ -40,7 +40,7 @@ async def read_on(reader):
 
 
 async def kill_under_load(cluster, master, slave):
-    """Send all the time; kill the master for good, consume, let it begin again; return the ids that were stored."""
+    """Send all the time; kill the master, consume, restart it; return the ids of stored messages."""
     stored, changes, is_over = [], [], asyncio.Event()
     reader = consumer(cluster)
     reader.on_master_changed(changes.append)
@@ -84,13 +84,13 @@ def test_slave_of_a_killed_master_loses_nothing(tmp_path):
         (demoted,) = after["slaves"].values()
         assert [after["master"]["hostname"], demoted["hostname"]] == [slave.hostname, master.hostname]
         assert state(cluster, slave).term == after["term"] == before["term"] + 1 and state(cluster, master).in_sync
-        point = row["parameters"]["acknowledged"]  # a metaserver has the first one a second after the first message
+        point = row["parameters"]["acknowledged"]  # metaservers get the first point a second after the first message
         assert not point or point[2] <= row["parameters"]["slaveEnd"]
         assert re.search(
             rf"failover broker_group=g1 from={master.hostname}.*duration_ms=\d+", log_of(cluster, "metaserver")
         )
 
-        # A delay group is no other.
+        # The same for a delay group.
         master, slave = cluster.broker("d1", "master"), cluster.broker("d1", "slave")
         end(cluster, master.hostname)
         until(lambda: cluster.broker("d1", "master").hostname == slave.hostname, "its slave is the master")

@@ -1,4 +1,4 @@
-"""Shell. A group of three whose slaves are filled when an operator says so: real processes, and the tool."""
+"""Shell. A slave of three is filled on an operator's command: real processes, and the tool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.waiting import until
 COUNT = 2_000
 BYTES = 1_500
 RATE = {"catch_up_bytes_per_s": 128 * 1024, "tail_bytes": 0}
-"""Three megabytes take some 24 s: long enough to be stopped halfway."""
+"""Three megabytes take some 24 s, long enough to stop halfway."""
 
 
 def is_partly_filled(cluster, slave, above=0):

@@ -1,4 +1,4 @@
-"""Shell. A disk that is full to the last byte, whoever filled it: readonly, consumers go on, no crash loop."""
+"""Shell. A disk is full to the last byte: the group is readonly, consumers continue, the broker does not crash."""
 
 from __future__ import annotations
 

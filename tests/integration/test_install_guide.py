@@ -1,14 +1,13 @@
-"""Shell. docs/install.md is done as it is written: its own blocks, in their order, on real MariaDB and nginx.
+"""Shell. The blocks of docs/install.md, run in their order on real MariaDB and nginx.
 
-The test changes nothing but values of `install.env`: directories, addresses and ports. The word behind `sh` says what a
-block is for. Not run are
+The test changes only values of `install.env`: directories, addresses and ports. The word behind `sh` is the kind of a
+block. These kinds are not run:
 
 - `packages`: the suite has its virtual environment and Debian's packages already;
-- `systemd`: no systemd here; the guide's `by-hand` block that follows does the same, and the unit files are compared
-  with it below;
+- `systemd`: the guide's `by-hand` block that follows does the same, and the unit files are compared with it below;
 - `copies`: all is on one machine.
 
-A `repeat` block is repeated until it succeeds, as the guide tells its reader to.
+A `repeat` block is repeated until it succeeds, as the guide instructs.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def read_blocks() -> list[Block]:
 
 
 class Shell:
-    """One bash, as a reader has one, which types a block after the other and stops at the first that fails."""
+    """One bash that runs a block after the other and stops at the first failure."""
 
     def __init__(self, folder, environ):
         self._output = folder / "shell.log"
@@ -71,7 +70,7 @@ class Shell:
         self.type("set -eo pipefail")
 
     def type(self, text):
-        """Return what it printed."""
+        """Run a block; return its output."""
         self._number += 1
         done = f"== {self._number} done ==\n"
         self._bash.stdin.write(f"{text}\necho; echo '{done.strip()}'\n")
@@ -90,7 +89,7 @@ class Shell:
 
 
 class Reader:
-    """Who follows the guide, on a machine of his own: a folder."""
+    """Reader who follows the guide, with a folder as the machine."""
 
     def __init__(self, folder, mariadb):
         self.folder, self.etc, self.data = folder, folder / "etc", folder / "data"
@@ -105,7 +104,7 @@ class Reader:
             "QMQ_DATA": str(self.data),
         }
         (folder / ".my.cnf").write_text(f"[client]\nuser=root\nsocket={mariadb.directory}/socket\n")
-        fits = {"SEGMENT_BYTES": str(1 << 20), "DISK_FREE_LIMIT": "0"}  # any test machine
+        fits = {"SEGMENT_BYTES": str(1 << 20), "DISK_FREE_LIMIT": "0"}  # for any test machine
         small = {f"QMQ_{kind}_{name}": value for kind in ("BROKER", "DELAY") for name, value in fits.items()}
         known = {name: value for name, value in os.environ.items() if not name.startswith("QMQ_")}
         (folder / "bin").mkdir()
@@ -119,7 +118,7 @@ class Reader:
         return "".join(block.text for block in self.blocks if block.step.startswith("2. "))
 
     def follow(self, step):
-        """Do all of one step; return what it printed."""
+        """Run all blocks of one step; return their output."""
         blocks = [block for block in self.blocks if block.step.startswith(f"{step}. ")]
         assert blocks, f"the guide has no step {step}"
         return "".join(self._do(block) for block in blocks)

@@ -1,4 +1,4 @@
-"""Shell. Leases on real databases: whoever asks at once, one holds it, and each holder has a term of its own."""
+"""Shell. Leases on real databases: of concurrent requests one wins, and each holder has its own term."""
 
 from __future__ import annotations
 

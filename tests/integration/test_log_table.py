@@ -1,4 +1,4 @@
-"""Shell. Logs as tables of Spark itself: filters reach the reader, and a stream gives each message once."""
+"""Shell. Logs as tables of Spark: filters reach the reader, and a stream gives each message once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_query_filter_skips_segments(spark: SparkSession, tmp_path: Path) -> Non
 
 
 def test_failed_stream_yields_each_message_once(spark: SparkSession, tmp_path: Path) -> None:
-    """The second batch fails when half of it was taken; the next query goes on from the checkpoint."""
+    """The second batch fails halfway; the next query continues from the checkpoint."""
     log, batches = LogWriter(tmp_path / "data"), tmp_path / "checkpoint"
     log.mastership(Epoch(1, 1))
     taken: dict[int, list[int]] = {}
@@ -90,14 +90,14 @@ def test_failed_stream_yields_each_message_once(spark: SparkSession, tmp_path: P
         run()
     fails = False
     grow()
-    run()  # repeats what failed, as it was planned
+    run()  # repeats the failed batch with its plan
     run()
     log.close()
     assert taken == {0: list(range(40)), 1: list(range(40, 90)), 2: list(range(90, 140))}
 
 
 def lived(data: Path) -> None:
-    """Write a log in which order.changed-3 is delivered, nacked, dies, and is given back to its group."""
+    """Write a log in which order.changed-3 is delivered, nacked, dies, and returns to its group."""
     log = LogWriter(data)
     log.mastership(Epoch(1, 1))
     log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
@@ -115,7 +115,7 @@ def lived(data: Path) -> None:
 
 
 def test_history_of_a_message_is_found_by_id(spark: SparkSession, tmp_path: Path) -> None:
-    """Its neighbours' acks are not its, though their frames lie beside."""
+    """Acks of neighbours are left out, though their frames are adjacent."""
     lived(tmp_path)
     found = find_trail(spark, [{"path": str(tmp_path)}], f"{A}-3")
     assert [(row["what"], row["consumer"], row["state"]) for row in found] == [
@@ -151,8 +151,8 @@ def test_every_cell_of_the_notebook_runs(
 def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]]:
     """Write a delay group's log with seven messages due at once; return their numbers.
 
-    Of 0 to 2 the batch is stored, of 3 nobody knows, 4 is cancelled, 5 written again for tomorrow, 6 forgotten.
-    `is_early`: what is written again is planned at once, as if it were due.
+    Messages 0 to 2 are stored, 3 has an unknown outcome, 4 is cancelled, 5 is rewritten for tomorrow, 6 is not sent.
+    With `is_early` the rewritten one is dispatched at once.
     """
     log = LogWriter(data)
     log.mastership(Epoch(1, 1))
@@ -181,7 +181,7 @@ def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]
 def test_every_delayed_message_has_a_single_state(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the audit of both groups, whose copies are equal. A directory is judged at the time of its last decision."""
+    """The copies of both groups are equal. A directory is judged at the time of its last decision."""
     places = {}
     for copy in ("master", "slave"):
         log, numbers = delayed(tmp_path / "d1" / copy)

@@ -21,7 +21,7 @@ DOCUMENTS = ("docs/metrics.md", "docs/watchdog.md", "docs/delay-server.md", "doc
 
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory):
-    """Of each kind of process, the HTTP port; and the cluster's token."""
+    """HTTP port of each kind of process, and the cluster's token."""
     folder = tmp_path_factory.mktemp("metrics")
     with (
         cluster_world.running(folder, delay_groups=("d1",)) as cluster,
@@ -45,7 +45,7 @@ def get(port, path, **headers):
 
 
 def scrape(ports, name):
-    """As Prometheus does."""
+    """Return a process's metrics, requested as by Prometheus."""
     token, of = ports
     answer = get(of[name], "/metrics", Authorization=f"Bearer {token}")
     assert answer.status_code == 200, answer.text
@@ -72,7 +72,7 @@ def test_every_metric_of_a_process_is_documented(ports, name):
     for full in re.findall(r"(?m)^# TYPE (\w+) ", scrape(ports, name)):
         if not full.startswith("qmq_"):
             continue
-        short = "_" + full.split("_", 2)[2]  # the documents list names that begin alike as `_rest`
+        short = "_" + full.split("_", 2)[2]  # documents shorten names of one family to `_rest`
         if full not in written and f"`{short}" not in written:
             if not (name == "delayserver" and f"qmq_broker{short}" in written):
                 missing.append(full)
@@ -89,7 +89,7 @@ def test_probes_need_no_token(ports, name):
 
 @pytest.mark.parametrize("name", ["broker", "delayserver", "metaserver", "watchdog"])
 def test_half_open_sockets_keep_no_scrape_out(ports, name):
-    """300 of them turned the watchdog's metrics into 503, and stayed."""
+    """A fixed bug: 300 of them made the watchdog answer 503 until its restart."""
     _, of = ports
     half_open = []
     try:

@@ -1,7 +1,7 @@
-"""Shell. Three copies, two metaservers, and a failover that meets a second fault: at most one broker acknowledges.
+"""Shell. Three copies, two metaservers, and a failover with a second fault: at most one broker acknowledges.
 
-Each broker is asked to store messages all the time, whatever it says of itself. What anybody acknowledged is in all
-copies in the end, and no master acknowledges what it was asked after its successor did the first time.
+Producers send to every broker all the time. In the end all copies have every acknowledged message, and no old master
+acknowledged a message sent after its successor's first acknowledgement.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.support.cable import cable_to
 from tests.support.waiting import until
 
 PAUSE_S = 0.005
-"""Between two questions to one broker."""
+"""Pause between two requests to one broker."""
 CHOICE = b"UPDATE broker_group SET term"
-"""Begins the transaction that makes a slave the master."""
+"""Begin of the transaction that promotes a slave."""
 
 
 class Acknowledged(NamedTuple):
@@ -44,13 +44,13 @@ class Acknowledged(NamedTuple):
 
 
 class Cabled(Installation):
-    """Metaservers reach the database through cables, brokers each other and the metaservers."""
+    """Installation with cables between metaservers and database, and from brokers to brokers and metaservers."""
 
     def __init__(self, folder, server, stack):
         self._cable = lambda port: stack.enter_context(cable_to(port))
         self._server = server
         self.to_database, self.to_broker, self.to_metaserver = {}, {}, {}
-        """By the name of the metaserver; of the broker that is connected to; of the broker that connects."""
+        """By the name of the metaserver, of the connected broker, of the connecting broker."""
         super().__init__(folder, server.create_database(), copies=3)
         self._engine = create_engine(self.database)
         stack.callback(self._engine.dispose)
@@ -79,14 +79,14 @@ class Cabled(Installation):
         return broker_state(f"{HOST}:{broker.control}", TOKEN)
 
     def in_sync(self):
-        """How many slaves are, says whoever is the master."""
+        """Return the number of slaves in sync, by the master's state."""
         return max((len(said.in_step) for broker in self.brokers if (said := self.said(broker))), default=0)
 
     def all_metaservers_know(self):
-        """Wait until each has read what the master says, and not only the one where it beats: each may then choose."""
+        """Wait until each metaserver has read the master's report, so that each may promote."""
         until(self._is_stored, "a metaserver stored that the master takes messages")
         for action, writable in (("MarkReadonlyBrokerGroup", False), ("UnMarkReadonlyBrokerGroup", True)):
-            manage(self.url, TOKEN, action, brokerGroup="g1")  # what was stored before that is read with it
+            manage(self.url, TOKEN, action, brokerGroup="g1")  # the report stored before this change is read with it
             for service in self.metaservers:
                 until(lambda url=service.url, writable=writable: self.writable(url) == writable, "it is read")
 
@@ -103,7 +103,7 @@ class Cabled(Installation):
 
 
 class Producers:
-    """One for each broker, on a thread's loop; `acknowledged` and `refused` by the broker's name."""
+    """One producer for each broker, on a thread's loop; `acknowledged` and `refused` by the broker's name."""
 
     def __init__(self, brokers):
         self.acknowledged = {broker.name: [] for broker in brokers}
@@ -149,7 +149,7 @@ class Producers:
                 connection.close()
 
     async def _ask(self, name, connection, number):
-        """Many questions are on their way at a time: a master that waits for its slaves is asked on."""
+        """Many requests are in flight at a time, so a master that waits for its slaves still gets new ones."""
         asked_s = time.monotonic()
         try:
             await connection.request(Command.PRODUCE, produce_body("s", {}, name=f"{name}-{number}"))
@@ -178,7 +178,7 @@ def world(mariadb, tmp_path):
 
 @contextmanager
 def asked_all_the_time(world):
-    """In the end all three copies are equal, and have what anybody acknowledged."""
+    """Run producers; check at the end that all copies are equal and have every acknowledged message."""
     until(lambda: world.in_sync() == 2, "both slaves are in sync")
     world.all_metaservers_know()
     with Producers(world.brokers) as producers:
@@ -189,7 +189,7 @@ def asked_all_the_time(world):
         until(lambda: producers.count != before, "a master acknowledges")
     until(lambda: have_equal_ends(world), "equal copies")
     for broker in world.brokers:
-        broker.signal(signal.SIGKILL)  # all at once, so that nobody begins a term without the others
+        broker.signal(signal.SIGKILL)  # all at once, so that no broker begins a term without the others
     for broker in world.brokers:
         end(broker, signal.SIGKILL)
     first, *others = [read_copy(world.folder / broker.name / "data") for broker in world.brokers]
@@ -205,7 +205,7 @@ def have_equal_ends(world):
 
 
 def successor(world, producers):
-    """Name of the slave that acknowledges: messages that it was asked for as the master."""
+    """Return the name of the slave that was promoted and acknowledges."""
     return until(
         lambda: next((name for name in ("b1", "b2") if producers.count[name] > 20), None), "a slave was promoted"
     )
@@ -240,7 +240,7 @@ def test_paused_metaserver_with_an_old_choice_is_refused(world):
 
 
 def test_two_masters_behind_a_one_way_hole_do_not_both_acknowledge(world):
-    """The old master hears its slaves' goodbye and its clients, and nobody hears it."""
+    """The old master receives from its slaves and clients, and its own packets are lost."""
     old = world.brokers[0]
     with asked_all_the_time(world) as producers:
         world.to_broker[old.name].swallow_answers = True

@@ -1,4 +1,4 @@
-"""Shell. Reasons for readonly of a group of three copies, and the way out that docs/runbook.md names for several."""
+"""Shell. Readonly reasons of a group of three copies, each ended as docs/runbook.md advises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def cluster(shared):
-    """One cluster for all, well again for each."""
+    """The shared cluster, whole again for each test."""
     names = [broker.hostname for broker in shared.plan.brokers]
     for name in names:
         shared.service(name).signal(signal.SIGCONT)
@@ -50,7 +50,7 @@ def all_are_in_sync(cluster):
 
 
 def plans_of(cluster):
-    """Master, and slaves."""
+    """Return the master and the slaves."""
     master = cluster.broker("g1", "master")
     return master, [plan for plan in cluster.plan.brokers if plan != master]
 
@@ -64,7 +64,7 @@ def remembered_end(cluster):
 
 
 def send(cluster, subject):
-    """Messages in several frames; the ids."""
+    """Send messages in several frames; return their ids."""
     return [
         one.message_id for turn in range(6) for one in send_all(cluster, subject, COUNT // 6, name=f"{subject}{turn}")
     ]

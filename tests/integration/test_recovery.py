@@ -1,5 +1,6 @@
-"""Shell. Both copies of a group stop, and not both return: the group takes messages again by itself, or with the one
-command that Doctor names, and what a copy that is there confirmed is not lost. One page of the runbook each."""
+"""Shell. Both copies of a group stop, and not both return: the group recovers by itself, or with the command that
+Doctor names, without losing what a returning copy confirmed. One page of the runbook each.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def cluster(tmp_path_factory):
 
 
 async def send_to_all(cluster):
-    """To each group alone, and twice, so that its frames tell that the first part is acknowledged."""
+    """Send to each group alone, twice, so that its frames show the first part as acknowledged."""
     async with producer(cluster) as sender:
         for part in (range(COUNT - 1), range(COUNT - 1, COUNT)):
             messages = [qmq.Message(f"s.{group}", {"n": at}, id=f"before-{at}") for group in GROUPS for at in part]
@@ -55,7 +56,7 @@ def copies(cluster, group):
 
 
 def check_all_is_there(cluster, group, count=COUNT):
-    """The group takes messages, both copies are equal, and each acknowledged message is delivered."""
+    """Check that the group accepts messages, its copies are equal, and each acknowledged message is delivered."""
     cluster.wait_writable(group)
     until(lambda: are_equal(cluster, group), "equal copies")
     ids = [id for _, id in consume_all(cluster, f"s.{group}", "check", count)]
@@ -64,7 +65,7 @@ def check_all_is_there(cluster, group, count=COUNT):
 
 
 def findings(cluster, group):
-    """What Doctor's part of the metaserver says is wrong with a group's brokers: hostname -> check."""
+    """Return the metaserver's failed checks of a group's brokers: hostname -> check."""
     checks = cluster.manage("Doctor")["checks"]
     return {
         check["facts"]["hostname"]: check
@@ -74,7 +75,7 @@ def findings(cluster, group):
 
 
 def named_command(cluster, plan):
-    """The ReplaceBroker that Doctor names for a broker, as soon as the metaserver finds it wrong."""
+    """Return the parameters of the ReplaceBroker that Doctor names for a broker, once it does."""
 
     def find():
         check = findings(cluster, plan.group).get(plan.hostname)
@@ -85,7 +86,7 @@ def named_command(cluster, plan):
 
 
 def carried_out(cluster, words):
-    """Do it once the metaserver does not take the brokers for running any more; return why it is refused, if it is."""
+    """Run ReplaceBroker once the brokers count as stopped; return "done", or why it is refused."""
 
     def tried():
         try:
@@ -98,7 +99,7 @@ def carried_out(cluster, words):
 
 
 def lose_disk(cluster, plan):
-    """The machine never returns; one with its name and an empty disk does."""
+    """Lose the disk; a machine with the same name and an empty disk returns."""
     shutil.rmtree(data_of(cluster, plan))
 
 
@@ -112,7 +113,7 @@ def test_both_stop_and_both_return(cluster):
 
 
 def test_the_master_stops_first_and_never_returns(cluster):
-    """The slave confirmed everything: nothing is lost, and nothing has to be accepted."""
+    """The slave confirmed everything, so there is no loss to accept."""
     master, slave = copies(cluster, "older")
     end(cluster, master.hostname)
     end(cluster, slave.hostname)
@@ -126,7 +127,9 @@ def test_the_master_stops_first_and_never_returns(cluster):
 
 
 def test_disk_is_moved_to_a_new_machine(cluster, tmp_path):
-    """It is an older backup: what it lacks is lost with the other two disks, and that has to be said."""
+    """The disk is an older backup: its missing messages are lost with the other two disks, and must be accepted as
+    lost.
+    """
     master, slave = copies(cluster, "saved")
     end(cluster, master.hostname, slave.hostname)
     saved = tmp_path / "saved"
@@ -165,14 +168,14 @@ def test_disk_is_moved_to_a_new_machine(cluster, tmp_path):
 
 
 def into_new_machine(cluster, plan, saved, sync_port):
-    """The same name and serve port, so that it is the same broker; another address and another directory."""
+    """Start the same broker, by hostname and serve port, at another address with a saved directory."""
     shutil.copytree(saved, data_of(cluster, plan))
     path = settings_file(cluster, plan.hostname)
     path.write_text(path.read_text().replace(f"sync_port = {plan.sync_port}", f"sync_port = {sync_port}"))
 
 
 def test_neither_disk_returns(cluster):
-    """All is lost, and nobody says that it is not: the group begins anew when that is accepted."""
+    """Everything is lost; the group begins anew once that is accepted."""
     master, slave = copies(cluster, "none")
     end(cluster, master.hostname, slave.hostname)
     for plan in (master, slave):

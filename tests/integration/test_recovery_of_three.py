@@ -36,7 +36,7 @@ def cluster(tmp_path_factory):
 
 
 def plans_of(cluster, group):
-    """Master and slaves, all in sync, and with messages that they acknowledged."""
+    """Return master and slaves, all in sync and with acknowledged messages."""
     master = cluster.broker(group, "master")
     slaves = [plan for plan in cluster.plan.brokers if plan.group == group and plan != master]
     until(lambda: slaves_in_sync(cluster, group) == 2, "both slaves are in sync")
@@ -50,7 +50,7 @@ def key(plan):
 
 
 def qmq(cluster, command, group, *words, **options):
-    """What the command says, once no broker that was killed counts as running."""
+    """Run a command once no killed broker counts as running; return the finished process."""
 
     def tried():
         ended = run(command, cluster.metaserver, "--yes", *words, token=cluster.token, brokerGroup=group, **options)
@@ -80,7 +80,7 @@ def test_all_three_stop_and_return_in_any_order(cluster):
 
 
 def test_after_a_power_cut_the_masters_disk_is_lost(cluster):
-    """Both slaves restarted: only an operator can know that no disk was put back, and that the master never returns."""
+    """Both slaves restarted, so an operator must confirm that no disk was put back and the master never returns."""
     master, *slaves = plans_of(cluster, "gone")
     end(cluster, *(plan.hostname for plan in (master, *slaves)))
     lose(cluster, master)
@@ -96,7 +96,7 @@ def test_after_a_power_cut_the_masters_disk_is_lost(cluster):
 
 
 def test_old_database_copy_after_a_power_cut_is_recovered(tmp_path):
-    """Three brokers without a part wait for a row that is as new as they are: Doctor names the one command."""
+    """Three brokers without a part wait for a row as new as their logs; Doctor names the one command."""
     with running(tmp_path / "cluster", copies=3) as cluster:
         database = tmp_path / "cluster" / "metaserver" / "metaserver.db"
         old = tmp_path / "old.db"
@@ -117,7 +117,7 @@ def test_old_database_copy_after_a_power_cut_is_recovered(tmp_path):
             try:
                 checks = cluster.manage("Doctor")["checks"]
             except NotServed:
-                return None  # it has just been started
+                return None  # the metaserver has just started
             remedies = " ".join(check["remedy"] for check in checks if not check["ok"])
             return re.search(r"AdoptRoles --brokerGroup=g1 --hostname=(\S+) --servePort=(\d+) --force=true", remedies)
 

@@ -1,4 +1,4 @@
-"""Shell. Recurring schedules through a real cluster with two delay groups: deaths, swaps, tools, rights."""
+"""Shell. Recurring schedules through a real cluster with two delay groups: kills, swaps, operators' lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qmq import DelayOutcome, Message
 from tests.integration.cluster_world import WAIT_S, running, until
 
 YEARLY = {"cron": "0 0 1 1 *", "timezone": "Europe/Berlin"}
-"""Tests do not wait a year: a template is rescheduled as any delayed message, and is due when they say."""
+"""Tests reschedule the template like any delayed message, instead of waiting a year."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def client(cluster):
 
 
 async def pulled(cluster, subject, count):
-    """Return the ids of `count` messages, and of those that come within a second after them."""
+    """Return the ids of `count` messages, and of any within the next second."""
     ids = []
     async with qmq.Consumer(**client(cluster)).pull(subject, group="g", start="earliest") as puller:
         while messages := await puller.pull(100, timeout=WAIT_S if len(ids) < count else 1):

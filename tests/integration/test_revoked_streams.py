@@ -1,4 +1,4 @@
-"""Shell. A stream that is open when its token is revoked: it ends, and the others go on."""
+"""Shell. Open streams end when their token is revoked; others continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration.metaserver_world import METADATA, WAIT_S
 
 
 async def test_streams_of_a_revoked_token_end(world, monkeypatch):
-    """A client would be told of routes, and a broker be heard, as long as they stay connected."""
+    """An open stream would keep its client's routes, or its broker's heartbeats, for ever."""
     monkeypatch.setattr(access, "REVIEW_S", 0.02)
     await world.add("g1", 0, "a", 20001)
     tokens = {}

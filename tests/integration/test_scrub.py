@@ -1,4 +1,4 @@
-"""Shell. Closed segments are read again in the background: damage is found and repaired although nobody reads it."""
+"""Shell. The scrub reads closed segments in the background, and repairs damage before a consumer meets it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cluster(tmp_path_factory):
 
 
 def of_another_history(whole, base):
-    """The frames of a segment as they would be behind other ones: each is right, and none has the chain that it had."""
+    """Return a segment's frames behind another history: each is valid, with another chain."""
     others, chain = b"", 1
     for frame, body in decode_frames(whole, base, None):
         fields = {name: getattr(frame, name) for name in FIELDS}
@@ -55,7 +55,7 @@ def of_another_history(whole, base):
 
 
 def report(cluster):
-    """ScrubReport: how it ends, and what it says of each copy."""
+    """Return ScrubReport's exit status and its row of each copy."""
     ended = run("ScrubReport", cluster.metaserver, "--json", token=cluster.token)
     return ended.returncode, {row["role"]: row for row in json.loads(ended.stdout)}
 
@@ -76,7 +76,7 @@ def test_report_of_whole_copies_is_clean(cluster):
 def test_unread_damage_is_found_and_repaired(cluster, role, what):
     subject = f"{role}.{what.replace(' ', '-')}"
     sent = [receipt.message_id for receipt in send_all(cluster, subject, COUNT, size=900)]
-    send_all(cluster, "behind", 1)  # all of them may have gone as one batch: their segment is closed by what comes next
+    send_all(cluster, "behind", 1)  # closes the segment even if all messages went as one batch
     until(lambda: are_equal(cluster), "equal copies")
     broker = cluster.broker("g1", role)
     data, pid = data_of(cluster, broker), cluster.service(broker.hostname).pid

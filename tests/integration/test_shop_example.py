@@ -1,4 +1,4 @@
-"""Shell. The shop of docs/examples, with everything killed that its page has buttons for."""
+"""Shell. The shop of docs/examples, through every kill that its page has a button for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOP = ROOT / "docs" / "examples" / "shop"
 
 
 class Page:
-    """What its visitor can do."""
+    """Visitor of the shop's page."""
 
     def __init__(self, port):
         self._url = f"http://127.0.0.1:{port}"

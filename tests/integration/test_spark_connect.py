@@ -1,5 +1,6 @@
-"""Shell. Tables on a Spark Connect server. Its client needs `pip install 'pyspark[connect]'`, which our lock file does
-not have: without it, nothing here runs."""
+"""Shell. Tables on a Spark Connect server. Skipped without `pip install 'pyspark[connect]'`, which the lock file
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_tables_are_read_by_a_client_of_spark_connect(server: str, tmp_path: Path) -> None:
-    """The server's Python has nothing of ours but what the client sends."""
+    """The server's Python has only the code that the client sends."""
     good = write(tmp_path / "master")
     script = tmp_path / "client.py"
     script.write_text(CLIENT)

@@ -1,4 +1,4 @@
-"""Shell. The link between two copies: heartbeats, and a box in between that forgets the connection and tells nobody."""
+"""Shell. The link between two copies: heartbeats, clocks, and a middlebox that drops the connection silently."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def a_group(folder: Path) -> AsyncIterator[tuple[Service[BrokerMaster], Se
     with cable_to(port + 1) as cable:
         tasks = [asyncio.ensure_future(service.run()) for service in (a, b)]
         try:
-            await asyncio.sleep(0)  # they begin
+            await asyncio.sleep(0)  # lets both begin
             master, slave = (Address("127.0.0.1", at, sync, 1) for at, sync in ((port, cable.port), (port + 4, 1)))
             a.node.assign(Assignment("g1", 1, Role.MASTER, master, (slave,)))
             b.node.assign(Assignment("g1", 1, Role.SLAVE, master, (slave,)))
@@ -108,7 +108,7 @@ class _Client:
 
 
 async def produce(service: Service[BrokerMaster], batch: int, size: int = 1) -> None:
-    """Return when the batch is acknowledged."""
+    """Send a batch; return once it is acknowledged."""
     endpoint = Endpoint("127.0.0.1", service._settings.serve_port)
     client = _Client()
     connection, _ = await connect(
@@ -129,7 +129,7 @@ async def test_a_connection_that_a_box_forgets_is_made_anew(tmp_path):
     async with a_group(tmp_path) as (a, b, cable):
         await produce(a, 1)
         cable.forget()
-        await produce(a, 2)  # nothing says that the link is gone; it must not wait for ever
+        await produce(a, 2)  # no packet reports that the link is gone
         await until_async(lambda: a.node.writable)
         await produce(a, 3)
         await until_async(lambda: (a.node.log.end, a.node.log.chain) == (b.node.log.end, b.node.log.chain))
@@ -137,7 +137,7 @@ async def test_a_connection_that_a_box_forgets_is_made_anew(tmp_path):
 
 @in_loop
 async def test_lost_link_is_reopened_in_each_term(tmp_path, monkeypatch):
-    """Of two copies nothing is acknowledged meanwhile. The second wait is longer than the test."""
+    """Two copies acknowledge nothing without the link. The second wait would outlast the test."""
     monkeypatch.setattr(service, "RECONNECTS_S", (0.0,) * 100)
     async with a_group(tmp_path) as (a, b, cable):
         monkeypatch.setattr(service, "RECONNECTS_S", (0.0, 10 * WAIT_S))
@@ -157,7 +157,7 @@ async def test_lost_link_is_reopened_in_each_term(tmp_path, monkeypatch):
 
 @in_loop
 async def test_hole_after_the_login_is_noticed(tmp_path, monkeypatch):
-    """The slave heard its master beat once, in the same piece as the answer that let it in."""
+    """The slave received one heartbeat of its master, together with the answer to its login."""
     monkeypatch.setattr(pulse, "BEAT_S", 1.0)
     async with a_group(tmp_path) as (a, _, cable):
         cable.swallow_answers = True
@@ -166,12 +166,12 @@ async def test_hole_after_the_login_is_noticed(tmp_path, monkeypatch):
 
 @in_loop
 async def test_full_disk_blocks_no_other_slave(tmp_path):
-    """An audit that hangs would fill it, and a full disk makes the group readonly: the slave's, too."""
+    """A hanging audit on the slave holds the log; once its disk is full, it releases it, and the group is readonly."""
     async with a_group(tmp_path) as (a, b, _):
         b.log_holders.add("an audit that hangs")
         for batch in range(1, 7):
             await produce(a, batch, size=30_000)
-        b.node.log.state.kept.start = b.node.log.bases[1]  # as if that were agreed on
+        b.node.log.state.kept.start = b.node.log.bases[1]  # as after an acknowledged retention frame
         b._look_after_log()
         assert b.node.log.start == 0
         b._disk_watch.limit_bytes = 1 << 60
@@ -197,7 +197,7 @@ async def test_a_link_that_is_quiet_and_alive_stays(tmp_path):
     async with a_group(tmp_path) as (a, _, cable):
         link = a.node.master.slaves.all[0].follower.connected.shipper.link
         heard = link.received_bytes
-        # Ten heartbeats are longer than the silence allowed.
+        # Ten heartbeats take longer than the allowed silence.
         await until_async(lambda: link.received_bytes > heard + 32 * 10)
         assert link.is_open and a.node.writable
 

@@ -1,4 +1,4 @@
-"""Shell. Three brokers of one group, two of which acknowledge: one is killed, and producing goes on."""
+"""Shell. Three brokers of one group, two of which acknowledge: masters are killed under load, roles are swapped."""
 
 from __future__ import annotations
 

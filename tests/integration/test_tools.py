@@ -35,7 +35,7 @@ from tests.support.ports import free_ports
 MARKED = {"producers": 3, "consumers": 0, "watchers": 40, "metaserversUnasked": [], "allKnow": False, "waitedMs": 0}
 
 
-# Plans and questions.
+# Plans and confirmations.
 
 
 def test_change_is_shown_and_needs_a_yes():

@@ -1,4 +1,4 @@
-"""Shell. The commands against a real cluster: consumers that are moved, producers that turn away, what Doctor names."""
+"""Shell. Commands against a real cluster: moved consumers, marked groups, Doctor's findings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def failed(found):
 
 
 def test_lag_consumers_and_a_reset_that_works(cluster):
-    """Weakness 33: QMQ's ResetOffset never sent a request. Here the group gets its messages again."""
+    """Weakness 33: QMQ's ResetOffset never sent a request."""
     send_all(cluster, "order.changed", 40)
     consume_all(cluster, "order.changed", "billing", 40)
     assert lag(cluster, "order.changed", "billing") == 0

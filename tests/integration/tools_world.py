@@ -1,4 +1,4 @@
-"""Shell. `tools/tools.sh` as operators start it: with or without a terminal, against whatever answers."""
+"""Shell. `tools/tools.sh` with and without a terminal, against stub servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def typed(options):
 
 
 def run(command, metaserver, *words, token=TOKEN, stdin="", cwd=None, environ=None, **options):
-    """Run a command as a script does: nobody is there to ask."""
+    """Run a command without a terminal, as a script does."""
     return subprocess.run(
         [TOOLS, command, f"--metaserver={metaserver}", *typed(options), *words],
         env=environment(token, **(environ or {})),
@@ -47,16 +47,16 @@ def run(command, metaserver, *words, token=TOKEN, stdin="", cwd=None, environ=No
 
 @dataclass(frozen=True)
 class Typed:
-    """What happened at a terminal."""
+    """Result of a command at a terminal."""
 
     returncode: int
     stdout: str
     shown: str
-    """What else stood on the terminal."""
+    """Text on the terminal, without stdout."""
 
 
 def run_at_terminal(command, metaserver, *words, answer="", token=TOKEN, **options):
-    """Run a command at a terminal, and type `answer` at its first question; its output goes elsewhere."""
+    """Run a command at a terminal, and type `answer` at its first prompt; stdout is captured apart."""
     ours, theirs = pty.openpty()
     attributes = termios.tcgetattr(theirs)
     attributes[3] &= ~termios.ECHO
@@ -84,7 +84,7 @@ def _talk(terminal, answer):
             continue
         try:
             piece = os.read(terminal, 65536)
-        except OSError:  # Linux' way to say that nobody holds the other end any more
+        except OSError:  # Linux' sign that the other end is closed
             break
         if not piece:
             break
@@ -96,7 +96,7 @@ def _talk(terminal, answer):
 
 
 class Stub:
-    """A metaserver that answers as it is told, on a real port, and remembers what it was asked."""
+    """Metaserver on a real port with given answers; it records the requests."""
 
     def __init__(self, answer):
         self.answer, self.asked, self.tokens = answer, [], []
@@ -104,7 +104,7 @@ class Stub:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                """Health and address, as of a metaserver whose gRPC port is its HTTP port."""
+                """Answer health and address; the gRPC port is the HTTP port."""
                 content = stub.address.encode() if self.path == "/meta/address" else b"ok"
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
@@ -143,7 +143,7 @@ class Stub:
 
     @property
     def done(self):
-        """Actions that were not only planned."""
+        """Actions that were run, not only planned."""
         return [words["action"] for words in self.asked if words.get("dryRun") != "true"]
 
 
@@ -168,13 +168,13 @@ def preview(**changes):
 
 
 def planned(data, **changes):
-    """Answer plans with a preview and the change with `data`."""
+    """Return an answer: a preview for plans, `data` for the change."""
     return lambda words: preview(**changes) if words.get("dryRun") == "true" else ok(data)
 
 
 @contextmanager
 def answering(answer):
-    """A server that answers one plan, then reads one request and answers it with the given bytes."""
+    """Server that answers one plan, then reads one request and sends the given bytes."""
     import socket
 
     plan = json.dumps(preview()).encode()
@@ -196,7 +196,7 @@ def answering(answer):
                     if not is_plan:
                         return
 
-        thread = threading.Thread(target=serve, daemon=True)  # a test that fails does not ask for everything
+        thread = threading.Thread(target=serve, daemon=True)  # a failed test may not send all requests
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         thread.join(WAIT_S)
@@ -205,7 +205,7 @@ def answering(answer):
 
 @contextmanager
 def watchdog(answer):
-    """A watchdog that answers with this status and JSON; None: not at all."""
+    """Watchdog with this status and JSON answer; None: no answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
