@@ -1,15 +1,13 @@
-"""Shell. What a running broker does for whoever reads its whole log, as the audit does: it says what there is, and
-keeps it meanwhile. P9."""
+"""Shell. A running broker describes its log to a reader of all of it, such as the audit, and keeps it meanwhile
+(P9).
+"""
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from qmq.audit.copies import BrokerCopy, CannotRead
+from qmq.audit.copies import BrokerCopy
 from qmq.audit.derived import check_segment
-from qmq.log.frame import decode_header
 from qmq.log.segments import index_name, snapshot_name
 from tests.integration.cluster_world import data_of, running, send_all, until
 
@@ -45,57 +43,6 @@ def test_held_log_keeps_its_segments_until_released(cluster, role):
     until(lambda: other.describe().start > begin.start, "retention goes on")
     for copy in (other, one_that_is_not):
         copy.close()
-
-
-@pytest.mark.parametrize("role", ["master", "slave"])
-def test_single_frame_is_read_alone(cluster, role):
-    """Originals of dead letters lie anywhere: a stream that is cut off would have sent more."""
-    copy = opened(cluster, role)
-    begin = copy.describe().start
-    data = copy.window(begin, 1)
-    frame = decode_header(data, 0, begin, None)
-    size = frame.end - begin
-    assert len(data) > size and copy.frame(begin, size) == data[:size]
-    assert copy.frame(copy.describe().end + 80_000, size) == b""
-    copy.close()
-
-
-def test_log_is_described_though_its_oldest_snapshot_is_damaged(cluster):
-    """Who asks wants its frames; a peer that is damaged is not repaired before it was told of them."""
-    copy = opened(cluster, "master")
-    copy.hold()
-    until(lambda: copy.describe().start > 0, "retention")
-    before = copy.describe()
-    snapshot = data_of(cluster, cluster.broker("g1", "master")) / snapshot_name(before.start)
-    whole = snapshot.read_bytes()
-    assert before.chain is not None
-    snapshot.write_bytes(whole[:-1])
-    try:
-        assert copy.describe()[:2] == before[:2] and copy.describe().chain is None
-        assert copy.window(before.start, 1)
-    finally:
-        snapshot.write_bytes(whole)
-        copy.close()
-
-
-def test_all_readers_share_the_rate(cluster):
-    """So an audit takes no more of a broker's disk and processor than it may."""
-    send_all(cluster, "held", 40, size=600, name="rate")
-    copies = [opened(cluster, "slave") for _ in range(3)]
-    begin = copies[0].describe()
-    until(lambda: copies[0].describe().high_watermark > begin.start, "something to read")
-    began_s = time.monotonic()
-    given = [len(copy.window(copy.describe().start, 1)) for copy in copies]
-    assert time.monotonic() - began_s > sum(given[:-1]) / READ_BYTES_PER_S > 0
-    for copy in copies:
-        copy.close()
-
-
-def test_log_is_held_only_for_valid_tokens(cluster):
-    copy = opened(cluster, "master", token="another")
-    with pytest.raises(CannotRead, match="UNAUTHENTICATED"):
-        copy.hold()
-    copy.close()
 
 
 def test_index_files_follow_from_the_log(cluster):

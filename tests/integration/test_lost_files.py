@@ -1,5 +1,5 @@
-"""Shell. A file that is taken away under a running broker is missed, though the broker has it open: the one that is
-written within a second, others when somebody reads the log, as the audit does, which says what it made brokers repair.
+"""Shell. A file removed under a running broker, which has it open, is missed: the newest within a second, others when
+the log is read. The audit reports repairs that it caused.
 """
 
 from __future__ import annotations
@@ -7,24 +7,19 @@ from __future__ import annotations
 import pytest
 
 from qmq.audit.copies import place_options
-from qmq.audit.group import audit_group
-from qmq.audit.results import Group
 from qmq.deploy.copies import read_copy
 from qmq.log.segments import log_name
 from tests.integration.cluster_world import (
     are_equal,
     consume_all,
     data_of,
-    ends,
     flip_bit,
     log_of,
     running,
     send_all,
     until,
 )
-from tests.support.spark import local_spark
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+from tests.unit.audit.without_spark import audit_places
 
 COUNT = 300
 
@@ -51,17 +46,17 @@ def are_both_whole(cluster):
 
 @pytest.mark.parametrize("role, how", [("master", "unlinked"), ("slave", "exchanged")])
 def test_file_that_is_written_is_missed_and_comes_back(cluster, role, how):
-    """The process ends, so that what it fsynced there is acknowledged no more, and takes it from the other copy."""
+    """The process ends, so later fsyncs of the lost file acknowledge nothing, and fetches it from the other copy."""
     subject, broker = f"{role}.{how}", cluster.broker("g1", role)
     sent = [receipt.message_id for receipt in send_all(cluster, subject, COUNT)]
     until(lambda: are_equal(cluster), "equal copies")
-    file, said = file_of(cluster, role, -1), len(log_of(cluster, broker.hostname))
+    file, logged = file_of(cluster, role, -1), len(log_of(cluster, broker.hostname))
     if how == "unlinked":
         file.unlink()
     else:
         (file.parent / "other").write_bytes(file.read_bytes()[:4096])
         (file.parent / "other").replace(file)
-    until(lambda: "was taken away or exchanged" in log_of(cluster, broker.hostname)[said:], "the broker misses it")
+    until(lambda: "was taken away or exchanged" in log_of(cluster, broker.hostname)[logged:], "the broker misses it")
     cluster.wait_writable()
     send_all(cluster, subject, 1, name="after")
     until(lambda: are_equal(cluster), "equal copies")
@@ -70,10 +65,7 @@ def test_file_that_is_written_is_missed_and_comes_back(cluster, role, how):
 
 
 def test_repairs_caused_by_the_audit_are_reported(cluster):
-    """A file that is gone on one copy, a flipped bit on the other; no scrub comes by for a week.
-
-    Behind the others: what masters wrote that had lost their newest file is no finding.
-    """
+    """One copy lacks a file, the other has a flipped bit; the scrub is a week away."""
     for turn in range(9):
         send_all(cluster, "audited", 100, size=400, name=f"m{turn}")
     until(lambda: are_equal(cluster), "equal copies")
@@ -85,15 +77,12 @@ def test_repairs_caused_by_the_audit_are_reported(cluster):
     places = {}
     for role in ("master", "slave"):
         places[role] = place_options(f"127.0.0.1:{cluster.broker('g1', role).control_port}", cluster.token)
-    with local_spark("lost files") as spark:
-        result = audit_group(spark, Group("g1", places))
-        assert (result.unreadable, result.found) == (None, {"repaired": 2}), [
-            {k: r[k] for k in ("what", "copy", "offset", "end", "epoch", "text")} for r in result.findings
-        ]
-        of_slave, of_master = sorted(result.findings, key=lambda row: row["offset"])
-        assert (of_slave["copy"], of_slave["offset"], of_slave["end"]) == ("slave", *bases[1:3])
-        assert (of_master["copy"], of_master["segment"]) == ("master", int(flipped.stem))
-        assert all("taken it from the other copy since" in row["text"] for row in result.findings)
-        until(lambda: gone.exists() and cluster.wait_writable() is None, "both are whole")
-        assert are_both_whole(cluster) and ends(cluster)
-        assert audit_group(spark, Group("g1", places)).status == 0
+    result = audit_places(places)
+    assert (result.unreadable, result.found) == (None, {"repaired": 2}), result.findings
+    of_slave, of_master = sorted(result.findings, key=lambda row: row["offset"])
+    assert (of_slave["copy"], of_slave["offset"], of_slave["end"]) == ("slave", *bases[1:3])
+    assert (of_master["copy"], of_master["segment"]) == ("master", int(flipped.stem))
+    assert all("taken it from the other copy since" in row["text"] for row in result.findings)
+    until(lambda: gone.exists() and cluster.wait_writable() is None, "both are whole")
+    assert are_both_whole(cluster)
+    assert audit_places(places).status == 0
