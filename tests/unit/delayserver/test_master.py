@@ -14,14 +14,13 @@ from qmq.log.delay_frames import PLACE_BYTES
 from qmq.log.frame import FrameKind
 from qmq.rations import NewSubjects, SentBytes, TokenRation
 from qmq.rights import Caller, TokenRole
-from tests.unit.delayserver.world import HOUR_MS, a_group
+from tests.unit.broker.world import Group, message
+from tests.unit.delayserver.world import HOUR_MS, SETTINGS, DelayServer, Producer, Senders, a_group, delayed
+from tests.unit.replication.copies import Copies as ThreeCopies
 
 
 def test_message_with_a_bad_due_time_is_refused():
     copies, producer = a_group(delay_days_max=1)
-    from tests.unit.broker.world import message
-    from tests.unit.delayserver.world import delayed
-
     asked = producer.produce_raw(
         [message("s", "now"), delayed("s", "far", copies.now_ms + 25 * HOUR_MS), delayed("s", "ok", copies.now_ms)]
     )
@@ -364,3 +363,98 @@ def test_clock_jump_moves_no_message(jump_ms, caplog):
     assert copies.senders.delivered() == [] and "clock is wrong" in caplog.text
     copies.run(400)
     assert copies.senders.delivered() == ["m"] and copies.a.master.clock_off_ms == jump_ms
+
+
+def test_repeated_batch_has_its_first_receipt():
+    copies, producer = a_group(delay_days_max=1)
+    batch = [delayed("s", "ok", copies.now_ms), delayed("s", "too far", copies.now_ms + 24 * HOUR_MS + 500)]
+    asked = producer.produce_raw(batch, batch=5)
+    copies.settle()
+    assert (producer.receipt(asked).stored, [at for at, _ in producer.receipt(asked).refused]) == (1, [1])
+    again = producer.produce_raw(batch, batch=5)
+    copies.settle()
+    assert producer.receipt(again) == producer.receipt(asked)
+    copies.run(1_000)
+    again = producer.produce_raw(batch, batch=5)
+    copies.settle()
+    receipt = producer.receipt(again)
+    assert receipt.stored == 1 and [at for at, _ in receipt.refused] == [1], "the log says which of them is there"
+
+
+def flush_is_out(filing, host):
+    filing.keep(host.now_ms() + HOUR_MS)
+    filing.rebuild("the log's end was cut")
+
+
+def read_is_out(filing, host):
+    filing.rebuild("its files are damaged")
+    filing.go_on(filing.known_end)
+
+
+@pytest.mark.parametrize("begin, tail_bytes", [(flush_is_out, 1 << 20), (read_is_out, 0)])
+def test_schedule_beyond_a_cut_does_not_count_as_filed(begin, tail_bytes):
+    """It is rebuilt when no read or flush is running. A master that used it until then sent plans that were cut."""
+    copies, producer = a_group(tail_bytes=tail_bytes)
+    producer.delayed(copies.now_ms + HOUR_MS, "m")
+    copies.run(2_000)
+    filing, host = copies.a.filing, copies.a.host
+    assert filing.reaches(copies.a.log.flushed_end)
+    begin(filing, host)
+    ((job, done),) = host.reads
+    host.reads.clear()
+    assert not filing.reaches(filing.schedule.filed_end)
+    copies.run(200)
+    assert not filing.reaches(filing.schedule.filed_end)
+    done(job())
+    copies.run(200)
+    assert filing.reaches(copies.a.log.flushed_end) and filing.schedule.pending_messages == 1
+
+
+class DelayCopies(ThreeCopies):
+    """Three delay servers; `run` lets time pass."""
+
+    def __init__(self) -> None:
+        self.senders = Senders()
+        self.a, self.b, self.c = (DelayServer(name, SETTINGS, self.senders) for name in "abc")
+        self.min_copies, self.wires = 2, {"b": Group(self.a, self.b), "c": Group(self.a, self.c)}
+
+    def run(self, ms: int) -> None:
+        for _ in range(ms // 100):
+            for server in (self.a, self.b, self.c):
+                server.host.clock_ms += 100
+                server.node.record_metaserver_clock(server.host.now_ms())
+                server.node.tick()
+                server.beat()
+            self.settle()
+
+
+def test_delay_group_continues_with_two_of_three():
+    copies = DelayCopies()
+    copies.start()
+    copies.run(200)
+    producer = Producer(copies.a)
+    first = producer.delayed(copies.a.host.now_ms() + 2_000, "m1")
+    copies.settle()
+    copies.cut("c")
+    second = producer.delayed(copies.a.host.now_ms() + 2_000, "m2")
+    copies.settle()
+    assert producer.receipt(first).stored == producer.receipt(second).stored == 1
+    copies.run(1_800)
+    assert not copies.senders.delivered()
+    copies.run(600)
+    assert sorted(copies.senders.delivered()) == ["m1", "m2"]
+    copies.connect("c")
+    copies.run(200)
+    assert copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
+    assert copies.c.filing.known_end == copies.b.filing.known_end
+
+
+def test_one_copy_of_three_refuses_messages():
+    copies = DelayCopies()
+    copies.start()
+    copies.run(200)
+    copies.cut()
+    producer = Producer(copies.a)
+    refused = producer.delayed(copies.a.host.now_ms() + 2_000, "m1")
+    copies.run(100)
+    assert producer.code(refused) != 0 and copies.a.node.readonly_reasons == ["slave_down"]
