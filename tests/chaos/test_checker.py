@@ -89,11 +89,11 @@ def kinds(*parts):
 TWO = [*sent("a", 0), *sent("bb", 1)]
 
 
-def test_a_sound_history_has_no_findings():
+def test_sound_history_has_no_findings():
     assert kinds(TWO, joined(), given("a", 0, 2), given("bb", 1, 3)) == set()
 
 
-def test_messages_without_an_outcome_may_be_there_or_not():
+def test_messages_of_unknown_outcome_may_be_missing():
     unknown = [Sending(1.0, "p", "s", "bb", "", [], 2)]
     assert kinds(sent("a", 0), unknown, joined(), given("a", 0, 2)) == set()
     assert kinds(sent("a", 0), unknown, joined(), given("a", 0, 2), given("bb", 1, 3)) == set()
@@ -126,7 +126,7 @@ def test_message_without_a_consumer_is_lost():
     assert kinds(TWO) == {"lost"}
 
 
-def test_a_dead_letter_is_not_lost():
+def test_dead_letter_is_not_lost():
     dead = DeadLetter(9.0, "s", "g", "g1", 1, "bb", 1)
     assert kinds(TWO, joined(), given("a", 0, 2), given("bb", 1, 3, decision=DEAD), dead) == set()
     assert kinds(TWO, joined(), given("a", 0, 2), dead) == set(), "its limit was reached by those who vanished with it"
@@ -197,7 +197,7 @@ def test_later_faults_and_faults_of_others_excuse_nothing(no_cause):
     assert again(no_cause, kept=None) == {"duplicated"}
 
 
-def test_consumer_is_gone_from_its_first_request_to_leave():
+def test_consumer_is_gone_from_its_first_leave():
     assert again(Gone(3.5, "c1", LEFT), Gone(2.5, "c1", LEFT), kept=None) == set()
     assert again(Gone(3.5, "c1", LEFT), kept=None) == {"duplicated"}
 
@@ -232,7 +232,7 @@ def test_message_that_was_not_sent_is_unexpected(handed):
     assert kinds(history, handed) == {"unexpected"}
 
 
-def test_a_dead_letter_of_another_message_is_unexpected():
+def test_dead_letter_of_another_message_is_unexpected():
     dead = DeadLetter(9.0, "s", "g", "g1", 0, "x", 1)
     assert kinds(sent("a", 0), joined(), given("a", 0, 2, decision=DEAD), dead) == {"unexpected"}
 
@@ -268,7 +268,7 @@ def test_message_of_a_key_waits_for_its_predecessors():
     assert kinds(KEYED, many, THIRD, retried, given("bb", 1, 5)) == set()
 
 
-def test_late_handler_of_a_stalled_consumer_is_not_reordering():
+def test_late_handler_of_a_stall_is_not_reordering():
     stale = [Stalled(1.0, 7.9, "c1"), *given("a", 0, 8, kept=None), *given("a", 0, 4, times=2, consumer="c2")]
     assert kinds(KEYED, joined(), joined("c2"), THIRD, stale, given("bb", 1, 5)) == set()
     two = joined(), joined("c2")
@@ -277,7 +277,7 @@ def test_late_handler_of_a_stalled_consumer_is_not_reordering():
     assert kinds(KEYED, *two, THIRD, not_begun, given("bb", 1, 5)) == {"times do not grow"}, "it did not stall"
 
 
-def test_behind_a_dead_letter_a_key_goes_on():
+def test_key_continues_after_a_dead_letter():
     dead = DeadLetter(9.0, "s", "g", "g1", 0, "a", 1)
     given_up = [*given("a", 0, 2, decision=DEAD), dead]
     assert kinds(KEYED, joined(), THIRD, given_up, given("bb", 1, 3)) == set()
@@ -297,7 +297,7 @@ def test_messages_of_a_key_are_stored_in_order():
 # Positions, sequences, times.
 
 
-def test_an_acked_position_never_goes_back():
+def test_acked_position_never_goes_back():
     def position(at, acked_end, begins=False):
         return Position(at, "c1", "s", "g", "g1", acked_end, begins)
 
@@ -312,7 +312,7 @@ def test_skipped_sequence_is_reported():
     assert kinds(sent("a", 0), sent("bb", 2), joined(), given("a", 0, 2), given("bb", 2, 3)) == {"poll skipped"}
 
 
-def test_each_handover_of_a_message_has_a_higher_number():
+def test_delivery_attempts_of_a_message_grow():
     nacked = given("a", 0, 2, times=2, decision=RETRY)
     assert kinds(sent("a", 0), joined(), nacked, given("a", 0, 3, times=3)) == set()
     assert kinds(sent("a", 0), joined(), nacked, given("a", 0, 3, times=2)) == {"times do not grow"}

@@ -211,14 +211,14 @@ def test_truncated_log_lacks_acknowledged_messages(cases: Cases) -> None:
     assert result.found["missing"] == 1 and result.findings[0]["text"].startswith(f"{lacking} frames with ")
 
 
-def test_each_copy_of_three_is_compared_with_the_master(cases: Cases) -> None:
+def test_three_copies_are_compared_with_the_master(cases: Cases) -> None:
     """A late copy lacks frames that two others acknowledged: a note. Its own frames must be right."""
     _, slave, result = cases[three_copies]
     assert named(result) == {("damaged", "slave2", slave.frames[40].offset)}
     assert any(note.startswith(f"the slave2 ends at {slave.end}, ") for note in result.notes)
 
 
-def test_flipped_bit_is_named_with_its_byte_and_message(cases: Cases) -> None:
+def test_flipped_bit_has_its_byte_and_message(cases: Cases) -> None:
     _, frame, result = cases[flipped_bit]
     (finding,) = result.findings
     assert finding["byte"] == frame.end - 200
@@ -296,7 +296,7 @@ def test_invalid_batch_is_a_finding_with_a_journal(spark: SparkSession, tmp_path
     assert named(result) == {("damaged", "both", broken.offset)}
 
 
-def test_messages_missing_or_altered_on_both_copies_are_found(spark: SparkSession, tmp_path: Path) -> None:
+def test_messages_wrong_on_both_copies_are_found(spark: SparkSession, tmp_path: Path) -> None:
     """Both logs are equal and whole: only the journal shows it. Its last line is torn by a crash."""
     both(tmp_path)
     reader = TableReader({"path": str(tmp_path / "slave"), "subject": A}, ["sequence", "message"])

@@ -87,7 +87,7 @@ def both_copies(cluster):
     return [read_copy(data_of(cluster, cluster.broker("g1", role))) for role in ("master", "slave")]
 
 
-def test_damage_in_a_closed_segment_is_repaired_when_read(cluster, subject, ids):
+def test_damage_is_repaired_when_read(cluster, subject, ids):
     master = cluster.broker("g1", "master")
     data = data_of(cluster, master)
     quarantined = set(data.glob("quarantine/*.json"))
@@ -122,7 +122,7 @@ def test_damage_makes_the_group_readonly_until_repaired(cluster, subject, ids):
     assert "corrupt" not in reasons(cluster, master)
 
 
-def test_missing_segment_file_is_fetched_from_the_other_copy(cluster, subject, ids):
+def test_missing_segments_are_fetched_from_the_other_copy(cluster, subject, ids):
     """Also the oldest file: without the manifest, the log would look like one after retention."""
     broker = cluster.broker("g1", "master")
     data = data_of(cluster, broker)

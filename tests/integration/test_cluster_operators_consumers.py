@@ -123,7 +123,7 @@ def test_switched_off_consumer_gets_nothing_after_a_restart(cluster, subject):
     assert [id for _, id in consume_all(cluster, subject, "g", COUNT, consumer_id="c")] == ids(COUNT)
 
 
-def test_limits_of_operators_reach_the_brokers_and_are_counted(cluster, subject):
+def test_operators_limits_reach_the_brokers(cluster, subject):
     def limit(action, **words):
         manage(cluster.metaserver, cluster.token, action, subject=subject, **words)
 

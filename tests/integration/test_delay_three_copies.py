@@ -75,7 +75,7 @@ def test_delay_group_of_three_is_swapped_and_recovered(tmp_path):
         assert pending(cluster) == 3 * COUNT
 
 
-def test_a_group_of_four_copies_has_three_that_acknowledge(tmp_path):
+def test_three_of_four_copies_acknowledge(tmp_path):
     """Otherwise two copies could acknowledge against the other two."""
     with running(tmp_path / "cluster", copies=4) as cluster:
         (status,) = cluster.manage("ReplicaStatus", brokerGroup="g1")

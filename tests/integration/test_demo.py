@@ -25,7 +25,7 @@ def run_demo(tmp_path, text):
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
 
 
-def test_the_main_job_is_done_and_proven(tmp_path):
+def test_demo_proves_every_message(tmp_path):
     lines = [f"{('Wien', 'Ulm', 'O’Hare', '')[n % 4]},{n}" for n in range(ROWS)]
     demo = run_demo(tmp_path, "\n".join(["city o'name,n", *lines]))
     assert demo.returncode == 0, demo.stdout + demo.stderr
@@ -52,7 +52,7 @@ def test_proof_finds_missing_messages(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("column", ["carrier", "it's", "back\\slash"])
-def test_a_column_is_quoted_in_the_query(tmp_path, column):
+def test_columns_are_quoted_in_the_query(tmp_path, column):
     (tmp_path / "rows.csv").write_text(f"{column}\n1\n")
     sql = counting_sql(file_input(tmp_path / "rows.csv"))
     quoted = column.replace("\\", "\\\\").replace("'", "\\'")

@@ -136,7 +136,7 @@ def check_nothing_is_lost(cluster, more):
         pytest.param("zeroed end", "up", "killed at once", 1, id="nobody remembers, zeroed end"),
     ],
 )
-def test_master_without_its_last_write_keeps_the_slaves_copy(cluster, tmp_path, more, metaserver, memory, lost):
+def test_master_without_its_last_write_is_restored(cluster, tmp_path, more, metaserver, memory, lost):
     """The log ends at a frame's end, so the disk shows no damage; the slave returns after `slave_wait_ms`."""
     master, slave = copies(cluster)
     end(cluster, master.hostname, slave.hostname)
@@ -161,7 +161,7 @@ def test_master_without_its_last_write_keeps_the_slaves_copy(cluster, tmp_path, 
     assert "rolled back" not in log_of(cluster, slave.hostname)
 
 
-def test_rolled_back_slave_is_not_promoted_without_a_word(cluster, tmp_path):
+def test_rolled_back_slave_is_promoted_by_force_only(cluster, tmp_path):
     """The master's machine is lost while the slave, with an older disk, is not refilled."""
     master, slave = copies(cluster)
     end(cluster, master.hostname, slave.hostname)

@@ -166,7 +166,7 @@ def reader(mariadb, tmp_path):
         mariadb.execute("DROP USER IF EXISTS 'qmq'@'%'")
 
 
-def test_reader_follows_the_guide_from_nothing_to_delay_servers(reader):
+def test_install_guide_works_step_by_step(reader):
     for step in (2, 4, 5, 6):
         reader.follow(step)
     secret = [path for path in reader.etc.iterdir() if path.stat().st_mode & 0o077 == 0]
@@ -211,7 +211,7 @@ def masters(reader):
     return re.findall(r"\b(b\d)\b", "\n".join(line for line in said.splitlines() if "MASTER" in line))
 
 
-def test_every_block_of_the_guide_has_a_known_kind():
+def test_every_guide_block_has_a_known_kind():
     blocks = read_blocks()
     assert {block.kind for block in blocks} == RUN | NOT_RUN
     assert len(blocks) == GUIDE.read_text().count("```") / 2

@@ -87,7 +87,7 @@ async def test_existing_group_gets_messages_of_a_joined_group(cluster, name, ter
     assert rows == (0 if name == "ephemeral" else 1,)
 
 
-async def test_group_at_latest_gets_nothing_older_from_any_broker(cluster):
+async def test_latest_group_gets_no_older_messages(cluster):
     world = Story(cluster, "join.latest", {"group": "late"})
     async with producer(cluster) as sender:
         await world.send(sender, 1)

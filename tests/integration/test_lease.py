@@ -44,7 +44,7 @@ def test_lease_is_renewed_taken_and_returned(repository):
     assert (ask(repository, "a", kept).node, repository.leases()[0].term) == ("a", 3)
 
 
-def test_concurrent_claims_of_a_lease_have_a_single_winner(repository):
+def test_concurrent_lease_claims_have_one_winner(repository):
     for round_number in range(1, 6):
         seen = repository.leases()[0] if repository.leases() else None
         names = [f"n{round_number}-{number}" for number in range(8)]

@@ -80,7 +80,7 @@ def test_cluster_starts_and_restarts_with_its_data(tmp_path):
     assert all(is_free(port) for port in cluster.plan.ports)
 
 
-def test_a_broker_that_refuses_its_settings_is_named(tmp_path):
+def test_broker_with_wrong_settings_is_reported(tmp_path):
     cluster = Cluster(tmp_path, http_port=PORT, broker_port=PORT, broker={"no_such_setting": 1})
     with pytest.raises(NotServed, match="refuses its settings(.|\n)*no_such_setting"):
         cluster.start()

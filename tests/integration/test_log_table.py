@@ -136,7 +136,7 @@ def test_history_of_a_message_is_found_by_id(spark: SparkSession, tmp_path: Path
     ]
 
 
-def test_every_cell_of_the_notebook_runs(
+def test_every_notebook_cell_runs(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lived(tmp_path)

@@ -45,7 +45,7 @@ def are_both_whole(cluster):
 
 
 @pytest.mark.parametrize("role, how", [("master", "unlinked"), ("slave", "exchanged")])
-def test_file_that_is_written_is_missed_and_comes_back(cluster, role, how):
+def test_newest_file_is_missed_and_restored(cluster, role, how):
     """The process ends, so later fsyncs of the lost file acknowledge nothing, and fetches it from the other copy."""
     subject, broker = f"{role}.{how}", cluster.broker("g1", role)
     sent = [receipt.message_id for receipt in send_all(cluster, subject, COUNT)]

@@ -163,7 +163,7 @@ def process():
 # Produce.
 
 
-def test_each_message_that_is_sent_has_its_outcome(cluster, subject):
+def test_each_produced_message_has_its_outcome(cluster, subject):
     sent = lines(tool(cluster, "Produce", "--json", "--property", "a=1", "--tag=x", "--count=3", subject=subject))
     assert [one["outcome"] for one in sent] == ["stored"] * 3
     stored = {(one["brokerGroup"], one["sequence"], one["id"]) for one in sent}
@@ -232,7 +232,7 @@ def test_produce_with_unwritable_outcomes_reports_unknown(cluster, subject):
     assert ended.returncode == UNKNOWN and "nothing was changed" not in ended.stderr
 
 
-def test_a_dry_run_sends_nothing(cluster, subject):
+def test_dry_run_sends_nothing(cluster, subject):
     checked = lines(tool(cluster, "Produce", "--json", "--dry-run", '--json-body={"a": 5}', subject=subject))
     assert checked == [{"outcome": "would be sent", "properties": {"a": 5}}]
     assert tool(cluster, "Produce", "--dry-run", "--file=-", stdin="[]", subject=subject).returncode == REFUSED
@@ -260,7 +260,7 @@ def test_unreachable_or_refusing_server_is_named(cluster, subject, tokens):
 # Browse.
 
 
-def test_messages_are_found_by_each_filter(cluster, subject):
+def test_browse_filters_messages(cluster, subject):
     receipts = send(
         cluster, *[qmq.Message(subject, {"no": n, "kind": n % 3}, id=f"m{n}", tags={f"t{n % 2}"}) for n in range(6)]
     )
@@ -328,7 +328,7 @@ def test_tail_leaves_no_consumer_group(cluster, subject, process):
 # Consume.
 
 
-def test_browsed_messages_come_again_and_acked_do_not(cluster, subject):
+def test_only_unacked_messages_come_again(cluster, subject):
     send_all(cluster, subject, COUNT)
     options = {"group": "g", "start": "earliest", "wait": 60, "subject": subject}
     assert len(lines(tool(cluster, "Consume", "--json", f"--limit={COUNT}", **options))) == COUNT
@@ -339,7 +339,7 @@ def test_browsed_messages_come_again_and_acked_do_not(cluster, subject):
     assert lines(tool(cluster, "Consume", "--json", **options | {"wait": 3})) == []
 
 
-def test_without_a_group_everybody_sees_everything(cluster, subject):
+def test_consume_without_a_group_is_broadcast(cluster, subject):
     send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", tags={f"t{n % 2}"}) for n in range(6)])
     for _ in range(2):
         seen = tool(cluster, "Consume", "--start=earliest", "--format=properties", "--limit=6", subject=subject)
@@ -348,7 +348,7 @@ def test_without_a_group_everybody_sees_everything(cluster, subject):
     assert sorted(ids(odd)) == ["m1", "m3", "m5"]
 
 
-def test_logs_are_a_table_and_a_stream(cluster, subject):
+def test_logs_are_read_as_table_and_stream(cluster, subject):
     """As Spark's tasks read them: routes from the metaserver, frames from brokers."""
     send_all(cluster, subject, COUNT, name="m")
     options = {"metaserver": cluster.metaserver, "token": cluster.token, "subject": subject}
@@ -452,7 +452,7 @@ def test_concurrent_redrives_return_each_dead_letter_once(cluster, subject, proc
     assert sorted(moved) == sorted(f"m-{at}" for at in range(60)) == sorted(ids(mailbox(cluster, subject)))
 
 
-def test_metaserver_redrives_as_the_command_does(cluster, subject):
+def test_metaserver_redrives_like_the_command(cluster, subject):
     failed(cluster, subject, 6)
     words = {"subject": subject, "group": "g", "reason": "timeout"}
     found = cluster.manage("Browse", subject=subject, deadLettersOf="g")["messages"]

@@ -239,7 +239,7 @@ def test_paused_metaserver_with_an_old_choice_is_refused(world):
         check_order(producers.acknowledged["b0"], producers.acknowledged[new])
 
 
-def test_two_masters_behind_a_one_way_hole_do_not_both_acknowledge(world):
+def test_one_way_partition_leaves_one_acknowledging_master(world):
     """The old master receives from its slaves and clients, and its own packets are lost."""
     old = world.brokers[0]
     with asked_all_the_time(world) as producers:

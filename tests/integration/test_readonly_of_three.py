@@ -84,7 +84,7 @@ def test_lost_slaves_are_removed_and_replaced(cluster):
     assert [id for _, id in consume_all(cluster, "gone", "g", COUNT)] == ids
 
 
-def test_damage_on_the_master_is_mended_from_any_slave(cluster):
+def test_damaged_master_is_repaired_from_any_slave(cluster):
     master, (first, second) = plans_of(cluster)
     ids = send(cluster, "damaged")
     until(lambda: len({state(cluster, plan).flushed_end for plan in (master, first, second)}) == 1, "equal ends")

@@ -112,7 +112,7 @@ def test_both_stop_and_both_return(cluster):
     check_all_is_there(cluster, "order")
 
 
-def test_the_master_stops_first_and_never_returns(cluster):
+def test_lost_master_is_replaced_by_its_slave(cluster):
     """The slave confirmed everything, so there is no loss to accept."""
     master, slave = copies(cluster, "older")
     end(cluster, master.hostname)

@@ -70,7 +70,7 @@ def check_all_is_there(cluster, group):
     send_all(cluster, f"s.{group}", 1, name="later")
 
 
-def test_all_three_stop_and_return_in_any_order(cluster):
+def test_three_copies_return_in_any_order(cluster):
     master, *slaves = plans_of(cluster, "all")
     names = [plan.hostname for plan in (slaves[0], master, slaves[1])]
     end(cluster, *names)

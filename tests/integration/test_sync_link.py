@@ -125,7 +125,7 @@ async def produce(service: Service[BrokerMaster], batch: int, size: int = 1) -> 
 
 
 @in_loop
-async def test_a_connection_that_a_box_forgets_is_made_anew(tmp_path):
+async def test_silently_dropped_link_is_reopened(tmp_path):
     async with a_group(tmp_path) as (a, b, cable):
         await produce(a, 1)
         cable.forget()
@@ -193,7 +193,7 @@ async def test_copies_exchange_their_clocks(tmp_path):
 
 
 @in_loop
-async def test_a_link_that_is_quiet_and_alive_stays(tmp_path):
+async def test_quiet_link_stays_open(tmp_path):
     async with a_group(tmp_path) as (a, _, cable):
         link = a.node.master.slaves.all[0].follower.connected.shipper.link
         heard = link.received_bytes

@@ -77,7 +77,7 @@ def test_refused_plan_is_not_confirmed(where):
     assert ended.stderr.splitlines()[-1] == "tools.sh: there is no broker group g1"
 
 
-def test_a_list_is_not_planned():
+def test_list_is_not_planned():
     with Stub(lambda _: ok([])) as stub:
         ended = run("ListBrokers", stub.address)
     assert (ended.returncode, ended.stdout) == (DONE, "no broker is added yet; AddBroker adds one\n")
@@ -123,7 +123,7 @@ def test_output_without_a_terminal_is_plain():
     )
 
 
-def test_a_reader_that_goes_away_is_no_error():
+def test_closed_pipe_is_no_error():
     rows = [{"subject": f"s{n}", "brokerGroups": ["g1"], "version": 1, "updateTime": 1} for n in range(50_000)]
     with Stub(lambda _: rows) as stub:
         command = f'"{TOOLS}" ListSubjectRoutes --metaserver={stub.address} | head -n 1'
@@ -197,7 +197,7 @@ def test_unprintable_result_ends_with_4(tmp_path, buffered):
 
 
 @pytest.mark.parametrize("buffered", ["", "1"])
-def test_a_list_that_cannot_be_written_ends_with_2(buffered):
+def test_unprintable_list_ends_with_2(buffered):
     with Stub(lambda _: ok([])) as stub, open("/dev/full", "w") as full:
         listing = [TOOLS, "ListBrokers", f"--metaserver={stub.address}"]
         environ = environment(PYTHONUNBUFFERED=buffered)
@@ -272,7 +272,7 @@ def test_exposed_tokens_are_warned_about(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "two\nlines"], ids=["missing", "lines"])
-def test_a_file_without_a_token_is_wrong_usage(tmp_path, content):
+def test_file_without_a_token_is_wrong_usage(tmp_path, content):
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content)
@@ -415,7 +415,7 @@ def test_every_command_is_in_the_guide():
     assert len(commands) > 30 and [name for name in commands if f"`{name}`" not in guide] == []
 
 
-def test_an_interrupt_at_the_start_shows_no_traceback(tmp_path):
+def test_interrupt_at_start_shows_no_traceback(tmp_path):
     (tmp_path / "difflib.py").write_text("raise KeyboardInterrupt")  # as if Ctrl-C came during this import
     ended = subprocess.run(
         [sys.executable, "-m", "qmq.tools", "ListBrokers"],

@@ -79,7 +79,7 @@ def test_mark_waits_for_every_producer(cluster):
         assert tool(cluster, "UnMarkReadonly", "--yes", brokerGroup="g1", subject="probe").returncode == DONE
 
 
-def test_doctor_finds_nothing_wrong_with_a_cluster_that_works(cluster):
+def test_doctor_finds_a_healthy_cluster_ok(cluster):
 
     def nothing_wrong():
         status, found = findings(cluster)

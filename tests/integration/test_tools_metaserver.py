@@ -54,7 +54,7 @@ async def test_operator_runs_the_life_of_a_group(world):
     assert await change(world, "RemoveBroker", hostname="c", servePort=20881) == "c:20881 is removed from g1\n"
 
 
-async def test_marks_drains_and_tags(world):
+async def test_marks_drains_and_tags_are_shown(world):
     await world.copies("g1")
     await world.copies("g2")
     await change(world, "AddNewSubject", subject="order.changed", tag="fast")
@@ -70,7 +70,7 @@ async def test_marks_drains_and_tags(world):
     assert "no tag now" in await change(world, "SetGroupTag", brokerGroup="g1")
 
 
-async def test_subjects_and_their_routes(world):
+async def test_subjects_get_and_lose_routes(world):
     for group in ("g1", "g2", "g3"):
         await world.copies(group)
     assert await change(world, "AddNewSubject", subject="order.new", tag="fast") == (

@@ -71,7 +71,7 @@ def test_a_page_has_the_shape_that_grafana_imports(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.uid)
-def test_panels_fill_the_grid_and_none_lies_on_another(page):
+def test_panels_fill_the_grid_without_overlap(page):
     squares = [
         (x, y)
         for place in (panel["gridPos"] for panel in to_json(page)["panels"])

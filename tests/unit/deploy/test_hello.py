@@ -11,7 +11,7 @@ import qmq.testing
 from qmq.deploy import hello
 
 
-async def test_it_gets_its_own_message_from_behind_others(capsys):
+async def test_hello_finds_its_message_behind_others(capsys):
     async with qmq.testing.Broker() as broker:
         async with qmq.Producer(metaserver=broker.metaserver, app="shop") as producer:
             assert (await producer.send_many(qmq.Message(hello.SUBJECT) for _ in range(250))).all_stored
@@ -21,7 +21,7 @@ async def test_it_gets_its_own_message_from_behind_others(capsys):
     assert len(printed) == 253 and printed[0] == "sent: stored" and printed[-1].endswith(f" id {own}")
 
 
-def test_a_message_that_does_not_come_is_a_failure(monkeypatch):
+def test_hello_fails_without_its_message(monkeypatch):
     monkeypatch.setattr(hello, "WAIT_S", 0.3)
 
     async def test() -> None:

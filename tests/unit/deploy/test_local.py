@@ -23,7 +23,7 @@ def test_a_port_in_use_is_refused(tmp_path):
         check_port(tmp_path, taken.getsockname()[1])
 
 
-def test_a_cluster_keeps_the_port_that_it_has(tmp_path):
+def test_cluster_keeps_its_port(tmp_path):
     first, second = free_ports(2)
     kept = load_plan(tmp_path / "plan.json", Groups(("g1",)), first, second).http_port
     check_port(tmp_path, kept)
@@ -45,7 +45,7 @@ def test_unusable_directory_has_no_traceback(tmp_path, capsys, monkeypatch):
     assert f"{tmp_path / 'file' / 'run'}" in capsys.readouterr().err
 
 
-def test_a_signal_that_a_finaliser_met_is_not_forgotten(monkeypatch):
+def test_signal_during_a_finaliser_is_kept(monkeypatch):
     """Python prints a finaliser's exception and goes on: this and all later signals would have no effect."""
     monkeypatch.setattr(Stopped, "arrived", False)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

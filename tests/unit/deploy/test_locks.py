@@ -13,7 +13,7 @@ def pins(lock: str) -> set[str]:
     return set(re.findall(r"^([a-z0-9-]+)(?:\[[a-z,]+\])?(==\S+)", (ROOT / lock).read_text(), re.MULTILINE))
 
 
-def test_servers_have_the_versions_that_the_tests_ran_with():
+def test_server_lock_has_the_tested_versions():
     assert pins("requirements-server.lock") < pins("requirements.lock")
 
 

@@ -46,7 +46,7 @@ def test_a_job_that_never_succeeded_has_no_success(tmp_path):
     assert set(readings(tmp_path)) == {"exit_status", "seconds", "last_run_timestamp_seconds"}
 
 
-def test_a_command_that_cannot_be_started_is_a_failure(tmp_path):
+def test_unstartable_command_is_a_failure(tmp_path):
     assert job(tmp_path, "/no/such/program", name="backup") == 127
     assert readings(tmp_path, "backup")["exit_status"] == 127
 

@@ -47,7 +47,7 @@ def test_a_port_in_use_is_passed_over(tmp_path, first):
         assert load_plan(tmp_path / "b.json", Groups(("g1",)), port, port).http_port > port
 
 
-def test_a_second_start_has_the_same_ports_and_token(tmp_path, first):
+def test_second_start_keeps_ports_and_token(tmp_path, first):
     path = tmp_path / "plan.json"
     plan = load_plan(path, Groups(("g1",)), first, first)
     assert load_plan(path, Groups(("g1",)), first + 100, first + 100) == plan
@@ -61,7 +61,7 @@ def test_added_process_keeps_its_port(tmp_path, first):
     assert load_plan(path, Groups(("g1",), others=("watchdog",)), first, first) == more
 
 
-def test_two_clusters_have_different_secrets_for_their_owner_alone(tmp_path, first):
+def test_clusters_have_different_private_secrets(tmp_path, first):
     first_plan, second_plan = (load_plan(tmp_path / name, Groups(("g1",)), first, first) for name in "ab")
     assert first_plan.token != second_plan.token and first_plan.password_key != second_plan.password_key
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600

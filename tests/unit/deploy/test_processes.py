@@ -32,7 +32,7 @@ def wait_until_up(service):
     until(lambda: service.log.exists() and b"up" in service.log.read_bytes())
 
 
-def test_a_dead_process_is_started_again_after_its_rest(service):
+def test_dead_process_restarts_after_its_rest(service):
     service.start()
     first = service.pid
     service.signal(signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_only_leftovers_of_a_killed_runner_end(service, tmp_path):
         stranger.communicate(b"\n")
 
 
-def test_a_directory_has_one_runner(tmp_path):
+def test_directory_has_a_single_runner(tmp_path):
     with lock_directory(tmp_path):
         with pytest.raises(AlreadyRunning, match=f"process {os.getpid()}"):
             lock_directory(tmp_path)

@@ -142,7 +142,7 @@ def test_delay_server_without_routes_is_a_finding():
     assert (found.level, found.step) == (Level.WARN, "routes") and "3 subjects" in found.found
 
 
-def test_a_delay_server_is_judged_by_its_own_metrics():
+def test_delay_server_has_its_own_findings():
     metrics = {"qmq_delayserver_is_master": 1.0, "qmq_delayserver_disk_free_bytes": 10.0 * 2**30}
     (found,) = judge_broker("d:1", "DELAY_MASTER", metrics)
     assert (found.level, found.step) == (Level.OK, "disks")

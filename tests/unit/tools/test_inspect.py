@@ -71,7 +71,7 @@ def troubles(found):
     return {trouble["name"]: trouble["found"] for trouble in found["troubles"]}
 
 
-def test_a_whole_copy(capsys, data):
+def test_whole_copy_is_reported(capsys, data):
     found = inspected(capsys, data, "--verify")
     end = found["log"]["end"]
     assert (found["group"], found["hostname"], found["servePort"], found["role"]) == ("g1", "mq2", 20883, "SLAVE")

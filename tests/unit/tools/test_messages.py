@@ -63,7 +63,7 @@ def test_conflicting_options_are_rejected(typed, said):
     assert said in found and bool(said) == bool(found)
 
 
-def test_properties_may_be_given_several_times_but_each_once():
+def test_property_names_are_unique():
     typed = read("Produce", "--subject=s", "--property", "a=1", "--property=b=x=y", "--property", "c=")
     assert json.loads(typed.values["property"]) == {"a": "1", "b": "x=y", "c": ""}
     for wrong in (["a"], ["=1"], ["a=1", "a=2"]):
@@ -125,7 +125,7 @@ def test_bad_lines_do_not_stop_the_others():
     assert made[3] == "line 5: 'tags' is no list"
 
 
-def test_produce_reads_what_browse_prints():
+def test_produce_reads_the_output_of_browse():
     shown = message_json(
         id="i1",
         broker_group="g1",

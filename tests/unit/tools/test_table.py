@@ -41,7 +41,7 @@ def test_empty_table_shows_its_text():
         (3, ("NAME", "END")),
     ],
 )
-def test_columns_go_by_their_order_until_the_rest_fits(width, titles):
+def test_columns_are_dropped_until_the_rest_fits(width, titles):
     laid = lay(TABLE, width)
     assert laid.titles == titles
     assert {*laid.titles, *laid.left_out} == {"NAME", "WHERE", "END", "NOTE"}

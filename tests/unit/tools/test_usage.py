@@ -39,13 +39,13 @@ def test_other_addresses_are_refused(text):
 @pytest.mark.parametrize(
     "words", [["--metaserver=m:1", "--brokerGroup=g"], ["--metaserver", "m:1", "--brokerGroup", "g"]]
 )
-def test_options_are_written_with_an_equals_sign_or_without(words):
+def test_option_values_follow_equals_or_blank(words):
     options = read("MarkReadonly", *words)
     assert options.values == {"brokerGroup": "g", "subject": "*", "wait": ""}
     assert options.metaserver == Address("m", 1)
 
 
-def test_a_wrong_metaserver_in_the_environment_is_wrong_usage():
+def test_wrong_metaserver_in_the_environment_is_reported():
     with pytest.raises(WrongUsage, match="neither host:port"):
         read("ListBrokers", QMQ_METASERVER="ftp://m")
 
@@ -111,7 +111,7 @@ def test_omitted_options_are_not_sent():
     assert options.command.words(options.values) == {"action": "Clients", "app": "shop"}
 
 
-def test_qmqs_action_of_reset_offset_is_sent_as_its_code():
+def test_reset_offset_action_is_sent_as_code():
     """Weakness 33: QMQ's ResetOffset never sent a request, even with --action=1."""
     options = read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g", "--action=1")
     words = {"action": "ResetOffset", "subject": "s", "group": "g", "code": "1"}
@@ -147,6 +147,6 @@ def test_options_may_stand_before_the_command():
         parse(["--metaserver=127.0.0.1:8080"], {}, now_ms=0)
 
 
-def test_a_required_option_that_is_empty_is_wrong_usage():
+def test_empty_required_option_is_wrong_usage():
     with pytest.raises(WrongUsage, match="--subject is empty"):
         parse(["Produce", "--metaserver=127.0.0.1:8080", "--subject=", "--property=a=1"], {}, now_ms=0)

@@ -90,5 +90,5 @@ def test_unknown_database_type_is_refused():
         Source("oracle://db1:1").kind  # noqa: B018
 
 
-def test_a_source_shows_no_password():
+def test_source_shows_no_password():
     assert "hunter2" not in repr(Source("mmm://db1:3306", "app", "hunter2"))

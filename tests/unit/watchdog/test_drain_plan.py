@@ -451,7 +451,7 @@ def test_late_release_ends_its_producers_numbers():
     assert producers[0] == producers[1] != producers[2]
 
 
-def test_rows_behind_ordered_ones_that_another_drain_sends_wait():
+def test_rows_wait_for_ordered_rows_of_another_drain():
     drain = Drain()
     drain.page(row(1, key="k"), after=(1, 1))
     [claim] = drain.next().ordered
@@ -615,7 +615,7 @@ def test_endless_pass_is_restarted():
     assert drain.next() == ReadPage(None, 500) and drain.core.last_pass_ms is None
 
 
-def test_a_reason_fits_any_column():
+def test_reason_fits_any_column():
     drain = Drain()
     drain.page(Candidate(1, 0, problem="a\0b ü😀 \udcff" + "x" * 600))
     [(_, reason)] = drain.claim().parked
@@ -633,7 +633,7 @@ def test_unknown_batches_do_not_count_as_under_way():
     assert isinstance(drain.next(), ReadPage)
 
 
-def test_the_rate_is_kept():
+def test_rate_is_kept():
     drain = Drain(rate=100, rest_ms=0)
     drain.page(*(row(id) for id in range(100)), after=("t", 1))
     drain.claim()

@@ -103,7 +103,7 @@ def leader(link, test):
     asyncio.run(run())
 
 
-def test_it_drains_again_after_any_number_of_elections(source):
+def test_reelected_leader_drains_again(source):
     """QMQ's watchdog sends nothing more after its second election."""
     link = Link(source)
 

@@ -99,7 +99,7 @@ def test_released_lease_is_taken_at_once():
     assert b.holds(30)
 
 
-def test_an_old_picture_of_a_row_takes_nothing():
+def test_stale_row_does_not_win_the_lease():
     row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
     turn(a, row, 0)
     turn(b, row, 10)
@@ -110,7 +110,7 @@ def test_an_old_picture_of_a_row_takes_nothing():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_no_two_hold_it_at_once(seed):
+def test_lease_has_at_most_one_holder(seed):
     """Clocks differ, turns are lost or late, processes are suspended: true time is only the order of these steps."""
     rng, row = random.Random(seed), Row()
     leases = [Lease(name, LEASE_MS) for name in "abc"]

@@ -9,7 +9,7 @@ from qmq.watchdog.database import Stats
 from tests.support.pages import DATABASE, samples, watchdog_page
 
 
-def test_each_counter_of_a_drain_is_on_the_page():
+def test_drain_counters_are_on_the_page():
     names = [field.name for field in fields(Counts)]
     page = watchdog_page(Counts(**{name: 10 + at for at, name in enumerate(names)}))
     found = {name: samples(page, f"qmq_watchdog_{name}_total") for name in names}
