@@ -216,8 +216,8 @@ def _conserved(last: Sequence[Entry]) -> Iterable[str]:
         return
     yield '<table><tr><th>broker group<th>subject<th>consumer group<th class="n">stored<th>became'
     for group, row in rows:
-        who = f"<td>{escape(row['consumer_group'])}"
-        yield _equation(group, row, who, row["stored"], STATE_NAMES, STATE_COLOURS)
+        cell = f"<td>{escape(row['consumer_group'])}"
+        yield _equation(group, row, cell, row["stored"], STATE_NAMES, STATE_COLOURS)
     yield "</table>"
 
 

@@ -91,8 +91,8 @@ class Worker:
             readable, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             data = os.read(self._process.stdout.fileno(), 65_536) if readable else b""
             if not data:
-                what = "ended" if readable else f"did not answer within {timeout_s:.0f} s"
-                raise NotServed(f"{self._module} {what}:\n{self._log.read_text(errors='replace')[-3000:]}")
+                outcome = "ended" if readable else f"did not answer within {timeout_s:.0f} s"
+                raise NotServed(f"{self._module} {outcome}:\n{self._log.read_text(errors='replace')[-3000:]}")
             self._text += data
         line, _, self._text = self._text.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)

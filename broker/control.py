@@ -249,7 +249,7 @@ class Control(CopyControl[BrokerMaster]):
                 if number % GROUPS_AT_A_TIME == GROUPS_AT_A_TIME - 1:
                     await asyncio.sleep(0)  # lets the loop serve others
             if request.behind_max:
-                groups = heapq.nlargest(request.behind_max, groups, key=lambda one: (one.lag, one.dead_letters))
+                groups = heapq.nlargest(request.behind_max, groups, key=lambda row: (row.lag, row.dead_letters))
             causes = [master.causes.of((group.subject, group.group)) for group in groups]
             oldest_ms = await asyncio.to_thread(self._timestamps, [group.oldest_offset for group in groups])
         except CorruptFrame as problem:

@@ -358,7 +358,7 @@ class Backlogs:
 
     def ages_ms(self, now_ms: int) -> dict[Key, int]:
         """Return the ages of the oldest messages not acked: the highest ages, and those always shown."""
-        found = nsmallest(AGES_MAX, self._oldest.items(), key=lambda one: one[1].stored_ms)
+        found = nsmallest(AGES_MAX, self._oldest.items(), key=lambda item: item[1].stored_ms)
         found += [entry for entry in self._oldest.items() if self._is_always(entry[0][0])]
         return {key: max(0, now_ms - oldest.stored_ms) for key, oldest in found}
 

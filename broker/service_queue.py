@@ -126,11 +126,11 @@ class Rates:
     def limit(self, limits: dict[Key, OperatorLimits], now_ms: int) -> None:
         """Replace all limits; the bucket of an unchanged rate stays."""
         known, self._buckets = self._buckets, {}
-        for key, one in limits.items():
-            if one.per_second:
+        for key, rate in limits.items():
+            if rate.per_second:
                 before = known.get(key)
-                if before is None or before.per_second != one.per_second:
-                    before = _Bucket(one.per_second, now_ms)
+                if before is None or before.per_second != rate.per_second:
+                    before = _Bucket(rate.per_second, now_ms)
                 self._buckets[key] = before
 
     def allows(self, key: Key, now_ms: int) -> int | None:

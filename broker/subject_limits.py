@@ -329,12 +329,12 @@ class SubjectLimits:
             if limits.bytes_max:
                 self._check_room(self._bytes((subject, name), group), limits.bytes_max, "bytes", subject, name)
 
-    def _check_room(self, waiting: int, most: int, what: str, subject: str, name: str) -> None:
+    def _check_room(self, waiting: int, most: int, unit: str, subject: str, name: str) -> None:
         if waiting >= most:
             raise SubjectFull(
-                f"{waiting:,} {what} of {subject} wait for {name} at {self._mastership.group}, and "
-                f"{most:,} may (SetLimits --{what}Max)",
-                f"{what}Max",
+                f"{waiting:,} {unit} of {subject} wait for {name} at {self._mastership.group}, and "
+                f"{most:,} may (SetLimits --{unit}Max)",
+                f"{unit}Max",
                 subject,
             )
 

@@ -85,10 +85,10 @@ class DelayCollector(CopyCollector[DelayMaster]):
         for name, (messages, age_ms) in stats["overdue_groups"].items():
             flights.add_metric([self.group, name], messages)
             flight_age.add_metric([self.group, name], age_ms / 1000)
-        what = f"of the {SUBJECTS_MAX} subjects that wait longest"
-        due = self.gauges("due_subject_messages", f"Messages that are due and not sent, {what}", "subject")
-        age = self.gauges("due_subject_age_seconds", f"For how long the oldest of them is due, {what}", "subject")
-        blocked = self.gauges("blocked_messages", f"Messages that are due and have nowhere to go, {what}", "subject")
+        scope = f"of the {SUBJECTS_MAX} subjects that wait longest"
+        due = self.gauges("due_subject_messages", f"Messages that are due and not sent, {scope}", "subject")
+        age = self.gauges("due_subject_age_seconds", f"For how long the oldest of them is due, {scope}", "subject")
+        blocked = self.gauges("blocked_messages", f"Messages that are due and have nowhere to go, {scope}", "subject")
         for name, (messages, age_ms, why) in stats["overdue_subjects"].items():
             due.add_metric([self.group, name], messages)
             age.add_metric([self.group, name], age_ms / 1000)

@@ -271,9 +271,9 @@ def occurrence_id(subject: str, name: str, at_ms: int) -> str:
     return f"{name}@{at}Z.{blake2b(subject.encode(), digest_size=6).hexdigest()}"
 
 
-def _check_length(what: str, text: str, most: int) -> None:
+def _check_length(noun: str, text: str, most: int) -> None:
     if len(text.encode()) > most:
-        raise InvalidRequest(f"{what} {text[:20]!r}… is longer than {most} bytes")
+        raise InvalidRequest(f"{noun} {text[:20]!r}… is longer than {most} bytes")
 
 
 def _with_id(message: bytes, id: str) -> bytes:

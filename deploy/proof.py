@@ -188,9 +188,9 @@ class Tally:
             self._repeated.append((number, at))
         self._deliveries[number] = min(255, self._deliveries[number] + 1)
 
-    def happened(self, group: str, what: str, at: float) -> None:
+    def happened(self, group: str, event: str, at: float) -> None:
         """Record an event at a broker group that may cause redeliveries."""
-        self._events.append((at, group, what))
+        self._events.append((at, group, event))
 
     @property
     def distinct(self) -> int:
@@ -203,7 +203,7 @@ class Tally:
         reasons: Counter[str] = Counter()
         for number, at in self._repeated:
             group = self._groups[self._group_of[number]]
-            before = [(when, what) for when, whose, what in self._events if whose == group and when <= at]
+            before = [(when, event) for when, whose, event in self._events if whose == group and when <= at]
             reasons[f"in flight at the {max(before)[1]}" if before else OTHER] += 1
         return reasons
 

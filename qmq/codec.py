@@ -72,13 +72,13 @@ _names: dict[str, bytes] = {}
 _tags: dict[frozenset[str], TagSection] = {}
 
 
-def _string(what: str, text: str) -> bytes:
+def _string(noun: str, text: str) -> bytes:
     try:
         data = text.encode()
     except UnicodeEncodeError:
-        raise InvalidMessage(f"{what} is not valid Unicode") from None
+        raise InvalidMessage(f"{noun} is not valid Unicode") from None
     if len(data) > VALUE_BYTES_MAX:
-        raise InvalidMessage(f"{what} has {len(data)} bytes, more than {VALUE_BYTES_MAX}")
+        raise InvalidMessage(f"{noun} has {len(data)} bytes, more than {VALUE_BYTES_MAX}")
     return _LENGTHS[len(data)] + data
 
 

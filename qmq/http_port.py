@@ -72,7 +72,7 @@ class Connection(H11Protocol):
         ]
         if not waiting:
             return False
-        oldest = min(waiting, key=lambda one: one._waits_since)
+        oldest = min(waiting, key=lambda request: request._waits_since)
         oldest.connections.discard(oldest)
         oldest.transport.abort()
         return True

@@ -325,17 +325,17 @@ def is_old(row: dict[str, Any]) -> bool:
 def readings(status: list[dict[str, Any]]) -> dict[str, tuple[str, Readings]]:
     """Return the status as gauges: help text and samples of each."""
     found: dict[str, Readings] = {name: [] for name in _GAUGES}
-    for one in status:
-        group = {"broker_group": one["group"]}
-        found["qmq_audit_verified_offset"].append((group, one["verified"]))
-        if one["ageS"] is not None:
-            found["qmq_audit_age_seconds"].append((group, one["ageS"]))
-            found["qmq_audit_verified_timestamp_seconds"].append((group, one["verifiedMs"] / 1000))
-        found["qmq_audit_run_timestamp_seconds"].append((group, one["runMs"] / 1000))
+    for row in status:
+        group = {"broker_group": row["group"]}
+        found["qmq_audit_verified_offset"].append((group, row["verified"]))
+        if row["ageS"] is not None:
+            found["qmq_audit_age_seconds"].append((group, row["ageS"]))
+            found["qmq_audit_verified_timestamp_seconds"].append((group, row["verifiedMs"] / 1000))
+        found["qmq_audit_run_timestamp_seconds"].append((group, row["runMs"] / 1000))
         for verdict in (PROVEN, FINDINGS, NOT_READ):
-            found["qmq_audit_verdict"].append((group | {"verdict": verdict}, int(one["verdict"] == verdict)))
-        found["qmq_audit_unverified_bytes"].append((group, one["unverifiedBytes"]))
-        for kind, number in sorted(one["found"].items()):
+            found["qmq_audit_verdict"].append((group | {"verdict": verdict}, int(row["verdict"] == verdict)))
+        found["qmq_audit_unverified_bytes"].append((group, row["unverifiedBytes"]))
+        for kind, number in sorted(row["found"].items()):
             found["qmq_audit_findings"].append((group | {"kind": kind}, number))
     return {name: (help_text, found[name]) for name, help_text in _GAUGES.items()}
 

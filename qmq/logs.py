@@ -41,7 +41,7 @@ class Bounded(logging.Filter):
 
     def forget(self) -> None:
         """Reset all counts."""
-        self._said: dict[tuple[str, str], float] = {}
+        self._logged: dict[tuple[str, str], float] = {}
         self._causes: dict[tuple[str, int], tuple[float, int, int]] = {}
         """By place: begin of its period, lines since then, dropped lines."""
 
@@ -51,7 +51,7 @@ class Bounded(logging.Filter):
         except Exception:  # a value's __str__ fails: handlers report it, and the logging code sees no error
             return True
         text, now = (record.name, message), record.created
-        if now - self._said.get(text, 0.0) < REPEAT_S:
+        if now - self._logged.get(text, 0.0) < REPEAT_S:
             return False
         cause = record.pathname, record.lineno
         began, lines, left_out = self._causes.get(cause, (now, 0, 0))
@@ -62,10 +62,10 @@ class Bounded(logging.Filter):
             return False
         if left_out:
             record.msg, record.args = f"{message} left_out={left_out}", ()
-        for known in (self._said, self._causes):
+        for known in (self._logged, self._causes):
             if len(known) >= REMEMBERED_MAX:
                 known.clear()
-        self._said[text] = now
+        self._logged[text] = now
         self._causes[cause] = began, lines + 1, 0
         return True
 

@@ -206,9 +206,9 @@ class Message:
         except (ValueError, OverflowError):
             raise self._is_no(name, "a moment in ms since 1970") from None
 
-    def _is_no(self, name: str, what: str) -> InvalidMessage:
+    def _is_no(self, name: str, expected: str) -> InvalidMessage:
         found = repr(self.properties[name])
-        return InvalidMessage(f"property {name!r} of message {self.id} is {found[:100]}, not {what}")
+        return InvalidMessage(f"property {name!r} of message {self.id} is {found[:100]}, not {expected}")
 
     # Large texts.
 

@@ -30,7 +30,7 @@ def plain(value: T) -> T:
     return found  # type: ignore[no-any-return]
 
 
-def plain_text(what: str, value: str) -> str:
+def plain_text(noun: str, value: str) -> str:
     """Return a text as a plain str.
 
     Raises:
@@ -41,5 +41,5 @@ def plain_text(what: str, value: str) -> str:
     if not isinstance(value, str):
         secret = ".get_secret_value()" if hasattr(value, "get_secret_value") else ""
         remedy = f"write {secret} behind it" if secret else "write str() around it if its text is meant"
-        raise InvalidRequest(f"{what} is a str, not {type(value).__name__}: {remedy}")
+        raise InvalidRequest(f"{noun} is a str, not {type(value).__name__}: {remedy}")
     return str.__str__(value)

@@ -14,14 +14,14 @@ BURST_MS = 1_000
 
 
 class NewSubjects:
-    """Bound on the new subjects (or consumer groups, by `what`) of each token's clients: per minute, in a bucket per
+    """Bound on the new subjects (or consumer groups, by `noun`) of each token's clients: per minute, in a bucket per
     token name, and since the process began.
     """
 
-    def __init__(self, per_minute: int, in_all: int, what: str = "subjects") -> None:
+    def __init__(self, per_minute: int, in_all: int, noun: str = "subjects") -> None:
         self._per_minute = per_minute
         self._in_all = in_all
-        self._what = what
+        self._noun = noun
         self._left: dict[str, tuple[float, int]] = {}
         self._made: dict[str, int] = {}
 
@@ -47,12 +47,12 @@ class NewSubjects:
 
     def why_not(self, caller: Caller) -> Overloaded:
         """Return the error that names the bound reached by a token."""
-        who = f"token {caller.name!r} made"
+        maker = f"token {caller.name!r} made"
         if self._made.get(caller.name, 0) >= self._in_all:
             limit = "new_subjects_max"
-            return Overloaded(f"{who} {self._in_all:,} new {self._what} since this process began ({limit})", limit)
+            return Overloaded(f"{maker} {self._in_all:,} new {self._noun} since this process began ({limit})", limit)
         limit = "new_subjects_per_minute"
-        return Overloaded(f"{who} too many new {self._what} within a minute; wait a little ({limit})", limit)
+        return Overloaded(f"{maker} too many new {self._noun} within a minute; wait a little ({limit})", limit)
 
 
 class SentBytes:

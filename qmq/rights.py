@@ -144,7 +144,7 @@ class Caller:
             raise MissingRight(f"token {self.name!r} may not use broker group {group!r}: it is limited to other groups")
 
 
-def check_patterns(what: str, patterns: Iterable[str], *, rights: bool) -> tuple[str, ...]:
+def check_patterns(noun: str, patterns: Iterable[str], *, rights: bool) -> tuple[str, ...]:
     """Return the patterns if each is legal; `rights`: they may begin with `produce:`, `consume:` or `redrive:`.
 
     Raises:
@@ -156,7 +156,7 @@ def check_patterns(what: str, patterns: Iterable[str], *, rights: bool) -> tuple
         name = rest if rights and colon and right in _RIGHTS else pattern
         prefix = name.removesuffix("*")
         if "*" in prefix:
-            raise InvalidName(f"{what} {pattern[:100]!r}: a * stands at the end only")
+            raise InvalidName(f"{noun} {pattern[:100]!r}: a * stands at the end only")
         if prefix or not name:
-            check_name(what, prefix)
+            check_name(noun, prefix)
     return found

@@ -49,11 +49,11 @@ class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio c
         handler = await continuation(details)
         try:
             token = next((value for key, value in details.invocation_metadata if key == TOKEN_KEY), "")
-            who = await self._check(token if isinstance(token, str) else "")
-            who.require_role(*self._needed.get(name, ()))
+            known = await self._check(token if isinstance(token, str) else "")
+            known.require_role(*self._needed.get(name, ()))
         except (AccessError, NotServed) as error:
             return self._refusal(name, error, handler)
-        _caller.set(who)
+        _caller.set(known)
         return handler
 
     def _refusal(self, name: str, error: AccessError | NotServed, handler: Any) -> Any:

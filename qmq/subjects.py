@@ -23,30 +23,30 @@ NAME_BYTES_MAX = 100
 _ILLEGAL = re.compile(r"[\x00-\x1f\x7f/\\\u0085\u2028\u2029]")
 
 
-def check_name(what: str, name: str) -> str:
+def check_name(noun: str, name: str) -> str:
     """Return `name`, a plain str, if it is legal: 1 to 100 bytes of UTF-8, no slash, no control or line-breaking
     character.
 
     Raises:
-        InvalidName: it breaks a rule. `what` names the argument, for instance "subject".
+        InvalidName: it breaks a rule. `noun` names the argument, for instance "subject".
     """
     if not isinstance(name, str):
-        raise InvalidName(f"{what} is a str, not {name!r:.100}: give its text")
+        raise InvalidName(f"{noun} is a str, not {name!r:.100}: give its text")
     name = plain(name)
     if not name:
-        raise InvalidName(f"{what} is empty")
+        raise InvalidName(f"{noun} is empty")
     if len(name) > NAME_BYTES_MAX or len(name.encode("utf-8", "surrogatepass")) > NAME_BYTES_MAX:
-        raise InvalidName(f"{what} {name[:20]!r}… is longer than {NAME_BYTES_MAX} bytes")
+        raise InvalidName(f"{noun} {name[:20]!r}… is longer than {NAME_BYTES_MAX} bytes")
     if illegal := _ILLEGAL.search(name):
         raise InvalidName(
-            f"{what} {name!r} contains {illegal.group()!r}; slashes and control characters are not allowed"
+            f"{noun} {name!r} contains {illegal.group()!r}; slashes and control characters are not allowed"
         )
     if name != name.strip():
-        raise InvalidName(f"{what} {name!r} begins or ends with white space")
+        raise InvalidName(f"{noun} {name!r} begins or ends with white space")
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise InvalidName(f"{what} {name!r} is not valid Unicode") from None
+        raise InvalidName(f"{noun} {name!r} is not valid Unicode") from None
     return name
 
 

@@ -228,7 +228,7 @@ def _other_metaserver(row: Mapping[str, Any]) -> list[Finding]:
 
 def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
     """Check a broker's ports and metrics; return the findings and its version."""
-    who = f"{row['hostname']}:{row['servePort']} ({row['role'].lower()} of {row['group']})"
+    label = f"{row['hostname']}:{row['servePort']} ({row['role'].lower()} of {row['group']})"
     if not row["controlPort"]:
         return [], ""  # never registered, which the metaserver reports already
     findings = []
@@ -236,19 +236,19 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
         try:
             connect(row["ip"], row[field])
         except Unreachable as error:
-            findings.append(fail("broker ports", f"{who}, {name} port: {error}", FIREWALL))
+            findings.append(fail("broker ports", f"{label}, {name} port: {error}", FIREWALL))
     if not findings:
-        findings.append(ok("broker ports", f"{who}: serve, sync, control and metrics answer"))
+        findings.append(ok("broker ports", f"{label}: serve, sync, control and metrics answer"))
     try:
         page = read_page(Address(row["ip"], row["metricsPort"]), "/metrics", token)
     except Unreachable:
         return findings, ""  # reported as a port finding already
-    clock = [judge_clock(who, page.clock)] if page.clock else []
+    clock = [judge_clock(label, page.clock)] if page.clock else []
     if page.status != 200:
         do = "use a token that may read its metrics"
-        return [*findings, *clock, warn("disks", f"{who} does not show its metrics: {page.status}", do)], ""
-    judged = judge_broker(who, row["role"], parse_metrics(page.text))
-    causes, limits = judge_causes(who, page.text), judge_limits(who, page.text)
+        return [*findings, *clock, warn("disks", f"{label} does not show its metrics: {page.status}", do)], ""
+    judged = judge_broker(label, row["role"], parse_metrics(page.text))
+    causes, limits = judge_causes(label, page.text), judge_limits(label, page.text)
     return [*findings, *clock, *judged, *causes, *limits], read_version(page.text)
 
 
@@ -265,7 +265,7 @@ def _states(token: str, row: Mapping[str, Any]) -> list[Finding]:
 def _versions(metaservers: Iterable[Mapping[str, Any]], brokers: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     versions = {f"metaserver {row['http']}": row.get("version") for row in metaservers if row["up"]}
     versions |= {f"broker {row['hostname']}:{row['servePort']}": row.get("version") for row in brokers if row["up"]}
-    return {who: version for who, version in versions.items() if version}
+    return {label: version for label, version in versions.items() if version}
 
 
 def _is_loopback(host: str) -> bool:

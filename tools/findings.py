@@ -81,26 +81,26 @@ def read_clock(date_ms: int, *, sent_ms: int, received_ms: int) -> ClockReading:
     return ClockReading(date_ms + 500 - middle_ms, 500 + (received_ms - sent_ms) // 2)
 
 
-def judge_clock(who: str, clock: ClockReading) -> Finding:
+def judge_clock(process: str, clock: ClockReading) -> Finding:
     off_ms = max(abs(clock.ahead_ms) - clock.uncertain_ms, 0)
     direction = "ahead of" if clock.ahead_ms > 0 else "behind"
     if off_ms < CLOCK_WARN_MS:
         most_s = (off_ms + 2 * clock.uncertain_ms) / 1000
-        return ok("clocks", f"{who} differs from this machine by less than {most_s:.1f} s")
+        return ok("clocks", f"{process} differs from this machine by less than {most_s:.1f} s")
     judge = fail if off_ms >= CLOCK_FAIL_MS else warn
-    found = f"{who} is about {off_ms / 1000:,.0f} s {direction} this machine"
+    found = f"{process} is about {off_ms / 1000:,.0f} s {direction} this machine"
     return judge("clocks", found, "run a time service (chrony, systemd-timesyncd) on both; timedatectl shows its state")
 
 
 def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
     """Compare the versions of processes, by name; processes without a version are skipped."""
     by_version: dict[str, list[str]] = {}
-    for who, version in versions.items():
-        by_version.setdefault(version, []).append(who)
+    for process, version in versions.items():
+        by_version.setdefault(version, []).append(process)
     if len(by_version) == 1:
         yield ok("versions", f"all run {next(iter(by_version))}")
     elif by_version:
-        found = "; ".join(f"{version}: {', '.join(who)}" for version, who in sorted(by_version.items()))
+        found = "; ".join(f"{version}: {', '.join(process)}" for version, process in sorted(by_version.items()))
         yield warn("versions", found, "finish the upgrade: different versions are meant to meet only while it lasts")
 
 
@@ -141,7 +141,7 @@ def silent_brokers(facts: Mapping[str, Any]) -> set[tuple[str, int]]:
 TRANSITIONS_SHOWN = 5
 
 
-def judge_states(who: str, machine: Mapping[str, Any]) -> Finding:
+def judge_states(process: str, machine: Mapping[str, Any]) -> Finding:
     """Show one state machine of a broker and its last transitions, the newest last."""
     moves = [
         f"{move['event']} -> {move['after']}" + ("" if (ago := move["secondsAgo"]) is None else f" {ago:,.1f} s ago")
@@ -150,20 +150,20 @@ def judge_states(who: str, machine: Mapping[str, Any]) -> Finding:
     found = ", ".join([machine["state"], *moves])
     if machine["illegal"]:
         do = "a defect of ours: keep its log file, and report it; its part began anew"
-        return fail(f"states of {who}", f"{machine['about']}: {machine['illegal']} illegal moves; {found}", do)
-    return ok(f"states of {who}: {machine['about']}", found)
+        return fail(f"states of {process}", f"{machine['about']}: {machine['illegal']} illegal moves; {found}", do)
+    return ok(f"states of {process}: {machine['about']}", found)
 
 
 def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
     """Judge one group of ReplicaStatus: terms of its brokers, and whether the slave is in sync."""
     name, term = group["brokerGroup"], group["term"]
     for replica in group["replicas"]:
-        who = f"{replica['hostname']}:{replica['servePort']} ({replica['role'].lower()} of {name})"
+        process = f"{replica['hostname']}:{replica['servePort']} ({replica['role'].lower()} of {name})"
         if replica["reachable"] and replica["term"] != term:
-            found = f"{who} is in term {replica['term']}, the metaserver in term {term}"
+            found = f"{process} is in term {replica['term']}, the metaserver in term {term}"
             yield fail("terms", found, "its log has the reason; maybe it reaches no metaserver")
         elif replica["reachable"]:
-            yield ok("terms", f"{who} is in term {term}")
+            yield ok("terms", f"{process} is in term {term}")
     equal, lag = group["equal"], group["lagBytes"]
     if equal is False:
         yield fail("copies", f"the logs of {name} differ", "stop producing, run the audit, keep both disks")
@@ -173,51 +173,51 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
         yield ok("copies", f"the slave of {name} is in sync")
 
 
-def _judge_clocks(who: str, prefix: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
+def _judge_clocks(process: str, prefix: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
     off_s = metrics.get("qmq_delayserver_clock_difference_seconds", 0.0)
     if abs(off_s) > CLOCK_OFF_S_MAX:
         found = (
-            f"the clock of {who} is wrong by {off_s:.1f} s; messages come due by the other copy's and the metaserver's"
+            f"the clock of {process} is wrong by {off_s:.1f} s; "
+            "messages come due by the other copy's and the metaserver's"
         )
         yield warn("clocks", found, "set it right, and run a time service (chrony, systemd-timesyncd) on all machines")
     if (compared := int(metrics.get("qmq_delayserver_clocks", 3))) < 3:
-        found = f"{who} compares {compared} of 3 clocks (its own, the other copy's, the metaserver's)"
+        found = f"{process} compares {compared} of 3 clocks (its own, the other copy's, the metaserver's)"
         yield warn("clocks", found, "a wrong clock is found only with all three; check that slave and metaserver run")
     if metrics.get(f"{prefix}_clocks_disagree"):
-        found = f"the clock of {who} differs from that of the other copy or of the metaserver: nothing is deleted"
+        found = f"the clock of {process} differs from that of the other copy or of the metaserver: nothing is deleted"
         do = f"{prefix}_clock_ahead_seconds shows by how much; run a time service (chrony, systemd-timesyncd) on all"
         yield fail("clocks", found, do)
     if clients := int(metrics.get(f"{prefix}_client_clocks_off", 0)):
-        found = f"{who} and {clients} {'client' if clients == 1 else 'clients'} differ about what time it is"
+        found = f"{process} and {clients} {'client' if clients == 1 else 'clients'} differ about what time it is"
         yield warn(
             "clocks", found, "delayed messages of these clients are off by that; the log names them; run NTP there"
         )
 
 
-def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
+def judge_broker(process: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
     """Judge the metrics of a broker or delay server: role, disk, and clock of due times."""
     prefix = "qmq_delayserver" if role.startswith("DELAY_") else "qmq_broker"
     is_master = metrics.get(f"{prefix}_is_master")
     if is_master is not None and bool(is_master) != (role in ("MASTER", "DELAY_MASTER")):
-        found = f"{who} acts as {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
+        found = f"{process} acts as {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
         yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
     if refused := int(metrics.get(f"{prefix}_refused_routes", 0)):
-        found = f"{who} is refused the routes of {refused} subjects; what is due for these waits"
+        found = f"{process} is refused the routes of {refused} subjects; what is due for these waits"
         yield warn("routes", found, "the metaserver's check `routes`, and blocked_messages of its metrics, show why")
-    yield from _judge_clocks(who, prefix, metrics)
+    yield from _judge_clocks(process, prefix, metrics)
     if (age_s := metrics.get("qmq_delayserver_due_age_seconds", 0.0)) > DUE_AGE_S_MAX:
-        found = (
-            f"{who} has {int(metrics.get('qmq_delayserver_due_messages', 0)):,} messages due, one for {age_s:,.0f} s"
-        )
+        due = int(metrics.get("qmq_delayserver_due_messages", 0))
+        found = f"{process} has {due:,} messages due, one for {age_s:,.0f} s"
         yield warn("delays", found, "DelayStats names the subjects and why they wait")
     held = metrics.get("qmq_broker_held_bytes", 0)
     if held:
-        found = f"{who} keeps {size(held)} past retention: a consumer group has not consumed it"
+        found = f"{process} keeps {size(held)} past retention: a consumer group has not consumed it"
         yield warn("retention", found, "qmq_broker_held_bytes names it: let it consume, or move it with ResetOffset")
     free, limit = metrics.get(f"{prefix}_disk_free_bytes"), metrics.get(f"{prefix}_disk_free_limit_bytes", 0)
     if free is None:
         return
-    found = f"{who} has {size(free)} free; it stops taking messages below {size(limit)}"
+    found = f"{process} has {size(free)} free; it stops taking messages below {size(limit)}"
     if free < limit:
         yield fail("disks", found, "make room or shorten retention_hours: the group is readonly")
     elif free < 2 * limit:
@@ -237,29 +237,29 @@ def read_version(text: str) -> str:
     return found[1] if found else ""
 
 
-def judge_causes(who: str, text: str) -> Iterator[Finding]:
+def judge_causes(process: str, text: str) -> Iterator[Finding]:
     """Yield one finding for each cause that stops or slows consumer groups, from a broker's metrics."""
     slowed: dict[str, list[str]] = {}
     for labels in map(dict, map(_LABEL.findall, _GROUP_CAUSE.findall(text))):
         slowed.setdefault(labels["cause"], []).append(f"{labels['consumer_group']} of {labels['subject']}")
     for cause, groups in slowed.items():
         if cause in GROUP_CAUSES:
-            yield warn("consumer groups", f"{who} delivers less to {_first(groups)}: {cause}", GROUP_CAUSES[cause])
+            yield warn("consumer groups", f"{process} delivers less to {_first(groups)}: {cause}", GROUP_CAUSES[cause])
         else:
-            yield ok("consumer groups", f"{who} has messages that wait for {_first(groups)}: {cause}")
+            yield ok("consumer groups", f"{process} has messages that wait for {_first(groups)}: {cause}")
 
 
-def judge_limits(who: str, text: str) -> Iterator[Finding]:
+def judge_limits(process: str, text: str) -> Iterator[Finding]:
     """Yield the settings that stopped or refused clients lately, from the metrics of a broker or delay server."""
     full: dict[str, list[str]] = {}
     for labels in map(dict, map(_LABEL.findall, _FULL.findall(text))):
         full.setdefault(labels["setting"], []).append(labels["subject"])
     settings = {dict(_LABEL.findall(labels))["setting"] for labels in _LIMITED.findall(text)} - full.keys()
     if settings:
-        found = f"{who} stopped or refused clients within the last minute: {', '.join(sorted(settings))}"
+        found = f"{process} stopped or refused clients within the last minute: {', '.join(sorted(settings))}"
         yield warn("limits", found, "its log names them (limit reached): let them send less, or raise the setting")
     for setting, subjects in full.items():
-        lately = f"{who} refused producers of {_first(subjects)} within the last minute"
+        lately = f"{process} refused producers of {_first(subjects)} within the last minute"
         found = f"{lately}: as much waits for a consumer group as may ({setting})"
         yield warn("limits", found, f"Lag shows the group: let it catch up, or raise SetLimits --{setting}")
 

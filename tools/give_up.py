@@ -46,24 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _give_up(directory: Path, *, accept_loss: bool) -> int:
     disk: Disk = RealDisk(directory) if accept_loss else OverlayDisk(directory)
     log, steps = MessageLog(disk, segment_bytes=SEGMENT_BYTES, tail_bytes=0), 0
-    while (what := plan(log)) is not None:
+    while (loss := plan(log)) is not None:
         steps += 1
-        print("\n".join(_shown(log, what)))
+        print("\n".join(_shown(log, loss)))
         if not accept_loss:
             print("nothing was changed; if no copy of the group has this, add --accept-loss")
             return Exit.REFUSED
-        give_up(log, what)
+        give_up(log, loss)
     print(f"the log is whole from {log.start} to {log.end}" + ("; what went is in quarantine/" if steps else ""))
     return Exit.DONE
 
 
-def _shown(log: MessageLog, what: GivingUp) -> Iterator[str]:
-    yield from (f"damaged: {problem}" for problem in what.problems)
-    goes = f"from {what.cut} on" if what.cut is not None else f"from {log.start} to {what.start}"
+def _shown(log: MessageLog, loss: GivingUp) -> Iterator[str]:
+    yield from (f"damaged: {problem}" for problem in loss.problems)
+    goes = f"from {loss.cut} on" if loss.cut is not None else f"from {log.start} to {loss.start}"
     yield f"goes to quarantine: the log {goes}"
-    for subject, (begin, end) in what.subjects.items():
+    for subject, (begin, end) in loss.subjects.items():
         yield f"  {subject}: sequences {begin} to {end - 1}"
-    for (subject, group), count in what.unconsumed.items():
+    for (subject, group), count in loss.unconsumed.items():
         yield f"  not consumed by {group}: {count} messages of {subject}"
 
 

@@ -106,9 +106,9 @@ def _shown(found: Mapping[str, Any], subjects_max: int) -> Iterator[Block]:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    log, who = found["log"], f"{found['hostname']}:{found['servePort']}" if found["hostname"] else "never had a part"
+    log, owner = found["log"], f"{found['hostname']}:{found['servePort']}" if found["hostname"] else "never had a part"
     yield "directory", found["directory"]
-    yield "broker", f"{who}, {found['role'] or 'no role'} of {found['group'] or 'no group'}"
+    yield "broker", f"{owner}, {found['role'] or 'no role'} of {found['group'] or 'no group'}"
     yield "incarnation", found["incarnation"] or "-"
     yield "newest epoch", f"{found['term']}.{found['boot']}"
     yield "log", f"[{log['begin']}, {log['end']}) in {log['segments']} segments, chain {log['chain']}"

@@ -50,8 +50,8 @@ def show(rows: Rows) -> Iterable[str]:
     for row in rows:
         at = datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(" ", "milliseconds")[:23]
         place = f"{row['broker_group'] or 'log'}@{row['offset']}"
-        who = " ".join(name for name in (row["consumer_group"], row["consumer"]) if name)
-        parts = [row["what"], who, row["text"], f"now {row['state']}" if row["state"] else ""]
+        consumer = " ".join(name for name in (row["consumer_group"], row["consumer"]) if name)
+        parts = [row["what"], consumer, row["text"], f"now {row['state']}" if row["state"] else ""]
         yield f"{at}  {place:<16} {row['subject']} {row['sequence']}  " + "  ".join(text for text in parts if text)
 
 

@@ -290,9 +290,9 @@ def _copies(history: History, logs: Logs) -> Iterator[Finding]:
         for other in others:
             begin = max(first.start, other.start)
             frames = ([frame for frame in copy.frames if frame.offset >= begin] for copy in (first, other))
-            for one, two in zip(*frames, strict=False):
-                if one != two:
-                    yield Finding("copies-differ", f"{group}: at offset {one.offset}: {one} and {two}")
+            for left, right in zip(*frames, strict=False):
+                if left != right:
+                    yield Finding("copies-differ", f"{group}: at offset {left.offset}: {left} and {right}")
                     break
             if (first.end, first.chain) != (other.end, other.chain):
                 yield Finding("copies-differ", f"{group}: one copy ends at {first.end}, another at {other.end}")

@@ -71,8 +71,8 @@ def set_draining(directory: Directory, routes: Routes, group: str, *, draining: 
     alike = directory.groups_of(known.kind)
     others = [name for name, other in alike.items() if name != group and other.master and not other.draining]
     if draining and not others:
-        what = "delayed messages" if known.kind == DELAY else "messages"
-        refusals.append(f"no other group would be left to take {what}: {group} is the only one that is not drained")
+        noun = "delayed messages" if known.kind == DELAY else "messages"
+        refusals.append(f"no other group would be left to take {noun}: {group} is the only one that is not drained")
     change = SetGroupState(group, draining=draining)
     changes = (
         (DecidedOn(directory.version), change) if draining else (change,)

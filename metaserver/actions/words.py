@@ -65,13 +65,13 @@ def read_words(action: Action, given: Mapping[str, str]) -> Words:
     return Words(values, frozenset(name for name, text in given.items() if text))
 
 
-def unknown_word(what: str, word: str, known: Iterable[str]) -> str:
+def unknown_word(noun: str, word: str, known: Iterable[str]) -> str:
     """Return the error text for an unknown word, with the nearest known one."""
     names = list(known)
     folded = {name.lower(): name for name in names}
     near = difflib.get_close_matches(word[:100].lower(), folded, n=1)
     hint = f"did you mean {folded[near[0]]}?" if near else f"known are {', '.join(names)}"
-    return f"{word[:100]!r} is no {what}; {hint}"
+    return f"{word[:100]!r} is no {noun}; {hint}"
 
 
 def split_names(text: str) -> list[str]:
@@ -118,9 +118,9 @@ def _check(parameter: Parameter, text: str) -> str:
 
 def _check_number(parameter: Parameter, text: str) -> None:
     least, most = (1, 65535) if parameter.kind is Kind.PORT else (parameter.least, parameter.most)
-    what = "port" if parameter.kind is Kind.PORT else "number"
+    noun = "port" if parameter.kind is Kind.PORT else "number"
     if not text.isascii() or not text.isdigit() or len(text) > NUMBER_DIGITS_MAX or not least <= int(text) <= most:
-        raise InvalidRequest(f"{parameter.name} {text[:20]!r} is no {what}; it is a number from {least} to {most}")
+        raise InvalidRequest(f"{parameter.name} {text[:20]!r} is no {noun}; it is a number from {least} to {most}")
 
 
 def _check_json(name: str, text: str) -> None:

@@ -201,11 +201,11 @@ def name_of(claims: Mapping[str, Any], claim: str) -> str:
     return PREFIX + re.sub(r"[^\w.@+-]", "_", str(text))[:NAME_CHARS_MAX]
 
 
-async def _fetch(what: str | urllib.request.Request) -> Any:
+async def _fetch(request: str | urllib.request.Request) -> Any:
     """Read a JSON object; raises NotServed."""
-    address = what if isinstance(what, str) else what.full_url
+    address = request if isinstance(request, str) else request.full_url
     try:
-        answer = await asyncio.get_running_loop().run_in_executor(_THREADS, _read, what)
+        answer = await asyncio.get_running_loop().run_in_executor(_THREADS, _read, request)
     except urllib.error.HTTPError as error:
         raise NotServed(f"the provider answered {error.code} at {address}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -215,6 +215,6 @@ async def _fetch(what: str | urllib.request.Request) -> Any:
     return answer
 
 
-def _read(what: str | urllib.request.Request) -> Any:
-    with urllib.request.urlopen(what, timeout=ANSWER_S) as answer:
+def _read(request: str | urllib.request.Request) -> Any:
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         return json.loads(answer.read(ANSWER_BYTES_MAX))

@@ -64,11 +64,11 @@ class Sessions:
     def begin_without_token(self, caller: Caller, *, now_ms: int) -> str:
         """Log in a person from an OpenID provider; return the cookie."""
         caller.require_role(TokenRole.VIEWER)
-        who = base64.urlsafe_b64encode(json.dumps([caller.name, caller.role], ensure_ascii=False).encode()).decode()
-        return self._cookie(f"{_PERSON}{who}", now_ms)
+        person = base64.urlsafe_b64encode(json.dumps([caller.name, caller.role], ensure_ascii=False).encode()).decode()
+        return self._cookie(f"{_PERSON}{person}", now_ms)
 
-    def _cookie(self, who: str, now_ms: int) -> str:
-        text = f"{who}.{now_ms + LASTS_MS}.{self._random_bytes(_NONCE_BYTES).hex()}"
+    def _cookie(self, person: str, now_ms: int) -> str:
+        text = f"{person}.{now_ms + LASTS_MS}.{self._random_bytes(_NONCE_BYTES).hex()}"
         return f"{text}.{_mac(self._keys[0], text)}"
 
     def end(self, cookie: str, *, now_ms: int) -> None:

@@ -122,14 +122,14 @@ class Swaps:
         slave = self._target(group, to)
         for broker in (group.master, slave):
             state = self._registry.state(broker)
-            who = f"{broker.key} ({broker.part.name} of {name})"
+            label = f"{broker.key} ({broker.part.name} of {name})"
             if state is None:
-                raise OperatorError(f"{who} is down; start it, or {_without(group, broker)}")
+                raise OperatorError(f"{label} is down; start it, or {_without(group, broker)}")
             if state.term > group.term:
                 old = self._registry.old_row(name)
-                raise OperatorError(f"{name}: {old.found if old else who}; {old.remedy if old else 'repeat soon'}")
+                raise OperatorError(f"{name}: {old.found if old else label}; {old.remedy if old else 'repeat soon'}")
             if (state.role, state.term) != (broker.role, group.term):
-                raise OperatorError(f"{who} has not begun its role in term {group.term} yet; repeat soon")
+                raise OperatorError(f"{label} has not begun its role in term {group.term} yet; repeat soon")
         rules.check_clock(group, slave, self._registry.state(slave))
         return group, slave
 

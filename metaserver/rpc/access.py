@@ -54,15 +54,15 @@ class Refusals:
         self._metrics = metrics
         self._logged: set[tuple[str, str]] = set()
 
-    def note(self, what: str, peer: str, reason: str) -> None:
-        """Record a refusal. `what`: the method or address; `peer`: the host without its port."""
+    def note(self, call: str, peer: str, reason: str) -> None:
+        """Record a refusal. `call`: the method or address; `peer`: the host without its port."""
         self._metrics.refused_tokens.inc()
         if (peer, reason) in self._logged:
             return
         if len(self._logged) >= REMEMBERED_MAX:
             self._logged.clear()
         self._logged.add((peer, reason))
-        log.warning("refused at=%.100s peer=%s: %s", what, peer, reason)
+        log.warning("refused at=%.100s peer=%s: %s", call, peer, reason)
 
 
 class Visits:

@@ -271,17 +271,17 @@ class MetaserverRpc(BrokerRpc, MetaserverServicer):  # type: ignore[misc]
     async def CheckToken(self, request: pb.TokenQuestion, context: Any) -> pb.TokenAnswer:
         now_ms = wall_ms()
         try:
-            who, expires_ms = self._access.look_up(request.token, now_ms=now_ms)
+            holder, expires_ms = self._access.look_up(request.token, now_ms=now_ms)
         except AccessError as error:
             lost = self._database.set_aside_because if isinstance(error, UnknownToken) else ""
             await context.abort(grpc.StatusCode.UNAVAILABLE if lost else grpc.StatusCode.NOT_FOUND, lost or str(error))
             raise  # abort has raised already
         left_ms = expires_ms - now_ms if expires_ms else 0
         return pb.TokenAnswer(
-            name=who.name,
-            role=who.role,
-            subjects=who.scope.subjects,
-            groups=who.scope.groups,
+            name=holder.name,
+            role=holder.role,
+            subjects=holder.scope.subjects,
+            groups=holder.scope.groups,
             valid_ms=min(ANSWER_VALID_MS, left_ms) if expires_ms else ANSWER_VALID_MS,
             expires_in_ms=left_ms,
         )

@@ -241,9 +241,9 @@ def _check(connection: Connection, known: list[str], newest: str) -> str | None:
 def _check_unfinished(connection: Connection, present: str | None) -> None:
     row = connection.execute(select(_unfinished)).first()
     if row is None or row.leads_to != present:
-        what = f"from {row.begun_at} to {row.leads_to}" if row else "of this database"
+        span = f"from {row.begun_at} to {row.leads_to}" if row else "of this database"
         raise DatabaseUnusable(
-            f"a migration {what} stopped half way, and this kind of database cannot undo it. Restore the copy that was "
+            f"a migration {span} stopped half way, and this kind of database cannot undo it. Restore the copy that was "
             "made before (if the database was empty, drop it and create it again), then start again"
         )
     _unfinished.drop(connection)  # only this step was missing

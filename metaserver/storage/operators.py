@@ -52,8 +52,8 @@ def load_offline(connection: Connection) -> frozenset[Offline]:
 
 
 def set_offline(connection: Connection, offline: Offline) -> None:
-    for what, value in zip(("subject", "consumer group", "client id"), offline, strict=True):
-        _check_star(what, value)
+    for noun, value in zip(("subject", "consumer group", "client id"), offline, strict=True):
+        _check_star(noun, value)
     values = {
         "subject_info": offline.subject,
         "consumer_group": offline.group,
@@ -152,9 +152,9 @@ def remove_data_source(connection: Connection, url: str) -> None:
         raise NotThere(f"there is no data source {url}")
 
 
-def _check_star(what: str, name: str) -> None:
+def _check_star(noun: str, name: str) -> None:
     if name != ALL_SUBJECTS:
-        check_name(what, name)
+        check_name(noun, name)
 
 
 def _is_mark(mark: ReadonlyMark) -> ColumnElement[bool]:

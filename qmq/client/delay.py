@@ -185,9 +185,9 @@ def schedule_request(message: Message, *, name: str, cron: str, timezone: str, o
     Raises:
         InvalidRequest, InvalidName, InvalidMessage: an argument or the message is not valid.
     """
-    for what, text in (("name", name), ("cron", cron), ("timezone", timezone), ("owner", owner)):
+    for noun, text in (("name", name), ("cron", cron), ("timezone", timezone), ("owner", owner)):
         if not isinstance(text, str) or not text:
-            raise InvalidRequest(f"{what} of a recurring schedule is a str that is not empty, not {text!r:.50}")
+            raise InvalidRequest(f"{noun} of a recurring schedule is a str that is not empty, not {text!r:.50}")
     name, cron, timezone, owner = map(plain, (name, cron, timezone, owner))
     if message.id is not None:
         raise InvalidMessage(

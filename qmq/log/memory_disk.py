@@ -368,18 +368,18 @@ class MemorySystem(System):
         self.entries = {path: copied(inode) for path, inode in other.entries.items()}
         self._durable = {path: copied(inode) for path, inode in other._durable.items()}
         self._changes = [
-            tuple((path, what if what is GONE else copied(what)) for path, what in change)  # type: ignore[arg-type]
+            tuple((path, content if content is GONE else copied(content)) for path, content in change)  # type: ignore[arg-type]
             for change in other._changes
         ]
         self._open.clear()
 
 
 def _name(entries: dict[str, Entry], change: Change) -> None:
-    for path, what in change:
-        if isinstance(what, bool):
+    for path, content in change:
+        if isinstance(content, bool):
             entries.pop(path, None)
         else:
-            entries[path] = what
+            entries[path] = content
 
 
 def _parent(path: str) -> str:

@@ -148,13 +148,13 @@ def plan(log: MessageLog) -> GivingUp | None:
     return GivingUp(start, None, list(problems.values()), *_lost(log, start))
 
 
-def give_up(log: MessageLog, what: GivingUp) -> None:
+def give_up(log: MessageLog, loss: GivingUp) -> None:
     """Move the part to quarantine. After a crash in between, `plan` returns the rest."""
-    if what.cut is not None:
-        log.cut(what.cut, WHY)
-    elif what.start not in log.bases:
+    if loss.cut is not None:
+        log.cut(loss.cut, WHY)
+    elif loss.start not in log.bases:
         log.set_aside(WHY)
-    while what.start in log.bases and log.start < what.start:
+    while loss.start in log.bases and log.start < loss.start:
         log.set_aside_oldest_segment(WHY)
         log.flush()
 

@@ -248,7 +248,7 @@ class Requeued:
 
     def before(self, end: int, most: int) -> list[RequeuedRange]:
         """Return up to `most` ranges before `end`, due or not, in order."""
-        below = takewhile(lambda one: one.first < end, self._ranges)
+        below = takewhile(lambda run: run.first < end, self._ranges)
         return [span.part(0, end) for span in islice(below, most)]
 
     def messages_before(self, end: int) -> int:

@@ -61,14 +61,14 @@ def report(disk: Disk, *, verify: bool = False, above: int | None = None) -> dic
         raise NoCopy("it has neither broker.json nor log/: this is no data directory of a broker or delay server")
     troubles = [*_damaged_files(disk)]
     listed = _manifest(disk, troubles)
-    who = _identity(disk)
+    stored = _identity(disk)
     memory = PointFile(disk)
     log = MessageLog(disk, segment_bytes=1 << 30, tail_bytes=0)
     state = log.state
-    troubles += _troubles(log, memory, who)
+    troubles += _troubles(log, memory, stored)
     troubles += _unreadable(log) if verify else ()
     return {
-        **_who(who),
+        **_owner(stored),
         "epochs": [
             {"term": e.epoch.term, "boot": e.epoch.boot, "offset": e.offset, **_begun(log, e.offset)}
             for e in state.epochs[-EPOCHS_MAX:]
@@ -99,8 +99,8 @@ def _damaged_files(disk: Disk) -> Iterator[Trouble]:
         try:
             decode_checked(disk.read(name, 0, disk.size(name)))
         except ValueError as error:
-            what = "it does not start" if name == identity.NAME else "what it remembered is lost"
-            yield Trouble("file_damaged", f"{name} is damaged ({error}): {what}")
+            effect = "it does not start" if name == identity.NAME else "what it remembered is lost"
+            yield Trouble("file_damaged", f"{name} is damaged ({error}): {effect}")
 
 
 def _manifest(disk: Disk, troubles: list[Trouble]) -> dict[str, Any]:
@@ -125,24 +125,24 @@ def _identity(disk: Disk) -> Identity:
     return Identity("")
 
 
-def _who(who: Identity) -> dict[str, Any]:
+def _owner(stored: Identity) -> dict[str, Any]:
     role = ""
     with suppress(KeyError, TypeError, ValueError):
-        role = Assignment.from_json(who.assignment).role.name if who.assignment else ""
-    hostname, _, port = who.owner.rpartition(":")
+        role = Assignment.from_json(stored.assignment).role.name if stored.assignment else ""
+    hostname, _, port = stored.owner.rpartition(":")
     return {
-        "group": who.group,
+        "group": stored.group,
         "hostname": hostname,
         "servePort": int(port) if port.isdigit() else None,
         "role": role,
-        "incarnation": who.incarnation,
-        "term": who.term,
-        "boot": who.boot,
-        "complete": who.complete,
+        "incarnation": stored.incarnation,
+        "term": stored.term,
+        "boot": stored.boot,
+        "complete": stored.complete,
     }
 
 
-def _troubles(log: MessageLog, memory: PointFile, who: Identity) -> Iterator[Trouble]:
+def _troubles(log: MessageLog, memory: PointFile, stored: Identity) -> Iterator[Trouble]:
     lacks = memory.lacks or (memory.own if memory.own and is_lacking(log, memory.own) else None)
     if lacks is not None:
         yield Trouble("rolled_back", f"it lacks what was acknowledged up to {lacks}: its disk was put back, or forgot")
@@ -151,7 +151,7 @@ def _troubles(log: MessageLog, memory: PointFile, who: Identity) -> Iterator[Tro
         yield Trouble("corrupt", f"no frames at [{damage.begin}, {damage.end}): {damage.reason}")
     if log.is_tail_cut:
         yield Trouble("tail_cut", f"bytes behind {log.end} were cut or set aside, which may have been acknowledged")
-    if not who.complete:
+    if not stored.complete:
         yield Trouble("incomplete", "it never had all that its master had, as far as it wrote down")
     if log.is_empty:
         yield Trouble("empty", "its log holds no frame")

@@ -422,13 +422,13 @@ class Node(Generic[M]):
     def _may_lack(self, point: Point) -> bool:
         return self.identity.value.complete and is_lacking(self.log, point)
 
-    def _note_rolled_back(self, point: Point, who: str) -> None:
+    def _note_rolled_back(self, point: Point, source: str) -> None:
         log.critical(
             "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says %s",
             self.group,
             self.log.end,
             point,
-            who,
+            source,
         )
         self.identity.points.rolled_back(point)
 

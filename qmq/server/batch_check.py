@@ -62,10 +62,10 @@ def _is_usual(data: memoryview, begin: int, end: int) -> bool:
             tags_left, at = data[at], at + 1
             while tags_left:
                 tags_left, at = tags_left - 1, at + 2 + (data[at] << 8 | data[at + 1])
-        says = data[at] << 24 | data[at + 1] << 16 | data[at + 2] << 8 | data[at + 3]
+        stated = data[at] << 24 | data[at + 1] << 16 | data[at + 2] << 8 | data[at + 3]
     except IndexError:
         return False
-    return at + 4 + says == end <= begin + VALUE_BYTES_MAX
+    return at + 4 + stated == end <= begin + VALUE_BYTES_MAX
 
 
 def _fault(message: bytes) -> str | None:
@@ -91,8 +91,8 @@ def _long_string(message: bytes, at: int) -> str | None:
         if is_name:
             name = str(message[at + 2 : at + 2 + min(length, 50)], "utf-8", "replace")
         if length > VALUE_BYTES_MAX:
-            what = "the name" if is_name else "the value"
-            return f"{what} of property {name!r} has {length} bytes, more than {VALUE_BYTES_MAX}"
+            place = "the name" if is_name else "the value"
+            return f"{place} of property {name!r} has {length} bytes, more than {VALUE_BYTES_MAX}"
         at += 2 + length
         is_name = not is_name
     return None

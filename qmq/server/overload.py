@@ -95,13 +95,13 @@ class _Recent(Generic[K]):
     def __len__(self) -> int:
         return len(self._now) + len(self._before)
 
-    def add(self, who: K) -> None:
-        self._before.discard(who)
-        self._now.add(who)
+    def add(self, key: K) -> None:
+        self._before.discard(key)
+        self._now.add(key)
 
-    def discard(self, who: K) -> None:
-        self._before.discard(who)
-        self._now.discard(who)
+    def discard(self, key: K) -> None:
+        self._before.discard(key)
+        self._now.discard(key)
 
     def begin_period(self, late_ms: int) -> None:
         """Begin the next one, `late_ms` after the last one's end; all is forgotten if that is as long."""

@@ -78,7 +78,7 @@ class Condition:
 
     subject: str
     group: str
-    what: str
+    text: str
     is_met: Callable[[GroupProgress], bool]
     skip_delays: bool = False
     """Whether the clock may advance to the next retry when only delayed messages are left."""
@@ -97,5 +97,5 @@ def delayed(subject: str, group: str, messages: int) -> Condition:
 
 
 def subscribed(subject: str, group: str, consumers: int) -> Condition:
-    what = f"{consumers} consumers subscribed"
-    return Condition(subject, group, what, lambda found: found.is_known and found.consumers >= consumers)
+    text = f"{consumers} consumers subscribed"
+    return Condition(subject, group, text, lambda found: found.is_known and found.consumers >= consumers)

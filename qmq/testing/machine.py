@@ -191,7 +191,7 @@ class Machine:
         if condition in self._conditions:
             self._conditions.remove(condition)
         found = self.progress_of(condition.subject, condition.group).text(self._clock.now_ms())
-        return f"not {condition.what} within {timeout} s; {found}"
+        return f"not {condition.text} within {timeout} s; {found}"
 
     def _happened(self) -> None:
         """Check the conditions soon, once for all events of this turn of the loop."""

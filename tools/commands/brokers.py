@@ -74,11 +74,11 @@ def _copies(data: Any) -> Iterable[Block]:
 
 
 def _fill_ordered(data: Any) -> Iterable[Block]:
-    who = f"{data['hostname']}:{data['servePort']} of {data['group']}"
+    broker = f"{data['hostname']}:{data['servePort']} of {data['group']}"
     if data["filling"] == "allowed":
-        yield good(f"{who} is filled; ReplicaStatus shows its progress")
+        yield good(f"{broker} is filled; ReplicaStatus shows its progress")
     else:
-        yield good(f"{who} is not filled until SyncReplica; it keeps its data")
+        yield good(f"{broker} is not filled until SyncReplica; it keeps its data")
 
 
 def _quarantine(data: Any) -> Iterable[Block]:
@@ -90,12 +90,12 @@ def _quarantine(data: Any) -> Iterable[Block]:
         Column("WHY", "why", fold=20),
     )
     for copy in data["brokers"]:
-        who = f"{copy['hostname']}:{copy['servePort']}"
-        if why := data["unasked"].get(who):
-            yield warning(f"{who}: not asked, {why}")
+        broker = f"{copy['hostname']}:{copy['servePort']}"
+        if why := data["unasked"].get(broker):
+            yield warning(f"{broker}: not asked, {why}")
             continue
-        title = f"\n{who}: {copy['bytes']:,} of at most {copy['bytesMax']:,} bytes"
-        yield Table(columns, copy["parts"], title=title, empty=f"{who} keeps nothing")
+        title = f"\n{broker}: {copy['bytes']:,} of at most {copy['bytesMax']:,} bytes"
+        yield Table(columns, copy["parts"], title=title, empty=f"{broker} keeps nothing")
     if any(part["evidence"] for copy in data["brokers"] for part in copy["parts"]):
         yield "evidence may be the last copy of acknowledged messages: it is cleared by name only"
 

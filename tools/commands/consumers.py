@@ -100,8 +100,8 @@ def _position_is_named_once(words: Mapping[str, str]) -> str:
 
 
 def _switched(data: Any) -> Iterable[Block]:
-    who = f"{data['clientId']} of {data['consumerGroup']} at {data['subject']}"
-    yield good(f"{who} is {data['state']}" if data["rules"] else f"{who} was {data['state']} already")
+    consumer = f"{data['clientId']} of {data['consumerGroup']} at {data['subject']}"
+    yield good(f"{consumer} is {data['state']}" if data["rules"] else f"{consumer} was {data['state']} already")
 
 
 def _offline(rows: Any) -> Table:

@@ -274,8 +274,8 @@ _FATES = {"cancelled": good("cancelled"), "sent": bad("was sent already"), "unkn
 
 def _cancelled(data: Any) -> Iterable[Block]:
     rows = [
-        {"what": what, "name": name, "fate": fate}
-        for what, fates in (("id", data["ids"]), ("key", data["keys"]))
+        {"what": kind, "name": name, "fate": fate}
+        for kind, fates in (("id", data["ids"]), ("key", data["keys"]))
         for name, fate in fates.items()
     ]
     yield Table((Column("", "what"), Column("MESSAGE", "name", fold=16), Column("BECAME", _fate)), rows)

@@ -200,6 +200,6 @@ def _metadata(session: Session) -> tuple[tuple[str, str]]:
     return (("x-api-token", session.token),)
 
 
-def _unanswered(error: grpc.aio.AioRpcError, who: str) -> Unanswered:
+def _unanswered(error: grpc.aio.AioRpcError, broker: str) -> Unanswered:
     exit_status = Exit.UNREACHABLE if error.code() in _LATER else Exit.REFUSED
-    return Unanswered(exit_status, f"{who}: {error.details()}")
+    return Unanswered(exit_status, f"{broker}: {error.details()}")

@@ -270,9 +270,9 @@ class _Redrive:
         if len(receipt.moved) > SHOWN_MAX:
             blocks.append(f"and {len(receipt.moved) - SHOWN_MAX:,} more{f': see {out}' if out else ''}")
         unknown = f"may have gone {receipt.goes_to}"
-        for rows, what in ((receipt.unknown, unknown), (receipt.left, "stayed dead letters")):
+        for rows, outcome in ((receipt.unknown, unknown), (receipt.left, "stayed dead letters")):
             if rows:
-                blocks.append(bad(f"{len(rows):,} {what}: {rows[0].get('why') or self._why_left}"))
+                blocks.append(bad(f"{len(rows):,} {outcome}: {rows[0].get('why') or self._why_left}"))
         return blocks + self._warnings()
 
     def _exit(self) -> Exit:
