@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 from qmq.cli import PROGRAMS
 from qmq.tools.call import Exit
-from qmq.tools.completion import completion
 from qmq.tools.files import NoInput
 from qmq.tools.session import CannotAsk, Session
 from qmq.tools.terminal import complain, program
-from qmq.tools.usage import WrongUsage, parse
+from qmq.tools.usage import WrongUsage, completion, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

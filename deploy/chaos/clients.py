@@ -1,4 +1,4 @@
-"""Shell. Processes of producers and consumers: start, kill, pause, leave, restart."""
+"""Shell. Clients of a trial: their workload, the records they write, and their processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,100 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
+from zlib import crc32
 
+import qmq
 from qmq.deploy.chaos.history import History
-from qmq.deploy.chaos.journal import Journal, now
-from qmq.deploy.chaos.records import KILLED, LEFT, OF_CONSUMERS, Gone, Record, Window, records_of
-from qmq.deploy.chaos.workload import CONSUMERS, PRODUCERS
+from qmq.deploy.chaos.records import KILLED, LEFT, OF_CONSUMERS, Gone, Record, Window, line_of, records_of
 from qmq.deploy.processes import ROOT
+
+PLAIN, KEYED = "order.changed", "seat.booked"
+"""Subjects; in the second one, nearly all messages have an order key."""
+TAGS = ["red", "green", "blue"]
+RETRY_DELAY_S = 0.3
+"""After a handler failed."""
+
+
+class Member(NamedTuple):
+    """A consumer's place in a group: a listener with this many handlers; 0: a puller."""
+
+    subject: str
+    group: str
+    concurrency: int
+    tags: list[str]
+
+
+ALL = Member(PLAIN, "all", 1, [])
+SEATS = Member(KEYED, "seats", 16, [])
+RED = Member(PLAIN, "red", 4, ["red"])
+
+CONSUMERS: dict[str, list[Member]] = {
+    "c1": [ALL, SEATS],
+    "c2": [ALL, SEATS._replace(concurrency=1)],
+    "c3": [ALL._replace(concurrency=0), SEATS._replace(concurrency=0)],
+    "c4": [ALL._replace(concurrency=0), RED],
+    "c5": [RED._replace(concurrency=0), SEATS],
+}
+"""Processes and their memberships. Every group has at least two."""
+PRODUCERS = ("p1", "p2", "p3")
+
+FAULTS = (
+    "kill master",
+    "swap roles",
+    "kill slave",
+    "lose the master's disk",
+    "stop master",
+    "kill during a swap",
+    "kill both",
+    "stop slave",
+    "replace broker",
+    "kill master",
+    "swap roles",
+    "kill in any order",
+)
+"""In this order, and again from the beginning, until everything is sent."""
+ROLE_CHANGES = ("swap roles", "kill master")
+"""The faults with more than two copies; each follows the one before at once."""
+
+
+class Journal:
+    """A process' own file of records, without a buffer: a written record survives a kill, as the kernel has it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, *records: Record) -> None:
+        self.write_all(records)
+
+    def write_all(self, records: Iterable[Record]) -> None:
+        data = "".join(map(line_of, records)).encode()
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)
+
+
+def now() -> float:
+    """Microseconds are enough, and short."""
+    return round(time.monotonic(), 6)
+
+
+def content_of(message: qmq.Message) -> int:
+    """Return the checksum of the fields that a consumer must receive unchanged."""
+    fields = str(message["n"]), message["x"], message.order_key, sorted(message.tags), message.retries_max
+    return crc32(repr(fields).encode())
+
 
 SEND_S = 60.0
 """Time that a producer has for the outcome of a message, as long as its group is readonly."""

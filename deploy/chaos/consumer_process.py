@@ -17,7 +17,7 @@ from typing import Any
 import qmq
 from qmq.client.group_session import GroupSession
 from qmq.client.unacked import SentAck
-from qmq.deploy.chaos.journal import Journal, content_of, now
+from qmq.deploy.chaos.clients import RETRY_DELAY_S, Journal, Member, content_of, now
 from qmq.deploy.chaos.records import (
     DEAD,
     DONE,
@@ -33,7 +33,6 @@ from qmq.deploy.chaos.records import (
     Record,
     Stalled,
 )
-from qmq.deploy.chaos.workload import RETRY_DELAY_S, Member
 from qmq.remoting import commands
 
 WATCH_S = 0.05

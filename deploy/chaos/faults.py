@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import shutil
 import signal
+import socket
+import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +21,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qmq.deploy.chaos.records import MARKED, SLAVE_STOPPED, Record, Window
-from qmq.deploy.chaos.sandbox import is_inside
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.plan import HOST, BrokerPlan
 from qmq.deploy.processes import Service, suspend
 from qmq.errors import OperatorError
+
+INSIDE = "QMQ_CHAOS_SANDBOX"
+SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
+INTERFACE = "16sh"
+"""Name and flags of a network device, as the ioctl takes them."""
+
+
+def is_inside() -> bool:
+    return INSIDE in os.environ
+
+
+def enter_sandbox(module: str, arguments: Sequence[str]) -> None:
+    """Run `module` again in network and mount namespaces of its own, so faults there affect no other program.
+
+    Returns if it already runs there, or if the system does not allow it.
+    """
+    if is_inside():
+        _raise_loopback()
+        return
+    command = ["unshare", "--net", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",)), "--"]
+    if shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
+        environ = os.environ | {INSIDE: "1"}
+        os.execvpe(command[0], [*command, sys.executable, "-m", module, *arguments], environ)
+
+
+def _raise_loopback() -> None:
+    """A new network has a loopback device that is down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack(INTERFACE, b"lo", IFF_UP))
+
 
 ROUTES_S = 4.0
 """A mark reaches clients and brokers within a second, or after a stall of as long."""
@@ -295,7 +329,7 @@ def _mounts_missing() -> str:
 
 
 # Network: packets dropped both ways, one way, at random, or above a rate. The rules of nftables hold on the loopback
-# device of the run's own network namespace (qmq.deploy.chaos.sandbox): no other program of this machine is affected.
+# device of the run's own network namespace (`enter_sandbox`): no other program of this machine is affected.
 
 
 def _cut_copies(target: Target, group: str) -> None:

@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qmq.deploy.chaos import sandbox, timeline
-from qmq.deploy.chaos.faults import STRIKES
+from qmq.deploy.chaos import timeline
+from qmq.deploy.chaos.clients import FAULTS, ROLE_CHANGES
+from qmq.deploy.chaos.faults import STRIKES, enter_sandbox
 from qmq.deploy.chaos.history import History
 from qmq.deploy.chaos.nemesis import Nemesis, possible
 from qmq.deploy.chaos.records import MARKED, SLAVE_STOPPED, UNKNOWN, Sent
 from qmq.deploy.chaos.trial import Load, Outcome, attempt
-from qmq.deploy.chaos.workload import FAULTS, ROLE_CHANGES
 from qmq.errors import NotServed, QmqError
 
 ROUND_S = 120.0
@@ -41,7 +41,7 @@ OF_ONE_BROKER = frozenset(
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    sandbox.enter("qmq.deploy.chaos.main", arguments)
+    enter_sandbox("qmq.deploy.chaos.main", arguments)
     if options.list:
         return _list()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import qmq
-from qmq.deploy.chaos.journal import Journal, content_of, now
+from qmq.deploy.chaos.clients import KEYED, PLAIN, TAGS, Journal, content_of, now
 from qmq.deploy.chaos.records import Sending, Sent
-from qmq.deploy.chaos.workload import KEYED, PLAIN, TAGS
 
 CALLS_PER_S = 10
 LATE_MAX = 1_000

@@ -17,12 +17,10 @@ from typing import Any
 
 import qmq
 from qmq.deploy.chaos.checker import Finding, check
-from qmq.deploy.chaos.clients import Clients, history_in
+from qmq.deploy.chaos.clients import CONSUMERS, Clients, history_in, now
 from qmq.deploy.chaos.history import History
-from qmq.deploy.chaos.journal import now
 from qmq.deploy.chaos.nemesis import Nemesis
 from qmq.deploy.chaos.records import DeadLetter
-from qmq.deploy.chaos.workload import CONSUMERS
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.control import metrics
 from qmq.deploy.copies import Copy, read_copy, state

@@ -23,7 +23,6 @@ from qmq.metaserver.actions import (
     groups,
     installation,
     messages,
-    quarantine,
     routes,
 )
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone
@@ -45,7 +44,6 @@ HANDLERS: Mapping[str, Handler] = {
     **messages.HANDLERS,
     **delays.HANDLERS,
     **databases.HANDLERS,
-    **quarantine.HANDLERS,
     **installation.HANDLERS,
     **doctor.HANDLERS,
 }

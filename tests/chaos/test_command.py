@@ -12,9 +12,9 @@ import sys
 import pytest
 
 from qmq.deploy.chaos import clients, nemesis, trial
+from qmq.deploy.chaos.faults import INSIDE
 from qmq.deploy.chaos.main import _settings
 from qmq.deploy.chaos.nemesis import STRIKES
-from qmq.deploy.chaos.sandbox import INSIDE
 from qmq.deploy.chaos.trial import attempt
 from tests.integration.cluster_world import begin_as, end
 from tests.support.ports import run_of_ports

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from qmq.cli import PROGRAMS
-from qmq.tools.completion import completion
+from qmq.tools.usage import completion
 
 ASK = """
 COMP_WORDS=("$@")
