@@ -141,14 +141,6 @@ def test_filtered_retry_is_delivered_when_due(terms):
     assert [(got.sequence, got.times) for got in consumer.got(waiting)] == [(0, 2)]
 
 
-def test_small_pull_leaves_requeued_messages_to_others():
-    group = stored(PAY, PAY, PAY, PAY, PAY)
-    consumer = Consumer(group, "c1", **PAYS)
-    assert consumer.sequences() == [0, 1, 2, 3, 4]
-    consumer.nack()
-    assert [consumer.sequences(2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]
-
-
 def test_requeued_message_that_does_not_match_frees_its_key():
     group = stored(Sent(("pay",), "k"), Sent(("cancel",), "k"), Sent(("cancel",), "l"))
     first, second = Consumer(group, "c1", **PAYS), Consumer(group, "c2", tags=["cancel"])
@@ -285,14 +277,6 @@ def test_deleted_messages_leave_nothing_to_scan():
     assert consumer.sequences() == []
     progress = group.progress
     assert (progress.position, progress.requeued.messages) == (4, 0) and group.a.master.skipped == {KEY: 4}
-
-
-def test_scan_of_one_message_per_pass_advances(monkeypatch):
-    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 1)
-    group = stored(CANCEL, CANCEL, PAY)
-    waiting = (consumer := Consumer(group, "c1", **PAYS)).ask(timeout_ms=60_000)
-    group.settle()
-    assert [got.sequence for got in consumer.got(waiting)] == [2]
 
 
 # Notes only point to ranges.
@@ -438,14 +422,3 @@ def test_deferred_and_delivered_messages_are_separate_entries():
     assert consumer.sequences() == [0, 3, 4]
     (entries,) = [one for one in pulls_of(group, "c1") if one]
     assert [entry[1:] for entry in entries] == [(0, 1), (1, 2), (3, 2), (5, 2)]
-
-
-def test_full_pull_leaves_free_keys_to_others():
-    group = stored(A, B, A, B)
-    first, second = Consumer(group, "c1"), Consumer(group, "c2")
-    assert first.sequences(1) == [0]
-    assert second.sequences() == [1]
-    first.ack()
-    assert second.sequences() == [2]
-    second.ack(1)
-    assert first.sequences() == [3]

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.broker import positions
-from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError, OutcomeUnknown
+from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError
 from qmq.log.fold import State
-from qmq.log.frame import FrameKind
 from qmq.log.index import FrameRef
 from qmq.log.segments import log_name
 from qmq.replication.readonly import Reason
@@ -71,17 +70,6 @@ def test_time_search_in_a_deleted_log_ends():
     assert positions.first_since(log, "s", 5) == 3
 
 
-def test_dry_run_changes_nothing():
-    group, client = a_group()
-    client.produce("m0")
-    consumer = group.subscribed("c")
-    waiting = consumer.pull(subscription=0, most=1)
-    group.settle()
-    end = group.a.log.end
-    _, answers = move(group, "earliest", dry_run=True)
-    assert group.a.log.end == end and answers == [] and consumer.code(waiting) == ErrorCode.SUCCESS
-
-
 @pytest.mark.parametrize("change", ["restart of both", "swap"])
 def test_moved_group_stays_where_it_is(change):
     """W19."""
@@ -99,16 +87,6 @@ def test_moved_group_stays_where_it_is(change):
         group.start()
     group.settle()
     assert group.subscribed("c").take() == ["m1", "m2"]
-
-
-def test_reports_of_clients_end_with_a_move():
-    group, client = a_group()
-    client.produce("m0")
-    assert group.subscribed("c").take() == ["m0"]
-    consumption = group.a.master._delivery.consumption
-    assert consumption._silent
-    move(group, "latest")
-    assert not consumption._silent and not consumption._seen
 
 
 def test_damage_found_during_a_move_is_reported():
@@ -129,26 +107,6 @@ def test_counters_of_a_group_survive_a_move():
     group.a.master.skipped["s", "g"] = 3
     move(group, "latest")
     assert group.a.master.skipped == {("s", "g"): 3}
-
-
-def test_move_is_answered_once_both_copies_have_it():
-    group, client = a_group()
-    client.produce("m0")
-    group.subscribed("c")
-    _, answers = move(group, "latest", settles=False)
-    group.a.host.settle()
-    assert answers == []
-    group.settle()
-    assert answers == [None]
-    assert group.a.log.state.groups == group.b.log.state.groups
-
-
-def test_move_outcome_is_unknown_after_a_step_down():
-    group, _ = a_group()
-    group.subscribed("c")
-    _, answers = move(group, "latest", settles=False)
-    group.swap(2)
-    assert [type(answer) for answer in answers] == [OutcomeUnknown]
 
 
 @pytest.mark.parametrize("held", ["waiting", "under way", "held"])
@@ -186,22 +144,6 @@ def test_move_refuses_all_pulls_under_way():
     move(group, "earliest")
     assert [consumer.code(pull) for pull in pulls] == [ErrorCode.INVALID_ACK] * 2
     assert consumer.link.owed_bytes == 0
-
-
-def test_late_ack_from_before_the_move_hits_nothing():
-    """W2, W13."""
-    group, client = a_group()
-    client.produce("m0", "m1")
-    consumer = group.subscribed("c")
-    consumer.take()
-    old = consumer.first
-    move(group, "earliest")
-    consumer = group.subscribed("c")
-    assert consumer.code(consumer.ack(old, old + 2)) == ErrorCode.INVALID_ACK
-    assert consumer.take() == ["m0", "m1"]
-    new = consumer.first
-    assert new >= old + 2 and consumer.outcome(consumer.ack(old, old + 2)) == ErrorCode.SUCCESS
-    assert group.progress.consumers["c"].unacked_messages == 2
 
 
 def test_other_groups_and_subjects_are_not_touched():
@@ -282,48 +224,3 @@ def test_group_moves_back_to_the_oldest_kept_message():
     assert first > 0
     for to in ("earliest", "sequence", "time"):
         assert move(group, to, dry_run=True)[0].after == first
-
-
-def test_progress_of_groups_is_reported():
-    group, client = a_group()
-    client.produce(*[f"m{i}" for i in range(6)])
-    client.produce("o", subject="other")
-    one, gone = group.subscribed("one"), group.subscribed("gone")
-    group.subscribed("idle", group="late")
-    gone.take(most=2)
-    one.take(most=3)
-    first = one.first
-    one.ack(first, first + 1)
-    gone.done(gone.leave())
-    subscriptions = group.a.master.subscriptions
-    told = {(p.subject, p.group): p for p in positions.of_groups(group.a.log, subscriptions)}
-    assert set(told) == {("s", "g"), ("s", "late")}
-    g = told["s", "g"]
-    assert (g.first_sequence, g.next_sequence, g.position, g.returned, g.lag) == (0, 6, 5, 2, 5)
-    assert g.consumers == [positions.ConsumerProgress("one", 2, "one")]
-    assert g.oldest_offset == group.a.log.frames("s", 0, 1)[0].offset
-    assert told["s", "late"].consumers == [positions.ConsumerProgress("idle", 0, "idle")]
-    assert [p.group for p in positions.of_groups(group.a.log, subscriptions, subject="s", group="late")] == ["late"]
-    assert not list(positions.of_groups(group.a.log, subscriptions, subject="other"))
-
-
-def test_finished_group_has_no_oldest_message():
-    group, _ = a_group()
-    group.subscribed("c")
-    [told] = positions.of_groups(group.a.log, ())
-    assert (told.lag, told.oldest_offset, told.consumers) == (0, None, [])
-
-
-def test_moving_writes_one_position_frame():
-    group, _ = a_group()
-    group.subscribed("c")
-    kinds = []
-    append = group.a.log.append
-
-    def noted(kind, *args, **fields):
-        kinds.append(kind)
-        return append(kind, *args, **fields)
-
-    group.a.log.append = noted
-    move(group, "earliest")
-    assert kinds == [FrameKind.POSITION]

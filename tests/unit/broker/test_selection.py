@@ -33,19 +33,6 @@ def more(group: Group, *messages: Sent, first: int, labelled: bool = True) -> No
 # Order keys.
 
 
-def test_pull_gets_one_message_per_order_key():
-    group = stored(A, A, PLAIN, B, A, PLAIN, B)
-    first, second = Consumer(group, "c1"), Consumer(group, "c2")
-    assert first.sequences() == [0, 2, 3, 5]
-    assert second.sequences() == []
-    first.ack(0)
-    assert second.sequences() == [1]
-    first.ack(3)
-    assert second.sequences() == [6]
-    second.ack(1)
-    assert first.sequences() == [4]
-
-
 @pytest.mark.parametrize("how", ["ack", "dead", "leave", "vanish", "move"])
 def test_free_key_wakes_waiting_consumers(how):
     group = stored(A, A, lease_ms=10_000)
@@ -78,19 +65,6 @@ def test_free_key_wakes_waiting_consumers(how):
     assert [got.sequence for got in second.got(waiting)] == expected
 
 
-def test_requeued_message_holds_its_key():
-    group = stored(A, A, B)
-    first, second = Consumer(group, "c1"), Consumer(group, "c2")
-    assert first.sequences() == [0, 2]
-    first.nack(0, delay_ms=5_000)
-    assert second.sequences() == []
-    waiting = second.ask(timeout_ms=60_000)
-    group.wait(5_100)
-    assert [(got.sequence, got.times) for got in second.got(waiting)] == [(0, 2)]
-    second.ack()
-    assert first.sequences() == [1]
-
-
 def test_dead_letter_frees_its_order_key():
     group = stored(A, A)
     consumer = Consumer(group, "c1", deliveries_max=2)
@@ -101,20 +75,6 @@ def test_dead_letter_frees_its_order_key():
     group.settle()
     assert [got.sequence for got in consumer.got(waiting)] == [1]
     assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 1
-
-
-def test_new_master_restores_busy_keys():
-    group = stored(A, B, A, B, PLAIN, tail_bytes=0)
-    first, second = Consumer(group, "c1"), Consumer(group, "c2")
-    assert first.sequences(1) == [0]
-    assert second.sequences(1) == [1]
-    second.nack(1, delay_ms=60_000)
-    group.swap(2)
-    first.join()
-    second.join()
-    assert second.sequences() == [4]
-    first.ack(0)
-    assert second.sequences() == [2]
 
 
 def test_deferred_messages_of_a_group_are_bounded(monkeypatch):
@@ -142,28 +102,6 @@ def test_messages_before_the_first_key_need_no_labels():
 
 
 # Tags.
-
-
-@pytest.mark.parametrize("labelled", [True, False], ids=["labelled", "unlabelled"])
-@pytest.mark.parametrize(
-    "tags, tag_mode, expected",
-    [
-        (["pay"], "any", [0, 2]),
-        (["pay", "cancel"], "any", [0, 1, 2]),
-        (["pay", "cancel"], "all", [2]),
-        (["refund"], "any", []),
-        ([], "all", [0, 1, 2, 3]),
-    ],
-)
-def test_consumer_gets_messages_with_its_tags(labelled, tags, tag_mode, expected):
-    group = Group.made().start()
-    more(group, PAY, CANCEL, BOTH, NONE, first=0, labelled=labelled)
-    consumer = Consumer(group, "c1", tags=tags, tag_mode=tag_mode)
-    assert consumer.sequences() == expected
-    if expected:
-        consumer.ack()
-    progress = group.progress
-    assert (not tags) or progress.position == (4 if expected else 0)
 
 
 def test_broadcast_consumers_get_their_own_matches():
