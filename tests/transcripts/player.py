@@ -348,11 +348,11 @@ class Player:
                     yield f"{wire.a.name} {arrow} {wire.b.name}", link
 
     def _packets(self) -> dict[str, int]:
-        return {shown: len(link.told) for shown, link in self._links()}
+        return {shown: len(link.pushed) for shown, link in self._links()}
 
     def _of_wire(self, before: dict[str, int]) -> Iterator[str]:
         for shown, link in self._links():
-            for command, body in list(link.told)[before.get(shown, 0) :]:
+            for command, body in list(link.pushed)[before.get(shown, 0) :]:
                 yield f"{shown}: {describe_packet(command, body)}"
 
     def _of_senders(self) -> Iterator[str]:

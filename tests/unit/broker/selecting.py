@@ -29,13 +29,13 @@ def produce(client: Client, messages: Iterable[Sent], *, first: int, subject: st
     """Send one batch of messages named m<sequence>, from `first` on; batches without keys may be unlabelled."""
     some = list(messages)
     data = [
-        encode_message(Message(subject, {"x": "y"}, tags=frozenset(one.tags), id=f"m{first + at}"), 0)
-        for at, one in enumerate(some)
+        encode_message(Message(subject, {"x": "y"}, tags=frozenset(message.tags), id=f"m{first + at}"), 0)
+        for at, message in enumerate(some)
     ]
     body, flags = join_batch(data), 0
     if labelled:
-        body += encode_labels([label_of(one.tags, one.key) for one in some])
-        flags = FLAG_LABELLED | (FLAG_ORDERED if any(one.key for one in some) else 0)
+        body += encode_labels([label_of(message.tags, message.key) for message in some])
+        flags = FLAG_LABELLED | (FLAG_ORDERED if any(message.key for message in some) else 0)
     return client.send(
         Command.PRODUCE, commands.produce_header(9, next(_batches), len(some), crc32(body), subject, flags) + body
     )
@@ -93,21 +93,23 @@ class Consumer:
     def ack(self, *sequences: int) -> None:
         """Ack these of the unacked messages, or all of them."""
         pulls = self._let_go(sequences)
-        self._done(self.client.ack_ranges(*[(one, one + 1) for one in pulls], subscription=self.subscription))
+        self._done(self.client.ack_ranges(*[(pull, pull + 1) for pull in pulls], subscription=self.subscription))
 
     def nack(self, *sequences: int, delay_ms: int = 0, dead: bool = False) -> None:
-        for one in self._let_go(sequences):
-            self._done(self.client.nack(one, one + 1, delay_ms=delay_ms, dead=dead, subscription=self.subscription))
+        for number in self._let_go(sequences):
+            self._done(
+                self.client.nack(number, number + 1, delay_ms=delay_ms, dead=dead, subscription=self.subscription)
+            )
 
     def leave(self) -> None:
         self._done(self.client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=self.subscription)))
         self.held.clear()
 
     def _let_go(self, sequences: tuple[int, ...]) -> list[int]:
-        pulls = sorted(one for one, sequence in self.held.items() if not sequences or sequence in sequences)
+        pulls = sorted(number for number, sequence in self.held.items() if not sequences or sequence in sequences)
         assert pulls, "it holds none of these"
-        for one in pulls:
-            del self.held[one]
+        for number in pulls:
+            del self.held[number]
         return pulls
 
     def _done(self, opaque: int) -> None:

@@ -27,40 +27,40 @@ def group():
 
 
 def test_frame_is_read_once_for_concurrent_pulls(group):
-    one, other = group.subscribed("one", group="one"), group.subscribed("other", group="other")
-    first, second, third = one.pull(most=2), one.pull(most=2), other.pull(most=3)
+    reader, other = group.subscribed("one", group="one"), group.subscribed("other", group="other")
+    first, second, third = reader.pull(most=2), reader.pull(most=2), other.pull(most=3)
     reads = group.a.host.reads
     assert len(reads) == 1, "three pulls of one frame"
     group.settle()
-    assert [one.ids(first), one.ids(second)] == [["m0", "m1"], ["m2", "m3"]]
+    assert [reader.ids(first), reader.ids(second)] == [["m0", "m1"], ["m2", "m3"]]
     assert other.ids(third) == ["m0", "m1", "m2"]
     late = group.subscribed("late", group="late").pull(most=4)
     assert not reads and late, "it is still in memory"
 
 
 def test_answer_waits_for_both_of_its_frames(group):
-    one, other = group.subscribed("one", group="one"), group.subscribed("other", group="other")
-    first, both = one.pull(most=4), other.pull(most=8)
+    reader, other = group.subscribed("one", group="one"), group.subscribed("other", group="other")
+    first, both = reader.pull(most=4), other.pull(most=8)
     reads, group.a.host.reads = group.a.host.reads, deque()
     group.settle()
-    assert len(reads) == 2 and not one.answered(first) and not other.answered(both)
+    assert len(reads) == 2 and not reader.answered(first) and not other.answered(both)
     group.a.host.reads.append(reads.pop())
     group.settle()
     assert not other.answered(both)
     group.a.host.reads.append(reads.pop())
     group.settle()
-    assert one.ids(first) == ["m0", "m1", "m2", "m3"]
+    assert reader.ids(first) == ["m0", "m1", "m2", "m3"]
     assert other.ids(both) == [f"m{n}" for n in range(8)]
 
 
 def test_pulls_of_a_damaged_frame_lose_their_connection(group):
-    one, other, healthy = (group.subscribed(name, group=name) for name in ("one", "other", "healthy"))
+    reader, other, healthy = (group.subscribed(name, group=name) for name in ("one", "other", "healthy"))
     (ref,) = group.a.log.frames("s", 0, 1)
-    pulls = [(one, one.pull(most=4)), (other, other.pull(most=4))]
+    pulls = [(reader, reader.pull(most=4)), (other, other.pull(most=4))]
     group.a.disk.flip(log_name(0), 8 * (ref.offset + ref.length - 8))
     group.settle()
     assert not any(client.answered(opaque) for client, opaque in pulls)
-    assert not one.link.is_open and not other.link.is_open and healthy.link.is_open
+    assert not reader.link.is_open and not other.link.is_open and healthy.link.is_open
     assert group.a.log.damage is not None and not group.a.node.writable
 
 

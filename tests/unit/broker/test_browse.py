@@ -25,7 +25,7 @@ def a_log(**options) -> Copy:
 
 def add(copy: Copy, *messages: Message, timestamp_ms: int = 5):
     """Append one batch, and make it durable."""
-    body = join_batch([encode_message(one, 77) for one in messages])
+    body = join_batch([encode_message(message, 77) for message in messages])
     subject = messages[0].subject
     first = copy.log.state.next_sequence.get(subject, 0)
     frame = copy.append(
@@ -39,33 +39,33 @@ def order(id: str, tags=(), subject: str = "s", **properties) -> Message:
     return Message(subject, properties, tags=tags, id=id)
 
 
-def step(one: Browse) -> None:
+def step(call: Browse) -> None:
     """Take one step, as the broker does: frames in the tail are not read from disk."""
-    refs = one.next_frames()
-    in_tail = {ref.offset: found for ref in refs if (found := one.log.tail_body(ref.offset)) is not None}
+    refs = call.next_frames()
+    in_tail = {ref.offset: found for ref in refs if (found := call.log.tail_body(ref.offset)) is not None}
     read = {
         frame.offset: (frame, body)
-        for frame, body in one.log.stored.read_bodies([r for r in refs if r.offset not in in_tail])
+        for frame, body in call.log.stored.read_bodies([r for r in refs if r.offset not in in_tail])
     }
-    for _ in one.look_through([(in_tail | read)[ref.offset] for ref in refs]):
+    for _ in call.look_through([(in_tail | read)[ref.offset] for ref in refs]):
         pass
 
 
 def look(copy: Copy, begin: int = 0, end: int = END, *, limit: int | None = None, **options) -> Browse:
     """Run one call to its end."""
-    one = Browse(copy.log, "s", copy.log.end if limit is None else limit, begin, end, **options)
-    while not one.is_over:
-        step(one)
-    return one
+    call = Browse(copy.log, "s", copy.log.end if limit is None else limit, begin, end, **options)
+    while not call.is_over:
+        step(call)
+    return call
 
 
 def all_ids(copy: Copy, **options) -> list[str]:
     """Repeat calls until nothing is left."""
     found, begin, end = [], 0, END
     while begin < end:
-        one = look(copy, begin, end, **options)
-        found += [message.id for message in one.found]
-        begin, end = one.begin, one.end
+        call = look(copy, begin, end, **options)
+        found += [message.id for message in call.found]
+        begin, end = call.begin, call.end
     return found
 
 
@@ -104,7 +104,7 @@ def test_browse_keeps_to_its_range(newest_first):
         add(copy, *[order(f"m{at * 4 + i}") for i in range(4)])
     shown = look(copy, 3, 9, newest_first=newest_first).found
     expected = range(3, 9)
-    assert [one.sequence for one in shown] == list(reversed(expected) if newest_first else expected)
+    assert [message.sequence for message in shown] == list(reversed(expected) if newest_first else expected)
     assert look(copy, 20, 30).found == [] and look(copy, 9, 3).found == []
 
 
@@ -113,7 +113,7 @@ def test_frames_without_the_filter_are_not_decoded(monkeypatch):
     for at in range(5):
         add(copy, order(f"a{at}"), order(f"b{at}"))
     monkeypatch.setattr(browse, "split_batch", lambda body, count: taken_apart.append(count) or split(body, count))
-    assert [one.id for one in look(copy, wanted=Filter("b3")).found] == ["b3"] and taken_apart == [2]
+    assert [message.id for message in look(copy, wanted=Filter("b3")).found] == ["b3"] and taken_apart == [2]
 
 
 def test_nothing_above_the_high_watermark_is_shown():
@@ -185,9 +185,9 @@ def test_answer_is_bounded_in_bytes(monkeypatch):
     copy = a_log()
     add(copy, order("big", text="x" * 900), *[order(f"m{at}", text="x" * 100) for at in range(9)])
     first = look(copy)
-    assert [one.id for one in first.found] == ["big"]
+    assert [message.id for message in first.found] == ["big"]
     second = look(copy, first.begin, first.end)
-    assert 0 < len(second.found) < 9 and sum(one.bytes for one in second.found) <= 600
+    assert 0 < len(second.found) < 9 and sum(message.bytes for message in second.found) <= 600
     assert len(all_ids(copy)) == len(all_ids(copy, newest_first=True)) == 10
 
 
@@ -209,7 +209,7 @@ def test_browse_skips_messages_deleted_by_retention():
     first = copy.log.frames("s", 0, 1)[0].begin
     while not behind.is_over:
         step(behind)
-    assert [one.sequence for one in behind.found] == list(range(first, count)) and first > 0
+    assert [message.sequence for message in behind.found] == list(range(first, count)) and first > 0
     for end in (1, first):
         gone = Browse(copy.log, "s", copy.log.end, 0, end)
         assert gone.is_over and (gone.begin, gone.end) == (first, first)
@@ -225,10 +225,10 @@ def of_one_size(count: int) -> tuple[Copy, int]:
 
 def test_browse_ends_when_retention_deletes_the_rest():
     copy, _ = of_one_size(8)
-    one, search = Browse(copy.log, "s", copy.log.end, 2, END), borders(copy.log, "s")
+    call, search = Browse(copy.log, "s", copy.log.end, 2, END), borders(copy.log, "s")
     ref = next(search)
     copy.log.state.kept.start = copy.log.end
-    assert one.next_frames() == [] and one.is_over and (one.begin, one.end) == (8, 8)
+    assert call.next_frames() == [] and call.is_over and (call.begin, call.end) == (8, 8)
     with pytest.raises(StopIteration) as found:
         search.send(True)
     assert found.value.value == ref.end == 5
@@ -271,16 +271,16 @@ def test_step_searches_all_frames_it_read(newest_first):
     copy = a_log()
     for at in range(5):
         add(copy, order(f"a{at}"), order(f"b{at}"))
-    one = Browse(copy.log, "s", copy.log.end, 1, 9, newest_first=newest_first, wanted=Filter("b3"))
-    step(one)
-    assert one.is_over and [found.sequence for found in one.found] == [7]
-    assert (one.begin, one.end) == ((1, 1) if newest_first else (9, 9))
+    call = Browse(copy.log, "s", copy.log.end, 1, 9, newest_first=newest_first, wanted=Filter("b3"))
+    step(call)
+    assert call.is_over and [found.sequence for found in call.found] == [7]
+    assert (call.begin, call.end) == ((1, 1) if newest_first else (9, 9))
 
 
 def pauses(copy: Copy, frames: int) -> int:
-    one = Browse(copy.log, "s", copy.log.end, 0, END)
-    refs = one.next_frames()[:frames]
-    return len(list(one.look_through([copy.log.tail_body(ref.offset) for ref in refs])))
+    call = Browse(copy.log, "s", copy.log.end, 0, END)
+    refs = call.next_frames()[:frames]
+    return len(list(call.look_through([copy.log.tail_body(ref.offset) for ref in refs])))
 
 
 def test_search_pauses_after_its_bytes(monkeypatch):

@@ -93,8 +93,8 @@ def look(group: Group, **fields) -> pb.BrowseAnswer:
 
 
 def sequences(answer: pb.BrowseAnswer) -> list[int]:
-    assert [one.id for one in answer.messages] == [f"m{one.sequence}" for one in answer.messages]
-    return [one.sequence for one in answer.messages]
+    assert [message.id for message in answer.messages] == [f"m{message.sequence}" for message in answer.messages]
+    return [message.sequence for message in answer.messages]
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20], ids=["from disk", "from memory"])
@@ -103,7 +103,7 @@ def test_browse_shows_messages_and_bounds(tail_bytes):
     answer = look(group)
     assert sequences(answer) == list(range(COUNT))
     assert (answer.begin, answer.end, answer.first_sequence, answer.end_sequence) == (COUNT, COUNT, 0, COUNT)
-    assert [one.stored_ms for one in answer.messages] == [stored_ms(group, at) for at in range(COUNT)]
+    assert [message.stored_ms for message in answer.messages] == [stored_ms(group, at) for at in range(COUNT)]
     first = drop_old_segments(group)
     assert first > 0
     later = look(group)
@@ -123,7 +123,7 @@ def test_bounds_of_sequences_and_of_time_hold_together(tail_bytes):
 
 def test_browse_shows_only_matches():
     group = stored()
-    assert [one.sequence for one in look(group, id="m7").messages] == [7]
+    assert [message.sequence for message in look(group, id="m7").messages] == [7]
     assert look(group, tags=["pay"]).messages == [] and look(group, properties={"x": "z"}).messages == []
     assert len(look(group, properties={"x": "y" * 900}).messages) == COUNT
 
@@ -131,7 +131,7 @@ def test_browse_shows_only_matches():
 def test_properties_are_shown_on_request():
     group = stored()
     (with_them,) = look(group, begin=1, end=2, with_properties=True).messages
-    assert [(one.name, one.value) for one in with_them.properties] == [("x", "y" * 900)]
+    assert [(property.name, property.value) for property in with_them.properties] == [("x", "y" * 900)]
     (without,) = look(group, begin=1, end=2).messages
     assert not without.properties and without.bytes == with_them.bytes > 900
 
@@ -255,22 +255,28 @@ def test_groups_are_listed_with_consumers_and_lag():
     half, none = consumers(group)
     assert (half.subject, half.group, half.lag, half.position, half.returned) == ("s", "half", 7, 5, 0)
     assert (half.first_sequence, half.next_sequence, half.dead_letters) == (0, COUNT, 0)
-    assert [(one.consumer, one.connected, one.unacked, one.peer) for one in half.consumers] == [("c", True, 0, "c")]
+    assert [
+        (consumer.consumer, consumer.connected, consumer.unacked, consumer.peer) for consumer in half.consumers
+    ] == [("c", True, 0, "c")]
     assert half.oldest_ms == stored_ms(group, 5)
     assert (none.group, none.lag, none.position, none.returned) == ("none", COUNT, 3, 1)
-    assert [(one.consumer, one.connected, one.unacked, one.peer) for one in none.consumers] == [("c", False, 2, "")]
+    assert [
+        (consumer.consumer, consumer.connected, consumer.unacked, consumer.peer) for consumer in none.consumers
+    ] == [("c", False, 2, "")]
     assert none.oldest_ms == stored_ms(group, 0)
-    assert [one.group for one in consumers(group, group="none")] == ["none"] and not consumers(group, subject="t")
+    assert [consumer.group for consumer in consumers(group, group="none")] == ["none"] and not consumers(
+        group, subject="t"
+    )
 
 
 def test_largest_lags_are_listed_first():
     group = stored()
     for name, count in (("a", COUNT), ("b", 5), ("c", 11), ("d", 0)):
         consumed(group, name, count)
-    assert [one.group for one in consumers(group, behind_max=2)] == ["d", "b"]
-    assert [one.group for one in consumers(group, behind_max=9)] == ["d", "b", "c"]
+    assert [consumer.group for consumer in consumers(group, behind_max=2)] == ["d", "b"]
+    assert [consumer.group for consumer in consumers(group, behind_max=9)] == ["d", "b", "c"]
     everybody = consumers(group)
-    assert [one.group for one in everybody] == ["a", "b", "c", "d"] and everybody[0].oldest_ms == 0
+    assert [row.group for row in everybody] == ["a", "b", "c", "d"] and everybody[0].oldest_ms == 0
 
 
 def test_group_with_dead_letters_counts_as_behind():

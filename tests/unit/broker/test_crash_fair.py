@@ -89,19 +89,23 @@ def test_silent_client_counts_every_delivery():
 def test_suspected_messages_are_flagged_for_reporting_clients():
     group = a_group(3)
     client = joins(group)
-    assert [(one.times, one.flags & FLAG_SUSPECTED) for one in pieces(group, client)] == [(1, 0)]
+    assert [(piece.times, piece.flags & FLAG_SUSPECTED) for piece in pieces(group, client)] == [(1, 0)]
     client.lost()
     client = joins(group)
     first = pieces(group, client)
-    assert [(one.times, one.flags & FLAG_SUSPECTED, one.count) for one in first] == [(1, FLAG_SUSPECTED, 3)]
+    assert [(piece.times, piece.flags & FLAG_SUSPECTED, piece.count) for piece in first] == [(1, FLAG_SUSPECTED, 3)]
     begin(group, client, first[0].pull_sequence + 1)
     client.lost()
     client = joins(group)
-    found = {one.sequence: one.times for one in pieces(group, client)}
+    found = {piece.sequence: piece.times for piece in pieces(group, client)}
     assert found == {0: 1, 1: 2, 2: 1}, "what it began with counts"
     client.lost()
     old = joins(group, begins=False)
-    assert {(one.sequence, one.times, one.flags) for one in pieces(group, old)} == {(0, 4, 0), (1, 4, 0), (2, 4, 0)}
+    assert {(piece.sequence, piece.times, piece.flags) for piece in pieces(group, old)} == {
+        (0, 4, 0),
+        (1, 4, 0),
+        (2, 4, 0),
+    }
 
 
 def test_ended_lease_counts_as_a_crash():
@@ -112,7 +116,7 @@ def test_ended_lease_counts_as_a_crash():
     client.lost()
     group.wait(5_000)
     requeued = list(group.progress.requeued)
-    assert [(one.first, one.attempts, one.suspected) for one in requeued] == [(0, 1, 0), (1, 0, 1)]
+    assert [(span.first, span.attempts, span.suspected) for span in requeued] == [(0, 1, 0), (1, 0, 1)]
     assert list(group.b.log.state.groups["s", "g"].requeued) == requeued, "the slave counts the same"
 
 
@@ -122,7 +126,7 @@ def test_expired_lease_of_silent_client_counts_everything():
     pieces(group, client)
     client.lost()
     group.a.wait(5_000)
-    assert [(one.count, one.attempts, one.suspected) for one in group.progress.requeued] == [(2, 1, 0)]
+    assert [(span.count, span.attempts, span.suspected) for span in group.progress.requeued] == [(2, 1, 0)]
 
 
 def test_messages_not_begun_return_uncounted():
@@ -133,7 +137,7 @@ def test_messages_not_begun_return_uncounted():
     client.done(client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, [entry], ""))))
     other = group.client("other")
     other.join("c2")
-    assert [(one.sequence, one.count, one.times) for one in pieces(group, other)] == [(1, 4, 1)]
+    assert [(piece.sequence, piece.count, piece.times) for piece in pieces(group, other)] == [(1, 4, 1)]
     state = group.progress
     assert state.consumers["c1"].unacked == [UnackedRange(first, 0, 1, 1)]
 

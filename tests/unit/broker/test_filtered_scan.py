@@ -44,7 +44,9 @@ def history(terms: dict) -> list[object]:
 
     def note(*got: list[Got]) -> None:
         progress = group.progress
-        consumers = {name: (one.next_pull, list(one.unacked)) for name, one in progress.consumers.items()}
+        consumers = {
+            name: (consumer.next_pull, list(consumer.unacked)) for name, consumer in progress.consumers.items()
+        }
         seen.append((got, progress.position, list(progress.requeued), consumers))
 
     first = Consumer(group, "c1", deliveries_max=3, **terms)
@@ -80,7 +82,7 @@ def test_messages_at_the_limit_die_in_one_pull():
     assert consumer.sequences() == [5]
     assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 3
     progress = group.progress
-    assert not progress.requeued and sum(one.count for one in progress.consumers["c1"].unacked) == 2
+    assert not progress.requeued and sum(span.count for span in progress.consumers["c1"].unacked) == 2
 
 
 def test_dead_letters_of_a_pass_are_bounded(monkeypatch):
@@ -159,7 +161,7 @@ def test_bounded_filtered_pulls_keep_the_order(terms):
     for size in (0.5, 1.2, 2.5, 9):
         opaque = consumer.ask(bytes_max=int(size * ref.length / 7))
         group.settle()
-        got.append([one.sequence for one in consumer.got(opaque)])
+        got.append([found.sequence for found in consumer.got(opaque)])
     assert got == [[0], [1], [2, 3], [4, 5, 6]]
 
 
@@ -211,7 +213,7 @@ def test_passed_messages_are_not_scanned_again(monkeypatch):
     more(group, PAY, CANCEL, PAY, first=5)
     assert looked == [(0, 3), (0, 2), (0, 3)]
     assert [got.sequence for got in consumer.got(waiting)] == [6]
-    (entries,) = [one for one in pulls_of(group, "c1") if one]
+    (entries,) = [pull for pull in pulls_of(group, "c1") if pull]
     assert [entry[1:] for entry in entries] == [(0, 6), (6, 1), (7, 1)]
 
 
@@ -391,7 +393,7 @@ def test_body_check_costs_several_label_checks(monkeypatch):
         counts.append(len(opened) - before)
     assert [count for count in counts if count] == [3, 3, 3]
     assert [got.sequence for got in consumer.got(waiting)] == [8]
-    (entries,) = [one for one in pulls_of(group, "c1") if one]
+    (entries,) = [pull for pull in pulls_of(group, "c1") if pull]
     assert [entry[1:] for entry in entries] == [(0, 8), (8, 1)]
 
 
@@ -405,12 +407,12 @@ def test_scan_continues_in_the_next_pass(monkeypatch):
     group.a.master._delivery.serving.run_pass = lambda: looked.append(None) or run_pass()
     Consumer(group, "c1", tags=["cancel"]).ask(timeout_ms=60_000)
     group.settle()
-    of_a_pass = [[], *([] for one in looked if one is None)]
+    of_a_pass = [[], *([] for look in looked if look is None)]
     at = 0
-    for one in looked:
-        at += one is None
-        of_a_pass[at] += [one] if one else []
-    assert [one for one in of_a_pass if one] == [[(0, 4), (4, 8), (8, 10)]] * 4
+    for look in looked:
+        at += look is None
+        of_a_pass[at] += [look] if look else []
+    assert [look for look in of_a_pass if look] == [[(0, 4), (4, 8), (8, 10)]] * 4
 
 
 # Order keys.
@@ -420,5 +422,5 @@ def test_deferred_and_delivered_messages_are_separate_entries():
     group = stored(A, A, A, B, PLAIN, A, B)
     consumer = Consumer(group, "c1")
     assert consumer.sequences() == [0, 3, 4]
-    (entries,) = [one for one in pulls_of(group, "c1") if one]
+    (entries,) = [pull for pull in pulls_of(group, "c1") if pull]
     assert [entry[1:] for entry in entries] == [(0, 1), (1, 2), (3, 2), (5, 2)]

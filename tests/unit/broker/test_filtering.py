@@ -85,9 +85,9 @@ def test_consumer_rules_are_kept_until_departure():
     def others() -> list[bool]:
         return [filtering.asks_for_others(subscription(name, "cancel")) for name in ("c1", "c2")]
 
-    for one in (first, second, subscription("never delivered anything", "pay")):
-        assert not filtering.asks_for_others(one)
-        filtering.delivered(one)
+    for known in (first, second, subscription("never delivered anything", "pay")):
+        assert not filtering.asks_for_others(known)
+        filtering.delivered(known)
     assert others() == [True, True] and not filtering.asks_for_others(first)
     assert not filtering.asks_for_others(subscription("never delivered anything", "cancel"))
     filtering.changing(FrameKind.ACK, (*KEY, "c1"), [(0, 1, 0)])
@@ -214,7 +214,7 @@ def test_groups_share_the_scan_budget(monkeypatch):
     monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
     group = Group.made().start()
     consumers = [Consumer(group, "c", group=name, tags=["cancel"]) for name in ("g1", "g2", "g3")]
-    waiting = [one.ask(timeout_ms=60_000) for one in consumers]
+    waiting = [consumer.ask(timeout_ms=60_000) for consumer in consumers]
     group.settle()
     looked, run_pass, candidates = [], group.a.master._delivery.serving.run_pass, TagRule.candidates
     group.a.master._delivery.serving.run_pass = lambda: looked.append(0) or run_pass()
@@ -228,7 +228,9 @@ def test_groups_share_the_scan_budget(monkeypatch):
     for at in range(3):
         more(group, *[PAY] * 10, first=10 * at)
     more(group, CANCEL, first=30)
-    assert [one.sequence for consumer, pull in zip(consumers, waiting, strict=True) for one in consumer.got(pull)] == [
+    assert [
+        found.sequence for consumer, pull in zip(consumers, waiting, strict=True) for found in consumer.got(pull)
+    ] == [
         30,
         30,
         30,
@@ -244,7 +246,7 @@ def test_pull_without_timeout_waits_for_the_scan(monkeypatch):
     consumer = Consumer(group, "c1", tags=["cancel"])
     opaque = consumer.ask()
     group.settle()
-    assert [one.sequence for one in consumer.got(opaque)] == [35]
+    assert [found.sequence for found in consumer.got(opaque)] == [35]
 
 
 def test_nothing_is_scanned_twice_without_a_change(monkeypatch):

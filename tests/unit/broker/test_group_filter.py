@@ -66,8 +66,8 @@ def keyed(*ranges: RequeuedRange, holders: dict[int, int], behind: list[tuple[in
 
 def ready(group_filter: GroupFilter) -> list[tuple[int, int]]:
     found = []
-    while (one := group_filter.pop_ready(0)) is not None:
-        found.append(one)
+    while (ready_range := group_filter.pop_ready(0)) is not None:
+        found.append(ready_range)
     return found
 
 

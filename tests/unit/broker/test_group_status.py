@@ -108,7 +108,7 @@ def facts(**changed) -> Facts:
     plain = Facts(
         LogGroup(0),
         [_Subscription(_Link())],
-        lambda one: False,
+        lambda consumer: False,
         may_progress=True,
         has_slave=True,
         is_slowed=False,
@@ -162,7 +162,7 @@ def test_one_reading_consumer_is_enough(connected):
 def test_offline_or_idle_consumers_do_not_count_as_unread():
     off, idle = _Subscription(_Link(writable=False)), _Subscription(_Link(writable=False), waits=False)
     reads = _Subscription(_Link())
-    assert group_status.causes(facts(connected=[off], is_offline=lambda one: one is off)) == [Cause.OFFLINE]
+    assert group_status.causes(facts(connected=[off], is_offline=lambda consumer: consumer is off)) == [Cause.OFFLINE]
     assert group_status.causes(facts(connected=[idle, reads])) == []
     stuck, content = _Subscription(_Link(writable=False)), _Subscription(_Link(), waits=False)
     assert group_status.causes(facts(connected=[stuck, content])) == [Cause.NOT_READ]
@@ -204,7 +204,7 @@ def test_lasting_cause_is_logged_once(caplog):
     now: dict[str, object] = {"has_slave": False}
     looked = group_status.Causes(lambda key: facts(**now))
 
-    def said(at_ms: int, **changed: object) -> list[str]:
+    def logged_at(at_ms: int, **changed: object) -> list[str]:
         now.update(changed)
         caplog.clear()
         looked.look([KEY], at_ms)
@@ -212,12 +212,12 @@ def test_lasting_cause_is_logged_once(caplog):
         return [record.getMessage().partition(":")[0] for record in caplog.records]
 
     line = "groups wait cause=no_slave groups=1 first=g of s"
-    assert said(1_000) == said(1_000 + group_status.LASTS_MS - 1) == []
-    assert said(1_000 + group_status.LASTS_MS) == [line]
-    assert said(9_000_000) == said(9_000_001, has_slave=True) == said(9_000_002, has_slave=False) == []
-    assert said(9_000_001 + group_status.LASTS_MS) == [], "it began anew"
-    assert said(9_000_002 + group_status.LASTS_MS) == [line]
-    assert said(9_500_000, is_slowed=True) == ["group is stopped cause=rate subject=s consumer_group=g"]
+    assert logged_at(1_000) == logged_at(1_000 + group_status.LASTS_MS - 1) == []
+    assert logged_at(1_000 + group_status.LASTS_MS) == [line]
+    assert logged_at(9_000_000) == logged_at(9_000_001, has_slave=True) == logged_at(9_000_002, has_slave=False) == []
+    assert logged_at(9_000_001 + group_status.LASTS_MS) == [], "it began anew"
+    assert logged_at(9_000_002 + group_status.LASTS_MS) == [line]
+    assert logged_at(9_500_000, is_slowed=True) == ["group is stopped cause=rate subject=s consumer_group=g"]
     assert not looked._to_log
 
 

@@ -45,7 +45,7 @@ def a_log(rng: Random) -> tuple[Copy, list[int]]:
 
 def runs_of(places: list[int]) -> list[tuple[int, int]]:
     """Ranges (first, count)."""
-    runs = [[at for _, at in run] for _, run in groupby(enumerate(places), lambda one: one[1] - one[0])]
+    runs = [[at for _, at in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
     return [(run[0], len(run)) for run in runs]
 
 
@@ -57,19 +57,19 @@ def test_restored_keys_equal_a_full_search(seed):
     group, pull = Group(len(keys)), 0
     for name in ("c1", "c2"):
         group.consumers[name] = consumer = Consumer()
-        for first, count in runs_of([at for at, one in enumerate(whose) if one == name]):
+        for first, count in runs_of([at for at, holder in enumerate(whose) if holder == name]):
             consumer.unacked.append(UnackedRange(pull, first, count, 1))
             pull += count + 1
     group.requeued = Requeued()
     for name, due_ms in (("due", 0), ("later", 9_000)):
-        for first, count in runs_of([at for at, one in enumerate(whose) if one == name]):
+        for first, count in runs_of([at for at, holder in enumerate(whose) if holder == name]):
             group.requeued.add(RequeuedRange(first, count, 1, due_ms))
     copy.log.state.groups["s", "g"] = group
 
     group_filter, cache = GroupFilter("s", "g"), LabelCache(copy.log)
     while missing := restore_keys(group_filter, copy.log, cache):
         assert group_filter.keys is None and missing == sorted(missing, key=lambda ref: ref.offset)
-        assert all(any(one != "settled" for one in whose[ref.begin : ref.end]) for ref in missing)
+        assert all(any(holder != "settled" for holder in whose[ref.begin : ref.end]) for ref in missing)
         assert not group_filter.labels_before, "they are asked for once"
         assert all(copy.log.tail_body(ref.offset) is None for ref in missing)
         group_filter.labels_before |= read_labels_of(copy.log, missing, None).labels
@@ -116,8 +116,8 @@ def test_labels_before_the_first_key_are_not_read():
 
 def until_empty(group_filter: GroupFilter, now_ms: int) -> list[tuple[int, int]]:
     found = []
-    while (one := group_filter.pop_ready(now_ms)) is not None:
-        found.append(one)
+    while (ready := group_filter.pop_ready(now_ms)) is not None:
+        found.append(ready)
     return found
 
 

@@ -82,8 +82,8 @@ def stored(*frames: list[frozenset[str]], labelled: bool = True) -> tuple[Copy, 
     for tags in frames:
         first = copy.log.state.next_sequence.get("s", 0)
         some = [Message("s", tags=one, id=f"m{first + at}") for at, one in enumerate(tags)]
-        body = join_batch([encode_message(one, 0) for one in some])
-        body += encode_labels([label_of(one, None) for one in tags]) if labelled else b""
+        body = join_batch([encode_message(message, 0) for message in some])
+        body += encode_labels([label_of(tag, None) for tag in tags]) if labelled else b""
         flags = FLAG_LABELLED if labelled else 0
         copy.append(FrameKind.MESSAGES, "s", body, count=len(tags), first_sequence=first, flags=flags)
         copy.flush()
@@ -107,7 +107,7 @@ def test_reading_returns_labels_and_matches(labelled):
     read = read_labels_of(copy.log, refs, RULE)
     there = {0: ["m0", "", "m2"], 4: ["m4", "m5"], 6: ["", "m7"]}
     assert ids(read) == (there if labelled else there | {3: [""]}) and read.rule == RULE
-    batches = [array("Q", [label_of(one, None) for one in tags]) if labelled else NO_LABELS for tags in BATCHES]
+    batches = [array("Q", [label_of(tag, None) for tag in tags]) if labelled else NO_LABELS for tags in BATCHES]
     assert read.labels == dict(zip((ref.offset for ref in refs), batches, strict=True))
     assert read.bodies[refs[2].offset] == copy.log.stored.read_bodies([refs[2]])[0], (
         "all of it matches: it stays as it is"

@@ -203,19 +203,19 @@ def test_pull_leaves_with_the_messages_it_waits_for():
 
 def test_pulls_time_out_in_order_of_deadline():
     group, _ = a_group()
-    one, other = consumers(group, 2)
-    pulls = [(one, 400_000), (one, 300), (other, 200), (one, 100), (other, 40_000), (other, 100)]
+    first, other = consumers(group, 2)
+    pulls = [(first, 400_000), (first, 300), (other, 200), (first, 100), (other, 40_000), (other, 100)]
     opaques = [(consumer, consumer.pull(timeout_ms=timeout_ms), timeout_ms) for consumer, timeout_ms in pulls]
     waited = 0
     for until in (99, 100, 199, 200, 299, 300, 29_000, 39_999, 40_000, 399_999, 400_000):
         for step in [*range(waited + 1_000, until, 1_000), until]:
-            wait(group, step - waited, one, other)
+            wait(group, step - waited, first, other)
             waited = step
         for consumer, opaque, timeout_ms in opaques:
             assert consumer.answered(opaque) == (timeout_ms <= until), (timeout_ms, until)
-    again = one.pull(timeout_ms=50)
-    wait(group, 50, one)
-    assert one.answered(again)
+    again = first.pull(timeout_ms=50)
+    wait(group, 50, first)
+    assert first.answered(again)
 
 
 def wait(group: Group, ms: int, *alive: Client) -> None:

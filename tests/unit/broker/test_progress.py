@@ -158,6 +158,13 @@ def test_other_groups_and_subjects_are_not_touched():
     assert other.code(waiting_elsewhere) == ErrorCode.SUCCESS
 
 
+def test_moved_broadcast_group_stays_a_broadcast():
+    group, _ = a_group()
+    group.subscribed("host", group="host", broadcast=True)
+    move(group, "latest", consumers="host")
+    assert group.a.log.state.groups["s", "host"].is_broadcast
+
+
 def test_readonly_group_can_be_moved():
     group, client = a_group()
     client.produce("m0")

@@ -181,8 +181,8 @@ def test_snapshot_damaged_on_its_way_is_not_stored():
     group.b = old
     group.connect()
     group.deliver_hello()
-    command, body = group.at_master.told[0]
-    group.at_master.told[0] = (command, body[:-1] + bytes([body[-1] ^ 1]))
+    command, body = group.at_master.pushed[0]
+    group.at_master.pushed[0] = (command, body[:-1] + bytes([body[-1] ^ 1]))
     group.to_slave()
     assert not group.at_slave.is_open
     assert old.disk.names("quarantine") == [] and old.log.end == 0
@@ -293,7 +293,7 @@ def test_second_hello_resets_the_slave():
     group.a.host.settle()
     group.to_slave()
     group.b.host.settle()
-    group.at_slave.told.clear()
+    group.at_slave.pushed.clear()
     group.b.slave.connected(group.at_slave)
     group.deliver_hello()
     assert group.a.master.gate.too_few_in_sync and not client.answered(stored)
@@ -305,10 +305,10 @@ def test_second_hello_resets_the_slave():
 def test_equal_epochs_with_other_bytes_diverge_uncut(size):
     """W3: found at the handshake, wherever the other copy's frames end."""
     group, other = Group.made(tail_bytes=0).start(), Group.made().start()
-    for one, count, bytes_each in ((group, 10, 200), (other, 2, size)):
+    for world, count, bytes_each in ((group, 10, 200), (other, 2, size)):
         for i in range(count):
-            one.client().produce(f"m{i}", size=bytes_each)
-            one.settle()
+            world.client().produce(f"m{i}", size=bytes_each)
+            world.settle()
     group.cut()
     group.b, end, theirs = other.b, group.a.log.end, other.b.log.end
     group.connect()
@@ -473,8 +473,8 @@ def test_unacknowledged_tail_of_an_old_master_is_quarantined():
     group.settle()
     assert equal(group) and group.a.node.writable
     (_, report) = sorted(group.b.disk.names("quarantine"))
-    told = json.loads(group.b.disk.read(f"quarantine/{report}", 0, 1 << 20))
-    assert told["message_ids"] == ["never acknowledged"]
+    quarantined = json.loads(group.b.disk.read(f"quarantine/{report}", 0, 1 << 20))
+    assert quarantined["message_ids"] == ["never acknowledged"]
 
 
 def test_restarted_master_waits_for_its_slave():
@@ -663,7 +663,7 @@ def test_slave_refuses_answers_of_an_older_master():
     end = group.b.log.end
     late = Agreement(Epoch(1, 1), Action.FOLLOW, 0, 0, 0)
     group.b.node.agreed(group.at_slave, memoryview(late.encode()))
-    assert not group.at_slave.is_open and not group.at_slave.told
+    assert not group.at_slave.is_open and not group.at_slave.pushed
     assert group.b.log.end == end and group.b.node.identity.value.epoch == Epoch(2, 1)
 
 

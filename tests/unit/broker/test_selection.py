@@ -255,7 +255,7 @@ def test_unfiltered_consumer_has_no_filter():
 
 
 def label_section(*messages: Sent) -> bytes:
-    return encode_labels([label_of(one.tags, one.key) for one in messages])
+    return encode_labels([label_of(message.tags, message.key) for message in messages])
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def pulls_of(group: Group, name: str) -> list[list[tuple[int, int, int]]]:
     log = group.a.node.log
     data = log.stored.read(0, log.end, 1 << 30).data
     pulls = [decode_progress(body) for frame, body in decode_frames(data, 0, 0) if frame.kind == FrameKind.PULL]
-    return [[tuple(entry) for entry in one.entries] for one in pulls if one.consumer == name]
+    return [[tuple(entry) for entry in pull.entries] for pull in pulls if pull.consumer == name]
 
 
 def test_consecutive_mismatches_are_one_entry():
@@ -308,7 +308,7 @@ def test_consecutive_mismatches_are_one_entry():
     more(group, NONE, PAY, NONE, first=3)
     consumer = Consumer(group, "c1", tags=["pay"])
     assert consumer.sequences() == [4]
-    (entries,) = [one for one in pulls_of(group, "c1") if one]
+    (entries,) = [pull for pull in pulls_of(group, "c1") if pull]
     assert [entry[1:] for entry in entries] == [(0, 4), (4, 1), (5, 1)]
     assert [entry[0] == PASSED for entry in entries] == [True, False, True]
 

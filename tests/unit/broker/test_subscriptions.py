@@ -85,9 +85,9 @@ def test_terms_are_decoded(changed):
     assert changed.items() <= read(**changed).items()
 
 
-@pytest.mark.parametrize("said", [{}, {"begins": 1, "exclusive_ms": "5"}], ids=["nothing", "nonsense"])
-def test_older_client_has_defaults(said):
-    assert {"begins": False, "exclusive_ms": 0}.items() <= read(**said).items()
+@pytest.mark.parametrize("fields", [{}, {"begins": 1, "exclusive_ms": "5"}], ids=["nothing", "nonsense"])
+def test_older_client_has_defaults(fields):
+    assert {"begins": False, "exclusive_ms": 0}.items() <= read(**fields).items()
 
 
 def test_dead_letter_has_no_delivery_limit():
@@ -190,21 +190,21 @@ def test_lost_connection_leaves_only_its_lease():
 def test_lease_end_of_an_idle_client_leaves_nothing(begins):
     """Each process of an application has its own name."""
     consumers = Consumers()
-    one = consumers.joined(begins=begins)
-    consumers.now.note_reporting(one)
-    consumers.now.link_lost(one.link)
+    subscription = consumers.joined(begins=begins)
+    consumers.now.note_reporting(subscription)
+    consumers.now.link_lost(subscription.link)
     assert consumers.now.expired(LEASE_MS + 1) == [] and not consumers.left()
 
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_move_leaves_nothing_of_the_group(begins):
     consumers = Consumers()
-    one = consumers.joined(begins=begins)
-    consumers.now.note_reporting(one)
-    consumers.now.begin(one, [(0, 1)])
+    subscription = consumers.joined(begins=begins)
+    consumers.now.note_reporting(subscription)
+    consumers.now.begin(subscription, [(0, 1)])
     consumers.now.move("s", "g")
-    consumers.now.link_lost(one.link)
-    assert not consumers.left() and "an operator moved g" in str(one.over)
+    consumers.now.link_lost(subscription.link)
+    assert not consumers.left() and "an operator moved g" in str(subscription.over)
 
 
 def test_move_ends_no_other_group():
@@ -212,7 +212,7 @@ def test_move_ends_no_other_group():
     for subject, name in (("s", "g"), ("s", "h"), ("t", "g")):
         consumers.now.subscribe(FakeLink("c"), subject=subject, group=name, consumer="c", held_end=0, now_ms=0)
     consumers.now.move("s", "g")
-    assert {one.key[:2] for one in consumers.now.connected} == {("s", "h"), ("t", "g")}
+    assert {subscription.key[:2] for subscription in consumers.now.connected} == {("s", "h"), ("t", "g")}
     assert consumers.alive == {"c"}
 
 
@@ -239,14 +239,14 @@ def test_consumer_with_foreign_messages_begins_anew(is_known):
 def test_sharing_consumers_block_exclusive_ones_by_unacked():
     consumers = Consumers()
     consumers.joined("a")
-    one = consumers.joined("b", exclusive_ms=5)
-    assert consumers.now.has_its_turn(one, is_done)
+    subscription = consumers.joined("b", exclusive_ms=5)
+    assert consumers.now.has_its_turn(subscription, is_done)
     consumers.has("a")
     consumers.has("b", (0, 1))
     consumers.has(PRUNER, (0, 1))
-    assert consumers.now.has_its_turn(one, is_done)
+    assert consumers.now.has_its_turn(subscription, is_done)
     consumers.has("a", (0, 1))
-    assert not consumers.now.has_its_turn(one, is_done)
+    assert not consumers.now.has_its_turn(subscription, is_done)
 
 
 @pytest.mark.parametrize("others", [(1, "b"), (2, "a")], ids=["by its clock", "by its name"])
@@ -255,7 +255,9 @@ def test_first_exclusive_consumer_has_its_turn(others):
     first = consumers.joined(others[1], exclusive_ms=others[0])
     second = consumers.joined("c", exclusive_ms=2)
     assert consumers.now.has_its_turn(first, is_done) and not consumers.now.has_its_turn(second, is_done)
-    assert consumers.now.has_its_turn(second, lambda one: one is first), "a switched-off one is passed over"
+    assert consumers.now.has_its_turn(second, lambda subscription: subscription is first), (
+        "a switched-off one is passed over"
+    )
 
 
 # Leases.
@@ -273,12 +275,12 @@ def test_lease_ends_after_silence():
 @pytest.mark.parametrize("packet", ["request", "heartbeat", "subscribe", "heartbeat of a replaced connection"])
 def test_any_packet_renews_the_lease(packet):
     consumers = Consumers()
-    replaced, one = consumers.joined(), consumers.joined()
+    replaced, subscription = consumers.joined(), consumers.joined()
     match packet:
         case "request":
-            consumers.now.find(one.link, one.id, 6_000)
+            consumers.now.find(subscription.link, subscription.id, 6_000)
         case "heartbeat":
-            consumers.now.heartbeat(one.link, 6_000)
+            consumers.now.heartbeat(subscription.link, 6_000)
         case "subscribe":
             consumers.joined(now_ms=6_000)
         case _:
@@ -338,8 +340,8 @@ def test_nothing_is_due_before_the_first_lease_ends():
 
 def test_nothing_is_due_before_the_first_deadline():
     consumers = Consumers()
-    one, other = consumers.joined("a"), consumers.joined("b")
-    consumers.waits(one, 900)
+    subscription, other = consumers.joined("a"), consumers.joined("b")
+    consumers.waits(subscription, 900)
     consumers.waits(other, 700)
     assert [consumers.now.quiet_ms(now_ms) for now_ms in (0, 600, 700, 701)] == [700, 100, 0, 0]
 
@@ -349,22 +351,22 @@ def test_nothing_is_due_before_the_first_deadline():
 
 def test_pulls_of_a_subscription_are_bounded():
     consumers = Consumers()
-    one = consumers.joined()
-    one.in_flight = PULLS_IN_FLIGHT_MAX - 2
-    consumers.waits(one, 500)
-    consumers.waits(one, 500)
+    subscription = consumers.joined()
+    subscription.in_flight = PULLS_IN_FLIGHT_MAX - 2
+    consumers.waits(subscription, 500)
+    consumers.waits(subscription, 500)
     with pytest.raises(Overloaded):
-        consumers.waits(one, 500)
-    assert len(one.waiting) == 2
+        consumers.waits(subscription, 500)
+    assert len(subscription.waiting) == 2
 
 
 def test_pulls_end_at_their_deadlines():
     consumers = Consumers()
-    one = consumers.joined()
-    soon, same, late = (consumers.waits(one, ms) for ms in (200, 200, 300))
+    subscription = consumers.joined()
+    soon, same, late = (consumers.waits(subscription, ms) for ms in (200, 200, 300))
     assert len(consumers.now._deadlines) == 1, "a thousand subscriptions cost a tick nothing"
     assert consumers.now.overdue(199, is_done) == []
-    assert consumers.now.overdue(200, is_done) == [soon, same] and consumers.now.waiting_in("s", "g") == [one]
+    assert consumers.now.overdue(200, is_done) == [soon, same] and consumers.now.waiting_in("s", "g") == [subscription]
     assert consumers.now.quiet_ms(200) == 100
     assert consumers.now.overdue(300, is_done) == [late] and consumers.now.waiting_in("s", "g") == []
     assert consumers.now.overdue(LOOKS_WITHIN_MS, is_done) == [] and consumers.now.quiet_ms(300) == QUIET_MS
@@ -372,29 +374,29 @@ def test_pulls_end_at_their_deadlines():
 
 def test_deadlines_do_not_pile_up():
     consumers = Consumers()
-    one = consumers.joined()
-    pulls = [consumers.waits(one, ms) for ms in (300, 200, 500)]
+    subscription = consumers.joined()
+    pulls = [consumers.waits(subscription, ms) for ms in (300, 200, 500)]
     assert [consumers.now.overdue(now_ms, is_done) for now_ms in (200, 300)] == [[pulls[1]], [pulls[0]]]
     assert len(consumers.now._deadlines) == 1
 
 
 def test_overdue_pull_waits_for_its_scan():
     consumers = Consumers()
-    one = consumers.joined()
-    pull = consumers.waits(one, 100)
+    subscription = consumers.joined()
+    pull = consumers.waits(subscription, 100)
     for now_ms in (100, 101, 99 + LOOKING_MS):
         assert consumers.now.overdue(now_ms, is_looking) == []
     assert consumers.now.overdue(100 + LOOKING_MS, is_looking) == [pull]
-    pull = consumers.waits(one, 2_000, now_ms=1_900)
+    pull = consumers.waits(subscription, 2_000, now_ms=1_900)
     assert consumers.now.overdue(2_000, is_looking) == []
     assert consumers.now.overdue(2_001, is_done) == [pull]
 
 
 def test_ended_subscription_leaves_the_deadlines():
     consumers = Consumers(lease_ms=1 << 40)
-    one = consumers.joined()
-    consumers.waits(one, 10_000_000, now_ms=50)
-    consumers.now.forget(one)
+    subscription = consumers.joined()
+    consumers.waits(subscription, 10_000_000, now_ms=50)
+    consumers.now.forget(subscription)
     assert consumers.now.quiet_ms(LOOKS_WITHIN_MS - 450) == 500
     assert consumers.now.overdue(LOOKS_WITHIN_MS + 50, is_done) == []
     assert consumers.now.quiet_ms(LOOKS_WITHIN_MS + 50) == QUIET_MS
@@ -402,12 +404,15 @@ def test_ended_subscription_leaves_the_deadlines():
 
 def test_served_consumer_goes_behind_its_group():
     consumers = Consumers()
-    one, other = consumers.joined("a"), consumers.joined("b")
-    first, second, last = (consumers.waits(who, 500) for who in (one, one, other))
-    assert consumers.now.waiting_in("s", "g") == consumers.now.all_waiting() == [one, other]
-    assert consumers.now.take_waiting(one) is first and consumers.now.waiting_in("s", "g") == [other, one]
-    assert consumers.now.take_waiting(other) is last and consumers.now.waiting_in("s", "g") == [one]
-    consumers.now.give_up(one, second)
+    subscription, other = consumers.joined("a"), consumers.joined("b")
+    first, second, last = (consumers.waits(waiter, 500) for waiter in (subscription, subscription, other))
+    assert consumers.now.waiting_in("s", "g") == consumers.now.all_waiting() == [subscription, other]
+    assert consumers.now.take_waiting(subscription) is first and consumers.now.waiting_in("s", "g") == [
+        other,
+        subscription,
+    ]
+    assert consumers.now.take_waiting(other) is last and consumers.now.waiting_in("s", "g") == [subscription]
+    consumers.now.give_up(subscription, second)
     assert consumers.now.waiting_in("s", "g") == consumers.now.groups_waiting_on("s") == []
 
 
@@ -441,7 +446,7 @@ def test_later_due_time_is_noted_next():
 
 
 @pytest.mark.parametrize(
-    ("begins", "told", "expected"),
+    ("begins", "begun_none", "expected"),
     [
         (True, True, [(Departure.NONE_BEGUN, 0, 0)]),
         (False, True, [(Departure.NONE_BEGUN, 0, 0)]),
@@ -449,14 +454,14 @@ def test_later_due_time_is_noted_next():
         (True, False, [(Departure.SUSPECTED, 0, 0), (3, 5, 0), (8, 9, 0)]),
     ],
 )
-def test_departure_uses_reports_and_forgets_them(begins, told, expected):
+def test_departure_uses_reports_and_forgets_them(begins, begun_none, expected):
     consumers = Consumers()
-    one = consumers.joined(begins=begins)
-    consumers.now.note_reporting(one)
+    subscription = consumers.joined(begins=begins)
+    consumers.now.note_reporting(subscription)
     consumers.has("c", (0, 5), (8, 12))
     for begun in ([(3, 6)], [(8, 9), (20, 30)]):
-        consumers.now.begin(one, begun)
-    assert consumers.now.departure(KEY, begun_none=told) == expected
+        consumers.now.begin(subscription, begun)
+    assert consumers.now.departure(KEY, begun_none=begun_none) == expected
     assert consumers.now.departure(KEY, begun_none=False) == [(Departure.SUSPECTED, 0, 0)]
 
 
@@ -469,10 +474,10 @@ def test_skipped_messages_are_counted_by_group():
 
 def test_settled_messages_leave_the_begin_reports():
     consumers = Consumers()
-    one = consumers.joined()
+    subscription = consumers.joined()
     for pull in range(0, 1_000, 10):
         consumers.has("c", (pull, pull + 2), (pull + 4, pull + 5))
-        consumers.now.begin(one, [(pull, pull + 1)])
+        consumers.now.begin(subscription, [(pull, pull + 1)])
     assert consumers.now._begun == {KEY: [(990, 991)]}
-    consumers.now.begin(one, [(994, 995)])
+    consumers.now.begin(subscription, [(994, 995)])
     assert consumers.now.departure(KEY, begun_none=False) == [(Departure.SUSPECTED, 0, 0), (990, 991, 0), (994, 995, 0)]

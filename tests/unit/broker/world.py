@@ -67,7 +67,7 @@ class FakeLink:
         self.ration = Ration()
         self.answers: dict[int, tuple[int, bytes]] = {}
         self.order: list[int] = []
-        self.told: deque[tuple[Command, bytes]] = deque()
+        self.pushed: deque[tuple[Command, bytes]] = deque()
 
     def answer(self, request, *parts, code=0):
         if self.is_open and not request.flag & ONE_WAY:
@@ -80,7 +80,7 @@ class FakeLink:
 
     def push(self, command, *parts):
         if self.is_open:
-            self.told.append((command, b"".join(parts)))
+            self.pushed.append((command, b"".join(parts)))
 
     def close(self, reason=""):
         self.is_open, self.reason = False, self.reason or reason
@@ -467,7 +467,7 @@ class Group:
         """Break the connection; packets on the way are lost."""
         for link, broker in ((self.at_master, self.a), (self.at_slave, self.b)):
             link.is_open = False
-            link.told.clear()
+            link.pushed.clear()
             broker.node.link_lost(link)
 
     def deliver_hello(self) -> bool:
@@ -493,9 +493,9 @@ class Group:
         return self._deliver(self.at_slave, self.a, self.at_master)
 
     def _deliver(self, sender: FakeLink | None, to: Broker, at: FakeLink | None) -> bool:
-        if sender is None or at is None or not sender.told:
+        if sender is None or at is None or not sender.pushed:
             return False
-        command, body = sender.told.popleft()
+        command, body = sender.pushed.popleft()
         if at.is_open:
             to.node.packet_received(at, Packet(command, 0, ONE_WAY, command, memoryview(body)))
         return True

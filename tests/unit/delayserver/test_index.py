@@ -75,7 +75,7 @@ def test_later_rows_are_found_in_memory_and_on_disk():
 
     def ask(*ids, keys=()):
         question = schedule.find("s", [id_hash(id) for id in ids], [key_hash(key) for key in keys], [1000])
-        return [(one.by_key, one.position, one.state, int(one.record["number"])) for one in question()]
+        return [(found.by_key, found.position, found.state, int(found.record["number"])) for found in question()]
 
     where = log.messages([delayed("s", f"m{i}", 1000, key=f"k{i % 50}") for i in range(150)])
     log.file_into(schedule)
@@ -102,8 +102,8 @@ def test_question_sees_later_states():
     for count in (1, 1, 100):
         places = log.messages([delayed("s", f"m{count}", 1000) for _ in range(count)])
         log.file_into(schedule)
-        assert {one.state for one in schedule.find("s", [id_hash(f"m{count}")], [], [1000])()} >= {State.PENDING}
+        assert {found.state for found in schedule.find("s", [id_hash(f"m{count}")], [], [1000])()} >= {State.PENDING}
         log.cancel(places)
         log.file_into(schedule)
-        states = [one.state for one in schedule.find("s", [id_hash(f"m{count}")], [], [1000])()]
+        states = [found.state for found in schedule.find("s", [id_hash(f"m{count}")], [], [1000])()]
         assert set(states) == {State.CANCELLED}

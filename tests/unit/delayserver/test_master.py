@@ -177,7 +177,7 @@ def test_rescheduled_message_is_sent_at_its_new_time():
     copies.run(200)
     asked = producer.reschedule("later", begin_ms + 2 * HOUR_MS), producer.reschedule("sooner", begin_ms + 1_500)
     copies.settle()
-    assert [producer.fate(one) for one in asked] == ["rescheduled", "rescheduled"]
+    assert [producer.fate(opaque) for opaque in asked] == ["rescheduled", "rescheduled"]
     copies.run(3_000)
     assert copies.senders.delivered() == ["sooner"]
     copies.swap(2)
@@ -230,7 +230,9 @@ def test_frames_of_large_keys_are_bounded():
         asked = producer.cancel(keys=["k"])
         copies.run(500)
         assert producer.fates(asked) == ["cancelled"] and copies.a.filing.schedule.pending_messages == 0
-    moves, cancels = ([size for one, size in bodies if one == kind] for kind in (FrameKind.CARRY, FrameKind.CANCEL))
+    moves, cancels = (
+        [size for written, size in bodies if written == kind] for kind in (FrameKind.CARRY, FrameKind.CANCEL)
+    )
     assert len(moves) >= 2 and max(moves) <= 1.2 * MOVED_BYTES
     assert sum(cancels) == PLACE_BYTES * count and max(cancels) == PLACE_BYTES * 1_000
 

@@ -50,9 +50,9 @@ def test_longest_waiting_subjects_are_named():
 
 
 def test_removed_messages_do_not_count():
-    one = queue("a", 1, 2, 3)
-    one.remove(np.array([1], np.uint64))
-    assert Overdue.of([one], [], 0, None).messages == 2
+    pending = queue("a", 1, 2, 3)
+    pending.remove(np.array([1], np.uint64))
+    assert Overdue.of([pending], [], 0, None).messages == 2
 
 
 def test_stats_show_age_of_a_subject_without_a_group():

@@ -50,7 +50,7 @@ def test_shared_cancels_are_few_bounded_frames():
     written = list(kinds_of(copies.a))[frames:]
     assert set(written) == {FrameKind.CANCEL} and len(written) <= 12
     copies.settle()
-    assert [producer.fates(one) for one in asked] == [["cancelled"]] * 1_000
+    assert [producer.fates(opaque) for opaque in asked] == [["cancelled"]] * 1_000
 
 
 @pytest.mark.parametrize("order", ["cancel first", "reschedule first"])
@@ -291,9 +291,9 @@ def test_concurrent_questions_share_a_search():
     nobody = producer.cancel("m0", keys=["k3"], subject="t"), producer.cancel("m0", subject="unheard of")
     assert len(copies.a.host.reads) == 1
     copies.settle()
-    assert [producer.fates(one) for one in asked] == [["cancelled"]] * 10
-    assert [producer.fate(one) for one in moved] == ["cancelled"] * 2 + ["rescheduled"] * 2
-    assert [producer.fates(one) for one in (both, *nobody)] == [["cancelled"] * 2, ["unknown"] * 2, ["unknown"]]
+    assert [producer.fates(opaque) for opaque in asked] == [["cancelled"]] * 10
+    assert [producer.fate(opaque) for opaque in moved] == ["cancelled"] * 2 + ["rescheduled"] * 2
+    assert [producer.fates(opaque) for opaque in (both, *nobody)] == [["cancelled"] * 2, ["unknown"] * 2, ["unknown"]]
     assert len(looks) <= 5
     copies.run(2_000)
     assert sorted(copies.senders.delivered()) == ["m10", "m11"]
@@ -308,7 +308,7 @@ def test_questions_are_refused_when_the_mastership_ends():
     asked = producer.cancel("m"), producer.cancel("n")
     copies.a.assign(Role.SLAVE, 2)
     copies.a.host.settle()
-    assert [producer.code(one) for one in asked] == [ErrorCode.NOT_MASTER] * 2
+    assert [producer.code(opaque) for opaque in asked] == [ErrorCode.NOT_MASTER] * 2
 
 
 @pytest.mark.slow
@@ -326,8 +326,8 @@ def test_search_follows_a_message_carried_meanwhile(how):
     copies.a.host.reads.append(look)
     copies.settle()
     copies.run(1_000)
-    told = producer.fates(asked) if how == "cancel" else [producer.fate(asked)]
-    assert told == ["cancelled" if how == "cancel" else "rescheduled"]
+    fates = producer.fates(asked) if how == "cancel" else [producer.fate(asked)]
+    assert fates == ["cancelled" if how == "cancel" else "rescheduled"]
     copies.senders.stored.clear()
     copies.run(due_ms + HOUR_MS // 2 - copies.now_ms, step_ms=600_000)
     assert copies.senders.delivered() == ["other"]

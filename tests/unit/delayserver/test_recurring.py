@@ -128,7 +128,9 @@ def test_any_crashes_swaps_and_absent_brokers_leave_each_occurrence_once(seed):
     steady = sorted(id.split("@")[1][:16] for id in ids if id.startswith("steady@"))
     expected = [datetime.fromtimestamp(at * 60, UTC).isoformat()[:16] for at in range(first, last + 1)]
     assert steady == expected
-    assert len({one.name for one in listed(copies, copies.producer())}) == len(listed(copies, copies.producer()))
+    assert len({schedule.name for schedule in listed(copies, copies.producer())}) == len(
+        listed(copies, copies.producer())
+    )
 
 
 def test_latest_missed_occurrence_is_sent():
@@ -168,8 +170,11 @@ def test_put_replaces_the_schedule_of_its_name():
     put(copies, producer, "b", cron="* * * * *")
     put(copies, producer, "a", cron="30 22 * * *")
     put(copies, producer, "a", cron="20 22 * * *", subject="other")
-    assert [(one.name, one.cron) for one in listed(copies, producer)] == [("a", "30 22 * * *"), ("b", "* * * * *")]
-    assert [(one.name, one.cron) for one in listed(copies, producer, "other")] == [("a", "20 22 * * *")]
+    assert [(schedule.name, schedule.cron) for schedule in listed(copies, producer)] == [
+        ("a", "30 22 * * *"),
+        ("b", "* * * * *"),
+    ]
+    assert [(schedule.name, schedule.cron) for schedule in listed(copies, producer, "other")] == [("a", "20 22 * * *")]
     run_until(copies, "2023-11-14T22:15")
     assert [id[:18] for id in copies.senders.delivered()] == ["b@2023-11-14T22:14", "b@2023-11-14T22:15"]
 
@@ -178,8 +183,8 @@ def test_concurrent_puts_leave_one_schedule():
     copies, producer = a_group()
     asked = [producer.recur("put", "a", cron=f"{at} 23 * * *") for at in range(20)]
     copies.run(5_000)
-    assert [producer.schedules(one)[0].cron for one in asked] == [f"{at} 23 * * *" for at in range(20)]
-    assert [one.cron for one in listed(copies, producer)] == ["19 23 * * *"]
+    assert [producer.schedules(opaque)[0].cron for opaque in asked] == [f"{at} 23 * * *" for at in range(20)]
+    assert [schedule.cron for schedule in listed(copies, producer)] == ["19 23 * * *"]
 
 
 def test_repeated_put_changes_nothing():
@@ -362,7 +367,7 @@ def test_template_is_carried_before_deletion():
     put(copies, producer, cron="0 8 20 11 *")
     copies.outlive_segments(producer)
     assert copies.a.log.start > 0
-    assert [one.name for one in listed(copies, producer)] == ["daily"]
+    assert [schedule.name for schedule in listed(copies, producer)] == ["daily"]
     copies.swap(2)
     copies.senders.stored.clear()
     copies.run(6 * 24 * HOUR_MS, step_ms=600_000)

@@ -30,7 +30,7 @@ def listed(schedule: Schedule, begin_ms: int = 0, end_ms: int = 1 << 62, **optio
 
 def states(schedule: Schedule, *ids: str) -> list[State]:
     found = schedule.find(None, [id_hash(id) for id in ids], [])()
-    return [one.state for one in sorted(found, key=lambda one: one.position)]
+    return [message.state for message in sorted(found, key=lambda message: message.position)]
 
 
 def test_record_holds_place_and_attributes():
@@ -175,10 +175,12 @@ def test_message_is_found_by_id_or_key():
     flush_all(schedule)
     for due_ms in (0, 3 * HOUR_MS, 99 * HOUR_MS):
         found = schedule.find("s", [id_hash("none"), id_hash("mine")], [], [due_ms])()
-        assert [(one.by_key, one.position, int(one.record["number"])) for one in found] == [(False, 1, where[0][0])]
+        assert [(found.by_key, found.position, int(found.record["number"])) for found in found] == [
+            (False, 1, where[0][0])
+        ]
     keyed = schedule.find("s", [], [key_hash("k")], [7])
-    assert [int(one.record["number"]) for one in keyed.near()] == [where[1][0]]
-    assert [int(one.record["number"]) for one in keyed.far()] == [where[0][0]]
+    assert [int(found.record["number"]) for found in keyed.near()] == [where[1][0]]
+    assert [int(found.record["number"]) for found in keyed.far()] == [where[0][0]]
     assert schedule.find("t", [id_hash("mine")], [])() == []
 
 
@@ -228,7 +230,7 @@ def test_question_about_a_deleted_segment_finds_nothing():
     listing = schedule.list(0, 1 << 60, None, 1000)
     flush_all(schedule, HOUR_MS)
     assert disk.names("segments") == ["checkpoint"]
-    assert [int(one.record["number"]) for one in find()] == [later[0][0]]
+    assert [int(found.record["number"]) for found in find()] == [later[0][0]]
     assert places(below()) == places(listing()) == later
 
 

@@ -79,7 +79,7 @@ class Senders:
 
     def send(self, group, batch, done):
         body = b"".join(batch.blocks)
-        ids = [decode_envelope(bytes(one)).id for one in split_batch(body, batch.count)]
+        ids = [decode_envelope(bytes(data)).id for data in split_batch(body, batch.count)]
         self.attempts.append((group, batch.producer, batch.number, ids))
         if not self.up[group]:
             done(NotStored(NotServed(f"{group} is away")))

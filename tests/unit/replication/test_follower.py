@@ -186,7 +186,7 @@ def test_begun_mastership_refuses_frames_of_slaves():
     group = a_master_that_takes_back_piece_by_piece()
     end = group.a.log.end
     group.a.master._mastership.has_begun = True  # as if it had not waited
-    while not group.at_slave.told:
+    while not group.at_slave.pushed:
         group.b.wait(100)
         group.b.host.settle()
     group.to_master()
@@ -227,7 +227,7 @@ def test_loss_of_foreign_links_is_ignored():
 
 
 def told(link: FakeLink, command: Command) -> int:
-    return sum(each == command for each, _ in link.told)
+    return sum(each == command for each, _ in link.pushed)
 
 
 def test_catching_up_continues_with_each_confirmation(monkeypatch):

@@ -406,7 +406,7 @@ def stored(**changes) -> Group:
 
 
 def frames_told(link: FakeLink) -> int:
-    return sum(command == Command.FRAMES for command, _ in link.told)
+    return sum(command == Command.FRAMES for command, _ in link.pushed)
 
 
 def test_master_ships_when_its_link_is_writable_again():
@@ -462,7 +462,7 @@ def test_restored_frames_of_an_earlier_link_stay_unconfirmed(monkeypatch):
     (watch,) = group.a.master.slaves.all
     assert watch.follower.restoring.begin == begin
     group.a.host.settle()
-    assert group.a.log.flushed_end == begin and not group.at_master.told
+    assert group.a.log.flushed_end == begin and not group.at_master.pushed
     group.settle()
     assert group.a.master.has_begun and group.a.log.chain == group.b.log.chain
 
@@ -471,7 +471,7 @@ def test_writable_link_of_a_follower_sends_nothing():
     group = stored()
     group.b.node.writable_again(group.at_slave)
     Broker("new").node.writable_again(FakeLink("anybody"))
-    assert not group.at_slave.told
+    assert not group.at_slave.pushed
 
 
 def test_clock_readings_count_on_the_own_link_only():

@@ -133,7 +133,7 @@ def test_unrequested_snapshot_of_a_slave_is_refused():
 
 def test_snapshot_waits_for_writes_of_earlier_links():
     group = a_master_that_takes_back_piece_by_piece()
-    while not group.at_slave.told:
+    while not group.at_slave.pushed:
         group.b.wait(100)
         group.b.host.settle()
     assert group.to_master() and not group.a.log.is_idle
@@ -203,7 +203,7 @@ def test_group_is_fully_matched_with_all_slaves():
     copies.wires["b"].settle()
     slaves, behind = copies.a.master.slaves, copies.wires["c"].at_master
     assert [watch.is_fully_matched for watch in slaves.all] == [True, False] and not slaves.are_fully_matched
-    assert behind.told and slaves.confirmed_end < copies.a.log.end
+    assert behind.pushed and slaves.confirmed_end < copies.a.log.end
     copies.settle()
     copies.a.wait(100)
     copies.settle()

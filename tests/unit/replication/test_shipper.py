@@ -22,7 +22,7 @@ def shipped_from(copy: Copy, *, begin: int = 0, chain: int = 0, bytes_per_s: int
 
 def received(link: FakeLink) -> bytes:
     data = b""
-    for command, body in link.told:
+    for command, body in link.pushed:
         offset, frames = split_offset(memoryview(body))
         assert command == Command.FRAMES and offset == len(data)
         data += frames
@@ -67,7 +67,7 @@ def test_catching_up_begins_with_a_tenth_second(more, reads):
     shipper.ship()
     while host.do_read():
         pass
-    assert len(link.told) == reads
+    assert len(link.pushed) == reads
 
 
 def test_full_link_is_not_sent_to():
@@ -75,7 +75,7 @@ def test_full_link_is_not_sent_to():
     shipper, link, _ = shipped_from(copy)
     link.writable = False
     shipper.ship()
-    assert not link.told
+    assert not link.pushed
     link.writable = True
     shipper.ship()
     assert received(link) == copy.whole()
@@ -145,7 +145,7 @@ def test_read_error_closes_the_link(error):
     shipper.ship()
     _, done = host.reads.popleft()
     done(error)
-    assert not link.is_open and link.reason == str(error) and not link.told
+    assert not link.is_open and link.reason == str(error) and not link.pushed
     assert found == ([error] if isinstance(error, CorruptFrame) else [])
     link.is_open = True
     shipper.ship()

@@ -110,7 +110,7 @@ def test_refused_follow_leaves_confirmed_end_unchanged():
     wrong = Agreement(Epoch(3, 1), Action.FOLLOW, end, broker.log.chain ^ 1, end)
     broker.node.agreed(link, memoryview(wrong.encode()))
     assert not link.is_open and "diverged" in broker.node.readonly_reasons
-    assert points.keeps(broker.log) == kept and broker.log.end == end and not link.told
+    assert points.keeps(broker.log) == kept and broker.log.end == end and not link.pushed
 
 
 def test_refused_seeding_leaves_the_copy_whole():
@@ -185,7 +185,7 @@ def test_stepped_down_slave_confirms_nothing():
     group.to_slave()
     group.b.slave.step_down()
     group.b.host.settle()
-    assert not link.is_open and not link.told
+    assert not link.is_open and not link.pushed
     assert group.b.slave.life.state is SlaveState.DISCONNECTED
     group.b.slave.step_down()
 
@@ -260,12 +260,12 @@ def test_seeded_copy_begins_at_the_agreed_offset():
     assert not c.slave.has_matched and not c.node.identity.value.complete and known is not None
     other = copies.a.log.bases[1]
     snapshot = copies.a.disk.read(f"log/{other:020d}.snap", 0, 1 << 20)
-    wire.at_master.told[0] = (Command.SNAPSHOT, bytes(commands.offset_header(other)) + snapshot)
+    wire.at_master.pushed[0] = (Command.SNAPSHOT, bytes(commands.offset_header(other)) + snapshot)
     assert wire.to_slave() and not wire.at_slave.is_open and c.log.end == end and points.own == known
     wire.cut()
     agreed()
     assert wire.to_slave() and c.log.start == copies.a.log.start and points.own is None
-    assert [command for command, _ in wire.at_slave.told] == [Command.CONFIRM]
+    assert [command for command, _ in wire.at_slave.pushed] == [Command.CONFIRM]
     copies.settle()
     assert c.slave.has_matched and c.log.chain == copies.a.log.chain
 
@@ -339,7 +339,7 @@ def test_unreadable_agreed_end_is_damage(action, is_damaged):
     agreement = Agreement(Epoch(3, 1), action, at, chain if is_damaged else chain ^ 1, at)
     b.node.agreed(link, memoryview(agreement.encode()))
     assert b.node.readonly_reasons == (["corrupt"] if is_damaged else ["diverged"])
-    assert not link.is_open and not link.told and not b.disk.names("quarantine")
+    assert not link.is_open and not link.pushed and not b.disk.names("quarantine")
 
 
 def test_agreement_below_the_log_start_is_refused():
@@ -370,7 +370,7 @@ def test_slave_damaged_before_a_cut_confirms_nothing():
     (message,) = b.log.frames("s", 0, 1)
     b.disk.flip(f"log/{0:020d}.log", 8 * (message.offset + message.length // 2))
     b.node.agreed(link, memoryview(Agreement(Epoch(3, 1), Action.FOLLOW, at, chain, at).encode()))
-    assert not link.is_open and not link.told and b.log.end < at
+    assert not link.is_open and not link.pushed and b.log.end < at
 
 
 def test_damaged_slave_follows_from_its_end_uncut():
