@@ -169,7 +169,9 @@ def has_done(spark: SparkSession, share: float) -> bool:
     """Return whether Spark works at a stage of which this share of its tasks is done, as far as whole tasks can be."""
     tracker = spark.sparkContext.statusTracker()
     stages = [tracker.getStageInfo(number) for number in tracker.getActiveStageIds()]
-    return any(one and one.numActiveTasks and one.numCompletedTasks >= int(share * one.numTasks) for one in stages)
+    return any(
+        stage and stage.numActiveTasks and stage.numCompletedTasks >= int(share * stage.numTasks) for stage in stages
+    )
 
 
 def _answers(cluster: Cluster) -> bool:
@@ -190,9 +192,12 @@ def audit(spark: SparkSession, cluster: Cluster, ledger: Ledger | None) -> list[
 
 def tell(number: int, results: list[Result], struck: Struck | None, seconds: float) -> None:
     read = sum(side["bytes"] for result in results for side in result.read.values()) / 1e6
-    said = [f"{one.group} " + (f"not read ({one.unreadable})" if one.unreadable else str(one.found)) for one in results]
+    texts = [
+        f"{result.group} " + (f"not read ({result.unreadable})" if result.unreadable else str(result.found))
+        for result in results
+    ]
     done = "; ".join(struck.done) if struck else "nothing"
-    print(f"run {number}: {seconds:.1f} s, {read:.1f} MB; {done} | {'; '.join(said)}", flush=True)
+    print(f"run {number}: {seconds:.1f} s, {read:.1f} MB; {done} | {'; '.join(texts)}", flush=True)
     for result in results:
         for note in result.notes:
             print("   ", result.group, note, flush=True)
@@ -245,8 +250,8 @@ def _runs(spark: SparkSession, cluster: Cluster, ledger: Ledger, rng: random.Ran
             struck_runs += struck.strikes > 0
         tell(number, results, struck, seconds)
         cluster.wait_writable(GROUP, DELAYS)
-        yield any(one.status == 1 or (is_calm and one.status) for one in results)
-        is_calm = any(one.unreadable for one in results)
+        yield any(result.status == 1 or (is_calm and result.status) for result in results)
+        is_calm = any(result.unreadable for result in results)
 
 
 if __name__ == "__main__":

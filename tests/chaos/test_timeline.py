@@ -53,7 +53,7 @@ def test_faults_begin_at_their_time_and_overlaps_stack():
 def test_names_of_short_faults_are_readable():
     """No name is cut off, and none overlaps another."""
     faults = [fault("kill metaserver and a broker", "", at, at) for at in (100.0, 101.0, 109.0, 110.0)]
-    drawn = sorted(names(page(history(*faults), [], "")), key=lambda one: (one[2], one[0]))
+    drawn = sorted(names(page(history(*faults), [], "")), key=lambda name: (name[2], name[0]))
     assert len(drawn) == 4
     assert all(LEFT <= begin and end <= WIDTH for begin, end, _ in drawn)
     assert all(y != next_y or end <= begin for (_, end, y), (begin, _, next_y) in pairwise(drawn))

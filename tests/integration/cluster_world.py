@@ -93,8 +93,8 @@ def log_of(cluster, name):
 
 
 def reasons(cluster, plan):
-    said = state(cluster, plan)
-    return None if said is None else list(said.readonly_reasons)
+    found = state(cluster, plan)
+    return None if found is None else list(found.readonly_reasons)
 
 
 def ends(cluster, group="g1"):
@@ -225,7 +225,7 @@ def produce_body(subject, *messages, crc=None, name="id"):
     """Return the body of a PRODUCE of a new producer: `messages` are properties, with ids `name-0…`."""
     encode = batch_encoder("any.subject", 0)
     batch_body = join_batch(
-        [encode(qmq.Message("any.subject", one, id=f"{name}-{at}")) for at, one in enumerate(messages)]
+        [encode(qmq.Message("any.subject", properties, id=f"{name}-{at}")) for at, properties in enumerate(messages)]
     )
     producer = random.SystemRandom().getrandbits(63)
     crc = crc32(batch_body) if crc is None else crc

@@ -135,7 +135,7 @@ def draw(into):
     with tempfile.TemporaryDirectory() as folder, bad_night(Path(folder)) as cluster:
         token = cluster.manage("AddToken", name="anna", role="operator")["token"]
         with Chromium(Path(folder) / "profile") as browser:
-            browser.tell(
+            browser.command(
                 "Emulation.setDeviceMetricsOverride", width=WIDTH, height=900, deviceScaleFactor=1, mobile=False
             )
             browser.open(f"{cluster.metaserver}/console")

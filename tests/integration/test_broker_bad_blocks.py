@@ -90,10 +90,10 @@ def test_bad_blocks_are_repaired_while_consumers_go_on(cluster, subject, sent):
     assert len({id for _, id in got}) == COUNT
     until(lambda: are_repaired(cluster, master), "written anew")
     assert cluster.service(master.hostname).pid == pid, "the broker goes on"
-    said = log_of(cluster, master.hostname)
-    assert "disk cannot read" in said and "log repaired" in said
+    lines = log_of(cluster, master.hostname)
+    assert "disk cannot read" in lines and "log repaired" in lines
     assert copies_are_whole(cluster)
-    assert [json.loads(one.read_text()) for one in data_of(cluster, master).glob("quarantine/*.json")]
+    assert [json.loads(path.read_text()) for path in data_of(cluster, master).glob("quarantine/*.json")]
 
 
 def test_bad_block_at_start_is_repaired_before_registration(cluster, subject, sent):

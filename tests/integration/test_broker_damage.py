@@ -96,8 +96,8 @@ def test_damage_is_repaired_when_read(cluster, subject, ids):
     got = consume_all(cluster, subject, "g", COUNT, prefetch_messages=20)
     assert [id for _, id in sorted(set(got))] == ids, "each is consumed, none as it was damaged"
     assert cluster.service(master.hostname).pid == pid, "the broker goes on"
-    said = log_of(cluster, master.hostname)
-    assert re.search(f"log damaged.* offset={offset} ", said) and "log repaired" in said, said[-2000:]
+    lines = log_of(cluster, master.hostname)
+    assert re.search(f"log damaged.* offset={offset} ", lines) and "log repaired" in lines, lines[-2000:]
     cluster.wait_writable()
     [report] = set(data.glob("quarantine/*.json")) - quarantined
     assert json.loads(report.read_text())["begin"] == offset and report.with_suffix(".bytes").stat().st_size > 0
@@ -150,9 +150,9 @@ def test_damage_at_start_is_repaired_before_registration(cluster, subject, ids, 
     started = len(log_of(cluster, broker.hostname))
     begin(cluster, broker.hostname)
     cluster.wait_writable()
-    said = log_of(cluster, broker.hostname)[started:]
-    assert f" end={offset} " in said, "recovery went as far as the log was whole"
-    assert f"begin={offset} " in said and said.index("log damaged") < said.index(f"role {role}"), said
+    lines = log_of(cluster, broker.hostname)[started:]
+    assert f" end={offset} " in lines, "recovery went as far as the log was whole"
+    assert f"begin={offset} " in lines and lines.index("log damaged") < lines.index(f"role {role}"), lines
     mine, other = both_copies(cluster)
     assert mine.frames == other.frames
     assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == ids

@@ -87,12 +87,12 @@ def test_failed_fsync_ends_the_broker_and_acknowledges_nothing(cluster, role):
     cluster.wait_writable()
     after = send_all(cluster, "s", 10, name="after")
     until(lambda: are_equal(cluster), "equal copies")
-    there = consume_all(cluster, "s", "g", len([one for one in [*before, *sent, *after] if one.is_stored]))
-    stored = {(one.sequence, one.message_id) for one in [*before, *sent, *after] if one.is_stored}
-    folders = [data_of(cluster, cluster.broker("g1", one)) for one in ("master", "slave")]
+    there = consume_all(cluster, "s", "g", len([receipt for receipt in [*before, *sent, *after] if receipt.is_stored]))
+    stored = {(receipt.sequence, receipt.message_id) for receipt in [*before, *sent, *after] if receipt.is_stored}
+    folders = [data_of(cluster, cluster.broker("g1", copy)) for copy in ("master", "slave")]
     cluster.stop()
     mine, other = map(read_copy, folders)
     assert mine.frames == other.frames and len(there) >= len(stored)
     log = [(sequence, id) for _, sequence, id in mine.messages]
     assert stored <= set(log) and len(log) == len({id for _, id in log})
-    assert not {id for _, id in log} & {one.message_id for one in sent if one.outcome == REFUSED}
+    assert not {id for _, id in log} & {receipt.message_id for receipt in sent if receipt.outcome == REFUSED}

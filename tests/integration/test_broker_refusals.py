@@ -266,8 +266,8 @@ def test_second_process_of_a_running_broker_is_refused(cluster, master, unchange
         try:
             until(lambda: "metaserver does not serve us" in log.read_text(), "it is told why")
             channel = grpc.insecure_channel(f"127.0.0.2:{master.control_port}")
-            said = BrokerStub(channel).ReplicaStatus(pb.Nothing(), metadata=(("x-api-token", cluster.token),))
-            assert (said.writable, said.term, said.log_end) == (False, 0, 0)
+            report = BrokerStub(channel).ReplicaStatus(pb.Nothing(), metadata=(("x-api-token", cluster.token),))
+            assert (report.writable, report.term, report.log_end) == (False, 0, 0)
             channel.close()
         finally:
             other.kill()

@@ -134,10 +134,10 @@ def test_operators_limits_reach_the_brokers(cluster, subject):
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
         subscribe(wire, subject, group="never")
     limit("SetLimits", expiresAfterS=1)
-    until(lambda: {one.group: one.lag for one in progress(cluster, subject)}["never"] == 0, "what nobody takes expires")
+    until(lambda: {row.group: row.lag for row in progress(cluster, subject)}["never"] == 0, "what nobody takes expires")
     limit("SetLimits", expiresAfterS=0)
     page = metrics(cluster, cluster.broker("g1", "master"))
-    (expired,) = (page[one] for one in page if "expired_messages_total" in one and 'consumer_group="never"' in one)
+    (expired,) = (page[name] for name in page if "expired_messages_total" in name and 'consumer_group="never"' in name)
     assert expired == COUNT
 
 

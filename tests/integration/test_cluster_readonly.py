@@ -113,11 +113,11 @@ def test_group_without_its_slave_is_readonly_within_a_second(tmp_path):
             assert answer.code == ErrorCode.READ_ONLY
             assert b"slave_down, its slave is missing: start it" in bytes(answer.body)
 
-        def told():
+        def is_reported():
             row = next(row for row in cluster.manage("ListBrokerGroups", details="true") if row["groupName"] == "g1")
             return (row["writable"], row["readonlyReasons"]) == (False, ["slave_down"])
 
-        until(told, "the metaserver says so too")
+        until(is_reported, "the metaserver reports it")
         assert metrics(cluster, master)['qmq_broker_readonly{broker_group="g1",reason="slave_down"}'] == 1
 
         begin(cluster, slave.hostname)
@@ -146,7 +146,9 @@ def test_consumers_go_on_without_the_slave(cluster, subject):
     until(lambda: are_equal(cluster), "equal copies")
     for copy in (read_copy(data_of(cluster, broker)) for broker in (master, slave)):
         alone = [
-            FrameKind(one.kind) for one in copy.frames if one.flags & FLAG_NO_SLAVE_IN_SYNC and one.subject == subject
+            FrameKind(frame.kind)
+            for frame in copy.frames
+            if frame.flags & FLAG_NO_SLAVE_IN_SYNC and frame.subject == subject
         ]
         assert alone == [FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK]
 
@@ -180,7 +182,7 @@ def test_empty_broker_is_not_promoted_over_messages(cluster, subject):
     place(cluster, "ReplaceBroker", slave, 0)  # the metaserver has no report of the empty directory yet
     place(cluster, "ReplaceBroker", master, 1)
     begin(cluster, slave.hostname, master.hostname)
-    until(lambda: "another data directory" in log_of(cluster, slave.hostname), "it is told why it is refused")
+    until(lambda: "another data directory" in log_of(cluster, slave.hostname), "the log has the reason")
     assert "Give it that one back" in log_of(cluster, slave.hostname)
     assert not cluster.writable("g1") and ends(cluster)[0] == (0, 0)
     end(cluster, slave.hostname)
@@ -197,16 +199,16 @@ def test_broker_with_data_of_another_group_is_refused(tmp_path):
         mine, other = cluster.broker("g1", "slave"), cluster.broker("g2", "slave")
         end(cluster, mine.hostname, other.hostname)
         before = [ends(cluster, group)[0] for group in ("g1", "g2")]
-        one, two = data_of(cluster, mine), data_of(cluster, other)
-        one.rename(tmp_path / "aside")
-        shutil.copytree(two, one)
+        first, two = data_of(cluster, mine), data_of(cluster, other)
+        first.rename(tmp_path / "aside")
+        shutil.copytree(two, first)
         begin(cluster, mine.hostname)
-        until(lambda: "belongs to" in log_of(cluster, mine.hostname), "it is told what is wrong")
+        until(lambda: "belongs to" in log_of(cluster, mine.hostname), "the log has the reason")
         assert [ends(cluster, group)[0] for group in ("g1", "g2")] == before
         assert reasons(cluster, cluster.broker("g1", "master")) == ["slave_down"]
         end(cluster, mine.hostname)
-        shutil.rmtree(one)
-        (tmp_path / "aside").rename(one)
+        shutil.rmtree(first)
+        (tmp_path / "aside").rename(first)
         begin(cluster, mine.hostname, other.hostname)
         cluster.wait_writable()
 
@@ -231,7 +233,7 @@ def test_exchanged_directories_are_reported_without_a_master(tmp_path):
         since = exchange()
         for broker, other in ((master, slave), (slave, master)):
             text = f"this data directory belongs to {other.hostname}:{other.serve_port} of g1"
-            until(lambda name=broker.hostname, text=text: text in since(name), f"{broker.hostname} is told why")
+            until(lambda name=broker.hostname, text=text: text in since(name), f"{broker.hostname} logs the reason")
         alone_s = time.monotonic() + ALONE_AFTER_S + 1
         until(lambda: time.monotonic() > alone_s, "they would have taken up their parts alone")
         for broker in (master, slave):
@@ -254,7 +256,7 @@ def test_brokers_restart_in_their_roles_without_the_metaserver(cluster, subject)
     cluster.wait_writable()
     end(cluster, "metaserver", master.hostname, slave.hostname)
     begin(cluster, master.hostname, slave.hostname)
-    until(lambda: (said := state(cluster, slave)) and said.writable, "the last master takes messages again")
+    until(lambda: (found := state(cluster, slave)) and found.writable, "the last master takes messages again")
     with Wire(slave.serve_port, token=cluster.token) as wire:
         produced = commands.decode_produced(wire.ask(Command.PRODUCE, produce_body(subject, {"n": 1})).body)
         assert produced.first_sequence == 10

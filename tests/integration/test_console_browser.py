@@ -76,8 +76,8 @@ def _look_at_every_page(address, world, profile, state):
             wanted, had, unseen = browser.tab_walk()
             assert had == wanted, (path, had, wanted)
             found += [f"{path}: focus is not seen on {one}" for one in unseen]
-        browser.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-        browser.tell("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
+        browser.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        browser.command("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
         for path in ADDRESSES if state == "data" else ():
             browser.open(address + path)
             if (wide := browser.run("document.documentElement.scrollWidth")) > 400:  # a wide table moves by itself
@@ -121,7 +121,9 @@ def test_pages_refresh_until_paused(tmp_path):
 def _watch_it_renew(address, world, profile, state):
     with Chromium(profile) as browser:
         _log_in(browser, address, world)
-        browser.tell("Page.addScriptToEvaluateOnNewDocument", source="window.setInterval = f => { window.renew = f; };")
+        browser.command(
+            "Page.addScriptToEvaluateOnNewDocument", source="window.setInterval = f => { window.renew = f; };"
+        )
         assert "messages in" in browser.open(f"{address}/console/group?name=g1")
         world.brokers.samples["g1"] = world.brokers.samples["g1"][:1]
         browser.run("window.renew()")

@@ -58,4 +58,4 @@ def dead(cluster) -> list[str]:
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
         subscription = subscribe(wire, dead_letter_subject("poisoned", "g"), group=f"look{next(LOOKS)}")
         pieces = pull(wire, subscription)
-        return [decode_envelope(bytes(data)).id for one in pieces for data in split_batch(one.body, one.count)]
+        return [decode_envelope(bytes(data)).id for piece in pieces for data in split_batch(piece.body, piece.count)]

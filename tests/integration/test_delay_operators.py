@@ -54,7 +54,7 @@ def test_pending_messages_are_counted_listed_and_cancelled(cluster):
     assert done["ids"] == {ids[0]: "cancelled", ids[1]: "cancelled", "nobody": "unknown"}
     assert done["keys"] == {"order 4711": "cancelled"}
     assert [row["id"] for row in cluster.manage("ListDelayed", subject=SUBJECT)["messages"]] == ids[2:]
-    until(lambda: any(one.get("taken") for one in cluster.manage("Rates", brokerGroup="d1")["rates"]), "it has rates")
+    until(lambda: any(row.get("taken") for row in cluster.manage("Rates", brokerGroup="d1")["rates"]), "it has rates")
     results = [row["result"] for row in cluster.manage("AuditTrail", name="CancelDelayed")["rows"]]
     assert results == ["done", "begun"]
 
@@ -79,8 +79,8 @@ def tool(cluster, command, *options):
 
 
 def test_mark_of_the_only_delay_group_warns(cluster):
-    said = tool(cluster, "MarkReadonly", "--brokerGroup=d1", "--wait=5", "--yes")
-    assert "no other group of delay servers" in said
+    output = tool(cluster, "MarkReadonly", "--brokerGroup=d1", "--wait=5", "--yes")
+    assert "no other group of delay servers" in output
     until(lambda: not cluster.writable("d1"), "the delay master knows")
     tool(cluster, "UnMarkReadonly", "--brokerGroup=d1", "--yes")
     until(lambda: cluster.writable("d1"), "the mark is gone")

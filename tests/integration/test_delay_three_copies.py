@@ -59,7 +59,7 @@ def test_delay_group_of_three_is_swapped_and_recovered(tmp_path):
         shutil.rmtree(data_of(cluster, lost))
         begin(cluster, *others)
         slaves = [plan for plan in cluster.plan.brokers if plan != lost]
-        until(lambda: all((said := state(cluster, plan)) and said.term for plan in slaves), "two are back")
+        until(lambda: all((found := state(cluster, plan)) and found.term for plan in slaves), "two are back")
         fail_over(cluster, masterGone="true")
         assert pending(cluster) == 2 * COUNT
 

@@ -47,7 +47,7 @@ async def test_delayed_messages_arrive_despite_a_killed_master(cluster):
         due = datetime.now(UTC) + timedelta(seconds=25)  # a busy machine restarts the master slowly
         messages = [Message("kill.late", {"n": n}) for n in range(500)]
         receipts = await producer.send_many(messages, at=due)
-        assert receipts.all_stored and {one.broker_group for one in receipts} == {"d1"}
+        assert receipts.all_stored and {receipt.broker_group for receipt in receipts} == {"d1"}
         moved = await producer.send(Message("kill.late", {"n": "moved"}), delay=timedelta(days=300), key="moved")
         cluster.kill("d1", "master")
         assert await producer.cancel(receipts[0]) is DelayOutcome.CANCELLED

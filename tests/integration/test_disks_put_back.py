@@ -153,7 +153,7 @@ def test_master_without_its_last_write_is_restored(cluster, tmp_path, more, meta
     begin(cluster, master.hostname)
     returned(cluster, master)
     begin(cluster, slave.hostname)
-    until(lambda: (said := state(cluster, slave)) and said.term, "the slave has its part")
+    until(lambda: (found := state(cluster, slave)) and found.term, "the slave has its part")
     begin(cluster, *([] if metaserver == "up" else ["metaserver"]))
     check_nothing_is_lost(cluster, more)
     if memory == "remembered":
@@ -211,7 +211,7 @@ def test_rolled_back_master_waits_for_the_other_copy(cluster):
     put_back_to_the_start(cluster, slave)
     assert until(lambda: refused(cluster, "ReplaceBroker", swap_words(slave)), "both count as down") == "it is done"
     begin(cluster, slave.hostname)
-    until(lambda: (said := state(cluster, slave)) and said.role == 0 and said.term, "it is the master")
+    until(lambda: (found := state(cluster, slave)) and found.role == 0 and found.term, "it is the master")
     assert "rolled_back" in reasons(cluster, slave)
     begin(cluster, master.hostname)
     check_nothing_is_lost(cluster, 0)

@@ -18,8 +18,8 @@ RATE = {"catch_up_bytes_per_s": 128 * 1024, "tail_bytes": 0}
 
 
 def is_partly_filled(cluster, slave, above=0):
-    said = state(cluster, slave)
-    return said is not None and above < said.log_end < state(cluster, cluster.broker("g1", "master")).log_end
+    found = state(cluster, slave)
+    return found is not None and above < found.log_end < state(cluster, cluster.broker("g1", "master")).log_end
 
 
 def waits(cluster, slave):
@@ -76,4 +76,4 @@ def test_new_slave_is_filled_on_request_and_stopped_halfway(tmp_path):
         all_in_sync(cluster)
         actions = [row["action"] for row in cluster.manage("AuditTrail", brokerGroup="g1")["rows"]]
         assert actions.count("SyncReplica") == 2 and actions.count("CancelSync") == 1, actions
-        assert len([one for one in check_copies(cluster).messages if one[0] == "s"]) == COUNT + 10
+        assert len([message for message in check_copies(cluster).messages if message[0] == "s"]) == COUNT + 10

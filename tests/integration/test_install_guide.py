@@ -65,7 +65,7 @@ class Shell:
             self._bash = subprocess.Popen(
                 ["bash"], stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=folder, env=environ, text=True
             )
-        self._said = 0
+        self._read_chars = 0
         self._number = 0
         self.type("set -eo pipefail")
 
@@ -76,12 +76,12 @@ class Shell:
         self._bash.stdin.write(f"{text}\necho; echo '{done.strip()}'\n")
         self._bash.stdin.flush()
         deadline = time.monotonic() + BLOCK_S
-        while not (said := self._output.read_text(errors="replace")[self._said :]).endswith(done):
-            assert self._bash.poll() is None, f"this ended with {self._bash.returncode}:\n{text}\n\n{said}"
-            assert time.monotonic() < deadline, f"this takes too long:\n{text}\n\n{said}"
+        while not (output := self._output.read_text(errors="replace")[self._read_chars :]).endswith(done):
+            assert self._bash.poll() is None, f"this ended with {self._bash.returncode}:\n{text}\n\n{output}"
+            assert time.monotonic() < deadline, f"this takes too long:\n{text}\n\n{output}"
             time.sleep(0.05)
-        self._said += len(said)
-        return said.removesuffix(done)
+        self._read_chars += len(output)
+        return output.removesuffix(done)
 
     def close(self):
         self._bash.stdin.close()
@@ -207,8 +207,8 @@ def test_install_guide_works_step_by_step(reader):
 
 def masters(reader):
     """Hostnames of the masters, as the metaserver lists them."""
-    said = reader.shell.type("qmq ListBrokers")
-    return re.findall(r"\b(b\d)\b", "\n".join(line for line in said.splitlines() if "MASTER" in line))
+    output = reader.shell.type("qmq ListBrokers")
+    return re.findall(r"\b(b\d)\b", "\n".join(line for line in output.splitlines() if "MASTER" in line))
 
 
 def test_every_guide_block_has_a_known_kind():

@@ -44,9 +44,9 @@ async def test_lean_streams_send_the_updates_of_grpc_aio(world):
             if mark:
                 await world.done(mark, brokerGroup="g1")
             writable = mark != "MarkReadonlyBrokerGroup"
-            for one in (watch, *lean):
-                await one.until(lambda routes, writable=writable: is_told(routes, writable=writable))
-            assert [one.routes for one in lean] == [watch.routes] * 3
+            for stream in (watch, *lean):
+                await stream.until(lambda routes, writable=writable: is_told(routes, writable=writable))
+            assert [stream.routes for stream in lean] == [watch.routes] * 3
     assert watch.routes["no/subject"].refused
     connection.close()
 

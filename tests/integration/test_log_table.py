@@ -158,7 +158,7 @@ def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]
     log.mastership(Epoch(1, 1))
     due_ms = log.timestamp_ms + 1_000
     encoded = [encode_message(Message(A, {}, id=f"m{n}"), 0) for n in range(7)]
-    messages = [with_due(bytes([one[0] | FLAG_DELAYED]) + one[1:], due_ms) for one in encoded]
+    messages = [with_due(bytes([data[0] | FLAG_DELAYED]) + data[1:], due_ms) for data in encoded]
     frame = log.messages(A, messages)
     first = frame.offset + frame.body_at + 4 * (len(messages) + 1)
     numbers = [first + n * len(messages[0]) for n in range(7)]

@@ -58,7 +58,7 @@ def test_subject_over_the_limit_harms_no_other(tmp_path):
         assert "watch interrupted" not in log_of(cluster, _delay_master(cluster).hostname)
         data = [data_of(cluster, cluster.broker(group, "master")) for group in ("g1", "g2")]
     application.close()
-    stored = {(subject, id) for one in data for subject, _, id in read_copy(one).messages}
+    stored = {(subject, id) for folder in data for subject, _, id in read_copy(folder).messages}
     assert Counter(subject for subject, _ in stored) == dict.fromkeys(
         [*names("now"), *names("later"), *names("rows")], len(SWAPS)
     )
@@ -72,9 +72,9 @@ def _producer(cluster):
 def _send_everywhere(producer, application, number):
     began = time.monotonic()
     receipts = producer.send_many(qmq.Message(name, {"n": number}) for name in names("now"))
-    assert receipts.all_stored, [one for one in receipts if not one.is_stored][:3]
+    assert receipts.all_stored, [receipt for receipt in receipts if not receipt.is_stored][:3]
     later = producer.send_many((qmq.Message(name, {"n": number}) for name in names("later")), delay=1)
-    assert later.all_stored, [one for one in later if not one.is_stored][:3]
+    assert later.all_stored, [receipt for receipt in later if not receipt.is_stored][:3]
     rows = [_row(name, number) for name in names("rows")]
     _patiently(lambda: application.write_rows(rows) or True, "the rows are committed")
     print(f"round {number}: sent in {time.monotonic() - began:.1f} s")

@@ -155,9 +155,9 @@ def process():
         return started[-1]
 
     yield start
-    for one in started:
-        one.kill()
-        one.communicate()
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 # Produce.
@@ -165,18 +165,18 @@ def process():
 
 def test_each_produced_message_has_its_outcome(cluster, subject):
     sent = lines(tool(cluster, "Produce", "--json", "--property", "a=1", "--tag=x", "--count=3", subject=subject))
-    assert [one["outcome"] for one in sent] == ["stored"] * 3
-    stored = {(one["brokerGroup"], one["sequence"], one["id"]) for one in sent}
+    assert [row["outcome"] for row in sent] == ["stored"] * 3
+    stored = {(row["brokerGroup"], row["sequence"], row["id"]) for row in sent}
     shown = browse(cluster, subject=subject)
-    assert {(one["brokerGroup"], one["sequence"], one["id"]) for one in shown} == stored
-    assert all((one["tags"], one["properties"]) == (["x"], {"a": "1"}) for one in shown)
+    assert {(row["brokerGroup"], row["sequence"], row["id"]) for row in shown} == stored
+    assert all((row["tags"], row["properties"]) == (["x"], {"a": "1"}) for row in shown)
 
 
 def test_invalid_lines_are_refused_alone(cluster, subject):
     text = '{"n": 1}\n{bad\n{"qmq_x": 1}\n{"properties": {"n": 2}, "id": "mine", "orderKey": "k"}\n'
     ended = tool(cluster, "Produce", "--json", "--file=-", stdin=text, subject=subject)
     sent = lines(ended, REFUSED)
-    assert [one["outcome"] for one in sent] == ["stored", "refused", "refused", "stored"]
+    assert [row["outcome"] for row in sent] == ["stored", "refused", "refused", "stored"]
     assert "line 2" in sent[1]["reason"] and "qmq_" in sent[2]["reason"] and sent[3]["id"] == "mine"
     [shown] = browse(cluster, id="mine", subject=subject)
     assert (shown["properties"], shown["orderKey"]) == ({"n": "2"}, "k")
@@ -202,8 +202,8 @@ def test_line_with_invalid_unicode_is_refused_alone(cluster, subject, tmp_path, 
             text=True,
         )
     refused = ["refused"] * 3
-    assert [one["outcome"] for one in lines(ended, REFUSED)] == ["stored", *refused, "stored"]
-    assert sorted(one["properties"]["n"] for one in browse(cluster, subject=subject)) == ["1", "3"]
+    assert [row["outcome"] for row in lines(ended, REFUSED)] == ["stored", *refused, "stored"]
+    assert sorted(row["properties"]["n"] for row in browse(cluster, subject=subject)) == ["1", "3"]
 
 
 def test_interrupted_produce_reports_an_unknown_outcome(cluster, subject):
@@ -219,8 +219,8 @@ def test_interrupted_produce_reports_an_unknown_outcome(cluster, subject):
     producing.stdin.flush()
     assert "stored" in producing.stdout.readline()
     producing.send_signal(signal.SIGINT)
-    _, said = producing.communicate(timeout=120)
-    assert producing.returncode == UNKNOWN and "before anything was changed" not in said
+    _, output = producing.communicate(timeout=120)
+    assert producing.returncode == UNKNOWN and "before anything was changed" not in output
 
 
 def test_produce_with_unwritable_outcomes_reports_unknown(cluster, subject):
@@ -333,7 +333,7 @@ def test_only_unacked_messages_come_again(cluster, subject):
     options = {"group": "g", "start": "earliest", "wait": 60, "subject": subject}
     assert len(lines(tool(cluster, "Consume", "--json", f"--limit={COUNT}", **options))) == COUNT
     again = lines(tool(cluster, "Consume", "--json", "--ack", "--limit=5", **options))
-    assert len(again) == 5 and all(one["times"] >= 2 for one in again)
+    assert len(again) == 5 and all(row["times"] >= 2 for row in again)
     rest = lines(tool(cluster, "Consume", "--json", "--ack", f"--limit={COUNT - 5}", **options))
     assert sorted(ids(again) + ids(rest)) == sorted(f"m-{at}" for at in range(COUNT))
     assert lines(tool(cluster, "Consume", "--json", **options | {"wait": 3})) == []
@@ -379,27 +379,27 @@ def test_dead_letters_are_browsed_and_redriven_by_choice(cluster, subject, tmp_p
     failed(cluster, subject)
     letters = browse(cluster, "--deadLetters", "--limit=100", subject=subject, group="g")
     assert sorted(ids(letters)) == sorted(f"m-{at}" for at in range(COUNT))
-    assert {one["properties"]["qmq_deadReason"] for one in letters} == {"timeout", "refused"}
-    timeouts = {one["id"] for one in letters if one["properties"]["qmq_deadReason"] == "timeout"}
+    assert {letter["properties"]["qmq_deadReason"] for letter in letters} == {"timeout", "refused"}
+    timeouts = {letter["id"] for letter in letters if letter["properties"]["qmq_deadReason"] == "timeout"}
 
     [plan] = lines(redrive(cluster, subject, "--dry-run", "--reason=timeout"))
-    assert {one["id"] for one in plan["chosen"]} == timeouts and plan["deadLetters"] == COUNT
+    assert {letter["id"] for letter in plan["chosen"]} == timeouts and plan["deadLetters"] == COUNT
     assert mailbox(cluster, subject) == []
 
     out = tmp_path / "receipt.json"
     [receipt] = lines(redrive(cluster, subject, "--yes", "--reason=timeout", out=out))
-    assert {one["id"] for one in receipt["moved"]} == timeouts and json.loads(out.read_text()) == receipt
+    assert {letter["id"] for letter in receipt["moved"]} == timeouts and json.loads(out.read_text()) == receipt
     assert not receipt["unknown"] and not receipt["left"] and out.stat().st_mode & 0o077 == 0
-    arrived = {(one["brokerGroup"], one["sequence"]): one for one in mailbox(cluster, subject)}
-    assert {(one["brokerGroup"], one["newSequence"]) for one in receipt["moved"]} == set(arrived)
-    for one in receipt["moved"]:
-        back = arrived[one["brokerGroup"], one["newSequence"]]
-        assert back["id"] == one["id"] and list(back["properties"]) == ["x"]
+    arrived = {(message["brokerGroup"], message["sequence"]): message for message in mailbox(cluster, subject)}
+    assert {(letter["brokerGroup"], letter["newSequence"]) for letter in receipt["moved"]} == set(arrived)
+    for letter in receipt["moved"]:
+        back = arrived[letter["brokerGroup"], letter["newSequence"]]
+        assert back["id"] == letter["id"] and list(back["properties"]) == ["x"]
 
     consumed = lines(tool(cluster, "Consume", "--json", "--ack", subject=subject, group="g", wait=10))
-    assert {one["id"] for one in consumed} == timeouts and len(consumed) == len(timeouts)
+    assert {message["id"] for message in consumed} == timeouts and len(consumed) == len(timeouts)
     [rest] = lines(redrive(cluster, subject, "--yes"))
-    assert {one["id"] for one in rest["moved"]} == {f"m-{at}" for at in range(COUNT)} - timeouts
+    assert {letter["id"] for letter in rest["moved"]} == {f"m-{at}" for at in range(COUNT)} - timeouts
     [nothing] = lines(redrive(cluster, subject, "--yes"))
     assert (nothing["deadLetters"], nothing["moved"]) == (0, [])
 
@@ -416,11 +416,11 @@ def test_dead_letters_are_redriven_over_a_chosen_subject(cluster, subject):
     assert browse(cluster, "--deadLetters", "--limit=100", subject=subject, group="g") == []
     want = f"--limit={COUNT + 1}"
     seen = lines(tool(cluster, "Consume", "--json", "--ack", "--start=earliest", want, subject=chosen, group="people"))
-    letters = [one for one in seen if one["properties"].get("qmq_deadGroup") == "g"]
+    letters = [message for message in seen if message["properties"].get("qmq_deadGroup") == "g"]
     assert len(seen) == len(letters) + 1 and sorted(ids(letters)) == sorted(f"m-{at}" for at in range(COUNT))
 
     [receipt] = lines(redrive(cluster, subject, "--yes", **{"from": chosen}))
-    assert sorted(one["id"] for one in receipt["moved"]) == sorted(ids(letters)) and not receipt["left"]
+    assert sorted(letter["id"] for letter in receipt["moved"]) == sorted(ids(letters)) and not receipt["left"]
     assert sorted(ids(mailbox(cluster, subject))) == sorted(ids(letters))
     cluster.manage("LimitGroup", deadLettersTo="%DEAD_RETRY", **limit)
     assert cluster.manage("ListLimits", subject=subject) == []
@@ -446,7 +446,7 @@ def test_dead_letters_are_chosen_by_id_and_time(cluster, subject):
 def test_concurrent_redrives_return_each_dead_letter_once(cluster, subject, process):
     failed(cluster, subject, 60)
     both = [process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=200) for _ in range(2)]
-    moved = [one["id"] for redrive in both for one in json.loads(redrive.communicate(timeout=120)[0])["moved"]]
+    moved = [letter["id"] for redrive in both for letter in json.loads(redrive.communicate(timeout=120)[0])["moved"]]
     [rest] = lines(redrive(cluster, subject, "--yes"))
     moved += ids(rest["moved"])
     assert sorted(moved) == sorted(f"m-{at}" for at in range(60)) == sorted(ids(mailbox(cluster, subject)))
@@ -456,7 +456,7 @@ def test_metaserver_redrives_like_the_command(cluster, subject):
     failed(cluster, subject, 6)
     words = {"subject": subject, "group": "g", "reason": "timeout"}
     found = cluster.manage("Browse", subject=subject, deadLettersOf="g")["messages"]
-    chosen = [one["id"] for one in found if one["properties"]["qmq_deadReason"] == "timeout"]
+    chosen = [letter["id"] for letter in found if letter["properties"]["qmq_deadReason"] == "timeout"]
     assert len(found) == 6 and 0 < len(chosen) < 6
     plan = cluster.manage("Redrive", dryRun="true", **words)
     assert plan["wouldChange"] and (plan["before"]["deadLetters"], plan["after"]["goBack"]) == (6, len(chosen))
@@ -512,7 +512,7 @@ def test_dead_letters_keep_their_order_on_another_subject(cluster, subject):
     send_all(cluster, elsewhere, 1)
     assert make_dead(cluster, subject, "g", ["timeout"]) == 6
     [[here], found] = [
-        {one["brokerGroup"] for one in browse(cluster, *words, subject=subject)}
+        {message["brokerGroup"] for message in browse(cluster, *words, subject=subject)}
         for words in (["--deadLetters", "--group=g"], [])
     ]
     assert {here} == found
@@ -529,10 +529,10 @@ def test_dead_letters_keep_their_order_on_another_subject(cluster, subject):
     )
     assert ids(receipt["moved"]) == [f"m{n}" for n in range(6)] and receipt["to"] == elsewhere
     found = browse(cluster, "--order=oldest", subject=elsewhere)[1:]
-    assert [(one["id"], one["orderKey"], list(one["properties"])) for one in found] == [
+    assert [(message["id"], message["orderKey"], list(message["properties"])) for message in found] == [
         (f"m{n}", "k", ["n"]) for n in range(6)
     ]
-    assert {one["brokerGroup"] for one in found} == {"g1", "g2"} - {here}
+    assert {message["brokerGroup"] for message in found} == {"g1", "g2"} - {here}
     assert mailbox(cluster, subject) == [] and lines(redrive(cluster, subject, "--yes"))[0]["deadLetters"] == 0
 
 
@@ -548,13 +548,13 @@ def test_redrive_to_an_unused_subject_is_refused(cluster, subject):
 def test_plan_is_confirmed_at_a_terminal(cluster, subject):
     failed(cluster, subject, 3)
     for answer in ("n", ""):
-        said = run_at_terminal(
+        ended = run_at_terminal(
             "Redrive", cluster.metaserver, answer=answer, token=cluster.token, subject=subject, group="g"
         )
-        assert said.returncode == REFUSED and "3 of them go back to g" in said.shown and "Do it? [y/N]" in said.shown
-        assert "not confirmed" in said.shown and mailbox(cluster, subject) == []
-    said = run_at_terminal("Redrive", cluster.metaserver, answer="y", token=cluster.token, subject=subject, group="g")
-    assert said.returncode == DONE and "3 dead letters went back to g" in said.stdout
+        assert ended.returncode == REFUSED and "3 of them go back to g" in ended.shown and "Do it? [y/N]" in ended.shown
+        assert "not confirmed" in ended.shown and mailbox(cluster, subject) == []
+    ended = run_at_terminal("Redrive", cluster.metaserver, answer="y", token=cluster.token, subject=subject, group="g")
+    assert ended.returncode == DONE and "3 dead letters went back to g" in ended.stdout
     assert len(mailbox(cluster, subject)) == 3
 
 
@@ -567,8 +567,8 @@ def test_unredrivable_message_stays_and_is_named(cluster, subject):
     ended = redrive(cluster, subject, "--yes")
     assert tool(cluster, "UnMarkReadonly", "--yes", brokerGroup=name).returncode == DONE
     receipt = json.loads(ended.stdout)
-    here = {one["id"] for one in letters if one["brokerGroup"] == name}
-    assert set(ids(receipt["left"])) == here and all("operator" in one["why"] for one in receipt["left"])
+    here = {letter["id"] for letter in letters if letter["brokerGroup"] == name}
+    assert set(ids(receipt["left"])) == here and all("operator" in letter["why"] for letter in receipt["left"])
     assert ended.returncode == (UNKNOWN if receipt["moved"] else REFUSED)
     [rest] = lines(redrive(cluster, subject, "--yes"))
     assert set(ids(rest["moved"])) == here, "they were dead letters all the time"

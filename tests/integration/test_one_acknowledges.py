@@ -39,8 +39,8 @@ CHOICE = b"UPDATE broker_group SET term"
 
 class Acknowledged(NamedTuple):
     id: str
-    asked_s: float
-    told_s: float
+    sent_s: float
+    acknowledged_s: float
 
 
 class Cabled(Installation):
@@ -75,12 +75,12 @@ class Cabled(Installation):
             service.command = module_command("tests.integration.broker_behind_cables", service.command[-1])
         return service
 
-    def said(self, broker):
+    def state(self, broker):
         return broker_state(f"{HOST}:{broker.control}", TOKEN)
 
     def in_sync(self):
         """Return the number of slaves in sync, by the master's state."""
-        return max((len(said.in_step) for broker in self.brokers if (said := self.said(broker))), default=0)
+        return max((len(state.in_step) for broker in self.brokers if (state := self.state(broker))), default=0)
 
     def all_metaservers_know(self):
         """Wait until each metaserver has read the master's report, so that each may promote."""
@@ -92,8 +92,8 @@ class Cabled(Installation):
 
     def _is_stored(self):
         with self._engine.connect() as connection:
-            said = connection.scalar(select(broker_sighting.c.state_json).where(broker_sighting.c.hostname == "b0"))
-        return (json.loads(said or "null") or {}).get("writable")
+            report = connection.scalar(select(broker_sighting.c.state_json).where(broker_sighting.c.hostname == "b0"))
+        return (json.loads(report or "null") or {}).get("writable")
 
     def logs(self):
         return "".join(service.log.read_text() for service in self.metaservers)
@@ -130,9 +130,9 @@ class Producers:
     async def _run(self):
         async with asyncio.TaskGroup() as tasks:
             for broker in self._brokers:
-                tasks.create_task(self._ask_all_the_time(broker, tasks))
+                tasks.create_task(self._send_all_the_time(broker, tasks))
 
-    async def _ask_all_the_time(self, broker, tasks):
+    async def _send_all_the_time(self, broker, tasks):
         endpoint, number, connection = Endpoint(HOST, broker.place["servePort"]), 0, None
         try:
             while not self._is_over.is_set():
@@ -142,18 +142,18 @@ class Producers:
                             endpoint, handler=_Client(), token=TOKEN, app="test", packet_bytes_max=1 << 20, timeout_s=1
                         )
                     number += 1
-                    tasks.create_task(self._ask(broker.name, connection, number))
+                    tasks.create_task(self._send(broker.name, connection, number))
                 await asyncio.sleep(PAUSE_S)
         finally:
             if connection is not None:
                 connection.close()
 
-    async def _ask(self, name, connection, number):
+    async def _send(self, name, connection, number):
         """Many requests are in flight at a time, so a master that waits for its slaves still gets new ones."""
-        asked_s = time.monotonic()
+        sent_s = time.monotonic()
         try:
             await connection.request(Command.PRODUCE, produce_body("s", {}, name=f"{name}-{number}"))
-            self.acknowledged[name].append(Acknowledged(f"{name}-{number}-0", asked_s, time.monotonic()))
+            self.acknowledged[name].append(Acknowledged(f"{name}-{number}-0", sent_s, time.monotonic()))
         except QmqError:
             self.refused[name] += 1
 
@@ -177,7 +177,7 @@ def world(mariadb, tmp_path):
 
 
 @contextmanager
-def asked_all_the_time(world):
+def producing_to_all(world):
     """Run producers; check at the end that all copies are equal and have every acknowledged message."""
     until(lambda: world.in_sync() == 2, "both slaves are in sync")
     world.all_metaservers_know()
@@ -195,13 +195,15 @@ def asked_all_the_time(world):
     first, *others = [read_copy(world.folder / broker.name / "data") for broker in world.brokers]
     assert all(other == first for other in others)
     stored = [id for _, _, id in first.messages]
-    told = [one.id for acknowledged in producers.acknowledged.values() for one in acknowledged]
-    assert len(stored) == len(set(stored)) and set(told) <= set(stored)
+    acknowledged_ids = [message.id for acknowledged in producers.acknowledged.values() for message in acknowledged]
+    assert len(stored) == len(set(stored)) and set(acknowledged_ids) <= set(stored)
 
 
 def have_equal_ends(world):
-    said = [world.said(broker) for broker in world.brokers]
-    return all(said) and len({(end, one.chain) for one in said for end in (one.log_end, one.flushed_end)}) == 1
+    states = [world.state(broker) for broker in world.brokers]
+    return (
+        all(states) and len({(end, state.chain) for state in states for end in (state.log_end, state.flushed_end)}) == 1
+    )
 
 
 def successor(world, producers):
@@ -212,12 +214,12 @@ def successor(world, producers):
 
 
 def check_order(old, new):
-    assert max(one.asked_s for one in old) < min(one.told_s for one in new)
+    assert max(message.sent_s for message in old) < min(message.acknowledged_s for message in new)
 
 
 def test_paused_metaserver_with_an_old_choice_is_refused(world):
     cables = world.to_database
-    with asked_all_the_time(world) as producers:
+    with producing_to_all(world) as producers:
         for cable in cables.values():
             cable.hold_at = CHOICE
         end(world.brokers[0], signal.SIGKILL)
@@ -228,21 +230,21 @@ def test_paused_metaserver_with_an_old_choice_is_refused(world):
                 cables[name].hold_at = b""
                 cables[name].deliver()
             new = successor(world, producers)
-            term = world.said(world.brokers[int(new[1])]).term
+            term = world.state(world.brokers[int(new[1])]).term
         finally:
             paused.signal(signal.SIGCONT)
         cables[paused.name].deliver()
         world.brokers[0].start()
         before = producers.count[new]
         until(lambda: world.in_sync() == 2 and producers.count[new] > before + 100, "it goes on as the master")
-        assert world.said(world.brokers[int(new[1])]).term == term and len(world.failovers()) == 1
+        assert world.state(world.brokers[int(new[1])]).term == term and len(world.failovers()) == 1
         check_order(producers.acknowledged["b0"], producers.acknowledged[new])
 
 
 def test_one_way_partition_leaves_one_acknowledging_master(world):
     """The old master receives from its slaves and clients, and its own packets are lost."""
     old = world.brokers[0]
-    with asked_all_the_time(world) as producers:
+    with producing_to_all(world) as producers:
         world.to_broker[old.name].swallow_answers = True
         for cable in world.to_metaserver[old.name].values():
             cable.swallow_questions = cable.swallow_answers = True
@@ -250,7 +252,7 @@ def test_one_way_partition_leaves_one_acknowledging_master(world):
         for name in (old.name, new):
             answered = producers.answered[name]
             until(lambda name=name, answered=answered: producers.answered[name] > answered + 100, f"{name} answers")
-        assert world.said(old).term < world.said(world.brokers[int(new[1])]).term, "it takes itself for the master"
+        assert world.state(old).term < world.state(world.brokers[int(new[1])]).term, "it takes itself for the master"
         check_order(producers.acknowledged[old.name], producers.acknowledged[new])
         for cable in (world.to_broker[old.name], *world.to_metaserver[old.name].values()):
             cable.repair()

@@ -117,7 +117,7 @@ def test_memory_limit_stops_producers_only(cluster):
                 until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
                 late = asyncio.create_task(sender.send(qmq.Message("s", {"n": 2})))
                 await asyncio.to_thread(until, lambda: connections(cluster, "blocked") == 1, "the producer is blocked")
-                (blocked,) = [one for one in listed(cluster) if one["state"] == "blocked"]
+                (blocked,) = [row for row in listed(cluster) if row["state"] == "blocked"]
                 assert blocked["app"] == "test" and blocked["produces"] and not blocked["consumes"]
                 there = await asyncio.to_thread(consume_all, cluster, "s", "g", 1201)
                 assert len(there) == 1201 and connections(cluster, "blocked") == 1 and not late.done()

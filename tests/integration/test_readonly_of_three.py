@@ -66,7 +66,9 @@ def remembered_end(cluster):
 def send(cluster, subject):
     """Send messages in several frames; return their ids."""
     return [
-        one.message_id for turn in range(6) for one in send_all(cluster, subject, COUNT // 6, name=f"{subject}{turn}")
+        receipt.message_id
+        for turn in range(6)
+        for receipt in send_all(cluster, subject, COUNT // 6, name=f"{subject}{turn}")
     ]
 
 

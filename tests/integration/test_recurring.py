@@ -49,8 +49,10 @@ async def test_occurrence_arrives_once_despite_killed_masters(cluster):
         ids = await pulled(cluster, "recur.kill", 10)
         assert sorted(id.split("@")[0] for id in ids) == names
         listed = await producer.list_recurring(subject="recur.kill")
-        assert [one.name for one in listed] == names
-        assert {(one.next_at.month, one.next_at.day, one.next_at.hour) for one in listed} == {(12, 31, 23)}
+        assert [schedule.name for schedule in listed] == names
+        assert {(schedule.next_at.month, schedule.next_at.day, schedule.next_at.hour) for schedule in listed} == {
+            (12, 31, 23)
+        }
 
 
 async def test_schedule_survives_a_swap_and_ends_when_deleted(cluster):
@@ -59,7 +61,7 @@ async def test_schedule_survives_a_swap_and_ends_when_deleted(cluster):
         for group in ("d1", "d2"):
             await asyncio.to_thread(cluster.swap_roles, group)
         cluster.wait_writable("d1", "d2")
-        assert [one.owner for one in await producer.list_recurring(subject="recur.swap")] == ["billing"]
+        assert [schedule.owner for schedule in await producer.list_recurring(subject="recur.swap")] == ["billing"]
         await producer.reschedule(subject="recur.swap", id="recurring:a", delay=0)
         assert len(await pulled(cluster, "recur.swap", 1)) == 1
         assert await producer.delete_recurring(subject="recur.swap", name="a")

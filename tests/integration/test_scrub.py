@@ -96,12 +96,12 @@ def test_unread_damage_is_found_and_repaired(cluster, role, what):
     assert cluster.service(broker.hostname).pid == pid, "it did not end"
     if what == "flipped":
         assert len(list(data.glob("quarantine/*.bytes"))) > quarantined, "the old bytes are kept"
-    said = metrics(cluster, broker)
-    assert said['qmq_broker_scrub_findings_total{broker_group="g1"}'] >= 1
-    assert said['qmq_broker_scrubbed_bytes_total{broker_group="g1"}'] > 0
+    samples = metrics(cluster, broker)
+    assert samples['qmq_broker_scrub_findings_total{broker_group="g1"}'] >= 1
+    assert samples['qmq_broker_scrubbed_bytes_total{broker_group="g1"}'] > 0
     status, rows = report(cluster)
     assert status == REFUSED and rows[role.upper()]["damaged"] and rows[role.upper()]["findings"] >= 1
-    assert 0 < said['qmq_broker_scrub_oldest_seconds{broker_group="g1"}'] < 600
+    assert 0 < samples['qmq_broker_scrub_oldest_seconds{broker_group="g1"}'] < 600
     assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == sent
-    mine, other = (read_copy(data_of(cluster, cluster.broker("g1", one))) for one in ("master", "slave"))
+    mine, other = (read_copy(data_of(cluster, cluster.broker("g1", copy))) for copy in ("master", "slave"))
     assert mine.frames == other.frames

@@ -98,6 +98,6 @@ def test_roles_are_swapped_with_each_slave(tmp_path):
         master = cluster.broker("g1", "master")
         term = state(cluster, master).term
         cluster.kill("g1", "master")
-        until(lambda: (said := state(cluster, master)) and said.writable and said.term == term + 1, "a new term")
+        until(lambda: (found := state(cluster, master)) and found.writable and found.term == term + 1, "a new term")
         (row,) = [row for row in cluster.manage("AuditTrail")["rows"] if row["action"] == "NewTerm"][:1]
         assert row["parameters"]["cause"].endswith("has started") and row["after"]["term"] == term + 1

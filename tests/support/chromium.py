@@ -32,16 +32,16 @@ class Chromium:
 
     def __enter__(self) -> Chromium:
         self._profile.mkdir(parents=True, exist_ok=True)
-        told, self._write = os.pipe()
-        self._read, says = os.pipe()
+        command_end, self._write = os.pipe()
+        self._read, answer_end = os.pipe()
         self._process = subprocess.Popen(
             [
                 "bash",
                 "-c",
                 'exec 3<&$1 4>&$2; shift 2; exec chromium "$@"',
                 "-",
-                str(told),
-                str(says),
+                str(command_end),
+                str(answer_end),
                 "--headless=new",
                 "--no-sandbox",
                 "--disable-gpu",
@@ -52,16 +52,16 @@ class Chromium:
                 "--window-size=1280,900",
                 f"--user-data-dir={self._profile}",
             ],
-            pass_fds=(told, says),
+            pass_fds=(command_end, answer_end),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(told)
-        os.close(says)
-        target = self.tell("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.tell("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        os.close(command_end)
+        os.close(answer_end)
+        target = self.command("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.command("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network", "DOM"):
-            self.tell(f"{domain}.enable")
+            self.command(f"{domain}.enable")
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -74,7 +74,7 @@ class Chromium:
             self._process.wait()
         os.close(self._read)
 
-    def tell(self, method: str, **words: Any) -> Any:
+    def command(self, method: str, **words: Any) -> Any:
         """Give an order; return its result."""
         self._number += 1
         order = {"id": self._number, "method": method, "params": words}
@@ -82,16 +82,16 @@ class Chromium:
             order["sessionId"] = self._session
         os.write(self._write, json.dumps(order).encode() + b"\0")
         while True:
-            said = self._hear()
-            if said.get("id") == self._number:
-                assert "error" not in said, (method, words, said["error"])
-                return said["result"]
-            self.events.append(said)
+            answer = self._receive()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, (method, words, answer["error"])
+                return answer["result"]
+            self.events.append(answer)
 
-    def _hear(self) -> Any:
+    def _receive(self) -> Any:
         while b"\0" not in self._buffer:
             assert select.select([self._read], [], [], ANSWER_S)[0], (
-                f"chromium said nothing; before: {self.events[-3:]}"
+                f"chromium sent nothing; before: {self.events[-3:]}"
             )
             piece = os.read(self._read, 1 << 20)
             assert piece, f"chromium ended with {self._process.poll()}"
@@ -104,7 +104,7 @@ class Chromium:
     def open(self, address: str) -> str:
         """Go to an address and wait until it is loaded; return its visible text."""
         self.events.clear()
-        self.tell("Page.navigate", url=address)
+        self.command("Page.navigate", url=address)
         self.await_event("Page.loadEventFired")
         return self.text()
 
@@ -112,7 +112,7 @@ class Chromium:
         ends = time.monotonic() + ANSWER_S
         while not any(event.get("method") == method for event in self.events):
             assert time.monotonic() < ends, f"no {method}"
-            self.events.append(self._hear())
+            self.events.append(self._receive())
 
     def await_next(self, method: str) -> None:
         """Wait until it happens again."""
@@ -121,7 +121,7 @@ class Chromium:
 
     def run(self, script: str) -> Any:
         """Value of an expression; a promise is waited for."""
-        result = self.tell("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        result = self.command("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, (script[:200], result["exceptionDetails"])
         return result["result"].get("value")
 
@@ -138,18 +138,18 @@ class Chromium:
     def picture(self, width: int, height: int) -> bytes:
         """The page as PNG, from its top."""
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        return base64.b64decode(self.tell("Page.captureScreenshot", format="png", clip=clip)["data"])
+        return base64.b64decode(self.command("Page.captureScreenshot", format="png", clip=clip)["data"])
 
     # Hands.
 
     def press(self, key: str, *, shift: bool = False, text: str = "") -> None:
         code = {"Tab": 9, "Enter": 13, "Space": 32}[key]
         words = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
-        self.tell("Input.dispatchKeyEvent", type="keyDown", **words, **({"text": text} if text else {}))
-        self.tell("Input.dispatchKeyEvent", type="keyUp", **words)
+        self.command("Input.dispatchKeyEvent", type="keyDown", **words, **({"text": text} if text else {}))
+        self.command("Input.dispatchKeyEvent", type="keyUp", **words)
 
     def type(self, text: str) -> None:
-        self.tell("Input.insertText", text=text)
+        self.command("Input.insertText", text=text)
 
     def follow(self) -> str:
         """Press Enter on the focused element, which leads to another page; return its visible text."""
@@ -191,24 +191,24 @@ class Chromium:
         had, unseen = [], []
         for _ in range(8 * len(wanted)):  # a field of a date has several stops
             self.press("Tab")
-            one = self.run(f"document.activeElement === document.body ? '' : {name}(document.activeElement)")
-            if not one or (had and one == had[0]):
+            focused = self.run(f"document.activeElement === document.body ? '' : {name}(document.activeElement)")
+            if not focused or (had and focused == had[0]):
                 break
-            if had and one == had[-1]:
+            if had and focused == had[-1]:
                 continue
-            had.append(one)
+            had.append(focused)
             style = self.run(
                 "(e => { const s = getComputedStyle(e), b = e.getBoundingClientRect();"
                 " return s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2 && b.right > 0 && b.bottom > 0 })"
                 "(document.activeElement)"
             )
-            unseen += [] if style else [one]
+            unseen += [] if style else [focused]
         return wanted, had, unseen
 
     def axe(self, *, only: tuple[str, ...] = ()) -> list[str]:
-        """Findings of axe-core on the page that are serious or critical: rule, what it says, where."""
+        """Findings of axe-core on the page that are serious or critical: rule, what it answer_end, where."""
         if not self.run("typeof axe === 'object'"):
-            self.tell("Runtime.evaluate", expression=AXE.read_text())
+            self.command("Runtime.evaluate", expression=AXE.read_text())
         rules = {"runOnly": {"type": "rule", "values": list(only)}} if only else {}
         found = self.run(
             f"axe.run(document, {json.dumps(rules | {'resultTypes': ['violations']})}).then(r => r.violations)"

@@ -48,7 +48,7 @@ def watchdog_page(counts: Counts, stats: Stats | None = None) -> str:
 def samples(page: str, name: str) -> list[tuple[dict[str, str], float]]:
     """Return (labels, value) of each line of this name."""
     families = text_string_to_metric_families(page)
-    return [(one.labels, one.value) for family in families for one in family.samples if one.name == name]
+    return [(sample.labels, sample.value) for family in families for sample in family.samples if sample.name == name]
 
 
 def value(page: str, name: str) -> float:

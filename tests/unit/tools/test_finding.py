@@ -29,7 +29,7 @@ from qmq.tools.terminal import as_typed
 
 
 @pytest.mark.parametrize(
-    "ahead_ms, level, said",
+    "ahead_ms, level, text",
     [
         (0, Level.OK, "less than"),
         (-2_400, Level.OK, "less than"),
@@ -38,9 +38,9 @@ from qmq.tools.terminal import as_typed
         (3_600_000, Level.FAIL, "about 3,600 s ahead of"),
     ],
 )
-def test_clock_findings_allow_for_the_error(ahead_ms, level, said):
+def test_clock_findings_allow_for_the_error(ahead_ms, level, text):
     found = judge_clock("broker a", ClockReading(ahead_ms, uncertain_ms=500))
-    assert found.level == level and said in found.found and (found.do == "") == (level is Level.OK)
+    assert found.level == level and text in found.found and (found.do == "") == (level is Level.OK)
 
 
 def test_http_date_is_precise_to_a_second():
@@ -65,7 +65,7 @@ def group(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes, level, said",
+    "changes, level, text",
     [
         ({}, Level.OK, "the slave of g1 is in sync"),
         ({"equal": None}, Level.OK, "the slave of g1 is in sync"),
@@ -75,9 +75,9 @@ def group(**changes):
         ({"term": 4}, Level.FAIL, "is in term 3, the metaserver in term 4"),
     ],
 )
-def test_terms_and_copies_are_compared(changes, level, said):
+def test_terms_and_copies_are_compared(changes, level, text):
     findings = list(judge_group(group(**changes)))
-    assert worst(findings) == level and any(said in finding.found for finding in findings)
+    assert worst(findings) == level and any(text in finding.found for finding in findings)
 
 
 @pytest.mark.parametrize("free, level", [(10 << 30, Level.OK), (3 << 29, Level.WARN), (1 << 20, Level.FAIL)])
@@ -98,7 +98,7 @@ def test_differing_clocks_and_held_logs_are_findings():
 def test_stopped_groups_are_findings_by_cause():
     labels = 'broker_group="g1",cause="{}",consumer_group="{}",subject="s"'
     given = [("offline", "a"), ("offline", "b"), ("prefetch", "c"), ("unacked", "d")]
-    text = "".join(f"qmq_broker_group_cause{{{labels.format(*one)}}} 1.0\n" for one in given)
+    text = "".join(f"qmq_broker_group_cause{{{labels.format(*pair)}}} 1.0\n" for pair in given)
     offline, waits, unacked = judge_causes("a:1", text)
     assert offline.found == "a:1 delivers less to a of s, b of s: offline" and "OnOffline" in offline.do
     assert unacked.found == "a:1 delivers less to d of s: unacked"
@@ -117,7 +117,9 @@ def test_limits_reached_lately_are_findings():
 
 def test_full_subjects_are_findings_with_their_limit():
     labels = 'broker_group="g1",setting="{}"'
-    limited = "".join(f"qmq_broker_limited{{{labels.format(one)}}} 1.0\n" for one in ("messagesMax", "window_bytes"))
+    limited = "".join(
+        f"qmq_broker_limited{{{labels.format(setting)}}} 1.0\n" for setting in ("messagesMax", "window_bytes")
+    )
     of = labels.format("messagesMax")
     full = "".join(f'qmq_broker_limited_subject{{{of},subject="{name}"}} 1.0\n' for name in "abcde")
     own, subjects = judge_limits("a:1", limited + full)

@@ -34,9 +34,9 @@ def data(tmp_path):
 def test_give_up_needs_accepted_loss(data, capsys):
     before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
     assert main([str(data)]) == Exit.REFUSED
-    said = capsys.readouterr().out
-    assert "wrong body CRC" in said and "s0: sequences 0 to " in said and "not consumed by g: " in said
-    assert "--accept-loss" in said
+    output = capsys.readouterr().out
+    assert "wrong body CRC" in output and "s0: sequences 0 to " in output and "not consumed by g: " in output
+    assert "--accept-loss" in output
     assert {path: path.read_bytes() for path in before} == before
     assert main([str(data), "--accept-loss"]) == Exit.DONE
     assert "quarantine" in capsys.readouterr().out

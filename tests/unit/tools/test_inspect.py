@@ -76,7 +76,7 @@ def test_whole_copy_is_reported(capsys, data):
     end = found["log"]["end"]
     assert (found["group"], found["hostname"], found["servePort"], found["role"]) == ("g1", "mq2", 20883, "SLAVE")
     assert (found["incarnation"], found["term"], found["boot"], found["complete"]) == ("i1", 2, 1, True)
-    assert [(one["term"], one["why"]) for one in found["epochs"]] == [(1, "test"), (2, "test")]
+    assert [(epoch["term"], epoch["why"]) for epoch in found["epochs"]] == [(1, "test"), (2, "test")]
     assert found["acknowledged"] == {"term": 2, "boot": 1, "end": end, "chain": found["log"]["chain"]}
     assert found["confirmedEnd"] == end and found["subjects"] == {"s0": 14, "s1": 14, "s2": 12}
     assert found["manifest"] == {"listed": True, "agrees": True, "missing": [], "notListed": []}

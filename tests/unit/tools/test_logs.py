@@ -11,7 +11,7 @@ import pytest
 from qmq.tools.main import main
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *words: str, status: int = 0) -> tuple[list[str], str | None, int]:
+def job_of(monkeypatch: pytest.MonkeyPatch, *words: str, status: int = 0) -> tuple[list[str], str | None, int]:
     """Return arguments and token of the started process, and the exit status."""
     seen: list[tuple[list[str], str | None]] = []
 
@@ -36,7 +36,7 @@ def test_trail_hides_the_token_from_the_process_list(monkeypatch: pytest.MonkeyP
     secret.write_text("secret\n")
     secret.chmod(0o600)
     words = ("Trail", "--id=m-1", "--subject=a.b", "--metaserver=10.0.0.1", f"--token-file={secret}", "--json")
-    arguments, token, ended = told(monkeypatch, *words)
+    arguments, token, ended = job_of(monkeypatch, *words)
     assert arguments == [
         "-m",
         "qmq.audit.jobs.trail",
@@ -59,7 +59,7 @@ def test_find_message_reads_directories(monkeypatch: pytest.MonkeyPatch) -> None
         "--source=/data/b1,10.0.0.3:20883",
         "--sparkMaster=spark://m:7077",
     )
-    arguments, token, ended = told(monkeypatch, "FindMessage", *words, status=2)
+    arguments, token, ended = job_of(monkeypatch, "FindMessage", *words, status=2)
     assert arguments[:2] == ["-m", "qmq.audit.jobs.find"] and sys.executable not in arguments
     assert sorted(arguments[2:]) == [
         "--limit=1000",

@@ -40,7 +40,7 @@ def messages(*typed, lines=()):
 
 
 @pytest.mark.parametrize(
-    "typed, said",
+    "typed, problem_text",
     [
         ("Produce --subject=s", "nothing to send"),
         ("Produce --subject=s --file=- --property a=1", "--file excludes"),
@@ -58,9 +58,9 @@ def messages(*typed, lines=()):
         ("Browse --subject=s --deadLetters --group=g", ""),
     ],
 )
-def test_conflicting_options_are_rejected(typed, said):
+def test_conflicting_options_are_rejected(typed, problem_text):
     found = problem(*typed.split(" "))
-    assert said in found and bool(said) == bool(found)
+    assert problem_text in found and bool(problem_text) == bool(found)
 
 
 def test_property_names_are_unique():
@@ -103,10 +103,10 @@ def test_unknown_redrive_names_the_dead_letters():
 
 def test_count_repeats_the_message():
     made = messages("--property", "a=1", "--tag=x,y", "--orderKey=k", "--count=3")
-    assert [(one.properties, one.tags, one.order_key, one.id) for one in made] == [
+    assert [(message.properties, message.tags, message.order_key, message.id) for message in made] == [
         ({"a": "1"}, {"x", "y"}, "k", None)
     ] * 3
-    assert len({id(one) for one in made}) == 3, "each gets an id of its own"
+    assert len({id(message) for message in made}) == 3, "each gets an id of its own"
 
 
 def test_members_of_a_json_object_are_properties():
@@ -117,7 +117,7 @@ def test_members_of_a_json_object_are_properties():
 
 def test_bad_lines_do_not_stop_the_others():
     made = messages("--file=-", lines=['{"a": 1}\n', "\n", "{", "[1]", '{"properties": {}, "tags": "x"}', '{"b": 2}'])
-    assert [one if isinstance(one, str) else dict(one.properties) for one in made[:1] + made[-1:]] == [
+    assert [message if isinstance(message, str) else dict(message.properties) for message in made[:1] + made[-1:]] == [
         {"a": 1},
         {"b": 2},
     ]
@@ -178,9 +178,9 @@ def chosen(choice, *letters, bounds=(0, 1 << 62)):
 
 def test_dead_letter_returns_byte_for_byte():
     sent, letter = dead("i1", tags=["b", "a"], reason="é" * 300, order_key="k", no=7, text="x" * 9_000)
-    [one] = chosen(Choice(), letter)
-    assert one.data == sent and one.label == label_of(["a", "b"], "k")
-    assert one.json() == {"id": "i1", "brokerGroup": "g1", "sequence": 10, "times": "3", "deadReason": "é" * 300}
+    [found] = chosen(Choice(), letter)
+    assert found.data == sent and found.label == label_of(["a", "b"], "k")
+    assert found.json() == {"id": "i1", "brokerGroup": "g1", "sequence": 10, "times": "3", "deadReason": "é" * 300}
 
 
 @pytest.mark.parametrize(
@@ -201,16 +201,16 @@ def test_dead_letters_are_filtered(choice, expected):
         dead("b", tags=["y"], reason="refused", no=1, to="y")[1],
         dead("c", reason="out of time", no=2)[1],
     ]
-    assert "".join(one.id for one in chosen(choice, *letters)) == expected
+    assert "".join(letter.id for letter in chosen(choice, *letters)) == expected
 
 
 def test_dead_letters_are_filtered_by_time():
     letters = [dead(f"i{at}")[1] for at in range(5)]
-    assert [one.sequence for one in chosen(Choice(), *letters, bounds=(11, 14))] == [11, 12, 13]
+    assert [letter.sequence for letter in chosen(Choice(), *letters, bounds=(11, 14))] == [11, 12, 13]
 
 
 def test_undecodable_message_stays_a_dead_letter():
-    assert [one.id for one in chosen(Choice(), b"\xff" * 40, dead("i1")[1])] == ["i1"]
+    assert [letter.id for letter in chosen(Choice(), b"\xff" * 40, dead("i1")[1])] == ["i1"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -221,9 +221,9 @@ def test_batches_keep_order_and_bounds(seed):
     )
     most, size = rng.randint(1, 9), rng.randint(1, 900)
     cut = list(batches_of(letters, messages_max=most, bytes_max=size))
-    assert [one for batch in cut for one in batch] == letters
+    assert [letter for batch in cut for letter in batch] == letters
     assert all(0 < len(batch) <= most for batch in cut)
-    assert all(sum(len(one.data) for one in batch) <= size or len(batch) == 1 for batch in cut)
+    assert all(sum(len(letter.data) for letter in batch) <= size or len(batch) == 1 for batch in cut)
 
 
 def test_pull_sequences_are_acked_as_ranges():
@@ -246,10 +246,10 @@ def test_other_dead_letters_are_skipped(seed):
         for at in range(rng.randint(1, 4))
         for piece in pieces(*[dead("i")[1]] * rng.randint(1, 5), pull_sequence=at * gap)
     ]
-    letters = [one for one in Choice().of("g1", handed, (0, 1 << 62)) if rng.random() < 0.4]
+    letters = [letter for letter in Choice().of("g1", handed, (0, 1 << 62)) if rng.random() < 0.4]
     others = {at for begin, end in others_of(handed, letters) for at in range(begin, end)}
     everything = {piece.pull_sequence + at for piece in handed for at in range(piece.count)}
-    assert others == everything - {one.pull_sequence for one in letters}
+    assert others == everything - {letter.pull_sequence for letter in letters}
 
 
 async def test_redrive_keeps_its_rate(monkeypatch):

@@ -44,7 +44,7 @@ def report(name, *, end=100, lacks=None, subjects=None, group="g", troubles=(), 
         "lacks": lacks and {"end": lacks},
         "subjects": subjects or {},
         "troubles": [{"name": trouble} for trouble in troubles],
-        "above": {"ids": [list(one) for one in ids]},
+        "above": {"ids": [list(id) for id in ids]},
     }
 
 
@@ -288,8 +288,8 @@ OF_C = "set aside the data directory of c:1, stopped, and start it with an empty
 )
 def test_diverged_slave_without_acknowledged_frames_is_set_aside(states, min_copies, steps):
     plan = decided_of_three(states, min_copies=min_copies)
-    said = [step[: len(wanted)] for step, wanted in zip(plan.steps, steps, strict=True)]
-    assert said == steps and plan.keeps.who == A and not plan.command
+    shown = [step[: len(wanted)] for step, wanted in zip(plan.steps, steps, strict=True)]
+    assert shown == steps and plan.keeps.who == A and not plan.command
 
 
 def test_messages_of_the_diverged_copy_are_listed(capsys):
@@ -297,7 +297,7 @@ def test_messages_of_the_diverged_copy_are_listed(capsys):
     replicas = [replica("a", up=True), replica("b", up=True, reasons=["diverged"], parted=parted)]
     copies = read_copies(rows(), replicas, (), ())
     plan = decide(copies, term=4)
-    assert [(one.subject, one.first, one.last, one.only_at) for one in plan.maybe_lost] == [
+    assert [(loss.subject, loss.first, loss.last, loss.only_at) for loss in plan.maybe_lost] == [
         ("s.a", 30, 31, "b:1"),
         ("s.b", 7, 7, "b:1"),
     ]
@@ -381,8 +381,8 @@ def test_missing_acknowledged_point_blocks_the_decision(monkeypatch, capsys, ack
         "minCopies": 2,
         "acknowledged": acknowledged,
     }
-    told = {"ListBrokers": rows(), "ReplicaStatus": [status]}
-    monkeypatch.setattr(recovery, "_ask", lambda session, words: told[words["action"]])
+    answers = {"ListBrokers": rows(), "ReplicaStatus": [status]}
+    monkeypatch.setattr(recovery, "_ask", lambda session, words: answers[words["action"]])
     session = SimpleNamespace(
         values={"brokerGroup": "g", "reports": "", "gone": A}, as_json=False, dry_run=True, command=None
     )

@@ -56,7 +56,7 @@ def test_metaserver_may_come_from_the_environment():
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, text",
     [
         pytest.param([], "which command", id="nothing"),
         pytest.param(["Explode"], "--help lists them", id="unknown command"),
@@ -78,10 +78,10 @@ def test_metaserver_may_come_from_the_environment():
         pytest.param(["completion", "fish"], "fish", id="unknown shell"),
     ],
 )
-def test_wrong_usage_shows_fault_and_usage(words, said):
+def test_wrong_usage_shows_fault_and_usage(words, text):
     with pytest.raises(WrongUsage) as wrong:
         read(*words)
-    assert said in str(wrong.value) and wrong.value.usage.startswith("usage: tools.sh")
+    assert text in str(wrong.value) and wrong.value.usage.startswith("usage: tools.sh")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_reset_offset_action_is_sent_as_code():
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, text",
     [
         ({}, "once"),
         ({"code": "1", "to": "latest"}, "once"),
@@ -129,8 +129,8 @@ def test_reset_offset_action_is_sent_as_code():
         ({"code": "2", "value": "3"}, "takes no --value"),
     ],
 )
-def test_reset_offset_takes_one_position(words, said):
-    assert said in read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g").command.needs(words)
+def test_reset_offset_takes_one_position(words, text):
+    assert text in read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g").command.needs(words)
 
 
 def test_help_lists_every_command_within_80_columns():
