@@ -1,11 +1,10 @@
-"""Shell. The audit of a cluster that works: clients send, fail and wait, and in the middle of each run things happen to
-a broker group. It may say that it could not read; a finding is a false one.
+"""Shell. Audits of a working cluster: clients run, and faults strike a broker group during each audit. An audit may
+fail to read; every finding is a false one.
 
     python -m tests.chaos.audit_live --runs 20
 
-Runs go round the strikes below, in twos, in an order of the seed's. After a run that could not read, the next one has
-nothing in its middle, and must prove all groups equal. Every third run reads everything, the others go on from a
-ledger.
+Runs cycle through the strikes below, two at a time, in a seeded order. The run after a failed read has no strikes, and
+must prove all groups equal. Every third run reads everything, the others continue from a ledger.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SETTINGS = {
     "lease_ms": 5000,
     "disk_free_limit": 0,
 }
-"""Retention deletes all that is not held, all the time; reading takes seconds, long enough for a strike."""
+"""Retention deletes everything that is not held; reading takes seconds, long enough for a strike."""
 FULL_EVERY = 3
 WARM_UP_S = 10.0
 ROLES_S = 60.0
@@ -56,7 +55,7 @@ POLL_S = 0.02
 
 
 def fail_over(target: Target, group: str) -> None:
-    """The master stays away until its slave has its place, which it gets if it has everything."""
+    """The master stays down until its slave, if complete, is promoted."""
     target.cluster.wait_writable(group)
     master, _ = target.copies(group)
     target.cluster.end(master.hostname)
@@ -67,7 +66,7 @@ def fail_over(target: Target, group: str) -> None:
 
 
 def restart_both(target: Target, group: str) -> None:
-    """A restart of both forgets that the log was held: retention goes on."""
+    """Restarts of both brokers forget the hold, so retention continues."""
     for broker in target.copies(group):
         target.cluster.kill(group, "master" if broker == target.copies(group)[0] else "slave")
 
@@ -84,7 +83,7 @@ STRIKES: dict[str, Strike] = {
 
 
 class Clients(threading.Thread):
-    """Send, consume with tags, fail, and delay, until `end`."""
+    """Send, consume with tags, fail and delay messages until `end`."""
 
     def __init__(self, metaserver: str, token: str) -> None:
         super().__init__(name="clients")
@@ -134,7 +133,7 @@ class Clients(threading.Thread):
 
 
 class Struck(threading.Thread):
-    """Strikes the broker group while the audit reads; `done` lists the strikes and their times."""
+    """Strikes against the broker group during an audit; `done` lists them with their times."""
 
     def __init__(self, spark: SparkSession, target: Target, names: Iterable[str]) -> None:
         super().__init__(name="strikes")
@@ -145,7 +144,7 @@ class Struck(threading.Thread):
         self.strikes = 0
 
     def end(self) -> None:
-        """The audit has ended: what it did not come to is struck no more."""
+        """The audit has ended; drop the remaining strikes."""
         self._is_over.set()
         self.join()
 
@@ -166,7 +165,7 @@ class Struck(threading.Thread):
 
 
 def has_done(spark: SparkSession, share: float) -> bool:
-    """Return whether Spark works at a stage of which this share of its tasks is done, as far as whole tasks can be."""
+    """Return whether Spark works at a stage with this share of its tasks done, in whole tasks."""
     tracker = spark.sparkContext.statusTracker()
     stages = [tracker.getStageInfo(number) for number in tracker.getActiveStageIds()]
     return any(
@@ -230,7 +229,7 @@ def main() -> int:
 
 
 def _runs(spark: SparkSession, cluster: Cluster, ledger: Ledger, rng: random.Random, runs: int) -> Iterable[bool]:
-    """Yield of each run whether it was wrong, until so many were struck: an audit may end before a strike."""
+    """Yield for each run whether it was wrong, until enough runs were struck, as an audit may end before its strike."""
     target = Target(cluster, rng)
     twos = list(itertools.permutations(STRIKES, 2))
     rng.shuffle(twos)
@@ -238,7 +237,7 @@ def _runs(spark: SparkSession, cluster: Cluster, ledger: Ledger, rng: random.Ran
     number = struck_runs = 0
     while struck_runs < runs:
         number += 1
-        cluster.wait(lambda: _answers(cluster), "the metaserver does not answer")  # it may have been killed last
+        cluster.wait(lambda: _answers(cluster), "the metaserver does not answer")  # the last strike may have killed it
         struck = None if is_calm else Struck(spark, target, next(turns))
         began = time.monotonic()
         if struck is not None:

@@ -1,7 +1,6 @@
 """Shell. Many delayed messages come due while the servers of their group are killed and swapped; two ledgers are kept.
 
-What senders hold receipts for must be what receivers got: nothing lost, nothing early, and nothing that lies twice in a
-broker group's log or in two of them.
+Receivers must get exactly the messages with a receipt: none lost, none early, none twice in the logs of broker groups.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Ledgers:
 def run_trial(
     folder: Path, *, messages: int, kills: int, swaps: int, spread_s: float, say: Callable[[str], None] = print
 ) -> Ledgers:
-    """Send `messages` that come due within `spread_s` seconds, and break the delay group meanwhile."""
+    """Send `messages` that come due within `spread_s` seconds, and disturb the delay group meanwhile."""
     with running(folder, groups=("g1", "g2"), delay_groups=("d1",), restart_s=0.2, lease_ms=10_000) as cluster:
         cluster.wait_writable("g1", "g2", "d1")
         return asyncio.run(_trial(cluster, messages, kills, swaps, spread_s, say))
@@ -81,7 +80,7 @@ async def _trial(
     begin = datetime.now(UTC) + timedelta(seconds=sending_s)
     consumer = qmq.Consumer(**client)
     receivers = [asyncio.create_task(_receive(consumer, subject, ledgers)) for subject in SUBJECTS]
-    # What is sent once more must have had its outcome, however long a busy machine takes to start a server again.
+    # Long enough for an outcome on a busy machine: a message is sent again only after that.
     async with qmq.Producer(**client, timeout_s=DRAIN_S) as producer:
         sender = asyncio.create_task(_send(producer, begin, messages, spread_s, ledgers))
         await asyncio.sleep(max(0.0, (begin - datetime.now(UTC)).total_seconds()))
@@ -98,7 +97,7 @@ async def _trial(
 
 
 async def _send(producer: qmq.Producer, begin: datetime, messages: int, spread_s: float, ledgers: Ledgers) -> None:
-    """Send all, a batch at a time, each with one due time; repeat the messages without a receipt."""
+    """Send all messages in batches of one due time; repeat those without a receipt."""
     batches = [
         [Message(SUBJECTS[n % len(SUBJECTS)], {"n": n}) for n in range(at, min(at + BATCH // 10, messages))]
         for at in range(0, messages, BATCH // 10)
@@ -131,7 +130,7 @@ async def _receive(consumer: qmq.Consumer, subject: str, ledgers: Ledgers) -> No
 def _strike(
     cluster: Cluster, kills: int, swaps: int, spread_s: float, ledgers: Ledgers, say: Callable[[str], None]
 ) -> None:
-    """kill -9 the master or the slave, and swap their roles, evenly over the time in which messages come due."""
+    """Kill the master or slave, and swap their roles, evenly over the time in which messages come due."""
     faults = ["kill"] * kills + ["swap"] * swaps
     random.Random(1).shuffle(faults)
     began, step_s = time.monotonic(), spread_s / (len(faults) + 1)

@@ -62,7 +62,7 @@ def given(
     broker_group="g1",
     content=None,
 ):
-    """Return a hand-over as records; without a decision if `decision` is None, unconfirmed if `kept` is None."""
+    """Return records of a delivery; without a decision if `decision` is None, unconfirmed if `kept` is None."""
     number, content = next(NUMBERS), len(id) if content is None else content
     records = [Got(at, consumer, number, subject, group, broker_group, sequence, number, times, id, content)]
     if decision is not None:
@@ -77,7 +77,7 @@ def joined(consumer="c1", *, subject="s", group="g", concurrency=1, tags=()):
 
 
 def kinds(*parts):
-    """Kinds of findings in a history of records and lists of records, in this order, which went through a file."""
+    """Return the rules of the findings in records and lists of records, read through a file in this order."""
     records = []
     for part in parts:
         records += [part] if hasattr(part, "_fields") else part
@@ -144,7 +144,7 @@ def test_consumer_with_tags_gets_exactly_these():
 
 
 def again(*between, decision=DONE, kept=0.2, at=3.0, consumer="c2"):
-    """Message "a", delivered at 2 s and again."""
+    """Return the findings of message "a", delivered at 2 s and again."""
     first = given("a", 0, 2, decision=decision, kept=kept)
     return kinds(sent("a", 0), joined(), joined("c2"), first, between, given("a", 0, at, times=2, consumer=consumer))
 
@@ -343,7 +343,7 @@ def test_findings_show_their_evidence_and_are_not_endless():
 
 
 class Frames(Copy):
-    """Copy whose frames are messages alone; the messages stand for its end and chain."""
+    """Copy of messages without frames; the messages stand for its end and chain."""
 
     @property
     def end(self):

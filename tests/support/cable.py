@@ -11,24 +11,24 @@ PIECE_BYTES = 65_536
 
 
 class Cable:
-    """Listens on a port of its own and carries every connection to the server's port."""
+    """Listens on its own port and carries every connection to the server's port."""
 
     def __init__(self, server_port: int) -> None:
         self._server_port = server_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.cut_questions = False
-        """Cut a connection, once, at the client's next bytes, before they reach the server."""
+        """Cut a connection once, before the client's next bytes reach the server."""
         self.cut_answers = False
-        """Cut a connection, once, at the server's next bytes, before they reach the client."""
+        """Cut a connection once, before the server's next bytes reach the client."""
         self.hold_questions = False
-        """Cut a connection, once, at the client's next bytes; they reach the server after `deliver`."""
+        """Cut a connection once at the client's next bytes, which reach the server after `deliver`."""
         self.hold_at = b""
-        """Keep the piece of a question that has these bytes, once, and what follows it, until `deliver`."""
+        """Hold a request once, from the piece with these bytes on, until `deliver`."""
         self.swallow_questions = self.swallow_answers = False
-        """Drop this direction without a reset: a hole in a firewall."""
+        """Drop this direction without a reset, as a firewall does."""
         self._generation = 0
-        """Of the connections that are made now; older ones are forgotten."""
+        """Number of new connections; older ones are forgotten."""
         self.is_holding = threading.Event()
         self._is_delivered = threading.Event()
         self._is_lost = False
@@ -36,12 +36,12 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def deliver(self, *, lost: bool = False) -> None:
-        """Deliver the bytes that `hold_questions` keeps; with `lost`, cut the server's connection instead."""
+        """Deliver the held bytes; with `lost`, cut the server's connection instead."""
         self._is_lost = lost
         self._is_delivered.set()
 
     def repair(self) -> None:
-        """Carry both directions again, on new connections: behind what was swallowed, the rest makes no sense."""
+        """Carry both directions again, on new connections, as the old ones lack the dropped bytes."""
         self.swallow_questions = self.swallow_answers = False
         for ends in list(self._carried):
             _cut(*ends)
@@ -63,13 +63,14 @@ class Cable:
             try:
                 server = socket.create_connection(("127.0.0.1", self._server_port))
             except OSError:
-                client.close()  # there is no server at this moment
+                client.close()  # no server at this moment
                 continue
             threading.Thread(target=self._carry, args=(client, server), daemon=True).start()
 
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
-        """Carry both directions, each on a thread. Who cuts does not close: the number of a socket that the other one
-        is about to read could be another connection's by then."""
+        """Carry both directions, each on a thread. A cut does not close: the socket's number could belong to another
+        connection before the other thread reads it.
+        """
         with client, server:
             generation = self._generation
             self._carried.add((client, server))
@@ -93,7 +94,7 @@ class Cable:
                 self._is_delivered.wait()
                 if not self._is_lost:
                     server.sendall(piece)
-                    return  # the pump of answers ends with the server's connection
+                    return  # the thread of answers ends with the server's connection
                 break
             if self.hold_at and self.hold_at in piece:
                 self.hold_at = b""
@@ -104,7 +105,7 @@ class Cable:
             try:
                 server.sendall(piece)
             except OSError:
-                break  # it is cut, or the server died
+                break  # cut, or the server ended
         _cut(client, server)
 
     def _answers(self, client: socket.socket, server: socket.socket, generation: int) -> None:
@@ -117,7 +118,7 @@ class Cable:
             try:
                 client.sendall(piece)
             except OSError:
-                break  # it is cut
+                break  # cut
         _cut(client, server)
 
 
@@ -135,7 +136,7 @@ def _pieces(end: socket.socket) -> Iterator[bytes]:
         while piece := end.recv(PIECE_BYTES):
             yield piece
     except OSError:
-        return  # the other direction cut it
+        return  # the other direction was cut
 
 
 def _cut(*ends: socket.socket) -> None:
@@ -143,4 +144,4 @@ def _cut(*ends: socket.socket) -> None:
         try:
             end.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # it is cut already
+            pass  # cut already

@@ -18,17 +18,17 @@ FOCUSABLE = "a[href], button, input:not([type=hidden]), select, textarea, summar
 
 
 class Chromium:
-    """One browser with one page; blocking. Use it as a context.
+    """One browser with one page; blocking; a context manager.
 
     Args:
-        profile: a directory of its own.
+        profile: directory of its own.
     """
 
     def __init__(self, profile: Path) -> None:
         self._profile = profile
         self._number, self._buffer, self._session = 0, b"", ""
         self.events: list[dict[str, Any]] = []
-        """Errors of the page since `open`, and requests that its policy refused."""
+        """Events since `open`: page errors, and requests refused by its policy."""
 
     def __enter__(self) -> Chromium:
         self._profile.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class Chromium:
         os.close(self._read)
 
     def command(self, method: str, **words: Any) -> Any:
-        """Give an order; return its result."""
+        """Run a command of the protocol; return its result."""
         self._number += 1
         order = {"id": self._number, "method": method, "params": words}
         if self._session:
@@ -115,32 +115,32 @@ class Chromium:
             self.events.append(self._receive())
 
     def await_next(self, method: str) -> None:
-        """Wait until it happens again."""
+        """Wait until the event occurs again."""
         self.events.clear()
         self.await_event(method)
 
     def run(self, script: str) -> Any:
-        """Value of an expression; a promise is waited for."""
+        """Return the value of an expression; a promise is awaited."""
         result = self.command("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, (script[:200], result["exceptionDetails"])
         return result["result"].get("value")
 
     def text(self) -> str:
-        """Visible text, on one line."""
+        """Return the visible text, on one line."""
         return " ".join(str(self.run("document.body ? document.body.innerText : ''")).split())
 
     def complaints(self) -> list[str]:
-        """What the browser had against the page: policy, scripts, files that are not there."""
+        """Return the browser's warnings and errors: policy, scripts, missing files."""
         entries = [event["params"]["entry"] for event in self.events if event.get("method") == "Log.entryAdded"]
         raised = [event for event in self.events if event.get("method") == "Runtime.exceptionThrown"]
         return [entry["text"] for entry in entries if entry["level"] in ("error", "warning")] + [str(e) for e in raised]
 
     def picture(self, width: int, height: int) -> bytes:
-        """The page as PNG, from its top."""
+        """Return the top of the page as PNG."""
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         return base64.b64decode(self.command("Page.captureScreenshot", format="png", clip=clip)["data"])
 
-    # Hands.
+    # Input.
 
     def press(self, key: str, *, shift: bool = False, text: str = "") -> None:
         code = {"Tab": 9, "Enter": 13, "Space": 32}[key]
@@ -171,25 +171,25 @@ class Chromium:
         return self.text()
 
     def fill(self, name: str, text: str) -> None:
-        """Put `text` into the field or the choice of this name."""
+        """Set the field or choice of this name to `text`."""
         script = "([n, t]) => { document.querySelector(`[name=${n}]:not([type=hidden])`).value = t }"
         self.run(f"({script})({json.dumps([name, text])})")
 
     def tab_walk(self) -> tuple[list[str], list[str], list[str]]:
-        """Press Tab from the top of the page until it ends.
+        """Press Tab from the top of the page to its end.
 
         Returns:
-            What could have the focus, in the order of the document; what had it, in that order; what had it unseen.
+            Focusable elements in document order, elements in the order of focus, focused ones without an outline.
         """
         name = (
             "(e => e.tagName + ' ' + (e.name || '') + ' ' + (e.innerText || e.value || '').trim().slice(0, 60)"
-            " + ' #' + (e.walked ??= window.walked = (window.walked || 0) + 1))"  # what is drawn anew moves others
+            " + ' #' + (e.walked ??= window.walked = (window.walked || 0) + 1))"  # a redrawn element moves others
         )
         shown = "e => e.checkVisibility() && !e.disabled && (!e.closest('details:not([open])') || e.matches('summary'))"
         wanted = self.run(f"[...document.querySelectorAll({FOCUSABLE!r})].filter({shown}).map({name})")
         self.run("(b => { b.tabIndex = -1; b.focus(); b.removeAttribute('tabindex'); scrollTo(0, 0) })(document.body)")
         had, unseen = [], []
-        for _ in range(8 * len(wanted)):  # a field of a date has several stops
+        for _ in range(8 * len(wanted)):  # a date field has several stops
             self.press("Tab")
             focused = self.run(f"document.activeElement === document.body ? '' : {name}(document.activeElement)")
             if not focused or (had and focused == had[0]):
@@ -206,7 +206,7 @@ class Chromium:
         return wanted, had, unseen
 
     def axe(self, *, only: tuple[str, ...] = ()) -> list[str]:
-        """Findings of axe-core on the page that are serious or critical: rule, what it answer_end, where."""
+        """Return serious and critical findings of axe-core: rule, explanation, element."""
         if not self.run("typeof axe === 'object'"):
             self.command("Runtime.evaluate", expression=AXE.read_text())
         rules = {"runOnly": {"type": "rule", "values": list(only)}} if only else {}

@@ -29,7 +29,7 @@ from qmq.metaserver.storage.tables import metadata
 from tests.support.ports import kept_port
 
 START_S = 60
-"""A server needs a second or two; a busy machine may take long."""
+"""Usually a second or two; longer on a busy machine."""
 
 PACKAGES = "mariadb-server postgresql"
 KINDS = ("sqlite", "mariadb", "postgresql")
@@ -38,7 +38,7 @@ Server = TypeVar("Server", bound="DatabaseServer")
 
 
 class DatabaseServer:
-    """One server. `start` and `stop` may be repeated; its data stay until `remove`."""
+    """One server. `start` and `stop` may be repeated; data stay until `remove`."""
 
     drivername = ""
     user = "root"
@@ -47,7 +47,7 @@ class DatabaseServer:
     _force = ""
 
     def __init__(self) -> None:
-        # Short, as paths of Unix sockets have 107 bytes at most; readable for the account that the server runs as.
+        # Short, as Unix socket paths have at most 107 bytes; readable for the server's account.
         self.directory = Path(tempfile.mkdtemp(prefix="qmq-db-"))
         self.directory.chmod(0o755)
         self.data = self.directory / "data"
@@ -74,7 +74,7 @@ class DatabaseServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # a group of its own: `pause` stops all its processes
+                start_new_session=True,  # its own group, so that `paused` stops all its processes
                 cwd=self.directory,
             )
         deadline = time.monotonic() + START_S
@@ -84,25 +84,25 @@ class DatabaseServer:
             time.sleep(0.05)
 
     def ensure(self) -> None:
-        """Start it again, if a test that failed left it stopped: the tests after it are about something else."""
+        """Start the server if a failed test left it stopped."""
         if self._process is None or self._process.poll() is not None:
             self.start()
 
     def stop(self) -> None:
-        """End it in order, if it runs."""
+        """Stop the server in order, if it runs."""
         self._end(self.stop_signal)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         self._end(self.kill_signal)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let it stand still: its connections stay open, and nothing answers."""
+        """Suspend the server: its connections stay open without answers."""
         pids = [self.pid]
         try:
             suspend(self.pid)
-            pids += _children(self.pid)  # it starts and reaps none of them any more
+            pids += _children(self.pid)  # suspended, it starts and reaps no more children
             for pid in pids[1:]:
                 suspend(pid)
             yield
@@ -119,7 +119,7 @@ class DatabaseServer:
 
     @contextmanager
     def migrated_database(self) -> Iterator[str]:
-        """A database with empty tables of the newest version: the same each time, as making tables takes seconds."""
+        """URL of a database with empty tables of the newest version; reused, as making tables takes seconds."""
         self.ensure()
         if self._migrated is None:
             url = self.create_database()
@@ -182,7 +182,7 @@ class DatabaseServer:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
     def _as_user(self, *options: str) -> list[str]:
-        """The command before a command that must not run as root."""
+        """Return a command prefix that drops root."""
         return ["setpriv", *options]
 
     def _home(self) -> str:
@@ -196,7 +196,7 @@ class DatabaseServer:
 
 
 class MariadbServer(DatabaseServer):
-    """MariaDB. Its default collation takes `Foo` for `foo`, as on most machines."""
+    """MariaDB; its default collation equates `Foo` and `foo`, as on most machines."""
 
     drivername = "mariadb+pymysql"
 
@@ -222,12 +222,12 @@ class MariadbServer(DatabaseServer):
             "--innodb-buffer-pool-size=64M",
             "--innodb-flush-log-at-trx-commit=2",  # these tests kill processes, not machines
             "--performance-schema=OFF",
-            "--lock-wait-timeout=300",  # a table that a test forgot to let go is named, not waited for until tomorrow
+            "--lock-wait-timeout=300",  # a forgotten table lock becomes an error instead of an endless wait
             *_root(),
         ]
 
     def _directories(self) -> list[str]:
-        """A server that starts removes all temporary tables in `tmpdir`, also of another one, if they share it."""
+        """Return options for directories; a starting server removes all temporary tables in a shared `tmpdir`."""
         return [f"--datadir={self.data}", f"--tmpdir={self.directory}"]
 
 
@@ -237,9 +237,9 @@ class PostgresqlServer(DatabaseServer):
     drivername = "postgresql+psycopg"
     user = "postgres"
     stop_signal = signal.SIGINT  # does not wait for clients to leave
-    kill_signal = signal.SIGQUIT  # the processes it started end too, without writing anything
+    kill_signal = signal.SIGQUIT  # its child processes end as well, without writing
     _force = " WITH (FORCE)"
-    """A connection that was cut is noticed by its process there only when that runs again."""
+    """A process notices its cut connection only when it runs again."""
 
     def _home(self) -> str:
         return "postgres"
@@ -272,28 +272,28 @@ class PostgresqlServer(DatabaseServer):
 
 @pytest.fixture(scope="session")
 def mariadb() -> Iterator[MariadbServer]:
-    """A MariaDB server that runs; a test that stops it starts it again."""
+    """A running MariaDB server; tests restart it after they stop it."""
     with _running(MariadbServer()) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
-    """A PostgreSQL server that runs; a test that stops it starts it again."""
+    """A running PostgreSQL server; tests restart it after they stop it."""
     with _running(PostgresqlServer()) as server:
         yield server
 
 
 @pytest.fixture(params=("mariadb", "postgresql"))
 def database_server(request: pytest.FixtureRequest) -> DatabaseServer:
-    """Each kind of server, for tests about what happens when it goes away."""
+    """Each kind of server, for tests of outages."""
     server: DatabaseServer = request.getfixturevalue(request.param)
     return server
 
 
 @pytest.fixture(params=KINDS)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of an empty database, one of each kind."""
+    """URL of an empty database, of each kind."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'metaserver.db'}"
         return
@@ -305,7 +305,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 @pytest.fixture(params=KINDS)
 def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of a database whose tables are made, and empty; for tests that change rows only. One of each kind."""
+    """URL of a database with empty tables, of each kind, for tests that change only rows."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'metaserver.db'}"
         return
@@ -324,7 +324,7 @@ def _running(server: Server) -> Iterator[Server]:
 
 
 def _program(name: str, directories: str = "/usr/sbin") -> str:
-    """Where a program is: on the path, or where Debian puts it; of several versions the newest."""
+    """Return the path of a program: on the search path, or the newest version in Debian's directories."""
     places = [str(place) for place in Path("/").glob(f"{directories.strip('/')}/{name}")]
     found = shutil.which(name) or max(places, key=lambda place: (len(place), place), default=None)
     if found is None:
@@ -344,4 +344,4 @@ def _signal(pid: int, which: signal.Signals) -> None:
     try:
         os.kill(pid, which)
     except ProcessLookupError:
-        pass  # it has ended already
+        pass  # ended already

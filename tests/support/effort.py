@@ -8,10 +8,10 @@ IS_QUICK = os.environ.get("QUICK") == "1"
 
 
 def examples(number: int) -> int:
-    """Return how many of so many random cases are tried."""
+    """Return the number of random cases to try: all, or an eighth with QUICK."""
     return max(2, number // 8) if IS_QUICK else number
 
 
 def every(step: int) -> int:
-    """Return the step of a loop that would try all cases: 1, or `step` to be quick."""
+    """Return the step of a loop over all cases: 1, or `step` with QUICK."""
     return step if IS_QUICK else 1

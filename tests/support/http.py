@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 Answer = Callable[[bytes], tuple[str, bytes]]
-"""Takes a request's head; returns status and body."""
+"""Function from a request's head to status and body."""
 
 
 class HttpServer:

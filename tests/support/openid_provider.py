@@ -2,7 +2,7 @@
 
     python -m tests.support.openid_provider PORT
 
-Nobody types a password there: the address of the authorization says who one is (`as=`), and each name has its fault.
+It needs no password: `as=` in the authorization's address is the user, and each user name plants a fault.
 """
 
 from __future__ import annotations

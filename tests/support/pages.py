@@ -20,13 +20,15 @@ from qmq.watchdog.settings import WatchdogSettings
 
 
 def broker_page(broker: Any, limits: LimitsReached | None = None) -> str:
-    """Return the page of a `Broker` of tests/unit/broker/world.py; `limits`: bounds that its clients reached."""
+    """Return the metrics page of a `Broker` of tests/unit/broker/world.py; `limits`: limits that its clients
+    reached.
+    """
     service = _service(broker, limits)
     return _page(BrokerCollector(service, broker.counters, None, broker.keeper, broker.settings))  # type: ignore[arg-type]
 
 
 def delay_page(server: Any, limits: LimitsReached | None = None) -> str:
-    """Of a `DelayServer` of tests/unit/delayserver/world.py."""
+    """Return the metrics page of a `DelayServer` of tests/unit/delayserver/world.py."""
     service = _service(server, limits)
     return _page(DelayCollector(service, server.counters, server.filing, None, dict, server.settings))  # type: ignore[arg-type]
 
@@ -35,7 +37,7 @@ DATABASE = "sqlite://here:1/shop.db"
 
 
 def watchdog_page(counts: Counts, stats: Stats | None = None) -> str:
-    """Of a watchdog whose drain of DATABASE counted this; `stats`: what the watcher saw there last."""
+    """Return the metrics page of a watchdog with these counts of DATABASE; `stats`: its last statistics."""
     sender = SimpleNamespace(on_change=lambda callback: None, refusals={})
     leader = Leader(WatchdogSettings(metaserver="http://nowhere", token="t"), None, sender, "")  # type: ignore[arg-type]
     leader.counts[DATABASE] = counts
@@ -46,13 +48,13 @@ def watchdog_page(counts: Counts, stats: Stats | None = None) -> str:
 
 
 def samples(page: str, name: str) -> list[tuple[dict[str, str], float]]:
-    """Return (labels, value) of each line of this name."""
+    """Return (labels, value) of each sample of this name."""
     families = text_string_to_metric_families(page)
     return [(sample.labels, sample.value) for family in families for sample in family.samples if sample.name == name]
 
 
 def value(page: str, name: str) -> float:
-    """Return the one value that a page has of this name, whatever its labels are."""
+    """Return the value of the only sample of this name."""
     ((_, found),) = samples(page, name)
     return found
 
@@ -63,7 +65,7 @@ def _page(collector: CopyCollector[Any]) -> str:
 
 
 def _service(copy: Any, limits: LimitsReached | None) -> Any:
-    """Inputs of a collector from a process besides its core."""
+    """Return a collector's inputs from a process besides its core."""
     return SimpleNamespace(
         node=copy.node,
         is_registered=True,

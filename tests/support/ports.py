@@ -16,13 +16,13 @@ from typing import IO
 from qmq.deploy.plan import is_free
 
 BLOCKS = range(21_500, 32_500, 1000)
-"""Above the ports that a cluster of a reader's own has (docs/install.md), below what outgoing connections get."""
+"""Above the ports of docs/install.md, below those of outgoing connections."""
 RUN = 50
-"""As many as the largest cluster of a test needs."""
+"""Ports of the largest test cluster."""
 
 
 class Block:
-    """The ports of this process; it has them for as long as it lives."""
+    """Ports of this process, for its lifetime."""
 
     def __init__(self) -> None:
         folder = Path(tempfile.gettempdir(), f"qmq-test-ports-{os.getuid()}")
@@ -34,7 +34,7 @@ class Block:
     @staticmethod
     def _claim(folder: Path) -> tuple[IO[bytes], int]:
         for first in BLOCKS:
-            file = open(folder / str(first), "ab")  # it is the claim: closed with the process
+            file = open(folder / str(first), "ab")  # the claim, released when the process ends
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return file, first
@@ -43,7 +43,7 @@ class Block:
         raise RuntimeError(f"{len(BLOCKS)} processes of tests run already, each with {BLOCKS.step} ports")
 
     def take(self, count: int) -> list[int]:
-        """Return free ports; each comes again only after all the others."""
+        """Return free ports; a port repeats only after all others."""
         free = (port for port in islice(self._ports, BLOCKS.step) if port not in self._kept and is_free(port))
         ports = list(islice(free, count))
         if len(ports) < count:
@@ -51,13 +51,13 @@ class Block:
         return ports
 
     def keep(self) -> int:
-        """Return a port that is never given again, as its server is stopped and started."""
+        """Return a port that is never returned again, for a server that restarts."""
         [port] = self.take(1)
         self._kept.add(port)
         return port
 
     def take_run(self) -> int:
-        """Return the first of `RUN` ports in a row; a cluster looks itself which of them are free."""
+        """Return the first of `RUN` consecutive ports; a cluster picks the free ones."""
         while (next(self._ports) - BLOCKS.start) % RUN != RUN - 1:
             pass
         run = list(islice(self._ports, RUN))

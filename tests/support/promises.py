@@ -1,4 +1,4 @@
-"""Shell. Promises about time, on machines that stand still for seconds at any moment."""
+"""Shell. Time limits on machines that may pause for seconds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ TRIES = 4
 
 
 class Tries:
-    """Holds a promise about time against the quickest of a few tries.
+    """Time limit that the quickest of a few tries must keep.
 
-    A machine that stands still makes one of them late; a program that keeps its promise no more, all of them.
-    Use it as `for _ in (tries := Tries(1.0, "a mark is known")):`, and tell it each time what the try took.
+    A machine that pauses makes one try late; a slow program makes all of them late. Use it as `for _ in (tries :=
+    Tries(1.0, "a mark is known")):`, and record the duration of each try.
     """
 
     def __init__(self, limit_s: float, what: str, *, most: int = TRIES) -> None:
@@ -23,7 +23,7 @@ class Tries:
         return self
 
     def __next__(self) -> int:
-        """Begin another try, if there is none yet that was quick enough."""
+        """Begin another try, unless one was quick enough."""
         if any(took_s < self._limit_s for took_s in self._took_s):
             raise StopIteration
         assert len(self._took_s) < self._most, (
@@ -35,7 +35,7 @@ class Tries:
         self._took_s.append(seconds)
 
     def time(self, attempt: Callable[[], object]) -> None:
-        """Run the try, and record its duration."""
+        """Run one try, and record its duration."""
         began = time.monotonic()
         try:
             attempt()

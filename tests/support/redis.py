@@ -18,7 +18,7 @@ START_S = 60
 
 
 class RedisServer:
-    """One server on a free loopback port, without a disk; it ends with the session, also when that is killed."""
+    """One server on a free loopback port, without a disk; it ends with the session, even if that is killed."""
 
     def __init__(self) -> None:
         self.port = kept_port()
@@ -67,7 +67,7 @@ class RedisServer:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """A Redis server that runs; a test that stops it starts it again."""
+    """A running Redis server; tests restart it after they stop it."""
     server = RedisServer()
     try:
         server.start()

@@ -15,7 +15,7 @@ from qmq.deploy.chaos import faults
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, mib: int) -> Iterator[None]:
-    """Mount `mib` MiB of memory at `folder`; skips the test where that is not allowed."""
+    """Mount `mib` MiB of memory at `folder`; skip the test where that is not permitted."""
     folder.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, text=True
@@ -29,7 +29,7 @@ def small_disk(folder: Path, *, mib: int) -> Iterator[None]:
 
 
 def fill(folder: Path) -> Path:
-    """Write a file that takes all that is free; return it."""
+    """Write a file that fills the disk; return it."""
     filler = faults.fill(folder)
     assert free(folder) < 65_536
     return filler

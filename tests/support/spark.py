@@ -19,16 +19,16 @@ QUICK = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
     "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
 }
-"""A few hundred rows do not pay for compiled plans. `make demo` and its first test run with the defaults."""
+"""Compiled plans do not pay for a few hundred rows. `make demo` and its first test use the defaults."""
 
 
 def submit_arguments(confs: Mapping[str, str] = QUICK) -> str:
-    """Return PYSPARK_SUBMIT_ARGS for a job that is a process of its own."""
+    """Return PYSPARK_SUBMIT_ARGS for a job in its own process."""
     return " ".join(f"--conf {name}={value}" for name, value in confs.items()) + " pyspark-shell"
 
 
 def run_job(command: Sequence[str], folder: Path, environment: Mapping[str, str], *, timeout_s: float) -> Any:
-    """Run a job as a process of its own, in `folder`; return its last line, parsed as JSON."""
+    """Run a job in its own process, in `folder`; return its last line, parsed as JSON."""
     job = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert job.returncode == 0, job.stdout + job.stderr
     return json.loads(job.stdout.splitlines()[-1])
@@ -36,8 +36,9 @@ def run_job(command: Sequence[str], folder: Path, environment: Mapping[str, str]
 
 @contextmanager
 def local_spark(name: str) -> Iterator[SparkSession]:
-    """Run Spark on two threads of this machine, without plans that are made again while they run: with them, and with
-    compiled ones, three audits took 110 s of processor time instead of 30."""
+    """Run Spark on two threads of this machine, without adaptive and compiled plans: with these, three audits took 110
+    s of processor time instead of 30.
+    """
     more = {"spark.sql.shuffle.partitions": "1"}
     session = start_spark("local[2]", name, **{key.replace(".", "__"): value for key, value in (QUICK | more).items()})
     try:
@@ -47,6 +48,6 @@ def local_spark(name: str) -> Iterator[SparkSession]:
 
 
 def actions(session: SparkSession) -> int:
-    """Return how many actions a session has run: each is one execution of a plan, whatever jobs Spark makes of it."""
+    """Return the number of executed plans of a session."""
     session.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
     return int(session._jsparkSession.sharedState().statusStore().executionsCount())

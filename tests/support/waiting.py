@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 WAIT_S = 60.0
-"""A busy machine pauses for seconds; an event later than a minute does not come."""
+"""A busy machine pauses for seconds; after a minute, an event will not come."""
 POLL_S = 0.01
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ def until(condition: Callable[[], T], what: str = "it happens", timeout_s: float
 
 
 async def until_async(condition: Callable[[], T], what: str = "it happens", timeout_s: float = WAIT_S) -> T:
-    """The same on an event loop, which goes on meanwhile."""
+    """Poll on a running event loop until `condition()` is true; return its value."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -33,6 +33,6 @@ async def until_async(condition: Callable[[], T], what: str = "it happens", time
 
 
 async def settle(turns: int = 100) -> None:
-    """Let the event loop turn: all that is under way between sockets of this process, and waits for no time, comes."""
+    """Turn the event loop, so that everything in flight between sockets of this process arrives."""
     for _ in range(turns):
         await asyncio.sleep(0)

@@ -22,9 +22,9 @@ from typing import IO, Any
 
 PROGRAMS = frozenset({"qmq.broker", "qmq.metaserver", "qmq.delayserver", "qmq.watchdog"})
 READ_BY_IMPORTS = ("GRPC_", "LD_", "PYTHON", "FAKETIME", "MALLOC_", "COVERAGE_")
-"""Prefixes of variables that imports read. A program with other values of these is started without a fork."""
+"""Prefixes of variables that imports read; a program with other values of these is not forked."""
 COMMAND_SPACE = "-" * 4096
-"""Argument of the ready process; a fork writes its command line over it."""
+"""Argument of the ready process, overwritten by a fork's command line."""
 ORDER_BYTES_MAX = 1 << 20
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.005
@@ -40,7 +40,7 @@ def launch(
     stderr: IO[bytes],
     start_new_session: bool,
 ) -> Any:
-    """Start `command` as `subprocess.Popen` does, by a fork if it is `python -m PROGRAM …`."""
+    """Start `command` like `subprocess.Popen`, by a fork for `python -m PROGRAM …`."""
     is_program = list(command[:2]) == [sys.executable, "-m"] and command[2] in PROGRAMS
     if not is_program or _read_by_imports(env) != _AT_START:
         options: dict[str, Any] = {"cwd": cwd, "env": env, "stdin": stdin, "stdout": stdout, "stderr": stderr}
@@ -64,7 +64,7 @@ _AT_START = _read_by_imports(os.environ)
 
 
 class ForkedProcess:
-    """Child process with the methods of `subprocess.Popen` that a `Service` calls, from any thread."""
+    """Child process with the methods of `subprocess.Popen` that `Service` calls, from any thread."""
 
     def __init__(self, command: Sequence[str], pid: int) -> None:
         self.args = command
@@ -82,7 +82,7 @@ class ForkedProcess:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status; raises `subprocess.TimeoutExpired`."""
+        """Return the exit status, or raise `subprocess.TimeoutExpired`."""
         deadline = time.monotonic() + timeout if timeout is not None else None
         while (status := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -99,7 +99,7 @@ class ForkedProcess:
 
 
 class Ready:
-    """A process that has imported a program and forks it on each order."""
+    """Process that has imported a program and forks it on order."""
 
     def __init__(self, program: str) -> None:
         self._socket, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -155,7 +155,7 @@ def main(program: str, near_end: socket.socket) -> None:
 
 
 def _import(program: str) -> None:
-    """Run the program without settings: it imports everything and then refuses to start."""
+    """Run the program without settings: it imports everything, then refuses to start."""
     with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing), contextlib.suppress(SystemExit):
         sys.argv = [program]
         runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -192,7 +192,7 @@ def _become(order: dict[str, Any], files: list[int]) -> None:
 
 
 def _write_command_line(words: list[str]) -> None:
-    """Replace this process' command line, by which `ps` and `is_ours` identify it."""
+    """Replace this process' command line, which `ps` and `is_ours` read."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     shown = b"\0".join(map(os.fsencode, words))[: end - begin - 1]

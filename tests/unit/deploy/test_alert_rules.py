@@ -37,7 +37,7 @@ REASONS = (
 LAG = 'qmq_broker_lag_messages{broker_group="g1",subject="a",consumer_group="c",instance="b1"}'
 DEAD = 'qmq_broker_dead_letters_total{broker_group="g1",subject="a",consumer_group="c",instance="b1"}'
 AWAY = 'broker_group="g1",subject="a",consumer_group="h1-ab",instance="b1"'
-"""A broadcast consumer that is gone: each start of a process may leave one, and so does the command Consume."""
+"""Labels of a broadcast consumer that is gone, as after each process and each Consume command."""
 DAY_M = 24 * 60
 
 WELL = {

@@ -67,7 +67,7 @@ def test_qmqs_defaults_are_kept():
 
 
 def test_every_action_has_a_command():
-    """Three commands ask brokers or watchdogs themselves; the console uses their actions."""
+    """Three commands call brokers or watchdogs themselves; the console uses their actions."""
     assert sorted({*(command.asks for command in ASKING.values()), "Browse", "Redrive", "OutboxStuck"}) == sorted(
         ACTIONS
     )

@@ -20,7 +20,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def complete(*words, directory="/", program="tools.sh"):
-    """Return bash's offers for the last word; `=` is a word of its own there."""
+    """Return bash's offers for the last word; `=` counts as a word."""
     others = {name: entry.words for name, entry in PROGRAMS.items()}
     both = completion("bash") + completion("bash", program="qmq", others=others)  # one shell may have both
     script = both + ASK

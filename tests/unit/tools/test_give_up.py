@@ -16,7 +16,7 @@ from tests.unit.log.logs import Copy
 
 @pytest.fixture
 def data(tmp_path):
-    """The directory of a stopped broker, with a damaged frame in its second segment."""
+    """Directory of a stopped broker with a damaged frame in its second segment."""
     folder = tmp_path / "data"
     disk = RealDisk(folder)
     copy = Copy(disk)

@@ -25,7 +25,7 @@ FRAMES = 40
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The directory of a stopped slave: a log of several segments with all its files."""
+    """Directory of a stopped slave, with a log of several segments and all its files."""
     data = tmp_path_factory.mktemp("slave") / "data"
     disk = RealDisk(data)
     copy = Copy(disk)
@@ -99,7 +99,7 @@ def test_messages_above_any_offset_are_listed(capsys, data):
 
 
 def cut_newest_message(data):
-    """A log that ends one frame earlier, on a frame's end: a disk that lost its last fsync."""
+    """Cut the newest frame, as a disk without its last fsync does."""
     disk = RealDisk(data)
     copy = Copy(disk)
     end = copy.log.end
@@ -111,7 +111,7 @@ def cut_newest_message(data):
 
 
 def tear(data):
-    """Half a frame behind the end."""
+    """Write half a frame behind the end."""
     base = segment_bases(RealDisk(data))[-1]
     disk = RealDisk(data)
     end = Copy(disk).log.end

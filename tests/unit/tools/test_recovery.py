@@ -137,7 +137,7 @@ def test_choice_of_the_copy(replicas, reports, gone, kept, words, accepted):
 
 
 def test_empty_master_is_not_chosen():
-    """Another directory runs there, so it is not admitted; only a person can declare the disk lost."""
+    """The master runs on another directory and is not admitted; only an operator can declare the disk lost."""
     replicas = [replica("a", up=True, end=0, otherDirectory=True), replica("b", up=True)]
     plan = decided(replicas=replicas)
     assert not plan.words and "a:1: start it with the data directory" in plan.steps[0] and "--gone" in plan.steps[0]
@@ -169,7 +169,7 @@ def test_losses_list_offset_subject_and_id():
     ],
 )
 def test_disk_below_the_acknowledged_point_was_restored(kept, gone, words):
-    """The copy cannot detect this itself: all files beside its log are as old."""
+    """The copy cannot detect this itself, as all its files are equally old."""
     plan = decided(reports=[report(kept, end=100)], gone=[gone], remembered=150)
     assert plan.lost_offsets == (100, 150) and plan.needs_acceptance
     assert {name: plan.words[name] for name in words} == words
@@ -348,7 +348,7 @@ def test_losses_of_a_gone_copy_have_offsets():
 
 
 def test_acknowledged_point_above_all_copies_is_a_loss():
-    """A slave may lag; only here is it clear that no copy has what it lacks."""
+    """A slave may lag; only the plan shows that no copy has the missing frames."""
     plan = decided_of_three([("gone", 0, 0), DISK, ("gone", 0, 0)], remembered=150)
     assert plan.lost_offsets == (100, 150) and plan.keeps.who == B and plan.needs_acceptance
     plan = decided_of_three([("silent", 0, 0), RUNS, ("runs", 160, 4)], remembered=150)
