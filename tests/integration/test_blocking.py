@@ -272,7 +272,7 @@ def test_master_change_is_reported(broker, producer, consumer):
         broker.wait_until_consumed("s", "g")
 
 
-def test_a_puller_takes_acks_and_gives_back(broker, producer, consumer):
+def test_a_puller_takes_acks_and_releases(broker, producer, consumer):
     producer.send_many(message(n) for n in range(10))
     with consumer.pull("s", group="g", start="earliest") as puller:
         first = puller.pull(4, timeout=5)

@@ -35,7 +35,7 @@ def test_lease_is_renewed_taken_and_returned(repository):
     kept = ask(repository, "a", first)
     assert ask(repository, "b", first).node == "a", "nobody takes what he does not ask for"
     assert ask(repository, "b", first, take=True).node == "a", "it was kept since"
-    assert ask(repository, "b", kept, release=True).node == "a", "nor gives back what is another one's"
+    assert ask(repository, "b", kept, release=True).node == "a", "nor releases what is another one's"
     taken = ask(repository, "b", kept, take=True)
     assert (taken.node, taken.term, taken.address) == ("b", 2, "b:1")
     assert ask(repository, "a", kept).node == "b"

@@ -49,7 +49,7 @@ class LogAndList(RuleBasedStateMachine):
         self.took(begin)
 
     @rule()
-    def take_over(self) -> None:
+    def promote(self) -> None:
         begin = self.copy.log.end
         self.copy.begin_epoch(Epoch(1, self.copy.epoch.boot + 1))
         self.took(begin)

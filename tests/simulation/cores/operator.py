@@ -151,4 +151,4 @@ def set_aside(decision: Decision) -> list[str]:
 
 def _stopped(decision: Decision) -> list[str]:
     named = [step.removeprefix("stop ") for step in decision.steps if step.startswith("stop ")]
-    return [who.partition(":")[0] for step in named for who in step.split(", ")]
+    return [who.partition(":")[0] for text in named for who in text.split(", ")]

@@ -89,7 +89,7 @@ class Operator:
 
     def follow(self, remedy: str) -> None:
         if OTHER_DISK in remedy:
-            self.give_back_or_do_without(remedy)
+            self.restore_or_do_without(remedy)
         elif found := ADDS.match(remedy):
             self.give_place(0 if found[1] == "master" else 1, "AddBroker")
         elif found := HALF_SWAPPED.match(remedy):
@@ -160,7 +160,7 @@ class Operator:
             if missing < lost:
                 raise Violation(f"{self.group} gave up {lost}, and {name} lacks {missing or 'nothing'}")
 
-    def give_back_or_do_without(self, remedy: str) -> None:
+    def restore_or_do_without(self, remedy: str) -> None:
         """The master came with another disk: give its own back, or lose that for good."""
         world, master = self.world, self.master
         row = world.oracle.decided.places[master.key]

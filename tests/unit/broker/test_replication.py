@@ -104,7 +104,7 @@ def test_new_slave_is_seeded_from_the_oldest_segment_kept():
     assert group.b.log.start == group.a.log.start > 0
 
 
-def mend(damaged: Broker, whole: Broker) -> None:
+def repair(damaged: Broker, whole: Broker) -> None:
     """Run the step of qmq.server.repair."""
     wanted = damaged.node.repairs.plan(whole.log.start, whole.log.flushed_end)
     if wanted is not None:
@@ -123,7 +123,7 @@ def test_slave_seeded_behind_a_damaged_snapshot_is_repaired():
     assert group.b.node.readonly_reasons == ["corrupt"] and group.b.log.damage[:2] == (first, second)
     group.b.crash()
     assert group.b.log.damage[:2] == (first, second), "after a restart as well"
-    mend(group.b, group.a)
+    repair(group.b, group.a)
     assert group.b.node.readonly_reasons == [] and group.b.log.bases == group.a.log.bases
     assert group.b.log.frames("s", 0, 1) == group.a.log.frames("s", 0, 1) != []
 
@@ -136,7 +136,7 @@ def test_given_up_damage_lets_a_new_slave_be_seeded():
     replace_slave(group)
     settle_slowly(group)
     assert group.a.node.readonly_reasons == ["corrupt", "slave_down"] and group.b.log.end < behind
-    mend(group.a, group.b)
+    repair(group.a, group.b)
     assert group.a.log.damage is not None, "nobody else has it"
     group.a.node.role.step_down()  # it is stopped
     give_up(group.a.log, plan(group.a.log))
@@ -164,7 +164,7 @@ def test_master_restored_behind_a_damaged_snapshot_is_readonly():
     assert group.a.node.readonly_reasons == ["corrupt"] and group.a.log.damage[:2] == (first, second)
     client = group.client()
     assert client.code(client.produce("one more")) == ErrorCode.READ_ONLY
-    mend(group.a, group.b)
+    repair(group.a, group.b)
     assert group.a.node.writable and group.a.log.bases == group.b.log.bases
 
 
@@ -693,7 +693,7 @@ def test_reused_epoch_of_a_restored_disk_is_detected():
     assert group.a.log.state.next_sequence == {"s": 6}
 
 
-def given_back(*, nacked: bool):
+def restored_group(*, nacked: bool):
     """Group whose master's disk was restored to before the pull of a vanished consumer, and the messages to deliver."""
     group, client = a_group()
     client.store("m")
@@ -716,7 +716,7 @@ def given_back(*, nacked: bool):
 
 def test_restored_master_states_no_lower_high_watermark():
     """I6: its disk lacked frames of both copies when it became the master; the slave's had them."""
-    group = given_back(nacked=False)
+    group = restored_group(nacked=False)
     data = group.a.log.stored.read(0, group.a.log.end, 1 << 30).data
     stated = [frame.high_watermark for frame, _ in decode_frames(data, 0, NO_CHAIN)]
     assert stated == sorted(stated)
@@ -725,7 +725,7 @@ def test_restored_master_states_no_lower_high_watermark():
 @pytest.mark.parametrize("nacked", [False, True], ids=["un-acked", "nacked"])
 def test_restored_master_redelivers_from_the_slave_log(nacked):
     """Consumers and retries that only the slave's log had when the mastership began."""
-    group = given_back(nacked=nacked)
+    group = restored_group(nacked=nacked)
     client = group.client("other")
     client.join("c2")
     pulled = client.pull(timeout_ms=10 * SETTINGS.lease_ms)

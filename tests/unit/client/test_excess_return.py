@@ -125,7 +125,7 @@ class Slow:
         await until_async(lambda: len(self.done) == FAST)
         fill(broker, range(FAST, messages), apart=bool(broker.suspected))
         await until_async(
-            lambda: len(self.began) > FAST and (given_back(broker) or delivered_of(broker) >= min(delivered, messages))
+            lambda: len(self.began) > FAST and (released(broker) or delivered_of(broker) >= min(delivered, messages))
         )
         return task
 
@@ -134,7 +134,7 @@ def delivered_of(broker: LocalBroker) -> int:
     return sum(group.position for group in broker.copies.log.state.groups.values())
 
 
-def given_back(broker: LocalBroker) -> list[NackEntry]:
+def released(broker: LocalBroker) -> list[NackEntry]:
     return [entry for nack in list(broker.nacks) for entry in nack.entries if entry.verdict == Verdict.NOT_BEGUN]
 
 
@@ -164,7 +164,7 @@ async def test_slow_listener_returns_excess_uncounted(hurried, options, kept):
     async with cluster("g1") as (metaserver, [broker]):
         first, (second, done) = Slow(metaserver, **options), joining(metaserver)
         task = await first.begin(broker)
-        await until_async(lambda: given_back(broker) and first.waiting <= kept)
+        await until_async(lambda: released(broker) and first.waiting <= kept)
         still = first.waiting
         async with listening(second):
             await until_async(lambda: len(done) == MESSAGES - len(first.began) - still)
@@ -184,7 +184,7 @@ async def test_pace_is_measured_after_a_pause(hurried):
         await until_async(lambda: len(first.done) == FAST)
         await _many_looks()
         fill(broker, range(FAST, MESSAGES))
-        await until_async(lambda: given_back(broker))
+        await until_async(lambda: released(broker))
         first.gate.set()
         await until_async(lambda: len(first.done) == MESSAGES)
         await cancelled(task)
@@ -198,7 +198,7 @@ async def test_single_consumer_returns_little(hurried):
         task = await first.begin(broker)
         await until_async(lambda: first.waiting == 1)
         await _many_looks()
-        assert sum(entry.end - entry.begin for entry in given_back(broker)) <= MESSAGES + 4 * 250
+        assert sum(entry.end - entry.begin for entry in released(broker)) <= MESSAGES + 4 * 250
         assert len([pull for pull in broker.pulls if pull.messages_max > 1]) <= 8, "it asks for no more of them"
         first.gate.set()
         await until_async(lambda: len(first.done) == MESSAGES)
@@ -218,8 +218,8 @@ async def test_new_messages_follow_returned_ones(hurried):
         await asyncio.sleep(0.02)
         broker.release()
         task = await task
-        await until_async(lambda: any(entry.end - entry.begin > 200 for entry in given_back(broker)))
-        assert len(given_back(broker)) > 1 and first.waiting == 1
+        await until_async(lambda: any(entry.end - entry.begin > 200 for entry in released(broker)))
+        assert len(released(broker)) > 1 and first.waiting == 1
         first.gate.set()
         await until_async(lambda: len(first.done) == MESSAGES + 10)
         await cancelled(task)
@@ -231,7 +231,7 @@ async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
 
     async with cluster("g1") as (metaserver, [broker]):
         first, sent, ask = Slow(metaserver, prefetch_messages=100), [], GroupSession._ask
-        released = GroupSession.released
+        send_released = GroupSession.released
 
         def asked(session: GroupSession, command: Command, *rest: Any) -> None:
             if first.gate.is_set() and command in (Command.NACK, Command.PULL):
@@ -240,7 +240,7 @@ async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
 
         def went_back(session: GroupSession) -> None:
             first.gate.set()
-            released(session)
+            send_released(session)
 
         monkeypatch.setattr(GroupSession, "_ask", asked)
         monkeypatch.setattr(GroupSession, "released", went_back)
@@ -264,7 +264,7 @@ async def test_double_prefetch_stays(hurried):
 
 
 async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
-    """Let excess messages be given back."""
+    """Let excess messages be released."""
     end_s = asyncio.get_running_loop().time() + 5 * prefetch.PACE_S
     while asyncio.get_running_loop().time() < end_s and not is_over():
         await asyncio.sleep(0.01)
@@ -312,7 +312,7 @@ async def test_leaving_returns_each_message_once(hurried):
     async with cluster("g1") as (metaserver, [broker]):
         first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
         task = await first.begin(broker)
-        await until_async(lambda: given_back(broker))
+        await until_async(lambda: released(broker))
         first.client.stop()
         async with listening(second):
             await until_async(lambda: len(done) == MESSAGES - len(first.began))
@@ -332,7 +332,7 @@ async def test_each_source_keeps_its_oldest(hurried):
         fill(brokers[1], range(MESSAGES))
         for broker in brokers:
             fill(broker, range(1_000, 1_100), "%RETRY%a%g")
-        await until_async(lambda: all(map(given_back, brokers)) and first.waiting <= 4)
+        await until_async(lambda: all(map(released, brokers)) and first.waiting <= 4)
         async with listening(second):
             await until_async(lambda: len(done) >= 2 * (MESSAGES + 100) - len(first.began) - 4)
         first.gate.set()
@@ -364,7 +364,7 @@ async def test_key_order_survives_returned_messages(hurried):
 
         async with listening(first):
             await is_slow.wait()
-            await until_async(lambda: given_back(broker))
+            await until_async(lambda: released(broker))
             async with listening(second):
                 await until_async(lambda: len(done) >= keys)
                 gate.set()

@@ -90,7 +90,7 @@ async def test_stop_finishes_handlers_and_returns_the_rest(how):
                 await task
         assert started == [0, 1]
         pulled = broker.positions["a", "g"]
-        assert pulled > 2 and sorted(broker.returned["a", "g"]) == list(range(2, pulled)), "given back at once"
+        assert pulled > 2 and sorted(broker.returned["a", "g"]) == list(range(2, pulled)), "released at once"
         assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as delivered"
 
 

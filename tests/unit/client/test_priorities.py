@@ -10,7 +10,7 @@ import pytest
 import qmq
 from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
-from tests.unit.client.test_excess_return import given_back
+from tests.unit.client.test_excess_return import released
 from tests.unit.client.test_producer import run
 from tests.unit.client.world import LocalBroker, LocalMetaserver, cluster, consumer_of, fill, listening
 
@@ -104,7 +104,7 @@ def test_lower_priority_continues_when_listener_leaves():
         await one_class_waits_for_another(broker, calls)
         calls.listener("b").stop()
         await calls.until("b0", "a0")
-        assert given_back(broker)
+        assert released(broker)
 
     in_cluster(test)
 
@@ -155,7 +155,7 @@ def test_waiting_listener_stops_at_once():
         subscription = calls.subscription("a")
         calls.listener("a").stop()
         await until_async(lambda: calls.listener("a")._subscription is None)
-        assert subscription.is_closing and sum(entry.end - entry.begin for entry in given_back(broker)) >= 2
+        assert subscription.is_closing and sum(entry.end - entry.begin for entry in released(broker)) >= 2
         assert calls.began == ["b0"]
 
     in_cluster(test)

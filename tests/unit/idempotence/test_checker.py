@@ -109,7 +109,7 @@ async def test_failed_message_is_handled_again(some_stores, error):
         with pytest.raises(type(error)):
             await Idempotence(first_store)(message, handler)
         assert handler.handled == []
-        assert await deliver(Idempotence(second_store), message, handler), "the key was given back before the failure"
+        assert await deliver(Idempotence(second_store), message, handler), "the key was released before the failure"
         assert handler.handled == ["id-1"]
 
 

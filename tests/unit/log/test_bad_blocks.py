@@ -89,7 +89,7 @@ def a_copy(disk: RealDisk) -> tuple[Copy, Copy]:
     return copies
 
 
-def mend(copy: Copy, other: Copy) -> None:
+def repair_from(copy: Copy, other: Copy) -> None:
     damage = copy.log.damage
     assert damage is not None
     data = b""
@@ -108,7 +108,7 @@ def test_bad_block_of_a_closed_segment_is_repaired(disk, bad, where):
     offset = next(frame.offset for frame in frames if frame.end > base + block * BLOCK_BYTES)
     assert copy.log.stored.is_damaged(CorruptFrame(offset, "unreadable"))
     copy.log.damaged_at(CorruptFrame(offset, "unreadable"))
-    mend(copy, other)
+    repair_from(copy, other)
     assert copy.log.damage is None and copy.whole() == other.whole()
     assert disk.size(log_name(base)) == following - base
 

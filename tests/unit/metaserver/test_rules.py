@@ -273,12 +273,12 @@ def test_swap_of_what_changed_meanwhile_is_refused(known, term):
         pytest.param(
             ReplicaState(0, 7, writable=True, durability="fsync", in_step=("disk b",)),
             True,
-            id="in step with it",
+            id="in sync with it",
         ),
         pytest.param(
             ReplicaState(0, 7, writable=True, durability="fsync", in_step=("disk before it was wiped",)),
             None,
-            id="in step with another disk",
+            id="in sync with another disk",
         ),
         pytest.param(ReplicaState(0, 7, writable=True, durability="fsync"), None, id="slaves in sync are not named"),
         pytest.param(ReplicaState(0, 7, writable=False), None, id="readonly"),
