@@ -1,4 +1,4 @@
-"""Shell. A real cluster on a bad night: what a new operator finds in the console, and what its pictures show.
+"""Shell. A real cluster on a bad night: the scene of the console's walk and of its pictures.
 
 python -m tests.integration.console_story FOLDER      draws each page into FOLDER (make console-pictures)
 """
@@ -92,7 +92,7 @@ def _delayed(cluster):
 
 @contextmanager
 def something_late(cluster):
-    """While no group takes messages, one that is due has nowhere to go."""
+    """Make a message late: it is due while no group accepts messages."""
     cluster.manage("MarkReadonlyBrokerGroup", brokerGroup="g1")
     with qmq.blocking.Producer(metaserver=cluster.metaserver, token=cluster.token, app="shop") as sender:
         sender.send(qmq.Message("nowhere", {"n": "1"}), delay=1)
@@ -115,11 +115,11 @@ PICTURES = {
     "doctor": ("/console/doctor", 560),
     "change": ("/console/change?action=OnOffline&subject=order.changed&consumerGroup=billing", 620),
 }
-"""Page -> its address, and how much of it is shown."""
+"""Page -> its address and the height of its picture."""
 WIDTH = 1180
 PLACE = """(w => { while (w.nextNode()) w.currentNode.data = w.currentNode.data.replaceAll('FOLDER', '/srv') })
     (document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT))"""
-"""The database of this run is in a folder that says nothing to a reader."""
+"""The folder of this run means nothing to a reader."""
 
 
 def _some_traffic(cluster, browser):

@@ -96,7 +96,7 @@ class World:
         return broker
 
     async def copies(self, name="g1", *, roles=(0, 1), **options):
-        """A group of two running brokers whose master takes messages."""
+        """Add a group of two running brokers with a writable master."""
         await self.add(name, roles[0], f"{name}-a")
         await self.add(name, roles[1], f"{name}-b")
         master, slave = await self.broker(f"{name}-a", **options), await self.broker(f"{name}-b", **options)
@@ -106,14 +106,14 @@ class World:
     async def writable(self, name):
         return (await self.group(name))["writable"]
 
-    async def took_parts(self, name):
-        """Whether the metaserver has heard of each broker of a group that it has its newest part."""
+    async def has_new_parts(self, name):
+        """Return whether each broker of a group has reported its newest part."""
         group = self.server.registry.directory.groups[name]
         states = {broker: self.server.registry.state(broker) for broker in group.brokers}
         return all(state and (state.role, state.term) == (broker.role, group.term) for broker, state in states.items())
 
     async def delay_copies(self, name="d1", **options):
-        """A group of two running delay servers."""
+        """Add a group of two running delay servers."""
         return await self.copies(name, roles=(5, 6), kind=2, **options)
 
     async def until(self, condition):
@@ -160,7 +160,7 @@ class RouteWatch:
 
 
 class FakeBroker(BrokerServicer):
-    """Registers, beats, takes every assignment at once, answers the control calls as it is told."""
+    """Broker without a log: registers, beats, follows each assignment at once, and answers control calls."""
 
     def __init__(
         self, world, hostname, port, incarnation=None, token=TOKEN, beat_s=0.05, log_end=4096, chain=77, kind=0
@@ -178,7 +178,7 @@ class FakeBroker(BrokerServicer):
     async def start(self):
         self._server = grpc.aio.server()
         add_BrokerServicer_to_server(self, self._server)
-        [port] = free_ports(1)  # nobody else answers there when it has ended
+        [port] = free_ports(1)  # no other process gets this port
         self.control_port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
         self.channel = grpc.aio.insecure_channel(await self.world.address())
@@ -192,10 +192,7 @@ class FakeBroker(BrokerServicer):
         self._stream = rpc.Heartbeat(metadata=metadata)
         self._beating = asyncio.create_task(self._beat())
         self._listening = asyncio.create_task(self._listen())
-        async with asyncio.timeout(WAIT_S):
-            while len(self.assignments) < 2:
-                self._changed.clear()
-                await self._changed.wait()
+        await self.until(lambda: len(self.assignments) >= 2)
 
     async def stop(self):
         if hasattr(self, "_stream"):
@@ -207,30 +204,30 @@ class FakeBroker(BrokerServicer):
         await self._server.stop(None)
 
     def fall_silent(self):
-        """Stop beating and answering but keep the connection, as a stopped machine does."""
+        """Stop heartbeats and answers, but keep the connection, as a stopped machine does."""
         self._beating.cancel()
         self.before_status = asyncio.Event().wait
 
     def say(self):
-        """Beat now, as a broker does whenever its state changes."""
+        """Send a heartbeat now, as a broker does when its state changes."""
         self._speak.set()
 
     @property
     def assignment(self):
         return self.assignments[-1]
 
-    async def until_term(self, term):
+    async def until(self, condition):
         async with asyncio.timeout(WAIT_S):
-            while self.assignment.term < term:
+            while not condition():
                 self._changed.clear()
                 await self._changed.wait()
+
+    async def until_term(self, term):
+        await self.until(lambda: self.assignment.term >= term)
         return self.assignment
 
     async def until_assigned(self, condition):
-        async with asyncio.timeout(WAIT_S):
-            while not condition(self.assignment):
-                self._changed.clear()
-                await self._changed.wait()
+        await self.until(lambda: condition(self.assignment))
 
     def identity(self, **changes):
         values = {
@@ -268,7 +265,7 @@ class FakeBroker(BrokerServicer):
         )
 
     def in_sync(self, known):
-        """Whose copies are in sync: of those that run at the addresses that the assignment names."""
+        """Return the directories in sync: of brokers that run at the addresses in the assignment."""
         if self.in_sync_with is not None:
             return [self.in_sync_with] if self.in_sync_with else []
         places = {slave.control_port for slave in known.slaves} - {0}
@@ -300,10 +297,7 @@ class FakeBroker(BrokerServicer):
             self._changed.set()
 
     async def until_gone(self):
-        async with asyncio.timeout(WAIT_S):
-            while self.gone is None:
-                self._changed.clear()
-                await self._changed.wait()
+        await self.until(lambda: self.gone)
         return self.gone
 
     async def _note(self, name, context):

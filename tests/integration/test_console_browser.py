@@ -1,4 +1,4 @@
-"""Shell. The console in a real browser: what axe finds, where Tab leads, what the policy forbids; its colours."""
+"""Shell. The console in a real browser: accessibility by axe, order of Tab, content policy, colours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADDRESSES = [
 
 
 @pytest.mark.parametrize("state", ["data", "empty", "database away"])
-def test_every_page_works_with_keyboard_and_screen_reader(tmp_path, state):
+def test_pages_work_with_keyboard_and_screen_reader(tmp_path, state):
     asyncio.run(_with_browser(tmp_path, state, _look_at_every_page))
 
 
@@ -72,21 +72,21 @@ def _look_at_every_page(address, world, profile, state):
         for path in ADDRESSES:
             text = browser.open(address + path)
             assert ("connection refused" in text) == (state == "database away"), (path, text)
-            found += [f"{path}: {one}" for one in browser.axe() + browser.complaints()]
+            found += [f"{path}: {finding}" for finding in browser.axe() + browser.complaints()]
             wanted, had, unseen = browser.tab_walk()
             assert had == wanted, (path, had, wanted)
-            found += [f"{path}: focus is not seen on {one}" for one in unseen]
+            found += [f"{path}: focus is not seen on {element}" for element in unseen]
         browser.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         browser.command("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
         for path in ADDRESSES if state == "data" else ():
             browser.open(address + path)
             if (wide := browser.run("document.documentElement.scrollWidth")) > 400:  # a wide table moves by itself
                 found.append(f"{path}: {wide} wide on a telephone")
-            found += [f"{path}, dark: {one}" for one in browser.axe(only=("color-contrast",))]
+            found += [f"{path}, dark: {finding}" for finding in browser.axe(only=("color-contrast",))]
         assert not found, "\n".join(found)
 
 
-def test_a_change_is_made_with_the_keyboard_alone(tmp_path):
+def test_change_is_made_with_the_keyboard(tmp_path):
     asyncio.run(_with_browser(tmp_path, "data", _change_with_the_keyboard))
 
 
@@ -148,8 +148,8 @@ def test_text_can_be_read_on_its_background(theme):
             assert _contrast(colours[name], colours[back]) >= CONTRAST_MIN, (name, back)
 
 
-def _contrast(one, other):
-    bright, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+def _contrast(text, back):
+    bright, dark = sorted((_luminance(text), _luminance(back)), reverse=True)
     return (bright + 0.05) / (dark + 0.05)
 
 

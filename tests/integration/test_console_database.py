@@ -1,4 +1,4 @@
-"""Shell. A real database server that dies in the midst of a change which somebody makes from the console."""
+"""Shell. A real database server that ends during a change made in the console."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ async def is_back(console):
 
 
 async def marks_stored(console):
-    """Whether the mark is in the database itself, and how many rows of the trail say so."""
+    """Return the numbers of stored marks and of their rows in the trail."""
     marks = (await console.database.read(lambda repository: repository.load())).marks
     return len(marks), sum(row.action == WORDS["action"] for row in await console.audit())
 
 
-def dies_before_its_row_of_the_trail(console, server):
-    """The change is written, and what would say in the audit trail who made it is not."""
+def ends_before_the_audit_row(console, server):
+    """The change is written, its audit row is not."""
     kill = once(server.kill)
 
     def look(_connection, _cursor, statement, *_):
@@ -60,7 +60,7 @@ def dies_before_its_row_of_the_trail(console, server):
     event.listen(console.database._engine, "before_cursor_execute", look)
 
 
-def dies_as_it_commits(console, server):
+def ends_in_the_commit(console, server):
     kill, written = once(server.kill), []
 
     def look(_connection, _cursor, statement, *_):
@@ -76,27 +76,27 @@ def once(act):
     return lambda: left.pop()() if left else None
 
 
-def was_gone_already(console, server):
+def is_stopped_before(console, server):
     server.stop()
 
 
-@pytest.mark.parametrize("breaks", [was_gone_already, dies_before_its_row_of_the_trail, dies_as_it_commits])
+@pytest.mark.parametrize("breaks", [is_stopped_before, ends_before_the_audit_row, ends_in_the_commit])
 async def test_change_is_atomic_and_safely_repeated(console, database_server, breaks):
     confirm = await planned(console)
     breaks(console, database_server)
     answer = await console.send("/change", **confirm)
     text = text_of(answer.text)
-    if breaks is dies_as_it_commits:
+    if breaks is ends_in_the_commit:
         assert "Unknown: " in text and "Check before you repeat it" in text, text
     else:
         assert "Nothing was changed: the database does not answer" in text, text
     assert "Done." not in text and "Traceback" not in text and "sqlalchemy" not in text.lower()
-    assert "takes messages" in await console.read(), "pages go on from memory"
+    assert "takes messages" in await console.read(), "pages are served from memory"
 
     database_server.ensure()
     await is_back(console)
     assert await marks_stored(console) == (0, 0)
     assert "Done." in (await console.send("/change", **confirm)).text
     assert await marks_stored(console) == (1, 1) and console.registry.directory.is_marked("g1", "*")
-    assert "Done." in (await console.send("/change", **confirm)).text, "nothing is left to be changed"
+    assert "Done." in (await console.send("/change", **confirm)).text, "nothing would change"
     assert (await marks_stored(console))[0] == 1

@@ -1,4 +1,4 @@
-"""Shell. Login to the console with an OpenID provider, a process of its own; who is not sent by it is refused."""
+"""Shell. Login to the console with an OpenID provider, a process of its own."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ async def console(issuer, tmp_path):
 
 
 async def to_provider(console, next="/console/trail"):
-    """Begin a login; return where the provider is asked."""
+    """Begin a login; return the provider's address."""
     begun = await console.browser.get("/console/oidc/login", params={"next": next})
     assert begun.status_code == 303, begun.text
     return begun.headers["location"]
 
 
 def sent_back(address, who):
-    """Be `who` at the provider; return the address that it sends the browser to."""
+    """Log in at the provider as `who`; return the address of its redirect."""
 
     class Stay(urllib.request.HTTPRedirectHandler):
         def redirect_request(self, *_):
@@ -178,7 +178,7 @@ async def test_code_requires_its_verifier(console):
     assert 'url=/console"' in answer.text
 
 
-async def test_absent_or_foreign_provider_logs_nobody_in(tmp_path, issuer):
+async def test_absent_or_foreign_provider_is_refused(tmp_path, issuer):
     [free] = free_ports(1)
     async with console_of(f"http://127.0.0.1:{free}", tmp_path) as console:
         answer = await console.browser.get("/console/oidc/login")
@@ -189,7 +189,7 @@ async def test_absent_or_foreign_provider_logs_nobody_in(tmp_path, issuer):
         await Provider(wanted(f"{issuer}/")).begin("/console", now_ms=0)
 
 
-async def test_a_browser_comes_back_logged_in(tmp_path, issuer):
+async def test_browser_returns_logged_in(tmp_path, issuer):
     """Browsers do not send the session's cookie with a redirect from another site; the page after it finds it."""
     [port] = free_ports(1)
     address = f"http://127.0.0.1:{port}"
@@ -210,10 +210,12 @@ def _log_in_with_a_browser(address, profile):
         while "Audit trail" not in browser.run("document.querySelector('h1')?.innerText ?? ''"):
             browser.await_next("Page.loadEventFired")
         assert "oidc:anna · operator" in browser.text()
-        assert "Log in" in browser.open(f"{address.replace('127.0.0.1', 'localhost')}/console"), "it is of one host"
+        assert "Log in" in browser.open(f"{address.replace('127.0.0.1', 'localhost')}/console"), (
+            "a session belongs to one host"
+        )
 
 
-def test_a_metaservers_settings_become_a_provider(issuer):
+def test_settings_make_a_provider(issuer):
     words = {"oidc_issuer": issuer, "oidc_client_id": CLIENT, "oidc_client_secret": SECRET}
     words["oidc_redirect"] = BACK.replace("metaserver", "localhost")
     provider = make_provider(MetaserverSettings(cluster_token="a secret of all", oidc_roles=("admin=a=b",), **words))

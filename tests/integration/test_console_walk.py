@@ -1,4 +1,4 @@
-"""Shell. A new operator, at night, with the console alone: each question is answered within a minute; what he does."""
+"""Shell. A new operator with the console alone: answers to questions within a minute, then changes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def night(tmp_path_factory):
 
 @contextmanager
 def within_a_minute(browser):
-    """Begins on the overview, as everybody does."""
+    """Check the time of an answer, which is looked for from the overview."""
     began = time.monotonic()
     browser.click("qmq")
     yield
     assert time.monotonic() - began < MINUTE_S
 
 
-def test_which_group_is_readonly_and_why(night):
+def test_overview_answers_which_group_is_readonly(night):
     _, browser = night
     with within_a_minute(browser):
         text = browser.text()
@@ -45,7 +45,7 @@ def test_which_group_is_readonly_and_why(night):
         assert "It is readonly." in browser.click("g2") and "All logs end alike and are equal" in browser.text()
 
 
-def test_which_consumer_is_behind_since_when_and_why(night):
+def test_consumers_page_answers_which_group_is_behind(night):
     _, browser = night
     with within_a_minute(browser):
         text = browser.click("Consumers")
@@ -55,7 +55,7 @@ def test_which_consumer_is_behind_since_when_and_why(night):
         assert "billing 40" in text and "search 0" in text
 
 
-def test_was_last_night_proven(night):
+def test_audit_page_answers_for_last_night(night):
     _, browser = night
     with within_a_minute(browser):
         text = browser.click("Nightly audit")
@@ -80,12 +80,12 @@ def test_operator_change_is_found_by_time(night):
 def test_dead_letters_are_shown_with_their_error(night):
     _, browser = night
     with within_a_minute(browser):
-        assert "mail.wanted mail 0" in browser.click("Consumers"), "who gave up stands there, behind or not"
+        assert "mail.wanted mail 0" in browser.click("Consumers"), "dead letters are shown without a lag, too"
         text = browser.click("3")
         assert all(f"no address for order {number}" in text for number in (4711, 4712, 4713))
 
 
-def test_is_anything_late(night):
+def test_delayed_page_answers_for_late_messages(night):
     cluster, browser = night
     with something_late(cluster), within_a_minute(browser):
         text = browser.click("Delayed")
@@ -98,7 +98,7 @@ def test_is_anything_late(night):
 
 
 def do(browser, link, **fields):
-    """Follow a change's link, fill its form, read the plan, do it; return the plan and what came of it."""
+    """Follow a change's link, fill its form, confirm the plan; return the texts of the plan and the outcome."""
     browser.click(link)
     for name, text in fields.items():
         browser.fill(name, text)
@@ -108,7 +108,7 @@ def do(browser, link, **fields):
 
 
 def test_console_action_is_planned_and_in_the_trail(night):
-    """Unmark, redrive, pause a consumer group, send a parked row again, swap: each says first whom it reaches."""
+    """Unmark, redrive, pause a consumer group, send a parked row again, swap: each plan counts its reach."""
     cluster, browser = night
     browser.open(f"{cluster.metaserver}/console/group?name=g2")
     plan, done = do(browser, "UnMarkReadonlyBrokerGroup…")
@@ -133,6 +133,6 @@ def test_console_action_is_planned_and_in_the_trail(night):
     plan, done = do(browser, "SwapRoles…")
     assert "1 group" in plan and "Done." in done
     trail = browser.click("Audit trail")
-    for what in ("anna 127.0.0.1 Redrive", "anna 127.0.0.1 OnOffline", "anna 127.0.0.1 OutboxRetry"):
-        assert what in trail
+    for row in ("anna 127.0.0.1 Redrive", "anna 127.0.0.1 OnOffline", "anna 127.0.0.1 OutboxRetry"):
+        assert row in trail
     assert "boss 127.0.0.1 SwapRoles" in trail

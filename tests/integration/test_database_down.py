@@ -101,7 +101,7 @@ def test_weakness_15_16_17_metaserver_works_without_the_database(world, mariadb,
 def test_attempts_to_reach_the_database_leave_no_memory_behind(world, mariadb):
     """Each attempt costs MariaDB's driver a TLS context of 0.8 MB, which the traceback of its error holds."""
     service = world.metaservers[0]
-    world.look(service.url, "Doctor")  # allocates what it allocates once
+    world.look(service.url, "Doctor")  # allocates shared memory
     with stopped(mariadb):
         all_know(world, up=False)
         before = resident_bytes(service.pid)

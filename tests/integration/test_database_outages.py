@@ -1,4 +1,4 @@
-"""Shell. Database servers that die, stand still, or whose connection breaks in the middle of a change."""
+"""Shell. Database servers that end or hang, and connections that break during a change."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cable(database_server):
 
 @pytest.fixture
 def wired(url, cable):
-    """An engine whose connections go through the cable."""
+    """Engine with connections through the cable."""
     engine = open_database(through(cable, url))
     yield engine
     engine.dispose()
@@ -87,14 +87,14 @@ def test_broken_commit_has_an_unknown_outcome(wired, cable, engine, direction):
         mark(repository)
     stored = {MARK} if direction == "cut_answers" else set()
     assert repository.load().marks == witness.load().marks == stored
-    assert len(witness.audit_trail()) == len(stored), "its audit row went the same way"
+    assert len(witness.audit_trail()) == len(stored), "the audit row is stored with the change"
     mark(repository)
     assert witness.load().marks == {MARK}
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["arrives later", "is lost"])
 def test_commit_in_flight_is_stored_exactly_if_found(cable, url, engine, lost):
-    """The connection broke, and the server has not heard the commit yet: its absence at this moment proves nothing."""
+    """The connection breaks before the server gets the commit, so the missing row proves nothing yet."""
 
     async def change():
         database = Database(through(cable, url), timeout_ms=60_000)
@@ -104,12 +104,12 @@ def test_commit_in_flight_is_stored_exactly_if_found(cable, url, engine, lost):
         def keep_back():
             cable.hold_questions = True
 
-        def deliver_to_who_waits(_connection, _cursor, statement, *_):
+        def deliver_to_the_waiting(_connection, _cursor, statement, *_):
             if cable.is_holding.is_set() and "UPDATE meta_version" in statement:
                 threading.Timer(0.2, cable.deliver, kwargs={"lost": lost}).start()
 
         at_commit(database._engine, keep_back)
-        event.listen(database._engine, "before_cursor_execute", deliver_to_who_waits)
+        event.listen(database._engine, "before_cursor_execute", deliver_to_the_waiting)
         try:
             await registry.change([SetMark(MARK)], AuditRow("me", "here", "MarkReadonlyBrokerGroup"))
             return True
@@ -119,12 +119,12 @@ def test_commit_in_flight_is_stored_exactly_if_found(cable, url, engine, lost):
         finally:
             database.close()
 
-    told = asyncio.run(change())
+    is_reported_stored = asyncio.run(change())
     cable.deliver(lost=lost)
     witness = Repository(engine)
     witness.settle()
-    assert told == (witness.load().marks == {MARK}) == (not lost)
-    assert len(witness.audit_trail()) == int(told)
+    assert is_reported_stored == (witness.load().marks == {MARK}) == (not lost)
+    assert len(witness.audit_trail()) == int(is_reported_stored)
 
 
 def test_settling_waits_for_a_change_that_records(engine, url):
@@ -158,7 +158,7 @@ def test_commit_on_a_killed_server_has_an_unknown_outcome(database_server, engin
 
 
 def test_commit_undone_by_a_cluster_is_repeated(engine):
-    """Galera notices only at the commit that another node changed the same row, and says so with these codes."""
+    """Galera detects another node's change of the row at the commit, and returns these codes."""
     undone = pymysql.err.OperationalError(1213, "Deadlock found when trying to get lock")
 
     def undo():

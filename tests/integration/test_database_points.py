@@ -1,4 +1,4 @@
-"""Shell. What copies acknowledged is kept on each kind of database, and only rises."""
+"""Shell. Acknowledged points on each kind of database: they only rise."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_points_only_rise_per_group_and_disk(repository):
     assert stored(repository, "g2") == Points({"a": OLDER[1]})
 
 
-def test_points_given_up_are_forgotten(repository):
+def test_accepted_loss_removes_points(repository):
     repository.change([SetRoles(rules.add_broker(repository.load(), MASTER))])
     repository.store_points({("g1", "a"): NEWEST, ("g2", "a"): NEWEST})
     repository.change([AcceptLoss("g1", 4)])
@@ -58,8 +58,8 @@ def removed(repository):
     repository.change([SetRoles(change), RemoveGroup("g1", change.new_term)])
 
 
-def told_late(repository):
-    """Each metaserver stores what it heard within a second."""
+def reported_late(repository):
+    """A metaserver stores reported points up to a second later."""
     removed(repository)
     repository.store_points({("g1", "a"): NEWEST})
 
@@ -68,9 +68,9 @@ def not_in_a_backup(repository):
     repository.change([RestoreAll(repository.empty)])
 
 
-@pytest.mark.parametrize("gone", [removed, told_late, not_in_a_backup])
-def test_a_group_that_is_made_anew_begins_without_points(repository, gone):
-    """Else its new master, once restarted, takes itself for rolled back to before what its log never had."""
+@pytest.mark.parametrize("gone", [removed, reported_late, not_in_a_backup])
+def test_recreated_group_begins_without_points(repository, gone):
+    """With old points, its restarted new master would count as rolled back."""
     repository.empty = repository.dump()
     repository.change([SetRoles(rules.add_broker(repository.load(), MASTER))])
     repository.store_points({("g1", "a"): NEWEST, ("g2", "a"): NEWEST})

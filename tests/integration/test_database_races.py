@@ -34,7 +34,7 @@ def engine(database_url):
 
 @pytest.fixture
 def race(engine, database_url):
-    """Run `act(repository, number)` at the same moment, each on connections of its own; return what each returned."""
+    """Run `act(repository, number)` at the same moment, each on connections of its own; return all results."""
 
     def run(act):
         barrier = threading.Barrier(METASERVERS, timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""Shell. What QMQ's database layer gets wrong (weaknesses 1 to 10 of its metaserver), on each kind of database."""
+"""Shell. Weaknesses 1 to 10 of QMQ's metaserver, its database layer, on each kind of database."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(engine, statement, **values):
 
 
 def documented(beginning):
-    """The SQL that docs/databases.md tells an operator to run."""
+    """Return the SQL that docs/databases.md recommends to an operator."""
     lines = Path("docs/databases.md").read_text().splitlines()
     return [line.rstrip(";") for line in lines if line.startswith(beginning)]
 
@@ -75,10 +75,10 @@ def test_route_that_does_not_parse_stops_no_other(engine, repository, caplog, co
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             assert [route.subject for route in repository.load_routes()[1]] == ["a", "z"]
-    assert len(repository.bad_rows) == len(caplog.records) == 1, "it is said once"
+    assert len(repository.bad_rows) == len(caplog.records) == 1, "logged once"
     assert "table=subject_route key='bad'" in caplog.text
     [stored] = repository.store_routes([("bad", ("g1",), 0)])
-    assert stored.groups == (), "nothing overwrites it by itself"
+    assert stored.groups == (), "no client overwrites the bad row"
     repository.change([SetRoute("bad", ("g2",), 0)])  # an operator repairs it
     assert {route.subject: route.groups for route in repository.load_routes()[1]}["bad"] == ("g2",)
 
@@ -215,7 +215,7 @@ def test_limits_of_all_columns_agree(repository):
 # -- 4 ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_that_differ_only_in_case_are_different_names(repository):
+def test_names_differ_by_case(repository):
     """Weakness 4: `Foo` uses the route of `foo` in SQL, and is missing in the cache."""
     stored = repository.store_routes([("foo", ("g1",), 0), ("Foo", ("g2",), 0), ("FOO", ("g1", "g2"), 0)])
     assert [route.groups for route in stored] == [("g1",), ("g2",), ("g1", "g2")]
@@ -234,7 +234,7 @@ def test_names_that_differ_only_in_case_are_different_names(repository):
 def test_changes_of_an_action_are_atomic(repository):
     """Weakness 6: `*` actions are not transactional and are left half done."""
     repository.store_routes([(f"s{number}", ("g1",), 0) for number in range(10)])
-    repository.change([SetRoute("s9", ("g1", "g2"), 1)])  # somebody else, after the decision was made
+    repository.change([SetRoute("s9", ("g1", "g2"), 1)])  # another change after the decision
     before = everything(repository)
     with pytest.raises(StaleVersion, match="s9"):
         repository.change(
@@ -247,7 +247,7 @@ def test_changes_of_an_action_are_atomic(repository):
 # -- 7 ------------------------------------------------------------------------------------------------------------
 
 
-def test_group_that_is_being_emptied_is_marked_as_such(repository):
+def test_group_states_are_stored(repository):
     """Weakness 7: there is no drain step before a group leaves the routes."""
     repository.change([SetGroupState("g1", draining=True), SetGroupState("g2", full=True, tag="t")])
     groups = repository.load().groups
@@ -262,7 +262,7 @@ def test_group_that_is_being_emptied_is_marked_as_such(repository):
 # -- 8 ------------------------------------------------------------------------------------------------------------
 
 
-def test_unused_group_can_be_removed_and_keeps_its_term(repository):
+def test_removed_group_keeps_its_term(repository):
     """Weakness 8: groups and brokers cannot be deleted."""
     repository.store_routes([("s", ("g1", "g2"), 0)])
     repository.change([SetMark(ReadonlyMark("*", "g1"))])
@@ -285,14 +285,14 @@ def test_unused_group_can_be_removed_and_keeps_its_term(repository):
         repository.change([RemoveGroup("g1", group.term)])
 
 
-def test_subject_can_be_removed_and_come_again(repository):
+def test_subject_is_removed_and_created_again(repository):
     """Weakness 8: subjects cannot be deleted."""
     seen, _ = repository.load_routes()
     repository.store_routes([("s", ("g1",), 0)])
     repository.change([RemoveRoute("s", 1)])
     assert repository.load_routes()[1] == []
     version, [gone] = repository.load_routes(seen)
-    assert (gone.subject, gone.groups) == ("s", ()), "who has it learns that it is gone"
+    assert (gone.subject, gone.groups) == ("s", ()), "readers of changes get the removal"
     with pytest.raises(StaleVersion):
         repository.change([RemoveRoute("s", 2)])
     [again] = repository.store_routes([("s", ("g2",), 0)])
@@ -325,7 +325,7 @@ def test_group_named_by_a_route_stays(engine, repository):
         repository.change([SetRoute("s", ("g2", "gone"), 4)])
 
 
-def test_database_itself_refuses_brokers_and_marks_of_no_group(engine, repository):
+def test_foreign_keys_require_the_group(engine, repository):
     """Weakness 10: there are no foreign keys."""
     with pytest.raises(UnknownGroup):
         repository.change([SetMark(ReadonlyMark("*", "nowhere"))])

@@ -1,4 +1,4 @@
-"""Shell. Actions on two metaservers of one database: who still holds an old route, and who is connected, at either."""
+"""Shell. Actions on two metaservers of one database: old routes and clients of both count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from qmq.proto import qmq_pb2 as pb
 
 
-async def know_each_other(*worlds):
+async def until_both_are_listed(*worlds):
     for world in worlds:
         await world.until(lambda world=world: _sees(world, len(worlds)))
 
@@ -17,40 +17,42 @@ async def _sees(world, count):
 
 
 async def confirm(watch, subject):
-    """Say which route is used, as a client does once it took it over."""
+    """Confirm the used version, as a client does after an update."""
     held = {subject: watch.routes[subject].version}
     await watch.call.write(pb.RouteRequest(app="test", client_id="c1", produces=True, held=held))
 
 
 async def test_mark_waits_for_clients_of_every_metaserver(world):
-    """Weakness 20: an order to keep away from a group is known to be followed, wherever clients are connected."""
+    """Weakness 20: operators cannot see whether clients follow a readonly mark."""
     await world.copies("g1")
     await world.copies("g2")
     other = await world.another()
-    await know_each_other(world, other)
+    await until_both_are_listed(world, other)
     async with other.watch("s") as watch:
         await watch.until(lambda routes: "s" in routes and any(group.writable for group in routes["s"].groups))
         await confirm(watch, "s")
-        group = next(one.broker_group for one in watch.routes["s"].groups if one.writable)
+        group = next(group.broker_group for group in watch.routes["s"].groups if group.writable)
         marked = await world.done("MarkReadonlyBrokerGroup", brokerGroup=group, details="true")
         assert (marked["producers"], marked["watchers"], marked["allKnow"]) == (1, 1, False)
         waiting = asyncio.create_task(
             world.done("MarkReadonlyBrokerGroup", brokerGroup=group, waitMs=20_000, details="true")
         )
         await watch.until(lambda routes: not watch.writable("s")[group])
-        assert not waiting.done(), "it was told, and did not say yet that it follows"
+        assert not waiting.done(), "the client has the new route, and has not confirmed it"
         await confirm(watch, "s")
         known = await waiting
         assert known["allKnow"] and known["producers"] == 0 and known["metaserversUnasked"] == []
 
 
 async def test_clients_of_every_metaserver_are_listed(world):
-    """Weakness 37: who is connected can be asked at any metaserver."""
+    """Weakness 37: QMQ has no list of connected clients. Here each metaserver lists the clients of all."""
     await world.copies("g1")
     other = await world.another()
-    await know_each_other(world, other)
+    await until_both_are_listed(world, other)
     async with other.watch("s") as watch:
         await watch.next()
         listed = await world.done("Clients")
-        assert [(one["app"], one["clientId"], one["subjects"]) for one in listed["clients"]] == [("test", "c1", ["s"])]
+        assert [(client["app"], client["clientId"], client["subjects"]) for client in listed["clients"]] == [
+            ("test", "c1", ["s"])
+        ]
         assert listed["unasked"] == [] and (await world.done("Clients", here="true"))["clients"] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from dataclasses import replace
 from unittest import mock
@@ -24,7 +23,7 @@ async def refusal(call):
     return caught.value
 
 
-async def test_registered_broker_gets_its_part_and_both_addresses(world):
+async def test_registered_broker_gets_part_and_addresses(world):
     master, slave = await world.copies()
     assert (master.assignment.role, slave.assignment.role) == (0, 1)
     assert master.assignment.term == slave.assignment.term == 2
@@ -35,7 +34,7 @@ async def test_registered_broker_gets_its_part_and_both_addresses(world):
     assert slave.assignment.master.control_port == master.control_port
 
 
-async def test_unknown_broker_is_refused_with_the_command_to_run(world):
+async def test_unknown_broker_is_refused_with_the_command(world):
     error = await refusal(world.broker("stranger", 3001))
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert "qmq AddBroker" in error.details() and "--hostname=stranger" in error.details()
@@ -52,7 +51,7 @@ async def test_second_process_claiming_a_live_broker_is_refused(world):
 
 
 async def test_stream_ends_when_a_copy_gets_the_part(world):
-    """By another metaserver, say. And no process is told of a term that another one got while it registered."""
+    """The copy may register at another metaserver. No process gets a term that another one got while it registered."""
     master, slave = await world.copies()
     registry = world.server.registry
 
@@ -153,14 +152,11 @@ async def test_readonly_mark_is_pushed_to_both_brokers(world):
 
 
 @pytest.mark.metaserver(heartbeat_timeout_ms=5000)
-async def test_heartbeat_replies_carry_the_clock_and_changed_roles(world):
+async def test_heartbeat_replies_carry_the_clock(world):
     master, slave = await world.copies()
-    told = len(master.assignments)
-    async with asyncio.timeout(60):
-        while len(master.clocks_ms) < 2:
-            master._changed.clear()
-            await master._changed.wait()
-    assert len(master.assignments) == told
+    assigned = len(master.assignments)
+    await master.until(lambda: len(master.clocks_ms) >= 2)
+    assert len(master.assignments) == assigned
 
 
 @pytest.mark.metaserver(password_keys=[KEY])
@@ -178,7 +174,7 @@ async def test_watchdog_databases_are_reread_only_after_changes(world):
             answer = await world.rpc.ListSources(pb.SourcesQuestion(room="default"), metadata=METADATA)
         finally:
             database.read = read
-        return [one.user for one in answer.sources]
+        return [source.user for source in answer.sources]
 
     assert await sources() == [] and len(reads) == 1
     assert await sources() == [] and len(reads) == 1
@@ -195,7 +191,7 @@ async def test_wiped_slave_is_incomplete_despite_its_master(world):
 
     await world.until(lambda: complete(True))
     await slave.stop()
-    master.in_sync_with = slave.incarnation  # and it goes on taking messages
+    master.in_sync_with = slave.incarnation  # and the master stays writable
     wiped = await world.broker("g1-b", incarnation="wiped disk")
     assert await complete(False)
     master.say()
@@ -219,7 +215,7 @@ async def test_heartbeats_go_on_while_the_database_hangs(world):
         master.reasons = ["disk"]
         master.say()
         await until_async(lambda: not registry.is_writable(registry.directory.groups["g1"]))
-        assert not registry.database.is_up, "it hangs still"
+        assert not registry.database.is_up, "the database still hangs"
     finally:
         release.set()
         del repository.versions, repository.beat

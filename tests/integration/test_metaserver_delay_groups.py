@@ -37,7 +37,7 @@ async def test_unknown_kind_of_groups_is_refused(world):
     assert answer.status_code == 400
 
 
-async def test_delayed_messages_have_all_delay_groups_as_route(world):
+async def test_delayed_messages_go_to_all_delay_groups(world):
     await world.copies("g1")
     await world.delay_copies("d1")
     await world.delay_copies("d2")
@@ -58,7 +58,7 @@ async def test_new_delay_group_is_pushed_at_once(world):
         await watch.until(lambda routes: not routes["s"].refused and watch.writable("s") == {"d1": True})
 
 
-async def test_mark_of_a_delay_group_arrives_within_a_second(world):
+async def test_delay_mark_arrives_within_a_second(world):
     master, _ = await world.delay_copies()
     await world.copies("g1")
     async with world.watch("s", "t", kind=DELAY) as watch, world.watch("s") as normal:

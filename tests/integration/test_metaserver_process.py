@@ -21,7 +21,7 @@ TOKEN = "the key of it all"
 
 @contextmanager
 def metaserver(folder, **settings):
-    """Run a metaserver in `folder`; gives the process with `url`, kills it at the end if it still runs."""
+    """Run a metaserver in `folder`; yield the process with its `url`, and kill it at the end."""
     ours = {"CLUSTER_TOKEN": TOKEN, "HTTP_PORT": "0", "GRPC_PORT": "0", "DATABASE": f"sqlite:///{folder / 'm.db'}"}
     given = ours | settings
     environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in given.items()}
@@ -29,9 +29,9 @@ def metaserver(folder, **settings):
     command = [sys.executable, "-m", "qmq.metaserver"]
     with subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True) as process:
         try:
-            process.heard = []
+            process.lines = []
             for line in process.stderr:
-                process.heard.append(line)
+                process.lines.append(line)
                 if serving := re.search(r"serving http=(\S+) ", line):
                     process.url = f"http://{serving[1]}"
                     break
@@ -55,18 +55,18 @@ def add(process, hostname="a", role=0):
 
 def test_installed_grpc_supports_the_chosen_engine(tmp_path, monkeypatch):
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
-    monkeypatch.setenv("GRPC_VERBOSITY", "error")  # its default; who has another environment imports grpc itself
-    assert "experiment" not in said(tmp_path).lower()
+    monkeypatch.setenv("GRPC_VERBOSITY", "error")  # the default
+    assert "experiment" not in log_of(tmp_path).lower()
     monkeypatch.setenv("GRPC_EXPERIMENTS", "-no_such_engine")
-    assert "no_such_engine" in said(tmp_path), "gRPC says when it does not know one, and the operator's choice counts"
+    assert "no_such_engine" in log_of(tmp_path), "gRPC reports an unknown engine, and the operator's choice counts"
 
 
-def said(folder):
-    """All that a metaserver logs between its start and its end."""
+def log_of(folder):
+    """Return the log of a metaserver from its start to its end."""
     with metaserver(folder) as process:
         assert httpx.get(f"{process.url}/meta/address", trust_env=False, timeout=WAIT_S).status_code == 200
         process.terminate()
-        return "".join([*process.heard, process.stderr.read()])
+        return "".join([*process.lines, process.stderr.read()])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -90,7 +90,7 @@ def test_terms_survive_kill_9(tmp_path):
 def test_wrong_settings_end_with_2_and_all_complaints(tmp_path):
     with metaserver(tmp_path, HTTP_PORT="x", CLUSTER_TOKEN="short", GRPC_PORT="-1") as process:
         assert process.wait(WAIT_S) == 2
-        assert "http_port: " in "".join(process.heard) and "grpc_port: " in "".join(process.heard)
+        assert "http_port: " in "".join(process.lines) and "grpc_port: " in "".join(process.lines)
 
 
 @pytest.mark.parametrize("port", ["HTTP_PORT", "GRPC_PORT"])
@@ -98,13 +98,13 @@ def test_port_that_is_taken_ends_with_1(tmp_path, port):
     with socket.create_server(("127.0.0.1", 0)) as other:
         with metaserver(tmp_path, **{port: other.getsockname()[1]}) as process:
             assert process.wait(WAIT_S) == 1
-            assert "cannot serve" in "".join(process.heard)
+            assert "cannot serve" in "".join(process.lines)
 
 
 def test_database_that_cannot_be_opened_ends_with_1(tmp_path):
     with metaserver(tmp_path, DATABASE=f"sqlite:///{tmp_path}/none/m.db") as process:
         assert process.wait(WAIT_S) == 1
-        assert "cannot serve" in "".join(process.heard)
+        assert "cannot serve" in "".join(process.lines)
 
 
 def test_http_side_answers_as_qmq_does(tmp_path):

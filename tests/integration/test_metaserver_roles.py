@@ -17,7 +17,7 @@ async def test_swap_exchanges_roles_under_a_new_term(world):
     assert swapped["writable"] is True
     assert (await master.until_term(3)).role == 1 and (await slave.until_term(3)).role == 0
     assert master.calls == ["PrepareSwap"] and slave.calls == ["ReplicaStatus"]
-    await world.until(lambda: world.took_parts("g1"))
+    await world.until(lambda: world.has_new_parts("g1"))
     back = await world.done("SwapRoles", brokerGroup="g1")
     assert back["term"] == 4 and back["master"]["hostname"] == "g1-a"
 
@@ -55,7 +55,7 @@ async def test_half_swapped_group_has_a_master_and_no_slave(world):
 
 
 async def test_w16_no_term_ever_has_two_masters(world):
-    """Roles come from a table in QMQ too, but there two brokers could hold the mastership by an operator's error."""
+    """In QMQ two brokers can be master of one group by an operator's error."""
     master, slave = await world.copies()
     brokers = [master, slave]
     masters = {}
@@ -69,7 +69,7 @@ async def test_w16_no_term_ever_has_two_masters(world):
                     assert (assignment.role == 0) == (acting == broker.control_port)
 
     for _ in range(3):
-        await world.until(lambda: world.took_parts("g1"))
+        await world.until(lambda: world.has_new_parts("g1"))
         [slave] = [broker for broker in brokers if broker.assignment.role == 1]
         actions = two_swaps(world, slave)
         actions += [world.post("ReplaceBroker", **place("g1", role, name)) for role, name in ((0, "g1-b"), (1, "g1-a"))]
@@ -77,12 +77,12 @@ async def test_w16_no_term_ever_has_two_masters(world):
         check()
     for broker in brokers:
         terms = [assignment.term for assignment in broker.assignments]
-        assert terms == sorted(terms), "a term never goes back"
+        assert terms == sorted(terms), "terms never decrease"
     assert sorted(masters) == [2, 3, 4, 5]
 
 
 def two_swaps(world, slave):
-    """Ask twice at the same time: whichever comes first goes on once the other one has its answer."""
+    """Request two swaps at once; the first continues when the second has its answer."""
     answered = asyncio.Event()
 
     async def swap():

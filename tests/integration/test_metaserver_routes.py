@@ -1,4 +1,4 @@
-"""Shell. Clients that watch routes: what they are told first, what is pushed, what is refused."""
+"""Shell. Clients that watch routes: first answers, pushed changes, refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.metaserver_world import METADATA, TOKEN
 from tests.support.waiting import until_async
 
 
-async def test_new_subject_gets_all_groups_that_take_messages(world):
+async def test_new_subject_gets_all_writable_groups(world):
     for name in ("g1", "g2", "g3"):
         await world.copies(name)
     async with world.watch("order.changed") as watch:
@@ -34,10 +34,10 @@ async def test_dead_master_is_pushed_when_its_stream_ends(world):
         assert watch.writable("s") == {"g1": True}
         await master.stop()
         await watch.next()
-        assert watch.writable("s") == {"g1": False}, "its time is not over for minutes"
+        assert watch.writable("s") == {"g1": False}, "the timeout is minutes away"
 
 
-async def test_silent_master_is_taken_for_dead_after_the_timeout(world):
+async def test_silent_master_is_pushed_after_the_timeout(world):
     master, _ = await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
@@ -89,12 +89,12 @@ async def test_restart_does_not_stop_producers(world):
     await world.start()
     async with world.watch("s") as watch:
         await watch.next()
-        assert watch.writable("s") == {"g1": True}, "presumed until the broker had time to come back"
+        assert watch.writable("s") == {"g1": True}, "presumed until the broker could return"
         await watch.next()
-        assert watch.writable("s") == {"g1": False}, "it did not come back"
+        assert watch.writable("s") == {"g1": False}, "the broker did not return"
 
 
-async def test_a_client_that_asks_no_more_goes_on_listening(world):
+async def test_client_that_ended_requests_gets_updates(world):
     await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
@@ -104,7 +104,7 @@ async def test_a_client_that_asks_no_more_goes_on_listening(world):
         assert watch.writable("s") == {"g1": False}
 
 
-async def test_garbage_ends_the_stream_and_nothing_else(world):
+async def test_garbage_ends_its_stream_only(world):
     await world.copies()
     async with world.watch("s") as watch:
         await watch.next()

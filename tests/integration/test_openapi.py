@@ -1,7 +1,6 @@
-"""Shell. Requests made from the OpenAPI document, right and wrong ones, as anybody and with the database failing.
+"""Shell. Requests generated from the OpenAPI document, valid and invalid, by each role and with a failing database.
 
-Whatever is sent: no error without a type, no answer that the document does not describe, nothing accepted that it
-forbids, and nothing changed by a call that was refused.
+Each error has a type, each answer is described, forbidden requests are refused, and refused calls change nothing.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Running:
         return found
 
     def operations(self):
-        """All but /management, whose answers are QMQ's: 200 in all cases."""
+        """Return all operations but /management, which answers 200 in all cases, as QMQ does."""
         found = [result.ok() for result in self.schema.get_all_operations()]
         return [operation for operation in found if operation.path != "/management"]
 
@@ -96,7 +95,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, Running(tmp_path_factory.mktemp("metaserver")) as started:
-        patch.setattr(hub, "STORE_WAIT_S", 20)  # no new subject is stored behind the back of the next request
+        patch.setattr(hub, "STORE_WAIT_S", 20)  # no new subject is stored during the next request
         yield started
 
 
@@ -127,7 +126,7 @@ def is_wrong(case):
 
 
 def make_likely(case):
-    """Name what exists, wait for nobody: else everything would be refused for its names alone."""
+    """Use existing names and no waits; otherwise all requests would be refused for their names."""
     if is_wrong(case):
         return
     for words in (case.body, case.query):
@@ -194,7 +193,7 @@ def test_allowed_action_answers_as_documented(running, role):
         nonlocal facts
         case.validate_response(answer, checks=[not_a_server_error] if answer.status_code < 503 else [])
         seen.add(answer.status_code)
-        if is_wrong(case) and answer.status_code != TOO_LONG:  # a refusal that the check does not know
+        if is_wrong(case) and answer.status_code != TOO_LONG:  # the check lacks this refusal
             case.validate_response(answer, checks=[negative_data_rejection])
         now = running.facts()
         makes_routes = case.operation.path == "/meta/routes"  # as a client that watches does
@@ -207,7 +206,7 @@ def test_allowed_action_answers_as_documented(running, role):
 
 
 @pytest.mark.parametrize("role", [None, TokenRole.VIEWER, TokenRole.CLUSTER], ids=lambda role: role or "anonymous")
-def test_a_failing_database_gives_typed_errors_and_changes_nothing(running, role):
+def test_failing_database_gives_typed_errors(running, role):
     before = running.facts()
     with failing_sql():
         try_all(running, running.operations(), role, REFUSED_EXAMPLES, refuses_only(200, 400, 401, 403, 409, 503, 504))

@@ -1,7 +1,7 @@
-"""Shell. A real Prometheus beside a real cluster: what it is told, what the pages ask it, and when it alerts.
+"""Shell. A real Prometheus beside a real cluster: scraped metrics, queries of the pages, alerts.
 
-The rules are those that ship; only each of their times, `for` and the ranges in brackets, is a fifteenth of what it is
-(`faster`), so that minutes are seconds. All else waits for what Prometheus says.
+The rules are the shipped ones with each time, `for` and ranges, divided by fifteen (`faster`). The tests wait for
+answers of Prometheus.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NAME = re.compile(r"\b(?:qmq_(?:\(broker\|delayserver\)_)?|process_)[a-z][a-z_]*
 
 
 class Textfile(SimpleHTTPRequestHandler):
-    """What node_exporter does with the files of its textfile collector: all of them, below /metrics."""
+    """Textfile collector of node_exporter: all files, at /metrics."""
 
     def do_GET(self):
         text = "".join(path.read_text() for path in sorted(Path(self.directory).glob("*.prom")))
@@ -110,11 +110,13 @@ class World:
         """Alerts that fire, each with the role, group or job that it names; without those of STALLED and GIVES_UP,
         which are there from the beginning."""
         found = self.get("query", query=f"ALERTS{{{ELSEWHERE}}}")["result"]
-        return {(one["metric"]["alertname"], next(filter(None, map(one["metric"].get, NAMED)), "")) for one in found}
+        return {
+            (alert["metric"]["alertname"], next(filter(None, map(alert["metric"].get, NAMED)), "")) for alert in found
+        }
 
     def ever_fired(self):
         expr = f"count by (alertname) (count_over_time(ALERTS{{{ELSEWHERE}}}[10m]))"
-        return {one["metric"]["alertname"] for one in self.get("query", query=expr)["result"]}
+        return {alert["metric"]["alertname"] for alert in self.get("query", query=expr)["result"]}
 
     def nightly(self, name, *command):
         words = ["nightly", "--name", name, "--textfile", str(self.textfiles), "--", *command]
@@ -125,7 +127,7 @@ class World:
             )
 
     def ended(self, name, job):
-        """Wait for a nightly job; its exit status, and what it said if that is not 0."""
+        """Wait for a nightly job; return 0, or its exit status and log."""
         return job.wait(300) and (job.returncode, (self.folder / f"{name}.log").read_text())
 
 
@@ -175,7 +177,7 @@ def world(tmp_path_factory, mariadb):
 
 
 def use(world):
-    """Let there be messages of every kind: delivered, delayed, dead, and from an application's outbox."""
+    """Make messages of each kind: delivered, delayed, dead, and from an application's outbox."""
     application = Application(f"sqlite:///{world.folder}/shop.db")
     register(world.cluster, application.source)
     application.write(SUBJECT, ["row"])
@@ -227,9 +229,9 @@ def expressions():
     return rules, [query.expr for page in PAGES for panel in page.panels for query in panel.queries]
 
 
-def test_from_the_start_everybody_is_scraped(world):
-    """Of a group whose master registered after Prometheus was started, an alert said it had none."""
-    kinds = sorted(one["labels"]["kind"] for one in world.first_targets)
+def test_all_processes_are_scraped_from_the_start(world):
+    """A fixed bug: a master that registered after Prometheus started was reported as missing."""
+    kinds = sorted(target["labels"]["kind"] for target in world.first_targets)
     assert kinds == ["broker"] * 2 + ["delayserver"] * 2 + ["metaserver", "watchdog"]
 
 
@@ -271,12 +273,12 @@ def test_killed_slave_is_alerted_by_name(world):
 
 def test_audit_findings_and_missing_watchdog_are_alerted(world):
     assert world.nightly("audit", "sh", "-c", "exit 1").wait(60) == 1
-    until(lambda: world.firing() == {("QmqAuditFoundDifferences", "audit")}, "somebody is told of the findings")
+    until(lambda: world.firing() == {("QmqAuditFoundDifferences", "audit")}, "the findings are alerted")
     watchdog = world.cluster.service("watchdog")
     watchdog.is_held = True
     watchdog.signal(signal.SIGTERM)
     expected = {("QmqAuditFoundDifferences", "audit"), ("QmqNoActiveWatchdog", "")}
-    until(lambda: world.firing() == expected, "nobody looks after the outboxes")
+    until(lambda: world.firing() == expected, "the missing watchdog is alerted")
     watchdog.is_held = False
     assert world.nightly("audit", "true").wait(60) == 0
     until(lambda: world.firing() == set(), "both are over")
@@ -302,7 +304,7 @@ def disk_that_fills(world, name):
     world.cluster.wait_writable()
 
 
-def test_each_trouble_has_its_alert_and_no_other(world, mariadb):
+def test_each_fault_has_a_single_alert(world, mariadb):
     """A database that is stopped, a disk that is full, an audit that did not run, a clock that is wrong."""
     cluster = world.cluster
     until(lambda: world.firing() == set(), "all is well")
@@ -334,7 +336,7 @@ def test_each_trouble_has_its_alert_and_no_other(world, mariadb):
 
 
 def two_days_old(text):
-    """What a job leaves that ran two days ago, and not since."""
+    """Return the metrics of a job that ran two days ago."""
     return re.sub(r"(timestamp_seconds{.*} )(\d+)", lambda found: found[1] + str(int(found[2]) - 2 * 86_400), text)
 
 

@@ -110,14 +110,14 @@ class World:
         """Register a broker and send a heartbeat."""
         known = self.registry.directory.find(BrokerKey(hostname, 20881))
         ports, disk = (20881, 20882, 20883, 20884), f"disk of {hostname}"
-        said = Broker(known.group, known.role, hostname, "10.0.0.1", *ports, incarnation=disk, kind=known.kind)
-        await self.registry.registration.register(said, lambda question: asyncio.sleep(0))
-        self.sessions[hostname] = self.registry.join(said.key, said.incarnation)
+        broker = Broker(known.group, known.role, hostname, "10.0.0.1", *ports, incarnation=disk, kind=known.kind)
+        await self.registry.registration.register(broker, lambda question: asyncio.sleep(0))
+        self.sessions[hostname] = self.registry.join(broker.key, broker.incarnation)
         self.beat(hostname)
         if complete:
             await self.database.write(
                 lambda repository: repository.store_complete(
-                    said, term=self.registry.directory.groups[known.group].term, complete=True
+                    broker, term=self.registry.directory.groups[known.group].term, complete=True
                 )
             )
             await self.registry.mirror.catch_up()
@@ -127,8 +127,8 @@ class World:
         broker = self.registry.directory.find(key)
         group = self.registry.directory.groups[broker.group]
         master = broker.role == Role.MASTER
-        said = {"role": broker.role, "term": group.term, "writable": master, "log_end": 4096, "chain": 77} | state
-        self.brokers.states[key] = ReplicaState(**said)
+        reported = {"role": broker.role, "term": group.term, "writable": master, "log_end": 4096, "chain": 77} | state
+        self.brokers.states[key] = ReplicaState(**reported)
         self.registry.beat(key, self.sessions[hostname], self.brokers.states[key])
 
     def stop(self, hostname):
@@ -154,7 +154,7 @@ class World:
 
 
 class Brokers:
-    """Brokers as seen on their control ports."""
+    """Control ports of brokers."""
 
     def __init__(self):
         self.states = {}
@@ -163,7 +163,7 @@ class Brokers:
         self.resets = []
         self.cancelled = []
         self.held = []
-        self.hears_its_master = False
+        self.is_connected = False
         self.promise_nothing = set()
         self.stored = []
         self.browsed = []
@@ -188,7 +188,7 @@ class Brokers:
         return self._promise(broker, promised_term)
 
     async def prepare_failover(self, broker, *, term, hold_ms, silent_ms, promised_term=0, master_gone=False):
-        if self.hears_its_master:
+        if self.is_connected:
             raise OperatorError(f"{broker.key} refused: the master was heard 300 ms ago")
         if not (self._reach(broker).in_sync or master_gone):
             raise OperatorError(f"{broker.key} refused: it was not in sync since it began")
@@ -196,10 +196,10 @@ class Brokers:
         return self._promise(broker, promised_term)
 
     def _promise(self, broker, term):
-        said = self._reach(broker)
+        state = self._reach(broker)
         if broker.hostname in self.promise_nothing:
-            return said
-        self.states[broker.key] = replace(said, promised_term=max(said.promised_term, term))
+            return state
+        self.states[broker.key] = replace(state, promised_term=max(state.promised_term, term))
         return self.states[broker.key]
 
     async def cancel_swap(self, broker):
@@ -220,7 +220,7 @@ class Brokers:
 
     async def dead_letters(self, broker, *, subject, group, to="", at=(), source=""):
         self._reach(broker)
-        self.destinations.append((to, [one.group for one in at]))
+        self.destinations.append((to, [broker.group for broker in at]))
         return DeadLetters(broker.group, self.dead)
 
     async def browse(self, broker, request):
@@ -261,7 +261,7 @@ class DeadLetters:
         return [Piece(0, 0, len(bodies), 0, 1, memoryview(join_batch(bodies)))]
 
     async def send_back(self, letters):
-        refused = [(at, "readonly") for at, one in enumerate(letters) if one.reason == "refuse me"]
+        refused = [(at, "readonly") for at, letter in enumerate(letters) if letter.reason == "refuse me"]
         if any(letter.reason == "lose me" for letter in letters):
             raise OutcomeUnknown("no answer")
         return Produced(0, 0, 0, refused)

@@ -20,8 +20,8 @@ def service_of(world, monkeypatch, name):
     service._metrics = world.metrics
     service._logged = set()
     broker = world.registry.directory.find(BrokerKey(name, 20881))
-    said = {"hostname": broker.hostname, "ip": broker.ip, "incarnation": broker.incarnation}
-    return service, said | {"serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884}
+    registered = {"hostname": broker.hostname, "ip": broker.ip, "incarnation": broker.incarnation}
+    return service, registered | {"serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884}
 
 
 class Aborted(Exception):

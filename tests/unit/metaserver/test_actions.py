@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -314,34 +313,23 @@ async def test_unanswered_commit_is_found_after_a_clock_step(world, monkeypatch)
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "not stored"])
 async def test_outcome_is_looked_up_once_the_database_returns(world, monkeypatch, stored):
     monkeypatch.setattr("qmq.metaserver.actions.runner.SETTLE_PAUSE_S", 0)
-    change, attempts = world.registry.change, 0
-
-    async def broken(changes, audit):
-        if stored:
-            await change(changes, audit)
-        raise OutcomeUnknown("the connection broke")
-
-    read = world.database.read
+    change, read, failures = world.registry.change, world.database.read, [DatabaseAway("starting")]
 
     async def away_at_first(work, **options):
-        nonlocal attempts
-        attempts += 1
-        if attempts == 1:
-            raise DatabaseAway("starting")
+        if failures:
+            raise failures.pop()
         return await read(work, **options)
 
-    world.registry.change = broken
-    plan_reads = world.actions._plan
+    async def unanswered(changes, audit):
+        if stored:
+            await change(changes, audit)
+        monkeypatch.setattr(world.database, "read", away_at_first)
+        raise OutcomeUnknown("the connection broke")
 
-    async def plan(*arguments):
-        made = await plan_reads(*arguments)
-        object.__setattr__(world.desk, "database", SimpleNamespace(read=away_at_first, write=world.database.write))
-        return made
-
-    world.actions._plan = plan
+    monkeypatch.setattr(world.registry, "change", unanswered)
     answer = await world.run("AddBroker", **place("g1", 0, "h1"))
     assert answer.status == (Status.DONE if stored else Status.REFUSED), answer
-    assert attempts == 2
+    assert not failures
 
 
 async def test_unknown_outcome_names_the_later_lookup(world, monkeypatch):

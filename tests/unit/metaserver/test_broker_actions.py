@@ -35,6 +35,14 @@ async def test_two_replacements_swap_stopped_brokers(world):
     assert parts(world) == ("g1-b", "g1-a") and world.registry.directory.groups["g1"].term == 4
 
 
+async def test_replacement_by_itself_moves_the_addresses(world):
+    await world.running_copies("g1")
+    world.stop("g1-b")
+    before = await world.done("ReplaceBroker", **place("g1", 1, "g1-b") | {"ip": "10.0.0.2"})
+    assert before["ip"] == "10.0.0.1" and world.registry.directory.groups["g1"].slave.ip == "10.0.0.2"
+    assert world.registry.directory.groups["g1"].term == 2, "roles are unchanged"
+
+
 async def test_one_call_swaps_stopped_brokers(world):
     """Weakness 22: between QMQ's calls the group has one broker and no spare."""
     await world.running_copies("g1")

@@ -16,7 +16,7 @@ HOST = "127.0.0.1"
 
 
 async def reset_at_a_failing_broker(fails):
-    """Call a reset at a broker whose method ends with `fails`, a status or an exception."""
+    """Call ResetOffset of a broker that ends it with `fails`, a status or an exception."""
 
     class Failing(BrokerServicer):
         async def ResetOffset(self, request, context):

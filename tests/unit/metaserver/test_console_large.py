@@ -1,4 +1,4 @@
-"""Shell. Pages of large installations are short, and count what they leave out."""
+"""Shell. Pages of large installations are short, and count the omitted rows."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ async def test_large_pages_are_cut_and_count_the_rest(console):
         page = await console.see(path, **words)
         rows = page.count("<tr") + page.count("<p") + page.count("<h3")
         assert rows < ROWS_MAX and len(page) < BYTES_MAX, (path, words, rows, len(page))
-    for path, words, said in REMAINDERS:
-        assert said in text_of(await console.see(path, **words)), (path, words)
+    for path, words, remainder in REMAINDERS:
+        assert remainder in text_of(await console.see(path, **words)), (path, words)
 
 
 async def test_consumers_after_many_empty_groups_are_shown(console):

@@ -175,7 +175,7 @@ async def test_dead_letters_are_shown_with_reasons(console):
     console.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
     text = await console.read("/messages", subject="order.changed", dead="billing")
     assert "m-1 g1 / 1 ValueError: no price 5" in text and "Redrive…" in text
-    assert text.count("no price") == 1 and "qmq_" not in text, "its content is what was sent"
+    assert text.count("no price") == 1 and "qmq_" not in text, "broker properties are not shown as content"
     assert console.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
 
@@ -331,7 +331,7 @@ async def test_consumers_page_draws_rates(console):
     assert "messages in: 40.0 billing: 20.0" in text
     console.brokers.silent = {"g2"}
     assert "No rates: not every broker group answers" in await console.read("/consumers", subject="s")
-    assert "<script src" not in await console.see("/consumers"), "what is not drawn needs no script"
+    assert "<script src" not in await console.see("/consumers"), "a page without chart needs no script"
 
 
 WORDS = {

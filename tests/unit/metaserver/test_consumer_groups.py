@@ -75,7 +75,7 @@ async def test_start_is_resolved_once(world):
 
 
 async def test_group_with_a_position_is_not_new(world):
-    """Groups from before rows existed, and groups whose row an emptied or older database lacks."""
+    """Groups may be older than the table, or an emptied or older database lacks their rows."""
     groups, masters = await made(world)
     masters.known["g1"] = {BILLING.key}
     masters.silent = {"g2"}

@@ -30,12 +30,12 @@ def test_bytes_equal_protobuf(seed):
         refused=refused,
         groups=[
             pb.BrokerGroupRoute(
-                broker_group=one.name,
-                term=one.term,
+                broker_group=each.name,
+                term=each.term,
                 writable=flag,
                 master=pb.BrokerAddress(ip="10.0.0.1", serve_port=1, sync_port=2, control_port=5, metrics_port=6),
             )
-            for one, flag in zip(groups, flags)
+            for each, flag in zip(groups, flags)
         ],
     )
     digest = blake2b(message.SerializeToString(deterministic=True), digest_size=8).digest()

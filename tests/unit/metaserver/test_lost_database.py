@@ -82,7 +82,7 @@ async def test_database_is_filled_from_memory(world):
     [row] = await world.audit()
     assert row.action == "AdoptDatabase"
     other = await world.another()
-    assert other.registry.directory.groups["g1"].master == new.master, "another metaserver serves from it too"
+    assert other.registry.directory.groups["g1"].master == new.master, "another metaserver serves it, too"
     assert "nothing to decide" in await world.refused("AdoptDatabase", keep="memory")
 
 
@@ -93,7 +93,7 @@ async def test_operator_may_keep_the_database(world):
     await world.done("AdoptDatabase", keep="database")
     assert world.registry.directory.groups == {} and world.registry.routes == {}
     await world.done("AddBroker", **place("g1", 0, "g1-a"))
-    assert world.registry.directory.groups["g1"].term == 7, "above all that was reported"
+    assert world.registry.directory.groups["g1"].term == 7, "above all reported terms"
 
 
 async def test_backup_is_restored_into_emptied_database(world):
@@ -102,7 +102,7 @@ async def test_backup_is_restored_into_emptied_database(world):
     await set_aside(world)
     await world.done("Restore", backup=json.dumps(backup))
     assert world.registry.database.is_up
-    assert world.registry.directory.groups["g1"].term == 2, "as its brokers have it"
+    assert world.registry.directory.groups["g1"].term == 2, "the term of its brokers"
 
 
 async def test_older_backup_gets_a_newer_term(world):
@@ -145,7 +145,7 @@ async def test_registering_brokers_reveal_an_empty_database(world, tmp_path):
         await world.registry.registration.register(
             Broker("", Role.SLAVE, "new", "10.0.0.1", 1, 2, incarnation="x"), None, term=0
         )
-    assert world.registry.database.is_up, "a broker that never had a role says nothing"
+    assert world.registry.database.is_up, "a broker without a role proves nothing"
     with pytest.raises(DatabaseSetAside, match="no row of g9"):
         await world.registry.registration.register(reported, None, term=4)
     assert not (await world.run("AddBroker", **place("g9", 0, "g9-a"))).done

@@ -92,7 +92,7 @@ def test_row_with_fewer_copies_gets_a_newer_term():
     """a still counted c in that term, and b alone was promoted by the rule of two."""
     states = reports(a=(MASTER, 4), b=(SLAVE, 4))
     assert old_database.judge(ROW, 4, states).change.new_term == 5
-    assert old_database.judge(ROW, 4, states, given=7).change.new_term == 8, "nor one that was given out"
+    assert old_database.judge(ROW, 4, states, given=7).change.new_term == 8, "above given terms, too"
 
 
 def upkeep_of(world):
@@ -123,7 +123,7 @@ async def test_row_from_before_a_swap_is_repaired(world):
     [row] = await world.database.read(lambda repository: repository.audit_trail(action="AdoptRoles"))
     assert (row.who, row.before["term"], row.after["term"]) == ("metaserver", 2, 6)
     await upkeep_of(world).raise_row("g1")
-    assert world.registry.directory.groups["g1"].term == 6, "once is enough"
+    assert world.registry.directory.groups["g1"].term == 6, "one new term is enough"
 
 
 async def test_disagreeing_brokers_need_the_named_command(world, caplog):
@@ -134,12 +134,12 @@ async def test_disagreeing_brokers_need_the_named_command(world, caplog):
     await upkeep.raise_row("g1")
     assert world.registry.directory.groups["g1"].term == 2
     lines = [r.getMessage() for r in caplog.records if "row of a group is old" in r.getMessage()]
-    assert len(lines) == 1 and "start g1-b:20881" in lines[0], "said once, with the command"
+    assert len(lines) == 1 and "start g1-b:20881" in lines[0], "logged once, with the command"
     command = {"brokerGroup": "g1", "hostname": "g1-a", "servePort": 20881}
     assert "down" in await world.refused("AdoptRoles", **command | {"hostname": "g1-b"})
     await world.done("AdoptRoles", **command)
     group = world.registry.directory.groups["g1"]
-    assert (group.term, group.master.hostname) == (5, "g1-a"), "above all that was reported"
+    assert (group.term, group.master.hostname) == (5, "g1-a"), "above all reported terms"
     world.beat("g1-a")
     assert "as new as its brokers" in await world.refused("AdoptRoles", **command)
 
@@ -151,7 +151,7 @@ async def test_older_master_is_adopted_with_force_only(world):
     text = await world.refused("AdoptRoles", **command)
     assert "another copy may hold messages that this one lacks" in text
     shown = await world.done("AdoptRoles", **command, force=True, dryRun=True)
-    assert shown["wouldChange"] and shown["objections"] == [text], "what is forced is named before, too"
+    assert shown["wouldChange"] and shown["objections"] == [text], "the dry run names the forced objection"
     assert world.registry.directory.groups["g1"].term == 2
     await world.done("AdoptRoles", **command, force=True)
     group = world.registry.directory.groups["g1"]

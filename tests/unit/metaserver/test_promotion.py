@@ -16,10 +16,10 @@ C = Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")
 A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
 B = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, incarnation="disk b", complete=True)
 ROW = Group("g1", 4, A, (B,), 0)
-MASTER_SAID = ReplicaState(Role.MASTER, 4, boot=2, writable=True, incarnation="disk a", in_step=("disk b",))
-SLAVE_SAID = ReplicaState(Role.SLAVE, 4, boot=2, flushed_end=100, incarnation="disk b", in_sync=True)
+MASTER_STATE = ReplicaState(Role.MASTER, 4, boot=2, writable=True, incarnation="disk a", in_step=("disk b",))
+SLAVE_STATE = ReplicaState(Role.SLAVE, 4, boot=2, flushed_end=100, incarnation="disk b", in_sync=True)
 POINTS = Points({"disk a": Point(Epoch(4, 2), 100, 7), "disk b": Point(Epoch(4, 2), 90, 8)})
-FINE = Facts(ROW, 4, 4, MASTER_SAID, {B.key: SLAVE_SAID}, POINTS)
+FINE = Facts(ROW, 4, 4, MASTER_STATE, {B.key: SLAVE_STATE}, POINTS)
 
 
 def row(**fields):
@@ -30,12 +30,12 @@ def slave_is(**fields):
     return row(slaves=(replace(B, **fields),))
 
 
-def slave_says(**fields):
-    return replace(FINE, slave_states={B.key: replace(SLAVE_SAID, **fields)})
+def slave_reports(**fields):
+    return replace(FINE, slave_states={B.key: replace(SLAVE_STATE, **fields)})
 
 
 def master_state(**fields):
-    return replace(FINE, master_state=replace(MASTER_SAID, **fields))
+    return replace(FINE, master_state=replace(MASTER_STATE, **fields))
 
 
 def acknowledged(term, end, *, accepted=0):
@@ -50,17 +50,17 @@ REFUSED = [
     pytest.param(replace(FINE, reported_term=5), Refusal.OLD_ROW, id="a broker reports a newer term than the row"),
     pytest.param(replace(FINE, slave_states={}), Refusal.SLAVE_DOWN, id="the slave does not answer"),
     pytest.param(replace(FINE, unwilling={B.key: "heard"}), Refusal.HEARS_ITS_MASTER, id="it hears its master"),
-    pytest.param(slave_says(incarnation="empty"), Refusal.OTHER_DISK, id="its disk was replaced"),
-    pytest.param(slave_says(incarnation=""), Refusal.OTHER_DISK, id="it does not name its disk"),
+    pytest.param(slave_reports(incarnation="empty"), Refusal.OTHER_DISK, id="its disk was replaced"),
+    pytest.param(slave_reports(incarnation=""), Refusal.OTHER_DISK, id="it does not name its disk"),
     pytest.param(slave_is(instance="1"), Refusal.OTHER_DISK, id="its disk is a copy"),
     pytest.param(
-        replace(slave_is(incarnation=""), master_state=replace(MASTER_SAID, in_step=("",))),
+        replace(slave_is(incarnation=""), master_state=replace(MASTER_STATE, in_step=("",))),
         Refusal.OTHER_DISK,
         id="the row names no disk",
     ),
-    pytest.param(slave_says(term=3), Refusal.OTHER_TERM, id="it followed an older master last"),
-    pytest.param(slave_says(term=5), Refusal.OTHER_TERM, id="it is ahead of the row"),
-    pytest.param(slave_says(role=Role.MASTER), Refusal.OTHER_TERM, id="it is a master"),
+    pytest.param(slave_reports(term=3), Refusal.OTHER_TERM, id="it followed an older master last"),
+    pytest.param(slave_reports(term=5), Refusal.OTHER_TERM, id="it is ahead of the row"),
+    pytest.param(slave_reports(role=Role.MASTER), Refusal.OTHER_TERM, id="it is a master"),
     pytest.param(slave_is(complete=False), Refusal.NEVER_IN_SYNC, id="it was never in sync, by the row"),
     pytest.param(replace(FINE, master_state=None), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master never reported"),
     pytest.param(master_state(term=3), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master reported in an older term last"),
@@ -70,11 +70,11 @@ REFUSED = [
     pytest.param(
         master_state(readonly_reasons=("slave_down",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="the slave was lost before"
     ),
-    pytest.param(slave_says(in_sync=False), Refusal.NOT_IN_SYNC_SINCE_START, id="the slave restarted meanwhile"),
-    pytest.param(slave_says(readonly_reasons=("rolled_back",)), Refusal.ROLLED_BACK, id="its disk was put back"),
-    pytest.param(slave_says(readonly_reasons=("corrupt",)), Refusal.DAMAGED, id="it is damaged"),
-    pytest.param(slave_says(readonly_reasons=("diverged",)), Refusal.DAMAGED, id="the copies differ"),
-    pytest.param(slave_says(flushed_end=99), Refusal.BEHIND, id="one byte of what was acknowledged is missing"),
+    pytest.param(slave_reports(in_sync=False), Refusal.NOT_IN_SYNC_SINCE_START, id="the slave restarted meanwhile"),
+    pytest.param(slave_reports(readonly_reasons=("rolled_back",)), Refusal.ROLLED_BACK, id="its disk was put back"),
+    pytest.param(slave_reports(readonly_reasons=("corrupt",)), Refusal.DAMAGED, id="it is damaged"),
+    pytest.param(slave_reports(readonly_reasons=("diverged",)), Refusal.DAMAGED, id="the copies differ"),
+    pytest.param(slave_reports(flushed_end=99), Refusal.BEHIND, id="one byte of what was acknowledged is missing"),
     pytest.param(acknowledged(3, 101), Refusal.BEHIND, id="what an older term acknowledged is missing"),
     pytest.param(acknowledged(3, 101, accepted=3), Refusal.BEHIND, id="loss was accepted before that was acknowledged"),
 ]
@@ -82,11 +82,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("facts", "why"), REFUSED)
 def test_each_condition_refuses_alone(facts, why):
-    refused, text = promotion.refusal(facts)
-    of_slave = {one: f"1 of its 1 slaves would have to promise, and b:1 {told}" for one, _, told in SLAVE_CONDITIONS}
+    refused, shown = promotion.refusal(facts)
+    of_slave = {
+        refusal: f"1 of its 1 slaves would have to promise, and b:1 {text}" for refusal, _, text in SLAVE_CONDITIONS
+    }
     of_slave[Refusal.HEARS_ITS_MASTER] = "1 of its 1 slaves would have to promise, and b:1 does not: heard"
-    texts = {one: told for one, _, told in CONDITIONS} | of_slave | {Refusal.BEHIND: BEHIND}
-    assert (refused, text) == (why, texts[why])
+    texts = {refusal: text for refusal, _, text in CONDITIONS} | of_slave | {Refusal.BEHIND: BEHIND}
+    assert (refused, shown) == (why, texts[why])
 
 
 def test_each_condition_has_an_example():
@@ -123,7 +125,7 @@ def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
     slaves = tuple(replace(B, hostname=name, incarnation=f"disk {name}", complete=False) for name in names)
     reported = {
         slave.key: replace(
-            SLAVE_SAID,
+            SLAVE_STATE,
             incarnation=slave.incarnation,
             flushed_end=(ends or {}).get(slave.hostname, 100),
             last_term=(epochs or {}).get(slave.hostname, 4),
@@ -131,7 +133,7 @@ def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
         )
         for slave in slaves
     }
-    master_state = replace(MASTER_SAID, in_step=tuple(f"disk {name}" for name in in_step if name in names))
+    master_state = replace(MASTER_STATE, in_step=tuple(f"disk {name}" for name in in_step if name in names))
     group = replace(ROW, slaves=slaves, min_copies=m)
     return replace(FINE, group=group, master_state=master_state, slave_states=reported, **fields)
 
@@ -216,7 +218,7 @@ def test_operator_admits_restarted_slave(count, m, left_out):
     facts = copies(count, m, in_step="", master_gone=left_out != "the operator's word")
     slaves = tuple(replace(slave, complete=count == m) for slave in facts.group.slaves)
     term = 3 if left_out == "in the row's term" else 4
-    reported = {key: replace(one, in_sync=False, last_term=term) for key, one in facts.slave_states.items()}
+    reported = {key: replace(state, in_sync=False, last_term=term) for key, state in facts.slave_states.items()}
     facts = replace(facts, group=replace(facts.group, slaves=slaves), slave_states=reported)
     is_chosen = facts.master_gone and (term == 4 or count == m)
     assert (promotion.refusal(facts) is None) == is_chosen

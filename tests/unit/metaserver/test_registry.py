@@ -67,8 +67,8 @@ async def test_late_answer_keeps_route_removed(world, monkeypatch):
 async def test_change_wakes_concerned_brokers_only(world):
     await world.copies("g2")
     registry, changes = world.registry, world.registry.mirror.directory_changes
-    one, other = (registry.directory.groups[name].master.key for name in ("g1", "g2"))
-    with changes.watch(one) as woken, changes.watch(other) as left:
+    first, second = (registry.directory.groups[name].master.key for name in ("g1", "g2"))
+    with changes.watch(first) as woken, changes.watch(second) as left:
 
         async def run(*args, **words) -> tuple[bool, bool]:
             woken.clear()

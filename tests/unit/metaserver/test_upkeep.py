@@ -184,12 +184,12 @@ async def test_lone_metaserver_stays_alive_for_itself(world, upkeep, monkeypatch
     await registry.mirror.catch_up(upkeep._show_life)
     assert registry.directory.is_marked("g1", "elsewhere")
     assert [row.beat for row in registry.peers()] == [2]
-    assert [row.beat for row in repository.load_metaservers()] == [1], "nobody else reads it"
+    assert [row.beat for row in repository.load_metaservers()] == [1], "no other metaserver reads it"
     monkeypatch.setattr(module, "STORED_AGAIN_S", 0.0)
     upkeep._shown_until_s = 0.0
     await registry.mirror.catch_up(upkeep._show_life)
     await registry.mirror.catch_up(upkeep._show_life)
-    assert [row.beat for row in repository.load_metaservers()] == [4], "what the database takes is tried"
+    assert [row.beat for row in repository.load_metaservers()] == [4], "a write shows whether the database accepts one"
 
 
 async def test_counter_is_stored_once_another_reads_it(world, upkeep):

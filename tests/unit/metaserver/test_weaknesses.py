@@ -1,7 +1,7 @@
-"""Every known weakness of QMQ's metaserver and tools has a test here that would fail on it.
+"""Each known weakness of QMQ's metaserver and tools has a test that would fail on it.
 
-The test's docstring names it: "Weakness 4: …", or "Weakness 4 and 17: …". This module collects these docstrings in the
-whole tree and compares them with the list; `pytest -v` of it shows the tests of each weakness.
+The docstring of such a test begins with "Weakness 4: …" or "Weaknesses 4 and 17: …". `pytest -v` of this module shows
+the tests of each weakness.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ WEAKNESSES = {
     8: "nothing can be deleted, and tables grow for ever",
     9: "routes that name groups which do not exist or are of the wrong kind",
     10: "no version of the schema and no migrations",
-    11: "liveness is in the memory of one metaserver: false downs after a move, none after a restart",
-    12: "a heartbeat does not check who sends it from where; refusals of registrations are ignored",
+    11: "liveness is in the memory of one metaserver: wrong after a move, missing after a restart",
+    12: "a heartbeat's sender is not checked; refusals of registrations are ignored",
     13: "any process can claim any group; two masters without alarm",
     14: "slaves are invisible",
     15: "SQL in the way of requests: a slow database stalls everybody, and requests get no answer",
-    16: "a cache dies of the first error of the database",
+    16: "the first error of the database stops a cache",
     17: "a subject with few groups depends on the database at each poll",
     18: "an error empties a consumer's route",
     19: "readonly everywhere has no effect on producers",
-    20: "readonly is advice, slow, and nobody knows who follows it",
+    20: "readonly marks are slow, and their effect on clients is unknown",
     21: "new routes ignore marks, states and load",
     22: "the documented swap fails, and copies diverge silently",
-    23: "no stop in order, no health, a taken port unnoticed, no start without the database",
+    23: "no orderly stop, no health check, a used port goes unnoticed, no start without the database",
     24: "a planned stop looks like a crash",
     25: "clients poll everything, always",
     26: "changes by GET without a token; lists are open",
@@ -51,11 +51,11 @@ WEAKNESSES = {
     32: "no audit trail",
     33: "ResetOffset never works; exit status 0 for everything; no dry run",
     34: "the tool gives up while the server goes on",
-    35: "ResetOffset is forgotten, half done, and knows no time",
+    35: "ResetOffset is lost at a restart, done in part, and accepts no time",
     36: "answers of three shapes, two languages and wrong charset",
     37: "no query of one route, of marks, of offline states, of live clients",
     38: "tools.sh ignores JAVA_HOME and splits arguments",
-    39: "shipped configuration that does not start; settings nobody reads; defaults that differ from the documents",
+    39: "shipped configuration that does not start; unused settings; defaults that differ from the documents",
     40: "tags can be set by SQL only",
 }
 
