@@ -35,8 +35,20 @@ def replace_slave(group: Group, term: int = 1) -> None:
     group.connect()
 
 
+def replace_master(group: Group) -> None:
+    """The master's disk is lost; a new broker takes its place in a new term."""
+    group.cut()
+    group.a = Broker("new master", group.a.settings)
+    group.a.assign(Role.MASTER, 2)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+
+
 def settle_slowly(group: Group) -> None:
-    group.wait(100, times=100)
+    for _ in range(100):
+        for broker in (group.a, group.b):
+            broker.wait(100)
+        group.settle()
 
 
 def test_disk_of_the_other_broker_takes_no_part():
@@ -154,11 +166,7 @@ def test_master_restored_behind_a_damaged_snapshot_is_readonly():
     group.b.drop_oldest_segment()
     first, second = group.b.log.bases[:2]
     group.b.disk.flip(f"log/{first:020d}.snap", 100)
-    group.cut()
-    group.a = Broker("new master", group.a.settings)
-    group.a.assign(Role.MASTER, 2)
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
+    replace_master(group)
     settle_slowly(group)
     assert group.a.master.has_begun and equal(group)
     assert group.a.node.readonly_reasons == ["corrupt"] and group.a.log.damage[:2] == (first, second)
@@ -192,14 +200,9 @@ def test_empty_master_restores_a_log_that_begins_late():
     group = filled(tail_bytes=0)
     while len(group.b.log.bases) > 2:
         group.b.drop_oldest_segment()
-    group.cut()
-    lost_end, group.a = group.b.log.end, Broker("new master", group.a.settings)
-    group.a.assign(Role.MASTER, 2)
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
-    for _ in range(20):
-        group.b.wait(100)
-        group.settle()
+    lost_end = group.b.log.end
+    replace_master(group)
+    settle_slowly(group)
     assert group.a.node.writable and equal(group)
     assert group.a.log.end > lost_end and group.a.log.start == group.b.log.start > 0
 
@@ -211,22 +214,15 @@ def test_empty_master_restores_a_bare_snapshot():
     group.cut()
     group.b.log.cut(base, "test")
     group.b.log.seed(base, snapshot, "test")
-    group.a = Broker("new master", group.a.settings)
-    group.a.assign(Role.MASTER, 2)
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
+    replace_master(group)
     group.settle()
     assert group.a.node.writable and equal(group) and group.a.log.start == base
 
 
-def a_master_that_takes_back_piece_by_piece() -> Group:
+def a_master_restoring_in_pieces() -> Group:
     """Its disk is empty, and it has only the first segments of its slave's log."""
     group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
-    group.cut()
-    group.a = Broker("new master", group.a.settings)
-    group.a.assign(Role.MASTER, 2)
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
+    replace_master(group)
     while group.a.log.end < group.b.log.bases[2]:
         group.b.wait(100)
         group.settle()
@@ -235,26 +231,22 @@ def a_master_that_takes_back_piece_by_piece() -> Group:
 
 
 def test_retention_keeps_frames_that_the_master_restores():
-    group = a_master_that_takes_back_piece_by_piece()
+    group = a_master_restoring_in_pieces()
     while not group.b.node.is_pinned(()):
         group.b.drop_oldest_segment()
     assert 0 < group.b.log.start <= group.a.log.end
-    for _ in range(30):
-        group.b.wait(100)
-        group.settle()
+    settle_slowly(group)
     assert group.a.node.writable and group.a.log.end == group.b.log.end
 
 
 def test_master_restores_the_rest_after_retention():
-    group = a_master_that_takes_back_piece_by_piece()
+    group = a_master_restoring_in_pieces()
     group.cut()
     taken_end = group.a.log.end
     while group.b.log.start <= taken_end:
         group.b.drop_oldest_segment()
     group.connect()
-    for _ in range(30):
-        group.b.wait(100)
-        group.settle()
+    settle_slowly(group)
     assert group.a.node.writable and equal(group)
     assert group.a.log.start == group.b.log.start > taken_end
 
@@ -281,9 +273,7 @@ def test_refilled_copy_is_master_only_when_complete(role):
     assert not copy.master.has_begun
     group.b.assign(Role.SLAVE, 3)
     group.connect()
-    for _ in range(30):
-        group.b.wait(100)
-        group.settle()
+    settle_slowly(group)
     assert group.a.node.writable and equal(group) and not copy.log.is_tail_cut
 
 
@@ -352,15 +342,19 @@ def test_kept_copy_of_a_divergence_gets_a_new_slave():
     assert group.a.node.writable and equal(group)
 
 
+def confirm(group: Group, link: FakeLink, confirmation: Confirmation) -> None:
+    body = memoryview(commands.encode_confirmation(confirmation))
+    group.a.node.packet_received(link, Packet(Command.CONFIRM, 0, 2, Command.CONFIRM, body))
+
+
 def test_confirmation_needs_the_epoch_and_link():
     """W3, W15"""
     for epoch, through in ((Epoch(1, 0), "slave"), (Epoch(0, 9), "slave"), (Epoch(1, 1), "anybody")):
         group, client = a_group()
         stored = client.produce("m")
         group.a.host.settle()
-        confirmation = commands.encode_confirmation(Confirmation(epoch, group.a.log.end, group.a.log.chain))
-        link = group.at_master if through == "slave" else FakeLink("anybody")
-        group.a.node.packet_received(link, Packet(Command.CONFIRM, 0, 2, Command.CONFIRM, memoryview(confirmation)))
+        link = group.at_master if through == "slave" else FakeLink("another")
+        confirm(group, link, Confirmation(epoch, group.a.log.end, group.a.log.chain))
         assert not client.answered(stored) and not link.is_open
         assert group.a.master.gate.high_watermark < group.a.log.end
 
@@ -369,8 +363,7 @@ def test_confirmation_with_another_chain_makes_the_group_readonly():
     group, client = a_group()
     stored = client.produce("m")
     group.a.host.settle()
-    wrong = commands.encode_confirmation(Confirmation(Epoch(1, 1), group.a.log.end, group.a.log.chain ^ 1))
-    group.a.node.packet_received(group.at_master, Packet(Command.CONFIRM, 0, 2, Command.CONFIRM, memoryview(wrong)))
+    confirm(group, group.at_master, Confirmation(Epoch(1, 1), group.a.log.end, group.a.log.chain ^ 1))
     assert not client.answered(stored) and not group.at_master.is_open
     assert "diverged" in group.a.node.readonly_reasons
 
@@ -405,21 +398,13 @@ def test_slave_counts_only_from_the_acknowledged_point():
     assert group.a.node.writable and equal(group)
 
 
-@pytest.mark.parametrize("term", [0, 2])
-def test_slave_of_another_row_is_refused(term):
-    """Another broker may be the slave by now: no acknowledgement may rest on this copy."""
-    group, _ = a_group()
-    group.cut()
-    group.connect()
-    hello = replace(Hello.decode(memoryview(group.b.host.hellos.pop())), assigned_term=term)
-    packet = Packet(Command.HELLO, 1, 0, Command.HELLO, memoryview(hello.encode()))
-    group.a.node.packet_received(group.at_master, packet)
-    assert group.at_master.answers[1][0] == ErrorCode.INVALID_REQUEST
-    assert group.a.master.slaves.of(group.at_master) is None and group.a.master.gate.too_few_in_sync
-
-
-@pytest.mark.parametrize("changed", [{"group": "g2"}, {"incarnation": "a-1"}], ids=["another group", "itself"])
+@pytest.mark.parametrize(
+    "changed",
+    [{"assigned_term": 0}, {"assigned_term": 2}, {"group": "g2"}, {"incarnation": "a-1"}],
+    ids=["older row", "newer row", "another group", "the master itself"],
+)
 def test_foreign_hello_is_refused(changed):
+    """Another broker may be the slave by now: no acknowledgement may rest on this copy."""
     group, _ = a_group()
     assert group.a.node.identity.value.incarnation == "a-1"
     group.cut()
@@ -428,7 +413,7 @@ def test_foreign_hello_is_refused(changed):
     packet = Packet(Command.HELLO, 1, 0, Command.HELLO, memoryview(hello.encode()))
     group.a.node.packet_received(group.at_master, packet)
     assert group.at_master.answers[1][0] == ErrorCode.INVALID_REQUEST
-    assert group.a.master.slaves.of(group.at_master) is None
+    assert group.a.master.slaves.of(group.at_master) is None and group.a.master.gate.too_few_in_sync
 
 
 def test_slave_never_cuts_acknowledged_frames():

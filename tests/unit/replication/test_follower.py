@@ -14,7 +14,7 @@ from qmq.replication import follower, shipper
 from qmq.replication.follower import Absent, CatchingUp, Follower, FollowerEvent, FollowerState, Restoring
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
-from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece, filled, replace_slave
+from tests.unit.broker.test_replication import a_master_restoring_in_pieces, filled, replace_slave
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.replication.copies import Copies
 
@@ -183,7 +183,7 @@ def test_copied_slave_is_refused_beside_the_original(caplog):
 
 
 def test_begun_mastership_refuses_frames_of_slaves():
-    group = a_master_that_takes_back_piece_by_piece()
+    group = a_master_restoring_in_pieces()
     end = group.a.log.end
     group.a.master._mastership.has_begun = True  # as if it had not waited
     while not group.at_slave.pushed:

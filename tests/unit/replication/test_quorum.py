@@ -12,7 +12,7 @@ from qmq.replication import shipper
 from qmq.replication.follower import FollowerState
 from qmq.replication.quorum import OTHERS_WAIT_MS
 from qmq.types import Role
-from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece
+from tests.unit.broker.test_replication import a_master_restoring_in_pieces
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.replication.copies import Copies
 
@@ -122,7 +122,7 @@ def sends_snapshot(group: Group, link: FakeLink, base: int) -> None:
 
 def test_unrequested_snapshot_of_a_slave_is_refused():
     for at in (0, 2, None):
-        group = a_master_that_takes_back_piece_by_piece()
+        group = a_master_restoring_in_pieces()
         end, bases = group.a.log.end, group.b.log.bases
         assert end == bases[2] < bases[3]
         link = group.at_master if at is not None else FakeLink("a stranger")
@@ -132,7 +132,7 @@ def test_unrequested_snapshot_of_a_slave_is_refused():
 
 
 def test_snapshot_waits_for_writes_of_earlier_links():
-    group = a_master_that_takes_back_piece_by_piece()
+    group = a_master_restoring_in_pieces()
     while not group.at_slave.pushed:
         group.b.wait(100)
         group.b.host.settle()

@@ -16,7 +16,7 @@ from qmq.replication.ports import QUIET_MS
 from qmq.replication.slave import SlaveState
 from qmq.types import Epoch, Role
 from tests.unit.broker.test_replication import (
-    a_master_that_takes_back_piece_by_piece,
+    a_master_restoring_in_pieces,
     equal,
     filled,
     settle_slowly,
@@ -161,7 +161,7 @@ def test_slave_is_seeded_only_after_its_deletion():
 
 
 def test_only_a_restoring_slave_has_deadlines():
-    group = a_master_that_takes_back_piece_by_piece()
+    group = a_master_restoring_in_pieces()
     assert group.b.slave.quiet_ms() == 0
     for _ in range(30):
         group.b.wait(100)
