@@ -1,4 +1,4 @@
-"""Core. Groups whose subject s has operators' limits, for tests of expiry, lengths and rates."""
+"""Core. Consumer groups under operators' limits, for tests of expiry, lengths and rates."""
 
 from __future__ import annotations
 

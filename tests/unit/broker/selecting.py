@@ -48,7 +48,7 @@ class Got(NamedTuple):
 
 
 class Consumer:
-    """Consumer of a group on its own connection; it keeps its messages unacked until told to ack."""
+    """Consumer of a group on its own connection. Messages stay unacked until the test acks them."""
 
     def __init__(self, group: Group, name: str, /, **terms) -> None:
         self.group, self.name, self.terms = group, name, terms

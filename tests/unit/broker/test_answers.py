@@ -19,7 +19,7 @@ FRAMES, MESSAGES = 6, 4
 
 @pytest.fixture
 def group():
-    """Group whose log has frames of four messages each, none of them in memory."""
+    """Return a group with frames of four messages each, none of them in memory."""
     group, client = a_group(tail_bytes=0, segment_bytes=1 << 20)
     for frame in range(FRAMES):
         client.store(*[f"m{frame * MESSAGES + at}" for at in range(MESSAGES)])
@@ -65,7 +65,7 @@ def test_pulls_of_a_damaged_frame_lose_their_connection(group):
 
 
 class Reads:
-    """Log of frames of these sizes, by offset, none of them in its tail, and the host that reads them."""
+    """Log of frames of these sizes, by offset, none in its tail, and the host that reads them."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes, self.under_way, self.done = sizes, [], []
@@ -147,7 +147,7 @@ def test_pull_cuts_a_frame_only_below_half(group, most, sizes):
 
 
 def held_back_reads() -> tuple[Group, Client, list[int]]:
-    """Three pulls of one message each, whose bytes are being read from disk."""
+    """Return a client with three pulls of one message each; their frames are being read from disk."""
     group = Group.made(tail_bytes=0).start()
     client = group.client()
     for number in range(3):

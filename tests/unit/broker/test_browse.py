@@ -167,7 +167,7 @@ def test_matching_messages_are_found(wanted, expected):
 
 
 def test_property_text_matches_no_other_property():
-    """The filter's bytes may stand anywhere."""
+    """The bytes of a filter may also stand in another property's text."""
     copy = a_log()
     add(copy, order("m0", text="\0\x02no\0\x011"))
     assert all_ids(copy, wanted=Filter(properties={"no": "1"})) == []

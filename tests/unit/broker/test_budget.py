@@ -39,7 +39,7 @@ def test_first_message_always_fits():
     ],
 )
 def test_frame_is_cut_only_for_a_half_empty_pull(messages, size, is_cut):
-    """Half full by messages or by bytes: either leaves the frame whole for the next pull."""
+    """A pull that is half full, by messages or by bytes, leaves the frame whole for the next pull."""
     budget = Budget(100, 1_000_000, LIMIT)
     assert budget.allows(frame(messages=messages, size=size), messages) == messages
     following = frame(begin=messages, messages=1000, size=1_000_000)

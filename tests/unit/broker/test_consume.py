@@ -246,7 +246,7 @@ def test_paused_master_ends_no_lease():
 
 
 def test_late_ack_after_the_lease_is_refused():
-    """Its pull sequences were requeued, even if the consumer is still connected."""
+    """The pull sequences were requeued, even if the consumer is still connected."""
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m0", "m1")
     late = group.subscribed("late")
@@ -259,7 +259,7 @@ def test_late_ack_after_the_lease_is_refused():
 
 
 def test_waiting_pull_ends_with_the_lease():
-    """No lease would ever requeue its messages."""
+    """Messages of a consumer without a lease would never be requeued."""
     group, producer = a_group(lease_ms=1_000)
     silent = group.subscribed("silent")
     waiting = silent.pull(timeout_ms=60_000)

@@ -36,7 +36,7 @@ CHOSEN = (OperatorLimits(*KEY, dead_letters_to="t"),)
 
 
 def a_group(*ids: str, deliveries_max: int = 0, subject: str = "s", **settings) -> tuple[Group, Client, int]:
-    """Group whose consumer has these messages unacked, in one batch; returns the first pull sequence."""
+    """Return a group, its consumer with these messages unacked in one batch, and their first pull sequence."""
     group = Group.made(**settings).start()
     client = group.client()
     client.produce(*ids, subject=subject)
@@ -46,7 +46,7 @@ def a_group(*ids: str, deliveries_max: int = 0, subject: str = "s", **settings) 
 
 
 def in_frames_of_their_own(count: int, **settings) -> tuple[Group, Client, int]:
-    """Group whose consumer has this number of messages, each in its own frame, none of them in the log's tail."""
+    """Return a group and a consumer of messages in their own frames, none of them in the log's tail."""
     group = Group.made(**{"tail_bytes": 0, "segment_bytes": 1024} | settings).start()
     client = group.client()
     for number in range(count):
@@ -131,7 +131,7 @@ def test_dead_letter_is_delivered_without_a_limit():
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_abandoned_message_dies_after_its_last_delivery(limit):
-    """QMQ delivers a message whose consumers crash for ever."""
+    """QMQ redelivers a message for ever if each of its consumers crashes."""
     group, client, _ = a_group("poison", "m1", deliveries_max=limit)
     for times in range(2, limit + 1):
         client.join(deliveries_max=limit)  # a new process of the same name
@@ -317,7 +317,7 @@ def test_former_master_stores_no_dead_letters():
 
 
 def test_next_master_finishes_dead_letters():
-    """Its consumer has later messages: nothing else would request the dead one."""
+    """The consumer has later messages: nothing else would request the dead one."""
     group, client, _ = a_group("m0", deliveries_max=1, tail_bytes=0)
     client.nacked("m0")
     group.a.host.holds_reads = True
@@ -606,7 +606,7 @@ def test_request_for_damaged_messages_is_refused(monkeypatch, where):
 
 
 def test_own_dead_letters_wait_for_the_repair():
-    """They are not read again before it; others continue."""
+    """Damaged messages are not read again before the repair; others continue."""
     group, client, first = in_frames_of_their_own(4)
     client.produce("n0")
     other = group.subscribed("c2")

@@ -294,7 +294,7 @@ def test_limited_subjects_are_checked_once_a_second(monkeypatch):
     limits.limit(by_key([*some, OperatorLimits("d", "g", per_second=1)]))
     assert [limits.due_in_ms(now_ms) for now_ms in (0, 400, 1_000, 2_000)] == [1_000, 600, 0, 0]
     due = []
-    for now_ms in (999, 1_000, 1_100, 1_500):  # of three subjects, one is left at 1,000
+    for now_ms in (999, 1_000, 1_100, 1_500):  # of three subjects, the third is left at 1,000
         limits.tick(now_ms)
         due.append(limits.due_in_ms(now_ms))
     assert due == [1, 0, 900, 500]

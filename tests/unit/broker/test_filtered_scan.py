@@ -16,13 +16,13 @@ PAYS = {"tags": ["pay"]}
 
 
 def batches(*sizes: int, of: Sent = PAY, **changes) -> Group:
-    """Group whose log has batches of these sizes, none of them in the tail."""
+    """Return a group with batches of these sizes, none of them in the log's tail."""
     group = Group.made(tail_bytes=0, **changes).start()
     first = 0
     for size in sizes:
         more(group, *[of] * size, first=first)
         first += size
-    more(group, NONE, first=first)  # a commit behind them: they leave the tail
+    more(group, NONE, first=first)  # a later commit: the batches leave the tail
     return group
 
 
@@ -37,7 +37,7 @@ def readings_of(group: Group) -> list[list[int]]:
 
 
 def history(terms: dict) -> list[object]:
-    """Deliveries and log entries while messages fail, are returned and abandoned."""
+    """Return deliveries and log entries while messages fail, return and die."""
     group = stored(PAY, PAY, PAY, lease_ms=10_000)
     more(group, PAY, PAY, PAY, PAY, first=3)
     seen: list[object] = []
@@ -86,7 +86,7 @@ def test_messages_at_the_limit_die_in_one_pull():
 
 
 def test_dead_letters_of_a_pass_are_bounded(monkeypatch):
-    """Messages with gaps between them: each is an entry of the frame, and a range of the fold."""
+    """Gaps between messages make each an entry of the frame, and a range of the fold."""
     group = stored(*[PAY, NONE] * 30, segment_bytes=1 << 20)
     consumer = Consumer(group, "c1", deliveries_max=1, **PAYS)
     assert len(consumer.sequences()) == 30
@@ -169,7 +169,7 @@ def test_bounded_filtered_pulls_keep_the_order(terms):
 
 
 def test_unreplicated_messages_are_not_passed_over(monkeypatch):
-    """It may be another message after the next swap."""
+    """Another message may have this sequence after the next swap."""
     monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 1)
     group = stored(PAY)
     consumer = Consumer(group, "c1", tags=["cancel"])

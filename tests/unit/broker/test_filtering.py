@@ -137,7 +137,7 @@ def test_written_progress_is_noted(kind, entries, expected):
 
 @pytest.mark.parametrize("consumer", [PRUNER, "c1"])
 def test_return_from_the_pruner_drops_the_filter(consumer):
-    """It may be several messages of one order key, or some whose key another one holds."""
+    """Messages from the pruner may share an order key, or have a key that another message holds."""
     filtering = with_filter(LogGroup(20, consumers={consumer: HELD.consumers["c1"]}))
     for kind, entry in ((FrameKind.PULL, (8, 20, 1)), (FrameKind.ACK, (2, 3, 0)), (FrameKind.NACK, (3, 4, 0))):
         filtering.changing(kind, (*KEY, consumer), [entry])

@@ -54,7 +54,7 @@ def test_requeued_ranges_are_ready_in_order_once_due():
 
 
 def keyed(*ranges: RequeuedRange, holders: dict[int, int], behind: list[tuple[int, int]]) -> tuple[GroupFilter, Group]:
-    """Filter whose keys these messages hold, with others behind them; `ranges` wait in the group."""
+    """Return a filter with these holders of keys and deferred messages; `ranges` are requeued in the group."""
     group_filter, keys = GroupFilter("s", "g"), Keys()
     for key, sequence in holders.items():
         keys.hold(key, sequence)

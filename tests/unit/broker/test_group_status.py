@@ -316,7 +316,7 @@ def test_backlog_counts_waiting_and_delivered_messages():
 
 
 class World:
-    """Groups of a log whose messages were stored at ten times their sequence."""
+    """Groups of a log that stored each message at ten times its sequence."""
 
     def __init__(self, positions: dict[str, int], always: tuple[str, ...] = ()) -> None:
         self.groups = {(subject, "g"): LogGroup(position) for subject, position in positions.items()}

@@ -18,7 +18,7 @@ from tests.unit.log.logs import Copy
 
 
 def stored(copy: Copy, keys: list[str | None], *, labelled: bool) -> None:
-    """Append one batch whose messages have these keys."""
+    """Append one batch with these order keys."""
     first = copy.log.state.next_sequence.get("s", 0)
     body, flags = join_batch([encode_message(Message("s", id=f"m{first + at}"), 0) for at in range(len(keys))]), 0
     if labelled:
@@ -29,7 +29,7 @@ def stored(copy: Copy, keys: list[str | None], *, labelled: bool) -> None:
 
 
 def a_log(rng: Random) -> tuple[Copy, list[int]]:
-    """Log, and the key of each of its messages, 0 without one; retention may have deleted some."""
+    """Return a log, and the key of each message, 0 without one; retention may have deleted some."""
     copy, keys = Copy(tail_bytes=rng.choice([0, 1 << 20]), segment_bytes=1 << 16), list[str | None]()
     copy.begin_epoch()
     for _ in range(8):
@@ -44,7 +44,7 @@ def a_log(rng: Random) -> tuple[Copy, list[int]]:
 
 
 def runs_of(places: list[int]) -> list[tuple[int, int]]:
-    """Ranges (first, count)."""
+    """Return ranges (first, count) of these places."""
     runs = [[at for _, at in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
     return [(run[0], len(run)) for run in runs]
 

@@ -33,7 +33,7 @@ def string(data: bytes) -> bytes:
 
 
 def encoded(*tags: bytes, flags: int = 4) -> bytes:
-    """A message up to its tags."""
+    """Encode a message up to its tags."""
     times = bytes(16)
     return bytes([flags]) + times + string(LONG) + string(LONG) + bytes([len(tags)]) + b"".join(map(string, tags))
 
@@ -76,7 +76,7 @@ RULE = TagRule.of(PAY, is_all=False)
 
 
 def stored(*frames: list[frozenset[str]], labelled: bool = True) -> tuple[Copy, list[FrameRef]]:
-    """Log with these batches, none of them in its tail; messages are named m<sequence>."""
+    """Return a log with these batches, none in its tail; messages are named m<sequence>."""
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
     for tags in frames:

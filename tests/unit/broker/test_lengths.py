@@ -66,7 +66,7 @@ def test_full_subject_refuses_producers(limit):
 
 @pytest.mark.parametrize("limit", ["messages_max", "bytes_max"])
 def test_refusal_names_its_limit_and_subject(limit):
-    """It left nothing on the broker: no count, no log line, no finding."""
+    """The refusal left no count, no log line and no finding on the broker."""
     group, _ = started(OperatorLimits("s", OF_SUBJECT, **{limit: 10}))
     producer, refusals = group.client(), []
     producer.link.refuse = lambda request, error: refusals.append((error.limit, error.limited_subject))
@@ -174,7 +174,7 @@ def test_oldest_messages_overflow_per_group(caplog):
 
 
 def test_message_waiting_for_its_retry_does_not_overflow():
-    """Many others were delivered past it."""
+    """Later messages were delivered past the requeued one."""
     group, client = started(TEN._replace(drops_oldest=True))
     client.store("m0")
     client.take()
@@ -411,7 +411,7 @@ def test_deleted_frames_do_not_count():
 
 
 def test_requeued_messages_count_as_their_frames():
-    """Not as the first of them, which is large."""
+    """The first of them is much larger than the others."""
     group, client = started()
     produced(group, 900, *[10] * 30)
     assert len(client.take(most=100)) == 31

@@ -121,7 +121,7 @@ def test_message_that_cannot_be_stored_is_refused_alone():
 
 
 def test_batch_with_a_wrong_crc_is_refused():
-    """W4: checked before it is stored, so no restart finds it."""
+    """W4: the CRC is checked before the batch is stored, so no restart finds it damaged."""
     group, client = a_group()
     end = group.a.log.end
     refused = client.produce_raw([message("s", "m")], crc=12345)

@@ -177,7 +177,7 @@ def test_unfinished_round_over_groups_needs_ticks(most, expected, monkeypatch):
 
 
 def test_causes_need_no_retry_clock_before_the_mastership():
-    """It continues from the last time in the log, and the slave may still restore some of that."""
+    """The retry clock continues from the last time in the log, and the slave may still restore some frames."""
     group, _ = a_group()
     group.cut()
     group.a.crash()

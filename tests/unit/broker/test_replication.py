@@ -19,7 +19,7 @@ from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group, a
 
 
 def filled(frames: int = 80, **settings) -> Group:
-    """A group with a log of several segments."""
+    """Return a group with a log of several segments."""
     group, client = a_group(**settings)
     for i in range(frames):
         client.store(f"m{i}", size=200)
@@ -124,7 +124,7 @@ def repair(damaged: Broker, whole: Broker) -> None:
 
 
 def test_slave_seeded_behind_a_damaged_snapshot_is_repaired():
-    """It counted as whole without the master's oldest segment, whose messages no other copy had then."""
+    """The slave counted as whole without the master's oldest segment; no other copy had its messages then."""
     group = filled(tail_bytes=0)
     group.a.drop_oldest_segment()
     first, second = group.a.log.bases[:2]
@@ -141,7 +141,7 @@ def test_slave_seeded_behind_a_damaged_snapshot_is_repaired():
 
 
 def test_given_up_damage_lets_a_new_slave_be_seeded():
-    """A slave's disk was lost, and its replacement cannot be seeded: rebuilds end this way."""
+    """The slave's disk was lost, and its replacement cannot be seeded: rebuilds end this way."""
     group = filled(tail_bytes=0)
     base, behind = group.a.log.bases[1:3]
     group.a.disk.flip(f"log/{base:020d}.log", 8 * 150)
@@ -150,7 +150,7 @@ def test_given_up_damage_lets_a_new_slave_be_seeded():
     assert group.a.node.readonly_reasons == ["corrupt", "slave_down"] and group.b.log.end < behind
     repair(group.a, group.b)
     assert group.a.log.damage is not None, "nobody else has it"
-    group.a.node.role.step_down()  # it is stopped
+    group.a.node.role.step_down()  # the master is stopped
     give_up(group.a.log, plan(group.a.log))
     group.a.crash()
     group.a.assign(Role.MASTER, 1)
@@ -220,7 +220,7 @@ def test_empty_master_restores_a_bare_snapshot():
 
 
 def a_master_restoring_in_pieces() -> Group:
-    """Its disk is empty, and it has only the first segments of its slave's log."""
+    """Return a group whose new master has restored only the first segments from its slave."""
     group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
     replace_master(group)
     while group.a.log.end < group.b.log.bases[2]:
@@ -369,7 +369,7 @@ def test_confirmation_with_another_chain_makes_the_group_readonly():
 
 
 def test_slave_counts_only_from_the_acknowledged_point():
-    """W14: it restarts in the middle of its first copy, too, and does not count then either."""
+    """W14: a slave that restarts in the middle of its first copy does not count either."""
     group = filled(tail_bytes=0)
     replace_slave(group)
     group.deliver_hello()
@@ -417,7 +417,7 @@ def test_foreign_hello_is_refused(changed):
 
 
 def test_slave_never_cuts_acknowledged_frames():
-    """W3: the master's disk was restored; the master gives way, and gets everything again."""
+    """W3: the master's disk was restored; the master yields, and gets all frames from the slave."""
     group, client = a_group()
     client.store("first")
     older = group.a.disk.copy()
@@ -438,7 +438,7 @@ def test_slave_never_cuts_acknowledged_frames():
 
 
 def swapped_with_a_tail(group: Group) -> Group:
-    """An old master with a message of its own connects as the slave; its former slave began without that message."""
+    """Let an old master with a message of its own connect as the slave; its former slave began without it."""
     group.client().produce("never acknowledged")
     group.a.host.settle()
     group.cut()
@@ -490,7 +490,7 @@ def test_newer_epoch_fences_the_master():
 
 
 def test_master_begins_above_a_forgotten_boot():
-    """Its disk was restored; its slave has the later boot of the same term."""
+    """The master's disk was restored; the slave has the later boot of the same term."""
     group, _ = a_group()
     group.b.node.identity.learn(Epoch(1, 7))
     group.cut()
@@ -679,7 +679,7 @@ def test_reused_epoch_of_a_restored_disk_is_detected():
 
 
 def restored_group(*, nacked: bool):
-    """Group whose master's disk was restored to before the pull of a vanished consumer, and the messages to deliver."""
+    """Return a group with a restored master; its disk lacks the pull of a consumer that vanished since."""
     group, client = a_group()
     client.store("m")
     older = group.a.disk.copy()
@@ -700,7 +700,7 @@ def restored_group(*, nacked: bool):
 
 
 def test_restored_master_states_no_lower_high_watermark():
-    """I6: its disk lacked frames of both copies when it became the master; the slave's had them."""
+    """I6: the new master's disk lacked frames that both copies had; the slave had them."""
     group = restored_group(nacked=False)
     data = group.a.log.stored.read(0, group.a.log.end, 1 << 30).data
     stated = [frame.high_watermark for frame, _ in decode_frames(data, 0, NO_CHAIN)]
@@ -709,7 +709,7 @@ def test_restored_master_states_no_lower_high_watermark():
 
 @pytest.mark.parametrize("nacked", [False, True], ids=["un-acked", "nacked"])
 def test_restored_master_redelivers_from_the_slave_log(nacked):
-    """Consumers and retries that only the slave's log had when the mastership began."""
+    """Only the slave's log had the consumers and retries when the mastership began."""
     group = restored_group(nacked=nacked)
     client = group.client("other")
     client.join("c2")
@@ -724,7 +724,7 @@ def test_acknowledged_frames_survive_a_replaced_copy():
     group, client = a_group()
     client.store("m0")
     client.produce("m1")
-    client.produce("m2")  # in the same commit: its frame does not state yet that m1 is safe
+    client.produce("m2")  # in the same commit: the frame does not state yet that m1 is safe
     group.settle()
     client.store("m3")
     offset, end = group.a.log.frames("s", 1, 1)[0].offset, group.a.log.end

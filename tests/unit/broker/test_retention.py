@@ -22,7 +22,7 @@ YEAR_MS = 400 * DAY_MS
 
 
 def a_group(**changes) -> Group:
-    """Some 20 closed segments with recorded times; no group consumes them."""
+    """Return a group with some 20 closed segments with recorded times; no group consumes them."""
     group = Group.made(**changes).start()
     produce(group)
     group.look_after_logs()
@@ -42,7 +42,7 @@ def days_pass(group: Group, days: float) -> None:
 
 
 def consume_nothing(group: Group) -> Client:
-    """A consumer group has some unacked and some requeued; the rest was never delivered."""
+    """Let a consumer group have some messages unacked and some requeued; the rest is not delivered."""
     client = group.client()
     client.join(start="earliest")
     pulled = client.pull(most=50)
@@ -73,7 +73,7 @@ def test_one_frame_deletes_on_both_copies():
 
 
 def test_quiet_slave_that_deletes_stays_in_sync(caplog):
-    """It confirmed its end with another chain, and counted as a diverged copy."""
+    """The slave confirmed its end with another chain, and counted as diverged."""
     group = a_group()
     link = group.at_master
     days_pass(group, 4)
@@ -84,7 +84,7 @@ def test_quiet_slave_that_deletes_stays_in_sync(caplog):
 
 
 def test_retention_keeps_the_acknowledged_chain():
-    """Its stored point had another chain: both copies then seemed to lack acknowledged frames, and no master began."""
+    """The stored point had another chain: both copies then seemed to lack acknowledged frames."""
     group = a_group()
     days_pass(group, 4)
     group.hear_clocks()
@@ -122,7 +122,7 @@ def test_promoted_slave_with_a_wrong_clock_deletes_nothing():
 
 @pytest.mark.parametrize("skew_ms", [YEAR_MS, -YEAR_MS])
 def test_frame_times_of_a_wrong_clock_do_not_count(skew_ms):
-    """A whole log written by it: for 400 days nothing would be deleted, or everything at once."""
+    """The clock wrote a whole log: for 400 days nothing would be deleted, or everything at once."""
     group = Group.made().start()
     group.a.host.wall_skew_ms = skew_ms
     client = group.client()
@@ -329,7 +329,7 @@ def test_needs_are_searched_only_for_due_segments(monkeypatch):
 
 
 def a_log() -> Copy:
-    """Log of many old segments, with groups at the positions that a test sets."""
+    """Return a log of many old segments, with two groups at its begin."""
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)

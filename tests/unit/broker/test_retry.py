@@ -78,7 +78,7 @@ def test_undelivered_messages_cannot_be_settled():
 
 
 def test_group_at_the_postpone_limit_gets_new_messages(monkeypatch, caplog):
-    """Above 100,000 ranges it got nothing new, up to a day, without a log line."""
+    """Above 100,000 ranges a group got nothing new, up to a day, without a log line."""
     monkeypatch.setattr(group_status, "REQUEUED_RANGES_MAX", 2)
     group, client = delivered("m0", "m1")
     client.nacked("m0", delay_ms=1_000)  # different due times, or they would become one range
@@ -124,7 +124,7 @@ def test_wrong_clock_moves_no_retry(skew_ms):
 def test_retries_survive_a_clock_set_back():
     group, client = delivered("m0")
     client.nacked("m0", delay_ms=5_000)
-    group.a.wait(6_000)  # it is due now, without a consumer
+    group.a.wait(6_000)  # the message is due now, without a consumer
     group.swap(2)
     group.b.host.wall_skew_ms = -4_000
     group.swap(3)
@@ -174,7 +174,7 @@ def test_consumer_actions_are_counted():
 
 
 def listening(**settings) -> tuple[Group, Client]:
-    """Return a group whose clocks agree, and the broadcast consumer host1."""
+    """Return a group with agreeing clocks, and the broadcast consumer host1."""
     group = Group.made(lease_ms=30_000, broadcast_forget_hours=1.0, **settings).start()
     group.clocks_agree()
     return group, group.subscribed("host1", group="host1", broadcast=True, start="latest")
@@ -220,7 +220,7 @@ def test_absence_is_checked_once_a_minute(away_ms, expected):
 
 @pytest.mark.parametrize("disagrees", [True, False], ids=["another clock disagrees", "no other clock"])
 def test_wrong_clock_forgets_no_broadcast_consumer(disagrees):
-    """It would begin at the end when it returns a moment later, and miss messages stored meanwhile."""
+    """A forgotten consumer would begin at the end when it returns, and miss messages stored meanwhile."""
     group = Group.made(broadcast_forget_hours=1.0).start()
     client = group.subscribed("host1", group="host1", broadcast=True)
     client.done(client.leave())
@@ -236,7 +236,7 @@ def test_wrong_clock_forgets_no_broadcast_consumer(disagrees):
 
 @pytest.mark.parametrize("how", ["unsubscribes", "vanishes", "is swapped"])
 def test_absence_begins_when_the_consumer_leaves(how):
-    """It only listened until then: nothing was delivered to it."""
+    """The consumer only listened until then: nothing was delivered to it."""
     group, client = listening()
     listened_for(group, client, 4_000)
     if how == "is swapped":

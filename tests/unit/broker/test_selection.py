@@ -18,7 +18,7 @@ PAY, CANCEL, BOTH, NONE = Sent(("pay",)), Sent(("cancel",)), Sent(("cancel", "pa
 
 
 def stored(*messages: Sent, **changes) -> Group:
-    """Group whose log has these messages, in one batch."""
+    """Return a group with these messages in one batch."""
     group = Group.made(**changes).start()
     more(group, *messages, first=0)
     return group
@@ -189,7 +189,7 @@ def test_labels_are_not_delivered():
 
 
 def a_reading() -> tuple[Group, Consumer, int]:
-    """A waiting pull whose labels are on disk."""
+    """Return a group and a consumer with a waiting pull; the labels for it are on disk."""
     group = stored(A, A, tail_bytes=0)
     more(group, PLAIN, first=2)
     consumer = Consumer(group, "c1")
@@ -314,7 +314,7 @@ def test_consecutive_mismatches_are_one_entry():
 
 
 def test_each_requeued_range_is_an_entry():
-    """The fold takes each of them from one place."""
+    """The fold takes the messages of an entry from one place."""
     group = stored(PAY, PAY, PAY)
     consumer = Consumer(group, "c1", tags=["pay"])
     assert consumer.sequences(2) == [0, 1]

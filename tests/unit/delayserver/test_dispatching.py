@@ -140,7 +140,7 @@ def test_late_batch_is_repeated_as_long_as_others():
 
 
 def test_given_up_batch_avoids_its_group_despite_keys():
-    """Messages without keys avoid it: they may be stored there already."""
+    """Messages without keys avoid the group: they may be stored there already."""
     copies, producer = a_group("g1", "g2", unknown_ms=2_000)
     copies.senders.home = lambda subject, label: "g1"
     copies.senders.in_flight = lambda name: {"g1": 0, "g2": 1}[name]
@@ -199,7 +199,7 @@ def test_subjects_with_bursts_take_turns():
 
 
 def test_slave_confirms_between_filing_steps(monkeypatch):
-    """It looks each message up. A mebibyte of such frames names 65,000 of them, and delayed its confirmations."""
+    """Filing looks each message up. A mebibyte of such frames names 65,000, and delayed confirmations."""
     monkeypatch.setattr(upkeep, "PASS_MESSAGES", 100)
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 50)
     copies, producer = a_group(tail_bytes=1 << 22)

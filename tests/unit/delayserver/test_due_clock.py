@@ -94,7 +94,7 @@ def test_slow_reading_makes_nothing_late():
 
 
 def test_readings_before_a_silence_do_not_count():
-    """It may have been set meanwhile. Found by delay simulation seed 207."""
+    """The own clock may have been set meanwhile. Found by delay simulation seed 207."""
     world = World(own=0, **{METASERVER: HOUR_MS, SLAVE: HOUR_MS})
     assert world.after(1_000) == HOUR_MS
     world.after(3_000, **{SLAVE: None})

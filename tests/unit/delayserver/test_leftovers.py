@@ -106,7 +106,7 @@ def test_next_master_finds_leftovers():
 
 
 class SlowReads:
-    """Let pages of leftovers be read when a test says; other reads run at once."""
+    """Reads of leftover pages that end when a test releases them; other reads run at once."""
 
     def __init__(self, rng, monkeypatch):
         self._rng = rng

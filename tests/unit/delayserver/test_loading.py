@@ -1,4 +1,4 @@
-"""Core. Due messages leave the wheel in order and in time, whatever its size and their order of arrival."""
+"""Core. Due messages leave the wheel in order and in time, however large it is."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_unanswered_dispatch_is_repeated_by_a_late_master():
 
 
 def test_restored_master_reuses_no_batch_numbers():
-    """It was alone, so no other copy has its begin. Its batch 1 was another one then."""
+    """The master was alone, so no other copy has its epoch frame, and its batch 1 was another one."""
     copies, producer = a_group()
     producer.delayed(copies.now_ms + 60_000, "first")
     producer.delayed(copies.now_ms + 120_000, "second")
@@ -209,7 +209,7 @@ def test_malformed_questions_are_refused(ask):
 
 
 def test_frames_of_large_keys_are_bounded():
-    """In one frame they exceeded every reader's limit, and both copies were damaged there."""
+    """One frame for all messages exceeded every reader's limit, and both copies were damaged there."""
     copies, producer = a_group()
     bodies = []
     append = MessageLog.append
@@ -238,7 +238,7 @@ def test_frames_of_large_keys_are_bounded():
 
 
 def test_reschedule_counts_towards_the_token_ration():
-    """It is a hundred bytes, and writes all messages with its key again, each time."""
+    """A reschedule of a hundred bytes writes all messages with its key again."""
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, *map(str, range(100)), key="k", size=800)
     producer.delayed(copies.now_ms + HOUR_MS, "m")
@@ -264,7 +264,7 @@ def test_reschedule_counts_towards_the_token_ration():
 
 
 def test_cancel_finds_a_message_moved_meanwhile():
-    """The search sees it as moved, without its new place."""
+    """The search finds the message as moved, without its new place."""
     copies, producer = a_group()
     due_ms, host = copies.now_ms + 5 * HOUR_MS, copies.a.host
     producer.delayed(due_ms, "m", "x")
@@ -274,7 +274,7 @@ def test_cancel_finds_a_message_moved_meanwhile():
     moved, cancelled = producer.reschedule("m", due_ms + 30 * HOUR_MS), producer.cancel("m")
     host.do_read()
     while host.turn() or host.fsync():
-        pass  # it is filed at its new place before the second search
+        pass  # the message is filed at its new place before the second search
     copies.settle()
     copies.run(300)
     assert (producer.fate(moved), producer.fates(cancelled)) == ("rescheduled", ["cancelled"])
@@ -330,7 +330,7 @@ def test_messages_at_a_marked_group_can_be_cancelled(marked):
 
 @pytest.mark.parametrize("how", ["while it runs", "before it starts"])
 def test_given_up_messages_delay_no_others(how):
-    """They pended and could not be read: batches with them were planned and retried for ever."""
+    """Given-up messages stayed pending without bytes: batches with them were retried for ever."""
     copies, producer = a_group(segment_bytes=1 << 14)
     due_ms = copies.now_ms + HOUR_MS
     producer.delayed(due_ms, *(f"lost{i}" for i in range(10)), size=900)
@@ -395,7 +395,7 @@ def read_is_out(filing, host):
 
 @pytest.mark.parametrize("begin, tail_bytes", [(flush_is_out, 1 << 20), (read_is_out, 0)])
 def test_schedule_beyond_a_cut_does_not_count_as_filed(begin, tail_bytes):
-    """It is rebuilt when no read or flush is running. A master that used it until then sent plans that were cut."""
+    """The schedule is rebuilt when no read or flush is running. A master that used it until then sent cut plans."""
     copies, producer = a_group(tail_bytes=tail_bytes)
     producer.delayed(copies.now_ms + HOUR_MS, "m")
     copies.run(2_000)

@@ -151,7 +151,7 @@ def test_order_key_waits_for_its_open_batch():
     producer.delayed(copies.now_ms, "free")
     copies.run(200)
     first = copies.senders.waiting.pop(0)
-    copies.senders.answer()  # of the free one
+    copies.senders.answer()  # of the message without a key
     keyed(producer, copies.now_ms, m2="k")
     copies.run(500)
     assert ids(copies) == [["m1"], ["free"]]

@@ -211,7 +211,7 @@ def test_put_loses_no_due_occurrence():
 
 
 def test_delete_loses_no_due_occurrence():
-    """It is due behind as many others as fire together."""
+    """The occurrence is due behind as many others as fire together."""
     copies, producer = a_group(tail_bytes=1 << 22)
     for at in range(FIRED_AT_ONCE):
         producer.recur("put", f"r{at}", subject="t", cron="* * * * *")
@@ -393,7 +393,7 @@ def test_message_with_the_template_label_is_sent():
 
 
 def test_schedule_with_unknown_zone_waits(caplog):
-    """As after a swap to a machine with an older list of time zones."""
+    """A swap to a machine with an older list of time zones has the same effect."""
     copies, producer = a_group()
     own = {RECUR_NAME: "daily", RECUR_OWNER: "o", RECUR_CRON: "* * * * *", RECUR_ZONE: "Mars/Olympus"}
     message = with_properties(delayed("s", "recurring:daily", copies.now_ms), own)
@@ -414,7 +414,7 @@ def test_no_message_has_the_label_of_templates():
 
 @pytest.mark.parametrize("action", ["delete", "list"])
 def test_malformed_name_is_refused(action):
-    """JSON can encode it; hashing it on a thread would end the process."""
+    """JSON can encode such a name; hashing it on a thread would end the process."""
     copies, producer = a_group()
     put(copies, producer)
     asked = producer.recur(action, "\ud800")

@@ -39,7 +39,7 @@ HOUR_MS = 3_600_000
 
 
 class Senders:
-    """Broker groups, each of which has all subjects. They store batches unless a test sets something else."""
+    """Broker groups with all subjects. They store batches unless a test sets something else."""
 
     def __init__(self, *groups: str) -> None:
         self.up = dict.fromkeys(groups or ("g1",), True)
@@ -98,7 +98,7 @@ class Senders:
 
 
 class SlowSenders(Senders):
-    """Broker groups whose answers a test gives."""
+    """Broker groups that answer when a test does."""
 
     def __init__(self, *groups):
         super().__init__(*groups)
