@@ -167,7 +167,7 @@ async def test_tokens_are_rotated_and_revoked_at_all_metaservers(world, tmp_path
 
 
 async def test_broker_token_is_limited_to_its_groups(world):
-    """Weakness 27: any caller could take over a broker's place."""
+    """Weakness 27: any caller could replace a broker."""
     await world.add("g1", 0, "a", 20001)
     await world.add("g2", 0, "b", 20003)
     await world.broker("b", 20003)
