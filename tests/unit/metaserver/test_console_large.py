@@ -7,7 +7,7 @@ from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console import nights as console_nights
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import PAGES
-from tests.unit.metaserver.console_world import DELAY_GROUP, text_of
+from tests.unit.metaserver.console_world import DELAY_GROUP, night, text_of
 
 MANY = 10_000
 ROWS_MAX, BYTES_MAX = 400, 400_000
@@ -130,10 +130,6 @@ async def test_consumers_after_many_empty_groups_are_shown(console):
     await answer_with(console, ANSWERS | {"Consumers": consumers})
     text = text_of(await console.see("/consumers", subject="s"))
     assert "the one" in text and "None is known" not in text
-
-
-def night(ledger, group, at_ms, verdict=PROVEN):
-    ledger.append(Entry(f"run {at_ms}", at_ms, group, verdict, verified=at_ms, by="audit@mq1"))
 
 
 async def test_group_with_findings_comes_first(console, tmp_path):

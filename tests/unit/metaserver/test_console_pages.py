@@ -7,7 +7,7 @@ from itertools import product
 from unittest.mock import patch
 
 from qmq.errors import NotServed, OutcomeUnknown
-from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
+from qmq.ledger import FINDINGS, Ledger
 from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console import pages
 from qmq.metaserver.console.nights import Nights
@@ -21,6 +21,7 @@ from tests.unit.metaserver.console_world import (
     SCHEDULE,
     URL,
     PlayedWatchdogs,
+    night,
     text_of,
 )
 
@@ -108,10 +109,6 @@ async def test_trail_period_is_half_open(console):
     assert [row["id"] for row in data["rows"]] == [second.id, first.id]
     later = await console.done("AuditTrail", until=first.time_ms)
     assert later["rows"] == []
-
-
-def night(ledger, group, at_ms, verdict=PROVEN, **more):
-    ledger.append(Entry(f"2026-11-{at_ms}", at_ms, group, verdict, verified=4096 * at_ms, by="audit@mq1", **more))
 
 
 async def test_audit_page_shows_each_night(console, tmp_path):

@@ -155,14 +155,21 @@ def test_routes_are_created_once_and_changed_by_version(copies):
     assert copies.load_routes()[1] == [changed]
 
 
-def test_marks_are_set_and_removed_any_number_of_times(copies):
-    mark = ReadonlyMark("*", "g1")
-    for _ in range(2):
-        copies.change([SetMark(mark)])
-    assert copies.load().marks == {mark}
-    for _ in range(2):
-        copies.change([UnsetMark(mark)])
-    assert copies.load().marks == frozenset()
+MARK, OFFLINE = ReadonlyMark("*", "g1"), Offline("s", "group", "*")
+
+
+@pytest.mark.parametrize(
+    "add, remove, other, rows",
+    [
+        (SetMark(MARK), UnsetMark(MARK), SetMark(ReadonlyMark("s", "g1")), lambda directory: directory.marks),
+        (SetOffline(OFFLINE), UnsetOffline(OFFLINE), SetOffline(Offline("*", "g", "c1")), lambda known: known.offline),
+    ],
+    ids=["mark", "offline"],
+)
+def test_marks_and_offline_rows_are_idempotent(copies, add, remove, other, rows):
+    for changes, count in (([add, other], 2), ([add], 2), ([remove], 1), ([remove], 1)):
+        copies.change(changes)
+        assert len(rows(copies.load())) == count
 
 
 def test_registration_compares_the_row(copies):
@@ -300,16 +307,6 @@ def test_audit_trail_is_read_by_page_and_filter(repository):
     assert repository.audit_trail(about=["100%"]) == [], "the whole name"
     assert [row.action for row in repository.audit_trail(about=["a", "100%_2"])] == ["Action2"], "all of them"
     assert repository.audit_trail(since_ms=newest.time_ms + 1) == []
-
-
-def test_consumers_are_switched_off_and_on(repository):
-    offline = Offline("s", "group", "*")
-    for _ in range(2):
-        repository.change([SetOffline(offline), SetOffline(Offline("*", "group", "c1"))])
-    assert repository.load().offline == {offline, Offline("*", "group", "c1")}
-    for _ in range(2):
-        repository.change([UnsetOffline(offline)])
-    assert repository.load().offline == {Offline("*", "group", "c1")}
 
 
 def test_limits_replace_earlier_ones(repository):
