@@ -7,7 +7,7 @@ groups of a subject change, its lanes are refilled after the batches in flight h
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -237,6 +237,71 @@ NUMBERS_SPAN_MAX = 64
 """A group remembers this many numbers of a producer; an older one cannot be repeated safely."""
 PRODUCE_OVERHEAD_BYTES = 256
 """Upper bound of packet header, request header and subject."""
+
+
+class SendOrder:
+    """Order in which a producer's waiting queues send. Made by the sender; used on its loop.
+
+    A waiting queue is active while some broker group may take from it. A crowded queue found no room in its groups and
+    is active again after their answers: checking 20,000 queues with each answer would be too slow. The others wait for
+    a route, or for the outcome of their batch in flight.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[SubjectQueue, None] = {}
+        """Queues that are not empty."""
+        self.active: OrderedDict[SubjectQueue, None] = OrderedDict()
+        """Next queue first. Not a dict: finding its first entry takes as long as entries were deleted before it."""
+        self._crowded: dict[str, OrderedDict[SubjectQueue, None]] = {}
+        """Crowded queues by broker group, longest waiting first."""
+        self._to_expire: list[SubjectQueue] = []
+        """Queues whose deadlines are checked next."""
+
+    def first(self) -> SubjectQueue | None:
+        """Return the active queue that sends next, or None."""
+        return next(iter(self.active), None)
+
+    def note(self, queue: SubjectQueue, *, is_active: bool) -> None:
+        """Record that a queue has messages; an active queue keeps its place."""
+        self.waiting[queue] = None
+        if is_active:
+            self.active[queue] = None
+        else:
+            self.active.pop(queue, None)
+
+    def remove(self, queue: SubjectQueue) -> None:
+        self.active.pop(queue, None)
+        self.waiting.pop(queue, None)
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self.active.clear()
+        self._crowded.clear()
+
+    def crowd(self, queue: SubjectQueue, groups: Iterable[str]) -> None:
+        """Take a queue out of the order until one of `groups` has room."""
+        del self.active[queue]
+        for name in groups:
+            self._crowded.setdefault(name, OrderedDict())[queue] = None
+
+    def take_crowd(self, name: str, count: int) -> Iterator[SubjectQueue]:
+        """Yield up to `count` waiting queues that found no room in the group `name`; the caller notes each."""
+        crowd = self._crowded.get(name)
+        while crowd and count:
+            queue, _ = crowd.popitem(last=False)
+            if queue in self.waiting and queue not in self.active:
+                yield queue
+                count -= 1
+
+    def take_to_expire(self, count: int) -> Iterator[SubjectQueue]:
+        """Yield up to `count` waiting queues whose deadlines are to be checked, all queues in turn."""
+        for _ in range(min(count, len(self.waiting))):
+            if not self._to_expire:
+                self._to_expire = list(self.waiting)
+            if (queue := self._to_expire.pop()) in self.waiting:
+                yield queue
+            if not self.waiting:
+                return
 
 
 class Limits(NamedTuple):

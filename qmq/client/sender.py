@@ -6,11 +6,10 @@ The rules are in `qmq.client.batch`, `backlog` and `routes`.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from qmq.client.backlog import Backlog, GroupBatches, Lanes, Limits, QueuedMessage, SubjectQueue
+from qmq.client.backlog import Backlog, GroupBatches, Lanes, Limits, QueuedMessage, SendOrder, SubjectQueue
 from qmq.client.batch import (
     BATCH_BYTES_MAX,
     Batch,
@@ -120,16 +119,7 @@ class Sender:
         self._groups: dict[str, _Group] = {}
         self._queues: dict[str, SubjectQueue] = {}
         self._lanes: dict[str, Lanes] = {}
-        self._waiting: dict[SubjectQueue, None] = {}
-        """Queues that are not empty."""
-        self._active: OrderedDict[SubjectQueue, None] = OrderedDict()
-        """Waiting queues that some group may take from, next one first. Not a dict: finding its first entry takes as
-        long as entries were deleted before it.
-        """
-        self._crowded: dict[str, OrderedDict[SubjectQueue, None]] = {}
-        """Queues that found no room in a broker group, by group."""
-        self._to_expire: list[SubjectQueue] = []
-        """Queues whose deadlines are checked next."""
+        self._order = SendOrder()
         self._tasks: list[asyncio.Task[None]] = []
         self._pump_scheduled = False
         self._has_work = asyncio.Event()
@@ -171,21 +161,19 @@ class Sender:
             for batch in group.batches.unresolved():
                 self._give_up(group, batch, "the producer was closed before an answer came")
         self._closed = ClientClosed("the producer was closed before the message was sent")
-        for queue in list(self._waiting):
+        for queue in list(self._order.waiting):
             queue.expire(_NEVER_MS, self._closed)
-        self._waiting.clear()
-        self._active.clear()
-        self._crowded.clear()
+        self._order.clear()
         self._backlog.wake_waiters()
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and not any(group.batches.has_any for group in self._groups.values())
+        return not self._order.waiting and not any(group.batches.has_any for group in self._groups.values())
 
     @property
     def open_messages(self) -> int:
         """Number of messages without an outcome."""
-        waiting = sum(len(queue.waiting) + sum(map(len, queue.ready)) for queue in self._waiting)
+        waiting = sum(len(queue.waiting) + sum(map(len, queue.ready)) for queue in self._order.waiting)
         return waiting + sum(len(batch) for group in self._groups.values() for batch in group.batches.unresolved())
 
     def now_ms(self) -> int:
@@ -220,7 +208,7 @@ class Sender:
         if self._closed is not None:
             queue.expire(_NEVER_MS, self._closed)
             return
-        if queue not in self._active:
+        if queue not in self._order.active:
             self._note(queue)
         self._pump_soon()  # later, so that messages of this pass of the loop share a batch
 
@@ -318,21 +306,16 @@ class Sender:
         """Note that a queue has messages, or may be sent to another group."""
         if not queue:
             return
-        self._waiting[queue] = None
         self._has_work.set()
         if queue.group is None:
             is_active = bool(self._routing.groups_of(queue.subject))
         else:
             is_active = bool(queue.group) and queue.under_way is None and not self._lanes[queue.subject].are_moving
-        if is_active:
-            self._active[queue] = None
-        else:
-            self._active.pop(queue, None)
+        self._order.note(queue, is_active=is_active)
 
     def _settle(self, queue: SubjectQueue) -> None:
-        """Move a queue to the end of the line, or out of it if it is empty."""
-        self._active.pop(queue, None)
-        self._waiting.pop(queue, None)
+        """Move a queue to the end of the order, or out of it if it is empty."""
+        self._order.remove(queue)
         self._note(queue)
 
     def _takes(self, name: str) -> bool:
@@ -354,8 +337,7 @@ class Sender:
                 while group.can_send and (batch := group.batches.next_repeat()):
                     self._transmit(group, batch)
         left = BATCHES_AT_ONCE
-        while self._active:
-            queue = next(iter(self._active))
+        while (queue := self._order.first()) is not None:
             if not left:
                 self._pump_soon()
                 break
@@ -363,7 +345,7 @@ class Sender:
                 left -= 1
             else:
                 if not any(map(self._has_room, self._groups)):
-                    break  # no group has room for any queue: all stay in line
+                    break  # no group has room for any queue: all stay active
                 self._wait_for_room(queue)
         if self._backlog.waiters:
             self._backlog.wake_waiters()
@@ -372,22 +354,12 @@ class Sender:
         return bool(self._takes(name) and self._groups[name].batches.room_bytes())
 
     def _wait_for_room(self, queue: SubjectQueue) -> None:
-        """Take a queue out of the line until a group has room. Checking 20,000 queues with each answer would be too
-        slow.
-        """
-        del self._active[queue]
-        for group in self._routing.groups_of(queue.subject):
-            if queue.group in (None, group.broker_group):
-                self._crowded.setdefault(group.broker_group, OrderedDict())[queue] = None
+        names = [group.broker_group for group in self._routing.groups_of(queue.subject)]
+        self._order.crowd(queue, [name for name in names if queue.group in (None, name)])
 
     def _wake_crowd(self, name: str, count: int) -> None:
-        """Put `count` queues back in line that wait for room in a group, longest waiting first."""
-        crowd = self._crowded.get(name)
-        while crowd and count:
-            queue, _ = crowd.popitem(last=False)
-            if queue in self._waiting and queue not in self._active:
-                self._note(queue)
-                count -= 1
+        for queue in self._order.take_crowd(name, count):
+            self._note(queue)
 
     def _send_next(self, queue: SubjectQueue, now_ms: int) -> bool:
         """Send one batch of a queue; return False if no group takes it now."""
@@ -506,7 +478,7 @@ class Sender:
 
     def _renew(self, lanes: Lanes, groups: Iterable[str] | None = None) -> None:
         """Refill lanes if that is due; `groups` are the subject's current ones if they may have changed. The old lanes
-        are settled as well: an empty one left in line would break the next send.
+        are settled as well: an empty one left active would break the next send.
         """
         before = list(lanes)
         if groups is None:
@@ -535,18 +507,9 @@ class Sender:
                     group.link.drop(owes)
                 if self._takes(group.name):
                     self._wake_crowd(group.name, WOKEN_BY_TICK)
-            self._expire_some(now_ms)
-            self._pump()
-
-    def _expire_some(self, now_ms: int) -> None:
-        """Check the deadlines of some queues per tick, in turn."""
-        for _ in range(min(EXPIRED_AT_ONCE, len(self._waiting))):
-            if not self._to_expire:
-                self._to_expire = list(self._waiting)
-            if (queue := self._to_expire.pop()) in self._waiting:
+            for queue in self._order.take_to_expire(EXPIRED_AT_ONCE):
                 self._expire(queue, now_ms)
-            if not self._waiting:
-                return
+            self._pump()
 
     def _expire(self, queue: SubjectQueue, now_ms: int) -> None:
         if self._watch.refused is not None and self._routing.route(queue.subject) is None:
@@ -579,7 +542,7 @@ class Sender:
 
     def _forget(self, idle: set[str]) -> set[str]:
         """Forget queues and routes of subjects without unresolved messages; return these subjects."""
-        busy = {queue.subject for queue in self._waiting}
+        busy = {queue.subject for queue in self._order.waiting}
         busy.update(batch.subject for group in self._groups.values() for batch in group.batches.unresolved())
         for subject in (gone := idle - busy):
             self._queues.pop(subject, None)

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.backlog import NUMBERS_SPAN_MAX, Backlog, GroupBatches, Lanes, Limits, QueuedMessage, SubjectQueue
+from qmq.client.backlog import (
+    NUMBERS_SPAN_MAX,
+    Backlog,
+    GroupBatches,
+    Lanes,
+    Limits,
+    QueuedMessage,
+    SendOrder,
+    SubjectQueue,
+)
 from qmq.client.batch import BATCH_BYTES_MAX, Batch, NotStored, Outcome, Receipt, Stored, Unknown, stored
 from qmq.client.routes import group_of_key
 from qmq.codec import decode_labels, label_of, split_batch
@@ -353,3 +362,32 @@ def test_each_subject_has_its_limit():
     assert group.room_bytes("busy") > 0
     group.admit(batch_of(subject="busy"))
     assert not group.room_bytes("busy")
+
+
+def test_queues_send_in_order_and_crowded_ones_follow_answers():
+    order = SendOrder()
+    a, b, c = queues = [queue_of(subject) for subject in "abc"]
+    for queue in queues:
+        order.note(queue, is_active=True)
+    order.note(a, is_active=True)
+    assert list(order.active) == queues, "a noted queue keeps its place"
+    for queue in queues:
+        assert order.first() is queue
+        order.crowd(queue, ["g1", "g2"])
+    order.remove(b)
+    assert order.first() is None and list(order.waiting) == [a, c]
+    assert list(order.take_crowd("g1", 1)) == [a]
+    order.note(a, is_active=True)
+    assert list(order.take_crowd("g2", 9)) == [c], "neither active queues nor empty ones"
+    assert list(order.take_crowd("g2", 9)) == list(order.take_crowd("g3", 9)) == []
+
+
+def test_deadlines_of_all_queues_are_checked_in_turn():
+    order, queues = SendOrder(), [queue_of(subject) for subject in "abcd"]
+    for queue in queues:
+        order.note(queue, is_active=False)
+    checked = [*order.take_to_expire(2), *order.take_to_expire(2)]
+    assert sorted(queue.subject for queue in checked) == ["a", "b", "c", "d"]
+    for queue in order.take_to_expire(9):
+        order.remove(queue)
+    assert not order.waiting and list(order.take_to_expire(9)) == []

@@ -186,7 +186,9 @@ async def test_keys_change_groups_while_no_group_takes_anything():
         keys = key_for("g1", "g1", "g2"), key_for("g2", "g1", "g2")
         sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key))) for key in keys]
         sender = producer._senders.of(is_delayed=False)
-        await until_async(lambda: len(first.attempts) > 1 and any(queue.group == "g1" for queue in sender._active))
+        await until_async(
+            lambda: len(first.attempts) > 1 and any(queue.group == "g1" for queue in sender._order.active)
+        )
         second = LocalBroker("g2")
         second.refuse_with = first.refuse_with
         await second.start()
