@@ -11,82 +11,59 @@ from qmq.client.terms import RetryPolicy, batch_of
 from qmq.codec import encode_message, with_properties
 from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
-from tests.unit.client.world import LocalBroker, cluster, consumer_of, fill, listening, ns
+from tests.unit.client.world import LocalBroker, cluster, consumer_of, fill, handling, listening, ns
 
 
 def settled(broker: LocalBroker, consumer: str = "c1") -> bool:
-    return not broker.pulled["a", "g", consumer]
+    return not broker.unacked(consumer)
 
 
 async def test_handler_gets_lists_and_acks_them():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(100))
-        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+    calls = []
 
-        @consumer.listen("a", group="g", start="earliest", batch=7)
-        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            calls.append(ns(messages))
+    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+        calls.append(ns(messages))
 
-        async with listening(consumer):
-            await until_async(lambda: sum(map(len, calls)) == 100 and settled(broker))
-        assert [number for call in calls for number in call] == list(range(100))
-        assert max(map(len, calls)) == 7 and len(calls) < 40 and not broker.nacks
-
-
-async def test_a_plain_function_gets_lists_in_its_thread():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(20))
-        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
-
-        @consumer.listen("a", group="g", start="earliest", batch=5)
-        def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            calls.append(ns(messages))
-
-        async with listening(consumer):
-            await until_async(lambda: sum(map(len, calls)) == 20 and settled(broker))
-        assert [number for call in calls for number in call] == list(range(20)) and len(calls) < 20
+    async with handling(handle, 100, batch=7) as broker:
+        await until_async(lambda: sum(map(len, calls)) == 100 and settled(broker))
+    assert [number for call in calls for number in call] == list(range(100))
+    assert max(map(len, calls)) == 7 and len(calls) < 40 and not broker.nacks
 
 
 @pytest.mark.parametrize("raises", [False, True])
 async def test_own_decisions_override_the_call(raises):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(6))
-        consumer, handed = consumer_of(metaserver, consumer_id="c1"), Counter()
+    handed = Counter()
 
-        @consumer.listen("a", group="g", start="earliest", batch=6, retry_delay=0.01)
-        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            handed.update(numbers := ns(messages))
-            if numbers == list(range(6)):
-                messages[1].dead_letter_nowait("no such order")
-                messages[2].nack_nowait("later", delay=0.01)
-                messages[3].ack_nowait()
-                if raises:
-                    raise ValueError("not now")
+    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+        handed.update(numbers := ns(messages))
+        if numbers == list(range(6)):
+            messages[1].dead_letter_nowait("no such order")
+            messages[2].nack_nowait("later", delay=0.01)
+            messages[3].ack_nowait()
+            if raises:
+                raise ValueError("not now")
 
-        async with listening(consumer):
-            await until_async(lambda: sum(handed.values()) == (10 if raises else 7) and settled(broker))
-        assert handed == Counter({0: 2, 1: 1, 2: 2, 3: 1, 4: 2, 5: 2} if raises else [0, 1, 2, 2, 3, 4, 5])
-        reasons = {nack.reason for nack in broker.nacks}
-        assert reasons == {"no such order", "later"} | ({"ValueError('not now')"} if raises else set())
+    async with handling(handle, 6, batch=6, retry_delay=0.01) as broker:
+        await until_async(lambda: sum(handed.values()) == (10 if raises else 7) and settled(broker))
+    assert handed == Counter({0: 2, 1: 1, 2: 2, 3: 1, 4: 2, 5: 2} if raises else [0, 1, 2, 2, 3, 4, 5])
+    reasons = {nack.reason for nack in broker.nacks}
+    assert reasons == {"no such order", "later"} | ({"ValueError('not now')"} if raises else set())
 
 
 @pytest.mark.parametrize("retries_max", [3, 8, 32])
 async def test_failing_message_dies_alone(retries_max):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(100))
-        consumer, handled, dead = consumer_of(metaserver, consumer_id="c1"), set(), []
+    handled, dead = set(), []
 
-        @consumer.listen("a", group="g", start="earliest", batch=64, retries_max=retries_max, retry_delay=0.0)
-        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            if 17 in (numbers := ns(messages)):
-                if messages[0].times == retries_max:
-                    dead.append(numbers)
-                raise ValueError("17 is a poison")
-            handled.update(numbers)
+    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+        if 17 in (numbers := ns(messages)):
+            if messages[0].times == retries_max:
+                dead.append(numbers)
+            raise ValueError("17 is a poison")
+        handled.update(numbers)
 
-        async with listening(consumer):
-            await until_async(lambda: dead and settled(broker))
-        assert dead == [[17]] and handled == set(range(100)) - {17}
+    async with handling(handle, 100, batch=64, retries_max=retries_max, retry_delay=0.0) as broker:
+        await until_async(lambda: dead and settled(broker))
+    assert dead == [[17]] and handled == set(range(100)) - {17}
 
 
 async def test_own_limit_isolates_the_last_attempt():
@@ -123,20 +100,17 @@ async def test_mailbox_message_is_alone_at_last_attempt():
 
 
 async def test_a_call_that_fails_is_logged_once(caplog):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(50))
-        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+    calls = []
 
-        @consumer.listen("a", group="g", start="earliest", batch=50, retry_delay=0.0)
-        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            calls.append(len(messages))
-            if len(calls) == 1:
-                raise ValueError("not now")
+    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+        calls.append(len(messages))
+        if len(calls) == 1:
+            raise ValueError("not now")
 
-        async with listening(consumer):
-            await until_async(lambda: len(calls) > 1 and settled(broker))
-        (line,) = [record.getMessage() for record in caplog.records if "handler failed" in record.getMessage()]
-        assert f"messages={calls[0]}" in line
+    async with handling(handle, 50, batch=50, retry_delay=0.0) as broker:
+        await until_async(lambda: len(calls) > 1 and settled(broker))
+    (line,) = [record.getMessage() for record in caplog.records if "handler failed" in record.getMessage()]
+    assert f"messages={calls[0]}" in line
 
 
 async def test_suspected_message_has_its_own_list():
@@ -156,18 +130,15 @@ async def test_suspected_message_has_its_own_list():
 
 
 async def test_most_once_list_has_acked_messages():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(30))
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+    handled = []
 
-        @consumer.listen("a", group="g", start="earliest", batch=10, most_once=True)
-        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            assert all(message.is_settled for message in messages)
-            handled.extend(ns(messages))
+    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+        assert all(message.is_settled for message in messages)
+        handled.extend(ns(messages))
 
-        async with listening(consumer):
-            await until_async(lambda: len(handled) == 30)
-        assert handled == list(range(30))
+    async with handling(handle, 30, batch=10, most_once=True):
+        await until_async(lambda: len(handled) == 30)
+    assert handled == list(range(30))
 
 
 @pytest.mark.parametrize(

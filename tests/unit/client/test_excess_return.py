@@ -34,8 +34,8 @@ MESSAGES, FAST = 300, 1
 def test_pace_counts_messages_under_load(arrived, taken, pace):
     pacer = Pacer()
     looks = [
-        pacer.pace(number * LOOK_S, arrived=one, taken=another)
-        for number, (one, another) in enumerate(zip(arrived, taken, strict=True))
+        pacer.pace(number * LOOK_S, arrived=arrived_now, taken=taken_now)
+        for number, (arrived_now, taken_now) in enumerate(zip(arrived, taken, strict=True))
     ]
     assert looks[-1] == pace and looks[:6] == [None] * 6
 

@@ -13,29 +13,22 @@ import pytest
 import qmq
 from qmq.client.handler import FilteredHandler
 from tests.support.waiting import until_async
-from tests.unit.client.test_producer import run
-from tests.unit.client.world import cluster, consumer_of, fill, listening
+from tests.unit.client.world import LocalBroker, cluster, consumer_of, fill, handling, listening
 
 Handle = Callable[[qmq.ReceivedMessage], Awaitable[object]]
 BlockingHandle = Callable[[qmq.ReceivedMessage], object]
 
 
-def listen_and_wait(handler: Any, count: int, done: Callable[[], object], **options: Any) -> Any:
-    """Listen with a handler to `count` messages until `done`; return the broker."""
-    brokers = []
+def listen_and_wait(handler: Any, count: int, done: Callable[[], object], **options: Any) -> LocalBroker:
+    """Handle `count` messages until `done` and all are settled; return the broker."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            brokers.append(broker)
-            fill(broker, range(count))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            consumer.listen("a", group="g", start="earliest", **({"retry_delay": 1_000} | options))(handler)
-            async with listening(consumer):
-                await until_async(done)
-                await until_async(lambda: not broker.pulled["a", "g", "c1"])
+    async def test() -> LocalBroker:
+        async with handling(handler, count, **({"retry_delay": 1_000} | options)) as broker:
+            await until_async(done)
+            await until_async(lambda: not broker.unacked())
+        return broker
 
-    run(test())
-    return brokers[0]
+    return asyncio.run(test())
 
 
 def test_filters_wrap_the_handler_the_first_one_outermost():

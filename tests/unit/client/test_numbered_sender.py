@@ -48,9 +48,9 @@ async def sender_of(metaserver: LocalMetaserver, *groups: str, **options: float)
         yield sender
 
 
-async def sent(sender: NumberedSender, group: str, one: NumberedBatch) -> Answer:
+async def sent(sender: NumberedSender, group: str, numbered: NumberedBatch) -> Answer:
     answers: list[Answer] = []
-    sender.send(group, one, answers.append)
+    sender.send(group, numbered, answers.append)
     await until_async(lambda: answers)
     await asyncio.sleep(0)
     assert len(answers) == 1
@@ -176,13 +176,13 @@ async def test_readonly_group_is_excluded():
 
 async def test_refusing_group_rests_and_returns():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        told = asyncio.Event()
+        changed = asyncio.Event()
         broker.refuse_with = BrokerReadOnly("no slave")
         await sent(sender, "g1", batch(1, "x"))
         assert sender.groups("a") == []
-        sender.on_change(lambda: told.set() if sender.groups("a") else None)
+        sender.on_change(lambda: changed.set() if sender.groups("a") else None)
         async with asyncio.timeout(20):  # the metaserver would send it again after 50
-            await told.wait()
+            await changed.wait()
 
 
 async def test_home_matches_producers():

@@ -1,4 +1,4 @@
-"""Shell. Pullers against brokers that cut, move and refuse, over real sockets."""
+"""Shell. Pullers, and brokers that cut connections, change masters and refuse acks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from qmq.client import group_session
 from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
 from qmq.remoting.commands import Command
 from tests.support.waiting import settle, until_async
-from tests.unit.client.world import TOKEN, LocalBroker, cancelled, cluster, consumer_of, fill, ns, pull_all, subscribes
+from tests.unit.client.world import (
+    TOKEN,
+    LocalBroker,
+    cancelled,
+    cluster,
+    consumer_of,
+    fill,
+    ns,
+    pull_all,
+    pulling,
+    subscribes,
+)
 
 
 def counted_sweeps():
@@ -36,32 +47,18 @@ async def test_puller_gets_messages_of_all_groups_once():
             assert await puller.pull(1, timeout=0.05) == []
 
 
-async def test_new_group_starts_at_latest_by_default():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(5))
-        async with consumer_of(metaserver).pull("a", group="g") as puller:
-            await until_async(lambda: broker.pulls)
-            fill(broker, [5])
-            assert ns(await puller.pull(10, timeout=10)) == [5]
-
-
 async def test_slow_message_delays_only_its_piece():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(12))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest", prefetch_messages=16) as puller:
-            messages = await pull_all(puller, 12)  # in pieces of four
-            await puller.ack(messages[4:7])
-            await messages[0].ack()
-            await puller.ack(messages[8:])
-            await until_async(lambda: len(broker.pulled["a", "g", "c1"]) == 7)
-            assert sorted(broker.pulled["a", "g", "c1"].values()) == [1, 2, 3, 4, 5, 6, 7]
-            base = messages[0].pull_sequence
-            assert broker.acks == [[(base, base + 1), (base + 8, base + 12)]]
-            await until_async(lambda: len(broker.pulled["a", "g", "c1"]) == 4)
-            assert sorted(broker.pulled["a", "g", "c1"].values()) == [1, 2, 3, 7], (
-                "after a moment, not even those of its piece"
-            )
+    async with pulling(12, prefetch_messages=16) as (broker, puller):
+        messages = await pull_all(puller, 12)  # in pieces of four
+        await puller.ack(messages[4:7])
+        await messages[0].ack()
+        await puller.ack(messages[8:])
+        await until_async(lambda: len(broker.unacked()) == 7)
+        assert broker.unacked() == [1, 2, 3, 4, 5, 6, 7]
+        base = messages[0].pull_sequence
+        assert broker.acks == [[(base, base + 1), (base + 8, base + 12)]]
+        await until_async(lambda: len(broker.unacked()) == 4)
+        assert broker.unacked() == [1, 2, 3, 7], "the done messages of its piece follow"
 
 
 async def test_consecutive_pieces_share_an_ack():
@@ -86,7 +83,7 @@ async def test_consecutive_pieces_share_an_ack():
             await until_async(lambda: len(subscribes(broker)) == 2)
             await puller.ack(messages)
             await puller.flush()
-            assert not broker.pulled["a", "g", "c1"]
+            assert not broker.unacked()
 
 
 async def test_full_consumer_with_slow_message_pulls_again(monkeypatch):
@@ -103,33 +100,25 @@ async def test_full_consumer_with_slow_message_pulls_again(monkeypatch):
 async def test_partial_piece_is_acked_after_the_ack_delay(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(40))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest") as puller:
-            messages = await pull_all(puller, 40)
-            broker.holds.add(Command.ACK)
-            for number in range(group_session.REQUESTS_IN_FLIGHT):
-                await messages[number].ack()
-                await until_async(lambda done=number: len(broker.held) == done + 1)
-            with counted_sweeps() as sweeps:
-                await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
-                await until_async(lambda: sweeps.call_count)  # the ack is due, and no request may be sent
-            broker.release()
-            await until_async(
-                lambda: list(broker.pulled["a", "g", "c1"].values()) == [group_session.REQUESTS_IN_FLIGHT]
-            )
+    async with pulling(40) as (broker, puller):
+        messages = await pull_all(puller, 40)
+        broker.holds.add(Command.ACK)
+        for number in range(group_session.REQUESTS_IN_FLIGHT):
+            await messages[number].ack()
+            await until_async(lambda done=number: len(broker.held) == done + 1)
+        with counted_sweeps() as sweeps:
+            await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
+            await until_async(lambda: sweeps.call_count)  # the ack is due, and no request may be sent
+        broker.release()
+        await until_async(lambda: broker.unacked() == [group_session.REQUESTS_IN_FLIGHT])
 
 
 async def test_flush_stores_acks_inside_pieces():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(10))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest") as puller:
-            messages = await pull_all(puller, 10)
-            await puller.ack([messages[1], *messages[5:]])
-            await puller.flush()
-            assert sorted(broker.pulled["a", "g", "c1"].values()) == [0, 2, 3, 4]
+    async with pulling(10) as (broker, puller):
+        messages = await pull_all(puller, 10)
+        await puller.ack([messages[1], *messages[5:]])
+        await puller.flush()
+        assert broker.unacked() == [0, 2, 3, 4]
 
 
 async def test_flush_raises_after_the_subscription_failed():
@@ -168,46 +157,31 @@ async def test_flush_waits_while_going_offline():
             assert all(message.is_settled for message in messages)
 
 
-async def test_leaving_sends_acks_and_returns_the_rest():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(10))
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            await puller.ack((await pull_all(puller, 10))[:4])
-        async with consumer_of(metaserver).pull("a", group="g") as puller:
-            assert ns(await pull_all(puller, 6)) == list(range(4, 10))
-
-
 async def test_reconnect_loses_no_ack_and_repeats_nothing():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(100))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest") as puller:
-            messages = await pull_all(puller, 100)
-            await puller.ack(messages[:30])
-            broker.cut()
-            await until_async(lambda: len(subscribes(broker)) == 2)
-            assert subscribes(broker)[1]["held_end"] == messages[-1].pull_sequence + 1
-            fill(broker, range(100, 120))
-            assert ns(await pull_all(puller, 20)) == list(range(100, 120))
-            await puller.ack(messages)
-            await puller.flush()
-            assert len(broker.pulled["a", "g", "c1"]) == 20
+    async with pulling(100) as (broker, puller):
+        messages = await pull_all(puller, 100)
+        await puller.ack(messages[:30])
+        broker.cut()
+        await until_async(lambda: len(subscribes(broker)) == 2)
+        assert subscribes(broker)[1]["held_end"] == messages[-1].pull_sequence + 1
+        fill(broker, range(100, 120))
+        assert ns(await pull_all(puller, 20)) == list(range(100, 120))
+        await puller.ack(messages)
+        await puller.flush()
+        assert len(broker.unacked()) == 20
 
 
 async def test_partial_piece_is_acked_after_reconnect(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(3))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest") as puller:
-            messages = await pull_all(puller, 3)
-            await broker.stop()
-            with counted_sweeps() as sweeps:
-                await puller.ack(messages[1:])
-                await until_async(lambda: sweeps.call_count)  # it found no broker
-            await broker.start(broker.port)
-            await until_async(lambda: list(broker.pulled["a", "g", "c1"].values()) == [0])
+    async with pulling(3) as (broker, puller):
+        messages = await pull_all(puller, 3)
+        await broker.stop()
+        with counted_sweeps() as sweeps:
+            await puller.ack(messages[1:])
+            await until_async(lambda: sweeps.call_count)  # it found no broker
+        await broker.start(broker.port)
+        await until_async(lambda: broker.unacked() == [0])
 
 
 async def test_restart_with_same_id_gets_unacked_messages():
@@ -244,7 +218,7 @@ async def test_consumer_follows_the_new_master():
             assert more[0].pull_sequence >= 2 << 32, "the new mastership began after a gap"
             await puller.ack([*messages[10:], *more])
             await puller.flush()
-            assert not new.pulled["a", "g", "c1"]
+            assert not new.unacked()
         await new.stop()
 
 
@@ -259,70 +233,50 @@ async def test_not_master_is_retried():
 
 
 async def test_refused_acks_cause_redelivery():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(5))
-        async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
-            messages = await pull_all(puller, 5)
-            broker.ack_error = InvalidAck("not yours")
-            await puller.ack(messages[:2])
-            again = await pull_all(puller, 5)
-            assert ns(again) == list(range(5))
-            await puller.ack(messages)  # the old ones: nothing happens
-            await puller.ack(again)
-            await puller.flush()
-            assert not broker.pulled["a", "g", "c1"]
+    async with pulling(5) as (broker, puller):
+        messages = await pull_all(puller, 5)
+        broker.ack_error = InvalidAck("not yours")
+        await puller.ack(messages[:2])
+        again = await pull_all(puller, 5)
+        assert ns(again) == list(range(5))
+        await puller.ack(messages)  # the old ones: nothing happens
+        await puller.ack(again)
+        await puller.flush()
+        assert not broker.unacked()
 
 
 async def test_waiting_messages_survive_a_refused_ack():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(20))
-        async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
-            taken = await pull_all(puller, 5)
-            assert len(broker.pulled["a", "g", "c1"]) == 20, "15 wait here"
-            broker.ack_error = InvalidAck("not yours")
-            await puller.ack(taken[:1])
-            await until_async(lambda: len(subscribes(broker)) == 2)
-            assert ns(await pull_all(puller, 20)) == list(range(20))
-            assert await puller.pull(1, timeout=0.05) == []
-
-
-async def test_second_consumer_with_same_id_ends_the_first():
-    async with cluster("g1") as (metaserver, [broker]):
-        first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.2) for _ in range(2))
-        async with first.pull("a", group="g") as puller:
-            await until_async(lambda: broker.pulls)
-            async with second.pull("a", group="g"):
-                with pytest.raises(SubscriptionReplaced):
-                    await puller.pull(1, timeout=10)
+    async with pulling(20) as (broker, puller):
+        taken = await pull_all(puller, 5)
+        assert len(broker.unacked()) == 20, "15 wait here"
+        broker.ack_error = InvalidAck("not yours")
+        await puller.ack(taken[:1])
+        await until_async(lambda: len(subscribes(broker)) == 2)
+        assert ns(await pull_all(puller, 20)) == list(range(20))
+        assert await puller.pull(1, timeout=0.05) == []
 
 
 async def test_prefetch_and_unacked_max_are_limits():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1000))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest", prefetch_messages=40, unacked_max=100) as puller:
-            await until_async(lambda: len(broker.pulls) >= 4)
-            await settle()
-            assert len(broker.pulled["a", "g", "c1"]) <= 40
-            assert {pull.messages_max for pull in broker.pulls} == {10}
-            messages = []
-            while len(messages) < 100:
-                messages += await puller.pull(1000, timeout=10)
-            assert await puller.pull(1000, timeout=0.1) == [] and len(messages) == 100
-            await puller.ack(messages)
-            assert len(await puller.pull(10, timeout=10)) == 10, "acks make room"
+    async with pulling(1000, prefetch_messages=40, unacked_max=100) as (broker, puller):
+        await until_async(lambda: len(broker.pulls) >= 4)
+        await settle()
+        assert len(broker.unacked()) <= 40
+        assert {pull.messages_max for pull in broker.pulls} == {10}
+        messages = []
+        while len(messages) < 100:
+            messages += await puller.pull(1000, timeout=10)
+        assert await puller.pull(1000, timeout=0.1) == [] and len(messages) == 100
+        await puller.ack(messages)
+        assert len(await puller.pull(10, timeout=10)) == 10, "acks make room"
 
 
 @pytest.mark.parametrize("prefetch", [1, 3, 5, 10])
 async def test_small_prefetch_is_not_exceeded(prefetch):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(50))
-        consumer = consumer_of(metaserver)
-        async with consumer.pull("a", group="g", start="earliest", prefetch_messages=prefetch) as puller:
-            for taken in range(1, 21):
-                await puller.pull(1, timeout=10)
-                await settle()
-                assert broker.positions["a", "g"] - taken <= prefetch
+    async with pulling(50, prefetch_messages=prefetch) as (broker, puller):
+        for taken in range(1, 21):
+            await puller.pull(1, timeout=10)
+            await settle()
+            assert broker.positions["a", "g"] - taken <= prefetch
 
 
 async def test_heartbeats_keep_the_lease():
@@ -359,141 +313,124 @@ def test_wrong_arguments_raise_at_once():
 
 
 async def test_a_puller_nacks_and_gives_up_messages():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(6))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest", retry_delay=1_000) as puller:
-            messages = await pull_all(puller, 6)
-            await puller.nack(messages[:2], "soon", delay=0.01)
-            await puller.nack([messages[2]], "in the end")
-            await puller.dead_letter(messages[3:5], "never")
-            with pytest.raises(qmq.InvalidRequest):
-                await puller.nack([messages[5]], delay=-1)
-            await puller.flush()
-            assert list(broker.pulled["a", "g", "c1"].values()) == [5]
-            again = await pull_all(puller, 2)
-            assert [(message["n"], message.times) for message in again] == [("0", 2), ("1", 2)]
-            assert broker.dead["a", "g"] == [(3, "never"), (4, "never")]
-            delays = [[entry.delay_ms for entry in nack.entries] for nack in broker.nacks]
-            assert delays[0][0] <= 10 and 990_000 < delays[1][0] <= 1_000_000
+    async with pulling(6, retry_delay=1_000) as (broker, puller):
+        messages = await pull_all(puller, 6)
+        await puller.nack(messages[:2], "soon", delay=0.01)
+        await puller.nack([messages[2]], "in the end")
+        await puller.dead_letter(messages[3:5], "never")
+        with pytest.raises(qmq.InvalidRequest):
+            await puller.nack([messages[5]], delay=-1)
+        await puller.flush()
+        assert broker.unacked() == [5]
+        again = await pull_all(puller, 2)
+        assert [(message["n"], message.times) for message in again] == [("0", 2), ("1", 2)]
+        assert broker.dead["a", "g"] == [(3, "never"), (4, "never")]
+        delays = [[entry.delay_ms for entry in nack.entries] for nack in broker.nacks]
+        assert delays[0][0] <= 10 and 990_000 < delays[1][0] <= 1_000_000
 
 
 async def test_only_taken_messages_count_as_delivered():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(10))
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            messages = await puller.pull(4, timeout=10)
-            await messages[1].ack()
-        assert broker.times["a", "g"] == {n: int(n < 4) for n in range(10)}
-        await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, *range(2, 10)])
+    async with pulling(10) as (broker, puller):
+        messages = await puller.pull(4, timeout=10)
+        await messages[1].ack()
+    assert broker.times["a", "g"] == {n: int(n < 4) for n in range(10)}
+    await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, *range(2, 10)])
 
 
 async def test_a_pull_that_is_cancelled_loses_nothing():
-    async with cluster("g1") as (metaserver, [broker]):
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            got: list[str] = []
-            for n in range(200):
-                task = asyncio.create_task(puller.pull(10, timeout=10))
-                for _ in range(n % 7):
-                    await asyncio.sleep(0)
-                fill(broker, [n])
-                for _ in range(n % 11):
-                    await asyncio.sleep(0)
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    got += [str(message["n"]) for message in await task]
-            while len(got) < 200:
-                got += [str(message["n"]) for message in await puller.pull(1_000, timeout=10)]
-            assert sorted(got, key=int) == [str(n) for n in range(200)]
+    async with pulling(0) as (broker, puller):
+        got: list[str] = []
+        for n in range(200):
+            task = asyncio.create_task(puller.pull(10, timeout=10))
+            for _ in range(n % 7):
+                await asyncio.sleep(0)
+            fill(broker, [n])
+            for _ in range(n % 11):
+                await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                got += [str(message["n"]) for message in await task]
+        while len(got) < 200:
+            got += [str(message["n"]) for message in await puller.pull(1_000, timeout=10)]
+        assert sorted(got, key=int) == [str(n) for n in range(200)]
 
 
 async def test_several_tasks_may_pull_from_one_puller():
-    async with cluster("g1") as (metaserver, [broker]):
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            tasks = [asyncio.create_task(puller.pull(1, timeout=10)) for _ in range(5)]
-            await until_async(lambda: broker.pulls)
-            tasks[0].cancel()
-            fill(broker, range(4))
-            got = [message["n"] for messages in await asyncio.gather(*tasks[1:]) for message in messages]
-            assert sorted(got) == ["0", "1", "2", "3"]
+    async with pulling(0) as (broker, puller):
+        tasks = [asyncio.create_task(puller.pull(1, timeout=10)) for _ in range(5)]
+        await until_async(lambda: broker.pulls)
+        tasks[0].cancel()
+        fill(broker, range(4))
+        got = [message["n"] for messages in await asyncio.gather(*tasks[1:]) for message in messages]
+        assert sorted(got) == ["0", "1", "2", "3"]
 
 
 async def test_cancelled_woken_task_wakes_another():
-    async with cluster("g1") as (metaserver, [broker]):
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            await until_async(lambda: broker.pulls)
-            subscription = puller._subscription
-            assert subscription is not None
-            first, second = (asyncio.create_task(subscription.wait()) for _ in range(2))
-            await asyncio.sleep(0)
-            subscription._wake(1)
-            first.cancel()
-            async with asyncio.timeout(60):
-                await second
+    async with pulling(0) as (broker, puller):
+        await until_async(lambda: broker.pulls)
+        subscription = puller._subscription
+        assert subscription is not None
+        first, second = (asyncio.create_task(subscription.wait()) for _ in range(2))
+        await asyncio.sleep(0)
+        subscription._wake(1)
+        first.cancel()
+        async with asyncio.timeout(60):
+            await second
 
 
 async def test_timed_out_pulls_leave_no_waiters():
     """Regression: a puller that polled an idle subject grew with each call."""
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, [0])
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            messages = await pull_all(puller, 1)
-            subscription = puller._subscription
-            assert subscription is not None
-            for _ in range(3):
-                assert await puller.pull(1, timeout=0) == []
-            assert not subscription._takers
-            broker.holds.add(Command.ACK)
-            await puller.ack(messages)
-            for _ in range(3):
-                flushing = asyncio.create_task(puller.flush())
-                await asyncio.sleep(0)
-                await cancelled(flushing)
-            assert not subscription._settlers
-            broker.release()
-            await puller.flush()
+    async with pulling(1) as (broker, puller):
+        messages = await pull_all(puller, 1)
+        subscription = puller._subscription
+        assert subscription is not None
+        for _ in range(3):
+            assert await puller.pull(1, timeout=0) == []
+        assert not subscription._takers
+        broker.holds.add(Command.ACK)
+        await puller.ack(messages)
+        for _ in range(3):
+            flushing = asyncio.create_task(puller.flush())
+            await asyncio.sleep(0)
+            await cancelled(flushing)
+        assert not subscription._settlers
+        broker.release()
+        await puller.flush()
 
 
 async def test_pull_without_timeout_returns_prefetched():
-    async with cluster("g1") as (metaserver, [broker]):
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            assert await puller.pull(10, timeout=0) == []
-            assert await puller.pull(0, timeout=10) == []
-            fill(broker, range(3))
-            messages: list[qmq.ReceivedMessage] = []
-            while len(messages) < 3:
-                messages += await puller.pull(10, timeout=0)
-            assert ns(messages) == [0, 1, 2]
+    async with pulling(0) as (broker, puller):
+        assert await puller.pull(10, timeout=0) == []
+        assert await puller.pull(0, timeout=10) == []
+        fill(broker, range(3))
+        messages: list[qmq.ReceivedMessage] = []
+        while len(messages) < 3:
+            messages += await puller.pull(10, timeout=0)
+        assert ns(messages) == [0, 1, 2]
 
 
 async def test_most_once_acks_only_pulled_messages():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(10))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
-            messages = await puller.pull(4, timeout=10)
-            assert all(message.is_settled for message in messages)
-            assert sorted(broker.pulled["a", "g", "c1"].values()) == list(range(4, 10))
-        assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
+    async with pulling(10, most_once=True) as (broker, puller):
+        messages = await puller.pull(4, timeout=10)
+        assert all(message.is_settled for message in messages)
+        assert broker.unacked() == list(range(4, 10))
+    assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
 
 
 async def test_most_once_cancelled_pull_is_returned_next():
     """Such acks cannot be taken back: the messages would be lost without a crash."""
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(8))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
-            broker.holds.add(Command.ACK)
-            pulled = asyncio.create_task(puller.pull(4, timeout=10))
-            await until_async(lambda: broker.held)
-            pulled.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await pulled
-            broker.release()
-            assert ns(await puller.pull(3, timeout=10)) == [0, 1, 2], "as many as asked for"
-            assert ns(await pull_all(puller, 5)) == [3, 4, 5, 6, 7]
+    async with pulling(8, most_once=True) as (broker, puller):
+        broker.holds.add(Command.ACK)
+        pulled = asyncio.create_task(puller.pull(4, timeout=10))
+        await until_async(lambda: broker.held)
+        pulled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pulled
+        broker.release()
+        assert ns(await puller.pull(3, timeout=10)) == [0, 1, 2], "as many as asked for"
+        assert ns(await pull_all(puller, 5)) == [3, 4, 5, 6, 7]
 
 
 async def test_most_once_pull_ends_with_the_puller():

@@ -71,7 +71,7 @@ async def test_new_stream_brings_changed_routes():
         metaserver.refuse["b"] = "changed meanwhile"
         await metaserver.stop_grpc()
         await metaserver.open_grpc()
-        await until_async(lambda: any(said.subjects for said in metaserver.requests) and len(client.brought) > 2)
+        await until_async(lambda: any(request.subjects for request in metaserver.requests) and len(client.brought) > 2)
         assert set(client.brought[2:]) == {"b"}
         first = next(request for request in metaserver.requests if request.subjects)  # without confirmations
         assert set(first.subjects) == set(first.held) == {"a", "b"}
@@ -96,7 +96,7 @@ async def test_confirmation_delays_no_request(monkeypatch):
         client.watch.watch("b")
         await until_async(lambda: client.brought == ["a", "b"])
         a, b = metaserver.route_now("a").version, metaserver.route_now("b").version
-        assert [(list(said.subjects), dict(said.held)) for said in metaserver.requests] == [
+        assert [(list(request.subjects), dict(request.held)) for request in metaserver.requests] == [
             (["a"], {}),
             (["b"], {"a": a}),
         ]
@@ -200,8 +200,8 @@ async def test_rejected_token_is_logged(way, caplog):
         if way == "HTTP":
             await metaserver.block_grpc()
         async with watching(metaserver, "a", token="wrong"):
-            said = f"rejects the token: unknown token metaserver={metaserver.url}"
-            await until_async(lambda: said in caplog.text)
+            text = f"rejects the token: unknown token metaserver={metaserver.url}"
+            await until_async(lambda: text in caplog.text)
     finally:
         await metaserver.stop()
     assert [record.levelname for record in caplog.records if "rejects the token" in record.message][0] == "ERROR"

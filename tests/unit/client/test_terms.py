@@ -101,28 +101,28 @@ async def handle(message: qmq.ReceivedMessage) -> None:
 
 
 def test_a_place_in_a_group_is_given_once():
-    one = consumer()
-    one.listen("a", group="g")(handle)
+    client = consumer()
+    client.listen("a", group="g")(handle)
     for again in (
-        lambda: one.listen("a", group="g"),
-        lambda: one.pull("a", group="g"),
-        lambda: one.listen("%RETRY%a%g", group="g"),
+        lambda: client.listen("a", group="g"),
+        lambda: client.pull("a", group="g"),
+        lambda: client.listen("%RETRY%a%g", group="g"),
     ):
         with pytest.raises(qmq.InvalidRequest, match="already"):
             again()
-    one.listen("a", group="other")(handle)
-    one.listen("a", broadcast=True)(handle)
-    assert list(one.listeners) == [("a", "g"), ("a", "other"), ("a", "c1")]
+    client.listen("a", group="other")(handle)
+    client.listen("a", broadcast=True)(handle)
+    assert list(client.listeners) == [("a", "g"), ("a", "other"), ("a", "c1")]
 
 
 @pytest.mark.parametrize("concurrency", [0, -1, 10_001])
 def test_concurrency_has_its_bounds(concurrency):
-    one = consumer()
+    client = consumer()
     with pytest.raises(qmq.InvalidRequest):
-        one.listen("a", group="g", concurrency=concurrency, prefetch_messages=1)(handle)
-    one.listen("a", group="g")(handle)
+        client.listen("a", group="g", concurrency=concurrency, prefetch_messages=1)(handle)
+    client.listen("a", group="g")(handle)
     with pytest.raises(qmq.InvalidRequest):
-        one.listeners["a", "g"].concurrency = concurrency
+        client.listeners["a", "g"].concurrency = concurrency
 
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)

@@ -57,36 +57,36 @@ def test_drain_time_is_zero_or_more(seconds):
 
 
 async def test_unopened_and_closed_producers_raise():
-    one = producer()
+    client = producer()
     with pytest.raises(qmq.ClientClosed, match="async with"):
-        await one.send(qmq.Message("a"))
+        await client.send(qmq.Message("a"))
     with pytest.raises(qmq.ClientClosed, match="async with"):
-        await one.send_many([qmq.Message("a")])
-    async with one:
+        await client.send_many([qmq.Message("a")])
+    async with client:
         pass
     with pytest.raises(qmq.ClientClosed, match="was closed"):
-        await one.send(qmq.Message("a"))
+        await client.send(qmq.Message("a"))
     with pytest.raises(qmq.ClientClosed, match="was closed"):
-        await one.send_many([qmq.Message("a")])
+        await client.send_many([qmq.Message("a")])
 
 
 @pytest.mark.parametrize("wrong", [{"orderNo": 42}, "paid", None])
 async def test_other_types_are_not_sent(wrong):
-    async with producer() as one:
+    async with producer() as client:
         with pytest.raises(qmq.InvalidMessage, match="send a qmq.Message"):
-            await one.send(wrong)
+            await client.send(wrong)
         with pytest.raises(qmq.InvalidMessage, match="send a qmq.Message"):
-            await one.send_many([wrong])
+            await client.send_many([wrong])
         with pytest.raises(qmq.InvalidMessage, match="send a qmq.Message"):
-            one.send_nowait(wrong, print)
+            client.send_nowait(wrong, print)
 
 
 async def test_one_message_is_not_taken_for_several():
     """It has `[name]`, by which Python would iterate over it."""
 
-    async with producer() as one:
+    async with producer() as client:
         with pytest.raises(TypeError, match="not iterable"):
-            await one.send_many(qmq.Message("a", {"n": 1}))  # type: ignore[call-overload]
+            await client.send_many(qmq.Message("a", {"n": 1}))  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,18 @@ async def test_one_message_is_not_taken_for_several():
     ids=["a text as properties", "a list as properties", "a dict within", "long", "half a letter", "no zone", "no tag"],
 )
 async def test_invalid_content_shows_the_remedy(message: Callable[[], qmq.Message], says: str):
-    async with producer() as one:
+    async with producer() as client:
         with pytest.raises(qmq.InvalidMessage, match=says) as sent:
-            await one.send(message())
-        (receipt,) = await one.send_many([message()])
+            await client.send(message())
+        (receipt,) = await client.send_many([message()])
         assert receipt.outcome is qmq.Outcome.REFUSED
         assert receipt.reason.partition(": ")[2] == str(sent.value).partition(": ")[2]
 
 
 async def test_a_wrong_address_is_named_in_the_receipt():
     address = f"http://127.0.0.1:{free_ports(1)[0]}"
-    async with producer(metaserver=address, timeout_s=0.3) as one:
-        receipt = await one.send(qmq.Message("a"))
+    async with producer(metaserver=address, timeout_s=0.3) as client:
+        receipt = await client.send(qmq.Message("a"))
     assert receipt.outcome is qmq.Outcome.REFUSED
     assert isinstance(receipt.error, qmq.NoRoute)
     assert f"the metaserver at {address} sent no route: " in receipt.reason
@@ -132,9 +132,9 @@ def test_uncallable_handler_is_refused():
 
     def named(*, message: qmq.ReceivedMessage) -> None: ...
 
-    for one in (none, two, named):
+    for function in (none, two, named):
         with pytest.raises(qmq.InvalidRequest, match="must take one argument, the message"):
-            consumer().listen("a", group="g")(one)  # type: ignore[arg-type]
+            consumer().listen("a", group="g")(function)  # type: ignore[arg-type]
     with pytest.raises(qmq.InvalidRequest, match="must take one argument, a list of messages"):
         consumer().listen("a", group="g", batch=2)(none)  # type: ignore[arg-type]
 
@@ -149,8 +149,16 @@ def test_handler_may_have_default_parameters():
 
     def with_session(session: object, message: qmq.ReceivedMessage) -> None: ...
 
-    for one in (more, Tickets().on_order, Tickets(), partial(with_session, None), print, [].append, lambda _: None):
-        consumer().listen("a", group="g")(one)
+    for function in (
+        more,
+        Tickets().on_order,
+        Tickets(),
+        partial(with_session, None),
+        print,
+        [].append,
+        lambda _: None,
+    ):
+        consumer().listen("a", group="g")(function)
 
 
 @pytest.mark.parametrize("way", ["listen", "pull"])
@@ -173,10 +181,10 @@ def test_handler_counts_are_whole_numbers(wrong):
     for name in ("concurrency", "batch"):
         with pytest.raises(qmq.InvalidRequest, match=f"^{name} is a whole number"):
             consumer().listen("a", group="g", **{name: wrong})
-    one = consumer()
-    one.listen("a", group="g")(handler)
+    client = consumer()
+    client.listen("a", group="g")(handler)
     with pytest.raises(qmq.InvalidRequest, match="^concurrency is a whole number"):
-        one.listeners["a", "g"].concurrency = wrong
+        client.listeners["a", "g"].concurrency = wrong
 
 
 @pytest.mark.parametrize("wrong", ["5", timedelta(seconds=5), float("nan")])
@@ -191,8 +199,8 @@ async def test_reason_must_be_a_str():
     async with qmq.testing.Broker() as broker:
         async with qmq.Producer(metaserver=broker.metaserver, app="a") as sender:
             await sender.send(qmq.Message("a"))
-        one = qmq.Consumer(metaserver=broker.metaserver, app="a")
-        async with one.pull("a", group="g", start="earliest") as puller:
+        client = qmq.Consumer(metaserver=broker.metaserver, app="a")
+        async with client.pull("a", group="g", start="earliest") as puller:
             (message,) = await puller.pull(1, timeout=60)
             for refuse in (message.nack, message.dead_letter, message.nack_nowait, message.dead_letter_nowait):
                 with pytest.raises(qmq.InvalidRequest, match="a reason is a str, not ValueError"):

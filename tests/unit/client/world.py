@@ -243,10 +243,8 @@ class LocalBroker(Port):
         self.heartbeats = self.unsubscribes = 0
         self.subjects, self.dead = View(self._stored), View(self._dead)
         self.positions, self.returned = View(self._position), View(self._returned)
-        self.times, self.pulled = View(self._times), View(self._pulled)
-        """Deliveries of each message of (subject, group); pull sequence -> sequence of the unacked messages of
-        (subject, group, consumer).
-        """
+        self.times = View(self._times)
+        """(subject, group) -> deliveries of each sequence."""
         self._keys: dict[tuple[Connection, int], tuple[str, str, str]] = {}
         self._delivered: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
         self._own_batches = 0
@@ -295,7 +293,7 @@ class LocalBroker(Port):
                 self.nacks.append(commands.decode_nack(packet.body))
             case Command.BEGIN:
                 begun = commands.decode_ack(packet.body)
-                unacked = self.pulled[self._keys[connection, begun.subscription]]
+                unacked = self._pulled(*self._keys[connection, begun.subscription])
                 self.begun += [unacked[number] for range_ in begun.ranges for number in range(*range_)]
         super().serve(connection, packet)
 
@@ -348,6 +346,10 @@ class LocalBroker(Port):
 
     # State.
 
+    def unacked(self, consumer: str = "c1", *, subject: str = "a", group: str = "g") -> list[int]:
+        """Return the sequences of the unacked messages of a consumer."""
+        return list(self._pulled(subject, group, consumer).values())
+
     def _stored(self, subject: str) -> list[bytes]:
         log = self.copies.log
         found = []
@@ -372,6 +374,7 @@ class LocalBroker(Port):
         return times
 
     def _pulled(self, subject: str, group: str, consumer: str) -> dict[int, int]:
+        """Return pull sequence -> sequence of unacked messages."""
         known = self._progress(subject, group).consumers.get(consumer)
         spans = known.unacked if known else []
         return {span.pull + at: span.first + at for span in spans for at in range(span.count)}
@@ -575,7 +578,8 @@ def fill(
     encode = batch_encoder(subject, 1)
     encoded = [encode(Message(subject, {"n": n}, id=f"{broker.name}-{n}", **options)) for n in numbers]
     for batch in [[data] for data in encoded] if apart else [encoded]:
-        broker.add(subject, *batch)
+        if batch:
+            broker.add(subject, *batch)
 
 
 async def pull_all(puller: qmq.Puller, count: int) -> list[qmq.ReceivedMessage]:
@@ -610,3 +614,24 @@ async def listening(consumer: qmq.Consumer) -> AsyncIterator[asyncio.Task[None]]
     finally:
         consumer.stop()
         await task
+
+
+@asynccontextmanager
+async def handling(handler: Any, messages: int = 1, **options: Any) -> AsyncIterator[LocalBroker]:
+    """Run consumer "c1" of group "g", whose handler gets the numbered messages of subject "a"."""
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(messages))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        consumer.listen("a", group="g", start="earliest", **options)(handler)
+        async with listening(consumer):
+            yield broker
+
+
+@asynccontextmanager
+async def pulling(messages: int = 0, **options: Any) -> AsyncIterator[tuple[LocalBroker, qmq.Puller]]:
+    """Open a puller of consumer "c1" and group "g" with the numbered messages of subject "a"."""
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(messages))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest", **options) as puller:
+            yield broker, puller
