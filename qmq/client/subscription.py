@@ -173,7 +173,7 @@ class Subscription:
             piece = parcel.messages[parcel.at]._piece
             if with_most and taken and piece.times != taken[0]._piece.times:
                 break
-            if is_suspected := piece.suspected:
+            if piece.suspected:
                 if taken:
                     break
                 messages_max = 1
@@ -186,8 +186,6 @@ class Subscription:
             some = parcel.messages[parcel.at : end]
             taken += [message for message in some if not is_over(message)] if piece.may_expire else some
             self._took(parcel, end)
-            if is_suspected and taken:
-                break
         return taken
 
     def take_one(self) -> ReceivedMessage | None:
