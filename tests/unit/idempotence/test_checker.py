@@ -277,11 +277,3 @@ async def test_an_empty_or_failing_key_fails_the_message():
     assert not await deliver(Idempotence(MemoryKeys(), key=lambda _: ""), Handed("id-1"), handler)
     assert not await deliver(Idempotence(MemoryKeys(), key=lambda message: message["no"]), Handed("id-1"), handler)
     assert handler.handled == []
-
-
-async def test_it_leaves_no_task_behind():
-    tasks = asyncio.all_tasks()
-    check = Idempotence(MemoryKeys())
-    for at in range(20):
-        await deliver(check, Handed(f"id-{at}"), Handler(*([ValueError()] if at % 2 else [])))
-    assert asyncio.all_tasks() == tasks

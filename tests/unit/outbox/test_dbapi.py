@@ -110,16 +110,6 @@ def test_failed_commit_has_unknown_outcome(tmp_path, broker, producer):
     world.close()
 
 
-def test_a_transaction_without_an_outbox_is_rolled_back(tmp_path, broker, producer):
-    world = DbapiWorld(f"sqlite:///{tmp_path / 'shop.db'}")
-    world.drop_outbox()
-    with pytest.raises(sqlite3.OperationalError), world.begin() as begun:
-        begun.execute("INSERT INTO orders VALUES (1)")
-        producer.send(paid(1), session=begun.session)
-    assert (sent(broker), world.orders()) == ([], [])
-    world.close()
-
-
 def test_an_unknown_driver_is_refused():
     with pytest.raises(InvalidRequest, match="not known"):
         with Database(lambda: object()).transaction(object()):

@@ -8,7 +8,7 @@ import pytest
 
 import qmq.blocking
 from qmq import InvalidMessage, InvalidName, Message, Outcome
-from qmq.errors import NotServed, RolledBack
+from qmq.errors import NotServed
 
 PAY = "INSERT INTO orders VALUES (42)"
 WAIT_S = 20.0
@@ -74,19 +74,6 @@ def test_messages_end_with_their_savepoint(world, broker, producer):
     producer.flush()
     assert sent(broker) == ["paid-1", "paid-2", "paid-5", "paid-7", "paid-8"]
     assert world.rows() == []
-
-
-def test_earlier_savepoint_rolls_all_messages_back(world, broker, producer):
-    with world.begin() as begun:
-        begun.execute(PAY)
-        with pytest.raises(Failed), begun.savepoint():
-            with begun.savepoint():
-                producer.send(paid(1), session=begun.session)
-            producer.send(paid(2), session=begun.session)
-            raise Failed
-        producer.send(paid(3), session=begun.session)
-    producer.flush()
-    assert (sent(broker), world.rows()) == (["paid-3"], [])
 
 
 def test_many_messages_take_three_statements(world, broker, producer):
@@ -209,11 +196,3 @@ def test_later_changes_of_a_message_are_ignored(session_world, broker, producer)
         message.properties["number"] = 43
     producer.flush()
     assert broker.messages("order.paid")[0].get_int("number") == 42
-
-
-def test_rollback_is_the_receipts_outcome(session_world, producer):
-    with pytest.raises(Failed), session_world.begin() as begun:
-        later = producer.send(paid(42), session=begun.session)
-        raise Failed
-    receipt = later.result(WAIT_S)
-    assert (receipt.outcome, type(receipt.error)) == (Outcome.REFUSED, RolledBack)
