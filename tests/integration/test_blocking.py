@@ -161,7 +161,7 @@ def consumer(broker):
 
 @contextmanager
 def running(consumer):
-    """Run a consumer in a thread of its own; what `run` raises is raised at the end."""
+    """Run a consumer in a thread; raise its error at the end."""
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(consumer.run)
         try:
@@ -288,7 +288,7 @@ def test_a_puller_takes_acks_and_releases(broker, producer, consumer):
         assert puller.pull(1, timeout=0) == []
     assert numbers(broker.dead_letters("s", "g")) == [6]
     with consumer.pull("s", group="g") as puller:
-        assert numbers(puller.pull(100, timeout=5)) == [7, 8, 9]  # what was not decided went back at once
+        assert numbers(puller.pull(100, timeout=5)) == [7, 8, 9]  # undecided messages are requeued at once
         broker.advance(3600)
         assert numbers(puller.pull(100, timeout=5)) == [4, 5]
     with pytest.raises(ClientClosed):

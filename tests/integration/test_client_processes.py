@@ -1,4 +1,4 @@
-"""Clients in processes of their own: how these fork, and how they end."""
+"""Shell. Clients in processes that fork, are signalled, and end."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ consumer = qmq.blocking.Consumer(metaserver=metaserver, app="test")
 
 @pytest.fixture
 def launch():
-    """Run Python with arguments, its children in a session of their own; none of them outlives the test."""
+    """Run Python processes in sessions of their own; each is killed after the test."""
     started, pipe = [], subprocess.PIPE
-    python = [sys.executable, "-W", "ignore::DeprecationWarning"]  # newer Pythons warn of any fork beside threads
-    environment = os.environ | {"GRPC_VERBOSITY": "NONE"}  # nor is it an error that gRPC tells of a lost connection
-    del environment[grpc_forks.SETTING]  # this process has it by its import of qmq
+    python = [sys.executable, "-W", "ignore::DeprecationWarning"]  # newer Pythons warn of a fork beside threads
+    environment = os.environ | {"GRPC_VERBOSITY": "NONE"}  # gRPC logs lost connections
+    del environment[grpc_forks.SETTING]  # set in this process by its import of qmq
 
     def launch(*arguments):
         started.append(
@@ -86,7 +86,7 @@ def start(broker, launch):
 
 @pytest.fixture
 def run(start):
-    """Run a program to its end; return what it printed."""
+    """Run a program to its end; return its output."""
 
     def run(code):
         process = start(code)
@@ -248,7 +248,7 @@ print(*codes)
 
 
 def test_forked_workers_get_separate_producers(broker, run):
-    """Brokers took the first batch of each for a repeat, and acknowledged four messages of which they kept one."""
+    """Regression: brokers took the first batch of each worker for a repetition, and stored one message of four."""
     run(
         """
         import asyncio
@@ -279,7 +279,7 @@ def test_forked_workers_get_separate_consumers(broker, producer, start):
         @consumer.listen("s", broadcast=True, start="earliest")
         async def on_broadcast(message):
             line = f"{consumer.id} {consumer.listeners['s', consumer.id].group}\\n"
-            os.write(1, line.encode())  # whole, beside that of the other worker
+            os.write(1, line.encode())  # one write, so that lines of both workers do not mix
         pids = []
         for _ in range(2):
             if not (pid := os.fork()):
@@ -463,7 +463,7 @@ def test_ctrl_c_ends_a_wait_and_the_program(broker, start):
         """,
     )
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)  # so that it most likely waits; it must end as said in any case
+    time.sleep(0.3)  # by then it most likely waits
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (0, "interrupted\n", "")
@@ -473,7 +473,7 @@ LISTEN = """
 @consumer.listen("s", group="g", start="earliest")
 def on_message(message):
     print("begun", flush=True)
-    if is_told:
+    if waits:
         sys.stdin.readline()
     time.sleep(0.5)
     print("done", flush=True)
@@ -485,7 +485,7 @@ def on_message(message):
 )
 def test_a_signal_ends_run_after_the_handler_that_runs(broker, producer, number, ends, start):
     process = start(
-        "is_told = True  # when the signal is on its way\n"
+        "waits = True\n"
         + LISTEN
         + """
 try:
@@ -508,7 +508,7 @@ except KeyboardInterrupt:
 def test_consumer_in_a_daemon_thread_is_drained_at_exit(broker, producer, start):
     producer.send(message(0))
     process = start(
-        "is_told = False\n"
+        "waits = False\n"
         + LISTEN
         + """
 threading.Thread(target=consumer.run, daemon=True).start()
@@ -548,7 +548,7 @@ def test_forked_workers_are_consumers_of_their_own(broker, producer, start):
     assert sorted(numbers(broker.messages("out"))) == list(range(100))
 
 
-# The page about it.
+# Programs of docs/blocking.md.
 
 PAGE = Path(__file__).parents[2] / "docs" / "blocking.md"
 

@@ -1,7 +1,4 @@
-"""Shell. Exactly once, end to end: a real cluster, real databases, and a consumer that kills itself at each step.
-
-The consumer is started again each time it has died. In between, the group's master dies too.
-"""
+"""Shell. Exactly one effect per message: the consumer crashes at each step and restarts, and the master is killed."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def cluster(tmp_path_factory):
 
 
 class Run:
-    """One subject, its consumer, and what became of its messages."""
+    """One subject, its consumer process, and the messages it handled."""
 
     def __init__(self, cluster, directory, *, kind, url, steps):
         self._cluster, self._kind, self.steps = cluster, kind, steps
@@ -62,7 +59,7 @@ class Run:
         self.starts = 0
 
     def send(self):
-        """Send plain messages and, among them, for each step one that crashes there; returns the step of each."""
+        """Send plain messages, and one per step that crashes there; return the step of each."""
         steps = ["none"] * PLAIN
         for at, step in enumerate(self.steps):
             steps.insert(at * PLAIN // len(self.steps), step)
@@ -74,13 +71,13 @@ class Run:
         async def send_all():
             async with producer(self._cluster) as sender:
                 assert (await sender.send_many(messages)).all_stored
-                assert (await sender.send_many(messages[:5])).all_stored  # as an application does that knows no outcome
+                assert (await sender.send_many(messages[:5])).all_stored  # as after an unknown outcome
 
         asyncio.run(send_all())
         return dict(enumerate(steps))
 
     def consume(self):
-        """Start the consumer again and again until all is settled; kill the master once in between."""
+        """Restart the consumer until all messages are settled; kill the master once."""
         deadline, is_master_dead = time.monotonic() + 4 * WAIT_S, False
         try:
             while len(list(self._crashes.iterdir())) < len(self.steps) or self._left() != 0:
@@ -97,7 +94,7 @@ class Run:
 
     def _keep(self):
         if self._process is not None and self._process.poll() is not None:
-            assert self._process.returncode == -9, "it ended otherwise than by a crash of its own"
+            assert self._process.returncode == -9, "it did not end by a crash of its own"
             self._process = None
         if self._process is None:
             self.starts += 1
@@ -106,7 +103,7 @@ class Run:
             )
 
     def _left(self):
-        """Messages that are not acked; None while the broker does not say."""
+        """Return the number of messages not acked; None without an answer of the broker."""
         try:
             found = metrics(self._cluster, self._cluster.broker("g1", "master"))
         except OSError:
@@ -157,7 +154,7 @@ def test_own_keys_repeat_only_after_a_crash(cluster, tmp_path, request, store):
     steps = run.send()
     run.consume()
     journal = Counter(int(line) for line in run.journal.read_text().split())
-    assert set(journal) == set(steps), "none is lost"
+    assert set(journal) == set(steps), "no message is lost"
     repeats = sum(journal.values()) - len(steps)
     assert all(journal[number] >= 2 for number, step in steps.items() if step == "after the work")
-    assert repeats <= len(run.steps) * CONCURRENCY, "no more than what was in a handler when the process died"
+    assert repeats <= len(run.steps) * CONCURRENCY, "only messages in a handler at a crash repeat"

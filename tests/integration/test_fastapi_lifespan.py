@@ -1,4 +1,4 @@
-"""Shell. Producers and consumers that begin and end with an application, over a broker in memory."""
+"""Shell. Producers and consumers in the lifespan of a FastAPI application."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WAIT_S = 120.0
 
 @asynccontextmanager
 async def serving(app):
-    """Run the application's life as a server does; yields a client of it."""
+    """Run the lifespan of an application; yield a client of it."""
     async with app.router.lifespan_context(app):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as web:
             yield web
 
 
 def application(broker, handle, *, consumer_id=None):
-    """An application that sends what it is posted, and handles it itself."""
+    """Return an application that sends a message per POST, and handles it."""
     options = {"metaserver": broker.metaserver, "app": "shop"}
     producer, consumer = qmq.Producer(**options), qmq.Consumer(**options, consumer_id=consumer_id)
     clients = Clients(producer, consumer)

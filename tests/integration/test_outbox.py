@@ -1,7 +1,4 @@
-"""Shell. The outbox end to end: a real cluster, real databases, and a shop that dies at each step of a transaction.
-
-Whatever the shop leaves behind, each paid order has its ticket once.
-"""
+"""Shell. The shop is killed at each step of a transaction; each paid order has one ticket in the end."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ from tests.unit.idempotence.stores import async_url
 ROOT = Path(__file__).parents[2]
 ORDERS = 12
 CRASHES = {step: 3 * number + 2 for number, step in enumerate(STEPS)}
-"""Step -> the order that it happens to."""
+"""Step -> the order at which the shop is killed there."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    # A lease that outlasts any pause: a ticket's message that came again would be taken for a second one.
+    # The lease outlasts any pause: a redelivered message would count as a second ticket.
     with running(tmp_path_factory.mktemp("cluster"), lease_ms=60_000) as cluster:
         yield cluster
 
@@ -77,7 +74,7 @@ def process(cluster):
 
 
 def pay(process, cluster, engine, subject, crashes, *, blocking):
-    """Let the shop live once; returns how it ended."""
+    """Run the shop once; return its exit status."""
     url = engine.url.render_as_string(hide_password=False)
     options = {
         "url": url if blocking else async_url(url),
@@ -93,7 +90,7 @@ def pay(process, cluster, engine, subject, crashes, *, blocking):
 
 
 async def issue_tickets(cluster, engine, subject, messages):
-    """Consume so many messages; each writes its ticket in the transaction that notes that it was handled."""
+    """Consume this many messages; each writes its ticket in the transaction of its idempotence key."""
     to_come, seen = asyncio.Event(), []
     tickets = create_async_engine(async_url(engine.url.render_as_string(hide_password=False)))
     once = SqlTransaction(tickets)
@@ -140,7 +137,7 @@ def test_crashing_shop_has_a_ticket_per_paid_order(process, cluster, tmp_path, e
 
     register(cluster, shop.source)
     with WatchdogProcess(cluster, tmp_path / "watchdog"):
-        until(lambda: shop.count() == 0, "the watchdog has sent what was left")
+        until(lambda: shop.count() == 0, "the watchdog has sent the remaining rows")
     seen = asyncio.run(issue_tickets(cluster, engine, subject, ORDERS + 1))
     assert Counter(seen) == Counter(
         [(f"{subject}-{number}", number, 2.5, True) for number in [*range(ORDERS), CRASHES["before the delete"]]]

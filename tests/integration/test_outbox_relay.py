@@ -1,4 +1,4 @@
-"""Shell. A producer sends what its outbox still has, without a watchdog: a real application, cluster and databases."""
+"""Shell. A producer sends the rows of its outbox after an outage or a crash, without a watchdog."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Shop:
-    """The application as a process, which writes its log into a file."""
+    """Application process with a log file."""
 
     def __init__(self, cluster, url, port, log):
         self._port, self.log = port, log
@@ -67,7 +67,7 @@ class Shop:
         until(lambda: self.ask("/running") is not None, "the shop answers")
 
     def ask(self, path, method="GET"):
-        """Return status and JSON; None if it does not answer."""
+        """Return status and JSON; None without an answer."""
         request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", method=method)
         try:
             with _DIRECT.open(request, timeout=WAIT_S) as answer:
@@ -78,7 +78,7 @@ class Shop:
             return None
 
     def trouble(self):
-        """What its health complains of."""
+        """Return the detail of a bad health answer, or an empty text."""
         status, answer = self.ask("/health")
         return answer["detail"] if status == 503 else ""
 
@@ -113,15 +113,18 @@ def application(database_url):
 def test_producer_sends_rows_of_an_outage_or_crash(tmp_path, database_url, application):
     url, log = async_url(database_url), tmp_path / "shop.log"
     with running(tmp_path / "cluster") as cluster:
-        port = kept_port()  # while those of the metaserver are in use
+        port = kept_port()  # while the ports of the metaserver are in use
         cluster.end("metaserver")
         with shop_of(cluster, url, port, log) as shop:
             shop.pay(range(5))
-            until(lambda: shop.trouble().startswith("5 messages wait in the outbox, the oldest for"), "it is told")
+            until(
+                lambda: shop.trouble().startswith("5 messages wait in the outbox, the oldest for"),
+                "health reports the rows",
+            )
             assert "sent no route" in shop.trouble()
             assert shop.ask("/running") == (200, "running") and application.count() == 5
             cluster.begin("metaserver")
-            until(lambda: shop.ask("/health") == (200, "well"), "all is sent")
+            until(lambda: shop.ask("/health") == (200, "well"), "all rows are sent")
             assert application.count("1 = 1") == 0
             assert len(shop.lines("messages wait in the outbox")) == len(shop.lines("no message waits")) == 1
 
@@ -133,7 +136,7 @@ def test_producer_sends_rows_of_an_outage_or_crash(tmp_path, database_url, appli
         assert application.count() == 3
         cluster.begin("metaserver")
         with shop_of(cluster, url, port, log) as shop:
-            until(lambda: application.count("1 = 1") == 0, "what the killed process left is sent")
+            until(lambda: application.count("1 = 1") == 0, "the rows of the killed process are sent")
             shop.end()
         data = data_of(cluster, cluster.broker("g1", "master"))
     stored = Counter(id for subject, _, id in read_copy(data).messages if subject == SUBJECT)

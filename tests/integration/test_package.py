@@ -1,7 +1,7 @@
-"""Shell. What `pip install` puts on a machine: built from the repo's files, installed beside other people's packages.
+"""Shell. The wheel, built from the repository's files and installed beside other packages.
 
-No registry is asked. The wheel is installed without dependencies; those that the distribution declares are lent by the
-environment of the tests, and no others, so a module that is needed and not declared is missing here too.
+The wheel is installed without dependencies and without a registry. Declared dependencies are linked from the
+environment of the tests, so an undeclared one is missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEED = re.compile(r"([A-Za-z0-9._-]+)(?:\[([^]]*)\])?")
 
 
 def tracked():
-    """Files of the repo, as a fresh clone has them."""
+    """Return the files of a fresh clone."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [name for name in listed.split("\0") if name and os.path.lexists(ROOT / name)]
@@ -57,7 +57,7 @@ def pip(*words):
 
 
 class Machine:
-    """A fresh environment with the wheel in it, beside packages of other people that have the names of our folders."""
+    """Fresh environment with the wheel, beside foreign packages with the names of our folders."""
 
     def __init__(self, directory, wheel, needs):
         venv.create(directory / "env", with_pip=False)
@@ -87,7 +87,7 @@ class Machine:
 
 
 def with_what_they_need(needs):
-    """Names of distributions: those of `needs`, as pyproject.toml writes them, and all that they depend on."""
+    """Return the names of the distributions in `needs`, written as in pyproject.toml, and of their dependencies."""
     found, waiting = set(), list(needs)
     while waiting:
         need, _, marker = waiting.pop().partition(";")
@@ -122,7 +122,7 @@ def needs_of(*extras):
 
 @pytest.fixture(scope="module")
 def machine(wheel, tmp_path_factory):
-    """Makes machines by the extras that were installed; each once."""
+    """Make one machine per set of extras."""
     made = {}
 
     def get(*extras):
@@ -165,7 +165,7 @@ def test_the_client_needs_nothing_of_the_servers(machine):
     assert told == f"{VERSION} {machine().site}/qmq/__init__.py"
     machine().python("import qmq.blocking, qmq.outbox, qmq.idempotence")
     missing = machine().run("python", "-c", "import numpy")
-    assert "No module named 'numpy'" in missing.stderr, "the environment lends more than the client asks for"
+    assert "No module named 'numpy'" in missing.stderr, "an undeclared dependency is linked"
 
 
 @pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.extra] + ["ListBrokers"])

@@ -1,4 +1,4 @@
-"""Shell. A watchdog while databases, brokers and metaservers are away: all is drained later, nothing comes twice."""
+"""Shell. Watchdog without databases, brokers or metaservers: all rows are sent later, each once."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def test_lost_databases_are_drained_once_back(tmp_path, application, database_se
         application.write(SUBJECT, names(3_000))
         register(cluster, other.source)
         register(cluster, application.source)
-        until(lambda: application.count() < 3_000, "it has begun")
+        until(lambda: application.count() < 3_000, "the first rows are sent")
         database_server.kill()
-        until(lambda: application.source.url in watchdog.health()["troubles"], "it is told that the database is away")
+        until(lambda: application.source.url in watchdog.health()["troubles"], "the lost database is reported")
         other.write(SUBJECT, ["beside the dead one"])
         until(lambda: other.count() == 0, "the other database is drained")
         database_server.start()
-        application.engine.dispose()  # the test's own connections are dead, too
+        application.engine.dispose()  # connections of the test are dead, too
         with database_server.paused():
             other.write(SUBJECT, ["beside the one that hangs"])
             until(lambda: other.count() == 0, "the other database is drained, again")
-        until(lambda: application.count() == 0, "it goes on", timeout_s=60)
+        until(lambda: application.count() == 0, "the returned database is drained", timeout_s=60)
         got = [id for _, id in consume_all(cluster, SUBJECT, "g", 3_002)]
         assert len(got) == len(set(got)) == 3_002
     other.close()
@@ -50,14 +50,14 @@ def test_killed_masters_and_metaservers_cause_no_duplicates(tmp_path):
         with WatchdogProcess(cluster, tmp_path, page_rows=50) as watchdog:
             register(cluster, application.source)
             application.write(SUBJECT, names(5_000))
-            until(lambda: application.count() < 5_000, "it has begun")
+            until(lambda: application.count() < 5_000, "the first rows are sent")
             for group in ("g1", "g2", "g1"):
                 master = cluster.broker(group, "master").hostname
                 end(cluster, master)
                 begin(cluster, master)
             end(cluster, "metaserver")
             application.write(SUBJECT, names(100, "late"))
-            until(lambda: not watchdog.is_leader, "nobody leads while no metaserver is there")
+            until(lambda: not watchdog.is_leader, "without a metaserver the leader steps down")
             assert watchdog.health()["metaserver"]
             begin(cluster, "metaserver")
             until(lambda: watchdog.is_leader, "it leads again")

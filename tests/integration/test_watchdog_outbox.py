@@ -1,4 +1,4 @@
-"""Shell. The watchdog's statements on real databases: by an index, past rows that others lock, and never too much."""
+"""Shell. The watchdog's statements on real databases: indexes, locked rows, bounded pages."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def ids_of(page):
 
 
 def plan_of(application, statement):
-    """The database's plan as text."""
+    """Return the database's plan of a statement as text."""
     explain = "EXPLAIN QUERY PLAN" if application.engine.dialect.name == "sqlite" else "EXPLAIN"
     with application.engine.begin() as connection:
         return "\n".join(str(tuple(row)) for row in connection.execute(text(f"{explain} {statement}")))
 
 
 def test_row_too_young_for_a_scan_is_not_claimed(application):
-    """It got the id of one that the scan saw: its database has lost the commit of that one meanwhile."""
+    """Its id was another row's, whose commit the database has lost since the scan."""
     application.write(SUBJECT, names(2))
     outbox = Outbox(application.engine, application.source)
     page = outbox.do(ReadPage(None, 10))
@@ -137,7 +137,7 @@ def test_claim_takes_each_free_row_once(application, outbox):
 
 def test_a_row_that_another_transaction_locks_is_left_out(application, outbox):
     if application.engine.dialect.name == "sqlite":
-        return  # there a transaction has the whole file, or nothing
+        return  # SQLite locks the whole file
     application.write(SUBJECT, names(3))
     ids = ids_of(outbox.do(ReadPage(None, 10)))
     with application.engine.begin() as other:
@@ -184,7 +184,7 @@ def test_postponed_rows_keep_their_order(application, outbox):
     time.sleep(0.1)
     outbox.do(SettleClaims([], [Released("1:1:1:g1", ids[:1], due, "readonly", 0)]))
     assert outbox.do(ReadPage(None, 10)).rows == []
-    until(lambda: ids_of(outbox.do(ReadPage(None, 10))) == ids, "all of them are due, the first one first")
+    until(lambda: ids_of(outbox.do(ReadPage(None, 10))) == ids, "all rows are due, in their order")
 
 
 def test_claims_over_the_answer_limit_are_read_on(application, outbox):
@@ -193,7 +193,7 @@ def test_claims_over_the_answer_limit_are_read_on(application, outbox):
     outbox.do(ClaimRows({f"1:{number:x}:1:g1": [id] for number, id in enumerate(ids)}, [], []))
     first = outbox.do(ReadClaims())
     rest = outbox.do(ReadClaims(first[-1].claim))
-    assert len(first) == CLAIMS_MAX and len({one.claim for one in first + rest}) == CLAIMS_MAX + 5
+    assert len(first) == CLAIMS_MAX and len({found.claim for found in first + rest}) == CLAIMS_MAX + 5
 
 
 def test_questions_count_list_and_retry(application, outbox):
@@ -218,10 +218,10 @@ def test_undecodable_rows_are_parked_and_retried(application, outbox, monkeypatc
     application.write(SUBJECT, names(5))
     ids = ids_of(outbox.do(ReadPage(None, 10)))
     outbox.do(ClaimRows({"": ids[:1], "by hand": ids[1:4], "1:1:1:g1": ids[4:]}, [], []))
-    assert [one.claim for one in outbox.do(ReadClaims())] == ["", "1:1:1:g1", "by hand"]
+    assert [found.claim for found in outbox.do(ReadClaims())] == ["", "1:1:1:g1", "by hand"]
     assert [outbox.do(Disown("by hand", "of no watchdog")) for _ in range(3)] == [2, 1, 0]
     assert outbox.do(Disown("", "of no watchdog")) == 1
-    assert [one.claim for one in outbox.do(ReadClaims())] == ["1:1:1:g1"]
+    assert [found.claim for found in outbox.do(ReadClaims())] == ["1:1:1:g1"]
     questions = Questions(application.engine, application.source)
     assert questions.stats().parked == 4 and questions.retry(None) == 4
     assert sorted(ids_of(outbox.do(ReadPage(None, 10)))) == ids[:4]
@@ -237,7 +237,7 @@ def test_retry_of_all_rows_terminates(application, outbox, monkeypatch):
 
     def retry_beside_a_drain(part):
         rounds.append(part)
-        assert len(rounds) < 300, "it never ends"
+        assert len(rounds) < 300, "the retry does not end"
         done = retry(part)
         outbox.do(park)
         time.sleep(0.01)

@@ -23,23 +23,25 @@ def test_operators_find_and_resend_stuck_rows(tmp_path):
         with WatchdogProcess(cluster, tmp_path) as watchdog:
             until(lambda: watchdog.is_leader, "it leads")
             assert "no database is registered" in tool("OutboxStuck").stdout
-            application.write(SUBJECT, ["one", "two"])
+            register(cluster, application.source)
+            application.write(SUBJECT, ["sent"])
+            until(lambda: application.count("1 = 1") == 0, "the row is sent and deleted")
             with application.engine.begin() as connection:
+                application.write_to(connection, SUBJECT, ["sent", "one", "two"])
                 connection.exec_driver_sql(f"UPDATE {application.table} SET status = -2, reason = 'too many errors'")
             application.write_rows(["poison"])
-            register(cluster, application.source)
-            until(lambda: application.count("status = -2") == 3, "the poison is parked, too")
+            until(lambda: application.count("status = -2") == 4, "the poison is parked")
             url = application.source.url
             assert url in tool("ListDbs").stdout and application.table in tool("ListDbs").stdout
             assert f"127.0.0.1:{watchdog.port}" in tool("ListWatchdogs").stdout
 
             shown = tool("OutboxStuck").stdout
-            assert "3 parked" in shown and "too many errors" in shown and "two" in shown
+            assert "4 parked" in shown and "too many errors" in shown and "two" in shown
             answer = json.loads(tool("OutboxStuck", "--json").stdout)
             ids = {row["messageId"]: row["id"] for row in answer["databases"][0]["rows"]}
             [reconciled] = json.loads(tool("OutboxReconcile", "--json", older=0).stdout)["databases"]
             found = {row["messageId"]: row["log"] for row in reconciled["rows"]}
-            assert found == {"one": "notInLog", "two": "notInLog", "": "unchecked"}
+            assert found == {"sent": "inLog", "one": "notInLog", "two": "notInLog", "": "unchecked"}
             assert "2 are in none, 1 could not be checked" in tool("OutboxReconcile", older=0).stdout
 
             viewer = cluster.manage("AddToken", name="eve", role="viewer")["token"]
@@ -51,24 +53,25 @@ def test_operators_find_and_resend_stuck_rows(tmp_path):
             assert wrong.returncode == REFUSED and url in wrong.stderr
 
             [asked] = cluster.manage("OutboxStuck")["databases"]
-            assert (asked["room"], asked["database"], asked["parked"]) == ("default", url, 3)
+            assert (asked["room"], asked["database"], asked["parked"]) == ("default", url, 4)
             two = cluster.manage("OutboxRetry", database=url, ids=ids["two"])
             assert two == {"retried": {url: 1}, "notAsked": {}}
-            until(lambda: application.count("1 = 1") == 2, "it is sent and deleted, by way of the metaserver")
+            until(lambda: application.count("1 = 1") == 3, "the row is sent and deleted")
             assert _retries_done(cluster) == 1
 
             dry = tool("OutboxRetry", "--dry-run")
-            assert dry.returncode == DONE and application.count("status = -2") == 2
+            assert dry.returncode == DONE and application.count("status = -2") == 3
             one = tool("OutboxRetry", "--yes", database=url, ids=ids["one"])
             assert one.returncode == DONE and "1 rows are to be sent again" in one.stdout
-            assert _retries_done(cluster) == 2, "it stands in the audit trail"
-            until(lambda: application.count("1 = 1") == 1, "it is sent and deleted")
+            assert _retries_done(cluster) == 2, "the audit trail has the retry"
+            until(lambda: application.count("1 = 1") == 2, "the row is sent and deleted")
             assert tool("OutboxRetry", "--yes").returncode == DONE
-            until(lambda: application.count("1 = 1") == 1, "the other one, too; the poison is parked again")
-            assert sorted(id for _, id in consume_all(cluster, SUBJECT, "g", 2)) == ["one", "two"]
+            until(lambda: application.count("1 = 1") == 1, "the poison alone is parked again")
+            got = sorted(id for _, id in consume_all(cluster, SUBJECT, "g", 4))
+            assert got == ["one", "sent", "sent", "two"]
     application.close()
 
 
 def _retries_done(cluster):
-    """How many the audit trail has."""
+    """Return the number of retries in the audit trail."""
     return sum(row["result"] == "done" for row in cluster.manage("AuditTrail", name="OutboxRetry")["rows"])

@@ -1,4 +1,4 @@
-"""Shell. A real cluster with watchdogs and applications' databases, and what stands in an outbox."""
+"""Shell. Watchdog processes, and applications' databases with an outbox."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def source_of(url, **options):
-    """What AddDb and the watchdog need to know of a SQLAlchemy URL of tests."""
+    """Return the source of a SQLAlchemy URL, for AddDb and the watchdog."""
     parsed = make_url(url)
     kind = parsed.get_backend_name().replace("mysql", "mariadb")
     server = f"{parsed.host or 'localhost'}:{parsed.port}" if kind != "sqlite" else ""
@@ -41,7 +41,7 @@ def source_of(url, **options):
 
 
 def _password(source):
-    """AddDb wants one of each server; PostgreSQL's lets us in whatever it is."""
+    """Return the password for AddDb, which requires one for each server; the PostgreSQL server accepts any."""
     return source.password or ("" if source.kind == "sqlite" else "none")
 
 
@@ -63,7 +63,7 @@ class Application:
             Path(self.source.place[2]).touch()
         self.engine, self.table = open_source(self.source), table
         with self.engine.begin() as connection:
-            if self.source.kind == "mariadb":  # which lets root in without a password alone, and AddDb wants one
+            if self.source.kind == "mariadb":  # root has no password, and AddDb requires one
                 connection.execute(text("CREATE USER IF NOT EXISTS 'guest'@'127.0.0.1' IDENTIFIED BY 'secret'"))
                 connection.execute(text("GRANT ALL ON *.* TO 'guest'@'127.0.0.1'"))
                 self.source = replace(self.source, user="guest", password="secret")
@@ -75,16 +75,24 @@ class Application:
 
     def write(self, subject, names, **options):
         """Commit messages as a crashed application leaves them behind."""
+        with self.engine.begin() as connection:
+            self.write_to(connection, subject, names, **options)
+
+    def write_to(self, connection, subject, names, **options):
+        """Write messages in the connection's transaction."""
         rows = [encode_row(qmq.Message(subject, {"n": name}, id=name, **options), 1) for name in names]
-        self.write_rows(rows)
+        self._insert(connection, rows)
 
     def write_rows(self, contents):
+        with self.engine.begin() as connection:
+            self._insert(connection, contents)
+
+    def _insert(self, connection, contents):
         statement = text(
             f"INSERT INTO {self.table} (content, status, error, create_time, update_time)"
             " VALUES (:content, 0, 0, CURRENT_TIMESTAMP, CURRENT_TIMESTAMP)"
         )
-        with self.engine.begin() as connection:
-            connection.execute(statement, [{"content": content} for content in contents])
+        connection.execute(statement, [{"content": content} for content in contents])
 
     def rows(self, where="1 = 1"):
         statement = f"SELECT id, content, status, error, reason, claim FROM {self.table} WHERE {where} ORDER BY id"
@@ -96,11 +104,11 @@ class Application:
             return connection.execute(text(f"SELECT COUNT(*) FROM {self.table} WHERE {where}")).scalar_one()
 
     def _reading(self):
-        """A transaction that waits for no writer: on SQLite, a watchdog at work would not let it in."""
+        """Begin a transaction that waits for no writer, such as a watchdog on SQLite."""
         return self.engine.execution_options(**{READING: True}).begin()
 
     def is_locked(self):
-        """Whether somebody has locked the whole database, which only SQLite knows."""
+        """Return whether another connection has locked the whole database; only SQLite locks it."""
         try:
             with self.engine.begin() as connection:
                 if self.source.kind == "sqlite":
@@ -112,7 +120,7 @@ class Application:
 
 
 class WatchdogProcess:
-    """A real watchdog. Its settings are quick ones, unless others are given."""
+    """Watchdog process with short intervals, unless other settings are given."""
 
     def __init__(self, cluster, directory, name="w1", **settings):
         directory.mkdir(parents=True, exist_ok=True)
@@ -146,7 +154,7 @@ class WatchdogProcess:
             self._log.close()
 
     def pause(self, application):
-        """Let it stand still, but not while it has locked its database for everybody."""
+        """Suspend the process, but not while it locks its database."""
         suspend(self.process.pid)
         while application.is_locked():
             self.process.send_signal(signal.SIGCONT)
