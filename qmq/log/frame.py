@@ -204,30 +204,42 @@ def encode_header(
 def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None) -> Frame:
     """Parse and check the header of the frame at `data[at]`, which is at `offset` of the log.
 
-    `previous_chain` is the chain right before it; None skips the check of the chain.
-
     Raises:
-        CorruptFrame: no frame is there, it belongs elsewhere, or it does not continue this history.
+        CorruptFrame: no frame is there, it belongs elsewhere, or it does not continue `previous_chain` (None: unknown).
     """
     if len(data) - at < HEADER_BYTES:
         raise CorruptFrame(offset, "the bytes end within a header")
     (
-        magic, kind, flags, subject_bytes, count, body_bytes, term, boot, own_offset, high_watermark,
-        timestamp_ms, first_sequence, producer, batch, chain, body_crc, header_crc,
-    ) = HEADER.unpack_from(data, at)  # fmt: skip
+        magic,
+        kind,
+        flags,
+        subject_bytes,
+        count,
+        body_bytes,
+        term,
+        boot,
+        own_offset,
+        high_watermark,
+        timestamp_ms,
+        first_sequence,
+        producer,
+        batch,
+        chain,
+        body_crc,
+        header_crc,
+    ) = HEADER.unpack_from(data, at)
     if magic != MAGIC:
         raise CorruptFrame(offset, "no magic number")
     body_at = HEADER_BYTES + subject_bytes + (-subject_bytes % 8)
     if body_bytes > FRAME_BYTES_MAX or len(data) - at < body_at:
         raise CorruptFrame(offset, "the bytes end within a header")
-    view = memoryview(data)
-    field = bytes(view[at + HEADER_BYTES : at + body_at])
-    if crc32(field, crc32(view[at : at + HEADER_BYTES - 4])) != header_crc:
+    field = bytes(data[at + HEADER_BYTES : at + body_at])
+    if crc32(field, crc32(data[at : at + HEADER_BYTES - 4])) != header_crc:
         raise CorruptFrame(offset, "wrong header CRC")
     if own_offset != offset:
         raise CorruptFrame(offset, f"this frame belongs to offset {own_offset}")
     if previous_chain is not None:
-        if chain_of(previous_chain, bytes(view[at : at + _CHAINED.size]), body_crc, field) != chain:
+        if chain_of(previous_chain, bytes(data[at : at + _CHAINED.size]), body_crc, field) != chain:
             raise CorruptFrame(offset, "it continues another history (wrong chain)")
     if kind not in _KINDS or body_bytes % 8:
         raise CorruptFrame(offset, f"kind {kind} with {body_bytes} bytes of body is unknown to this version")
