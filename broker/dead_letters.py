@@ -222,9 +222,9 @@ class DeadLetters:
         stored = self._former[producer].get(sequence)
         if stored is not None and stored.end > state.groups[subject, group].began:
             return  # a copy from before the group was moved may be handled already: store a new one
-        whose = real_subject(subject), group
-        chosen = self._chosen.get(whose)
-        copy = with_fate(data, self._times(job), job.reason, sequence, whose if chosen else None)
+        owner = real_subject(subject), group
+        chosen = self._chosen.get(owner)
+        copy = with_fate(data, self._times(job), job.reason, sequence, owner if chosen else None)
         if chosen and copy != data:  # consumers of that subject may filter by tags and order keys
             name, flags = chosen, FLAG_DEAD | (label_flags(labels) if labels else 0)
             body = join_batch([copy]) + (encode_labels(labels) if labels else b"")
@@ -244,7 +244,7 @@ class DeadLetters:
             producer=producer,
             batch=sequence,
         )
-        self._counters.dead_letters[whose] += 1
+        self._counters.dead_letters[owner] += 1
         self._wake(name)
         mastership.host.pass_soon()
 

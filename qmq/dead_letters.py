@@ -39,23 +39,23 @@ def letters_producer(subject: str, group: str) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest()) or 1
 
 
-def original_subject(whose: tuple[str, str], producer: int) -> str | None:
+def original_subject(owner: tuple[str, str], producer: int) -> str | None:
     """Return the subject of the original of a dead letter of (real subject, consumer group); None if no broker
     made it.
     """
-    sources = whose[0], retry_subject(*whose)
-    return next((source for source in sources if letters_producer(source, whose[1]) == producer), None)
+    sources = owner[0], retry_subject(*owner)
+    return next((source for source in sources if letters_producer(source, owner[1]) == producer), None)
 
 
-def with_fate(message: bytes, times: int, reason: str, sequence: int, whose: tuple[str, str] | None = None) -> bytes:
+def with_fate(message: bytes, times: int, reason: str, sequence: int, owner: tuple[str, str] | None = None) -> bytes:
     """Return the dead letter of an encoded message, which may be invalid; its bytes are kept.
 
     Args:
-        whose: real subject and consumer group, for a copy in a chosen subject.
+        owner: real subject and consumer group, for a copy in a chosen subject.
     """
     fate = {TIMES: str(times), REASON: reason, SEQUENCE: str(sequence)}
-    if whose is not None:
-        fate |= {SUBJECT: whose[0], GROUP: whose[1]}
+    if owner is not None:
+        fate |= {SUBJECT: owner[0], GROUP: owner[1]}
         if EXPIRES_AFTER.encode() in message:
             fate[EXPIRES_AFTER] = ""  # otherwise it would expire again before an operator sees it
     try:

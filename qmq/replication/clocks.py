@@ -29,15 +29,15 @@ class Clocks:
         self._difference_ms_max = difference_ms_max
         self._readings: dict[str, _Reading] = {}
 
-    def record(self, whose: str, wall_ms: int, *, monotonic_ms: int) -> None:
+    def record(self, clock: str, wall_ms: int, *, monotonic_ms: int) -> None:
         """Record a clock's reading of now."""
-        self._readings[whose] = _Reading(wall_ms, monotonic_ms)
+        self._readings[clock] = _Reading(wall_ms, monotonic_ms)
 
     def ahead_ms(self, *, now_ms: int, monotonic_ms: int) -> dict[str, int]:
         """Return how far our clock, at `now_ms`, is ahead of each clock with a recent reading."""
         return {
-            whose: now_ms - reading.wall_ms - (monotonic_ms - reading.monotonic_ms)
-            for whose, reading in self._readings.items()
+            clock: now_ms - reading.wall_ms - (monotonic_ms - reading.monotonic_ms)
+            for clock, reading in self._readings.items()
             if monotonic_ms - reading.monotonic_ms <= READING_MS_MAX
         }
 
@@ -54,10 +54,10 @@ class Clocks:
 
     def disagreement(self, ahead_ms: dict[str, int]) -> str:
         """Return the clocks with too large a difference, as text; empty: none."""
-        far = {whose: ms for whose, ms in ahead_ms.items() if abs(ms) > self._difference_ms_max}
+        far = {clock: ms for clock, ms in ahead_ms.items() if abs(ms) > self._difference_ms_max}
         return "; ".join(
-            f"this machine's is {abs(ms) / 1000:,.1f} s {'ahead of' if ms > 0 else 'behind'} the {whose}'s"
-            for whose, ms in sorted(far.items())
+            f"this machine's is {abs(ms) / 1000:,.1f} s {'ahead of' if ms > 0 else 'behind'} the {clock}'s"
+            for clock, ms in sorted(far.items())
         )
 
 
@@ -111,7 +111,7 @@ class DueClock:
             ahead_ms: how far it is ahead of each clock that reported lately (`Clocks.ahead_ms`).
         """
         own = own_ms - monotonic_ms
-        others = {name: own - ahead_ms[whose] for name, whose in _others(ahead_ms).items()}
+        others = {name: own - ahead_ms[clock] for name, clock in _others(ahead_ms).items()}
         self._note(others, monotonic_ms)
         self.heard = tuple(others)
         target = self._target([own, *(self._fastest(name) for name in others)])
@@ -154,6 +154,6 @@ def _others(ahead_ms: dict[str, int]) -> dict[str, str]:
     """Return the other clocks by their role. Readings of the other copy as master, before it was a slave, count as its
     clock too.
     """
-    copy = min((whose for whose in ahead_ms if whose.startswith(SLAVE)), default=MASTER)
+    copy = min((clock for clock in ahead_ms if clock.startswith(SLAVE)), default=MASTER)
     places = {"metaserver": METASERVER, "copy": copy}
-    return {name: whose for name, whose in places.items() if whose in ahead_ms}
+    return {name: clock for name, clock in places.items() if clock in ahead_ms}

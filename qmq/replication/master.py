@@ -191,7 +191,7 @@ class Master:
         is_agreed = asked_of <= ahead_ms.keys() and not clocks.disagreement(ahead_ms)
         if not mastership.may_progress or self.gate.too_few_in_sync or not is_agreed:
             return
-        asked = {whose: ahead_ms[whose] for whose in sorted(asked_of)}
+        asked = {clock: ahead_ms[clock] for clock in sorted(asked_of)}
         decision = decide(message_log, keeper, now_ms=now_ms, ahead_ms=asked, high_watermark=self.gate.high_watermark)
         if decision is None:
             return

@@ -544,8 +544,8 @@ class Node(Generic[M]):
             return
         is_short = is_full or self.master.slaves.lack_room
         if self.master.readonly.change(Reason.DISK, is_short) and is_short:
-            whose = "own" if is_full else "slave's"
-            log.error("disk nearly full group=%s disk=%s: the group is readonly", self.group, whose)
+            owner = "own" if is_full else "slave's"
+            log.error("disk nearly full group=%s disk=%s: the group is readonly", self.group, owner)
 
     def set_memory_short(self, is_short: bool) -> None:
         if self.master is not None and self.master.readonly.change(Reason.MEMORY, is_short) and is_short:

@@ -92,8 +92,8 @@ class CopyCollector(Collector, Generic[M]):
             readonly.add_metric([self.group, reason.value], float(reason.value in self._service.node.readonly_reasons))
         yield readonly
         ahead = self.gauges("clock_ahead_seconds", "This machine's clock minus another's, as heard lately", "of")
-        for whose, ms in self._service.node.clocks_ahead_ms().items():
-            ahead.add_metric([self.group, whose], ms / 1000)
+        for clock, ms in self._service.node.clocks_ahead_ms().items():
+            ahead.add_metric([self.group, clock], ms / 1000)
         yield ahead
         yield from self._copies()
         yield from self._flow()
