@@ -1,34 +1,35 @@
-"""Core. Three copies: who may be chosen as the master, who counts, and what a change of members needs.
+"""Core. Model of three copies: who may be chosen as master, which copies count, and what a change of members needs.
 
-    pytest tests/model/test_copies.py                        all rules hold; each rule left out is missed
+    pytest tests/model/test_copies.py                        all rules hold; each omitted rule breaks a promise
     python -m tests.model.copies three_of_two 2 2 1 0 0      count the states: a world, then its bounds
     python -m tests.model.copies three_of_two 4 1 0 0 0 own_epoch  the counterexample without that rule
 
-`tests.model.protocol` is the same protocol between two copies, in every detail of packets and fsyncs. With more copies
-another thing may go wrong: those that acknowledged a message and those that a new master is chosen among need not be
-the same. This model is about that, and leaves out what the other one covers:
+`tests.model.protocol` models two copies in every detail of packets and fsyncs. With more copies, the copies that
+acknowledged a message and those among which a new master is chosen may differ. This model is about that, and simplifies
+the rest:
 
-- A slave receives, fsyncs and confirms in one step. What it received without fsync is as if it had not; a packet that
-  is late is one that was received early, followed by nothing. A master's fsync is a step: its slaves may have more.
-- Connecting is one step: the slave cuts what parts from its master's log, by comparing histories.
+- A slave receives, fsyncs and confirms in one step. An unsynced frame equals one not received; a late packet equals one
+  received early and followed by nothing. A master's fsync is a step: its slaves may have more.
+- Connecting is one step: the slave cuts conflicting frames, by comparing histories.
 - An acknowledgement is no step. It happens as soon as the rules allow it; a later one promises less.
-- A broker hears of the present row only, at any time; hearing of an older one is hearing early and being idle since.
-- Who says that the master never returns says it once for all, true or not; only that no disk was put back is true.
+- A broker receives only the current row, at any time; receiving an older row equals receiving it early and idling.
+- An operator's statement that the master never returns holds from then on, true or not; that no disk was rolled back is
+  true.
 
-What is modelled: the row (term, master, members, how many must have a message); masters that restart without what was
-not fsynced; promises; a choice of a new master at any moment, whether the old one is gone or not (failover and
-SwapRoles are the same to this model); a change of members or of m, the number that acknowledges; a disk that is put
-back, with its memory of epochs and promises; a row that goes back to the one before, and is raised again; metaservers
-that end between promises and choice, and others that ask again, for the same term too. Copies are interchangeable, so a
-state is stored with its copies sorted.
+What is modelled: the row (term, master, members, the number of copies that must have a message); masters that restart
+without unsynced frames; promises; a choice of a new master at any moment, whether the old one is gone or not (failover
+and SwapRoles are equal in this model); a change of members or of m, the number that acknowledges; a rollback of a disk
+with its epochs and promises; a rollback of the row, which is raised again; metaservers that end between promises and
+choice, and others that ask again, for the same term too. Copies are interchangeable, so a state is stored with its
+copies sorted.
 
-What is checked: two histories that were acknowledged are beginnings of one another; every master that is at work in a
-newer epoch has all that was ever acknowledged, and so has who is chosen; no copy cuts what was acknowledged; nobody
-shares an epoch.
+What is checked: of two acknowledged histories, one is a prefix of the other; every active master of a newer epoch has
+all that was ever acknowledged, and so has the chosen copy; no copy cuts acknowledged frames; no two copies share an
+epoch.
 
-A disk that is put back comes back outside the moment between a promise and the choice that rests on it (milliseconds),
-and one of two things goes back at most: a disk or the row. With both, two copies of three may acknowledge what the
-third one contradicts; all three as the number to acknowledge covers that, too.
+A disk is not rolled back between a promise and the choice that uses it (milliseconds), and at most one of a disk and
+the row is rolled back. With both, two copies of three may acknowledge frames that the third one contradicts; requiring
+all three to acknowledge covers that, too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import Any, NamedTuple
 
 Log = tuple[int, ...]
 Words = tuple[Any, ...]
-"""What happened: a sentence with places, and what stands in them."""
+"""A sentence with placeholders, and their values."""
 OUT, SLAVE, MASTER, FENCED = 0, 1, 2, 3
 ROLES = ("no member", "slave", "master", "fenced")
 """OUT: no member. FENCED: a master that promised."""
@@ -48,45 +49,48 @@ NO_ANSWER = (0,)
 
 
 class Rules(NamedTuple):
-    """Leave one out with `ALL._replace(name=False)`."""
+    """Rules of the protocol. Omit one with `ALL._replace(name=False)`."""
 
     enough_copies: bool = True
     """The high watermark is the m-th largest matched end; without: the next larger one."""
     own_fsync: bool = True
-    """The master is one of the m, with what it has fsynced."""
+    """The master is one of the m, with its fsynced frames."""
     own_epoch: bool = True
     """Frames of older epochs count only together with the own epoch frame."""
     enough_promises: bool = True
     """A master is chosen among n - m + 1 copies that promised; without: one is enough."""
     promise_first: bool = True
-    """What a copy has counts for the choice only once it refuses older epochs."""
+    """A copy's frames count for the choice only once it refuses older epochs."""
     promise_durable: bool = True
     """A promise survives a crash."""
     highest: bool = True
     """The highest (epoch of the last frame, end) of those that promised is chosen."""
     in_this_term: bool = True
-    """It was so with the master of this term. So a change of members or of m needs no second rule: who was in sync in
-    the term that it began has all that the members before acknowledged."""
+    """It was in sync with the master of this term. A change of members or of m needs no second rule: a copy in sync in
+    the new term has all that the members before acknowledged.
+    """
     new_term: bool = True
     """A change of members or of m begins a new term."""
     in_sync: bool = True
-    """Only who was in sync since its process began may promise for a choice."""
+    """Only a copy in sync since its process began may promise for a choice."""
     row_first: bool = True
-    """A broker that restarts takes no part before it has heard of the row."""
+    """A restarted broker takes no part before it receives the row."""
     row: bool = True
-    """A master that hears of an acknowledged point which it lacks does not begin before it has it."""
+    """A master that receives an acknowledged point which it lacks does not begin without it."""
     new_life: bool = True
-    """A master that restarts begins in a new term, which the row has before: its disk may have forgotten its epoch."""
+    """A restarted master begins in a new term, which the row stores first: its disk may have lost its epoch."""
     chosen_point: bool = True
-    """What a master was chosen with counts as acknowledged for it: its disk may be put back before it begins."""
+    """The frames with which a master was chosen count as acknowledged for it: its disk may be rolled back before it
+    begins.
+    """
     above: bool = True
-    """No row changes while a broker reports a newer term; the row is raised above it first."""
+    """No row changes while a broker reports a newer term; the row is raised above that term first."""
     compare_and_set: bool = True
-    """What copies answered chooses once: a choice changes the row of the term that they were asked in only."""
+    """Promises choose once: a choice changes only the row of the term in which they were requested."""
     seen_whole: bool = True
-    """If the master is said to be gone, and all copies acknowledge: who restarted counts if the row saw it in sync."""
+    """If the master is declared gone and all copies acknowledge, a restarted copy counts if the row saw it in sync."""
     frame_of_term: bool = True
-    """And if fewer acknowledge: if a frame of the row's term is in its log."""
+    """If fewer copies acknowledge, it counts if its log has a frame of the row's term."""
 
 
 ALL = Rules()
@@ -97,21 +101,21 @@ class Bounds(NamedTuple):
     messages: int
     crashes: int
     changes: int = 0
-    """Of members or of m."""
+    """Changes of members or of m."""
     faults: int = 0
-    """Disks put back, or rows."""
+    """Rollbacks of disks or of the row."""
     gone: int = 0
-    """A person may say that the master never returns. It holds for all that follows, true or not."""
+    """An operator may declare the master gone. It holds from then on, true or not."""
 
 
 class Copy(NamedTuple):
-    """One broker: its disk, its memory, what the row says of it, and what the metaserver holds of it."""
+    """One broker: its disk, its memory, its place in the row, and the metaserver's knowledge of it."""
 
     role: int
     epoch: int
     """term * 10 + boot; of a slave: term * 10."""
     promised: int
-    """Refuses epochs of terms below."""
+    """Refuses epochs of lower terms."""
     log: Log
     flushed: int
     members: int
@@ -119,21 +123,23 @@ class Copy(NamedTuple):
     is_master_in_row: bool = False
     was_master_in_row: bool = False
     config: int = 0
-    """Of a master: the configuration that it acknowledges by."""
+    """Of a master: the configuration by which it acknowledges."""
     heard: bool = True
-    """Of the row, since it restarted."""
+    """It received the row since its restart."""
     lacks: bool = False
     fit: bool = True
-    """In this life and term it had, fsynced, all that the master had."""
+    """Since its restart and in this term it had fsynced all frames of the master."""
     follows: int = 0
-    """Epoch of the master that counts it; 0: nobody does."""
+    """Epoch of the master that counts it; 0: none."""
     matched: int = 0
     is_whole_in_row: bool = False
-    """The row saw it in sync while all copies acknowledged. Kept if the master may be said to be gone, as the next."""
+    """The row saw it in sync while all copies acknowledged. Kept if the master may be declared gone, as the next
+    field.
+    """
     is_old: bool = False
-    """Its disk was put back, and it was not in sync since: no person says then that it counts."""
+    """Its disk was rolled back and it was not in sync since: operators do not count it."""
     answer: Log = NO_ANSWER
-    """What it had when it promised the term that is asked for, as the metaserver heard."""
+    """Its frames when it promised the requested term, as sent to the metaserver."""
 
 
 class State(NamedTuple):
@@ -141,20 +147,20 @@ class State(NamedTuple):
     config: int
     copies: tuple[Copy, ...]
     safe: Log = ()
-    """The longest history that was ever acknowledged."""
+    """The longest acknowledged history."""
     ms: tuple[int, ...] = (2,)
-    """Per configuration, how many copies acknowledge."""
+    """Per configuration, the number of copies that acknowledge."""
     written: int = 0
     crashes: int = 0
     faults: int = 0
     asked: int = 0
-    """The term that promises are asked for."""
+    """The term for which promises are requested."""
     row_forgot: bool = False
-    """The row was put back, and with it what it remembered to be acknowledged."""
+    """The row was rolled back, with its acknowledged point."""
     chosen_with: Log = ()
-    """What the last master that was chosen had then: the row remembers it as if it were acknowledged."""
+    """The frames of the last chosen master at its choice, stored in the row as if acknowledged."""
     before: tuple[int, ...] = ()
-    """The row before this one: term, configuration. Kept while a row may go back."""
+    """The previous row: term, configuration. Kept while the row may be rolled back."""
     broken: str = ""
 
 
@@ -183,8 +189,9 @@ def world(size: int, m: int) -> State:
 
 
 def frame(epoch: int, faults: int, message: int) -> int:
-    """Encode a frame; message 0 is the epoch frame. No two first frames are equal, also where a disk that was put back
-    uses an epoch again: times stand in them, here the number of faults so far."""
+    """Encode a frame; message 0 is the epoch frame. No two first frames are equal, even where a rolled-back disk reuses
+    an epoch: they contain times, here the number of faults so far.
+    """
     return (epoch * 10 + faults) * 10 + message
 
 
@@ -214,7 +221,7 @@ def show(log: Log) -> str:
 
 
 def common(a: Log, b: Log) -> int:
-    """How far two logs are equal."""
+    """Return the length of the common prefix of two logs."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n
@@ -237,11 +244,11 @@ def set_of(copies: Iterable[Copy], config: int) -> list[Copy]:
     return [me for me in copies if me.members >> config & 1]
 
 
-# ---- what a step leads to
+# ---- results of a step
 
 
 def after_step(state: State, copies: list[Copy], rules: Rules, **changes: Any) -> State:
-    """Return the state with these copies: acknowledged as far as may be, checked, sorted."""
+    """Return the state with these copies: acknowledged as far as possible, checked, sorted."""
     masters = {me.epoch for me in copies if me.role == MASTER}
     for i, me in enumerate(copies):
         if me.follows and me.follows not in masters:
@@ -260,7 +267,7 @@ def after_step(state: State, copies: list[Copy], rules: Rules, **changes: Any) -
 
 
 def watermark(me: Copy, copies: list[Copy], ms: tuple[int, ...], rules: Rules) -> int:
-    """How much of its log a master has acknowledged."""
+    """Return the acknowledged part of a master's log."""
     own = me.flushed if rules.own_fsync else len(me.log)
     slaves = [c.matched for c in copies if c.follows == me.epoch and c.members >> me.config & 1 and c is not me]
     m = ms[me.config] - (0 if rules.enough_copies else 1)
@@ -271,7 +278,7 @@ def watermark(me: Copy, copies: list[Copy], ms: tuple[int, ...], rules: Rules) -
 
 
 def look(copies: list[Copy], safe: Log) -> str:
-    """Name the promise that is broken."""
+    """Return the name of the broken promise."""
     at_work = [me for me in copies if me.role == MASTER and me.heard and has_begun(me)]
     if not at_work:
         return ""
@@ -287,9 +294,10 @@ def look(copies: list[Copy], safe: Log) -> str:
 def with_row(
     state: State, copies: list[Copy], bounds: Bounds, rules: Rules, *, keeps_whole: bool = False, **row: Any
 ) -> dict[str, Any]:
-    """The row changes: what was answered before means nothing any more. `copies` are in the order of the state's.
+    """Change the row, which invalidates earlier answers. `copies` are in the order of the state's.
 
-    `keeps_whole`: whom the row saw in sync still has all that was acknowledged."""
+    `keeps_whole`: copies that the row saw in sync still have all acknowledged frames.
+    """
     keeps = bounds.faults > state.faults
     for i, before in enumerate(state.copies):
         answer = NO_ANSWER if rules.compare_and_set else before.answer
@@ -309,7 +317,7 @@ Steps = Iterator[tuple[Words, State]]
 
 
 def steps(state: State, bounds: Bounds, rules: Rules) -> Steps:
-    """Yield everything that can happen next, as (words, state)."""
+    """Yield all next steps, as (words, state)."""
     for i, me in enumerate(state.copies):
         others = state.copies[:i] + state.copies[i + 1 :]
         yield from (begins_anew if is_new_life(me, rules) else hears)(state, me, others, bounds, rules)
@@ -328,7 +336,7 @@ def steps(state: State, bounds: Bounds, rules: Rules) -> Steps:
 
 
 def hears(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
-    """A broker hears of the row."""
+    """A broker receives the row."""
     term = me.epoch // 10
     is_member = me.members >> state.config & 1
     is_known = me.heard and (rules.new_term or me.role != MASTER or me.config == state.config)
@@ -353,12 +361,12 @@ def hears(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rule
 
 
 def is_new_life(me: Copy, rules: Rules) -> bool:
-    """Whether it is a broker that restarted, and the row's master."""
+    """Whether it is a restarted broker and the row's master."""
     return rules.new_life and not me.heard and me.is_master_in_row
 
 
 def begins_anew(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
-    """It asks for its part. The row gets a term that no other life of it can have been master in, and then it hears."""
+    """It requests its part. The row gets a term in which it was never master before, and then it receives the row."""
     term = max(state.term + 1, *(c.promised for c in state.copies))
     if term > bounds.terms or (rules.above and any(c.epoch // 10 > state.term for c in state.copies)):
         return
@@ -372,7 +380,7 @@ def begins_anew(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds
 
 
 def is_lacking(state: State, log: Log, rules: Rules) -> bool:
-    """Whether a master's log lacks what the row remembers."""
+    """Whether a master's log lacks the row's acknowledged point."""
     if state.row_forgot or not rules.row:
         return False
     return log[: len(state.safe)] != state.safe or log[: len(state.chosen_with)] != state.chosen_with
@@ -400,7 +408,7 @@ def promises(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, r
 
 
 def was_whole(state: State, me: Copy, bounds: Bounds, rules: Rules) -> bool:
-    """Whether a slave that was not in sync since it restarted counts, as a person says that the master is gone."""
+    """Whether a slave that was not in sync since its restart counts when the master is declared gone."""
     if not bounds.gone or me.role != SLAVE or me.is_old:
         return False
     if len(set_of(state.copies, state.config)) == state.ms[state.config]:
@@ -423,7 +431,7 @@ def seen(state: State, bounds: Bounds, rules: Rules) -> Steps:
 
 
 def as_master(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
-    """A master begins, appends, fsyncs; before it begins, it takes back what a slave has more."""
+    """A master begins, appends, fsyncs; before it begins, it restores frames that a slave has."""
     if me.flushed < len(me.log):
         after = me._replace(flushed=len(me.log), fit=me.fit or has_begun(me))
         yield ("the master of {} fsyncs {}", me.epoch / 10, me.log), after_step(state, [after, *others], rules)
@@ -471,7 +479,7 @@ def as_slave(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> 
 
 
 def crashes(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> Steps:
-    """A broker restarts with what is on its disk."""
+    """A broker restarts with the contents of its disk."""
     if me.role == OUT:
         return
     after = me._replace(fit=False, heard=not rules.row_first, follows=0, matched=0)
@@ -486,7 +494,7 @@ def crashes(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> S
 
 
 def put_back(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
-    """A disk comes back as it was once, or without its last frames; its memory as new as before, or as old."""
+    """A disk is rolled back or loses its last frames; its points are as new as before, or as old."""
     if me.role == OUT:
         return
     after = me._replace(fit=False, heard=not rules.row_first, follows=0, matched=0, answer=NO_ANSWER, promised=0)
@@ -520,7 +528,7 @@ def row_changes(state: State, bounds: Bounds, rules: Rules) -> Steps:
 
 
 def forgotten(state: State, rules: Rules) -> Steps:
-    """Who asked ends before it chose. The promises stay; the same term, or another, is asked for again."""
+    """The asking metaserver ends before its choice. The promises stay; the same or another term is requested again."""
     copies = [me._replace(answer=NO_ANSWER) for me in state.copies]
     words = ("metaserver: what was answered for term {} is forgotten", state.asked)
     yield words, after_step(state, copies, rules, asked=0)
@@ -531,9 +539,9 @@ def reach(me: Copy) -> tuple[int, int]:
 
 
 def chosen(state: State, bounds: Bounds, rules: Rules) -> Steps:
-    """Failover and SwapRoles: one compare-and-set makes who has most the master of the term that was promised.
+    """Failover and SwapRoles: one compare-and-set makes the copy with most frames the master of the promised term.
 
-    Several metaservers may ask for it at the same time, so any n - m + 1 of the answers may be those that one has.
+    Several metaservers may ask at the same time, so each may have any n - m + 1 of the answers.
     """
     members = set_of(state.copies, state.config)
     answered = [me for me in members if me.answer != NO_ANSWER]
@@ -555,7 +563,7 @@ def lost(state: State, log: Log) -> str:
 
 
 def swapped(state: State, bounds: Bounds, rules: Rules) -> Steps:
-    """SwapRoles: the old master's promise is enough for a slave that has all that it had then."""
+    """SwapRoles: the old master's promise suffices for a slave that has all its frames of that time."""
     old = next((me for me in state.copies if me.is_master_in_row and me.role == FENCED), None)
     if old is None or old.answer == NO_ANSWER or not has_begun(old):
         return
@@ -568,7 +576,7 @@ def swapped(state: State, bounds: Bounds, rules: Rules) -> Steps:
 
 
 def renewed(state: State, bounds: Bounds, rules: Rules) -> Steps:
-    """The same master in a new term: with another set of members or another m, or as promises led to no choice."""
+    """The same master in a new term: with other members or another m, or because promises led to no choice."""
     term = max(state.term, *(me.promised for me in state.copies)) + (1 if rules.new_term else 0)
     if term <= bounds.terms and any(me.promised > state.term for me in state.copies):
         term_asked = max(me.promised for me in state.copies)
@@ -628,7 +636,7 @@ def gone_back(state: State, rules: Rules) -> Steps:
 
 
 def adopted(state: State, bounds: Bounds, rules: Rules) -> Steps:
-    """A row that is older than what its brokers report is raised above it, with the master that they have."""
+    """A row older than its brokers' reports is raised above them, with their master."""
     term = max(max(me.epoch // 10, me.promised) for me in state.copies) + 1
     newest = max(me.epoch // 10 for me in state.copies)
     for me in set_of(state.copies, state.config):
@@ -638,7 +646,7 @@ def adopted(state: State, bounds: Bounds, rules: Rules) -> Steps:
             yield ("metaserver: the row is raised to term {}", term), after_step(state, copies, rules, **row)
 
 
-# ---- the walk
+# ---- searches
 
 
 def explore(start: State, bounds: Bounds, rules: Rules = ALL) -> Found:
@@ -662,8 +670,9 @@ def explore(start: State, bounds: Bounds, rules: Rules = ALL) -> Found:
 
 
 def count(start: State, bounds: Bounds, rules: Rules = ALL) -> Found:
-    """As `explore`, for worlds too large to remember how each state was reached: of a state, its hash is kept. Two of
-    20 million states share one of 64 bits with a probability of 1 : 90,000."""
+    """As `explore`, for worlds too large to store the path to each state: only its hash is kept. Two of 20 million
+    states share one of 64 bits with a probability of 1 : 90,000.
+    """
     began = time.monotonic()
     seen, frontier, depth = {hash(start)}, [start], 0
     while frontier:

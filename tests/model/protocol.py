@@ -1,62 +1,61 @@
-"""Core. The replication protocol, small enough to look at every state it can reach.
+"""Core. Model of the replication protocol between two copies, small enough to visit every reachable state.
 
-Two brokers, the metaserver's row `(term, master)`, a few messages, terms and crashes. `explore` walks breadth-first
-through everything that can happen within such bounds and stops at the first state that breaks a promise, with the
-shortest list of steps that leads there. Change this file first when the protocol changes.
+Two brokers, the metaserver's row `(term, master)`, a few messages, terms and crashes. `explore` visits all states
+within such bounds, nearest first, and stops at the first state that breaks a promise, with the shortest list of steps
+to it. Change this file first when the protocol changes.
 
-    pytest tests/model                              all rules hold; each rule left out is missed
+    pytest tests/model                              all rules hold; each omitted rule breaks a promise
     python tests/model/protocol.py                  count the states of the full rule set
-    python tests/model/protocol.py 2 1 0 1          the same in other bounds: terms, messages, crashes, disks put back
-    python tests/model/protocol.py 2 1 0 1 failover the same, and the metaserver may choose a new master by itself
+    python tests/model/protocol.py 2 1 0 1          other bounds: terms, messages, crashes, rollbacks of disks
+    python tests/model/protocol.py 2 1 0 1 failover also let the metaserver choose a new master by itself
     python tests/model/protocol.py boot             the counterexample without that rule (names: `Rules`)
 
-What is modelled. A log is a tuple of frames, an offset is a count of frames, the chain at an offset is the prefix up
-to there (a hash without collisions). The epoch table that a slave says in its hello follows from its log, and
-`agreement` uses no more of the two logs than their tables. fsync is a step of its own on either broker. A crash keeps
-any part of what was not fsynced, and does not make it fsynced. A broker restarts with what is on its disk (the
-metaserver is down) and may hear of the row later, or of an older version of it, or never. Cutting a log is durable at
-once. Every packet may be late, lost or repeated; a frame or confirmation of a master that has crashed meanwhile still
-arrives. `wedged` looks for states from which the two brokers, left alone, cannot get healthy again.
+What is modelled. A log is a tuple of frames, an offset is a count of frames, the chain at an offset is the prefix
+before it (a hash without collisions). A slave's epoch table in its hello follows from its log, and `agreement` uses
+only these tables. fsync is a separate step on either broker. A crash keeps any part of the unsynced frames and does not
+fsync them. A broker restarts with the contents of its disk (the metaserver is down) and may receive the row later, an
+older version of it, or none. Cutting a log is durable at once. Every packet may be late, lost or repeated; frames and
+confirmations of a crashed master still arrive. `wedged` searches for states from which the two brokers cannot recover
+by themselves.
 
-A disk may be put back (`rollbacks`): its broker restarts with any beginning of what it had fsynced, and with its own
-memory and epoch as they are now or as old as that. The other one's memory of what is acknowledged is as new as its log;
-both disks at once are not covered. The row remembers the same, or nothing since its database was put back, too.
+A disk may be rolled back (`rollbacks`): its broker restarts with any prefix of its fsynced frames, and with its own
+stored points and epoch as they are now or as old as the log. The other broker's points are as new as its log; a
+rollback of both disks is not covered. The row stores the same points, or none since its database was rolled back, too.
 
-The metaserver may choose a new master by itself (`failover`), at any moment: nothing rests on the old one being gone.
-A swap is the same change of the row without the two rules of the choice. It keeps every promise as well, but an
-operator may choose a copy that lacks something, which then waits for the other one.
+The metaserver may choose a new master by itself (`failover`) at any moment: no rule needs the old master to be gone. A
+swap is the same change of the row without the two rules of the choice. It keeps every promise as well, but an operator
+may choose an incomplete copy, which then waits for the other one.
 
 Not modelled: damaged or exchanged disks, seeding, consumers, clocks. No promise below needs a clock.
 
-What is checked in every state:
+Promises, checked in every state:
 
-    safe        what was ever below a high watermark (acknowledged, or delivered) is in the fsynced part of both logs:
-                then, and for ever after, so in every later master's log
+    safe        frames that were ever below a high watermark (acknowledged or delivered) are in the fsynced part of both
+                logs from then on, and so in every later master's log
     matching    equal (epoch, offset) means equal bytes, and equal bytes before it
-    one master  nobody shares an epoch in which frames are written and acknowledged
-    confirmed   what a master counts as confirmed is fsynced, byte for byte, on the other broker
-    failover    what the metaserver chooses by itself has, fsynced, all that was ever below a high watermark
-    good faith  a master that was told of an acknowledged point which its log lacks has not begun
-    no alarm    no confirmation ever differs from the master's log: the comparison there is a tripwire for what is not
-                modelled, and needs no gentle treatment
+    one master  two brokers never write and acknowledge frames in one epoch
+    confirmed   frames that a master counts as confirmed are fsynced, byte for byte, on the other broker
+    failover    the master chosen by the metaserver has fsynced all frames that were ever below a high watermark
+    good faith  a master that received an acknowledged point which its log lacks has not begun
+    no alarm    no confirmation ever differs from the master's log: that comparison detects events outside the model
 
-Why fewer states are enough. Each of these joins runs that differ in nothing that is checked:
+Why fewer states suffice. Each of these joins runs that differ in nothing that is checked:
 
-- Broker 0 is the first master and messages are numbered as they are written: other names give the same runs.
-- Crash and restart are one step, at the moment of the restart: a broker that is down does what an idle one does.
-- Acknowledging is not a step. The high watermark counts from the moment when the rules allow it; an acknowledgement
-  that leaves later promises less, since `safe` must hold for ever.
-- fsync covers the whole log: one that covers less is one that ended before the last append.
-- Packets are sent as soon as they may be, and are received at any later time or never. So frames in flight are simply
-  the log of the master of that epoch (`pipe` None) or, when it has left the epoch, what it had then (`pipe`).
+- Broker 0 is the first master and messages are numbered in order: other names give the same runs.
+- Crash and restart are one step, at the moment of the restart: a stopped broker does the same as an idle one.
+- Acknowledging is not a step. The high watermark counts from the moment when the rules allow it; a later
+  acknowledgement promises less, since `safe` must hold for ever.
+- fsync covers the whole log: a partial fsync equals one before the last append.
+- Packets are sent as soon as possible, and are received at any later time or never. So the frames in flight are the log
+  of the master of that epoch (`pipe` None) or, when it has left the epoch, its log at that time (`pipe`).
 - Of several confirmations to one master in one epoch only the longest is kept: a run that receives the shorter one
-  first is the run that received it before the longer one was sent.
+  first equals the run that received it before the longer one was sent.
 - A packet that no receiver can accept any more (of a connection its slave has closed, of an epoch its master has
-  left) is forgotten: receiving it changes nothing.
-- A repeated frame stands before the log's end and is not looked at, so only the next frame is received.
+  left) is dropped: receiving it changes nothing.
+- A repeated frame stands before the log's end and is ignored, so only the next frame is received.
 
-In one point the model is wider than the protocol: a master counts a confirmation, and takes back a tail, from any
-connection of its epoch, not just the present one. What holds here holds there.
+In one point the model is wider than the protocol: a master counts a confirmation, and restores a tail, from any
+connection of its epoch, not only the current one. Promises that hold here hold there.
 """
 
 from __future__ import annotations
@@ -70,31 +69,31 @@ from typing import NamedTuple
 Epoch = tuple[int, int]
 Log = tuple[int, ...]
 Step = tuple[object, ...]
-"""What happened: a name, the broker, details. `describe` says it in words."""
+"""A name, the broker, details. `describe` turns it into a sentence."""
 
 SLAVE, MASTER, FENCED = 0, 1, 2
-"""FENCED: it heard of a newer epoch from the other broker and waits for the metaserver to learn its part."""
+"""FENCED: it received a newer epoch from the other broker and waits for its assignment."""
 CLOSED, HELLO_SAID, FOLLOWING = 0, 1, 2
 EMPTY: Log = ()
 BOOTS_MAX = 4
-"""So often a master gives way and begins anew in one term: it could do so for ever, and would meet nothing new."""
+"""Number of times that a master yields and restarts in one term; more would reach no new state."""
 
 
 class Rules(NamedTuple):
-    """The rules of the protocol. Leave one out with `ALL._replace(name=False)`."""
+    """The rules of the protocol. Omit one with `ALL._replace(name=False)`."""
 
     boot: bool = True
     """A master that restarts raises `boot`."""
     master_fsync: bool = True
-    """Acknowledge only what the master has fsynced."""
+    """A master acknowledges only frames that it has fsynced."""
     slave_fsync: bool = True
-    """Confirm only what the slave has fsynced."""
+    """A slave confirms only frames that it has fsynced."""
     recovery_fsync: bool = True
-    """What a restart finds in the log counts as fsynced only after another fsync."""
+    """Frames found by a restart count as fsynced only after another fsync."""
     matched_end: bool = True
-    """Confirm what was matched, not the slave's own length; the master compares the chain."""
+    """A slave confirms its matched end, not its log's length; the master compares the chain."""
     fence: bool = True
-    """Whoever knows a newer epoch closes older connections and refuses their packets."""
+    """A broker that received a newer epoch closes older connections and refuses their packets."""
     persist: bool = True
     """An epoch is on disk before a broker acts in it."""
     history: bool = True
@@ -102,25 +101,25 @@ class Rules(NamedTuple):
     both_copies: bool = True
     """One copy alone acknowledges nothing."""
     hello_counts_nothing: bool = True
-    """The position that a slave asks to be served from confirms nothing."""
+    """The offset that a slave requests confirms nothing."""
     own_connection: bool = True
     """An agreement answers one hello, once, on its own connection."""
     compare_and_set: bool = True
     """The row changes only together with its term."""
     keeps_confirmed: bool = True
-    """A copy gives up nothing that it confirmed: a slave all it took from a master, a master what it had followed."""
+    """A copy keeps the frames it confirmed: a slave all frames of a master, a master those it had followed."""
     keeps_acknowledged: bool = True
-    """A copy gives up nothing that it knows to be acknowledged, from its memory beside the log."""
+    """A copy keeps frames up to its stored acknowledged point."""
     gives_way: bool = True
-    """A master whose log parts from what its slave confirmed gives up what it wrote alone, if nobody confirmed that."""
+    """A master whose log conflicts with its slave's confirmed frames yields unconfirmed frames that it wrote alone."""
     proof: bool = True
-    """Two masterships of one epoch, which a disk that was put back uses again, are told apart by their first frames."""
+    """Two masterships of one epoch, which a rolled-back disk uses twice, differ in their first frames."""
     chosen_in_sync: bool = True
     """A failover chooses only a slave that, since it started, reached the end of its master's log."""
     chosen_covers: bool = True
-    """A failover chooses only a slave whose log reaches what the row remembers to be acknowledged."""
+    """A failover chooses only a slave whose log reaches the row's acknowledged point."""
     row: bool = True
-    """A master that was told an acknowledged point which its log lacks does not begin before it has it."""
+    """A master that received an acknowledged point which its log lacks does not begin without it."""
 
 
 ALL = Rules()
@@ -131,22 +130,22 @@ class Bounds(NamedTuple):
     messages: int
     crashes: int
     rollbacks: int = 0
-    """How often a disk comes back older than it was, with everything on it, or without its last fsynced frames."""
+    """Number of rollbacks of a disk, with all its files or without its last fsynced frames."""
 
 
 class Agreement(NamedTuple):
-    """The master's answer to a hello: "your log ends at `end`; I stream from there", or "first send me your tail"."""
+    """The master's answer to a hello: follow from `end`, or first send the tail."""
 
     epoch: Epoch
     end: int
     wants_tail: bool
     pipe: Log | None
     master_end: int = -1
-    """Where the master's log ended: who reaches that is in sync. -1: nobody asks, as no failover is to come."""
+    """The master's log end: a slave that reaches it is in sync. -1: unused, as no failover follows."""
 
 
 class Broker(NamedTuple):
-    """One broker: its disk, its memory, and what is on its way to it."""
+    """One broker: its disk, its memory, and the packets on their way to it."""
 
     epoch: Epoch
     role: int
@@ -155,24 +154,24 @@ class Broker(NamedTuple):
     """Frames of `log` that survive a crash."""
 
     followed: bool = False
-    """Its last frames came from a master: it confirmed them. On disk, as `kept`."""
+    """Its last frames came from a master, so it confirmed them. On disk, as `kept`."""
     kept: int = 0
-    """Where its mastership began the last time after it had followed."""
+    """Offset at which its last mastership after following began."""
     heard: int = 0
-    """How much of `safe` the row told it of, in this life."""
+    """Part of `safe` that the row sent to it since its restart."""
     lacks: bool = False
-    """It was told of an acknowledged point that its log lacks."""
+    """It received an acknowledged point that its log lacks."""
     presumed: int = 0
-    """Frames that a broker takes for fsynced since it found them at its restart; 0 with all rules."""
+    """Frames found at its restart that it treats as fsynced; 0 with all rules."""
 
     matched: int = 0
-    """As master: how far the slave confirmed."""
+    """As master: the slave's confirmed end."""
     confirmation: Log = EMPTY
-    """On its way to this master, of its epoch: the longest history the slave fsynced."""
+    """On its way to this master, of its epoch: the longest history that the slave fsynced."""
     tail: Log = EMPTY
     """On its way to this master, of its epoch: the history of a slave that has more."""
     hellos: tuple[Epoch, ...] = ()
-    """On their way to this broker, on whatever connection: newer epochs that the other broker said hello with."""
+    """On their way to this broker, on any connection: newer epochs of the other broker's hellos."""
 
     connection: int = CLOSED
     """As slave, here and below."""
@@ -180,13 +179,15 @@ class Broker(NamedTuple):
     """On its way to this slave."""
     follows: Epoch = (0, 0)
     agreed: int = 0
-    """How far the log is known to equal the master's."""
+    """Length of the log that is known to equal the master's."""
     must_reach: int = -1
-    """Where the master's log ended when this slave began to follow; -1: it does not, or no failover is to come."""
+    """The master's log end when this slave began to follow; -1: it does not follow, or no failover follows."""
     in_sync: bool = False
-    """In this life and term, the slave has reached such an end, fsynced. Kept while a failover is to come."""
+    """Since its restart and in this term, the slave has fsynced such an end. Kept while a failover may follow."""
     pipe: Log | None = EMPTY
-    """What streams in: None while the master is in the epoch that this slave follows, then it is the master's log."""
+    """Incoming frames: None while the master is in the epoch that this slave follows (then its log), otherwise its log
+    then.
+    """
 
 
 class State(NamedTuple):
@@ -199,19 +200,19 @@ class State(NamedTuple):
     brokers: tuple[Broker, Broker]
     rollbacks: int = 0
     bad: int = -1
-    """The broker whose disk forgot what it had fsynced, until it has all that is safe again; -1: none."""
+    """The broker whose disk was rolled back, until it has all safe frames again; -1: none."""
     row_is_old: bool = False
-    """The metaserver's row remembers all that is acknowledged; or nothing, since its database was put back, too."""
+    """The row stores the acknowledged point; False: its database was rolled back, too."""
     gone: Log = EMPTY
-    """What was acknowledged before another history took its place."""
+    """Acknowledged frames that another history replaced."""
     failovers: int = 0
-    """How often the metaserver may still choose a new master by itself."""
+    """Number of failovers that the metaserver may still make."""
     unfit: int = -1
-    """The broker that it chose although acknowledged frames were missing there; -1: none."""
+    """The chosen broker that lacked acknowledged frames; -1: none."""
 
 
 class Found(NamedTuple):
-    """What `explore` saw. `violation` is empty if no promise was broken; `steps` lead to the broken one."""
+    """Result of `explore`. `violation` is empty if every promise held; otherwise `steps` lead to it."""
 
     states: int
     depth: int
@@ -227,7 +228,7 @@ class Found(NamedTuple):
 
 START = State(1, 0, 0, 0, EMPTY, (Broker((1, 1), MASTER, EMPTY, 0), Broker((1, 0), SLAVE, EMPTY, 0)))
 FAILOVER = START._replace(failovers=1)
-"""The metaserver may choose a new master by itself, once, beside all else that happens."""
+"""The start of a world in which the metaserver may choose a new master once."""
 
 
 # ---- frames and histories
@@ -243,13 +244,13 @@ def spell(epoch: Epoch) -> str:
 
 
 def show(log: Log) -> str:
-    """Spell a log: `1.1` is an epoch frame, `1.1:a` a message of that epoch."""
+    """Return a log as text: `1.1` is an epoch frame, `1.1:a` a message of that epoch."""
     words = [spell((f // 1000, f // 100 % 10)) + (f":{'_abcdefgh'[f % 10]}" if f % 10 else "") for f in log]
     return f"[{' '.join(words)}]"
 
 
 def fsynced(broker: Broker) -> str:
-    """Spell a broker's log and how much of it would survive a crash."""
+    """Return a broker's log as text, with the part that survives a crash."""
     return f"{show(broker.log)}, {broker.flushed} of {len(broker.log)} fsynced"
 
 
@@ -266,7 +267,7 @@ def epoch_table(log: Log, proof: bool = True) -> tuple[tuple[int, int, int, Log]
 
 @lru_cache(None)
 def last_agreement(master: Log, slave: Log, proof: bool = True) -> int:
-    """Find how far two logs agree, from their epoch tables alone."""
+    """Return the length of the common prefix of two logs, from their epoch tables alone."""
     known = {(epoch, first, chain): end for epoch, first, end, chain in epoch_table(master, proof)}
     for epoch, first, end, chain in reversed(epoch_table(slave, proof)):
         if (epoch, first, chain) in known:
@@ -275,12 +276,12 @@ def last_agreement(master: Log, slave: Log, proof: bool = True) -> int:
 
 
 def has_begun(broker: Broker) -> bool:
-    """Has this master written the epoch frame of its epoch?"""
+    """Whether this master has written the epoch frame of its epoch."""
     return bool(broker.log) and broker.log[-1] // 100 == broker.epoch[0] * 10 + broker.epoch[1]
 
 
 def keeps(state: State, who: int, rules: Rules) -> int:
-    """Return how much of its log a broker does not give up. What a disk that was put back remembers is as old as it."""
+    """Return the length of the log that a broker keeps. A rolled-back disk has points as old as itself."""
     me = state.brokers[who]
     if me.followed and rules.keeps_confirmed:
         return len(me.log)
@@ -288,7 +289,7 @@ def keeps(state: State, who: int, rules: Rules) -> int:
     return min(max(me.kept if rules.keeps_confirmed else 0, known), len(me.log))
 
 
-# ---- what a step leads to
+# ---- results of a step
 
 
 def put(state: State, who: int, me: Broker, other: Broker) -> State:
@@ -297,7 +298,7 @@ def put(state: State, who: int, me: Broker, other: Broker) -> State:
 
 
 def enter(me: Broker, epoch: Epoch, role: int, rules: Rules) -> Broker:
-    """Give a broker a newer epoch: it forgets what belonged to the old one and, by the fence, closes its connection."""
+    """Set a newer epoch of a broker: it drops the state of the old epoch and, by the fence, closes its connection."""
     hellos = tuple(e for e in me.hellos if e > epoch)
     me = me._replace(epoch=epoch, role=role, matched=0, confirmation=EMPTY, tail=EMPTY, hellos=hellos)
     me = me._replace(must_reach=-1, in_sync=False)
@@ -307,7 +308,7 @@ def enter(me: Broker, epoch: Epoch, role: int, rules: Rules) -> Broker:
 
 
 def orphaned(slave: Broker, master: Broker) -> Broker:
-    """Keep in flight what a master sent that leaves its epoch now."""
+    """Keep the frames in flight of a master that leaves its epoch."""
     if master.role != MASTER:
         return slave
     if slave.pipe is None and slave.follows == master.epoch:
@@ -319,7 +320,7 @@ def orphaned(slave: Broker, master: Broker) -> Broker:
 
 
 def told(slave: Broker, master: Broker, rules: Rules) -> Broker:
-    """Return the master with what its slave can confirm now on its way to it."""
+    """Return the master with its slave's current confirmation on its way."""
     if slave.connection != FOLLOWING or master.role != MASTER or slave.follows != master.epoch:
         return master
     end = max(slave.flushed, slave.presumed) if rules.slave_fsync else len(slave.log)
@@ -344,13 +345,13 @@ def acknowledged(state: State, who: int, rules: Rules) -> State:
 
 
 def healed(state: State) -> State:
-    """A disk that forgot is as good as any once it has all that is safe again."""
+    """A rolled-back disk counts again once it has all safe frames."""
     if state.bad < 0:
         return state
     broker, other, n = state.brokers[state.bad], state.brokers[1 - state.bad], len(state.safe)
     fsynced_log = broker.log[: broker.flushed]
     is_whole = fsynced_log[:n] == state.safe
-    for confirmed in (other.log[: other.matched], other.confirmation):  # it said so before it forgot
+    for confirmed in (other.log[: other.matched], other.confirmation):  # confirmed before the rollback
         is_whole &= fsynced_log[: len(confirmed)] == confirmed
     return state._replace(bad=-1) if is_whole else state
 
@@ -359,7 +360,7 @@ def healed(state: State) -> State:
 
 
 def steps(state: State, bounds: Bounds, rules: Rules) -> Iterator[tuple[Step, State]]:
-    """Yield everything that can happen next."""
+    """Yield all next steps."""
     for step, after in _steps(state, bounds, rules):
         yield step, healed(after)
 
@@ -384,8 +385,9 @@ def _steps(state: State, bounds: Bounds, rules: Rules) -> Iterator[tuple[Step, S
 
 
 def failover(state: State, rules: Rules) -> Iterator[tuple[Step, State]]:
-    """The metaserver makes the slave of the row the master. That the old one is gone is never proven, so it may be
-    there; what counts is what the slave has. The broker that was chosen hears of it later, as of any row."""
+    """The metaserver makes the slave of the row the master. The old master may still run; only the slave's frames
+    count. The chosen broker receives the row later, like any row.
+    """
     who = 1 - state.master
     me, row = state.brokers[who], 0 if state.row_is_old else len(state.safe)
     if me.role != SLAVE or me.epoch[0] != state.term:
@@ -401,7 +403,7 @@ def failover(state: State, rules: Rules) -> Iterator[tuple[Step, State]]:
 def epochs(
     state: State, who: int, me: Broker, other: Broker, bounds: Bounds, rules: Rules
 ) -> Iterator[tuple[Step, State]]:
-    """A broker hears of a term, present or past, from the metaserver, or of an epoch from the other broker's hello."""
+    """A broker receives a current or past term from the metaserver, or an epoch from the other broker's hello."""
     for term in range(me.epoch[0], state.term + 1):
         if term == me.epoch[0] and me.role != FENCED:
             continue
@@ -432,13 +434,14 @@ def epochs(
 
 
 def put_back(state: State, who: int, me: Broker, other: Broker) -> Iterator[tuple[Step, State]]:
-    """A disk comes back as it was once, or without its last frames. Only one of the two does so: the other one's memory
-    is as new as its log, and what both forget at once is not covered."""
+    """A disk is rolled back, or loses its last frames. This happens to one of the two only: the other one's points are
+    as new as its log, and a rollback of both is not covered.
+    """
     forgot = state._replace(rollbacks=state.rollbacks + 1, bad=who)
     for keep in range(me.flushed):
         log = me.log[:keep]
         last = (log[-1] // 1000, log[-1] // 100 % 10) if log else (1, 0)
-        for epoch in {me.epoch, max(last, (1, 0))}:  # of the broker's own file: it is as new as before, or as old
+        for epoch in {me.epoch, max(last, (1, 0))}:  # the broker's own file is as new as before, or as old as the log
             role = me.role if epoch == me.epoch else (MASTER if (epoch[0] - 1) % 2 == who else SLAVE)
             boot = epoch[1] + 1 if role == MASTER else epoch[1]
             for followed in {me.followed, role == SLAVE}:
@@ -461,7 +464,7 @@ def disk(
         return
     if not has_begun(me) and not me.lacks:
         kept = len(me.log) if me.followed else min(me.kept, len(me.log))
-        begun = frame(me.epoch, who + 2 * state.rollbacks, 0)  # no two first frames are equal: times stand in them
+        begun = frame(me.epoch, who + 2 * state.rollbacks, 0)  # no two first frames are equal: they contain times
         after = me._replace(log=(*me.log, begun), tail=EMPTY, followed=False, kept=kept)
         yield ("begin", who, after), acknowledged(put(state, who, after, other), who, rules)
     elif has_begun(me) and state.written < bounds.messages:
@@ -471,7 +474,7 @@ def disk(
 
 
 def as_master(state: State, who: int, me: Broker, other: Broker, rules: Rules) -> Iterator[tuple[Step, State]]:
-    """A master receives a hello, a confirmation, a frame that it takes back."""
+    """A master receives a hello, a confirmation, or a restored frame."""
     n = len(me.log)
     if other.role == SLAVE and other.connection == HELLO_SAID and (other.epoch <= me.epoch or not rules.fence):
         end = last_agreement(me.log, other.log, rules.proof) if rules.history else min(n, len(other.log))
@@ -486,7 +489,7 @@ def as_master(state: State, who: int, me: Broker, other: Broker, rules: Rules) -
                 cut = enter(me, (me.epoch[0], me.epoch[1] + 1), MASTER, rules)
                 cut = cut._replace(log=me.log[:end], flushed=min(me.flushed, end), presumed=min(me.presumed, end))
                 yield ("gives way", who, me.log, cut.log), put(state, who, cut, orphaned(other, me))
-            return  # else both keep what they have
+            return  # otherwise both keep their frames
         lacks = me.lacks and n <= len(other.log) and not wants_tail and n < len(state.safe)
         if lacks:
             return  # the slave lacks it, too
@@ -508,7 +511,7 @@ def as_master(state: State, who: int, me: Broker, other: Broker, rules: Rules) -
 
 
 def as_slave(state: State, who: int, me: Broker, other: Broker, rules: Rules) -> Iterator[tuple[Step, State]]:
-    """A slave says hello on a new connection, receives the agreement, receives the next frame."""
+    """A slave sends a hello on a new connection, receives the agreement, or receives the next frame."""
     if me.role == SLAVE and (me.connection != HELLO_SAID or me.agreement):
         agreement = None if rules.own_connection else me.agreement
         after = me._replace(connection=HELLO_SAID, agreement=agreement, follows=(0, 0), agreed=0, pipe=EMPTY)
@@ -529,7 +532,7 @@ def as_slave(state: State, who: int, me: Broker, other: Broker, rules: Rules) ->
 
 
 def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreement, rules: Rules) -> tuple[Step, State]:
-    """A slave learns where its log ends: it cuts what conflicts, or sends what the master lost, and follows."""
+    """A slave receives its agreement: it cuts conflicting frames, or sends frames that the master lost, and follows."""
     epoch, end, wants_tail, pipe, master_end = agreement
     after = me._replace(
         epoch=max(epoch, me.epoch),
@@ -559,7 +562,7 @@ def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreeme
 
 
 def broken(state: State, rules: Rules) -> str:
-    """Name the promise that does not hold in this state, or return an empty string."""
+    """Return the name of a promise that this state breaks, or an empty string."""
     return (
         lost(state)
         or in_bad_faith(state)
@@ -570,7 +573,7 @@ def broken(state: State, rules: Rules) -> str:
 
 
 def lost(state: State) -> str:
-    """`safe` must be the beginning of what either broker has fsynced, but for one whose disk forgot it."""
+    """`safe` must be a prefix of both brokers' fsynced frames, except for a rolled-back disk."""
     n = len(state.safe)
     if state.unfit >= 0:
         chosen = state.brokers[state.unfit]
@@ -586,7 +589,7 @@ def lost(state: State) -> str:
 
 
 def in_bad_faith(state: State) -> str:
-    """A master that was told what it lacks has not begun."""
+    """A master that received a point it lacks has not begun."""
     me = state.brokers[state.bad] if state.bad >= 0 else None
     if (
         me is None
@@ -600,7 +603,7 @@ def in_bad_faith(state: State) -> str:
 
 
 def shared_epoch(state: State) -> str:
-    """Nobody may act in an epoch of the other one, now or after it."""
+    """No broker may act in an epoch of the other one, now or later."""
     a, b = state.brokers
     if a.role == b.role == MASTER and a.epoch == b.epoch:
         return f"one master: both brokers act in epoch {spell(a.epoch)}"
@@ -611,7 +614,7 @@ def shared_epoch(state: State) -> str:
 
 
 def mismatch(state: State) -> str:
-    """At the last offset where both logs have a frame of one epoch, they are equal up to there."""
+    """Up to the last offset where both logs have a frame of one epoch, they are equal."""
     a, b = state.brokers[0].log, state.brokers[1].log
     if state.rollbacks:
         return ""  # an epoch may have been used twice
@@ -622,11 +625,12 @@ def mismatch(state: State) -> str:
 
 
 def unproven(state: State) -> str:
-    """What a master counts must be fsynced on the other broker, and what is confirmed to it must be what it has: no
-    alarm without a cause. Both break before a message is lost; without a rule they would hide the one that gets lost.
+    """Frames that a master counts must be fsynced on the other broker, and confirmed frames must equal its own: no
+    alarm without a cause. Both promises break before a message is lost, and would otherwise hide the rule that loses
+    it.
     """
     if state.rollbacks:
-        return ""  # what a disk forgot, it had confirmed
+        return ""  # the rolled-back disk had confirmed them
     for who, broker in enumerate(state.brokers):
         other, n, confirmed = state.brokers[1 - who], broker.matched, broker.confirmation
         if n and (other.flushed < n or other.log[:n] != broker.log[:n]):
@@ -637,7 +641,7 @@ def unproven(state: State) -> str:
 
 
 def healthy(state: State) -> bool:
-    """Both brokers act by the newest row, with equal logs, all of it below the high watermark."""
+    """Whether both brokers act by the newest row, with equal logs below the high watermark."""
     master, slave = state.brokers[state.master], state.brokers[1 - state.master]
     return (
         master.role == MASTER
@@ -648,11 +652,11 @@ def healthy(state: State) -> bool:
     )
 
 
-# ---- the walks
+# ---- searches
 
 
 def explore(bounds: Bounds, rules: Rules = ALL, start: State = START) -> Found:
-    """Visit every state within `bounds`, nearest first; stop at the first one that breaks a promise."""
+    """Visit every state within `bounds`, nearest first; stop at the first that breaks a promise."""
     began = time.monotonic()
     came_from: dict[State, State | None] = {start: None}
     frontier, depth = [start], 0
@@ -672,7 +676,7 @@ def explore(bounds: Bounds, rules: Rules = ALL, start: State = START) -> Found:
 
 
 def wedged(bounds: Bounds, rules: Rules = ALL, start: State = START) -> list[State]:
-    """List the states that cannot get healthy again although nothing more happens to them: no crash, no swap."""
+    """Return the states that cannot recover without further crashes or swaps."""
     causes: dict[State, list[State]] = {start: []}
     frontier = [start]
     while frontier:
@@ -694,7 +698,7 @@ def wedged(bounds: Bounds, rules: Rules = ALL, start: State = START) -> list[Sta
 
 
 def retrace(state: State, came_from: dict[State, State | None], bounds: Bounds, rules: Rules) -> list[str]:
-    """Tell the steps that led to a state."""
+    """Return the steps that led to a state."""
     lines: list[str] = []
     before = came_from[state]
     while before is not None:
@@ -706,7 +710,7 @@ def retrace(state: State, came_from: dict[State, State | None], bounds: Bounds, 
 
 
 def describe(step: Step) -> str:
-    """Say a step in words."""
+    """Return a step as a sentence."""
     match step:
         case ("swap", int(master)):
             return f"metaserver: the next term begins, broker {master} is master"

@@ -1,7 +1,7 @@
-"""Three copies keep the promises in every state of a small world, and need each rule for that.
+"""Core. Three copies keep the promises in every state of small worlds, and need each rule for that.
 
-`tests.model.copies` says what is modelled. Larger worlds: `python -m tests.model.copies WORLD TERMS MESSAGES CRASHES
-CHANGES FAULTS GONE`; docs/decisions/0043-failover-among-three.md says which were looked through.
+`tests.model.copies` describes the model. Larger worlds: `python -m tests.model.copies WORLD TERMS MESSAGES CRASHES
+CHANGES FAULTS GONE`; docs/decisions/0043-failover-among-three.md lists those that were searched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from tests.model.copies import ALL, WORLDS, Bounds, Rules, count, explore
 
 LOOKED_THROUGH = [
-    # a world, its bounds, how many states
+    # world, bounds, number of states
     pytest.param(
         "three_of_two",
         Bounds(2, 2, 1, 0, 0, 1),
@@ -35,7 +35,7 @@ LOOKED_THROUGH = [
 ]
 
 COUNTEREXAMPLES = [
-    # without this rule, in this world and these bounds, this promise breaks, in as few steps as these
+    # omitted rule, world, bounds, broken promise, least number of steps
     pytest.param("enough_copies", "three_of_two", Bounds(2, 1, 0), "choice", 5, id="one copy less acknowledges"),
     pytest.param("own_fsync row", "three_of_two", Bounds(2, 1, 1), "choice", 6, id="not the master's own fsync"),
     pytest.param(

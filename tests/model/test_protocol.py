@@ -1,11 +1,10 @@
-"""The replication protocol keeps its promises in every state of a small world, and needs each of its rules for that.
+"""Core. The replication protocol keeps its promises in every state of small worlds, and needs each rule for that.
 
-`tests.model.protocol` says what is modelled. No one world with everything in it can be looked through in a minute of
-one slow core, so there are six, each to its end: more messages, more crashes, more terms, a disk that is put back, and
-a master that the metaserver chooses by itself. Together with those of `tests.model.test_copies` they have half a
-million states and more.
-Larger ones can be looked through with `python -m tests.model.protocol TERMS MESSAGES CRASHES DISKS`: `2 2 1` has
-1,121,384 states. `pytest -rP` prints what was found.
+`tests.model.protocol` describes the model. One world with everything in it is too large for a minute of one slow core,
+so there are six, each searched to its end: more messages, more crashes, more terms, a rolled-back disk, and a master
+that the metaserver chooses by itself. Together with those of `tests.model.test_copies` they have more than half a
+million states. Larger ones: `python -m tests.model.protocol TERMS MESSAGES CRASHES DISKS`; `2 2 1` has 1,121,384
+states. `pytest -rP` prints the results.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PUT_BACK = Bounds(terms=1, messages=1, crashes=0, rollbacks=1)
 SMALL = Bounds(terms=2, messages=2, crashes=1)
 
 COUNTEREXAMPLES = [
-    # without this rule, this promise breaks, in as few steps as these
+    # omitted rule, broken promise, least number of steps
     pytest.param("boot", "matching", 9, id="boot"),
     pytest.param("master_fsync", "safe", 7, id="no fsync on the master before acknowledging"),
     pytest.param("slave_fsync", "safe", 7, id="no fsync on the slave before confirming"),
@@ -41,14 +40,14 @@ COUNTEREXAMPLES = [
     pytest.param("history", "matching", 10, id="truncate by length"),
     pytest.param("both_copies", "safe", 2, id="one copy acknowledges"),
     pytest.param("hello_counts_nothing", "safe", 8, id="the position asked for confirms"),
-    # what a slave confirmed, it keeps, whatever arrives again: a net below this rule, left out with it
+    # a slave keeps confirmed frames for any later packet: a second rule against the same fault, omitted with it
     pytest.param("own_connection keeps_confirmed", "safe", 9, id="an agreement arrives again"),
     pytest.param("compare_and_set", "one master", 4, id="the row changes without its term"),
 ]
 
 
 OF_DISKS_PUT_BACK = [
-    # the same, in these bounds: a disk comes back older than it was
+    # the same, with a rolled-back disk
     pytest.param("keeps_confirmed", "safe", 13, PUT_BACK, id="a slave cuts what it confirmed"),
     pytest.param(
         "keeps_acknowledged", "safe", 16, PUT_BACK._replace(terms=2), id="an old master forgets what was acked"
@@ -59,14 +58,14 @@ OF_DISKS_PUT_BACK = [
 FAILOVERS = Bounds(terms=2, messages=1, crashes=0)
 
 OF_FAILOVERS = [
-    # the same, where a disk comes back older, and the metaserver chooses a new master by itself
+    # the same, with a rolled-back disk and a master chosen by the metaserver
     pytest.param("chosen_in_sync", 11, id="a slave that restarted and met nobody is chosen"),
-    # who was in sync in this life has it all: the row's word is a net below that rule, left out with it
+    # a copy in sync since its restart has all frames: the row's point is a second rule, omitted with it
     pytest.param("chosen_covers chosen_in_sync", 10, id="what the row remembers is not looked at"),
 ]
 
 WITHOUT_A_WAY_OUT = [
-    # without this rule nothing is lost, and the two copies never get together again
+    # without this rule nothing is lost, but the two copies never match again
     pytest.param("gives_way", id="no master gives way"),
     pytest.param("proof", id="an epoch that is used twice is taken for one"),
 ]
@@ -181,7 +180,7 @@ EVERYTHING = {
 
 
 def events(step: tuple[object, ...], before: State, after: State) -> list[str]:
-    """Name what is worth reaching in one step."""
+    """Return the names of events that the model should reach."""
     names = [str(step[0])]
     if after.safe != before.safe:
         names.append(f"acknowledged in term {after.safe[-1] // 1000}")
