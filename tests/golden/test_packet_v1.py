@@ -64,12 +64,14 @@ DECODE = {
     "AUTHENTICATE": lambda body: commands.decode_json(body, token=str, app=str),
     "PRODUCE": lambda body: (p := commands.decode_produce(body))._asdict() | {"body": p.body.hex()},
     "PULL": lambda body: commands.decode_pull(body)._asdict(),
-    "ACK": lambda body: (ack := commands.decode_ack(body))._asdict() | {"ranges": [list(one) for one in ack.ranges]},
+    "ACK": lambda body: (
+        (ack := commands.decode_ack(body))._asdict() | {"ranges": [list(range_) for range_ in ack.ranges]}
+    ),
     "NACK": lambda body: (
         (nack := commands.decode_nack(body))._asdict() | {"entries": [list(entry) for entry in nack.entries]}
     ),
     "BEGIN": lambda body: (
-        (begun := commands.decode_ack(body))._asdict() | {"ranges": [list(one) for one in begun.ranges]}
+        (begun := commands.decode_ack(body))._asdict() | {"ranges": [list(range_) for range_ in begun.ranges]}
     ),
     "HEARTBEAT": lambda body: {},
     "FRAMES": lambda body: dict(zip(("offset", "data"), (lambda o, d: (o, d.hex()))(*commands.split_offset(body)))),

@@ -663,8 +663,8 @@ def explore(start: State, bounds: Bounds, rules: Rules = ALL) -> Found:
                     came_from[after] = state
                     following.append(after)
                     if after.broken:
-                        told = retrace(after, came_from, bounds, rules)
-                        return Found(len(came_from), depth, after.broken, told, time.monotonic() - began)
+                        path = retrace(after, came_from, bounds, rules)
+                        return Found(len(came_from), depth, after.broken, path, time.monotonic() - began)
         frontier = following
     return Found(len(came_from), depth - 1, "", [], time.monotonic() - began)
 

@@ -319,7 +319,7 @@ def orphaned(slave: Broker, master: Broker) -> Broker:
     return slave
 
 
-def told(slave: Broker, master: Broker, rules: Rules) -> Broker:
+def confirmable(slave: Broker, master: Broker, rules: Rules) -> Broker:
     """Return the master with its slave's current confirmation on its way."""
     if slave.connection != FOLLOWING or master.role != MASTER or slave.follows != master.epoch:
         return master
@@ -459,7 +459,10 @@ def disk(
     if me.flushed < len(me.log):
         in_sync = me.in_sync or 0 <= me.must_reach <= len(me.log)
         after = me._replace(flushed=len(me.log), presumed=0, in_sync=in_sync)
-        yield ("fsync", who, after.log), acknowledged(put(state, who, after, told(after, other, rules)), who, rules)
+        yield (
+            ("fsync", who, after.log),
+            acknowledged(put(state, who, after, confirmable(after, other, rules)), who, rules),
+        )
     if me.role != MASTER:
         return
     if not has_begun(me) and not me.lacks:
@@ -528,7 +531,7 @@ def as_slave(state: State, who: int, me: Broker, other: Broker, rules: Rules) ->
     if me.connection == FOLLOWING and len(source) > n and (source[:n] == me.log or not rules.history):
         log = (*me.log, source[n])
         after = me._replace(log=log, agreed=n + 1, pipe=EMPTY if me.pipe and len(me.pipe) == n + 1 else me.pipe)
-        yield ("receive", who, log), put(state, who, after, told(after, other, rules))
+        yield ("receive", who, log), put(state, who, after, confirmable(after, other, rules))
 
 
 def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreement, rules: Rules) -> tuple[Step, State]:
@@ -555,7 +558,7 @@ def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreeme
             after = after._replace(must_reach=master_end, in_sync=me.in_sync or 0 <= master_end <= after.flushed)
     if pipe is not None and not (len(pipe) > len(after.log) and pipe[: len(after.log)] == after.log):
         after = after._replace(pipe=EMPTY)
-    return ("agreed", who, me.log, after.log, agreement), put(state, who, after, told(after, other, rules))
+    return ("agreed", who, me.log, after.log, agreement), put(state, who, after, confirmable(after, other, rules))
 
 
 # ---- the promises

@@ -131,10 +131,10 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
             plain.returned.difference_update(run)
             (plain.returned if number == DEFERRED else plain.acked).update(run)
         case "leave" if name in group.consumers:
-            told = rng.randrange(2)
-            copy.progress(FrameKind.POSITION, name, (told, 0, 0))
+            has_begun = rng.randrange(2)
+            copy.progress(FrameKind.POSITION, name, (has_begun, 0, 0))
             for sequence in held.values():
-                plain.times[sequence] -= told
+                plain.times[sequence] -= has_begun
             plain.move(MessageEvent.LEAVE, held.values())
             plain.returned |= set(held.values())
             held.clear()

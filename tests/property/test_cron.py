@@ -28,8 +28,8 @@ CHANGES = {
 
 
 def items(first, last):
-    one = st.integers(first, last)
-    some = st.lists(one, min_size=1, max_size=3).map(lambda found: ",".join(map(str, found)))
+    value = st.integers(first, last)
+    some = st.lists(value, min_size=1, max_size=3).map(lambda found: ",".join(map(str, found)))
     return st.one_of(st.just("*"), some, st.sampled_from([2, 3, 5, 15, 30]).map("*/{}".format))
 
 
@@ -51,7 +51,7 @@ def shown(expression, zone, begin_ms, minutes):
             walls = [last_wall + timedelta(minutes=step) for step in range(1, gap + 1)]
         matching = [wall for wall in walls if matches(expression, wall)]
         if is_fixed:
-            matching = [one for one in matching if one not in seen]
+            matching = [minute for minute in matching if minute not in seen]
         seen.update(matching)
         if matching and i >= 0:
             found.append(at_ms)
@@ -120,7 +120,7 @@ def test_summer_time_and_calendar(expression, after, expected):
     for _ in expected:
         at_ms = cron.next_ms(at_ms)
         found.append(at_ms)
-    assert found == [ms(one) for one in expected]
+    assert found == [ms(time) for time in expected]
 
 
 def ms(text):
@@ -129,9 +129,9 @@ def ms(text):
 
 @given(st.text(max_size=30), st.text(max_size=15))
 def test_any_text_is_a_schedule_or_refused(expression, zone):
-    for one in ((expression, "UTC"), ("0 0 * * *", zone)):
+    for arguments in ((expression, "UTC"), ("0 0 * * *", zone)):
         try:
-            Cron(*one).next_ms(0)
+            Cron(*arguments).next_ms(0)
         except InvalidRequest as error:
             assert "cron expression" in str(error) or "time zone" in str(error)
 

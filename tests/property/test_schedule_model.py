@@ -80,7 +80,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
         return [(number, self.known[number].due) for number in (numbers[pick % len(numbers)] for pick in picks)]
 
     def pending(self) -> set[int]:
-        return {number for number, one in self.known.items() if one.state == State.PENDING}
+        return {number for number, message in self.known.items() if message.state == State.PENDING}
 
     # Frames of a master.
 
@@ -246,32 +246,36 @@ class ScheduleAndDict(RuleBasedStateMachine):
     def retention(self, part: int) -> None:
         """Write pending messages of the oldest part of the log again, then drop that part."""
         border = self.log.frames[part * (len(self.log.frames) - 1) // 100][0].offset
-        if any((one.records["number"] < border).any() for one in self.schedule.in_flight.values()):
+        if any((batch.records["number"] < border).any() for batch in self.schedule.in_flight.values()):
             return
         below = places(self.schedule.pending_below(border)())
         if below:
             self.carry_to(below, [due for _, due in below])
         drop_before(self.log, border)
-        self.known = {number: one for number, one in self.known.items() if number >= border or one.state < State.SENT}
+        self.known = {
+            number: message for number, message in self.known.items() if number >= border or message.state < State.SENT
+        }
 
     # Invariants.
 
     @invariant()
     def check(self) -> None:
         schedule = self.schedule
-        undone = {number: one for number, one in self.known.items() if one.state < State.SENT}
+        undone = {number: message for number, message in self.known.items() if message.state < State.SENT}
         assert schedule.pending_messages == len(undone)
-        assert schedule.pending_bytes == sum(one.size for one in undone.values())
+        assert schedule.pending_bytes == sum(message.size for message in undone.values())
         records = schedule.list(0, 1 << 60, None, 10**6)()
-        assert places(records) == sorted(((n, one.due) for n, one in undone.items()), key=lambda place: place[::-1])
-        assert schedule.states_of(records) == {number: one.state for number, one in undone.items()}
-        flying = {key: [number for number, _ in places(one.records)] for key, one in schedule.in_flight.items()}
+        assert places(records) == sorted(
+            ((n, message.due) for n, message in undone.items()), key=lambda place: place[::-1]
+        )
+        assert schedule.states_of(records) == {number: message.state for number, message in undone.items()}
+        flying = {key: [number for number, _ in places(batch.records)] for key, batch in schedule.in_flight.items()}
         assert flying == self.flying
         for subject in "st":
             hours: dict[int, int] = {}
-            for one in undone.values():
-                if one.subject == subject:
-                    hours[one.due // HOUR_MS * HOUR_MS] = hours.get(one.due // HOUR_MS * HOUR_MS, 0) + 1
+            for message in undone.values():
+                if message.subject == subject:
+                    hours[message.due // HOUR_MS * HOUR_MS] = hours.get(message.due // HOUR_MS * HOUR_MS, 0) + 1
             assert schedule.counts(0, 1 << 60, subject) == dict(sorted(hours.items()))
         assert schedule.pending_from() <= min(undone, default=self.log.end)
         self.check_find()
@@ -281,13 +285,15 @@ class ScheduleAndDict(RuleBasedStateMachine):
         some = sorted(self.known)[:: max(len(self.known) // 6, 1)]
         hashes = [id_hash(self.known[number].id) for number in some]
         found = self.schedule.find(None, hashes, [key_hash("k3")])()
-        said = {int(one.record["number"]): one.state for one in found if not one.by_key}
+        states = {int(entry.record["number"]): entry.state for entry in found if not entry.by_key}
         for number in some:
             state = self.known[number].state
-            assert said.get(number, state) == state
-            assert state >= State.SENT or number in said
-        keyed = {int(one.record["number"]) for one in found if one.by_key}
-        wanted = {n for n, one in self.known.items() if int(one.id[1:]) % 3 == 0 and int(one.id[1:]) % 7 == 3}
+            assert states.get(number, state) == state
+            assert state >= State.SENT or number in states
+        keyed = {int(entry.record["number"]) for entry in found if entry.by_key}
+        wanted = {
+            n for n, message in self.known.items() if int(message.id[1:]) % 3 == 0 and int(message.id[1:]) % 7 == 3
+        }
         assert {n for n in keyed if n in self.known} <= wanted
         assert {n for n in wanted if self.known[n].state < State.SENT} <= keyed
 

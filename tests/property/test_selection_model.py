@@ -216,8 +216,8 @@ def run(seed: int, *, is_roomy: bool = True) -> World:
 
 def forget_to_rebuild(self):
     self._group_filter.keys = Keys()
-    for one in self._group.requeued:
-        self._group_filter.note(one.first, one.end, one.due_ms)
+    for waiting in self._group.requeued:
+        self._group_filter.note(waiting.first, waiting.end, waiting.due_ms)
 
 
 @pytest.mark.parametrize(

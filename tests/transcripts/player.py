@@ -65,7 +65,7 @@ def blocks(text: str) -> Iterator[tuple[list[str], str]]:
     """Yield comments and commands of each block, and the effects below its `----`."""
     for block in text.strip().split("\n\n"):
         head, line, below = block.partition("\n----\n")
-        if not line and any(not one.startswith("#") for one in block.splitlines()):
+        if not line and any(not text.startswith("#") for text in block.splitlines()):
             head, line, below = block.removesuffix("\n----"), "----", ""
         yield head.splitlines(), below.rstrip("\n")
 
@@ -151,9 +151,9 @@ class Player:
 
     def _do_fill(self, name: str, word: str) -> None:
         order = (self._brokers[name].node.identity.value.fill_id, word == "allowed")
-        told = self._group.a.node.assignment
-        assert told is not None
-        self._group.a.node.assign(replace(told, fills=(order,)))
+        assignment = self._group.a.node.assignment
+        assert assignment is not None
+        self._group.a.node.assign(replace(assignment, fills=(order,)))
 
     def _do_empty(self, name: str) -> None:
         if self._group.at_master is not None and self._group.at_master.is_open:
@@ -237,7 +237,9 @@ class Player:
                 wire.cut()
         self._brokers[name].crash()
         self._seen[name] = replace(self._seen[name], flushed=0, commits=0, high=0)
-        self._clients = {key: one for key, one in self._clients.items() if one.broker is not self._brokers[name]}
+        self._clients = {
+            key: client for key, client in self._clients.items() if client.broker is not self._brokers[name]
+        }
 
     def _do_swap(self, *, term: int) -> None:
         self._group.swap(term)

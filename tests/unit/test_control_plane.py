@@ -92,20 +92,20 @@ PREFACE, SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(3) + b"\x04" + by
 
 
 @pytest.mark.parametrize(
-    ("said", "limit"),
+    ("sent", "limit"),
     [
         pytest.param(b"", HANDSHAKE_MS, id="nothing"),
         pytest.param(PREFACE, HANDSHAKE_MS, id="half of a handshake"),
         pytest.param(PREFACE + SETTINGS, IDLE_MS, id="a handshake and no call"),
     ],
 )
-async def test_idle_grpc_connection_is_closed(said, limit):
+async def test_idle_grpc_connection_is_closed(sent, limit):
     assert dict(SERVER_OPTIONS)[HANDSHAKE_MS] <= 10_000 and dict(SERVER_OPTIONS)[IDLE_MS] <= 60_000
 
     async with grpc_port(**{limit: 50}) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            writer.write(said)
+            writer.write(sent)
             async with asyncio.timeout(15.0):
                 await reader.read()  # until it is closed
         finally:

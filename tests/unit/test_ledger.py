@@ -144,12 +144,12 @@ def test_status_and_gauges_of_the_last_runs(tmp_path: Path) -> None:
 
 
 def test_gauge_of_unverified_bytes(tmp_path: Path) -> None:
-    ledger, said = Ledger(tmp_path), []
+    ledger, unverified = Ledger(tmp_path), []
     for entry in (replace(FIRST, unverified=4096), SECOND):
         ledger.append(entry)
         text = gauges(all_status(ledger, now_ms=3_000_000))
-        said += [line.split()[1] for line in text.splitlines() if line.startswith("qmq_audit_unverified_bytes{")]
-    assert said == ["4096", "0"]
+        unverified += [line.split()[1] for line in text.splitlines() if line.startswith("qmq_audit_unverified_bytes{")]
+    assert unverified == ["4096", "0"]
 
 
 def test_unverified_group_has_no_age() -> None:

@@ -622,7 +622,7 @@ def a_connection_owes_an_answer() -> Seen:
 
 
 def a_full_queue(**words) -> str:
-    said: list[str] = []
+    refusals: list[str] = []
 
     async def test(broker: LocalBroker, producer: qmq.Producer) -> None:
         hold_answers(broker)
@@ -630,10 +630,10 @@ def a_full_queue(**words) -> str:
             while True:
                 producer.send_nowait(qmq.Message("s", {"n": 1}), lambda receipt: None)
         except QueueFull as error:
-            said.append(str(error))
+            refusals.append(str(error))
 
     producing(test, timeout_s=0.3, **words)
-    return said[0]
+    return refusals[0]
 
 
 @drives("producer", "queue_messages_max")

@@ -141,7 +141,7 @@ def test_kept_error_drops_its_variables():
     try:
         with pytest.raises(OSError) as raised:
             memory.without_frames(ask)
-        assert [one() for one in made] == [None, None]
+        assert [ref() for ref in made] == [None, None]
         assert "connect()" in "".join(traceback.format_exception(raised.value))
     finally:
         gc.enable()

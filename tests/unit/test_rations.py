@@ -27,7 +27,7 @@ def test_new_subjects_of_a_token_are_bounded():
     ration = NewSubjects(60, 100)
     assert [ration.allow(shop, 60, now_ms=60_000 * minute) for minute in range(4)] == [60, 40, 0, 0]
     assert "100 new subjects" in str(ration.why_not(shop)) and "within a minute" in str(ration.why_not(other))
-    assert [ration.why_not(one).limit for one in (shop, other)] == ["new_subjects_max", "new_subjects_per_minute"]
+    assert [ration.why_not(caller).limit for caller in (shop, other)] == ["new_subjects_max", "new_subjects_per_minute"]
     assert ration.allow(other, 60, now_ms=240_000) == 60
 
 
@@ -63,12 +63,12 @@ def test_large_batch_is_accepted_and_charged():
 def test_connections_share_their_tokens_rations():
     shop, now = Caller("shop", TokenRole.CLIENT), [0]
     groups, sent = NewSubjects(1, 100, "consumer groups"), SentBytes(1_000)
-    one, other = (TokenRation(shop, groups, sent, lambda: now[0]) for _ in range(2))
-    one.begin_group()
+    first, other = (TokenRation(shop, groups, sent, lambda: now[0]) for _ in range(2))
+    first.begin_group()
     with pytest.raises(Overloaded, match="'shop' made too many new consumer groups within a minute") as no:
         other.begin_group()
     assert no.value.limit == "new_subjects_per_minute"
-    one.write(5_000)
+    first.write(5_000)
     with pytest.raises(Overloaded, match="token_bytes_per_s"):
         other.write(1)
     now[0] = 60_000

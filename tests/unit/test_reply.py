@@ -170,16 +170,16 @@ async def test_replaced_requester_fails_all_requests():
 
     async with shop(silent) as world:
         options = {"metaserver": world.broker.metaserver, "app": "shop", "consumer_id": "same"}
-        one = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
+        requester = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
         two = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
-        async with one:
-            asking = asyncio.create_task(one.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
+        async with requester:
+            asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
             await world.broker.wait_until_subscribed(ANSWERS, "same")
             async with two:
                 with pytest.raises(qmq.SubscriptionReplaced):
                     await asking
                 with pytest.raises(qmq.SubscriptionReplaced):
-                    await one.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
+                    await requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
 
 
 async def test_only_requests_are_answered():

@@ -88,14 +88,14 @@ def test_each_refusal_of_a_role_has_its_row():
 def test_every_row_is_of_a_current_text():
     files = [ROOT / path for path in STARTS]
     files += [path for folder in ("metaserver", "tools") for path in (ROOT / folder).rglob("*.py")]
-    said = [
+    texts = [
         node.value
         for path in files
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     phrases = [cell.partition("`")[0] for cell in (*REFUSED_STARTS, *REFUSED_ROLES)]
-    assert [phrase for phrase in phrases if not any(phrase in text for text in said)] == []
+    assert [phrase for phrase in phrases if not any(phrase in text for text in texts)] == []
 
 
 @pytest.fixture(scope="module")

@@ -104,8 +104,8 @@ def a_frame(copy: Copy, rng: Random) -> Frame:
     if kind == "epoch" and rng.random() < 0.3:
         return copy.begin_epoch(Epoch(copy.epoch.term + rng.randrange(2), copy.epoch.boot + 1))
     if kind == "time":
-        said = RetentionDecision(state.kept.start, "", {"slave": rng.randrange(9)}, {})
-        return copy.append(FrameKind.RETENTION, "", encode_retention(said))
+        decision = RetentionDecision(state.kept.start, "", {"slave": rng.randrange(9)}, {})
+        return copy.append(FrameKind.RETENTION, "", encode_retention(decision))
     if group is None and kind != "messages":
         return copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject=subject)
     if kind == "pull" and group is not None:

@@ -120,9 +120,9 @@ def test_group_state_after_progress_frames(frames, requeued, changes):
     fields = {"position": 4, "floor": 0, "left_ms": 5, "began": group.began}
     for kind, name, *entries in frames:
         later(copy, kind, name, *entries)
-    consumers = {name: one for name, one in changes.items() if isinstance(one, Consumer)}
+    consumers = {name: value for name, value in changes.items() if isinstance(value, Consumer)}
     fields |= {name: value for name, value in changes.items() if name not in consumers} | {"consumers": consumers}
-    assert group == Group(requeued=Requeued([RequeuedRange(*one) for one in requeued]), **fields)
+    assert group == Group(requeued=Requeued([RequeuedRange(*row) for row in requeued]), **fields)
 
 
 @pytest.mark.parametrize("consumers_left", [False, True])

@@ -44,12 +44,14 @@ END = 13
 def a_consumer() -> tuple[Consumer, dict[int, UnackedRange]]:
     """Return a consumer with gaps in its ranges, and each of its messages by pull sequence."""
     consumer = Consumer()
-    for one in DELIVERED:
-        consumer.deliver(UnackedRange(*one))
+    for row in DELIVERED:
+        consumer.deliver(UnackedRange(*row))
     consumer.take(0, 1)
     consumer.take(5, 7)
     plain = {
-        one.pull + at: one.part(one.pull + at, one.pull + at + 1) for one in consumer.unacked for at in range(one.count)
+        held.pull + at: held.part(held.pull + at, held.pull + at + 1)
+        for held in consumer.unacked
+        for at in range(held.count)
     }
     assert sorted(plain) == [*range(1, 5), *range(7, END)]
     return consumer, plain
@@ -64,20 +66,20 @@ def check_range(begin: int, end: int) -> None:
     consumer, plain = a_consumer()
     within = [pull for pull in plain if begin <= pull < end]
     assert consumer.unacked_in(begin, end) == ranges.union((pull, pull + 1) for pull in within)
-    overlapping = [one for one in consumer.unacked if begin < one.pull_end and one.pull < end]
+    overlapping = [held for held in consumer.unacked if begin < held.pull_end and held.pull < end]
     assert list(consumer.overlapping(begin, end)) == overlapping
     taken = consumer.take(begin, end)
-    assert taken == [one.part(begin, end) for one in overlapping]
-    singly = [one.part(at, at + 1) for one in [*taken, *consumer.unacked] for at in range(one.pull, one.pull_end)]
+    assert taken == [held.part(begin, end) for held in overlapping]
+    singly = [held.part(at, at + 1) for held in [*taken, *consumer.unacked] for at in range(held.pull, held.pull_end)]
     assert sorted(singly) == sorted(plain.values())
-    assert not any(begin < one.pull_end and one.pull < end for one in consumer.unacked)
-    assert consumer.unacked == sorted(consumer.unacked) and all(one.count for one in consumer.unacked)
+    assert not any(begin < held.pull_end and held.pull < end for held in consumer.unacked)
+    assert consumer.unacked == sorted(consumer.unacked) and all(held.count for held in consumer.unacked)
 
 
 @pytest.mark.parametrize("limit", range(5))
 def test_messages_above_the_delivery_limit(limit):
     consumer, plain = a_consumer()
-    often = [pull for pull, one in plain.items() if limit and one.attempts + one.suspected > limit]
+    often = [pull for pull, message in plain.items() if limit and message.attempts + message.suspected > limit]
     found = consumer.delivered_more_than(limit)
     assert ranges.union(found) == ranges.union((pull, pull + 1) for pull in often) and ranges.size(found) == len(often)
     for end in range(END + 2):

@@ -47,13 +47,17 @@ def test_closed_index_equals_the_open_one():
     index, refs = an_index()
     closed = ClosedIndex(index.encode(1 << 20), BASE)
     assert (closed.base, closed.end) == (BASE, 1 << 20)
-    for one in (index, closed):
+    for lookup in (index, closed):
         for subject in (*COUNTS, "aa", "c", "\U00010000"):
             wanted = refs.get(subject, [])
-            assert one.first_sequence(subject) == (wanted[0].begin if wanted else None)
+            assert lookup.first_sequence(subject) == (wanted[0].begin if wanted else None)
             for sequence in range(60):
                 behind = [ref for ref in wanted if ref.end > sequence]
-                assert [one.frames(subject, sequence, most) for most in (1, 2, 9)] == [behind[:1], behind[:2], behind]
+                assert [lookup.frames(subject, sequence, most) for most in (1, 2, 9)] == [
+                    behind[:1],
+                    behind[:2],
+                    behind,
+                ]
 
 
 def test_index_of_a_segment_without_messages():
@@ -65,7 +69,7 @@ def test_damaged_index_is_refused():
     whole = an_index()[0].encode(1 << 20)
     damaged = [whole[:size] for size in range(len(whole))]
     damaged += [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole))]
-    for data, base in [*((one, BASE) for one in damaged), (whole, BASE + 8)]:
+    for data, base in [*((content, BASE) for content in damaged), (whole, BASE + 8)]:
         with pytest.raises(ValueError, match="index"):
             ClosedIndex(data, base)
 

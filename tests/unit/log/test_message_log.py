@@ -230,7 +230,7 @@ def test_chunk_has_the_requested_bytes_or_one_frame(monkeypatch, at, bytes_max):
         sizes.clear()
         chunk = copy.log.stored.read(begin, end, bytes_max)
         assert max(sizes) <= min(end - begin, max(most, frames[at].end - begin)), "nothing behind it is read"
-        inside = [one for one in frames if begin <= one.offset and one.end <= min(end, begin + most)]
+        inside = [frame for frame in frames if begin <= frame.offset and frame.end <= min(end, begin + most)]
         assert chunk.frames == (inside or [frames[at]]) and chunk.chain == chunk.frames[-1].chain
         assert (chunk.begin, chunk.end) == (begin, chunk.frames[-1].end)
         assert chunk.data == whole[begin : chunk.end]
@@ -417,9 +417,9 @@ def test_unwritten_frames_go_to_quarantine():
 
 def test_snapshot_of_another_base_is_refused():
     copy, other = Copy(), Copy()
-    for one in (copy, other):
-        one.begin_epoch()
-        one.fill(60)
+    for written in (copy, other):
+        written.begin_epoch()
+        written.fill(60)
     copy.messages("not written")
     before, snapshot = copy.image(), other.disk.read(snapshot_name(other.log.bases[1]), 0, 1 << 20)
     for wrong in (snapshot, snapshot[:-1]):
@@ -556,8 +556,8 @@ def test_large_frame_fits_an_empty_seeded_segment():
 
 def test_page_cache_sees_all_committed_bytes(monkeypatch):
     """Otherwise the last bytes of a closed segment stay cached for ever."""
-    told = []
-    monkeypatch.setattr(PageCache, "synced", lambda self, file, begin, end: told.append(end - begin))
+    sizes = []
+    monkeypatch.setattr(PageCache, "synced", lambda self, file, begin, end: sizes.append(end - begin))
     copy = Copy(segment_bytes=700)
     copy.begin_epoch()
     for i in range(30):
@@ -565,7 +565,7 @@ def test_page_cache_sees_all_committed_bytes(monkeypatch):
         if i % 7 == 0:
             copy.flush()
     copy.flush()
-    assert len(copy.log.bases) > 3 and sum(told) == copy.log.end
+    assert len(copy.log.bases) > 3 and sum(sizes) == copy.log.end
 
 
 def test_unflushed_frames_are_not_read_from_disk():
@@ -642,8 +642,8 @@ def test_oldest_segment_may_go_after_acknowledged_retention(start, acknowledged,
     while len(copy.log.bases) > 2:
         copy.drop_oldest_segment()
     kept = RetentionDecision(copy.log.bases[1] + start, "", {}, {})
-    said = copy.append(FrameKind.RETENTION, "", encode_retention(kept))
-    copy.messages("m", high_watermark=said.end if acknowledged else said.offset)
+    decided = copy.append(FrameKind.RETENTION, "", encode_retention(kept))
+    copy.messages("m", high_watermark=decided.end if acknowledged else decided.offset)
     assert copy.log.oldest_may_go is bool(may_go)
 
 
@@ -651,8 +651,8 @@ def test_only_segment_stays():
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
     copy.fill(5)
-    said = copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(copy.log.end - 8, "", {}, {})))
-    copy.messages("m", high_watermark=said.end)
+    decided = copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(copy.log.end - 8, "", {}, {})))
+    copy.messages("m", high_watermark=decided.end)
     assert not copy.log.oldest_may_go
 
 

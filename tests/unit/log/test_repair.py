@@ -180,10 +180,10 @@ def test_damaged_bytes_are_kept_with_a_report():
     repair(copy.log, others(other, offset, end))
     (data, report) = sorted(copy.disk.names("quarantine"))
     kept = copy.disk.read(f"quarantine/{data}", 0, 1 << 20)
-    told = json.loads(copy.disk.read(f"quarantine/{report}", 0, 1 << 20))
+    content = json.loads(copy.disk.read(f"quarantine/{report}", 0, 1 << 20))
     good = others(other, offset, end)
     assert sum((a ^ b).bit_count() for a, b in zip(kept, good)) == 1
-    assert (told["begin"], told["why"]) == (offset, "damaged")
+    assert (content["begin"], content["why"]) == (offset, "damaged")
 
 
 @pytest.mark.parametrize("subject", ["x" * 300, "a/b", "a\nb", ""])
@@ -262,8 +262,8 @@ def verify(copy: Copy, base: int) -> None:
 def test_foreign_segment_is_repaired(common):
     """An older file was restored, or two were exchanged: each frame is valid, but the segment does not join."""
     copy, other, stranger = (a_copy(common) for _ in range(3))
-    for one, name in ((copy, "m"), (other, "m"), (stranger, "x")):
-        one.fill(60, name=name)
+    for written, name in ((copy, "m"), (other, "m"), (stranger, "x")):
+        written.fill(60, name=name)
     base, end = copy.log.bases[1:3]
     assert stranger.log.bases == copy.log.bases and base < stranger.log.end
     size = copy.disk.size(f"log/{base:020d}.log")
@@ -301,7 +301,7 @@ def test_is_damaged_outside_the_log_is_false():
     assert log.stored.is_damaged(problem[start])
     first, second, third = log.bases[:3]
     foreign = [ForeignSegment(first, second), ForeignSegment(first, third), ForeignSegment(0, first)]
-    assert [log.stored.is_damaged(one) for one in foreign] == [True, False, False]
+    assert [log.stored.is_damaged(segment) for segment in foreign] == [True, False, False]
 
 
 def test_damage_met_by_several_readers():
@@ -311,12 +311,12 @@ def test_damage_met_by_several_readers():
         damage(copy, offset)
     for offset in (second, first, second, first):
         copy.log.damaged_at(CorruptFrame(offset, "test"))
-    assert [one.begin for one in copy.log.damaged] == [second, first]
+    assert [bad.begin for bad in copy.log.damaged] == [second, first]
     assert copy.log.damage == (second, behind, "test") and copy.log.health.is_of(copy.log.damage)
     repair(copy.log, others(other, second, behind))
     assert copy.log.damage is None and copy.log.health.is_of(None)
     copy.log.damaged_at(CorruptFrame(second, "test"))
-    assert [one.begin for one in copy.log.damaged] == [second, first, second], "it came back"
+    assert [bad.begin for bad in copy.log.damaged] == [second, first, second], "it came back"
     assert copy.log.damage.begin == second
 
 
@@ -368,8 +368,8 @@ def test_high_watermark_is_searched_behind_all_damage():
         copy.begin_epoch()
         copy.messages("a", size=100)
         offset = copy.log.end
-        said = [0, 0, 0, *[offset] * 6]
-        second = [copy.messages(f"m{i}", size=100, high_watermark=end) for i, end in enumerate(said)][4].offset
+        watermarks = [0, 0, 0, *[offset] * 6]
+        second = [copy.messages(f"m{i}", size=100, high_watermark=end) for i, end in enumerate(watermarks)][4].offset
         copy.messages("b", size=100, high_watermark=offset + behind)
         copy.messages("c", size=100)
         copy.flush()
@@ -470,9 +470,9 @@ def test_offset_0_needs_no_snapshot():
 
 def test_verify_finds_a_foreign_frame():
     copy, stranger = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
-    for one, name in ((copy, "m"), (stranger, "n")):
-        one.begin_epoch()
-        one.fill(60, name=name)
+    for written, name in ((copy, "m"), (stranger, "n")):
+        written.begin_epoch()
+        written.fill(60, name=name)
     base, following = copy.log.bases[1:3]
     frames = copy.log.stored.read(base, following, 1 << 20).frames
     for bad in frames[1:]:
@@ -531,11 +531,11 @@ def test_foreign_frames_behind_damage_are_repaired_in_turn():
 def test_repair_stops_at_a_frame_crossing_segments():
     """That frame fits in no place. It was written repeatedly, and a disk with a bad block there refused each time."""
     copy, other = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
-    for one, size in ((copy, 100), (other, 133)):
-        one.begin_epoch()
-        one.fill(1)
-        parted = one.log.end
-        one.fill(60, size=size)
+    for written, size in ((copy, 100), (other, 133)):
+        written.begin_epoch()
+        written.fill(1)
+        parted = written.log.end
+        written.fill(60, size=size)
     border, *behind = copy.log.bases[1:]
     copy.disk.write(segments.log_name(0), parted, [b"\xde" * (border - parted)])
     for base in (border, *behind):
@@ -623,8 +623,8 @@ def test_damage_extends_back_to_its_begin(has_snapshot, is_all):
 
 def test_frames_that_miss_the_following_chain_are_refused():
     copy, stranger = a_copy(20), a_copy(20)
-    for one, name in ((copy, "m"), (stranger, "n")):
-        one.fill(40, name=name)
+    for written, name in ((copy, "m"), (stranger, "n")):
+        written.fill(40, name=name)
     offset, end = [at for at in frame_offsets(copy, 0) if copy.whole()[at:] != stranger.whole()[at:]][20:22]
     assert copy.whole()[:offset] == stranger.whole()[:offset]
     damage(copy, offset)
@@ -638,13 +638,13 @@ def test_repair_ends_at_another_epoch():
     554384).
     """
     copy, other = a_copy(10), a_copy(10)
-    for one in (copy, other):
-        one.begin_epoch(Epoch(1, 2))
-        one.fill(10)
+    for written in (copy, other):
+        written.begin_epoch(Epoch(1, 2))
+        written.fill(10)
     parted = copy.log.end
-    for one, term in ((copy, 2), (other, 3)):
-        one.begin_epoch(Epoch(term, 1))
-        one.fill(20, name=f"of term {term}")
+    for written, term in ((copy, 2), (other, 3)):
+        written.begin_epoch(Epoch(term, 1))
+        written.fill(20, name=f"of term {term}")
     begin, end = frame_offsets(copy, 0)[7], frame_offsets(copy, parted)[3]
     for frame, _ in decode_frames(copy.whole()[begin:end], begin, None):
         damage(copy, frame.offset, at=0)

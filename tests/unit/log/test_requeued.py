@@ -18,7 +18,7 @@ Plain = dict[int, tuple[int, int, int]]
 
 
 def messages(found: Requeued | list[RequeuedRange]) -> Plain:
-    return {sequence: tuple(one[2:]) for one in found for sequence in range(one.first, one.end)}
+    return {sequence: tuple(range_[2:]) for range_ in found for sequence in range(range_.first, range_.end)}
 
 
 def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
@@ -28,15 +28,15 @@ def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
     assert all(before.end <= after.first for before, after in zip(rows, rows[1:])), "ascending and disjoint"
     assert requeued.first == min(plain, default=None)
     for begin, end in ((0, 250), (now_ms % 200, now_ms % 200 + 5), (100, 101)):
-        within = [one.part(begin, end) for one in rows if one.end > begin and one.first < end]
+        within = [row.part(begin, end) for row in rows if row.end > begin and row.first < end]
         assert [requeued.overlapping(begin, end, most) for most in (1, 2, 300)] == [within[:1], within[:2], within]
-        below = [one.part(0, end) for one in rows if one.first < end]
+        below = [row.part(0, end) for row in rows if row.first < end]
         assert [requeued.before(end, most) for most in (1, 2, 300)] == [below[:1], below[:2], below]
-        assert requeued.messages_before(end) == sum(one.count for one in below)
+        assert requeued.messages_before(end) == sum(range_.count for range_ in below)
     due = requeued.due(now_ms, 1_000)
-    assert due == [one for one in rows if one.due_ms <= now_ms], "each once, and in order"
+    assert due == [row for row in rows if row.due_ms <= now_ms], "each once, and in order"
     assert requeued.due(now_ms, 2) == due[:2], "and the same when asked again"
-    later = [one[1] for one in plain.values() if one[1] > now_ms]
+    later = [message[1] for message in plain.values() if message[1] > now_ms]
     assert (wakes := requeued.next_due_ms(now_ms)) is not None or not later
     assert wakes is None or now_ms < wakes and (not later or wakes <= min(later))
     schedule = requeued._schedule
@@ -55,14 +55,14 @@ def test_requeued_ranges_equal_single_messages(seed, stale_min, block):
                     first, due = rng.randrange(200), rng.choice([0, now_ms + rng.randrange(5_000)])
                     end = min([s for s in plain if s >= first] + [first + rng.randint(1, 5)])
                     if first < end:
-                        one = RequeuedRange(first, end - first, rng.randrange(2), due, rng.randrange(2))
-                        requeued.add(one)
-                        plain |= messages([one])
+                        range_ = RequeuedRange(first, end - first, rng.randrange(2), due, rng.randrange(2))
+                        requeued.add(range_)
+                        plain |= messages([range_])
                 case "take" if plain:
-                    one = rng.choice(list(requeued))
-                    begin = rng.randrange(one.first, one.end)
-                    end = rng.randint(begin + 1, one.end)
-                    assert requeued.take(begin, end - begin) == one.part(begin, end)
+                    range_ = rng.choice(list(requeued))
+                    begin = rng.randrange(range_.first, range_.end)
+                    end = rng.randint(begin + 1, range_.end)
+                    assert requeued.take(begin, end - begin) == range_.part(begin, end)
                     for sequence in range(begin, end):
                         del plain[sequence]
                 case "time":
@@ -177,8 +177,8 @@ def test_schedule_is_made_once():
 
 @pytest.mark.parametrize("ranges", [[], [(10, 5, 1, 7)], [(10, 5, 1, 7), (20, 1, 2, 0, 3)]])
 def test_requeued_survives_both_snapshot_forms(ranges):
-    requeued = Requeued([RequeuedRange(*one) for one in ranges])
-    for plain in (requeued.plain(), [list(one) for one in ranges]):
+    requeued = Requeued([RequeuedRange(*range_) for range_ in ranges])
+    for plain in (requeued.plain(), [list(range_) for range_ in ranges]):
         again = Requeued.from_plain(plain)
         assert (again, again.messages) == (requeued, requeued.messages)
 

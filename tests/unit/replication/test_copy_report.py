@@ -74,7 +74,7 @@ def test_report_of_a_rolled_back_copy(who):
         identity.points.acknowledged(lost)
         identity.points.save()
     found = report(copy.disk)
-    assert [one["name"] for one in found["troubles"]] == ["rolled_back"] and str(lost) in str(found["troubles"])
+    assert [trouble["name"] for trouble in found["troubles"]] == ["rolled_back"] and str(lost) in str(found["troubles"])
     point = {"term": 1, "boot": 1, "end": lost.end, "chain": f"{lost.chain:016x}"}
     assert [found["lacks"], found["acknowledged"]] == ([point, None] if who == "the others" else [None, point])
 
@@ -95,15 +95,15 @@ def test_any_single_file_suffices_for_a_report(name):
     identity.points.following()
     identity.points.acknowledged(Point(Epoch(1, 1), 8, 7))
     identity.points.save()
-    for one in [f"log/{base:020d}.log" for base in copy.log.bases] if name == "log" else [name]:
-        disk.put(one, copy.disk.read(one, 0, copy.disk.size(one)))
+    for file in [f"log/{base:020d}.log" for base in copy.log.bases] if name == "log" else [name]:
+        disk.put(file, copy.disk.read(file, 0, copy.disk.size(file)))
     assert report(disk)["incarnation"] == ("b-1" if name == "broker.json" else "")
 
 
 def test_empty_file_is_reported_damaged():
     copy = a_copy()
     copy.disk.put("points.json", b"")
-    assert [one["name"] for one in report(copy.disk)["troubles"]] == ["file_damaged", "incomplete"]
+    assert [trouble["name"] for trouble in report(copy.disk)["troubles"]] == ["file_damaged", "incomplete"]
 
 
 def test_report_of_an_unreadable_epoch_frame():
@@ -152,7 +152,7 @@ def test_report_of_missing_and_unlisted_segments():
     write_manifest(copy.disk, bases[:-1])
     found = report(copy.disk)
     assert found["manifest"] == {"listed": True, "agrees": False, "missing": [bases[1]], "notListed": [bases[-1]]}
-    assert str(bases[1]) in next(one["found"] for one in found["troubles"] if one["name"] == "file_gone")
+    assert str(bases[1]) in next(trouble["found"] for trouble in found["troubles"] if trouble["name"] == "file_gone")
 
 
 def test_report_without_a_manifest_misses_nothing():
@@ -166,14 +166,14 @@ def test_closed_segments_are_verified_on_request(at):
     copy = a_copy()
     base = copy.log.bases[at]
     copy.disk.flip(f"log/{base:020d}.log", 8 * 200)
-    names = [[one["name"] for one in report(copy.disk, verify=verify)["troubles"]] for verify in (False, True)]
-    assert ["corrupt" in one for one in names] == [False, True]
+    names = [[trouble["name"] for trouble in report(copy.disk, verify=verify)["troubles"]] for verify in (False, True)]
+    assert ["corrupt" in name for name in names] == [False, True]
 
 
 def test_report_of_a_copy_without_frames():
     disk = MemoryDisk()
     IdentityFile(disk, new_incarnation="b-1")
-    assert [one["name"] for one in report(disk)["troubles"]] == ["incomplete", "empty"]
+    assert [trouble["name"] for trouble in report(disk)["troubles"]] == ["incomplete", "empty"]
 
 
 def test_report_of_an_empty_disk_is_refused():

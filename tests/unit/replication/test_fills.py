@@ -31,8 +31,8 @@ ROLES = {"a": Role.MASTER, "b": Role.SLAVE, "c": Role.SLAVE}
     ],
 )
 def test_fill_order_applies_to_one_filling(mode, orders, may_begin, is_cancelled):
-    said = FillOrders.of(mode, orders)
-    assert (said.may_begin("x/0"), said.is_cancelled("x/0")) == (may_begin, is_cancelled)
+    fill_orders = FillOrders.of(mode, orders)
+    assert (fill_orders.may_begin("x/0"), fill_orders.is_cancelled("x/0")) == (may_begin, is_cancelled)
 
 
 def heed(copies: Copies, mode: str, *orders: tuple[str, bool]) -> None:

@@ -226,7 +226,7 @@ def test_loss_of_foreign_links_is_ignored():
         assert state(group) is S.IN_SYNC
 
 
-def told(link: FakeLink, command: Command) -> int:
+def count_of(link: FakeLink, command: Command) -> int:
     return sum(each == command for each, _ in link.pushed)
 
 
@@ -242,7 +242,7 @@ def test_catching_up_continues_with_each_confirmation(monkeypatch):
     wire.connect()
     wire.deliver_hello()
     copies.a.host.settle()
-    assert told(wire.at_master, Command.FRAMES) == 1
+    assert count_of(wire.at_master, Command.FRAMES) == 1
     while wire.to_slave():
         copies.c.host.settle()
         while wire.to_master():
@@ -281,10 +281,10 @@ def test_slave_receives_points_it_confirmed():
     copies.wires["b"].settle()  # packets to c stay under way
     copies.a.wait(100)
     links = [copies.wires[name].at_master for name in "bc"]
-    assert [told(link, Command.ACKNOWLEDGED) for link in links] == [1, 0]
+    assert [count_of(link, Command.ACKNOWLEDGED) for link in links] == [1, 0]
     copies.settle()
     copies.a.wait(100)
-    assert [told(link, Command.ACKNOWLEDGED) for link in links] == [0, 1]
+    assert [count_of(link, Command.ACKNOWLEDGED) for link in links] == [0, 1]
 
 
 def rolled_back() -> Group:

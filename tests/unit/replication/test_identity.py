@@ -63,7 +63,7 @@ def test_unchanged_identity_is_not_written():
     disk = MemoryDisk()
     identity = opened(disk)
 
-    def said() -> tuple[int, Identity]:
+    def change_nothing() -> tuple[int, Identity]:
         identity.learn(Epoch(3, 2))
         identity.promise(4)
         identity.promise(3)
@@ -71,7 +71,7 @@ def test_unchanged_identity_is_not_written():
         identity.assigned("g1", {"term": 3}, "a:1")
         return disk.calls, identity.value
 
-    assert said() == said() and identity.value.promised == 4
+    assert change_nothing() == change_nothing() and identity.value.promised == 4
 
 
 def test_each_filling_has_its_own_id():

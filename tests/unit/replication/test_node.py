@@ -97,10 +97,10 @@ def test_new_part_clears_the_divergence(caplog, monkeypatch):
         group.b.node.agreed(group.at_slave, Diverged("they differ"))
         assert group.b.node.readonly_reasons == [Reason.DIVERGED] and not group.at_slave.is_open
     assert caplog.text.count("copies differ group=g1") == 1
-    told = []
-    monkeypatch.setattr(group.b.host, "role_changed", lambda: told.append(group.b.node.readonly_reasons))
+    calls = []
+    monkeypatch.setattr(group.b.host, "role_changed", lambda: calls.append(group.b.node.readonly_reasons))
     group.b.assign(Role.SLAVE, 2)
-    assert told == [[]]
+    assert calls == [[]]
 
 
 def test_agreement_clears_the_divergence():
@@ -217,13 +217,13 @@ def test_waiting_master_is_not_writable():
 
 
 def test_point_write_failure_ends_the_process(monkeypatch):
-    group, told = group_at_rest(), []
+    group, calls = group_at_rest(), []
     node, host = group.a.node, group.a.host
     Client(group.a).produce("n")
     group.settle()
-    monkeypatch.setattr(host, "write", lambda job, done: told.append((job, done)))
+    monkeypatch.setattr(host, "write", lambda job, done: calls.append((job, done)))
     group.a.wait(1_000)
-    ((job, done),) = told
+    ((job, done),) = calls
     assert node.identity.points.is_newer_than_saved and node.quiet_ms() == 0
     job()
     done(None)
@@ -237,17 +237,17 @@ def test_ended_mastership_saves_its_point(monkeypatch, is_slow):
     """The point was due half a second later. A master that crashed before that, after a swap, did not have it and cut
     the frames, though the new master's disk had lost its end.
     """
-    group, told = group_at_rest(), []
+    group, calls = group_at_rest(), []
     if is_slow:  # a thread still writes the previous point
         Client(group.a).produce("m2")
         group.settle()
-        monkeypatch.setattr(group.a.host, "write", lambda job, done: told.append((job, done)))
+        monkeypatch.setattr(group.a.host, "write", lambda job, done: calls.append((job, done)))
         group.a.wait(1_000)
     Client(group.a).produce("n")
     group.settle()
     point = group.a.master.gate.point
     group.a.assign(Role.SLAVE, 2)
-    for job, done in told:
+    for job, done in calls:
         monkeypatch.undo()
         done(job())
         group.a.wait(100)
@@ -362,12 +362,12 @@ def test_full_disk_and_short_memory_make_readonly(caplog):
 
 def test_clock_disagreement_is_logged_once(caplog):
     group = group_at_rest()
-    for skew_ms, said in ((0, 0), (1 << 30, 1), (1 << 30, 1), (0, 2), (0, 2)):
+    for skew_ms, lines in ((0, 0), (1 << 30, 1), (1 << 30, 1), (0, 2), (0, 2)):
         group.hear_clocks(skew_ms)
         for broker in (group.a, group.b):
             broker.node.decide_retention(broker.keeper)
         texts = [record.message.split(" group=g1")[0] for record in caplog.records]
-        assert texts == ["clocks disagree", "clocks disagree", "clocks agree again", "clocks agree again"][: 2 * said]
+        assert texts == ["clocks disagree", "clocks disagree", "clocks agree again", "clocks agree again"][: 2 * lines]
 
 
 def test_broker_without_a_part_ignores_clocks():

@@ -27,8 +27,8 @@ def a_log(*, states_the_time: bool = True) -> Copy:
 
 
 def state_the_time(copy: Copy, start: int = 0) -> None:
-    said = encode_retention(RetentionDecision(start, SIZE if start else "", {}, {}))
-    copy.append(FrameKind.RETENTION, "", said, timestamp_ms=SAID_MS)
+    body = encode_retention(RetentionDecision(start, SIZE if start else "", {}, {}))
+    copy.append(FrameKind.RETENTION, "", body, timestamp_ms=SAID_MS)
     copy.flush()
 
 

@@ -21,13 +21,13 @@ def hold(broker: Broker, term: int = 1, **words) -> None:
 
 
 def test_slave_reconnects_after_its_hold(monkeypatch):
-    group, told = group_at_rest(), []
+    group, calls = group_at_rest(), []
     hold(group.b)
-    monkeypatch.setattr(group.b.host, "role_changed", lambda: told.append(group.b.node.changes.is_held))
+    monkeypatch.setattr(group.b.host, "role_changed", lambda: calls.append(group.b.node.changes.is_held))
     group.b.wait(HOLD_MS)
-    assert told == [] and group.b.node.changes.is_held
+    assert calls == [] and group.b.node.changes.is_held
     group.b.wait(1)
-    assert told == [False]
+    assert calls == [False]
 
 
 @pytest.mark.parametrize("heard_ms_ago, is_gone", [(0, False), (499, False), (500, True), (None, True)])
@@ -252,14 +252,14 @@ def test_failover_of_another_term_is_refused():
 
 
 def test_role_change_is_reported_after_it_happened(monkeypatch):
-    group, told = group_at_rest(), []
+    group, calls = group_at_rest(), []
     node, host = group.b.node, group.b.host
-    monkeypatch.setattr(host, "role_changed", lambda: told.append((type(node.role).__name__, node.changes.is_held)))
+    monkeypatch.setattr(host, "role_changed", lambda: calls.append((type(node.role).__name__, node.changes.is_held)))
     hold(group.b)
     group.b.assign(Role.SLAVE, 2)
     hold(group.b, 1, master_gone=True)
     group.b.assign(Role.MASTER, 3)
-    assert told == [("Slave", True), ("Slave", False), ("Slave", True), ("BrokerMaster", False)]
+    assert calls == [("Slave", True), ("Slave", False), ("Slave", True), ("BrokerMaster", False)]
 
 
 def test_new_part_ends_the_swap_deadline(caplog):

@@ -88,10 +88,10 @@ def test_slave_refuses_packets_of_other_states(action, taken):
 )
 def test_slave_notes_acknowledged_points_of_flushed_frames(boot, more, is_noted):
     group = stored()
-    points, told = group.b.node.identity.points, Confirmation(Epoch(1, boot), group.b.log.flushed_end + more, 7)
+    points, confirmation = group.b.node.identity.points, Confirmation(Epoch(1, boot), group.b.log.flushed_end + more, 7)
     points.own = None
-    sent(group.b, group.at_slave, Command.ACKNOWLEDGED, commands.encode_confirmation(told))
-    assert points.own == (Point(told.epoch, told.matched_end, 7) if is_noted else None)
+    sent(group.b, group.at_slave, Command.ACKNOWLEDGED, commands.encode_confirmation(confirmation))
+    assert points.own == (Point(confirmation.epoch, confirmation.matched_end, 7) if is_noted else None)
 
 
 def test_refused_follow_leaves_confirmed_end_unchanged():

@@ -285,9 +285,9 @@ async def test_sharing_producers_receive_a_batch_size(metaserver, access):
     async with server:
         way = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
         options = {"handler": Silent(), "token": OWN, "app": "t", "packet_bytes_max": 1 << 20, "timeout_s": 5}
-        one, other = [(await connect(way, **options))[0] for _ in range(2)]
-        heard = [decode_produced(await asker.request(Command.PRODUCE)).batch_bytes for asker in (one, other, one)]
-        one.close("done")
+        first, other = [(await connect(way, **options))[0] for _ in range(2)]
+        heard = [decode_produced(await asker.request(Command.PRODUCE)).batch_bytes for asker in (first, other, first)]
+        first.close("done")
         await service.has_lost.wait()
         heard.append(decode_produced(await other.request(Command.PRODUCE)).batch_bytes)
         other.close("done")

@@ -56,10 +56,10 @@ class World:
 @pytest.mark.parametrize(("name", "order"), ORDERS)
 def test_order_wakes_the_broker(monkeypatch, name, order):
     """Otherwise the group would report an old writable state for up to a second."""
-    told = []
-    world = World(lambda *args, **fields: told.append(args))
+    calls = []
+    world = World(lambda *args, **fields: calls.append(args))
     world.carry_out(monkeypatch, name, order)
-    assert told and world.stirs
+    assert calls and world.stirs
 
 
 @pytest.mark.parametrize(("name", "order"), ORDERS)

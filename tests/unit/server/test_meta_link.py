@@ -129,13 +129,13 @@ async def test_register_says_begins_until_assigned(tmp_path):
     )
     node.assign = lambda assignment: setattr(node, "assignment", assignment)
     service = SimpleNamespace(node=node, guarded=lambda call: call(), state_changed=asyncio.Event())
-    link, said = MetaLink(service, SETTINGS), []
+    link, begins = MetaLink(service, SETTINGS), []
 
     class Stub:
         answer = pb.Assignment()
 
         async def Register(self, identity, **words):
-            said.append(identity.begins)
+            begins.append(identity.begins)
             return self.answer
 
         async def Heartbeat(self, beats, **words):
@@ -148,7 +148,7 @@ async def test_register_says_begins_until_assigned(tmp_path):
         stub.answer = answer
         with pytest.raises(NotServed):
             await link._live(stub)
-    assert said == [True, True, False]
+    assert begins == [True, True, False]
     disk.close()
 
 

@@ -133,10 +133,10 @@ def test_token_cache_drops_refused_tokens_first():
 
 def test_byte_ration_spans_connections_of_a_token():
     sent, batch = SentBytes(1_000), produce("order")
-    one, other = limits("produce:order", sent=sent), limits("produce:order", sent=sent)
+    first, other = limits("produce:order", sent=sent), limits("produce:order", sent=sent)
     with pytest.raises(MissingRight):
-        one.check(packet(Command.PRODUCE, produce_header(1, 1, 0, 0, "paid") + bytes(9_999)), {}, now_ms=0)
-    one.check(packet(Command.PRODUCE, bytes(batch.body) + bytes(999)), {}, now_ms=0)
+        first.check(packet(Command.PRODUCE, produce_header(1, 1, 0, 0, "paid") + bytes(9_999)), {}, now_ms=0)
+    first.check(packet(Command.PRODUCE, bytes(batch.body) + bytes(999)), {}, now_ms=0)
     with pytest.raises(Overloaded) as caught:
         other.check(batch, {}, now_ms=0)
     assert caught.value.limit == "token_bytes_per_s"
