@@ -176,8 +176,7 @@ def test_snapshot_and_later_frames_give_the_state(seed):
 def test_late_ack_of_a_left_consumer_is_refused():
     """W2, W13: after a departure, a reset or a new mastership, old pull sequences are invalid."""
     for change in ("leave", "mastership", "reset"):
-        copy = Copy(segment_bytes=1 << 20)
-        copy.begin_epoch()
+        copy = Copy.begun(segment_bytes=1 << 20)
         copy.progress(FrameKind.POSITION, "", (0, 0, 0))
         copy.messages("a", "b", "c", "d", size=0)
         state = copy.log.state
@@ -225,8 +224,7 @@ def test_window_of_a_producer_is_exact():
 
 
 def test_least_recent_producers_are_forgotten_first():
-    copy = Copy(segment_bytes=1 << 24)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=1 << 24)
     for producer in range(1, PRODUCERS_MAX + 1):
         copy.messages("m", size=0, producer=producer, batch=1)
     copy.messages("m", size=0, producer=1, batch=2)

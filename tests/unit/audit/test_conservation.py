@@ -116,8 +116,7 @@ HOUR_MS = 3_600_000
 )
 def test_group_that_skips_later_messages_is_a_finding(position, began_ms, lost):
     """A broker group that joins writes its position at the end of its stored messages."""
-    copy = Copy(segment_bytes=1 << 20)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=1 << 20)
     copy.messages(*"abc", subject="s")
     copy.progress(FrameKind.POSITION, "", (position, 0, began_ms), subject="s")
     copy.flush()

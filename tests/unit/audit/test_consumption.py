@@ -83,8 +83,7 @@ def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, 
 
 def a_history() -> tuple[Copy, int]:
     """Make c1 hold messages 0 to 3; return their first pull sequence."""
-    copy = Copy(segment_bytes=1 << 20)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=1 << 20)
     copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s")
     copy.messages(*"abcdef", subject="s", size=0)
     first = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 from zlib import crc32
 
 from qmq.codec import encode_message, join_batch
@@ -12,7 +13,7 @@ from qmq.log.frame import Frame, FrameKind, decode_frames, encode_json_body
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.progress_frame import DEFERRED, EXPIRED, PASSED, encode_progress
 from qmq.log.retention import RetentionDecision, encode_retention
-from qmq.log.segments import read_raw, segment_bases
+from qmq.log.segments import log_name, read_raw, segment_bases
 from qmq.message import Message
 from qmq.types import Epoch
 
@@ -28,6 +29,25 @@ class Copy:
         self.disk = disk if disk is not None else MemoryDisk()
         self.segment_bytes, self.tail_bytes, self.epoch = segment_bytes, tail_bytes, Epoch(1, 1)
         self.log = MessageLog(self.disk, segment_bytes=segment_bytes, tail_bytes=tail_bytes)
+
+    @classmethod
+    def begun(cls, *args: Any, **layout: Any) -> Copy:
+        """Return a copy whose log has one epoch frame."""
+        copy = cls(*args, **layout)
+        copy.begin_epoch()
+        return copy
+
+    @classmethod
+    def filled(cls, frames: int, *, name: str = "m", size: int = 100, **layout: Any) -> Copy:
+        """Return a copy with one epoch frame and flushed messages of three subjects; 60 fill several segments."""
+        copy = cls.begun(**layout)
+        copy.fill(frames, name=name, size=size)
+        return copy
+
+    def flip(self, offset: int) -> None:
+        """Flip a bit of the byte at an offset of the log."""
+        base = max(base for base in self.log.bases if base <= offset)
+        self.disk.flip(log_name(base), 8 * (offset - base))
 
     def reopen(self) -> MessageLog:
         self.log = MessageLog(self.disk, segment_bytes=self.segment_bytes, tail_bytes=self.tail_bytes)

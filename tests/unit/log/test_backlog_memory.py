@@ -14,8 +14,7 @@ from tests.unit.log.logs import Copy
 @pytest.mark.slow
 def test_memory_stays_flat_while_a_backlog_grows(tmp_path: Path):
     disk = RealDisk(tmp_path)
-    copy = Copy(disk, segment_bytes=256 << 10, tail_bytes=128 << 10)
-    copy.begin_epoch()
+    copy = Copy.begun(disk, segment_bytes=256 << 10, tail_bytes=128 << 10)
     held = []
     tracemalloc.start()
     try:

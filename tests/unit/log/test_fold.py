@@ -33,8 +33,7 @@ FIRST = (1 << 16 | 1) << MASTERSHIP_BITS
 
 def a_group() -> Copy:
     """Return a log of six messages, of which consumer c1 has the first four."""
-    copy = Copy(segment_bytes=1 << 20)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=1 << 20)
     copy.progress(POSITION, "", (0, 0, 0))
     copy.messages(*"abcdef", size=0)
     copy.progress(PULL, "c1", (FIRST, 0, 4))

@@ -5,26 +5,18 @@ from __future__ import annotations
 import pytest
 
 from qmq.log.frame import FrameKind
-from qmq.log.memory_disk import MemoryDisk
 from qmq.log.repair import give_up, plan
 from qmq.log.segments import log_name, snapshot_name
 from tests.unit.log.logs import Copy
 
 
-def a_copy() -> Copy:
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
-    return copy
-
-
 def test_whole_log_gives_up_nothing():
-    assert plan(a_copy().log) is None
+    assert plan(Copy.filled(60, tail_bytes=0).log) is None
 
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_giving_up_drops_segments_through_the_damage(how):
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     first, second, third, *_ = copy.log.bases
     if how == "gone":
         copy.disk.remove(log_name(second))
@@ -42,7 +34,7 @@ def test_giving_up_drops_segments_through_the_damage(how):
 
 
 def test_giving_up_continues_at_a_whole_snapshot():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     _, second, third, fourth, *_ = copy.log.bases
     copy.disk.flip(log_name(second), 8 * 150)
     copy.disk.flip(snapshot_name(third), 100)
@@ -52,7 +44,7 @@ def test_giving_up_continues_at_a_whole_snapshot():
 
 
 def test_giving_up_without_snapshot_drops_all():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     copy.disk.flip(log_name(copy.log.bases[-2]), 8 * 150)
     copy.disk.flip(snapshot_name(copy.log.bases[-1]), 100)
     log = copy.log
@@ -61,7 +53,7 @@ def test_giving_up_without_snapshot_drops_all():
 
 
 def test_giving_up_cuts_unreplayed_damage():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     newest = copy.log.bases[-1]
     copy.disk.flip(log_name(newest), 8 * 150)
     log = copy.reopen()
@@ -75,7 +67,7 @@ def test_giving_up_cuts_unreplayed_damage():
 @pytest.mark.parametrize("is_whole", [True, False], ids=["from its begin", "from its second segment on"])
 @pytest.mark.parametrize("all_goes", [True, False])
 def test_plan_counts_lost_and_unconsumed_messages(all_goes, is_whole):
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     if not is_whole:
         copy.drop_oldest_segment()
     bases = list(copy.log.bases)

@@ -84,8 +84,7 @@ def test_segment_at_an_offset():
 @pytest.mark.parametrize("reopened", [False, True])
 def test_damaged_or_missing_index_is_rebuilt(tmp_path: Path, damage: str, reopened: bool):
     disk = RealDisk(tmp_path)
-    copy = Copy(disk, tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(disk, tail_bytes=0)
     copy.fill(12)
     copy.begin_epoch(Epoch(1, 2))
     copy.fill(48)
@@ -138,9 +137,7 @@ def test_lookup_reads_only_needed_segments(monkeypatch):
 
 
 def test_rebuilt_index_is_stored():
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60, tail_bytes=0)
     base = copy.log.bases[1]
     copy.disk.remove(index_name(base))
     copy.log.frames("s1", 0, 1_000)
@@ -151,8 +148,7 @@ def test_rebuilt_index_is_stored():
 
 
 def test_hundred_thousand_subjects_share_index_files():
-    copy = Copy(segment_bytes=42 * SUBJECTS, tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=42 * SUBJECTS, tail_bytes=0)
     for i in range(SUBJECTS):
         copy.messages("m", subject=f"subject {i}", size=0)
         if i % 10_000 == 0:

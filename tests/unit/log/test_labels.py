@@ -13,8 +13,7 @@ LABELS = [label_of(["pay"], None), label_of([], "k1"), 0]
 
 
 def a_log(section: bytes, flags: int = FLAG_LABELLED) -> Copy:
-    copy = Copy(segment_bytes=1 << 16, tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=1 << 16, tail_bytes=0)
     for first in (0, 3):
         body = join_batch([message("s", f"m{first + at}") for at in range(3)]) + section
         copy.append(FrameKind.MESSAGES, "s", body, count=3, first_sequence=first, flags=flags)
@@ -44,8 +43,7 @@ def test_flipped_bits_of_labels_are_detected():
 
 
 def test_only_labels_are_read(monkeypatch):
-    copy = Copy(segment_bytes=700, tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=700, tail_bytes=0)
     for first in range(0, 30, 3):
         body = join_batch([message("s", f"m{first + at}", size=100) for at in range(3)])
         section = encode_labels(LABELS) if first % 2 else b""

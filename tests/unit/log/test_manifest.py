@@ -16,14 +16,6 @@ from qmq.log.segments import index_name, log_name, segment_bases, snapshot_name
 from tests.unit.log.logs import Copy
 
 
-def a_copy() -> Copy:
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
-    assert len(copy.log.bases) > 6
-    return copy
-
-
 def repair_all(copy: Copy, whole: bytes) -> None:
     """Repair all damage, one range at a time, from the other copy's bytes."""
     for _ in range(20):
@@ -36,7 +28,7 @@ def repair_all(copy: Copy, whole: bytes) -> None:
 @pytest.mark.parametrize("position", range(6))
 @pytest.mark.parametrize("with_what", [(), (index_name,), (index_name, snapshot_name)])
 def test_missing_segment_file_is_damage(position, with_what):
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     whole, image, bases = copy.whole(), copy.image(), list(copy.log.bases)
     for name in (log_name, *with_what):
         copy.disk.remove(name(bases[position]))
@@ -51,14 +43,14 @@ def test_missing_segment_file_is_damage(position, with_what):
 
 
 def test_missing_manifest_is_rebuilt():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     copy.disk.remove(manifest.NAME)
     copy.reopen()
     assert manifest.read_manifest(copy.disk) == copy.log.bases == segment_bases(copy.disk)
 
 
 def test_damaged_manifest_is_rebuilt():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     for bit in range(0, 8 * copy.disk.size(manifest.NAME), 7):
         copy.disk.flip(manifest.NAME, bit)
         copy.reopen()
@@ -67,7 +59,7 @@ def test_damaged_manifest_is_rebuilt():
 
 
 def test_manifest_follows_every_change():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     log = copy.log
 
     def follows() -> bool:
@@ -95,9 +87,7 @@ def test_manifest_follows_every_change():
 def test_interrupted_deletion_is_whole_or_nothing(agreed):
     """Segments whose deletion was not agreed are set aside."""
     for call in range(1, 14):
-        copy = Copy(tail_bytes=0)
-        copy.begin_epoch()
-        copy.fill(30)
+        copy = Copy.filled(30, tail_bytes=0)
         bases = list(copy.log.bases)
         start = bases[1] if agreed else 0
         copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(start, "", {}, {})))
@@ -120,7 +110,7 @@ def test_interrupted_deletion_is_whole_or_nothing(agreed):
 
 
 def test_empty_manifest_drops_no_file():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     bases = list(copy.log.bases)
     manifest.write_manifest(copy.disk, [])
     assert copy.reopen().bases == bases == manifest.read_manifest(copy.disk) and copy.log.damage is None
@@ -134,7 +124,7 @@ def test_manifest_out_of_order_is_refused(listed):
 
 def test_manifest_of_a_roll_omits_deleted_segments():
     """A listed file that is missing would be damage at the next start."""
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     segments = len(copy.log.bases)
     while len(copy.log.bases) == segments:
         copy.messages("m", size=100)
@@ -151,12 +141,12 @@ def test_crash_during_a_deletion_damages_nothing():
     """Frames before and after the decision used to be two writes. A crash that kept only the second one was damage, and
     the copy was no master without the other copy.
     """
-    plain = a_copy()
+    plain = Copy.filled(60, tail_bytes=0)
     before = plain.disk.calls
     go_on(plain)
     for call in range(1, plain.disk.calls - before + 2):
         for luck in range(8):
-            copy = a_copy()
+            copy = Copy.filled(60, tail_bytes=0)
             copy.disk.fail_after(call)
             with contextlib.suppress(DiskFailed):
                 go_on(copy)
@@ -174,7 +164,7 @@ def go_on(copy: Copy) -> None:
 
 
 def test_missing_closed_segments_are_repaired_in_turn():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     whole, bases = copy.whole(), list(copy.log.bases)
     for base in bases[:-1]:
         copy.disk.remove(log_name(base))

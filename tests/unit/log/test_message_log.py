@@ -24,8 +24,7 @@ def report_of(copy: Copy, name: str) -> dict:
 
 
 def test_frame_above_the_size_limit_is_refused(monkeypatch):
-    copy = Copy()
-    copy.begin_epoch()
+    copy = Copy.begun()
     end = copy.log.end
     monkeypatch.setattr(message_log, "FRAME_BYTES_MAX", 1_000)
     with pytest.raises(BrokenInvariant, match="1000 bytes"):
@@ -34,8 +33,7 @@ def test_frame_above_the_size_limit_is_refused(monkeypatch):
 
 
 def test_cut_frames_are_kept_in_quarantine():
-    copy = Copy()
-    copy.begin_epoch()
+    copy = Copy.begun()
     kept = copy.messages("kept")
     copy.messages("x", "y")
     copy.messages("without properties: its bytes end with zeros", size=0)
@@ -48,9 +46,7 @@ def test_cut_frames_are_kept_in_quarantine():
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
 def test_offset_within_a_frame_has_no_chain(tail_bytes):
-    copy = Copy(tail_bytes=tail_bytes)
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60, tail_bytes=tail_bytes)
     copy.messages("not flushed")
     for offset in range(8, copy.log.end, 8 * every(5)):
         assert not copy.log.chain_is(offset, 1), offset
@@ -59,24 +55,20 @@ def test_offset_within_a_frame_has_no_chain(tail_bytes):
 
 def test_chain_before_a_damaged_frame_is_known():
     """Otherwise a replaced tail that is damaged could never be cut (seed 1724)."""
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60, tail_bytes=0)
     for ref in copy.log.frames("s1", 7, 3):
         base = max(base for base in copy.log.bases if base <= ref.offset)
         chain = copy.log.stored.read(base, ref.offset, 1 << 20).chain if base < ref.offset else None
-        copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 20))
+        copy.flip(ref.offset + 20)
         if chain is not None:
             assert copy.log.chain_is(ref.offset, chain)
         assert not copy.log.chain_is(ref.offset, 1)
-        copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 20))
+        copy.flip(ref.offset + 20)
 
 
 def test_zeros_behind_a_segment_are_ignored():
     """A crash may leave a part of the reserved bytes."""
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60, tail_bytes=0)
     first, second = copy.log.bases[1], copy.log.bases[2]
     whole = copy.whole()
     name = f"log/{first:020d}.log"
@@ -98,9 +90,7 @@ READERS = {
 @pytest.mark.parametrize("what", READERS)
 def test_reading_a_dropped_segment_is_a_corrupt_frame(what):
     """A failed disk would end the process. Reads run on threads, some time after the lookup."""
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(40)
+    copy = Copy.filled(40, tail_bytes=0)
     (ref,) = copy.log.frames("s0", 0, 1)
     copy.drop_oldest_segment()
     assert ref.offset < copy.log.start
@@ -110,8 +100,7 @@ def test_reading_a_dropped_segment_is_a_corrupt_frame(what):
 
 
 def test_frames_below_the_retained_start_are_skipped(monkeypatch):
-    copy = Copy()
-    copy.begin_epoch()
+    copy = Copy.begun()
     while len(copy.log.bases) < 5:
         copy.messages("m", size=10)
         copy.flush()
@@ -134,9 +123,7 @@ def test_frames_below_the_retained_start_are_skipped(monkeypatch):
 @pytest.mark.parametrize("bytes_max", [1, 300, 2048, 1 << 20])
 def test_intact_bytes_equal_decoded_chunks(bytes_max):
     """Whole frames of one segment, at least one."""
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(30)
+    copy = Copy.filled(30, tail_bytes=0)
     at = 0
     while at < copy.log.end:
         data = copy.log.stored.read_intact(at, copy.log.end, bytes_max)
@@ -146,9 +133,7 @@ def test_intact_bytes_equal_decoded_chunks(bytes_max):
 
 
 def test_intact_bytes_end_before_damage():
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(3)
+    copy = Copy.filled(3, tail_bytes=0)
     bad = copy.messages("bad")
     copy.flush()
     copy.disk.flip(f"log/{0:020d}.log", 8 * bad.end - 1)
@@ -175,9 +160,7 @@ def test_frames_of_one_packet_are_separate_tail_entries():
 
 
 def test_first_kept_sequence_of_a_subject():
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60)
     base = copy.log.bases[2]
     first = next(ref.begin for ref in copy.log.frames("s1", 0, 60) if ref.offset >= base)
     assert 0 < first == copy.log.first_kept("s1", base) and copy.log.first_kept("s1", 0) == 0
@@ -188,8 +171,7 @@ def test_first_kept_sequence_of_a_subject():
 
 
 def test_adjacent_bodies_are_read_together(monkeypatch):
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(tail_bytes=0)
     for id, subject in (("a", "s"), ("b", "s"), ("c", "s"), ("x", "t"), ("d", "s")):
         copy.messages(id, subject=subject)
     copy.flush()
@@ -263,9 +245,7 @@ def test_search_without_result_reads_once(monkeypatch):
 
 
 def test_raw_range_spans_segments():
-    copy = Copy(segment_bytes=700, tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(12)
+    copy = Copy.filled(12, segment_bytes=700, tail_bytes=0)
     whole, borders = copy.whole(), [*copy.log.bases, copy.log.end]
     around = sorted({max(border + by, 0) for border in borders for by in (-9, -1, 0, 1, 9)})
     for begin in around:
@@ -303,8 +283,7 @@ def test_tail_returns_whole_frames(who):
 @pytest.mark.parametrize("too_few", [0, 1])
 def test_tail_size_counts_entry_overhead(too_few):
     size = 160 + message_log.TAIL_ENTRY_BYTES
-    copy = Copy(tail_bytes=5 * size - too_few)
-    copy.begin_epoch()
+    copy = Copy.begun(tail_bytes=5 * size - too_few)
     frames = [copy.messages(f"{i}", size=20) for i in range(10)]
     assert {frame.end - frame.offset for frame in frames} == {160}
     copy.flush()
@@ -360,9 +339,7 @@ def test_start_chain_comes_from_the_snapshot():
 
 
 def test_derived_files_are_returned_as_stored():
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60)
     base = copy.log.bases[1]
     index, snapshot = (copy.disk.read(name(base), 0, 1 << 20) for name in (index_name, snapshot_name))
     assert index and snapshot and copy.log.stored.derived_files(base) == (index, snapshot)
@@ -391,14 +368,11 @@ def test_look_again_checks_closed_segments_only():
 
 def test_unwritten_frames_go_to_quarantine():
     for change in ("cut", "set aside", "seed"):
-        copy = Copy()
-        copy.begin_epoch()
+        copy = Copy.begun()
         kept = copy.messages("kept")
         copy.flush()
         copy.messages("not written")
-        other = Copy()
-        other.begin_epoch()
-        other.fill(60)
+        other = Copy.filled(60)
         other.drop_oldest_segment()
         base, _, snapshot = other.log.stored.seed_start()
         if change == "cut":
@@ -447,9 +421,7 @@ def test_seeded_copy_lacks_the_bytes_before_its_snapshot(where):
 
 
 def test_cuts_at_both_ends_of_the_log():
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60)
     copy.drop_oldest_segment()
     before, end = copy.image(), copy.log.end
     for behind in (end, end + 8):
@@ -466,9 +438,7 @@ def test_cuts_at_both_ends_of_the_log():
 
 def test_cut_removes_the_index_of_its_segment():
     """The segment may close again, at the same offset."""
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60)
     base, following = copy.log.bases[1:3]
     cut_at = copy.log.stored.read(base, following, 1 << 20).frames[2].offset
     copy.log.cut(cut_at, "test")
@@ -507,8 +477,7 @@ def test_each_set_aside_log_has_its_own_folder():
 
 
 def test_commit_writes_once_per_segment():
-    copy = Copy(segment_bytes=700)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=700)
     for i in range(6):
         copy.messages(f"m{i}", size=100)
     commit, (first, second) = copy.log.take_commit(), copy.log.bases[:2]
@@ -526,9 +495,7 @@ def test_commit_writes_once_per_segment():
 
 
 def test_cut_tail_mark_stays_until_matched():
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(3)
+    copy = Copy.filled(3, tail_bytes=0)
     copy.disk.truncate(log_name(0), copy.log.end - 50)
     for log in (copy.reopen(), copy.reopen()):
         assert log.is_tail_cut and log.health.state is LogHealth.TAIL_CUT
@@ -558,8 +525,7 @@ def test_page_cache_sees_all_committed_bytes(monkeypatch):
     """Otherwise the last bytes of a closed segment stay cached for ever."""
     sizes = []
     monkeypatch.setattr(PageCache, "synced", lambda self, file, begin, end: sizes.append(end - begin))
-    copy = Copy(segment_bytes=700)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=700)
     for i in range(30):
         copy.messages(f"m{i}", size=100)
         if i % 7 == 0:
@@ -591,8 +557,7 @@ def test_unflushed_frames_are_not_read_from_disk():
 
 
 def test_closed_index_stays_in_memory_until_stored():
-    copy = Copy(segment_bytes=700, tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=700, tail_bytes=0)
     first = copy.log.take_commit()
     frames = [copy.messages(f"m{i}", size=100) for i in range(6)]
     copy.log.perform(first)
@@ -607,15 +572,12 @@ def test_closed_index_stays_in_memory_until_stored():
 
 
 def test_interrupted_seeding_leaves_a_consistent_log():
-    other = Copy()
-    other.begin_epoch()
-    other.fill(60)
+    other = Copy.filled(60)
     base = other.log.bases[2]
     snapshot, calls = other.disk.read(snapshot_name(base), 0, 1 << 20), 0
     while True:
         calls += 1
-        copy = Copy()
-        copy.begin_epoch()
+        copy = Copy.begun()
         end = copy.messages("own").end
         copy.flush()
         copy.disk.fail_after(calls)
@@ -634,8 +596,7 @@ def test_interrupted_seeding_leaves_a_consistent_log():
 
 @pytest.mark.parametrize(("start", "acknowledged", "may_go"), [(0, 1, 1), (-8, 1, 0), (8, 1, 1), (0, 0, 0)])
 def test_oldest_segment_may_go_after_acknowledged_retention(start, acknowledged, may_go):
-    copy = Copy()
-    copy.begin_epoch()
+    copy = Copy.begun()
     assert not copy.log.oldest_may_go
     copy.fill(60)
     assert not copy.log.oldest_may_go
@@ -648,17 +609,14 @@ def test_oldest_segment_may_go_after_acknowledged_retention(start, acknowledged,
 
 
 def test_only_segment_stays():
-    copy = Copy(segment_bytes=1 << 20)
-    copy.begin_epoch()
-    copy.fill(5)
+    copy = Copy.filled(5, segment_bytes=1 << 20)
     decided = copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(copy.log.end - 8, "", {}, {})))
     copy.messages("m", high_watermark=decided.end)
     assert not copy.log.oldest_may_go
 
 
 def test_any_frame_is_read_in_one_call(monkeypatch):
-    copy = Copy(segment_bytes=30_000, tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=30_000, tail_bytes=0)
     for i in range(12):
         copy.messages(f"m{i}", size=20_000 if i % 3 else 100)
     copy.flush()

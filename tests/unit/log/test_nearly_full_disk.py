@@ -31,8 +31,7 @@ def disk(tmp_path: Path):
 
 def test_segment_grows_on_a_nearly_full_disk(disk: NearlyFull):
     disk.left = 2 * SEGMENT_BYTES
-    copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
-    copy.begin_epoch()
+    copy = Copy.begun(disk, segment_bytes=SEGMENT_BYTES)
     copy.flush()
     assert disk.size(log_name(copy.log.bases[0])) == SEGMENT_BYTES
     disk.left = 2 * SEGMENT_BYTES - 1
@@ -43,8 +42,7 @@ def test_segment_grows_on_a_nearly_full_disk(disk: NearlyFull):
 
 @pytest.mark.parametrize("torn", [0, 1, 50])
 def test_grown_segment_is_recovered(disk: NearlyFull, torn: int):
-    copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
-    copy.begin_epoch()
+    copy = Copy.begun(disk, segment_bytes=SEGMENT_BYTES)
     disk.left = 0
     while len(copy.log.bases) < 3:
         copy.fill(3, size=4000)

@@ -23,18 +23,10 @@ SEGMENT = f"log/{0:020d}.log"
 SIZE = 16 * 1024
 
 
-def a_log(frames: int = 60) -> Copy:
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(frames)
-    assert len(copy.log.bases) > 4
-    return copy
-
-
 @pytest.mark.parametrize("bad", range(1, 5))
 @pytest.mark.parametrize("missing", [False, True])
 def test_snapshots_are_rebuilt_from_earlier_ones(bad, missing):
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     before, bases = copy.log.state, copy.log.bases
     wanted = {base: copy.disk.read(f"log/{base:020d}.snap", 0, 1 << 20) for base in bases}
     for base in bases[-bad:]:
@@ -51,8 +43,7 @@ def test_snapshots_are_rebuilt_from_earlier_ones(bad, missing):
 @pytest.fixture(scope="module")
 def segment() -> Copy:
     """Return a log of one segment of 16 KiB, full except for some zeros."""
-    copy = Copy(segment_bytes=SIZE, tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=SIZE, tail_bytes=0)
     while copy.log.end < SIZE - 1200:
         copy.messages("a", "b", size=500)
     copy.flush()
@@ -142,7 +133,7 @@ def test_state_and_index_follow_from_the_prefix(to_border):
 
 def test_damaged_frame_hides_no_other_frame():
     """W4: damage in any segment is reported at the start or when it is read; every other frame is served."""
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     for base in copy.log.bases:
         image = Copy(copy.disk.copy(), tail_bytes=0)
         image.disk.flip(f"log/{base:020d}.log", 8 * 150)
@@ -163,8 +154,7 @@ def test_damaged_frame_hides_no_other_frame():
 
 def test_stale_bytes_behind_a_cut_stay_hidden():
     """W5: the same batches again, so that their sizes match the old bytes behind them."""
-    copy = Copy(segment_bytes=1 << 16)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=1 << 16)
     for i in range(20):
         copy.messages(f"old {i}")
     copy.flush()
@@ -185,7 +175,7 @@ def test_stale_bytes_behind_a_cut_stay_hidden():
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut short"])
 def test_missing_or_short_segment_is_repaired(is_gone):
-    copy, other = a_log(), a_log()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     base, following = copy.log.bases[1:3]
     begin = base
     if is_gone:
@@ -205,7 +195,7 @@ def test_missing_or_short_segment_is_repaired(is_gone):
 
 
 def test_log_without_a_beginning_is_set_aside():
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     while copy.log.bases[0] == 0:
         copy.drop_oldest_segment()
     for base in copy.log.bases:
@@ -218,7 +208,7 @@ def test_log_without_a_beginning_is_set_aside():
 
 
 def test_recovering_twice_equals_once():
-    copy = a_log(45)
+    copy = Copy.filled(45, tail_bytes=0)
     for seed in range(60):
         rng = Random(seed)
         image = Copy(copy.disk.copy(), tail_bytes=0)
@@ -255,7 +245,7 @@ def test_clean_start_writes_nothing(frames):
 
 def test_recovered_frames_survive_a_power_cut():
     """A process that was killed before its fsync wrote them; readers act on them."""
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     copy.messages("written and not fsynced")
     (step,) = copy.log.take_commit().steps
     copy.disk.write(log_name(step.base), step.offset - step.base, step.buffers)
@@ -266,7 +256,7 @@ def test_recovered_frames_survive_a_power_cut():
 
 
 def test_snapshot_of_another_base_is_ignored():
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     before, (older, newest) = copy.log.state, copy.log.bases[-2:]
     copy.disk.put(snapshot_name(newest), copy.disk.read(snapshot_name(older), 0, 1 << 20))
     assert copy.reopen().state == before and copy.log.damage is None
@@ -275,7 +265,7 @@ def test_snapshot_of_another_base_is_ignored():
 
 def test_replay_rebuilds_a_missing_index():
     """Otherwise the first reader far behind would wait for it."""
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     closed, newest = copy.log.bases[-2:]
     index = copy.disk.read(index_name(closed), 0, 1 << 20)
     for name in (index_name(closed), snapshot_name(newest)):
@@ -285,15 +275,14 @@ def test_replay_rebuilds_a_missing_index():
 
 
 def test_unlisted_new_segment_is_listed():
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     bases = list(copy.log.bases)
     manifest.write_manifest(copy.disk, bases[:-1])
     assert copy.reopen().bases == bases == manifest.read_manifest(copy.disk) == segment_bases(copy.disk)
 
 
 def with_large_frames() -> tuple[Copy, list[Frame]]:
-    copy = Copy(segment_bytes=96_400, tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=96_400, tail_bytes=0)
     copy.messages("it", "fills", "a segment", size=32_000)
     frames = [copy.messages(f"m{i}", size=size) for i, size in enumerate((100, 20_000, 100, 3000, 3000, 20_000))]
     copy.flush()
@@ -330,7 +319,7 @@ def test_torn_large_frame_is_cut(monkeypatch, left):
 @pytest.mark.parametrize("followers", [1, 2])
 def test_broken_end_of_a_closed_segment_is_damage(followers, is_zeros):
     """The power failed right after the next segment's file was created; the closed segment was fsynced before."""
-    copy, other = a_log(), a_log()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     closed, *newer = copy.log.bases[-1 - followers :]
     for base in newer:
         copy.disk.remove(snapshot_name(base))
@@ -339,7 +328,7 @@ def test_broken_end_of_a_closed_segment_is_damage(followers, is_zeros):
     if is_zeros:
         copy.disk.write(log_name(closed), last.offset - closed, [bytes(last.end - last.offset)])
     else:
-        copy.disk.flip(log_name(closed), 8 * (last.offset - closed + 20))
+        copy.flip(last.offset + 20)
     bases, log = list(copy.log.bases), copy.reopen()
     assert log.damage is not None and log.damage[:2] == (last.offset, newer[0]) and log.end == last.offset
     assert log.health.is_unreplayed and log.bases == bases and manifest.read_manifest(copy.disk) == bases
@@ -351,15 +340,15 @@ def test_broken_end_of_a_closed_segment_is_damage(followers, is_zeros):
 
 def torn_at_its_end() -> tuple[Copy, Frame]:
     """Return a log whose last frame is damaged, and that frame."""
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     base = copy.log.bases[-1]
     last = copy.log.stored.read(base, copy.log.end, 1 << 20).frames[-1]
-    copy.disk.flip(log_name(base), 8 * (last.offset - base + 20))
+    copy.flip(last.offset + 20)
     return copy, last
 
 
 def test_interrupted_tail_cut_is_completed():
-    whole, (torn, last) = a_log(), torn_at_its_end()
+    whole, (torn, last) = Copy.filled(60, tail_bytes=0), torn_at_its_end()
     for call in range(1, 40):
         copy = Copy(tail_bytes=0)
         copy.disk.put_back(torn.disk)
@@ -376,7 +365,7 @@ def test_interrupted_tail_cut_is_completed():
 
 
 def test_segment_with_a_torn_first_frame_continues():
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     bases = list(copy.log.bases)
     while len(copy.log.bases) == len(bases):
         bases = list(copy.log.bases)
@@ -390,7 +379,7 @@ def test_segment_with_a_torn_first_frame_continues():
 
 
 def test_missing_newest_file_is_known_after_crashes():
-    whole = a_log()
+    whole = Copy.filled(60, tail_bytes=0)
     newest = whole.log.bases[-1]
     whole.disk.remove(log_name(newest))
     for call in range(1, 12):
@@ -409,7 +398,7 @@ def test_missing_newest_file_is_known_after_crashes():
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut short"])
 def test_replay_stops_at_a_short_segment(is_gone):
     """It ends at a frame border, so nothing looks torn, and no later snapshot exists."""
-    copy, other = a_log(), a_log()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     base, following = copy.log.bases[1:3]
     border = base if is_gone else copy.log.stored.read(base, following, 1 << 20).frames[3].end
     copy.disk.truncate(log_name(base), border - base)
@@ -426,7 +415,7 @@ def test_replay_stops_at_a_short_segment(is_gone):
 
 def test_replay_skips_zeros_behind_a_segment():
     """A crash may leave a part of the reserved bytes."""
-    copy = a_log()
+    copy = Copy.filled(60, tail_bytes=0)
     before = copy.log.state
     for base in copy.log.bases[1:]:
         copy.disk.remove(snapshot_name(base))

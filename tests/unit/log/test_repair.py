@@ -19,21 +19,9 @@ from qmq.types import Epoch
 from tests.unit.log.logs import Copy
 
 
-def a_copy(frames: int = 60, *, size: int = 100) -> Copy:
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(frames, size=size)
-    return copy
-
-
 def frame_offsets(copy: Copy, base: int) -> list[int]:
     refs = [ref for subject in ("s0", "s1", "s2") for ref in copy.log.frames(subject, 0, 1_000)]
     return sorted(ref.offset for ref in refs if ref.offset >= base)
-
-
-def damage(copy: Copy, offset: int, at: int = 120) -> None:
-    base = max(base for base in copy.log.bases if base <= offset)
-    copy.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + at))
 
 
 def others(copy: Copy, begin: int, end: int) -> bytes:
@@ -43,10 +31,10 @@ def others(copy: Copy, begin: int, end: int) -> bytes:
 @pytest.mark.parametrize("which", [0, 1, -2])
 @pytest.mark.parametrize("more", [0, 300], ids=["exactly", "with frames behind"])
 def test_damage_met_by_a_restart_is_repaired(which, more):
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     offset = frame_offsets(copy, copy.log.bases[-1])[which]
     state = copy.log.state
-    damage(copy, offset)
+    copy.flip(offset + 120)
     log = copy.reopen()
     assert log.damage is not None and (log.damage.begin, log.end) == (offset, offset)
     with pytest.raises(BrokenInvariant):
@@ -78,10 +66,10 @@ def test_equal_bytes_are_kept_once():
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_cut_at_damage_marks_the_tail(is_damaged):
     """Later frames may have been acknowledged, so as a master it waits for its slave."""
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     offset = frame_offsets(copy, copy.log.bases[-1])[0]
     if is_damaged:
-        damage(copy, offset)
+        copy.flip(offset + 120)
         copy.reopen()
     copy.log.cut(offset, "test")
     assert copy.log.end == offset and copy.log.damage is None
@@ -90,7 +78,7 @@ def test_cut_at_damage_marks_the_tail(is_damaged):
 
 def test_verify_opens_the_named_file():
     """An open descriptor still reads an unlinked file."""
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     base = copy.log.bases[0]
     assert copy.log.stored.verify(base, base, None, 1 << 20)[0] == copy.log.bases[1]
     copy.disk.system.unlink(copy.disk._path(f"log/{base:020d}.log"))
@@ -100,7 +88,7 @@ def test_verify_opens_the_named_file():
 
 
 def test_missing_file_is_found_by_its_name():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     first, newest = copy.log.bases[0], copy.log.bases[-1]
     copy.log.stored.read(first, copy.log.end, 1)  # opens it
     for base in (first, newest):
@@ -117,9 +105,9 @@ def test_missing_file_is_found_by_its_name():
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.8])
 def test_damage_is_repaired_while_the_log_grows(place):
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     offset = frame_offsets(copy, 0)[int(60 * place)]
-    damage(copy, offset)
+    copy.flip(offset + 120)
     with pytest.raises(CorruptFrame) as found:
         copy.log.stored.read_bodies([ref for s in ("s0", "s1", "s2") for ref in copy.log.frames(s, 0, 1_000)])
     assert found.value.offset == offset
@@ -137,9 +125,9 @@ def test_damage_is_repaired_while_the_log_grows(place):
 
 @pytest.mark.parametrize("at_run_time", [False, True])
 def test_frames_that_do_not_join_are_refused(at_run_time):
-    copy, stranger = a_copy(), a_copy(size=99)
+    copy, stranger = Copy.filled(60, tail_bytes=0), Copy.filled(60, size=99, tail_bytes=0)
     offset = frame_offsets(copy, copy.log.bases[-1])[1]
-    damage(copy, offset)
+    copy.flip(offset + 120)
     if at_run_time:
         copy.log.damaged_at(CorruptFrame(offset, "test"))
     else:
@@ -154,13 +142,17 @@ def test_frames_that_do_not_join_are_refused(at_run_time):
 
 def test_foreign_frames_within_the_damage_are_refused():
     """No following frame proves the history; the chain before them does."""
-    copy, other, stranger = a_copy(), a_copy(), Copy(MemoryDisk(), tail_bytes=0)
+    copy, other, stranger = (
+        Copy.filled(60, tail_bytes=0),
+        Copy.filled(60, tail_bytes=0),
+        Copy(MemoryDisk(), tail_bytes=0),
+    )
     stranger.begin_epoch()
     stranger.fill(60, name="n")
     first, second, third = frame_offsets(copy, 0)[20:23]
     assert frame_offsets(stranger, 0) == frame_offsets(copy, 0)
-    damage(copy, first)
-    damage(copy, second, at=8)  # in its header, so no frame begins there
+    copy.flip(first + 120)
+    copy.flip(second + 8)  # in its header, so no frame begins there
     copy.log.damaged_at(CorruptFrame(first, "test"))
     image, found = copy.image(), copy.log.damage
     assert found[:2] == (first, third)
@@ -172,9 +164,9 @@ def test_foreign_frames_within_the_damage_are_refused():
 
 
 def test_damaged_bytes_are_kept_with_a_report():
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     offset = frame_offsets(copy, 0)[20]
-    damage(copy, offset)
+    copy.flip(offset + 120)
     copy.log.damaged_at(CorruptFrame(offset, "test"))
     end = copy.log.damage.end
     repair(copy.log, others(other, offset, end))
@@ -189,8 +181,7 @@ def test_damaged_bytes_are_kept_with_a_report():
 @pytest.mark.parametrize("subject", ["x" * 300, "a/b", "a\nb", ""])
 def test_log_accepts_any_subject_name(subject):
     """W7: names are checked before. A log with such a frame still indexes, rolls and recovers."""
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(tail_bytes=0)
     copy.messages("m", subject=subject)
     copy.fill(60)
     (ref,) = copy.reopen().frames(subject, 0, 10)
@@ -200,8 +191,7 @@ def test_log_accepts_any_subject_name(subject):
 
 def test_next_frame_is_found_over_several_reads(monkeypatch):
     monkeypatch.setattr(segments, "CHUNK_BYTES", 4096)
-    copy = Copy(segment_bytes=1 << 20)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=1 << 20)
     large, behind = copy.messages(*"abcdef", size=20_000), copy.messages("g")
     copy.flush()
     assert segments.next_frame(copy.disk, [0], large.offset + 8) == behind.offset
@@ -211,8 +201,7 @@ def test_next_frame_is_found_over_several_reads(monkeypatch):
 @pytest.mark.parametrize(("size", "bytes_max"), [(100, 4096), (20_000, 10 * 20_000)])
 def test_next_frame_search_reads_little(monkeypatch, size, bytes_max):
     """Readers of single frames give their offsets; behind damage, the next frame is near."""
-    copy = Copy(segment_bytes=8 << 20)
-    copy.begin_epoch()
+    copy = Copy.begun(segment_bytes=8 << 20)
     frames = [copy.messages("m", size=size) for _ in range(100)]
     copy.flush()
     sizes, read = [], copy.disk.read
@@ -232,21 +221,20 @@ def test_next_frame_search_reads_little(monkeypatch, size, bytes_max):
 @pytest.mark.parametrize(("behind", "is_known"), [(-1, False), (0, False), (1, True)])
 def test_damage_below_the_high_watermark_may_be_acknowledged(behind, is_known):
     """A frame that begins at the high watermark was not acknowledged."""
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(MemoryDisk(), tail_bytes=0)
     copy.messages("a", size=100)
     offset = copy.log.end
     copy.messages("b", size=100)
     copy.messages("c", size=100, high_watermark=offset + behind)
     copy.flush()
-    damage(copy, offset)
+    copy.flip(offset + 120)
     log = copy.reopen()
     assert log.damage is not None and log.damage.begin == offset
     assert log.stored.may_be_acknowledged(log.damage, log.state.high_watermark) is is_known
 
 
 def test_newest_segment_is_not_verified():
-    copy = a_copy(10)
+    copy = Copy.filled(10, tail_bytes=0)
     newest = copy.log.bases[-1]
     with pytest.raises(CorruptFrame, match="went meanwhile"):
         copy.log.stored.verify(newest, newest, None, 1 << 20)
@@ -261,7 +249,7 @@ def verify(copy: Copy, base: int) -> None:
 @pytest.mark.parametrize("common", [1, 12], ids=["from its begin", "from its middle"])
 def test_foreign_segment_is_repaired(common):
     """An older file was restored, or two were exchanged: each frame is valid, but the segment does not join."""
-    copy, other, stranger = (a_copy(common) for _ in range(3))
+    copy, other, stranger = (Copy.filled(common, tail_bytes=0) for _ in range(3))
     for written, name in ((copy, "m"), (other, "m"), (stranger, "x")):
         written.fill(60, name=name)
     base, end = copy.log.bases[1:3]
@@ -286,7 +274,7 @@ def test_foreign_segment_is_repaired(common):
 
 
 def test_is_damaged_outside_the_log_is_false():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     copy.drop_oldest_segment()
     copy.messages("not flushed")
     log, start, end = copy.log, copy.log.start, copy.log.flushed_end
@@ -297,7 +285,7 @@ def test_is_damaged_outside_the_log_is_false():
         True,
         False,
     ]
-    damage(copy, start)
+    copy.flip(start + 120)
     assert log.stored.is_damaged(problem[start])
     first, second, third = log.bases[:3]
     foreign = [ForeignSegment(first, second), ForeignSegment(first, third), ForeignSegment(0, first)]
@@ -305,10 +293,10 @@ def test_is_damaged_outside_the_log_is_false():
 
 
 def test_damage_met_by_several_readers():
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     first, second, behind = (frame_offsets(copy, 0)[at] for at in (10, 20, 21))
     for offset in (first, second):
-        damage(copy, offset)
+        copy.flip(offset + 120)
     for offset in (second, first, second, first):
         copy.log.damaged_at(CorruptFrame(offset, "test"))
     assert [bad.begin for bad in copy.log.damaged] == [second, first]
@@ -323,7 +311,7 @@ def test_damage_met_by_several_readers():
 @pytest.mark.parametrize("segments_damaged", [1, 2, 3])
 def test_damage_of_several_segments_is_repaired_in_pieces(segments_damaged):
     """The other copy's pieces end anywhere; one may hold frames of two segments."""
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     bases = copy.log.bases
     begin, end = frame_offsets(copy, bases[1])[2], bases[1 + segments_damaged]
     for base, following in pairwise(bases[1 : 2 + segments_damaged]):
@@ -346,7 +334,7 @@ def test_damage_of_several_segments_is_repaired_in_pieces(segments_damaged):
 
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_dropped_segment_ends_its_damage(is_cut):
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     if is_cut:
         copy.log.cut(copy.log.end - 8, "test")
         copy.disk.put(segments.TAIL_CUT, b"test")
@@ -364,8 +352,7 @@ def test_dropped_segment_ends_its_damage(is_cut):
 def test_high_watermark_is_searched_behind_all_damage():
     """Any frame of any segment may state it."""
     for behind, is_known in ((-8, False), (0, False), (8, True)):
-        copy = Copy(MemoryDisk(), segment_bytes=700, tail_bytes=0)
-        copy.begin_epoch()
+        copy = Copy.begun(MemoryDisk(), segment_bytes=700, tail_bytes=0)
         copy.messages("a", size=100)
         offset = copy.log.end
         watermarks = [0, 0, 0, *[offset] * 6]
@@ -374,7 +361,7 @@ def test_high_watermark_is_searched_behind_all_damage():
         copy.messages("c", size=100)
         copy.flush()
         for bad in (offset, second):
-            damage(copy, bad)
+            copy.flip(bad + 120)
         for base in copy.log.bases[1:]:
             copy.disk.remove(segments.snapshot_name(base))
         log = copy.reopen()
@@ -383,7 +370,7 @@ def test_high_watermark_is_searched_behind_all_damage():
 
 
 def test_damaged_bytes_end_at_the_next_frame():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     whole, (first, behind, *_, last) = copy.whole(), frame_offsets(copy, 0)
     assert copy.log.stored.read_damaged(first) == whole[first:behind]
     assert copy.log.stored.read_damaged(last) == whole[last:]
@@ -392,7 +379,7 @@ def test_damaged_bytes_end_at_the_next_frame():
 @pytest.mark.parametrize("is_only", [True, False])
 @pytest.mark.parametrize("is_bad", [True, False])
 def test_only_segment_without_snapshot_rolls(is_only, is_bad):
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     while len(copy.log.bases) > (1 if is_only else 2):
         copy.drop_oldest_segment()
     if is_bad:
@@ -407,7 +394,7 @@ def test_only_segment_without_snapshot_rolls(is_only, is_bad):
 
 
 def test_put_snapshot_accepts_only_its_segment():
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     base, chain, _ = other.log.stored.verify(0, 0, None, 1 << 20)
     snapshot = other.disk.read(segments.snapshot_name(base), 0, 1 << 20)
     copy.disk.remove(segments.snapshot_name(base))
@@ -420,7 +407,7 @@ def test_put_snapshot_accepts_only_its_segment():
 
 
 def test_state_before_a_lost_snapshot():
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     zero, first, second, third, *_, closed, newest = copy.log.bases
     names = {base: segments.snapshot_name(base) for base in copy.log.bases}
     for base in (zero, first, newest, first + 8):
@@ -433,7 +420,7 @@ def test_state_before_a_lost_snapshot():
     copy.log.stored.fold_on(state, end, 500)
     while state.end < end:
         copy.log.stored.fold_on(state, end, 500)
-    assert encode_snapshot(state) == a_copy().disk.read(names[first], 0, 1 << 20)
+    assert encode_snapshot(state) == Copy.filled(60, tail_bytes=0).disk.read(names[first], 0, 1 << 20)
     assert copy.log.stored.state_before_lost_snapshot(first) is None, "it begins with none"
     state, end = copy.log.stored.state_before_lost_snapshot(second)
     assert (state.end, end) == (second, third)
@@ -442,7 +429,7 @@ def test_state_before_a_lost_snapshot():
         copy.log.stored.fold_on(state, end, 500)
     copy.disk.flip(names[newest], 100)
     assert copy.log.stored.state_before_lost_snapshot(closed)[1] == newest
-    copy = a_copy()
+    copy = Copy.filled(60, tail_bytes=0)
     while copy.log.bases[-1] == newest:
         copy.flush()
         copy.messages("n", size=100)
@@ -451,7 +438,7 @@ def test_state_before_a_lost_snapshot():
 
 
 def test_segment_without_frames_does_not_roll():
-    copy, other = Copy(), a_copy()
+    copy, other = Copy(), Copy.filled(60, tail_bytes=0)
     other.drop_oldest_segment()
     base, _, snapshot = other.log.stored.seed_start()
     copy.log.seed(base, snapshot, "test")
@@ -460,11 +447,11 @@ def test_segment_without_frames_does_not_roll():
 
 
 def test_offset_0_needs_no_snapshot():
-    copy = a_copy(3)
+    copy = Copy.filled(3, tail_bytes=0)
     copy.disk.remove(segments.snapshot_name(0))
     assert not copy.log.roll_if_no_snapshot() and copy.log.stored.start_chain() == 0
     first, second = copy.log.stored.read(0, copy.log.end, 1 << 20).frames[:2]
-    damage(copy, second.offset, at=8)
+    copy.flip(second.offset + 8)
     assert copy.log.chain_is(second.offset, first.chain)
 
 
@@ -490,12 +477,12 @@ def test_verify_finds_a_foreign_frame():
 @pytest.mark.parametrize("at_run_time", [False, True])
 @pytest.mark.parametrize("which", [20, -1])
 def test_repair_writes_only_the_damage(at_run_time, which):
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     other.messages("the other copy is ahead")
     other.flush()
     offset, *behind = frame_offsets(copy, 0)[which:]
     end = behind[0] if behind else copy.log.end
-    damage(copy, offset)
+    copy.flip(offset + 120)
     if at_run_time or behind:
         copy.log.damaged_at(CorruptFrame(offset, "test"))
     else:
@@ -510,13 +497,17 @@ def test_repair_writes_only_the_damage(at_run_time, which):
 
 def test_foreign_frames_behind_damage_are_repaired_in_turn():
     """Recovery stops at the first damage; frames behind it prove nothing about frames before it."""
-    copy, other, stranger = a_copy(), a_copy(), Copy(MemoryDisk(), tail_bytes=0)
+    copy, other, stranger = (
+        Copy.filled(60, tail_bytes=0),
+        Copy.filled(60, tail_bytes=0),
+        Copy(MemoryDisk(), tail_bytes=0),
+    )
     stranger.begin_epoch()
     stranger.fill(60, name="n")
     newest = copy.log.bases[-1]
     first, second, *_ = frame_offsets(copy, newest)
     copy.disk.write(segments.log_name(newest), second - newest, [stranger.whole()[second:]])
-    damage(copy, first)
+    copy.flip(first + 120)
     log = copy.reopen()
     assert log.damage[:2] == (first, second)
     for _ in range(20):
@@ -561,9 +552,9 @@ def test_unsynced_repair_survives_a_power_cut():
     def killed(name):
         raise KeyboardInterrupt
 
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     offset, end = frame_offsets(copy, 0)[10:12]
-    damage(copy, offset)
+    copy.flip(offset + 120)
     copy.log.damaged_at(CorruptFrame(offset, "test"))
     copy.disk.sync = killed
     with pytest.raises(KeyboardInterrupt):
@@ -578,9 +569,7 @@ def test_unsynced_repair_survives_a_power_cut():
 
 @pytest.mark.parametrize("which", range(4))
 def test_repair_writes_its_last_block_whole(which):
-    copy = Copy(MemoryDisk(), segment_bytes=20_000, tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60, size=900)
+    copy = Copy.filled(60, size=900, segment_bytes=20_000, tail_bytes=0)
     base, following = copy.log.bases[1:3]
     frames, whole = copy.log.stored.read(base, following, 1 << 20).frames, copy.whole()
     begin, stop, end = frames[which].offset, frames[which].end, frames[which + 4].offset
@@ -604,11 +593,11 @@ def test_repair_writes_its_last_block_whole(which):
 @pytest.mark.parametrize("has_snapshot", [True, False], ids=["", "and the snapshot of its segment"])
 def test_damage_extends_back_to_its_begin(has_snapshot, is_all):
     """An unreadable block can only be written whole (seeds 7138, 4009)."""
-    copy, other = a_copy(), a_copy()
+    copy, other = Copy.filled(60, tail_bytes=0), Copy.filled(60, tail_bytes=0)
     base, following = copy.log.bases[1:3]
     offsets = [offset for offset in frame_offsets(copy, base) if offset < following]
     for offset in offsets[1:] if has_snapshot else offsets:
-        damage(copy, offset, at=0)
+        copy.flip(offset)
     if not has_snapshot:
         copy.disk.put(segments.snapshot_name(base), b"")
     copy.log.damaged_at(CorruptFrame(offsets[3], "met here"))
@@ -622,12 +611,12 @@ def test_damage_extends_back_to_its_begin(has_snapshot, is_all):
 
 
 def test_frames_that_miss_the_following_chain_are_refused():
-    copy, stranger = a_copy(20), a_copy(20)
+    copy, stranger = Copy.filled(20, tail_bytes=0), Copy.filled(20, tail_bytes=0)
     for written, name in ((copy, "m"), (stranger, "n")):
         written.fill(40, name=name)
     offset, end = [at for at in frame_offsets(copy, 0) if copy.whole()[at:] != stranger.whole()[at:]][20:22]
     assert copy.whole()[:offset] == stranger.whole()[:offset]
-    damage(copy, offset)
+    copy.flip(offset + 120)
     copy.log.damaged_at(CorruptFrame(offset, "test"))
     with pytest.raises(Diverged):
         repair(copy.log, others(stranger, offset, end))
@@ -637,7 +626,7 @@ def test_repair_ends_at_another_epoch():
     """A slave could not cut its tail there while the end of the common frames was unreadable, and waited for ever (seed
     554384).
     """
-    copy, other = a_copy(10), a_copy(10)
+    copy, other = Copy.filled(10, tail_bytes=0), Copy.filled(10, tail_bytes=0)
     for written in (copy, other):
         written.begin_epoch(Epoch(1, 2))
         written.fill(10)
@@ -647,7 +636,7 @@ def test_repair_ends_at_another_epoch():
         written.fill(20, name=f"of term {term}")
     begin, end = frame_offsets(copy, 0)[7], frame_offsets(copy, parted)[3]
     for frame, _ in decode_frames(copy.whole()[begin:end], begin, None):
-        damage(copy, frame.offset, at=0)
+        copy.flip(frame.offset)
     copy.log.damaged_at(CorruptFrame(begin, "test"))
     assert copy.log.damage[:2] == (begin, end) and begin < parted < end
     assert not copy.log.chain_is(parted, other.log.state.epochs[-1].chain)

@@ -15,15 +15,8 @@ from qmq.types import Epoch, Role
 from tests.unit.log.logs import Copy
 
 
-def a_copy() -> Copy:
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
-    return copy
-
-
 def test_report_of_all_files():
-    copy = a_copy()
+    copy = Copy.filled(60)
     identity = IdentityFile(copy.disk, new_incarnation="b-1")
     identity.assigned("g1", Assignment("g1", 2, Role.SLAVE).to_json(), "mq2:20883")
     identity.learn(Epoch(2, 3))
@@ -64,7 +57,7 @@ def test_report_of_all_files():
 
 @pytest.mark.parametrize("who", ["the others", "this copy itself"])
 def test_report_of_a_rolled_back_copy(who):
-    copy = a_copy()
+    copy = Copy.filled(60)
     identity = IdentityFile(copy.disk, new_incarnation="b-1")
     identity.completed(True)
     lost = Point(Epoch(1, 1), copy.log.end + 8, 7)
@@ -80,7 +73,7 @@ def test_report_of_a_rolled_back_copy(who):
 
 
 def test_report_without_an_assignment():
-    assert report(a_copy().disk)["incarnation"] == "", "nor one whose identity is gone"
+    assert report(Copy.filled(60).disk)["incarnation"] == "", "nor one whose identity is gone"
     disk = MemoryDisk()
     IdentityFile(disk, new_incarnation="b-1")
     found = report(disk, above=0)
@@ -90,7 +83,7 @@ def test_report_without_an_assignment():
 
 @pytest.mark.parametrize("name", ["broker.json", "points.json", "copy.json", "log/manifest", "log"])
 def test_any_single_file_suffices_for_a_report(name):
-    copy, disk = a_copy(), MemoryDisk()
+    copy, disk = Copy.filled(60), MemoryDisk()
     identity = IdentityFile(copy.disk, new_incarnation="b-1")
     identity.points.following()
     identity.points.acknowledged(Point(Epoch(1, 1), 8, 7))
@@ -101,19 +94,19 @@ def test_any_single_file_suffices_for_a_report(name):
 
 
 def test_empty_file_is_reported_damaged():
-    copy = a_copy()
+    copy = Copy.filled(60)
     copy.disk.put("points.json", b"")
     assert [trouble["name"] for trouble in report(copy.disk)["troubles"]] == ["file_damaged", "incomplete"]
 
 
 def test_report_of_an_unreadable_epoch_frame():
-    copy = a_copy()
+    copy = Copy.filled(60)
     copy.disk.flip(f"log/{0:020d}.log", 8 * 20)
     assert report(copy.disk)["epochs"] == [{"term": 1, "boot": 1, "offset": 0, "incarnation": "", "why": ""}]
 
 
 def test_reported_ids_end_at_damage_or_limit(monkeypatch):
-    copy = a_copy()
+    copy = Copy.filled(60)
     copy.messages("a", "b", "c", subject="of three")
     copy.flush()
     last = copy.log.frames("of three", 0, 1)[0]
@@ -138,14 +131,14 @@ def test_reported_ids_end_at_damage_or_limit(monkeypatch):
 
 
 def test_reported_ids_above_deleted_segments():
-    copy = a_copy()
+    copy = Copy.filled(60)
     copy.drop_oldest_segment()
     left = sum(20 - first[0].begin for first in (copy.log.frames(f"s{at}", 0, 1) for at in range(3)))
     assert len(report(copy.disk, above=8)["above"]["ids"]) == left < 60
 
 
 def test_report_of_missing_and_unlisted_segments():
-    copy = a_copy()
+    copy = Copy.filled(60)
     bases = list(copy.log.bases)
     assert report(copy.disk)["manifest"] == {"listed": True, "agrees": True, "missing": [], "notListed": []}
     copy.disk.remove(f"log/{bases[1]:020d}.log")
@@ -156,14 +149,14 @@ def test_report_of_missing_and_unlisted_segments():
 
 
 def test_report_without_a_manifest_misses_nothing():
-    copy = a_copy()
+    copy = Copy.filled(60)
     copy.disk.remove("log/manifest")
     assert report(copy.disk)["manifest"] == {"listed": False, "agrees": False, "missing": [], "notListed": []}
 
 
 @pytest.mark.parametrize("at", [0, 1, -2])
 def test_closed_segments_are_verified_on_request(at):
-    copy = a_copy()
+    copy = Copy.filled(60)
     base = copy.log.bases[at]
     copy.disk.flip(f"log/{base:020d}.log", 8 * 200)
     names = [[trouble["name"] for trouble in report(copy.disk, verify=verify)["troubles"]] for verify in (False, True)]

@@ -14,8 +14,7 @@ from tests.unit.log.logs import Copy
 
 def a_log(frames: int = 4) -> tuple[Copy, list[Point]]:
     """Return a log, and a point at the end of each frame."""
-    copy = Copy()
-    copy.begin_epoch()
+    copy = Copy.begun()
     points = []
     for number in range(frames):
         copy.messages(f"m{number}")
@@ -33,9 +32,7 @@ def test_log_lacks_points_beyond_it_or_foreign():
 
 
 def test_deleted_or_unreadable_points_are_not_lacking():
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60, tail_bytes=0)
     first, second = copy.log.bases[1:3]
     inside = copy.log.stored.read(first, second, 1).frames[0].end
     copy.drop_oldest_segment()
@@ -43,7 +40,7 @@ def test_deleted_or_unreadable_points_are_not_lacking():
     assert not any(is_lacking(copy.log, Point(copy.epoch, end, 7)) for end in (0, first - 8, first))
     assert is_lacking(copy.log, Point(copy.epoch, inside, 7))
     for at in (first, inside):
-        copy.disk.flip(f"log/{first:020d}.log", 8 * (at - first + 20))
+        copy.flip(at + 20)
     assert not is_lacking(copy.log, Point(copy.epoch, inside, 7)), "damage is not another history"
 
 

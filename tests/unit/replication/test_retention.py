@@ -17,9 +17,7 @@ ENOUGH = replace(SETTINGS, retention_bytes=1 << 40, retention_hours=2)
 
 
 def a_log(*, states_the_time: bool = True) -> Copy:
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60)
     assert len(copy.log.bases) > 3
     if states_the_time:
         state_the_time(copy)
@@ -82,8 +80,7 @@ def test_each_closed_segment_gets_its_time():
 
 @pytest.mark.parametrize("segments, is_stated", [(1, False), (2, True)])
 def test_time_is_stated_after_a_segment_closes(segments, is_stated):
-    copy = Copy()
-    copy.begin_epoch()
+    copy = Copy.begun()
     while len(copy.log.bases) < segments:
         copy.fill(1)
     assert (decided(copy) is not None) is is_stated

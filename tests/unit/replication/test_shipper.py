@@ -30,9 +30,7 @@ def received(link: FakeLink) -> bytes:
 
 
 def a_copy(frames: int = 40, *, tail_bytes: int = 1 << 20) -> Copy:
-    copy = Copy(tail_bytes=tail_bytes)
-    copy.begin_epoch()
-    copy.fill(frames)
+    copy = Copy.filled(frames, tail_bytes=tail_bytes)
     return copy
 
 

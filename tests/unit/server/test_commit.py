@@ -47,8 +47,7 @@ def way(request):
 
 
 def waiting() -> tuple[World, object]:
-    copy = Copy()
-    copy.begin_epoch()
+    copy = Copy.begun()
     copy.messages("a", "b")
     return World(copy), copy.log.take_commit()
 

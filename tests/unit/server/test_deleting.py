@@ -45,9 +45,7 @@ class World:
 async def test_each_deleted_segment_is_a_commit(monkeypatch):
     """One commit with 70 deletions delayed acknowledgements by 3.8 s."""
     monkeypatch.setattr(service, "DELETE_S", 0.001)
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60)
     segments, world = len(copy.log.bases) - 1, World(copy)
 
     house = asyncio.ensure_future(Service._keep_house(world))

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.errors import DiskFailed
-from qmq.log.memory_disk import MemoryDisk
 from qmq.log.segments import log_name, snapshot_name
 from qmq.server import scrub
 from tests.unit.log.logs import Copy
@@ -17,9 +16,7 @@ from tests.unit.log.logs import Copy
 async def test_missing_newest_file_ends_the_scrub(monkeypatch):
     monkeypatch.setattr(scrub, "LOOK_S", 0.01)
     monkeypatch.setattr(scrub, "PIECE_BYTES", 200)
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60, size=100)
+    copy = Copy.filled(60, size=100, tail_bytes=0)
     assert len(copy.log.bases) > 1
 
     loop, is_read, failures = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue()
@@ -48,9 +45,7 @@ def scrub_of(copy, failures):
 
 
 async def test_disk_failure_in_closed_segment_ends_the_process(monkeypatch):
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60, size=100)
+    copy = Copy.filled(60, size=100, tail_bytes=0)
     failure, failures = DiskFailed("read"), asyncio.Queue()
 
     def fail(*args):
@@ -92,9 +87,7 @@ def scrubbed(copy, until, *, hours=168, free=1 << 30, role="slave"):
 
 @pytest.mark.parametrize("which", [1, 2, -1], ids=["an old one", "the next one as well", "that of the newest segment"])
 def test_scrub_rebuilds_a_damaged_snapshot(which):
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60, size=100)
+    copy = Copy.filled(60, size=100, tail_bytes=0)
     names = [snapshot_name(base) for base in copy.log.bases]
     before = copy.image()
     for name in {names[1], names[which]}:
@@ -105,9 +98,7 @@ def test_scrub_rebuilds_a_damaged_snapshot(which):
 
 def test_full_disk_rebuilds_no_snapshot():
     """The process would end, and meet the same segment after its restart."""
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60, size=100)
+    copy = Copy.filled(60, size=100, tail_bytes=0)
     copy.disk.flip(snapshot_name(copy.log.bases[1]), 100)
     verify, verified = copy.log.stored.verify, []
     copy.log.stored.verify = lambda *args: verified.append(args[0]) or verify(*args)
@@ -119,9 +110,7 @@ def test_full_disk_rebuilds_no_snapshot():
 def test_only_segment_with_damaged_snapshot_rolls(monkeypatch):
     """A restart used to find it and set the whole copy aside."""
     monkeypatch.setattr(scrub, "LOOK_S", 0.01)
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60, size=100)
+    copy = Copy.filled(60, size=100, tail_bytes=0)
     while len(copy.log.bases) > 1:
         copy.drop_oldest_segment()
     [base], end = copy.log.bases, copy.log.end
@@ -139,9 +128,7 @@ def test_only_segment_with_damaged_snapshot_rolls(monkeypatch):
 
 def test_broker_without_a_part_reports_damage_once(monkeypatch):
     """A broker without a part used to log the same damage as fast as it could read."""
-    copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(60, size=100)
+    copy = Copy.filled(60, size=100, tail_bytes=0)
     copy.disk.flip(log_name(copy.log.bases[1]), 8 * 300)
     looks, wait = [], scrub.Scrub._until_next_look
 
