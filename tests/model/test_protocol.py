@@ -33,13 +33,13 @@ COUNTEREXAMPLES = [
     pytest.param("boot", "matching", 9, id="boot"),
     pytest.param("master_fsync", "safe", 7, id="no fsync on the master before acknowledging"),
     pytest.param("slave_fsync", "safe", 7, id="no fsync on the slave before confirming"),
-    pytest.param("recovery_fsync", "safe", 8, id="what a restart finds counts as fsynced"),
+    pytest.param("recovery_fsync", "safe", 8, id="frames found by a restart count as fsynced"),
     pytest.param("matched_end", "safe", 11, id="the slave's own length confirms"),
     pytest.param("fence", "matching", 15, id="older epochs are not refused"),
     pytest.param("persist", "matching", 9, id="epoch not persisted"),
     pytest.param("history", "matching", 10, id="truncate by length"),
     pytest.param("both_copies", "safe", 2, id="one copy acknowledges"),
-    pytest.param("hello_counts_nothing", "safe", 8, id="the position asked for confirms"),
+    pytest.param("hello_counts_nothing", "safe", 8, id="the requested offset confirms"),
     # a slave keeps confirmed frames for any later packet: a second rule against the same fault, omitted with it
     pytest.param("own_connection keeps_confirmed", "safe", 9, id="an agreement arrives again"),
     pytest.param("compare_and_set", "one master", 4, id="the row changes without its term"),
@@ -48,26 +48,26 @@ COUNTEREXAMPLES = [
 
 OF_DISKS_PUT_BACK = [
     # the same, with a rolled-back disk
-    pytest.param("keeps_confirmed", "safe", 13, PUT_BACK, id="a slave cuts what it confirmed"),
+    pytest.param("keeps_confirmed", "safe", 13, PUT_BACK, id="a slave cuts confirmed frames"),
     pytest.param(
-        "keeps_acknowledged", "safe", 16, PUT_BACK._replace(terms=2), id="an old master forgets what was acked"
+        "keeps_acknowledged", "safe", 16, PUT_BACK._replace(terms=2), id="an old master forgets acknowledged frames"
     ),
-    pytest.param("row", "good faith", 11, PUT_BACK, id="the row's word is not heeded"),
+    pytest.param("row", "good faith", 11, PUT_BACK, id="the row's point is ignored"),
 ]
 
 FAILOVERS = Bounds(terms=2, messages=1, crashes=0)
 
 OF_FAILOVERS = [
     # the same, with a rolled-back disk and a master chosen by the metaserver
-    pytest.param("chosen_in_sync", 11, id="a slave that restarted and met nobody is chosen"),
+    pytest.param("chosen_in_sync", 11, id="a restarted slave that never matched is chosen"),
     # a copy in sync since its restart has all frames: the row's point is a second rule, omitted with it
-    pytest.param("chosen_covers chosen_in_sync", 10, id="what the row remembers is not looked at"),
+    pytest.param("chosen_covers chosen_in_sync", 10, id="the row's point is not compared"),
 ]
 
 WITHOUT_A_WAY_OUT = [
     # without this rule nothing is lost, but the two copies never match again
-    pytest.param("gives_way", id="no master gives way"),
-    pytest.param("proof", id="an epoch that is used twice is taken for one"),
+    pytest.param("gives_way", id="no master yields"),
+    pytest.param("proof", id="an epoch used twice counts as one"),
 ]
 
 
@@ -76,7 +76,7 @@ def test_all_rules_together_keep_every_promise(bounds: Bounds, states: int) -> N
     found = explore(bounds)
     print(f"{bounds}: {found}")
     assert not found.violation, str(found)
-    assert found.states == states, "the model changed: check that it still says what the protocol does, then the number"
+    assert found.states == states, "the model changed: compare it with the protocol, then change the number"
 
 
 def test_worlds_have_enough_states() -> None:
@@ -104,7 +104,7 @@ def test_failover_keeps_every_promise() -> None:
     found = explore(FAILOVERS, start=FAILOVER)
     print(f"{FAILOVERS}: {found}")
     assert not found.violation, str(found)
-    assert found.states == 12_053, "the model changed: check that it still says what the protocol does, then the number"
+    assert found.states == 12_053, "the model changed: compare it with the protocol, then change the number"
 
 
 @pytest.mark.parametrize(("rule", "length"), OF_FAILOVERS)

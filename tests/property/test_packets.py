@@ -191,10 +191,10 @@ def test_reschedule_and_answer_survive_encoding(subject, word, is_id, due_ms, st
         pytest.param(commands.decode_cancel, {"subject": "s", "ids": [], "keys": [], "due_ms": 0}, id="no name"),
         pytest.param(commands.decode_cancel, {"subject": "s", "ids": [1], "keys": [], "due_ms": 0}, id="no word"),
         pytest.param(commands.decode_cancel, {"subject": "s", "ids": [""], "keys": [], "due_ms": 0}, id="empty word"),
-        pytest.param(commands.decode_cancelled, {"ids": ["gone"], "keys": []}, id="a state that nobody knows"),
+        pytest.param(commands.decode_cancelled, {"ids": ["gone"], "keys": []}, id="an unknown state"),
         pytest.param(commands.decode_reschedule, {"subject": "s", "id": "i", "key": "k", "due_ms": 0}, id="both"),
         pytest.param(commands.decode_reschedule, {"subject": "s", "id": "", "key": "", "due_ms": 0}, id="neither"),
-        pytest.param(commands.decode_rescheduled, {"outcome": "moved"}, id="an outcome that nobody knows"),
+        pytest.param(commands.decode_rescheduled, {"outcome": "moved"}, id="an unknown outcome"),
     ],
 )
 def test_malformed_recall_is_refused(decode, fields):

@@ -226,8 +226,8 @@ def forget_to_rebuild(self):
         pytest.param(Keys, "is_busy", lambda self, key: False, id="a key is never busy"),
         pytest.param(Keys, "settled", lambda self, sequence: None, id="a key stays busy for ever"),
         pytest.param(_Making, "make", forget_to_rebuild, id="a new master does not read the labels"),
-        pytest.param(GroupFilter, "catch_up", lambda self, group: None, id="what came back is forgotten"),
-        pytest.param(TagRule, "matches", lambda self, message: True, id="a label's bit is taken for a tag"),
+        pytest.param(GroupFilter, "catch_up", lambda self, group: None, id="requeued messages are forgotten"),
+        pytest.param(TagRule, "matches", lambda self, message: True, id="a label's bit counts as a tag"),
     ],
 )
 def test_planted_bug_is_found(monkeypatch, owner, name, bug):

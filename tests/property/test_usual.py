@@ -66,9 +66,9 @@ def test_bulk_check_equals_single_checks(kinds, odd, at):
     [
         pytest.param(GOOD[:17] + b"\xff\xff" + GOOD[19:], id="a subject far beyond its end"),
         pytest.param(encoded(4, b"s", b"id", [], b"")[:-5] + b"\0\6padded", id="an id beyond its end"),
-        pytest.param(struct.pack(">Bqq", 0, 1, 1) + string(b"s") + string(b"longer"), id="it ends behind its id"),
-        pytest.param(struct.pack(">Bqq", 4, 1, 1) + string(b"s") + string(b"longer"), id="it ends before its tags"),
-        pytest.param(encoded(4, b"s", b"id", [b"longer"], b"")[:-4], id="it ends behind its tags"),
+        pytest.param(struct.pack(">Bqq", 0, 1, 1) + string(b"s") + string(b"longer"), id="shorter than its id"),
+        pytest.param(struct.pack(">Bqq", 4, 1, 1) + string(b"s") + string(b"longer"), id="shorter than its tags"),
+        pytest.param(encoded(4, b"s", b"id", [b"longer"], b"")[:-4], id="ends after its tags"),
         pytest.param(encoded(0, b"s", b"id", [], b"", 1 << 16), id="the length of a much larger one"),
         pytest.param(encoded(0, b"s", b"id", [], b"", -1), id="a negative length"),
     ],

@@ -120,8 +120,8 @@ def check(disk: MemoryDisk, truth: Truth) -> None:
     whole_from = max(log.start, truth.whole_from)
     held = read_raw(disk, log.bases, whole_from, log.end)
     if truth.other is None:
-        assert log.start in (0, truth.start) and log.end >= truth.safe, "nothing flushed is missing"
-        assert held == truth.bytes[whole_from : log.end], "nothing appears that was not appended"
+        assert log.start in (0, truth.start) and log.end >= truth.safe, "flushed frames are missing"
+        assert held == truth.bytes[whole_from : log.end], "unknown frames appear"
     else:
         assert held in (truth.bytes[whole_from : log.end], truth.other[: log.end - truth.other_start])
     if log.bases:
@@ -138,7 +138,7 @@ def check(disk: MemoryDisk, truth: Truth) -> None:
         first.messages("after the crash")
         first.flush()
         again = first.reopen()
-        assert again.end > end and again.damage is None, "what was cut off does not come back (W5)"
+        assert again.end > end and again.damage is None, "cut frames come back (W5)"
 
 
 def crashed(steps, disk: MemoryDisk, at: int, rng: Random | None) -> Truth:

@@ -88,18 +88,20 @@ WITHOUT_2 = {"c1": consumer(4, has(2, 2, 2))}
         pytest.param([NACKED, (PULL, "c2", (OVERFLOWED, 1, 1))], [(0, 1, 1, 77)], WITHOUT_2, id="too many waited"),
         pytest.param([(PULL, "c2", (PASSED, 4, 1))], [], {**HAS_ALL, "position": 5}, id="passed over, new"),
         pytest.param([(PULL, "c2", (DEFERRED, 4, 2))], [(4, 2, 0, 0)], {**HAS_ALL, "position": 6}, id="deferred, new"),
-        pytest.param([(PULL, "c2")], [], {**HAS_ALL, "c2": Consumer(0)}, id="a consumer is there"),
-        pytest.param([LEFT, (PULL, "c2")], ALL_BACK, {**LEAVES, "c2": Consumer(FIRST + 4)}, id="one is there later"),
+        pytest.param([(PULL, "c2")], [], {**HAS_ALL, "c2": Consumer(0)}, id="a consumer joins"),
+        pytest.param(
+            [LEFT, (PULL, "c2")], ALL_BACK, {**LEAVES, "c2": Consumer(FIRST + 4)}, id="a consumer joins later"
+        ),
         pytest.param([LEFT], ALL_BACK, LEAVES, id="vanished"),
         pytest.param(
-            [(PULL, "c2"), LEFT, (POSITION, "c2", (0, 0, 0))], ALL_BACK, LEAVES, id="one left that had nothing"
+            [(PULL, "c2"), LEFT, (POSITION, "c2", (0, 0, 0))], ALL_BACK, LEAVES, id="a consumer without messages left"
         ),
-        pytest.param([(POSITION, "c1", (Departure.NONE_BEGUN, 0, 0))], [(0, 4, 0, 0)], LEAVES, id="left and said so"),
+        pytest.param([(POSITION, "c1", (Departure.NONE_BEGUN, 0, 0))], [(0, 4, 0, 0)], LEAVES, id="left"),
         pytest.param(
             [(POSITION, "c1", (Departure.SUSPECTED, 0, 0), (FIRST + 1, FIRST + 2, 0))],
             [(0, 1, 0, 0, 1), (1, 1, 1, 0, 0), (2, 2, 0, 0, 1)],
             LEAVES,
-            id="vanished, had begun with one",
+            id="vanished with one begun message",
         ),
         pytest.param(
             [
@@ -151,20 +153,20 @@ def test_state_keeps_the_latest_nack_time():
 @pytest.mark.parametrize(
     ("kind", "group", "name", "entries"),
     [
-        pytest.param(PULL, "other", "c1", [(FIRST + 4, 4, 1)], id="pull of a group that is none"),
-        pytest.param(PULL, "g", "c1", [(FIRST + 3, 4, 1)], id="a number that was given out"),
-        pytest.param(ACK, "other", "c1", [(FIRST, FIRST + 1, 0)], id="ack of a group that is none"),
-        pytest.param(ACK, "g", "c2", [(FIRST, FIRST + 1, 0)], id="ack of a consumer that is none"),
+        pytest.param(PULL, "other", "c1", [(FIRST + 4, 4, 1)], id="pull of an unknown group"),
+        pytest.param(PULL, "g", "c1", [(FIRST + 3, 4, 1)], id="a used pull sequence"),
+        pytest.param(ACK, "other", "c1", [(FIRST, FIRST + 1, 0)], id="ack of an unknown group"),
+        pytest.param(ACK, "g", "c2", [(FIRST, FIRST + 1, 0)], id="ack of an unknown consumer"),
         pytest.param(ACK, "g", "c1", [(FIRST + 1, FIRST + 1, 0)], id="empty ack"),
-        pytest.param(ACK, "g", "c1", [(FIRST + 3, FIRST + 5, 0)], id="ack that ends past what was given out"),
-        pytest.param(ACK, "g", "c1", [(FIRST, FIRST + 1, 0)], id="ack of what was acked"),
-        pytest.param(NACK, "g", "c1", [(FIRST, FIRST + 1, 0)], id="nack of what was acked"),
+        pytest.param(ACK, "g", "c1", [(FIRST + 3, FIRST + 5, 0)], id="ack beyond the delivered messages"),
+        pytest.param(ACK, "g", "c1", [(FIRST, FIRST + 1, 0)], id="ack of acked messages"),
+        pytest.param(NACK, "g", "c1", [(FIRST, FIRST + 1, 0)], id="nack of acked messages"),
         pytest.param(PULL, "g", "c2", [(1 << 60, 4, 1), (1 << 61, 4, 1)], id="pull of messages twice"),
         pytest.param(PULL, "g", "c2", [(PASSED, 2, 1)], id="delivered messages are passed over"),
-        pytest.param(PULL, "g", "c2", [(DEFERRED, 5, 1)], id="a hole before deferred messages"),
+        pytest.param(PULL, "g", "c2", [(DEFERRED, 5, 1)], id="a gap before deferred messages"),
         pytest.param(NACK, "g", "c1", [(1 << 60, (1 << 60) + 1, 0)], id="nack of undelivered messages"),
-        pytest.param(POSITION, "other", "c1", [(0, 0, 0)], id="departure from a group that is none"),
-        pytest.param(POSITION, "other", "", [], id="a group is forgotten that is none"),
+        pytest.param(POSITION, "other", "c1", [(0, 0, 0)], id="departure from an unknown group"),
+        pytest.param(POSITION, "other", "", [], id="an unknown group is forgotten"),
     ],
 )
 def test_inconsistent_progress_is_refused(kind, group, name, entries):
@@ -196,11 +198,11 @@ def stored(state: State, **fields) -> Frame:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        pytest.param({"offset": 8}, "the log ends at", id="from another place"),
+        pytest.param({"offset": 8}, "the log ends at", id="at another offset"),
         pytest.param({"epoch": Epoch(1, 1)}, "after epoch", id="of an older epoch"),
-        pytest.param({"first_sequence": 2}, "continues at", id="a message again"),
-        pytest.param({"first_sequence": 4}, "continues at", id="behind a hole"),
-        pytest.param({"subject": "other", "first_sequence": 1}, "continues at", id="behind a hole at the begin"),
+        pytest.param({"first_sequence": 2}, "continues at", id="a repeated sequence"),
+        pytest.param({"first_sequence": 4}, "continues at", id="after a gap"),
+        pytest.param({"subject": "other", "first_sequence": 1}, "continues at", id="after a gap at the begin"),
     ],
 )
 def test_messages_out_of_sequence_are_refused(fields, why):
@@ -246,12 +248,12 @@ SECOND_FIRST = (2, 1, *IN_ORDER[2:])
     ("batches", "subject", "flags", "forgotten"),
     [
         pytest.param(IN_ORDER, "s", 0, 1, id="in order"),
-        pytest.param(SECOND_FIRST, "s", 0, 1, id="the least number"),
-        pytest.param(SECOND_FIRST, "s", FLAG_DEAD, 2, id="of dead letters that was stored first"),
+        pytest.param(SECOND_FIRST, "s", 0, 1, id="the smallest number"),
+        pytest.param(SECOND_FIRST, "s", FLAG_DEAD, 2, id="dead letters: the batch stored first"),
         pytest.param(
-            SECOND_FIRST, dead_letter_subject("s", "g"), 0, 2, id="of a dead-letter subject that was stored first"
+            SECOND_FIRST, dead_letter_subject("s", "g"), 0, 2, id="dead-letter subject: the batch stored first"
         ),
-        pytest.param((1, *IN_ORDER[:-1], 1, IN_ORDER[-1]), "s", FLAG_DEAD, 2, id="not one that was stored again"),
+        pytest.param((1, *IN_ORDER[:-1], 1, IN_ORDER[-1]), "s", FLAG_DEAD, 2, id="not a batch that was stored again"),
     ],
 )
 def test_full_window_forgets_one_batch(batches, subject, flags, forgotten):

@@ -65,13 +65,15 @@ def test_longest_frame_is_decoded():
     ("data", "offset", "begin", "found"),
     [
         pytest.param(SEGMENT, BASE, 0, 0, id="the first byte"),
-        pytest.param(SEGMENT, BASE, 1, STARTS[1], id="the one behind"),
-        pytest.param(SEGMENT, BASE, STARTS[1], STARTS[1], id="where the search begins"),
-        pytest.param(bytes(3) + SEGMENT, BASE - 3, 0, 3, id="in bytes that begin where none can"),
-        pytest.param(b"QMF1" + SEGMENT, BASE - 4, 0, 4, id="right behind a magic number where none can"),
-        pytest.param(b"QMF1QMF1" + SEGMENT, BASE - 8, 0, 8, id="behind a magic number where one could"),
-        pytest.param(frame_of("s", b"", offset=BASE + 4, previous_chain=0)[0], BASE + 4, 0, None, id="where none can"),
-        pytest.param(SEGMENT[: STARTS[1]], BASE + 8, 0, None, id="of another place"),
+        pytest.param(SEGMENT, BASE, 1, STARTS[1], id="the next frame"),
+        pytest.param(SEGMENT, BASE, STARTS[1], STARTS[1], id="at the begin of the search"),
+        pytest.param(bytes(3) + SEGMENT, BASE - 3, 0, 3, id="in bytes at an unaligned offset"),
+        pytest.param(b"QMF1" + SEGMENT, BASE - 4, 0, 4, id="behind an unaligned magic number"),
+        pytest.param(b"QMF1QMF1" + SEGMENT, BASE - 8, 0, 8, id="behind an aligned magic number"),
+        pytest.param(
+            frame_of("s", b"", offset=BASE + 4, previous_chain=0)[0], BASE + 4, 0, None, id="at an unaligned offset"
+        ),
+        pytest.param(SEGMENT[: STARTS[1]], BASE + 8, 0, None, id="of another offset"),
     ],
 )
 def test_find_frame_searches_aligned_offsets(data, offset, begin, found):

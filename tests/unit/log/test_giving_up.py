@@ -61,7 +61,7 @@ def test_giving_up_cuts_unreplayed_damage():
     what = plan(log)
     assert what.cut == log.damage.begin
     give_up(log, what)
-    assert plan(log) is None and log.end == what.cut and log.is_tail_cut, "it asks others before it goes on"
+    assert plan(log) is None and log.end == what.cut and log.is_tail_cut, "it waits for other copies"
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["from its begin", "from its second segment on"])

@@ -111,17 +111,17 @@ def test_empty_or_undelivered_range_is_refused(begin, end):
     ("end", "was_given"),
     [
         pytest.param(0, True, id="nothing"),
-        pytest.param(5, True, id="what is settled"),
-        pytest.param(1 << MASTERSHIP_BITS, True, id="all below the first that is left"),
+        pytest.param(5, True, id="settled messages"),
+        pytest.param(1 << MASTERSHIP_BITS, True, id="all below the first unacked"),
         pytest.param((1 << MASTERSHIP_BITS) + 3, True, id="all of an earlier mastership"),
-        pytest.param((1 << MASTERSHIP_BITS) + 4, False, id="more than an earlier mastership gave out"),
-        pytest.param((2 << MASTERSHIP_BITS) + 2, False, id="of a mastership that gave out nothing"),
+        pytest.param((1 << MASTERSHIP_BITS) + 4, False, id="more than an earlier mastership delivered"),
+        pytest.param((2 << MASTERSHIP_BITS) + 2, False, id="of a mastership without deliveries"),
         pytest.param((3 << MASTERSHIP_BITS) + 1, True, id="the first of a mastership"),
-        pytest.param((3 << MASTERSHIP_BITS) + 7, True, id="all that a mastership gave out"),
-        pytest.param(4 << MASTERSHIP_BITS, False, id="all that it could have given out"),
-        pytest.param((4 << MASTERSHIP_BITS) + 1, True, id="all of one that gave out one"),
-        pytest.param(6 << MASTERSHIP_BITS, True, id="all of one that gave out as many as there are"),
-        pytest.param((6 << MASTERSHIP_BITS) + 1, False, id="of one that is to come"),
+        pytest.param((3 << MASTERSHIP_BITS) + 7, True, id="all that a mastership delivered"),
+        pytest.param(4 << MASTERSHIP_BITS, False, id="all that it could deliver"),
+        pytest.param((4 << MASTERSHIP_BITS) + 1, True, id="all of a mastership with one delivery"),
+        pytest.param(6 << MASTERSHIP_BITS, True, id="all of a mastership that used every sequence"),
+        pytest.param((6 << MASTERSHIP_BITS) + 1, False, id="of a later mastership"),
     ],
 )
 def test_pull_sequence_was_given_by_its_mastership(end, was_given):
@@ -157,7 +157,7 @@ OF_2_3 = 2 << 48 | 3 << 32
     [
         pytest.param(Epoch(2, 3), 7, OF_2_3, id="the first of a mastership"),
         pytest.param(Epoch(2, 3), OF_2_3 + 7, OF_2_3 + 7, id="the next of a mastership"),
-        pytest.param(Epoch(2, 2), OF_2_3 + 7, OF_2_3 + 7, id="never one that was used"),
+        pytest.param(Epoch(2, 2), OF_2_3 + 7, OF_2_3 + 7, id="never a used sequence"),
         pytest.param(Epoch(0x5_0002, 0x7_0003), 7, OF_2_3, id="16 bits of the term and of the boot"),
     ],
 )

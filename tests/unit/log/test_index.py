@@ -141,7 +141,7 @@ def test_rebuilt_index_is_stored():
     base = copy.log.bases[1]
     copy.disk.remove(index_name(base))
     copy.log.frames("s1", 0, 1_000)
-    assert copy.disk.has(index_name(base)), "it was made again"
+    assert copy.disk.has(index_name(base)), "it was rebuilt"
     assert set(copy.log._consume_log._closed) == set(copy.log.bases[:-1])
     copy.drop_oldest_segment()
     assert set(copy.log._consume_log._closed) == set(copy.log.bases[:-1])

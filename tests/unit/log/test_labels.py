@@ -25,7 +25,7 @@ def a_log(section: bytes, flags: int = FLAG_LABELLED) -> Copy:
 @pytest.mark.parametrize(
     "section, flags",
     [(b"", 0), (encode_labels(LABELS)[:-1] + b"?", FLAG_LABELLED), (encode_labels(LABELS[:2]), FLAG_LABELLED)],
-    ids=["none", "they came damaged", "they came for fewer messages"],
+    ids=["none", "damaged by the client", "for fewer messages"],
 )
 def test_frame_without_valid_labels_has_none(section, flags):
     copy = a_log(section, flags)

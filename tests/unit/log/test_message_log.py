@@ -211,7 +211,7 @@ def test_chunk_has_the_requested_bytes_or_one_frame(monkeypatch, at, bytes_max):
     for end in (frame.end for frame in frames[at:]):
         sizes.clear()
         chunk = copy.log.stored.read(begin, end, bytes_max)
-        assert max(sizes) <= min(end - begin, max(most, frames[at].end - begin)), "nothing behind it is read"
+        assert max(sizes) <= min(end - begin, max(most, frames[at].end - begin)), "bytes behind it were read"
         inside = [frame for frame in frames if begin <= frame.offset and frame.end <= min(end, begin + most)]
         assert chunk.frames == (inside or [frames[at]]) and chunk.chain == chunk.frames[-1].chain
         assert (chunk.begin, chunk.end) == (begin, chunk.frames[-1].end)
@@ -568,7 +568,7 @@ def test_closed_index_stays_in_memory_until_stored():
     whole = copy.disk.read(index_name(closed), 0, 1 << 20)
     copy.disk.remove(index_name(closed))
     assert [ref.offset for ref in copy.log.frames("s", 0, 9)] == [frame.offset for frame in frames]
-    assert copy.disk.read(index_name(closed), 0, 1 << 20) == whole, "it was looked for on disk"
+    assert copy.disk.read(index_name(closed), 0, 1 << 20) == whole, "it was searched on disk"
 
 
 def test_interrupted_seeding_leaves_a_consistent_log():

@@ -31,7 +31,7 @@ def test_quarantine_drops_lowest_offsets_first():
     left = bound(disk, 250)
     assert [kept.begin for kept in left] == [200, 400] == [kept.begin for kept in all_kept(disk)]
     a_copy(disk, 0, 100)
-    assert [kept.begin for kept in all_kept(disk)] == [0, 200, 400], "its place is free again"
+    assert [kept.begin for kept in all_kept(disk)] == [0, 200, 400], "its name is free again"
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ def check_flip(copy: Copy, bit: int, ends: list[int], data: bytes) -> None:
     assert found.state.end == border and image.read(SEGMENT, 0, border) == data[:border], "the true prefix"
     if border < ends[-2]:
         assert found.damage is not None and found.damage[:2] == (border, ends[ends.index(border) + 1]), bit
-        assert image.size(SEGMENT) == SIZE and image.names("quarantine") == [], "damage is kept where it is (W4)"
+        assert image.size(SEGMENT) == SIZE and image.names("quarantine") == [], "damage stays in place (W4)"
     else:
-        assert found.damage is None and found.torn_bytes > 0, "a torn tail is told, never silence"
-        assert len(image.names("quarantine")) == 2, "and kept aside"
+        assert found.damage is None and found.torn_bytes > 0, "a torn tail is reported"
+        assert len(image.names("quarantine")) == 2, "and kept in quarantine"
 
 
 def test_flipped_header_bits_are_damage_or_torn_tail(segment):
@@ -106,7 +106,7 @@ def test_cut_at_every_byte_leaves_the_prefix(segment, rest):
         assert image.read(SEGMENT, 0, border) == data[:border]
         torn = len(data[border:size].rstrip(b"\0"))
         assert found.torn_bytes == torn and bool(image.names("quarantine")) == bool(torn)
-        assert torn or rest == "missing" or image.size(SEGMENT) == SIZE, "what was reserved stays so"
+        assert torn or rest == "missing" or image.size(SEGMENT) == SIZE, "reserved bytes stay reserved"
 
 
 @pytest.mark.parametrize("to_border", range(0, 12, 2))
@@ -170,7 +170,7 @@ def test_stale_bytes_behind_a_cut_stay_hidden():
     log = copy.reopen()
     bodies = b"".join(bytes(body) for _, body in log.stored.read_bodies(log.frames("s", 0, 100)))
     assert b"new" in bodies and b"old 5" not in bodies
-    assert log.damage is not None or log.torn_bytes, "and they are not passed over in silence"
+    assert log.damage is not None or log.torn_bytes, "stale bytes are reported"
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut short"])

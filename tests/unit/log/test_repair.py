@@ -93,7 +93,7 @@ def test_missing_file_is_found_by_its_name():
     copy.log.stored.read(first, copy.log.end, 1)  # opens it
     for base in (first, newest):
         copy.disk.system.unlink(copy.disk._path(f"log/{base:020d}.log"))
-    assert copy.log.stored.read(first, copy.log.end, 1).frames, "who has it open reads on"
+    assert copy.log.stored.read(first, copy.log.end, 1).frames, "an open descriptor still reads"
     with pytest.raises(CorruptFrame, match="its file is gone"):
         copy.log.stored.look_again(first + 8)
     with pytest.raises(CorruptFrame):
@@ -365,7 +365,9 @@ def test_high_watermark_is_searched_behind_all_damage():
         for base in copy.log.bases[1:]:
             copy.disk.remove(segments.snapshot_name(base))
         log = copy.reopen()
-        assert log.health.is_unreplayed and log.damage.begin == offset and log.state.high_watermark == 0, "so far"
+        assert log.health.is_unreplayed and log.damage.begin == offset and log.state.high_watermark == 0, (
+            "not replayed yet"
+        )
         assert log.stored.may_be_acknowledged(log.damage, log.state.high_watermark) is is_known
 
 
@@ -411,7 +413,9 @@ def test_state_before_a_lost_snapshot():
     zero, first, second, third, *_, closed, newest = copy.log.bases
     names = {base: segments.snapshot_name(base) for base in copy.log.bases}
     for base in (zero, first, newest, first + 8):
-        assert copy.log.stored.state_before_lost_snapshot(base) is None, "it is whole, or nothing ends there"
+        assert copy.log.stored.state_before_lost_snapshot(base) is None, (
+            "its snapshot is whole, or no segment ends there"
+        )
     for base in (first, third):
         copy.disk.flip(names[base], 100)
     copy.disk.remove(names[zero])
@@ -421,7 +425,7 @@ def test_state_before_a_lost_snapshot():
     while state.end < end:
         copy.log.stored.fold_on(state, end, 500)
     assert encode_snapshot(state) == Copy.filled(60, tail_bytes=0).disk.read(names[first], 0, 1 << 20)
-    assert copy.log.stored.state_before_lost_snapshot(first) is None, "it begins with none"
+    assert copy.log.stored.state_before_lost_snapshot(first) is None, "it begins without a snapshot"
     state, end = copy.log.stored.state_before_lost_snapshot(second)
     assert (state.end, end) == (second, third)
     state.chain += 1
@@ -434,7 +438,7 @@ def test_state_before_a_lost_snapshot():
         copy.flush()
         copy.messages("n", size=100)
     assert copy.log.bases[-1] == copy.log.flushed_end
-    assert copy.log.stored.state_before_lost_snapshot(newest) is None, "it is still to be written"
+    assert copy.log.stored.state_before_lost_snapshot(newest) is None, "it is not written yet"
 
 
 def test_segment_without_frames_does_not_roll():

@@ -162,7 +162,7 @@ def test_schedule_lasts_with_few_stale_entries(monkeypatch):
         requeued.add(RequeuedRange(100, 1, 1, 5_000))
         lasts.append(requeued._schedule is not None)
         requeued.take(100, 1)
-    assert lasts == [True] * 15 + [False], "3 and 15 it names, 4 wait"
+    assert lasts == [True] * 15 + [False], "3 and 15 are in the schedule, 4 wait"
 
 
 def test_schedule_is_made_once():

@@ -161,7 +161,7 @@ def test_nested_name_of_a_killed_process_is_durable(luck):
         seen = disk.all_names()
         disk.crash(None if luck is None else Random(luck))
         disk.reopen()
-        assert disk.all_names() == seen, "somebody read them, and acted on it"
+        assert disk.all_names() == seen, "the next process may have acted on them"
 
 
 def test_bytes_of_a_failed_fsync_are_not_read():
@@ -180,7 +180,7 @@ def test_bytes_of_a_failed_fsync_are_not_read():
         disk.crash()
         assert disk.read("log/f", 0, 7) == read
         found.add(read)
-    assert {b"written", bytes(7)} <= found, "sometimes it was kept"
+    assert {b"written", bytes(7)} <= found, "some bytes were kept"
 
 
 def test_short_write_is_continued():
@@ -377,7 +377,7 @@ def test_create_without_fsync():
     disk.put("log/other", b"")
     before = disk.calls
     disk.create("log/f", 8, lasting=False)
-    assert disk.calls == before + 2, "it is made, and its room is taken"
+    assert disk.calls == before + 2, "it is created and its room reserved"
     disk.put("log/other", b"again")
     disk.crash()
     disk.reopen()
@@ -474,4 +474,4 @@ def test_name_of_a_killed_process_is_durable():
     disk.reopen()
     assert disk.read("log/f", 0, 9) == b"new"
     disk.crash()
-    assert disk.read("log/f", 0, 9) == b"new", "somebody read it, and acted on it"
+    assert disk.read("log/f", 0, 9) == b"new", "the next process may have acted on it"

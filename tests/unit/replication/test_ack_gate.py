@@ -16,7 +16,7 @@ class Waiter:
         self.answers: list[object] = []
 
     def __call__(self, error: object) -> None:
-        assert not self.answers, "an answer is given once"
+        assert not self.answers, "answered twice"
         self.answers.append(error)
 
     @property
@@ -91,7 +91,7 @@ def test_without_slave_only_safe_progress_is_answered():
     gate.progress(130, 100, below)
     gate.progress(140, 110, above)
     gate.flushed(125, 0)
-    assert not below.answers, "our own disk has to have it"
+    assert not below.answers, "the own disk lacks it"
     gate.flushed(150, 0)
     assert (below.is_safe, above.answers, stored.answers) == (True, [], [])
     gate.slave_matched(100, 0)

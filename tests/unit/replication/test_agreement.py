@@ -71,7 +71,9 @@ def test_hello_survives_encoding():
     hello = Hello.decode(encode_json(**PLAIN, chain=(1 << 64) - 1))
     table, proofs = [EpochStart(Epoch(1, 1), 0, 0)], [EpochProof(0, 40, 7)]
     point = Point(Epoch(1, 1), 40, 5)
-    assert hello == Hello("g1", "b", Epoch(1, 1), table, 0, 40, (1 << 64) - 1, 1, proofs, 40, point), "of before fills"
+    assert hello == Hello("g1", "b", Epoch(1, 1), table, 0, 40, (1 << 64) - 1, 1, proofs, 40, point), (
+        "of a version before fills"
+    )
     assert Hello.decode(hello.encode()) == hello
     whole = replace(hello, point=None, owner="b:20881", fill_id="b/0", is_whole=True)
     assert Hello.decode(whole.encode()) == whole
@@ -93,8 +95,8 @@ def test_incomplete_or_empty_copy_would_be_filled(fill_id, is_whole, end, would_
         pytest.param(1, 100, True, id="the end of an epoch"),
         pytest.param(1, 108, False, id="a newer master wrote there"),
         pytest.param(2, 100, False, id="an older master wrote there"),
-        pytest.param(3, 200, False, id="an epoch that it does not know"),
-        pytest.param(3, 20, True, id="retention took it"),
+        pytest.param(3, 200, False, id="an unknown epoch"),
+        pytest.param(3, 20, True, id="retention deleted it"),
     ],
 )
 def test_hello_covers_points_of_its_own_epochs(term, end, has_it):
@@ -107,7 +109,7 @@ def test_frames_of_a_newer_epoch_are_ahead():
     table = [EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(2, 1), 100, 7)]
     hello = Hello("g1", "b", Epoch(3, 1), table, 20, 200, 7)
     assert hello.is_ahead_of(Epoch(1, 1)) and not hello.is_ahead_of(Epoch(2, 1))
-    assert not replace(hello, epochs=[]).is_ahead_of(Epoch(1, 1)), "what it knows of and lacks proves nothing"
+    assert not replace(hello, epochs=[]).is_ahead_of(Epoch(1, 1)), "a known epoch without frames proves nothing"
 
 
 def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0, **changes: int) -> Copy:

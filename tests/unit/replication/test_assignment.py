@@ -25,7 +25,7 @@ def test_peers_of_master_and_slave():
         pytest.param(Role.SLAVE, 1, 2, False, id="each message is on both"),
         pytest.param(Role.SLAVE, 2, 2, True, id="the other slave may have it"),
         pytest.param(Role.SLAVE, 2, 3, False, id="each message is on all three"),
-        pytest.param(Role.MASTER, 2, 2, False, id="a master has all that it acknowledged"),
+        pytest.param(Role.MASTER, 2, 2, False, id="a master has all acknowledged frames"),
     ],
 )
 def test_copy_may_be_behind_if_others_suffice(role, slaves, min_copies, may):

@@ -313,10 +313,10 @@ def test_damaged_frames_prove_no_other_history():
 @pytest.mark.parametrize(
     ("first", "end", "is_other"),
     [
-        pytest.param(3, 6, True, id="over all of the damage"),
-        pytest.param(3, 7, True, id="and on"),
+        pytest.param(3, 6, True, id="over the whole damage"),
+        pytest.param(3, 7, True, id="beyond the damage"),
         pytest.param(3, 5, False, id="within it only"),
-        pytest.param(2, 4, False, id="from before it, into it, with one that begins where it does"),
+        pytest.param(2, 4, False, id="from before it, with a frame that begins at it"),
         pytest.param(2, 3, False, id="up to it"),
         pytest.param(4, 7, False, id="from within it"),
     ],
@@ -381,15 +381,15 @@ DAMAGE = Damage(100, 200, "a bit")
     "extents, best",
     [
         pytest.param([(0, 500)], 0, id="the only one"),
-        pytest.param([(100, 200), (0, 190)], 0, id="it has just that"),
-        pytest.param([(100, 200), (150, 300)], 0, id="and another one has more behind it"),
-        pytest.param([(150, 300), (100, 200)], 1, id="the other one has more behind it, and not all of it"),
+        pytest.param([(100, 200), (0, 190)], 0, id="it has exactly the damage"),
+        pytest.param([(100, 200), (150, 300)], 0, id="another has more behind it"),
+        pytest.param([(150, 300), (100, 200)], 1, id="the other has more behind it, but not all"),
         pytest.param([], None, id="there is no other copy"),
-        pytest.param([(0, 150), (0, 200)], 1, id="the one that has it all"),
-        pytest.param([None, (0, 200)], 1, id="it has, and the other does not answer"),
-        pytest.param([(0, 150), None], None, id="the one that does not answer may have it"),
-        pytest.param([None], None, id="nobody answers"),
-        pytest.param([(0, 150), (150, 180)], 1, id="nobody has it: the longest log decides"),
+        pytest.param([(0, 150), (0, 200)], 1, id="the copy that has all"),
+        pytest.param([None, (0, 200)], 1, id="one has it, the other does not answer"),
+        pytest.param([(0, 150), None], None, id="the silent copy may have it"),
+        pytest.param([None], None, id="no copy answers"),
+        pytest.param([(0, 150), (150, 180)], 1, id="no copy has it: the longest log is chosen"),
     ],
 )
 def test_best_source_of_a_repair(extents, best):

@@ -87,7 +87,7 @@ def powered_off_after_a_lie() -> tuple[Copies, int]:
     return copies, end
 
 
-@pytest.mark.parametrize("order", ["c", "", "cb"], ids=["behind it first", "alone", "in time"])
+@pytest.mark.parametrize("order", ["c", "", "cb"], ids=["late copy first", "no copy", "both in time"])
 def test_restarted_master_waits_for_copies_in_sync(order):
     """Without any slave it waits too: its new frames would conflict with the copy that returns later."""
     copies, end = powered_off_after_a_lie()
@@ -245,7 +245,7 @@ def test_rolled_back_master_ignores_slaves_below_the_point():
 
 
 @pytest.mark.parametrize("taken", ["nothing", "all", "all, and it followed"])
-@pytest.mark.parametrize("remembers", [True, False], ids=["", "nobody remembers that it was acknowledged"])
+@pytest.mark.parametrize("remembers", [True, False], ids=["", "no acknowledged point"])
 def test_master_drops_restored_frames_below_the_point(taken, remembers):
     copies = put_back(Copies())
     if not remembers:

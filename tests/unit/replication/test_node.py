@@ -287,7 +287,7 @@ def test_accepted_loss_clears_the_own_point(accepted_term, is_given_up):
     group.b.node.identity.points.acknowledged(lost)
     group.b.node.remembered_elsewhere([], loss_accepted_term=accepted_term)
     assert group.b.node.identity.points.own == (None if is_given_up else lost)
-    assert group.b.node.readonly_reasons == [], "it is looked at when it takes a part"
+    assert group.b.node.readonly_reasons == [], "it is compared when a part begins"
 
 
 def test_only_a_lacking_mastership_restarts():
@@ -333,7 +333,7 @@ def test_master_yields_after_its_write():
     group.deliver_hello()
     end = group.a.log.end
     assert group.a.node.role is None and not group.a.disk.names("quarantine")
-    assert not group.at_slave.is_open, "it is told, and says hello again"
+    assert not group.at_slave.is_open, "the slave sends another hello"
     group.a.assign(Role.MASTER, 1)
     assert group.a.node.role is None and group.a.log.end == end, "not before its end is cut"
     group.a.host.fsync()

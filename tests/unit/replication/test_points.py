@@ -119,7 +119,7 @@ def test_only_newer_points_are_written():
     assert not file.is_newer_than_saved and not is_written(file.save) and file.due(1 << 60) is None
     file.acknowledged(Point(Epoch(1, 1), 301, 4))
     job = file.due(1 << 60)
-    assert file.is_newer_than_saved, "a thread writes it now"
+    assert file.is_newer_than_saved, "a thread is writing it"
     file.acknowledged(Point(Epoch(1, 1), 302, 5))
     assert not is_written(file.save), "not while a thread does"
     job()
@@ -151,7 +151,7 @@ def test_forgotten_point_is_neither_lacking_nor_kept():
     file.forget()
     assert (file.own, file.lacks) == (PointFile(disk).own, PointFile(disk).lacks) == (None, None)
     file.seeding()
-    assert PointFile(disk).own is None, "of no log before this one"
+    assert PointFile(disk).own is None, "of an earlier log"
 
 
 def test_older_point_changes_nothing():
@@ -186,7 +186,7 @@ def test_kept_end_of_slave_and_master():
     file.beginning(points[1].end)
     assert file.keeps(copy.log) == points[1].end
     file.beginning(points[2].end)
-    assert file.keeps(copy.log) == points[1].end, "what it wrote in its first mastership, nobody else confirmed"
+    assert file.keeps(copy.log) == points[1].end, "frames of its first mastership are unconfirmed"
     file.acknowledged(points[2])
     assert file.keeps(copy.log) == points[2].end
 

@@ -64,13 +64,13 @@ def test_slaves_needed_to_begin_early(slaves, min_copies, is_whole, needed):
 @pytest.mark.parametrize(
     ("shared", "held_end", "offset", "yields"),
     [
-        pytest.param((None, None), 0, 800, False, id="nobody said"),
-        pytest.param((80, None), 0, 800, False, id="one did not say"),
-        pytest.param((80, 160), 0, 160, True, id="all have nothing of it"),
-        pytest.param((80, 160), 0, 152, False, id="one has some of it"),
-        pytest.param((80, 160), 160, 160, True, id="what is held stands before it"),
+        pytest.param((None, None), 0, 800, False, id="no slave sent a hello"),
+        pytest.param((80, None), 0, 800, False, id="one slave sent no hello"),
+        pytest.param((80, 160), 0, 160, True, id="no slave has its frames"),
+        pytest.param((80, 160), 0, 152, False, id="one slave has some of its frames"),
+        pytest.param((80, 160), 160, 160, True, id="held frames end before it"),
         pytest.param((80, 160), 168, 160, False, id="it is held"),
-        pytest.param((0, 0), 0, 0, True, id="nobody has anything of it"),
+        pytest.param((0, 0), 0, 0, True, id="no slave has any frame"),
     ],
 )
 def test_master_may_yield_unheld_frames_of_its_own(shared, held_end, offset, yields):
@@ -255,7 +255,7 @@ def test_absent_slaves_do_not_report_full_disks():
     copies = Copies(min_copies=3).start()
     copies.cut("c")
     copies.a.node.set_disk_full(False)
-    assert copies.a.node.readonly_reasons == ["slave_down"], "room is not what is missing"
+    assert copies.a.node.readonly_reasons == ["slave_down"], "no disk is full"
     copies.cut("b")
     copies.a.node.set_disk_full(False)
     assert copies.a.node.readonly_reasons == ["slave_down"]

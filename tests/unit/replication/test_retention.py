@@ -37,7 +37,7 @@ def test_closed_segment_is_due_by_age():
     closed = [(begin, end, AGE) for begin, end in zip(bases, bases[1:], strict=False)]
     assert list(old_segments(copy.log, ENOUGH, old_ms + 1)) == closed
     state_the_time(copy, bases[1])
-    assert list(old_segments(copy.log, ENOUGH, old_ms + 1)) == closed[1:], "the first one goes as it is"
+    assert list(old_segments(copy.log, ENOUGH, old_ms + 1)) == closed[1:], "the first segment is decided already"
 
 
 def test_closed_segment_is_due_by_size():

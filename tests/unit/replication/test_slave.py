@@ -44,8 +44,8 @@ def sent(broker: Broker, link: FakeLink, command: Command, body: bytes) -> int:
     ("action", "taken"),
     [
         pytest.param(Action.FOLLOW, {Command.FRAMES, Command.ACKNOWLEDGED}, id="it follows"),
-        pytest.param(None, {Command.PARTED}, id="it has said hello"),
-        pytest.param(Action.WAIT, set(), id="it waits until it may be filled"),
+        pytest.param(None, {Command.PARTED}, id="it has sent a hello"),
+        pytest.param(Action.WAIT, set(), id="it waits for an order to fill"),
         pytest.param(Action.SEED, {Command.SNAPSHOT}, id="it is seeded"),
         pytest.param(Action.RESTORE, {Command.CONFIRM}, id="it restores its master"),
     ],
@@ -80,9 +80,9 @@ def test_slave_refuses_packets_of_other_states(action, taken):
 @pytest.mark.parametrize(
     ("boot", "more", "is_noted"),
     [
-        pytest.param(1, 0, True, id="all that it has"),
-        pytest.param(1, -8, True, id="less"),
-        pytest.param(1, 8, False, id="more than is on its disk"),
+        pytest.param(1, 0, True, id="its flushed end"),
+        pytest.param(1, -8, True, id="below its flushed end"),
+        pytest.param(1, 8, False, id="above its flushed end"),
         pytest.param(0, 0, False, id="of another epoch"),
     ],
 )
@@ -208,8 +208,8 @@ def test_answer_to_an_earlier_hello_is_ignored(is_late):
     [
         pytest.param(8, True, 1, True, id="it lacks it"),
         pytest.param(0, True, 1, False, id="it has it"),
-        pytest.param(None, True, 1, False, id="its master knows nothing"),
-        pytest.param(8, False, 1, False, id="it never had all"),
+        pytest.param(None, True, 1, False, id="the master has no point"),
+        pytest.param(8, False, 1, False, id="it was never complete"),
         pytest.param(8, True, 2, False, id="others have it"),
     ],
 )

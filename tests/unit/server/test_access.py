@@ -176,7 +176,7 @@ async def test_unknown_token_is_cached_for_five_seconds(metaserver, access):
     assert len(metaserver.asked) == 1
     metaserver.answers["nobody's"] = answer()
     Clock.now_ms += 5000
-    assert (await access.check("nobody's")).name == "shop", "it was made meanwhile"
+    assert (await access.check("nobody's")).name == "shop", "it was created meanwhile"
 
 
 @in_world
@@ -213,7 +213,7 @@ async def test_revocation_ends_connections_within_a_minute(metaserver, access):
         access.entered(token, guest)
     del metaserver.answers["t"]
     await access._review("t")
-    assert revoked.reasons == [], "the answer holds a little longer"
+    assert revoked.reasons == [], "the cached answer is still valid"
     Clock.now_ms += 60_000 - int(module.REVIEW_S * 1000)
     for token in ("t", "other"):
         await access._review(token)

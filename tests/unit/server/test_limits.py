@@ -65,7 +65,7 @@ def test_invalid_message_is_refused_alone(bad, reason):
         pytest.param(raw(tags=10), id="ten tags"),
         pytest.param(raw(properties=string("n") + string("x" * 32_767)), id="longest value"),
         pytest.param(raw(properties=(string("n") + string("x" * 30_000)) * 5), id="large, of short values"),
-        pytest.param(raw(subject="another"), id="sent to a subject that it does not name"),
+        pytest.param(raw(subject="another"), id="of another subject"),
         pytest.param(raw(subject="%RETRY%" + "s" * 100 + "%" + "g" * 100), id="long subject"),
     ],
 )
@@ -113,8 +113,8 @@ SECTION = encode_labels([label_of({"a"}, "k"), 0])
     [
         pytest.param(SECTION, FLAG_ORDERED, id="ordered without labels"),
         pytest.param(SECTION, 8, id="unknown flag"),
-        pytest.param(SECTION, 1 | FLAG_LABELLED, id="a flag of frames alone"),
-        pytest.param(SECTION, 0, id="labels that no flag tells of"),
+        pytest.param(SECTION, 1 | FLAG_LABELLED, id="a flag reserved for frames"),
+        pytest.param(SECTION, 0, id="labels without their flag"),
         pytest.param(b"", FLAG_LABELLED, id="no labels"),
         pytest.param(SECTION[8:], FLAG_LABELLED, id="too few labels"),
         pytest.param(encode_labels([1, 2, 3]), FLAG_LABELLED, id="too many labels"),

@@ -56,7 +56,7 @@ def refusal(code):
         pytest.param(refusal(grpc.StatusCode.FAILED_PRECONDITION), 0, id="not added, or another disk"),
         pytest.param(refusal(grpc.StatusCode.ALREADY_EXISTS), 0, id="another process has this part"),
         pytest.param(refusal(grpc.StatusCode.UNAUTHENTICATED), 0, id="wrong token"),
-        pytest.param(OperatorError("this data directory belongs to g1-b"), 0, id="a part that is not ours"),
+        pytest.param(OperatorError("this data directory belongs to g1-b"), 0, id="a directory of another broker"),
     ],
 )
 def test_which_errors_let_a_broker_start_alone(error, starts):
@@ -259,7 +259,7 @@ def test_heartbeat_every_second_and_on_change(monkeypatch):
         loop.run_until_complete(test())
     finally:
         loop.close()
-    assert beats == [1000, 1001, 1001.4, 1002, 1003], "and at once when its state changes"
+    assert beats == [1000, 1001, 1001.4, 1002, 1003], "and at once on a state change"
 
 
 def test_clock_answer_changes_no_part(monkeypatch):
@@ -271,4 +271,4 @@ def test_clock_answer_changes_no_part(monkeypatch):
     for message in (pb.Assignment(term=5, clock_ms=1), pb.Assignment(clock_ms=2), older, pb.Assignment(term=6)):
         link._heard(message)
     assert clocks == [1, 2, 3]
-    assert parts == [5, 6], "also when an older metaserver says all of it again"
+    assert parts == [5, 6], "also if an older metaserver repeats the whole assignment"

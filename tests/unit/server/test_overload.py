@@ -34,16 +34,16 @@ WINDOW, GIB = 1000, 1 << 30
 @pytest.mark.parametrize(
     ("produces", "consumes", "was", "unacked", "memory_is_short", "state"),
     [
-        pytest.param(True, False, RUNNING, 1000, False, RUNNING, id="a client fills the window that it was told"),
+        pytest.param(True, False, RUNNING, 1000, False, RUNNING, id="a client fills its window"),
         pytest.param(True, False, RUNNING, 1001, False, FLOW, id="more than the window"),
         pytest.param(True, False, FLOW, 501, False, FLOW, id="more than half of it is still full"),
         pytest.param(True, False, FLOW, 500, False, RUNNING, id="half of it was answered"),
         pytest.param(True, False, RUNNING, 0, True, BLOCKED, id="memory is short"),
         pytest.param(True, False, BLOCKED, 700, False, RUNNING, id="memory is there again"),
-        pytest.param(True, False, FLOW, 700, True, BLOCKED, id="memory goes before the window"),
+        pytest.param(True, False, FLOW, 700, True, BLOCKED, id="memory precedes the window"),
         pytest.param(True, True, RUNNING, 1001, True, RUNNING, id="it consumes as well"),
         pytest.param(False, True, RUNNING, 0, True, RUNNING, id="it consumes"),
-        pytest.param(False, False, RUNNING, 0, True, RUNNING, id="it has done nothing yet"),
+        pytest.param(False, False, RUNNING, 0, True, RUNNING, id="neither yet"),
     ],
 )
 def test_connection_state(produces, consumes, was, unacked, memory_is_short, state):

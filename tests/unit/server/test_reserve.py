@@ -31,12 +31,12 @@ def test_reserve_is_freed_and_rebuilt(disk):
     reserve.keep_reserve(disk, 1 << 20)
     assert disk.size(reserve.NAME) == reserve.RESERVE_BYTES
     asyncio.run(reserve.wait_for_room(disk))
-    assert disk.has(reserve.NAME), "there is room without it"
+    assert disk.has(reserve.NAME), "there is enough room"
     disk.left = 100
     asyncio.run(reserve.wait_for_room(disk))
     assert not disk.has(reserve.NAME)
     reserve.keep_reserve(disk, 1 << 20)
-    assert not disk.has(reserve.NAME), "it would take what consumers need"
+    assert not disk.has(reserve.NAME), "consumers need the room"
     disk.left = 1 << 30
     reserve.keep_reserve(disk, 1 << 20)
     assert disk.size(reserve.NAME) == reserve.RESERVE_BYTES
