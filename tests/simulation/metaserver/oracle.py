@@ -478,42 +478,27 @@ def _swapped(before: Roles, now: Roles) -> bool:
 
 def differing(tables: Tables, registry: Any) -> Iterator[str]:
     """Describe the differences between a metaserver's memory and the tables."""
-    decided, directory = Decided.of(tables), registry.directory
-    terms = {name: group.term for name, group in directory.groups.items()}
-    alive = {name: term for name, term in decided.terms.items() if name not in decided.gone}
-    if terms != alive:
-        yield f"terms {terms}, stored {alive}"
-    states = {name: (group.draining, group.full, group.tag) for name, group in directory.groups.items()}
-    copies = {name: group.min_copies for name, group in directory.groups.items()}
-    losses = {name: group.lost_term for name, group in directory.groups.items()}
-    if losses != decided.losses:
-        yield f"accepted losses {losses}, stored {decided.losses}"
-    fillings = {
-        name: (
-            group.sync_mode,
-            frozenset((broker.fill_id, broker.fill_allowed) for broker in group.brokers if broker.fill_id),
-        )
-        for name, group in directory.groups.items()
+    decided, directory, groups = Decided.of(tables), registry.directory, registry.directory.groups
+    memory = {
+        "terms": {name: group.term for name, group in groups.items()},
+        "states": {name: (group.draining, group.full, group.tag) for name, group in groups.items()},
+        "min_copies": {name: group.min_copies for name, group in groups.items()},
+        "losses": {name: group.lost_term for name, group in groups.items()},
+        "fillings": {name: (group.sync_mode, _fill_orders(group)) for name, group in groups.items()},
+        "routes": {subject: frozenset(route.groups) for subject, route in registry.routes.items() if route.groups},
+        "offline": {(off.subject, off.group, off.consumer) for off in directory.offline},
+        "places": {
+            tuple(broker.key): Place(broker.group, broker.role, tuple(broker.key), broker.incarnation, broker.complete)
+            for broker in directory.brokers()
+        },
+        "marks": frozenset(tuple(mark) for mark in directory.marks),
     }
-    if fillings != decided.fillings:
-        yield f"fillings {fillings}, stored {decided.fillings}"
-    if copies != decided.min_copies:
-        yield f"minCopies {copies}, stored {decided.min_copies}"
-    if states != decided.states:
-        yield f"states {states}, stored {decided.states}"
-    routes = {subject: frozenset(route.groups) for subject, route in registry.routes.items() if route.groups}
-    if routes != {subject: groups for subject, groups in decided.routes.items() if groups}:
-        yield f"routes {routes}, stored {decided.routes}"
-    if {(off.subject, off.group, off.consumer) for off in directory.offline} != decided.offline:
-        yield f"switched off {directory.offline}, stored {decided.offline}"
-    places = {
-        tuple(broker.key): (broker.group, int(broker.role), broker.incarnation, broker.complete)
-        for broker in directory.brokers()
+    stored = vars(decided) | {
+        "terms": {name: term for name, term in decided.terms.items() if name not in decided.gone},
+        "routes": {subject: names for subject, names in decided.routes.items() if names},
     }
-    stored = {
-        key: (place.group, place.role, place.incarnation, place.complete) for key, place in decided.places.items()
-    }
-    if places != stored:
-        yield f"brokers {places}, stored {stored}"
-    if frozenset(tuple(mark) for mark in directory.marks) != decided.marks:
-        yield f"marks {directory.marks}, stored {decided.marks}"
+    return (f"{name} {held}, stored {stored[name]}" for name, held in memory.items() if held != stored[name])
+
+
+def _fill_orders(group: Any) -> frozenset[tuple[str, bool]]:
+    return frozenset((broker.fill_id, broker.fill_allowed) for broker in group.brokers if broker.fill_id)
