@@ -237,7 +237,7 @@ plant(
 def matched_by_each_confirmation(real: Any, self: SlaveWatch, link: Any, packet: Any) -> None:
     """A slave in sync is matched again: an illegal move."""
     real(self, link, packet)
-    if self.is_of(link) and (slave := self.follower.in_sync) is not None:
+    if (slave := self.follower.in_sync) is not None:
         self._enter(FollowerEvent.MATCHED, slave)
 
 

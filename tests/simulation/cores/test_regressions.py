@@ -7,10 +7,8 @@ import contextlib
 import pytest
 
 from qmq.errors import CorruptFrame, Diverged, ErrorCode
-from qmq.log.fold import EpochStart, State
-from qmq.log.group import Group
 from qmq.log.segments import log_name
-from qmq.types import Epoch, Role
+from qmq.types import Role
 from tests.unit.broker.world import Client
 from tests.unit.broker.world import Group as BrokerGroup
 from tests.unit.log.logs import Copy
@@ -27,20 +25,6 @@ def test_full_pull_ends_within_its_frame() -> None:
     pulled = client.pull(bytes_max=500)
     group.settle()
     assert [identity for _, _, identity in client.pulled(pulled)] == ["big0"]
-
-
-def test_two_histories_never_share_pull_sequences() -> None:
-    """Equal numbers of masterships, and a consumer with messages of the lost one."""
-    lost = State(epochs=[EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(1, 2), 100, 7)])
-    kept = State(epochs=[EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(2, 1), 100, 7)])
-    group = Group(position=0)
-    assert lost.next_pull(group, "c") + 1_000_000 < kept.next_pull(group, "c")
-
-
-def test_returning_consumer_gets_new_pull_sequences() -> None:
-    state = State(epochs=[EpochStart(Epoch(1, 1), 0, 0)])
-    given = state.next_pull(Group(position=0), "c") + 5
-    assert state.next_pull(Group(position=5, floor=given), "c") == given
 
 
 def test_cut_tail_is_remembered_over_restarts() -> None:

@@ -138,7 +138,7 @@ def lose_a_swap(world: World, group: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["g1", "g2"])
-def test_any_metaserver_names_the_remedy_of_an_old_row(world: World, group: str) -> None:
+def test_each_metaserver_names_the_remedy_for_old_rows(world: World, group: str) -> None:
     """Brokers without a role report their stored term only to the metaserver where they register."""
     lose_a_swap(world, group)
     operator = Operator(world, world.servers[0], group)
