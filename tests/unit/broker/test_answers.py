@@ -132,20 +132,6 @@ def test_disk_failure_while_reading_bodies_ends_the_process(group):
         done(LogError("the disk is gone"))
 
 
-@pytest.mark.parametrize(
-    "most, sizes",
-    [(4, [4, 4, 4]), (5, [4, 4, 4]), (9, [8, 8, 8]), (3, [3, 3, 2, 3]), (1, [1, 1, 1]), (20, [20, 4]), (100, [24])],
-)
-def test_pull_cuts_a_frame_only_below_half(group, most, sizes):
-    client = group.subscribed("c", group="c")
-    got = []
-    for _ in sizes:
-        opaque = client.pull(most=most)
-        group.settle()
-        got.append(len(client.pulled(opaque)))
-    assert got == sizes
-
-
 def held_back_reads() -> tuple[Group, Client, list[int]]:
     """Return a client with three pulls of one message each; their frames are being read from disk."""
     group = Group.made(tail_bytes=0).start()

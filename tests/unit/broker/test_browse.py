@@ -166,13 +166,6 @@ def test_matching_messages_are_found(wanted, expected):
     assert all_ids(copy, wanted=wanted) == expected
 
 
-def test_property_text_matches_no_other_property():
-    """The bytes of a filter may also stand in another property's text."""
-    copy = a_log()
-    add(copy, order("m0", text="\0\x02no\0\x011"))
-    assert all_ids(copy, wanted=Filter(properties={"no": "1"})) == []
-
-
 def test_property_text_matches_no_id_or_tag():
     copy = a_log()
     add(copy, order("m0", text="\0\x02m1\0\x04paid"), order("m1"), order("m2", ["paid"]))

@@ -184,20 +184,6 @@ def test_burst_of_one_subject_delays_no_other():
     assert len(copies.senders.delivered()) == 12_001
 
 
-@pytest.mark.slow
-def test_subjects_with_bursts_take_turns():
-    copies, producer = a_group()
-    due_ms = copies.now_ms + 2_000
-    for subject in "abc":
-        for page in range(20):
-            producer.delayed(due_ms, *(f"{subject}{page}-{i}" for i in range(200)), subject=subject)
-            copies.settle()
-    copies.run(3_000, step_ms=500)
-    order = [batch[0][0] for batch in ids(copies)]
-    for at in range(0, 21, 3):
-        assert sorted(order[at : at + 3]) == ["a", "b", "c"], order
-
-
 def test_slave_confirms_between_filing_steps(monkeypatch):
     """Filing looks each message up. A mebibyte of such frames names 65,000, and delayed confirmations."""
     monkeypatch.setattr(upkeep, "PASS_MESSAGES", 100)

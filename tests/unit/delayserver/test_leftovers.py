@@ -93,18 +93,6 @@ def test_leftover_can_be_cancelled_and_rescheduled():
     assert copies.senders.delivered()[-1] == ids[499]
 
 
-def test_next_master_finds_leftovers():
-    copies, producer = a_group(loaded_messages_max=MOST)
-    copies.senders.routeless.add("s")
-    ids = put(copies, producer, 500, subject="s")
-    copies.swap(2)
-    copies.run(1_000)
-    assert in_memory(copies) <= MOST
-    copies.senders.routeless.clear()
-    copies.run(30_000, step_ms=500)
-    assert sorted(copies.senders.delivered()) == sorted(ids)
-
-
 class SlowReads:
     """Reads of leftover pages that end when a test releases them; other reads run at once."""
 
