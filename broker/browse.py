@@ -7,11 +7,11 @@ passed over without decoding.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.broker.positions import sequences_kept
+from qmq.broker.positions import border, sequences_kept
 from qmq.codec import Buffer, decode_envelope, decode_properties, split_batch
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.log import MessageLog
@@ -57,33 +57,9 @@ class Found(NamedTuple):
     problem: str = ""
 
 
-def borders(log: MessageLog, subject: str) -> Generator[FrameRef, bool, int]:
-    """Search for the border between older and newer messages.
-
-    Yields frames; the caller sends back whether each is older. Returns the first sequence that is not. Messages may
-    come and go between the steps.
-    """
-    low, high = sequences_kept(log, subject)
-    while low < high:
-        refs = log.frames(subject, (low + high) // 2, 1)
-        if not refs:
-            break
-        if (yield refs[0]):
-            low = refs[0].end
-        else:
-            high = min(refs[0].begin, high)
-    return low
-
-
 def visible_end(log: MessageLog, subject: str, limit: int) -> int:
     """Return the end of the messages of `subject` whose frames end at or before the offset `limit`."""
-    search = borders(log, subject)
-    try:
-        ref = next(search)
-        while True:
-            ref = search.send(ref.offset + ref.length <= limit)
-    except StopIteration as found:
-        return int(found.value)
+    return border(log, subject, lambda ref: ref.offset + ref.length <= limit)
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 
 from qmq.broker import positions
-from qmq.broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, borders, visible_end
+from qmq.broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, visible_end
 from qmq.broker.group_status import Cause
 from qmq.broker.master import BrokerMaster
-from qmq.broker.positions import Answered, Begin, NewGroup, sequences_kept
+from qmq.broker.positions import Answered, Begin, NewGroup, borders, sequences_kept
 from qmq.broker.settings import BrokerSettings
 from qmq.codec import Buffer
 from qmq.errors import CallError, CorruptFrame, DiskFailed, MissingRight, NotServed, QmqError

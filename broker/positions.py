@@ -7,7 +7,7 @@ metaserver's answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from qmq.dead_letters import REDRIVER, letters_producer
 from qmq.errors import OperatorError, Overloaded, QmqError
 from qmq.log import MessageLog
 from qmq.log.group import Consumer, Group
+from qmq.log.index import FrameRef
 from qmq.remoting.packet import Packet
 from qmq.replication.ports import Link
 from qmq.subjects import dead_letter_subject, real_subject, retry_subject
@@ -195,12 +196,32 @@ def first_since(log: MessageLog, subject: str, since_ms: int) -> int:
     Raises:
         CorruptFrame: this copy is damaged there.
     """
+    return border(log, subject, lambda ref: log.timestamp_at(ref.offset) < since_ms)
+
+
+def border(log: MessageLog, subject: str, is_older: Callable[[FrameRef], bool]) -> int:
+    """Return the first sequence that is not older, by a binary search."""
+    search = borders(log, subject)
+    try:
+        ref = next(search)
+        while True:
+            ref = search.send(is_older(ref))
+    except StopIteration as found:
+        return int(found.value)
+
+
+def borders(log: MessageLog, subject: str) -> Generator[FrameRef, bool, int]:
+    """Search for the border between older and newer messages.
+
+    Yields frames; the caller sends back whether each is older. Returns the first sequence that is not. Messages may
+    come and go between the steps.
+    """
     low, high = sequences_kept(log, subject)
     while low < high:
         refs = log.frames(subject, (low + high) // 2, 1)
         if not refs:
             break
-        if log.timestamp_at(refs[0].offset) < since_ms:
+        if (yield refs[0]):
             low = refs[0].end
         else:
             high = min(refs[0].begin, high)

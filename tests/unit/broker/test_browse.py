@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from qmq.broker import browse
-from qmq.broker.browse import Browse, Filter, borders, visible_end
+from qmq.broker.browse import Browse, Filter, visible_end
+from qmq.broker.positions import borders
 from qmq.codec import encode_message, join_batch
 from qmq.errors import InvalidName, InvalidRequest
 from qmq.log.frame import FrameKind
