@@ -11,6 +11,7 @@ import urllib.request
 import pytest
 
 import qmq
+from qmq.errors import OperatorError
 from tests.integration.cluster_world import WAIT_S, running, until
 
 SUBJECT = "order.unpaid"
@@ -120,3 +121,12 @@ def test_swap_keeps_pending_messages(cluster):
     assert [row["id"] for row in shown] == [id]
     roles = {row["role"] for row in cluster.manage("ListBrokers", brokerGroup="d1")}
     assert roles == {"DELAY_MASTER", "DELAY_SLAVE"}
+
+
+def test_invalid_delay_commands_are_refused(cluster):
+    with pytest.raises(OperatorError, match="name the messages"):
+        cluster.manage("CancelDelayed", subject=SUBJECT)
+    with pytest.raises(OperatorError, match="no group g1 of delay servers"):
+        cluster.manage("DelayStats", brokerGroup="g1")
+    with pytest.raises(OperatorError, match="take delayed messages"):
+        cluster.manage("DrainGroup", brokerGroup="d1")

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from qmq.audit.copies import BrokerCopy
@@ -63,4 +65,35 @@ def test_index_files_follow_from_the_log(cluster):
     for base in sorted({base for of in bases.values() for base in of[:-1]}):
         assert list(check_segment(copies, bases, base)) == []
     for copy in copies.values():
+        copy.close()
+
+
+def test_log_with_a_damaged_snapshot_is_described(cluster):
+    """The caller needs the frames; only the chain before them is missing."""
+    copy = opened(cluster, "master")
+    copy.hold()
+    until(lambda: copy.describe().start > 0, "retention")
+    before = copy.describe()
+    snapshot = data_of(cluster, cluster.broker("g1", "master")) / snapshot_name(before.start)
+    whole = snapshot.read_bytes()
+    assert before.chain is not None
+    snapshot.write_bytes(whole[:-1])
+    try:
+        assert copy.describe()[:2] == before[:2] and copy.describe().chain is None
+        assert copy.window(before.start, 1)
+    finally:
+        snapshot.write_bytes(whole)
+        copy.close()
+
+
+def test_all_readers_share_the_rate(cluster):
+    """Bound of an audit's share of a broker's disk and processor."""
+    send_all(cluster, "held", 40, size=600, name="rate")
+    copies = [opened(cluster, "slave") for _ in range(3)]
+    begin = copies[0].describe()
+    until(lambda: copies[0].describe().high_watermark > begin.start, "something to read")
+    began_s = time.monotonic()
+    given = [len(copy.window(copy.describe().start, 1)) for copy in copies]
+    assert time.monotonic() - began_s > sum(given[:-1]) / READ_BYTES_PER_S > 0
+    for copy in copies:
         copy.close()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import grpc
+import pytest
+
 from qmq.proto import qmq_pb2 as pb
 from tests.integration.metaserver_world import METADATA, World
 from tests.unit.metaserver.test_lost_database import empty
@@ -49,3 +52,25 @@ async def test_cluster_goes_on_with_an_empty_database(tmp_path):
 
 async def _is_set_aside(world):
     return bool((await world.http.get("/health/ready")).json().get("trouble"))
+
+
+async def test_unknown_broker_and_token_wait_for_the_database(tmp_path):
+    world = await World(tmp_path / "database", snapshot="none").start()
+    try:
+        identity = pb.BrokerIdentity(
+            hostname="g1-a",
+            broker_group="g1",
+            ip="127.0.0.1",
+            serve_port=20881,
+            sync_port=20882,
+            term=4,
+            incarnation="disk",
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await world.rpc.Register(identity, metadata=METADATA)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE, "a later request may succeed"
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await world.rpc.CheckToken(pb.TokenQuestion(token="token of a client"), metadata=METADATA)
+        assert unknown.value.code() == grpc.StatusCode.UNAVAILABLE, "the token may be in the lost database"
+    finally:
+        await world.stop()

@@ -471,6 +471,17 @@ def test_metaserver_redrives_like_the_command(cluster, subject):
     assert len(rest["moved"]) == 6 - len(chosen)
 
 
+def test_redrive_with_unwritable_receipt_reports_unknown(cluster, subject, tmp_path):
+    failed(cluster, subject, 3)
+    typed = f"{TOOLS} Redrive --metaserver={cluster.metaserver} --subject={subject} --group=g --yes --out={tmp_path}/r"
+    ended = subprocess.run(
+        ["bash", "-c", f"ulimit -f 0; {typed}"], env=environment(cluster.token), capture_output=True, text=True
+    )
+    assert sorted(ids(mailbox(cluster, subject))) == ["m-0", "m-1", "m-2"]
+    assert ended.returncode == UNKNOWN and "nothing was changed" not in ended.stderr
+    assert "tools.sh Browse" in ended.stderr and list(tmp_path.iterdir()) == []
+
+
 def test_interrupted_redrive_reports_its_progress(cluster, subject, process, tmp_path):
     failed(cluster, subject, 40)
     out = tmp_path / "receipt.json"
