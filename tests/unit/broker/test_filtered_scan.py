@@ -8,7 +8,7 @@ from qmq.broker import filtered_scan, service_queue
 from qmq.broker.labels import TagRule
 from qmq.log.group import Consumer as Progress
 from tests.unit.broker.selecting import Consumer, Got, Sent, produce
-from tests.unit.broker.test_selection import CANCEL, NONE, PAY, PLAIN, A, B, more, pulls_of, stored
+from tests.unit.broker.test_filtered_pulls import CANCEL, NONE, PAY, PLAIN, A, B, more, pulls_of, stored
 from tests.unit.broker.world import Group
 
 KEY = ("s", "g")

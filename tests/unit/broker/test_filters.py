@@ -23,7 +23,7 @@ from qmq.log.group import UnackedRange
 from qmq.log.index import FrameRef
 from qmq.log.progress_frame import EXPIRED, OVERFLOWED, PASSED
 from tests.unit.broker.selecting import Consumer, Sent
-from tests.unit.broker.test_selection import CANCEL, PAY, A, more, stored
+from tests.unit.broker.test_filtered_pulls import CANCEL, PAY, A, more, stored
 from tests.unit.broker.world import FakeLink, Group
 
 KEY = ("s", "g")
