@@ -208,4 +208,3 @@ def bad(text: str) -> Cell:
 GROUP = Option("brokerGroup", "name of the broker group")
 SUBJECT = Option("subject", "name of the subject")
 ANY_SUBJECT = Option("subject", "only this subject", default="")
-FORCE = Option("force", "do it in spite of the reasons against it", default="", kind=Kind.FLAG, alone="true")

@@ -66,7 +66,7 @@ class Copy:
     """`offset`, `messages` and `subjects` that it confirmed and the master's log lacks, as it reports."""
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         return f"{self.hostname}:{self.serve_port}"
 
     @property
@@ -212,7 +212,7 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
     is_enough = len(proof) > max(len(copies) - max(min_copies, 2), 0)
     is_proven = is_enough and not _offsets(max(proof, key=lambda copy: copy.reach), known)
     is_missed = master.state in MISSED or len(copies) == 2 or not (master.is_whole or is_proven)
-    if is_missed and (silent := [copy.who for copy in copies if copy.state in MISSED]):
+    if is_missed and (silent := [copy.label for copy in copies if copy.state in MISSED]):
         return Decision((ABOUT_MISSED.format(", ".join(silent)),))
     kept = _best(master, copies, is_proven)
     if kept is None:
@@ -223,7 +223,7 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
         aside = _set_aside(parted, master, copies, term, min_copies) if parted else ()
         return Decision((*aside, *_all_start(others)), kept, maybe_lost=tuple(_maybe_lost(parted)))
     if is_proven and master.is_there and set(master.troubles) <= REFILLED:
-        return Decision((*_all_start(copies), f"{master.who} is refilled by itself from {kept.who}"), kept)
+        return Decision((*_all_start(copies), f"{master.label} is refilled by itself from {kept.label}"), kept)
     if is_proven and len(copies) > 2:
         return _choose_among(proof, master, kept, copies)
     return _put_in_the_masters_place(kept, master, copies, known)
@@ -258,15 +258,15 @@ def _set_aside(
     """Return whether frames confirmed only by slaves were never acknowledged: so many copies have the master's log in
     the row's term that too few others remain. A disk restored unnoticed could break this, so nothing is deleted.
     """
-    names = ", ".join(copy.who for copy in parted)
+    names = ", ".join(copy.label for copy in parted)
     begun = [copy for copy in copies if copy.is_whole and copy.epoch[0] == term]
     if master not in begun or len(begun) <= len(copies) - min_copies:
         return (
-            f"keep the data directory of {names}: too few copies have the log that {master.who} has in term {term} to "
-            "tell what was acknowledged. Start those that do not run; else compare the logs with the audit",
+            f"keep the data directory of {names}: too few copies have the log that {master.label} has in term {term} "
+            "to tell what was acknowledged. Start those that do not run; else compare the logs with the audit",
         )
     return tuple(
-        f"{ASIDE}{copy.who}, stopped, and start it with an empty one: {master.who} fills it{_kept_apart(copy)}"
+        f"{ASIDE}{copy.label}, stopped, and start it with an empty one: {master.label} fills it{_kept_apart(copy)}"
         for copy in parted
     )
 
@@ -280,31 +280,31 @@ def _kept_apart(copy: Copy) -> str:
 def _maybe_lost(parted: Iterable[Copy]) -> Iterator[Lost]:
     for copy in parted:
         for subject, (first, last) in copy.parted["subjects"].items() if copy.parted else ():
-            yield Lost(subject, first, last, only_at=copy.who)
+            yield Lost(subject, first, last, only_at=copy.label)
 
 
 def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], known: int) -> Decision:
     lost, offsets = _lost(kept, copies), _offsets(kept, known)
     stopped = [copy for copy in copies if copy in (master, kept) and copy.state == RUNS]
-    stop = (f"stop {', '.join(copy.who for copy in stopped)}",) if stopped else ()
-    steps = (*stop, f"ReplaceBroker puts {kept.who} in the master's place", *_all_start(copies, stopped))
+    stop = (f"stop {', '.join(copy.label for copy in stopped)}",) if stopped else ()
+    steps = (*stop, f"ReplaceBroker puts {kept.label} in the master's place", *_all_start(copies, stopped))
     is_loss = bool(kept.troubles or lost or offsets or len(copies) > 2)
     return Decision(steps, kept, "ReplaceBroker", _words(master, kept, copies), lost, offsets, is_loss)
 
 
 def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Sequence[Copy]) -> Decision:
     """With several running slaves the metaserver chooses: they stop following the old master."""
-    if stopped := [copy.who for copy in proof if copy.state != RUNS]:
+    if stopped := [copy.label for copy in proof if copy.state != RUNS]:
         return Decision((f"start {', '.join(stopped)} with the disk that was inspected, then repeat this",), kept)
-    steps = (f"Failover makes {kept.who} the master, or another one that has as much", *_all_start(copies))
+    steps = (f"Failover makes {kept.label} the master, or another one that has as much", *_all_start(copies))
     if master.state != GONE:
-        return Decision((f"stop {master.who} and name it in --gone: its disk is not to be used",), kept)
+        return Decision((f"stop {master.label} and name it in --gone: its disk is not to be used",), kept)
     return Decision(steps, kept, "Failover", {"masterGone": "true"})
 
 
 def _begin_anew(master: Copy, copies: Sequence[Copy], known: int) -> Decision:
     end = max(known, *(copy.end or 0 for copy in copies))
-    steps = (f"the group begins anew with an empty disk at {master.who}", *_all_start(copies))
+    steps = (f"the group begins anew with an empty disk at {master.label}", *_all_start(copies))
     return Decision(steps, None, "ReplaceBroker", _words(master, master, copies), (), (0, end), True)
 
 
@@ -323,13 +323,13 @@ def _words(master: Copy, kept: Copy, copies: Sequence[Copy]) -> dict[str, str]:
 def _all_start(copies: Sequence[Copy], stopped: Sequence[Copy] = ()) -> tuple[str, ...]:
     def how(copy: Copy) -> str:
         if copy in stopped:
-            return f"start {copy.who}"
+            return f"start {copy.label}"
         return {
-            GONE: f"start {copy.who} with an empty data directory",
-            RUNS: f"{copy.who} runs",
-            SILENT: f"start {copy.who}",
-            OTHER: f"start {copy.who} with the data directory that it had",
-            ON_DISK: f"start {copy.who} with the disk that was inspected",
+            GONE: f"start {copy.label} with an empty data directory",
+            RUNS: f"{copy.label} runs",
+            SILENT: f"start {copy.label}",
+            OTHER: f"start {copy.label} with the data directory that it had",
+            ON_DISK: f"start {copy.label} with the disk that was inspected",
         }[copy.state]
 
     return tuple(map(how, copies))
@@ -426,7 +426,7 @@ def _shown(copies: Iterable[Copy], decision: Decision) -> Iterable[Block]:
         ),
         [asdict(copy) for copy in copies],
     )
-    yield good(f"{decision.keeps.who} goes on") if decision.keeps else warning("no copy goes on")
+    yield good(f"{decision.keeps.label} goes on") if decision.keeps else warning("no copy goes on")
     if decision.lost_offsets:
         yield bad("LOST: acknowledged at offsets [{}, {}) of the log".format(*decision.lost_offsets))
     for lost in decision.lost:

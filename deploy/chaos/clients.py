@@ -202,11 +202,6 @@ class Clients:
         self._journal.write(Gone(now(), life, LEFT))
         process.terminate()
 
-    @property
-    def was_struck(self) -> bool:
-        """Whether each kind of fault hit a consumer and was over."""
-        return len(self.struck) > len(KINDS)
-
     # Ends.
 
     def stop_sending(self) -> None:

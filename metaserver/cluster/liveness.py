@@ -129,8 +129,6 @@ silent. UNREAD: the broker is down, and asked because the database is away, so n
 
 LIVE = frozenset({_S.HEARD, _S.SILENT, _S.LOST})
 UP = frozenset({_S.HEARD, _S.SILENT, _S.LEFT, _S.ELSEWHERE, _S.DOUBTED, _S.SUSPECTED})
-QUIET = frozenset({_S.HEARD, _S.LOST})
-"""Nothing is asked, and no other metaserver has the stream."""
 ASKED = frozenset({_S.SILENT, _S.LEFT, _S.DOUBTED, _S.SUSPECTED, _S.UNREAD})
 
 

@@ -131,7 +131,7 @@ def test_silent_copy_blocks_the_decision():
 )
 def test_choice_of_the_copy(replicas, reports, gone, kept, words, accepted):
     plan = decided(replicas=replicas, reports=reports, gone=gone)
-    assert (plan.keeps and plan.keeps.who, plan.needs_acceptance) == (kept, accepted)
+    assert (plan.keeps and plan.keeps.label, plan.needs_acceptance) == (kept, accepted)
     chosen = {name: value for name, value in plan.words.items() if name in ("role", "hostname", "swap")}
     assert chosen == words
 
@@ -141,13 +141,13 @@ def test_empty_master_is_not_chosen():
     replicas = [replica("a", up=True, end=0, otherDirectory=True), replica("b", up=True)]
     plan = decided(replicas=replicas)
     assert not plan.words and "a:1: start it with the data directory" in plan.steps[0] and "--gone" in plan.steps[0]
-    assert decided(replicas=replicas, gone=[A]).keeps.who == B
+    assert decided(replicas=replicas, gone=[A]).keeps.label == B
 
 
 def test_running_brokers_stop_before_they_move():
     """ReplaceBroker refuses while one of them runs."""
     plan = decided(replicas=[replica("a", up=True, reasons=["file_damaged"]), replica("b", up=True)])
-    assert plan.keeps.who == B and plan.steps[0] == "stop a:1, b:1"
+    assert plan.keeps.label == B and plan.steps[0] == "stop a:1, b:1"
     assert plan.steps[2:] == ("start a:1", "start b:1")
 
 
@@ -155,7 +155,7 @@ def test_losses_list_offset_subject_and_id():
     saved = report("a", end=100, lacks=180, subjects={"s": 5, "t": 2}, troubles=["rolled_back"])
     damaged = report("b", end=180, subjects={"s": 8, "t": 2}, ids=[("s", 5, "m5"), ("s", 7, "m7")])
     plan = decided(reports=[saved, damaged], gone=[B])
-    assert plan.keeps.who == A and plan.needs_acceptance and plan.lost_offsets == (100, 180)
+    assert plan.keeps.label == A and plan.needs_acceptance and plan.lost_offsets == (100, 180)
     assert [tuple(getattr(lost, name) for name in ("subject", "first", "last", "ids")) for lost in plan.lost] == [
         ("s", 5, 7, ("m5", "m7"))
     ]
@@ -260,7 +260,7 @@ RUNS, DISK, GONE, SILENT = ("runs", 100, 4), ("disk", 100, 4), ("gone", 100, 4),
 )
 def test_choice_among_three_copies(states, min_copies, kept, command, accepted):
     plan = decided_of_three(states, min_copies=min_copies)
-    assert (plan.keeps and plan.keeps.who, plan.command, plan.needs_acceptance) == (kept, command, accepted)
+    assert (plan.keeps and plan.keeps.label, plan.command, plan.needs_acceptance) == (kept, command, accepted)
     assert "swap" not in plan.words
 
 
@@ -289,7 +289,7 @@ OF_C = "set aside the data directory of c:1, stopped, and start it with an empty
 def test_diverged_slave_without_acknowledged_frames_is_set_aside(states, min_copies, steps):
     plan = decided_of_three(states, min_copies=min_copies)
     shown = [step[: len(wanted)] for step, wanted in zip(plan.steps, steps, strict=True)]
-    assert shown == steps and plan.keeps.who == A and not plan.command
+    assert shown == steps and plan.keeps.label == A and not plan.command
 
 
 def test_messages_of_the_diverged_copy_are_listed(capsys):
@@ -325,7 +325,7 @@ def test_messages_of_the_diverged_copy_are_listed(capsys):
 def test_diverged_slave_with_most_goes_on(states, min_copies, kept, command):
     """A differing log does not show which of the two has more."""
     plan = decided_of_three(states, min_copies=min_copies)
-    assert (plan.keeps.who, plan.command) == (kept, command)
+    assert (plan.keeps.label, plan.command) == (kept, command)
     assert plan.needs_acceptance == (command == "ReplaceBroker")
 
 
@@ -333,13 +333,13 @@ def test_masters_copy_wins_over_a_diverged_slave():
     plan = decide(
         read_copies(rows(), [replica("a", up=True), replica("b", up=True, reasons=["diverged"])], (), ()), term=4
     )
-    assert plan.keeps.who == A and plan.steps[0].startswith("set aside the data directory of b:1,")
+    assert plan.keeps.label == A and plan.steps[0].startswith("set aside the data directory of b:1,")
 
 
 def test_diverged_slave_wins_over_an_incomplete_master():
     replicas = [replica("a", up=True, reasons=["rolled_back"]), replica("b", up=True, reasons=["diverged"])]
     plan = decide(read_copies(rows(), replicas, (), ()), term=4)
-    assert plan.keeps.who == B and plan.command == "ReplaceBroker" and plan.needs_acceptance
+    assert plan.keeps.label == B and plan.command == "ReplaceBroker" and plan.needs_acceptance
 
 
 def test_losses_of_a_gone_copy_have_offsets():
@@ -350,7 +350,7 @@ def test_losses_of_a_gone_copy_have_offsets():
 def test_acknowledged_point_above_all_copies_is_a_loss():
     """A slave may lag; only the plan shows that no copy has the missing frames."""
     plan = decided_of_three([("gone", 0, 0), DISK, ("gone", 0, 0)], remembered=150)
-    assert plan.lost_offsets == (100, 150) and plan.keeps.who == B and plan.needs_acceptance
+    assert plan.lost_offsets == (100, 150) and plan.keeps.label == B and plan.needs_acceptance
     plan = decided_of_three([("silent", 0, 0), RUNS, ("runs", 160, 4)], remembered=150)
     assert plan.lost_offsets is None
 
@@ -362,7 +362,7 @@ def test_master_refills_only_from_a_complete_slave(remembered, lost):
         replicas=[replica("a", up=True, end=50, reasons=["rolled_back"]), replica("b", up=True)], remembered=remembered
     )
     for plan in (of_two, decided_of_three([rolled_back, RUNS, RUNS], remembered=remembered)):
-        assert (plan.keeps.who, plan.lost_offsets) == (B, lost)
+        assert (plan.keeps.label, plan.lost_offsets) == (B, lost)
         assert (plan.command, plan.needs_acceptance) == (("ReplaceBroker", True) if lost else ("", False))
 
 
