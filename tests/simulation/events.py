@@ -19,7 +19,7 @@ class Violation(Exception):
 
 
 class Events:
-    """What happens next. The order of events at one moment is the order in which they were asked for."""
+    """Queue of future events. Events of one moment run in the order in which they were added."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -52,7 +52,7 @@ class Events:
         self.after(low_ms + (high_ms - low_ms) * self.rng.random(), call)
 
     def note(self, what: str) -> None:
-        """Add to the trace what happens now."""
+        """Add an event to the trace."""
         self.recent.append((self.now_us, what))
         self._hash = crc32(f"{self.now_us} {what}".encode(), self._hash)
 
@@ -63,7 +63,7 @@ class Events:
         return self.rng.random() < probability
 
     def run_until(self, end_us: int, done: Callable[[], bool] | None = None) -> bool:
-        """Let time go by; return whether `done` came true (it is asked every 50 ms of virtual time)."""
+        """Run events until `end_us` or until `done` is true, checked each 50 ms; return whether it is."""
         queue, next_look = self._queue, self.now_us if done is not None else end_us + 1
         while queue and (at_us := queue[0][0]) <= end_us:
             if at_us >= next_look and done is not None:

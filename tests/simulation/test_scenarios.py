@@ -1,4 +1,4 @@
-"""Every promise is kept in each scenario, whatever fails, and the seeds meet what they should.
+"""Each scenario keeps every promise under its faults, and the seeds meet the faults and states that they should.
 
 `make simulate` runs more seeds and prints what they met.
 """

@@ -24,7 +24,7 @@ META = "meta"
 
 
 class Metaserver:
-    """The row, and its answers to brokers and clients. An outage leaves calls unanswered and ends swaps halfway."""
+    """Row of the group, and its answers. An outage leaves calls unanswered and ends swaps halfway."""
 
     def __init__(self, world: World, master: str, slave: str) -> None:
         self._world = world

@@ -1,7 +1,7 @@
-"""TCP at its worst: bytes arrive in order or the connection is dead, and neither end learns that in time.
+"""TCP at its worst: bytes arrive in order or the connection is dead, and both ends notice late.
 
 Each direction of a connection is a queue. Bytes arrive in order after a random delay, wait while the path is cut, and
-are lost with the connection. The ends learn of a loss at different moments. So an end may go on sending to no receiver,
+are lost with the connection. The ends notice a loss at different moments. So an end may go on sending to no receiver,
 and packets of a dying connection may arrive while a newer one is at work.
 """
 
@@ -113,7 +113,7 @@ class End:
             self.owner.packet_received(self, packet)
 
     def lost(self) -> None:
-        """Learn that the connection is gone."""
+        """Report the lost connection to the owner."""
         self.is_open = False
         self._requests.clear()
         owner, self.owner = self.owner, None
@@ -260,7 +260,7 @@ class Network:
         self._events.between(0, 1, lambda: self._gone_quietly(end))
 
     def _gone_quietly(self, end: End) -> None:
-        """Tell an owner of its own close."""
+        """Report a closed connection to the owner that closed it."""
         owner, end.owner = end.owner, None
         if owner is not None:
             owner.link_lost(end)
@@ -292,7 +292,7 @@ class Network:
         return sorted((end for end in ends if end.is_open and not end.is_dead), key=lambda end: (end.number, end.host))
 
     def reset(self, end: End, *, late_ms: float = 3.0) -> None:
-        """Break a connection: any part of the packets under way is lost, and each end learns of it in its own time."""
+        """Break a connection: any part of the packets under way is lost, and each end notices at another moment."""
         for broken in (end, end.other):
             if broken.under_way and self._events.chance(0.5):
                 keep = self._events.rng.randrange(len(broken.under_way) + 1)

@@ -28,7 +28,7 @@ class Move(NamedTuple):
 
 
 class Operator:
-    """Operator who moves consumer groups, in some seeds, until stopped."""
+    """Operator that moves consumer groups until it is stopped."""
 
     def __init__(self, world: World) -> None:
         self._world = world

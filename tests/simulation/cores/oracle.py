@@ -186,7 +186,7 @@ class Oracle(Ledger):
         self._begins[subject, group] = position
 
     def moved(self, move: Move) -> None:
-        """Note a move that an operator has an answer to."""
+        """Note a move that was answered."""
         self._moves.append(move)
 
     def _machine(self, log: WatchedLog) -> Machine:

@@ -162,7 +162,7 @@ class World:
         oracle, swarm = Oracle(self.events), self.swarm
         oracle.has_operator, oracle.deliveries_max = self._moves, swarm.deliveries_max
         oracle.is_counted = not self._moves and not swarm.unsubscribe
-        # A deposed master answers acks alone until it learns of its successor. Its acks are taken back after later
+        # A deposed master answers acks alone until it has a newer assignment. Its acks are taken back after later
         # messages of the same key were finished.
         oracle.is_ordered = swarm.keys and not self._moves and not self._fails_over and self.copies == 2
         oracle.choosy = {"g1"} if swarm.tagged else set()

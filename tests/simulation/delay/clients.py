@@ -1,4 +1,4 @@
-"""Clients of the delay world: producers, and askers who cancel and reschedule messages."""
+"""Clients of the delay world: producers, and askers that cancel and reschedule messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operator who follows Doctor's remedies, and those of refusals, until a group takes messages again."""
+"""Operator that follows the remedies of Doctor and of refusals until a group takes messages again."""
 
 from __future__ import annotations
 

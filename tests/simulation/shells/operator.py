@@ -1,4 +1,4 @@
-"""Operator after all faults, who follows Doctor's remedies while it has any (I20)."""
+"""Operator that follows Doctor's remedies after all faults (I20)."""
 
 from __future__ import annotations
 
