@@ -43,6 +43,15 @@ async def test_replacement_by_itself_moves_the_addresses(world):
     assert world.registry.directory.groups["g1"].term == 2, "roles are unchanged"
 
 
+async def test_presumed_broker_is_not_replaced(world):
+    """A metaserver that has just started presumes that registered brokers run."""
+    await world.running_copies("g1")
+    restarted = await world.another()
+    restarted.brokers.states = world.brokers.states
+    restarted.liveness.serve(restarted.registry.directory.brokers(), now_ms=restarted.registry.now_ms())
+    assert "is running" in await restarted.refused("ReplaceBroker", **place("g1", 1, "g1-c"))
+
+
 async def test_one_call_swaps_stopped_brokers(world):
     """Weakness 22: between QMQ's calls the group has one broker and no spare."""
     await world.running_copies("g1")
