@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -11,7 +12,6 @@ import qmq
 from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
 from tests.unit.client.test_excess_return import released
-from tests.unit.client.test_producer import run
 from tests.unit.client.world import LocalBroker, LocalMetaserver, cluster, consumer_of, fill, listening
 
 SUBJECTS = {"a": 0, "b": 1, "c": 9}
@@ -56,19 +56,18 @@ class Calls:
         return subscription
 
 
-def in_cluster(test: Callable[[LocalBroker, Calls], Awaitable[None]], subjects: str = "ab") -> None:
-    async def body() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            calls = Calls(metaserver, subjects)
-            async with listening(calls.client):
-                try:
-                    await test(broker, calls)
-                finally:
-                    for subject, calls_open in calls._open.items():
-                        while calls_open:
-                            calls.end(subject)
-
-    run(body())
+@asynccontextmanager
+async def calling(subjects: str = "ab") -> AsyncIterator[tuple[LocalBroker, Calls]]:
+    """Run listeners of these subjects; end their calls at the end."""
+    async with cluster("g1") as (metaserver, [broker]):
+        calls = Calls(metaserver, subjects)
+        async with listening(calls.client):
+            try:
+                yield broker, calls
+            finally:
+                for subject, open_calls in calls._open.items():
+                    while open_calls:
+                        calls.end(subject)
 
 
 async def one_class_waits_for_another(broker: LocalBroker, calls: Calls) -> None:
@@ -80,8 +79,8 @@ async def one_class_waits_for_another(broker: LocalBroker, calls: Calls) -> None
     await calls.until("b0")
 
 
-def test_higher_priority_is_emptied_first():
-    async def test(broker: LocalBroker, calls: Calls) -> None:
+async def test_higher_priority_is_emptied_first():
+    async with calling("abc") as (broker, calls):
         fill(broker, range(3), "a")
         await calls.until("a0")
         fill(broker, range(3), "b")
@@ -96,21 +95,17 @@ def test_higher_priority_is_emptied_first():
         calls.end("b")
         await calls.until("a0", "b0", "c0", "b1", "b2", "a1")  # the last of them has begun, so others may
 
-    in_cluster(test, "abc")
 
-
-def test_lower_priority_continues_when_listener_leaves():
-    async def test(broker: LocalBroker, calls: Calls) -> None:
+async def test_lower_priority_continues_when_listener_leaves():
+    async with calling() as (broker, calls):
         await one_class_waits_for_another(broker, calls)
         calls.listener("b").stop()
         await calls.until("b0", "a0")
         assert released(broker)
 
-    in_cluster(test)
 
-
-def test_next_priority_follows_the_highest():
-    async def test(broker: LocalBroker, calls: Calls) -> None:
+async def test_next_priority_follows_the_highest():
+    async with calling("abc") as (broker, calls):
         fill(broker, range(2), "c")
         await calls.until("c0")
         for subject in "ba":
@@ -122,35 +117,29 @@ def test_next_priority_follows_the_highest():
         calls.end("b")
         await calls.until("c0", "b0", "b1", "a0")
 
-    in_cluster(test, "abc")
 
-
-def test_idle_workers_are_not_woken():
+async def test_idle_workers_are_not_woken():
     """A wake-up would cost something with thousands of idle workers."""
 
-    async def test(broker: LocalBroker, calls: Calls) -> None:
+    async with calling() as (broker, calls):
         await until_async(lambda: calls.listener("a")._subscription is not None and calls.subscription("a")._takers)
         before = list(calls.subscription("a")._takers)
         fill(broker, range(1), "b")
         await calls.until("b0")
         assert list(calls.subscription("a")._takers) == before
 
-    in_cluster(test)
 
-
-def test_lower_priority_continues_after_lost_connection():
-    async def test(broker: LocalBroker, calls: Calls) -> None:
+async def test_lower_priority_continues_after_lost_connection():
+    async with calling() as (broker, calls):
         await one_class_waits_for_another(broker, calls)
         for parcel in calls.subscription("b")._parcels:
             parcel.messages[0]._piece.is_dropped = True
         calls.subscription("b").drop()
         await calls.until("b0", "a0")
 
-    in_cluster(test)
 
-
-def test_waiting_listener_stops_at_once():
-    async def test(broker: LocalBroker, calls: Calls) -> None:
+async def test_waiting_listener_stops_at_once():
+    async with calling() as (broker, calls):
         await one_class_waits_for_another(broker, calls)
         subscription = calls.subscription("a")
         calls.listener("a").stop()
@@ -158,19 +147,15 @@ def test_waiting_listener_stops_at_once():
         assert subscription.is_closing and sum(entry.end - entry.begin for entry in released(broker)) >= 2
         assert calls.began == ["b0"]
 
-    in_cluster(test)
 
-
-def test_equal_priorities_do_not_wait():
-    async def test(broker: LocalBroker, calls: Calls) -> None:
+async def test_equal_priorities_do_not_wait():
+    async with calling() as (broker, calls):
         calls.client.listen("d", group="g", start="earliest", priority=1)(calls._handle)
         calls._open["d"] = []
         fill(broker, range(2), "b")
         await calls.until("b0")
         fill(broker, range(1), "d")
         await calls.until("b0", "d0")
-
-    in_cluster(test)
 
 
 @pytest.mark.parametrize("priority", [-1, 10, 1.5, True, "1", None])

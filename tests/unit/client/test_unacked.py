@@ -19,7 +19,7 @@ from qmq.remoting.commands import Verdict
 
 class Acker:
     def __init__(self) -> None:
-        self.told = 0
+        self.done_calls = 0
         self.nacks: list[tuple[int, float, Verdict, str]] = []
         self.policy = RetryPolicy(deliveries_max=3, delay_s=5.0)
         self.group = "group"
@@ -27,7 +27,7 @@ class Acker:
         self.source = "a"
 
     def done(self, piece: UnackedPiece) -> None:
-        self.told += 1
+        self.done_calls += 1
 
     def nack(self, piece: UnackedPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str, message) -> None:
         if piece.refuse(at):
@@ -178,22 +178,6 @@ def test_oldest_piece_is_acked_partially():
     assert everything is not None and everything.ranges == [(2, 3), (4, 5)]
 
 
-def test_nacked_message_is_not_acked():
-    unacked = Unacked()
-    (piece,) = pieces(unacked, 3)
-    unacked.nack(Refusal(piece, 1, due_ms=1500, verdict=Verdict.RETRY, reason="why"))
-    piece.mark(0)
-    piece.mark(1)
-    piece.mark(2)
-    ack, nack = unacked.next_ack(), unacked.next_nack(500)
-    assert ack is not None and ack.ranges == [(0, 1), (2, 3)]
-    assert nack is not None and (nack.reason, nack.entries) == ("why", [(1, 2, 1000, Verdict.RETRY)])
-    unacked.acked(ack)
-    assert (unacked.messages, unacked.is_settled) == (1, False)
-    unacked.nacked(nack)
-    assert (unacked.messages, unacked.is_settled) == (0, True)
-
-
 def test_repeated_nack_keeps_its_due_time():
     unacked = Unacked()
     (piece,) = pieces(unacked, 2)
@@ -269,14 +253,11 @@ def test_received_message_equals_the_sent_one():
     assert (message["sum"], message.get("none", 1), message.get_int("sum")) == ("7", 1, 7)
     assert (message.sequence, message.pull_sequence, message.broker_group, message.times) == (7, 7, "g1", 2)
     assert (message.order_key, message.retries_max) == (None, None)
+    limited, _ = received(Message("a", {"n": 1}, id="1", order_key="k", retries_max=4))
+    assert (limited.order_key, limited.retries_max) == ("k", 4)
     assert "order.changed" in repr(message)
     with pytest.raises(AttributeError):
         message.nothing  # noqa: B018
-
-
-def test_order_key_and_retry_limit_are_decoded():
-    message, _ = received(Message("a", {"n": 1}, id="1", order_key="k", retries_max=4))
-    assert (message.order_key, message.retries_max) == ("k", 4)
 
 
 def test_the_first_decision_on_a_message_counts():
@@ -353,9 +334,9 @@ def test_ranges_without_others_agree_with_sets(pieces, theirs):
         unacked.acked(SentAck([(begin, begin + count)], []))
     unacked.subscribed(0, [(number, number + 1) for number in sorted(theirs)])
     ack, nack = unacked.next_ack(), unacked.next_nack(0)
-    said = {number for one in (ack.ranges if ack else ()) for number in range(*one)}
+    resent = {number for acked_range in (ack.ranges if ack else ()) for number in range(*acked_range)}
     again = {number for entry in (nack.entries if nack else ()) for number in range(entry.begin, entry.end)}
-    assert said == theirs & acked and again == theirs - acked
+    assert resent == theirs & acked and again == theirs - acked
 
 
 def test_delayed_nacks_are_sent_separately():
