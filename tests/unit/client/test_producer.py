@@ -232,6 +232,7 @@ async def test_refused_messages_do_not_touch_their_batch_mates():
         assert properties(broker) == [str(at) for at in kept]
         assert [receipts[at].sequence for at in kept] == list(range(16))
         assert receipts.count_of(qmq.Outcome.STORED) == 16 and not receipts.all_stored
+        assert receipts[0].check().sequence == 0
 
 
 async def test_faulty_message_affects_no_other():
