@@ -172,3 +172,14 @@ def test_report_of_a_copy_without_frames():
 def test_report_of_an_empty_disk_is_refused():
     with pytest.raises(NoCopy):
         report(Copy().disk)
+
+
+@pytest.mark.parametrize("at", [0, 7, 30])
+def test_messages_above_an_offset_are_listed(at):
+    copy = Copy.filled(60)
+    ref = copy.log.frames("s1", at // 3, 1)[0]
+    above = report(copy.disk, above=ref.offset)["above"]
+    assert above["subjects"]["s1"] == [at // 3, 19] and above["stopped"] == ""
+    assert ["s1", at // 3, f"m{3 * (at // 3) + 1}"] in above["ids"]
+    assert len(above["ids"]) == sum(last - first + 1 for first, last in above["subjects"].values())
+    assert "above" not in report(copy.disk)
