@@ -14,6 +14,8 @@ from qmq.log.health import LogHealth
 from qmq.log.repair import repair
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import index_name, log_name, snapshot_name
+from qmq.subjects import NAME_BYTES_MAX, check_subject, dead_letter_subject
+from qmq.types import Epoch
 from tests.support.effort import every
 from tests.unit.log.logs import Copy
 
@@ -655,3 +657,42 @@ def test_unflushed_frames_stay_in_the_tail():
     copy.log.flushed(commit)
     assert copy.log.tail_frames(flushed.offset, 1 << 20) is None
     assert copy.log.tail_frames(waiting.offset, 1 << 20) is not None
+
+
+def test_damaged_header_is_found_with_few_reads(monkeypatch):
+    copy, frames = a_log(*[20_000] * 40)
+    copy.disk.flip(log_name(0), 8 * (frames[3].offset + 88))  # its subject
+    sizes = watched(copy, monkeypatch)
+    with pytest.raises(CorruptFrame, match="wrong header CRC"):
+        copy.log.stored.read(frames[3].offset, copy.log.end, 1)
+    assert sum(sizes) <= 1 + 2 * segments.HEADER_BYTES_MAX
+
+
+def test_longest_subject_name_is_read_whole():
+    """Headers are read in one piece of a fixed size, and names are bounded, also derived ones."""
+    subject = check_subject(dead_letter_subject("ü" * (NAME_BYTES_MAX // 2), "g" * NAME_BYTES_MAX))
+    copy = Copy(tail_bytes=0)
+    copy.begin_epoch()
+    frame = copy.messages("m0", subject=subject, timestamp_ms=7)
+    copy.messages("m1", subject=subject)
+    copy.flush()
+    log = copy.reopen()
+    assert (
+        len(frame.subject.encode()) == len("%DEAD_RETRY%%") + 2 * NAME_BYTES_MAX and log.timestamp_at(frame.offset) == 7
+    )
+    (epoch,) = log.stored.read(0, frame.offset, 1 << 20).frames
+    assert log.chain_is(frame.offset, epoch.chain) and not log.chain_is(frame.offset, 1)
+    assert [list(labels) for labels in log.stored.read_labels(log.frames(subject, 0, 9))] == [[], []]
+
+
+def test_cut_report_lists_ids_across_other_frames():
+    copy = Copy()
+    kept = copy.begin_epoch()
+    copy.messages("a")
+    copy.begin_epoch(Epoch(1, 2))
+    copy.messages("b")
+    copy.flush()
+    end = copy.log.end
+    report = report_of(copy, copy.log.cut(kept.end, "conflict"))
+    assert report["message_ids"] == ["a", "b"] and (report["begin"], report["why"]) == (kept.end, "conflict")
+    assert end - 8 < report["end"] <= end

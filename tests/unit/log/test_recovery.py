@@ -422,3 +422,14 @@ def test_replay_skips_zeros_behind_a_segment():
     name = log_name(copy.log.bases[0])
     copy.disk.write(name, copy.disk.size(name), [bytes(80)])
     assert copy.reopen().state == before and copy.log.damage is None and copy.log.torn_bytes == 0
+
+
+def test_damaged_oldest_snapshot_has_no_chain():
+    """Repair and audit ask for that chain, and need only the frames."""
+    copy = Copy.filled(60, tail_bytes=0)
+    copy.drop_oldest_segment()
+    first = copy.log.bases[0]
+    chain = copy.log.stored.start_chain()
+    assert chain is not None and copy.log.chain_is(first, chain)
+    copy.disk.flip(snapshot_name(first), 99)
+    assert copy.log.stored.start_chain() is None

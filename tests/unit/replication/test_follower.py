@@ -11,7 +11,8 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication import follower, shipper
-from qmq.replication.follower import Absent, CatchingUp, Follower, FollowerEvent, FollowerState, Restoring
+from qmq.replication.agreement import Action, Agreement
+from qmq.replication.follower import FOLLOWER, Absent, CatchingUp, Follower, FollowerEvent, FollowerState, Restoring
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 from tests.unit.broker.test_replication import a_master_restoring_in_pieces, filled, replace_slave
@@ -430,3 +431,20 @@ def test_pull_is_answered_when_the_slave_matches():
     group.connect()
     group.settle()
     assert [id for _, _, id in client.pulled(waiting)] == ["m"] and client.flags(waiting) == {0}
+
+
+def test_illegal_follower_transition_restarts_the_mastership(monkeypatch):
+    group = Group.made().start()
+    epoch, illegal = group.a.master.epoch, FOLLOWER.illegal
+
+    def agree(hello, log, epoch, **_):
+        return Agreement(epoch, Action.RESTORE, log.end, log.chain, log.end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follower, "agree", agree)  # as if a master in sync had frames to restore
+        group.connect()
+        group.deliver_hello()
+    assert FOLLOWER.illegal == illegal + 1 and group.a.master.epoch > epoch
+    group.connect()
+    group.settle()
+    assert states(group) == [S.CATCHING_UP, S.IN_SYNC] and group.a.node.writable
