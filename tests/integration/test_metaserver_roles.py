@@ -29,15 +29,6 @@ async def test_swap_is_refused_when_the_master_cannot_prepare(world):
     assert master.calls == ["PrepareSwap", "CancelSwap"] and (await world.group("g1"))["term"] == 2
 
 
-@pytest.mark.metaserver(swap_finish_ms=1500)
-async def test_swap_without_a_report_has_an_unknown_outcome(world):
-    _, slave = await world.copies()
-    slave.report_new_terms = False
-    answer = await world.post("SwapRoles", brokerGroup="g1")
-    assert answer["status"] == -2 and "term 3" in answer["message"]
-    assert (await world.group("g1"))["term"] == 3
-
-
 async def test_half_swapped_group_has_a_master_and_no_slave(world):
     master, slave = await world.copies()
     await world.until(lambda: proven_complete(world, "g1-b"))

@@ -2,7 +2,7 @@
 
 A transcript is a text file. A block is one or more commands, a line `----`, and their effects; blank lines separate
 blocks, lines with `#` are for the reader. Nothing happens between commands: no packet arrives, no fsync ends, no time
-passes.
+passes. The first command names the player: `metaserver` (`metaserver_player.py`), or this one for others.
 
     group                          brokers a and b, with empty disks; `group segment_bytes=4096` changes settings
     group copies=3                 a, b and c; `group delay=1`: delay servers a and b
@@ -38,6 +38,7 @@ passes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,33 +51,26 @@ from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.types import Role
+from tests.transcripts.metaserver_player import MetaserverPlayer
+from tests.transcripts.story import Story, blocks
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.delayserver import world as delay_world
 
+PLAYERS: dict[str, type[Story]] = {"metaserver": MetaserverPlayer}
+"""Players of other stories than those of copies, by the first command of the file."""
 EPOCH_BITS = 32
 """Pull sequences are shown without their upper half, which names the epoch."""
 
 
-class WrongTranscript(Exception):
-    """The file is no transcript: it has an unknown command, or an extra word."""
-
-
-def blocks(text: str) -> Iterator[tuple[list[str], str]]:
-    """Yield comments and commands of each block, and the effects below its `----`."""
-    for block in text.strip().split("\n\n"):
-        head, line, below = block.partition("\n----\n")
-        if not line and any(not text.startswith("#") for text in block.splitlines()):
-            head, line, below = block.removesuffix("\n----"), "----", ""
-        yield head.splitlines(), below.rstrip("\n")
-
-
 def play(text: str) -> str:
     """Return the transcript with the effects of a new run."""
-    player, played = Player(), []
-    for head, _ in blocks(text):
-        typed = [line for line in head if not line.startswith("#")]
-        happened = [line for command in typed for line in player.run(command)]
-        played.append("\n".join([*head, "----", *happened] if typed else head))
+    listed = [(head, [line for line in head if not line.startswith("#")]) for head, _ in blocks(text)]
+    first = next(command for _, typed in listed for command in typed)
+    played = []
+    with closing(PLAYERS.get(first.split()[0], Player)()) as player:
+        for head, typed in listed:
+            happened = [line for command in typed for line in player.run(command)]
+            played.append("\n".join([*head, "----", *happened] if typed else head))
     return "\n\n".join(played).rstrip("\n") + "\n"
 
 
@@ -92,8 +86,8 @@ class Seen:
     reasons: list[str] = field(default_factory=list)
 
 
-class Player:
-    """One run of a story."""
+class Player(Story):
+    """Story of the copies of one group."""
 
     def __init__(self) -> None:
         self._group = Group()
@@ -106,16 +100,9 @@ class Player:
         self._sent = 0
         """Number of shown batches of delay servers."""
 
-    def run(self, command: str) -> list[str]:
-        """Carry out one command; return its effects, a line each."""
-        name, *words = command.split()
-        run = getattr(self, f"_do_{name}", None)
-        if run is None:
-            raise WrongTranscript(f"no command {name!r} in {command!r}")
-        plain = [word for word in words if "=" not in word]
-        named = dict(word.split("=", 1) for word in words if "=" in word)
+    def _effects(self, run: Any, *plain: str, **named: Any) -> list[str]:
         packets = self._packets()
-        run(*plain, **{key: int(value) if value.lstrip("-").isdigit() else value for key, value in named.items()})
+        run(*plain, **named)
         return [*self._of_brokers(), *self._of_wire(packets), *self._of_senders(), *self._of_clients()]
 
     # Commands.

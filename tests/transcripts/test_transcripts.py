@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.transcripts.player import WrongTranscript, play
+from tests.transcripts.player import play
+from tests.transcripts.story import WrongTranscript
 
 FOLDER = Path(__file__).parent
 STORIES = sorted(FOLDER.glob("*.txt"))

@@ -12,7 +12,6 @@ from qmq.errors import OutcomeUnknown
 from qmq.metaserver.actions import Status
 from qmq.metaserver.model import BrokerKey, ReplicaState
 from qmq.metaserver.observability.collectors import StateMetrics
-from qmq.metaserver.roles import swap
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
@@ -138,43 +137,6 @@ async def test_removing_the_last_broker_removes_its_group(world):
     assert world.registry.directory.groups["g2"].term == 5, "no term has two masters"
 
 
-async def test_swap_is_recorded_in_the_trail(world):
-    await world.running_copies("g1")
-
-    change = world.registry.change
-
-    async def change_and_tell(changes, audit):
-        await change(changes, audit)
-        world.beat("g1-b")
-        world.beat("g1-a")
-
-    world.registry.change = change_and_tell
-    swapped = await world.done("SwapRoles", brokerGroup="g1")
-    assert (swapped["master"]["hostname"], swapped["slave"]["hostname"]) == ("g1-b", "g1-a")
-    assert swapped["logEnd"] == 4096 and swapped["chain"] == f"{77:016x}" and swapped["writable"]
-    newest = (await world.audit())[0]
-    assert (newest.action, newest.before["term"], newest.after["term"]) == ("SwapRoles", 2, 3)
-
-
-async def test_slave_emptied_during_the_swap_is_not_promoted(world):
-    """Its registration raises no term, so the swap would give the group an empty log."""
-    await world.running_copies("g1")
-    change = world.registry.change
-
-    async def emptied(changes, audit):
-        world.registry.change = change
-        slave = world.registry.directory.groups["g1"].slave
-        await world.database.write(
-            lambda repository: repository.store_registration(replace(slave, incarnation="empty", complete=False), slave)
-        )
-        await change(changes, audit)
-
-    world.registry.change = emptied
-    text = await world.refused("SwapRoles", brokerGroup="g1")
-    assert "another data directory meanwhile" in text and "changed nothing" in text
-    assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
-
-
 @pytest.mark.parametrize("outcome", ["stored", "not stored", "unknown"])
 async def test_swap_with_unanswered_commit_is_looked_up(world, monkeypatch, outcome):
     await world.running_copies("g1")
@@ -198,35 +160,6 @@ async def test_swap_with_unanswered_commit_is_looked_up(world, monkeypatch, outc
     assert answer.status == status and words in answer.message, answer
     assert world.registry.directory.groups["g1"].term == (3 if outcome == "stored" else 2)
     assert world.brokers.cancelled == (["g1-a"] if outcome == "not stored" else [])
-
-
-async def test_swap_refuses_logs_that_differ(world):
-    await world.running_copies("g1")
-    status = world.brokers.replica_status
-    for times, difference in enumerate(({"chain": 78}, {"log_end": 4000}), start=1):
-
-        async def differs(broker, difference=difference):
-            state = await status(broker)
-            return replace(state, **difference) if broker.hostname == "g1-b" else state
-
-        world.brokers.replica_status = differs
-        assert "the logs differ" in await world.refused("SwapRoles", brokerGroup="g1")
-        assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"] * times
-
-
-async def test_swap_fails_after_the_hold_of_the_master(world):
-    """The master holds produces from the order on, so the slave's time to catch up counts."""
-    await world.running_copies("g1")
-    prepare, clock = world.brokers.prepare_swap, SimpleNamespace(now_s=1_000.0)
-
-    async def slow(*words, **more):
-        clock.now_s += world.settings.swap_hold_ms / 1000 + 0.1
-        return await prepare(*words, **more)
-
-    world.brokers.prepare_swap = slow
-    with patch.object(swap, "time", SimpleNamespace(monotonic=lambda: clock.now_s)):
-        assert "it took too long" in await world.refused("SwapRoles", brokerGroup="g1")
-    assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
 
 
 async def test_swap_needs_the_promise_of_the_master(world):

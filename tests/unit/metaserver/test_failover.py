@@ -50,17 +50,6 @@ def row(world):
     return group.term, group.master.hostname, {slave.hostname for slave in group.slaves}
 
 
-async def test_failover_promotes_slave_and_writes_audit_row(world):
-    failovers = await lose_master(world)
-    await failovers.fail_over("g1")
-    assert row(world) == (3, "g1-b", {"g1-a"}) and world.brokers.held == ["g1-b"]
-    newest = (await world.audit())[0]
-    assert (newest.action, newest.parameters["epoch"], newest.parameters["slaveEnd"]) == ("Failover", [2, 0], 4096)
-    assert (newest.before["term"], newest.after["term"]) == (2, 3)
-    await failovers.fail_over("g1")
-    assert row(world)[0] == 3, "the new master is there"
-
-
 @pytest.mark.parametrize(
     ("setting", "of_the_group", "new_master"),
     [
@@ -255,29 +244,6 @@ async def lose_master_of_two_slaves(world):
         world.beat(name, incarnation=f"disk of {name}", in_sync=True, flushed_end=end, last_term=2, last_boot=1)
     world.stop("g1-a")
     return failovers_of(world)
-
-
-async def test_longer_of_two_slaves_is_promoted(world):
-    failovers = await lose_master_of_two_slaves(world)
-    before, _, _ = row(world)
-    await failovers.fail_over("g1")
-    assert row(world) == (before + 1, "g1-c", {"g1-a", "g1-b"})
-    assert sorted(world.brokers.held) == ["g1-b", "g1-c"]
-    assert {reported.promised_term for reported in world.brokers.states.values()} == {before + 1}
-    points = await world.registry.points_of("g1")
-    assert points.by_incarnation["disk of g1-c"] == Point(Epoch(2, 1), 5000, 77), (
-        "the promoted slave's log end is stored as its point"
-    )
-    assert (await world.audit())[0].parameters["promised"] == ["g1-b:20881", "g1-c:20881"]
-
-
-async def test_no_promise_with_too_few_slaves(world):
-    failovers = await lose_master_of_two_slaves(world)
-    world.stop("g1-b")
-    before = row(world)
-    await failovers.fail_over("g1")
-    assert row(world) == before and not world.brokers.held
-    assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
 
 
 async def test_promise_without_promotion_renews_the_term(world, monkeypatch):

@@ -259,6 +259,14 @@ def test_swap_does_not_make_a_slave_complete():
     assert not change.slave.complete
 
 
+@pytest.mark.parametrize("difference", [{"chain": 78}, {"log_end": 4000}], ids=str)
+def test_swap_refuses_logs_that_differ(difference):
+    master = ReplicaState(role=Role.MASTER, term=7, log_end=4096, chain=77)
+    rules.check_same_log(master, replace(master, role=Role.SLAVE))
+    with pytest.raises(OperatorError, match="the logs differ"):
+        rules.check_same_log(master, replace(master, **difference))
+
+
 @pytest.mark.parametrize(
     "known, term", [(directory(), 6), (directory(slave=None), 7), (directory(master=None), 7)], ids=str
 )
