@@ -12,7 +12,7 @@ import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
-from sqlalchemy import make_url, text
+from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 import qmq
@@ -20,9 +20,9 @@ from qmq.deploy.processes import suspend
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
 from qmq.watchdog.database import READING, open_source
-from qmq.watchdog.settings import Source
 from tests.integration import cluster_world
 from tests.integration.cluster_world import until
+from tests.support.databases import source_of
 from tests.support.ports import free_ports
 
 KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
@@ -30,14 +30,6 @@ TABLE = "qmq_msg_queue"
 ROOT = Path(__file__).parents[2]
 QUICK = {"lease_ms": 6000, "beat_ms": 200, "refresh_ms": 300, "scan_ms": 100, "stats_ms": 300}
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def source_of(url, **options):
-    """Return the source of a SQLAlchemy URL, for AddDb and the watchdog."""
-    parsed = make_url(url)
-    kind = parsed.get_backend_name().replace("mysql", "mariadb")
-    server = f"{parsed.host or 'localhost'}:{parsed.port}" if kind != "sqlite" else ""
-    return Source(f"{kind}://{server}/{parsed.database}", parsed.username or "", parsed.password or "", **options)
 
 
 def _password(source):

@@ -26,6 +26,7 @@ from sqlalchemy.exc import DBAPIError
 from qmq.deploy.processes import suspend
 from qmq.metaserver.storage.engine import open_database
 from qmq.metaserver.storage.tables import metadata
+from qmq.watchdog.settings import Source
 from tests.support.ports import kept_port
 
 START_S = 60
@@ -270,17 +271,20 @@ class PostgresqlServer(DatabaseServer):
         return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", *options]
 
 
+SERVERS: dict[str, type[DatabaseServer]] = {"mariadb": MariadbServer, "postgresql": PostgresqlServer}
+
+
 @pytest.fixture(scope="session")
 def mariadb() -> Iterator[MariadbServer]:
     """A running MariaDB server; tests restart it after they stop it."""
-    with _running(MariadbServer()) as server:
+    with running(MariadbServer()) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
     """A running PostgreSQL server; tests restart it after they stop it."""
-    with _running(PostgresqlServer()) as server:
+    with running(PostgresqlServer()) as server:
         yield server
 
 
@@ -314,8 +318,17 @@ def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
         yield url
 
 
+def source_of(url: str, **options: Any) -> Source:
+    """Return the source of a SQLAlchemy URL, for AddDb and the watchdog."""
+    parsed = make_url(url)
+    kind = parsed.get_backend_name().replace("mysql", "mariadb")
+    server = f"{parsed.host or 'localhost'}:{parsed.port}" if kind != "sqlite" else ""
+    return Source(f"{kind}://{server}/{parsed.database}", parsed.username or "", parsed.password or "", **options)
+
+
 @contextmanager
-def _running(server: Server) -> Iterator[Server]:
+def running(server: Server) -> Iterator[Server]:
+    """Start a server; remove it in the end."""
     try:
         server.start()
         yield server

@@ -145,10 +145,10 @@ def watchdog_takes_sent_for_stored(real: Any, self: Drain, attempt: Attempt) -> 
     self._answered(attempt, Stored(0, attempt.batch.count))
 
 
-# A drain gives a claim of unknown outcome up, so its rows are sent in another batch.
+# Its rows are sent again in another batch.
 plant(
     "shells",
-    "doubt is dropped",
+    "watchdog releases an unknown batch",
     patch.object(DrainPlan, "_repeat_delay_ms", lambda self, claim: self._release(claim, "?") or 0),
     first=45,
     favoured="kill",
