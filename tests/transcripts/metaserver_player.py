@@ -22,13 +22,11 @@ answer calls with the state of their last heartbeat, and report a new assignment
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from tempfile import TemporaryDirectory
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from qmq.errors import NotServed
 from qmq.metaserver.model import BrokerKey, Group, ReplicaState
@@ -40,8 +38,7 @@ from qmq.metaserver.storage.errors import StaleTerm
 from qmq.proto import qmq_pb2 as pb
 from qmq.replication.points import Point
 from qmq.types import Role
-from tests.simulation.loop import Process, VirtualLoop
-from tests.transcripts.story import Story
+from tests.transcripts.story import LoopStory
 from tests.unit.metaserver.actions_world import World, place
 from tests.unit.metaserver.rpc_world import Aborting, service_of
 
@@ -55,15 +52,15 @@ CALLS = {
 PORT = 20881
 
 
-class MetaserverPlayer(Story):
+class MetaserverPlayer(LoopStory):
     """Story of one metaserver."""
 
+    settle_s = 60.0
+
     def __init__(self) -> None:
-        self._loop = VirtualLoop(0)
-        self._process = Process(self._loop, "metaserver", "10.0.0.9")
-        self._patch = pytest.MonkeyPatch()
+        super().__init__()
         for module in ("swap", "failover"):
-            self._patch.setattr(f"qmq.metaserver.roles.{module}.time", SimpleNamespace(monotonic=self._loop.time))
+            self.patch.setattr(f"qmq.metaserver.roles.{module}.time", SimpleNamespace(monotonic=self.loop.time))
         self._directory = TemporaryDirectory()
         self._world: Any = None
         self._beats: dict[str, asyncio.Queue[pb.BrokerState | None]] = {}
@@ -73,23 +70,15 @@ class MetaserverPlayer(Story):
         self._groups: dict[str, Group] = {}
         self._points: dict[str, Point] = {}
         self._audit_rows = 0
-        self._happened: list[str] = []
-
-    def _effects(self, run: Any, *plain: str, **named: Any) -> list[str]:
-        self._loop.run_until_complete(self._process.start(run(*plain, **named)))
-        self._loop.run_until_complete(self._process.start(asyncio.sleep(60)))
-        happened, self._happened = self._happened, []
-        return happened + self._loop.errors
 
     def close(self) -> None:
         for beats in self._beats.values():
             beats.put_nowait(None)
-        self._loop.run_until_complete(self._process.start(asyncio.sleep(1)))
+        self.run_until(asyncio.sleep(1))
         if self._world is not None:
             self._world.close()
-        self._loop.abandon()
         self._directory.cleanup()
-        self._patch.undo()
+        super().close()
 
     # Commands.
 
@@ -139,9 +128,9 @@ class MetaserverPlayer(Story):
         answer = await self._world.run(action, **words)
         if answer.done:
             shown = {key: answer.data[key] for key in ("term", "logEnd", "chain", "writable") if key in answer.data}
-            self._say(f"operator: done master={answer.data['master']['hostname']}", shown)
+            self.say(f"operator: done master={answer.data['master']['hostname']}", shown)
         else:
-            self._say(f"operator: {answer.status.name.lower()}: {answer.message}")
+            self.say(f"operator: {answer.status.name.lower()}: {answer.message}")
 
     async def _do_wait(self, ms: str) -> None:
         await asyncio.sleep(int(ms) / 1000)
@@ -150,13 +139,13 @@ class MetaserverPlayer(Story):
         settings = replace(self._world.settings, failover=True)
         await Failovers(self._world.registry, self._world.brokers, settings).fail_over(group)
         if (refusal := self._world.registry.no_failover.get(group)) is not None:
-            self._say(f"no failover: {refusal[0].value}: {refusal[1]}")
+            self.say(f"no failover: {refusal[0].value}: {refusal[1]}")
 
     # Brokers.
 
     async def _join(self, name: str) -> None:
         """Open the heartbeat stream of a broker."""
-        service, identity = service_of(self._world, self._patch, name)
+        service, identity = service_of(self._world, self.patch, name)
         beats = self._beats[name] = asyncio.Queue()
         place_of = {key: identity[key] for key in ("hostname", "incarnation", "serve_port")}
         disks = [f"disk of {broker.hostname}" for group in self._groups.values() for broker in group.slaves]
@@ -172,13 +161,13 @@ class MetaserverPlayer(Story):
                 if assignment.broker_group:
                     role = Role(assignment.role)
                     part = {"term": assignment.term, "role": role.name.lower()}
-                    self._say(f"metaserver -> {name}: assignment", part)
+                    self.say(f"metaserver -> {name}: assignment", part)
                     is_master = role == Role.MASTER
-                    self._say(f"{name} -> metaserver: heartbeat", part)
+                    self.say(f"{name} -> metaserver: heartbeat", part)
                     self._report(name, term=assignment.term, role=role, writable=is_master, in_sync=not is_master)
 
         self._report(name)
-        self._process.start(stream())
+        self.process.start(stream())
         await asyncio.sleep(1)
 
     def _report(self, name: str, **fields: Any) -> None:
@@ -189,22 +178,19 @@ class MetaserverPlayer(Story):
 
     # Effects.
 
-    def _say(self, what: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self._happened.append(" ".join([what, *(f"{key}={value}" for key, value in fields.items() if value)]))
-
     def _noted(self, call: str, real: Any) -> Any:
         async def noted(broker: Any, **fields: Any) -> ReplicaState:
             if (command := self._before.pop(call, None)) is not None:
                 await command()
             asked = {key: fields[key] for key in ("term", "promised_term") if key in fields}
-            self._say(f"metaserver -> {broker.hostname}: {call}", asked)
+            self.say(f"metaserver -> {broker.hostname}: {call}", asked)
             if broker.hostname in self._mute:
                 self._mute.remove(broker.hostname)
-                self._say(f"{broker.hostname} -> metaserver: no answer")
+                self.say(f"{broker.hostname} -> metaserver: no answer")
                 raise NotServed(f"{broker.key} did not answer")
             answer: ReplicaState = await real(broker, **fields)
             returned = {key: getattr(answer, key) for key in ("log_end", "chain", "promised_term")}
-            self._say(f"{broker.hostname} -> metaserver: state", returned)
+            self.say(f"{broker.hostname} -> metaserver: state", returned)
             return answer
 
         return noted
@@ -216,7 +202,7 @@ class MetaserverPlayer(Story):
             try:
                 return await real(work, **options)
             except StaleTerm as error:
-                self._say(f"compare-and-set fails: {error}")
+                self.say(f"compare-and-set fails: {error}")
                 raise
             finally:
                 self._note_rows()
@@ -232,14 +218,14 @@ class MetaserverPlayer(Story):
             if old is None or old.term != group.term:
                 terms = f"{old.term} -> {group.term}" if old else str(group.term)
                 slaves = ",".join(slave.hostname for slave in group.slaves)
-                self._say(f"row of {name}: term {terms} master={group.master.hostname} slaves={slaves}")
+                self.say(f"row of {name}: term {terms} master={group.master.hostname} slaves={slaves}")
             for disk, point in repository.load_points(name).by_incarnation.items():
                 if self._points.get(disk) != point:
-                    self._say(f"row of the {disk}: acknowledged up to {point.end}")
+                    self.say(f"row of the {disk}: acknowledged up to {point.end}")
                 self._points[disk] = point
         newest = repository.audit_trail(limit=1)[0]
         if with_audit and newest.id > self._audit_rows:
             terms = f"term {newest.before['term']} -> {newest.after['term']}"
             found = {key: newest.parameters[key] for key in ("slaveEnd", "promised") if key in newest.parameters}
-            self._say(f"row of the audit trail: {newest.action} by {newest.who}, {terms}", found)
+            self.say(f"row of the audit trail: {newest.action} by {newest.who}, {terms}", found)
         self._audit_rows = newest.id

@@ -2,7 +2,8 @@
 
 A transcript is a text file. A block is one or more commands, a line `----`, and their effects; blank lines separate
 blocks, lines with `#` are for the reader. Nothing happens between commands: no packet arrives, no fsync ends, no time
-passes. The first command names the player: `metaserver` (`metaserver_player.py`), or this one for others.
+passes. The first command names the player: `metaserver` (`metaserver_player.py`), `consumer` (`session_player.py`), or
+this one for others.
 
     group                          brokers a and b, with empty disks; `group segment_bytes=4096` changes settings
     group copies=3                 a, b and c; `group delay=1`: delay servers a and b
@@ -52,11 +53,12 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.types import Role
 from tests.transcripts.metaserver_player import MetaserverPlayer
+from tests.transcripts.session_player import SessionPlayer
 from tests.transcripts.story import Story, blocks
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.delayserver import world as delay_world
 
-PLAYERS: dict[str, type[Story]] = {"metaserver": MetaserverPlayer}
+PLAYERS: dict[str, type[Story]] = {"metaserver": MetaserverPlayer, "consumer": SessionPlayer}
 """Players of other stories than those of copies, by the first command of the file."""
 EPOCH_BITS = 32
 """Pull sequences are shown without their upper half, which names the epoch."""

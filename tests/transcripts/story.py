@@ -1,9 +1,15 @@
-"""Core. Format of a transcript: blocks of commands and effects."""
+"""Shell. Format of a transcript: blocks of commands and effects. Bases of its players."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Coroutine, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
+
+import pytest
+
+from tests.simulation.loop import Process, VirtualLoop
 
 
 class WrongTranscript(Exception):
@@ -40,3 +46,33 @@ class Story:
 
     def close(self) -> None:
         """End the run."""
+
+
+class LoopStory(Story):
+    """Story of shells, whose commands are coroutines on a loop in virtual time."""
+
+    settle_s = 0.0
+    """Virtual time after each command."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop(0)
+        self.process = Process(self.loop, "story", "10.0.0.9")
+        self.patch = pytest.MonkeyPatch()
+        self.happened: list[str] = []
+
+    def close(self) -> None:
+        self.loop.abandon()
+        self.patch.undo()
+
+    def say(self, what: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Add an effect; empty fields are left out."""
+        self.happened.append(" ".join([what, *(f"{key}={value}" for key, value in fields.items() if value)]))
+
+    def _effects(self, run: Any, *plain: str, **named: Any) -> list[str]:
+        self.run_until(run(*plain, **named))
+        self.run_until(asyncio.sleep(self.settle_s))
+        happened, self.happened = self.happened, []
+        return happened + self.loop.errors
+
+    def run_until(self, work: Coroutine[Any, Any, Any]) -> None:
+        self.loop.run_until_complete(self.process.start(work))

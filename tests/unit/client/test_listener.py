@@ -15,7 +15,6 @@ import qmq
 from qmq.client import listener
 from qmq.codec import batch_encoder, with_properties
 from qmq.errors import InvalidAck
-from qmq.remoting.commands import Command
 from tests.support.waiting import settle, until_async
 from tests.unit.client.test_producer import run
 from tests.unit.client.world import LocalBroker, cancelled, cluster, consumer_of, fill, handling, listening, subscribes
@@ -132,28 +131,6 @@ async def test_messages_that_fail_together_travel_in_one_nack():
         await until_async(lambda: sum(broker.times["a", "g"].values()) == 100)
         await until_async(lambda: not broker.unacked())
     assert len(broker.nacks) < 10
-
-
-async def test_nack_with_lost_answer_counts_once():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(2))
-        broker.loses_answer_to = Command.NACK
-        consumer, times, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
-
-        @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.2)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            times.append((message["n"], message.times))
-            if message["n"] == "0":
-                await gate.wait()
-            elif message.times == 1:
-                raise ValueError("not now")
-
-        async with listening(consumer):
-            await until_async(lambda: len(broker.nacks) == 2)
-            gate.set()
-            await until_async(lambda: len(times) == 3 and not broker.unacked())
-        assert len(broker.nacks) == 2
-        assert times == [("0", 1), ("1", 1), ("1", 2)]
 
 
 async def test_refused_ack_drops_handled_messages():

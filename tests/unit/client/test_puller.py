@@ -157,33 +157,6 @@ async def test_flush_waits_while_going_offline():
             assert all(message.is_settled for message in messages)
 
 
-async def test_reconnect_loses_no_ack_and_repeats_nothing():
-    async with pulling(100) as (broker, puller):
-        messages = await pull_all(puller, 100)
-        await puller.ack(messages[:30])
-        broker.cut()
-        await until_async(lambda: len(subscribes(broker)) == 2)
-        assert subscribes(broker)[1]["held_end"] == messages[-1].pull_sequence + 1
-        fill(broker, range(100, 120))
-        assert ns(await pull_all(puller, 20)) == list(range(100, 120))
-        await puller.ack(messages)
-        await puller.flush()
-        assert len(broker.unacked()) == 20
-
-
-async def test_partial_piece_is_acked_after_reconnect(monkeypatch):
-    monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
-
-    async with pulling(3) as (broker, puller):
-        messages = await pull_all(puller, 3)
-        await broker.stop()
-        with counted_sweeps() as sweeps:
-            await puller.ack(messages[1:])
-            await until_async(lambda: sweeps.call_count)  # it found no broker
-        await broker.start(broker.port)
-        await until_async(lambda: broker.unacked() == [0])
-
-
 async def test_restart_with_same_id_gets_unacked_messages():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(10))
@@ -230,19 +203,6 @@ async def test_not_master_is_retried():
             await until_async(lambda: len(metaserver.requests) >= 2)  # it requested routes again
             broker.refuse_with = None
             assert ns(await pull_all(puller, 5)) == list(range(5))
-
-
-async def test_refused_acks_cause_redelivery():
-    async with pulling(5) as (broker, puller):
-        messages = await pull_all(puller, 5)
-        broker.ack_error = InvalidAck("not yours")
-        await puller.ack(messages[:2])
-        again = await pull_all(puller, 5)
-        assert ns(again) == list(range(5))
-        await puller.ack(messages)  # the old ones: nothing happens
-        await puller.ack(again)
-        await puller.flush()
-        assert not broker.unacked()
 
 
 async def test_waiting_messages_survive_a_refused_ack():
@@ -327,14 +287,6 @@ async def test_a_puller_nacks_and_gives_up_messages():
         assert broker.dead["a", "g"] == [(3, "never"), (4, "never")]
         delays = [[entry.delay_ms for entry in nack.entries] for nack in broker.nacks]
         assert delays[0][0] <= 10 and 990_000 < delays[1][0] <= 1_000_000
-
-
-async def test_only_taken_messages_count_as_delivered():
-    async with pulling(10) as (broker, puller):
-        messages = await puller.pull(4, timeout=10)
-        await messages[1].ack()
-    assert broker.times["a", "g"] == {n: int(n < 4) for n in range(10)}
-    await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, *range(2, 10)])
 
 
 async def test_a_pull_that_is_cancelled_loses_nothing():
