@@ -1,4 +1,4 @@
-"""Shell. What Prometheus and probes get from each process of a real cluster, and what half-open sockets do there."""
+"""Shell. Metrics ports of a real cluster: answers to Prometheus and probes, also beside half-open connections."""
 
 from __future__ import annotations
 

@@ -391,7 +391,7 @@ def test_arguments_arrive_as_they_were_typed(tmp_path):
 
 
 def test_script_runs_from_any_directory_and_link(tmp_path):
-    """Weakness 38: QMQ's script sets JAVA_HOME to nothing, whatever the environment says."""
+    """Weakness 38: QMQ's script empties JAVA_HOME, although the environment sets it."""
     (link := tmp_path / "my tools").symlink_to(TOOLS)
     with Stub(lambda _: ok([])) as stub:
         ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Core. Model of three copies: who may be chosen as master, which copies count, and what a change of members needs.
+"""Core. Model of three copies: the choice of a master, the copies that count, and when members may change.
 
     pytest tests/model/test_copies.py                        all rules hold; each omitted rule breaks a promise
     python -m tests.model.copies three_of_two 2 2 1 0 0      count the states: a world, then its bounds
