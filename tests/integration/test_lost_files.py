@@ -65,7 +65,10 @@ def test_newest_file_is_missed_and_restored(cluster, role, how):
 
 
 def test_repairs_caused_by_the_audit_are_reported(cluster):
-    """One copy lacks a file, the other has a flipped bit; the scrub is a week away."""
+    """One copy lacks a file, the other has a flipped bit; the scrub is a week away.
+
+    Reading them starts both repairs. A busy broker may finish after the audit: that place is still damaged.
+    """
     for turn in range(9):
         send_all(cluster, "audited", 100, size=400, name=f"m{turn}")
     until(lambda: are_equal(cluster), "equal copies")
@@ -78,11 +81,13 @@ def test_repairs_caused_by_the_audit_are_reported(cluster):
     for role in ("master", "slave"):
         places[role] = place_options(f"127.0.0.1:{cluster.broker('g1', role).control_port}", cluster.token)
     result = audit_places(places)
-    assert (result.unreadable, result.found) == (None, {"repaired": 2}), result.findings
+    assert result.unreadable is None and sum(result.found.values()) == 2, result.findings
+    assert {row["what"] for row in result.findings} <= {"repaired", "damaged"}, result.findings
     of_slave, of_master = sorted(result.findings, key=lambda row: row["offset"])
     assert (of_slave["copy"], of_slave["offset"], of_slave["end"]) == ("slave", *bases[1:3])
     assert (of_master["copy"], of_master["segment"]) == ("master", int(flipped.stem))
-    assert all("taken it from the other copy since" in row["text"] for row in result.findings)
+    for row in result.findings:
+        assert ("taken it from the other copy since" in row["text"]) == (row["what"] == "repaired")
     until(lambda: gone.exists() and cluster.wait_writable() is None, "both are whole")
     assert are_both_whole(cluster)
     assert audit_places(places).status == 0
