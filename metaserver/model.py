@@ -308,12 +308,17 @@ class ReplicaState:
     parted: PartedTail | None = None
     """Divergence of a `diverged` slave, when asked."""
     known_term: int = 0
-    """Newest term it had stored when it registered, while it has no role."""
+    """Newest term whose row it has stored; 0 from an older version."""
 
     @property
     def reach(self) -> tuple[int, int, int]:
         """Sort key of copies with equal rules for their logs: the greatest copy has every frame."""
         return self.last_term, self.last_boot, self.flushed_end
+
+    @property
+    def newest_term(self) -> int:
+        """Newest term that it proves: a slave may have stored a newer row than that of the master it follows."""
+        return max(self.term, self.known_term)
 
     def is_master_in(self, term: int) -> bool:
         """Return whether this broker serves as the master of that term."""

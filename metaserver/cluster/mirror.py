@@ -208,4 +208,4 @@ class DatabaseMirror:
         for row in rows:
             broker = self.directory.find(row.key)
             if broker is not None and row.state is not None:
-                self._terms.note(broker.group, max(row.state.term, row.state.known_term))
+                self._terms.note(broker.group, row.state.newest_term)

@@ -112,9 +112,9 @@ def _with_master(group: Group, named: Broker, *, above: int) -> RoleChange:
 def _report(broker: Broker, state: ReplicaState | None) -> str:
     if state is None:
         return f"{broker.key} is down"
-    if not state.term:
-        return f"{broker.key} has no role yet"
-    return f"{broker.key} reports {Role(state.role).name.lower()} of term {state.term}"
+    report = f"reports {Role(state.role).name.lower()} of term {state.term}" if state.term else "has no role yet"
+    stored = f" and has stored term {state.known_term}" if state.known_term > state.term > 0 else ""
+    return f"{broker.key} {report}{stored}"
 
 
 def _remedy(group: Group, master: Broker | None, states: dict[Broker, ReplicaState | None]) -> str:

@@ -31,10 +31,6 @@ class Registration:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self.known_terms: dict[BrokerKey, int] = {}
-        """Terms that brokers sent with their newest registration here: without a role, heartbeats do not repeat
-        them.
-        """
         self.refused: dict[BrokerKey, tuple[str, int]] = {}
         """Latest rejection of a second process, by broker: the reason and the time."""
 
@@ -89,7 +85,6 @@ class Registration:
                 if attempt + 1 == REGISTER_TRIES:
                     raise
                 await self._registry.mirror.catch_up()
-        self.known_terms[registering.key] = term
         return broker
 
     def _check_place(self, known: Broker, registering: Broker) -> None:

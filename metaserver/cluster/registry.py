@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from qmq.metaserver.cluster import old_database
@@ -149,8 +148,6 @@ class Registry:
 
     def beat(self, key: BrokerKey, session: str, state: ReplicaState) -> bool:
         """Record a heartbeat. False: a newer session replaced this one. Never waits for the database."""
-        if not state.term:
-            state = replace(state, known_term=self.registration.known_terms.get(key, 0))
         if not self.liveness.beat(key, session, state, now_ms=self.now_ms()):
             return False
         if self._heard_in is not self.directory:
@@ -169,7 +166,7 @@ class Registry:
 
     def _take_in(self, key: BrokerKey, state: ReplicaState) -> None:
         if broker := self.directory.find(key):
-            self.terms.note(broker.group, state.term)
+            self.terms.note(broker.group, state.newest_term)
             self.terms.note_promise(broker.group, state.promised_term)
             master = self.directory.groups[broker.group].master
             if state.lost_master and master is not None and self.liveness.suspect(master.key, now_ms=self.now_ms()):

@@ -81,6 +81,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         point=_point(message.acknowledged) if message.HasField("acknowledged") else None,
         in_sync=message.in_sync,
         promised_term=message.promised_term,
+        known_term=message.known_term,
         last_term=message.last_term,
         last_boot=message.last_boot,
         incomplete=message.incomplete,

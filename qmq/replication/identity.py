@@ -48,6 +48,11 @@ class Identity:
         return Epoch(self.term, self.boot)
 
     @property
+    def known_term(self) -> int:
+        """Newest term known. The last assignment is newer than the epoch until its master is heard."""
+        return max(self.term, self.assignment["term"] if self.assignment else 0)
+
+    @property
     def fill_id(self) -> str:
         """Id of the filling that this copy is in, or that comes next; see `qmq.replication.assignment`."""
         return f"{self.incarnation}/{self.fills}"

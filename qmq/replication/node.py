@@ -104,13 +104,14 @@ class Node(Generic[M]):
     def assign(self, assignment: Assignment) -> None:
         """Take the role in the metaserver's row; an older row changes nothing."""
         known = self.assignment
-        if self.is_of_another and assignment.term <= self.identity.value.term:
+        if self.is_of_another and assignment.term <= self.identity.value.known_term:
             raise OperatorError(
                 f"this data directory belongs to {self.owner}; this is {self._name}: were directories exchanged? Put "
                 "each back where it was. If this broker is to take the other's place for good, ReplaceBroker says so"
             )
-        if assignment.term < max(self.identity.value.term, known.term if known else 0):
-            log.warning("assignment ignored group=%s term=%d: we know a newer one", assignment.group, assignment.term)
+        if assignment.term < self.identity.value.known_term:
+            newer = self.identity.value.known_term
+            log.warning("assignment ignored group=%s term=%d: term %d is newer", self.group, assignment.term, newer)
             return
         if self.identity.value.group not in ("", assignment.group):
             raise OperatorError(

@@ -79,6 +79,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         instance=node.identity.instance,
         quarantine_bytes=service.quarantine.bytes,
         quarantine_full=service.quarantine.is_full,
+        known_term=node.identity.value.known_term,
     )
 
 
@@ -172,7 +173,7 @@ class MetaLink:
             incarnation=self._service.node.identity.value.incarnation,
             version=VERSION,
             kind=self._kind,
-            term=self._service.node.identity.value.term,
+            term=self._service.node.identity.value.known_term,
             begins=not self._has_part,
             instance=self._service.node.identity.instance,
         )

@@ -554,6 +554,16 @@ def test_older_or_contradicting_rows_change_nothing():
     assert group.a.node.role is role and group.a.node.writable
 
 
+def test_older_row_stays_ignored_after_a_restart():
+    """The disk keeps the newest row, although its master was never heard."""
+    group, _ = a_group()
+    group.b.assign(Role.SLAVE, 3)
+    group.b.crash()
+    group.b.assign(Role.MASTER, 2)
+    assert group.b.node.role is None
+    assert group.b.node.identity.value.known_term == 3, "its heartbeats carry this one"
+
+
 def test_reassigned_term_has_no_second_master():
     """A database that lost its last change of roles assigns that change's term again."""
     group, _ = a_group()

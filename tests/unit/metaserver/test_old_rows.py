@@ -144,6 +144,16 @@ async def test_disagreeing_brokers_need_the_named_command(world, caplog):
     assert "as new as its brokers" in await world.refused("AdoptRoles", **command)
 
 
+async def test_slave_proves_newer_row_before_its_master_is_heard(world):
+    """A fixed bug: it reported the older master's term alone, ignored the older row, and its group stood still."""
+    world.beat("g1-a", term=2, role=SLAVE, known_term=5)
+    world.beat("g1-b", term=2, role=SLAVE)
+    [check] = [check for check in (await world.done("Doctor"))["checks"] if check["name"] == "group g1"]
+    assert "brokers report term 5" in check["found"] and "slave of term 2 and has stored term 5" in check["found"]
+    await world.done("AdoptRoles", brokerGroup="g1", hostname="g1-a", servePort=20881, force=True)
+    assert world.registry.directory.groups["g1"].term == 6
+
+
 async def test_older_master_is_adopted_with_force_only(world):
     world.beat("g1-a", term=4)
     world.beat("g1-b", term=3, role=MASTER)

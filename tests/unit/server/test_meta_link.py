@@ -178,7 +178,7 @@ def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
 
     async def test() -> None:
         monkeypatch.setattr(meta_link, "state_message", lambda *_: pb.BrokerState())
-        value = SimpleNamespace(group="", incarnation="disk a", term=0)
+        value = SimpleNamespace(group="", incarnation="disk a", known_term=0)
         identity = SimpleNamespace(value=value, instance="place 1")
         node = SimpleNamespace(identity=identity, record_metaserver_clock=lambda clock_ms: None)
         link = MetaLink(SimpleNamespace(node=node, state_changed=asyncio.Event()), SETTINGS)
