@@ -15,6 +15,7 @@ import grpc
 from starlette.types import ASGIApp
 
 from qmq.control_plane import NO_PROBE, SERVER_OPTIONS
+from qmq.descriptors import limit, meta_ports, raise_limit, report
 from qmq.errors import OperatorError, QmqError
 from qmq.http_port import HttpPort, listen
 from qmq.logs import configure
@@ -62,12 +63,11 @@ MOVE_S = 0.3
 """Time for which a stopping metaserver still answers, so that nginx detects the stop before the port closes."""
 RPC_OPTIONS = [
     *SERVER_OPTIONS,
-    ("grpc.max_allowed_incoming_connections", 50_000),  # for 20,000 clients
     NO_PROBE,  # with it, 20,000 confirmations of a change take a quarter more CPU time
 ]
+CLIENTS_MAX = 50_000
+"""Connections of the gRPC port, for 20,000 clients."""
 BODY_TIMEOUT_MS = 10_000
-CONNECTIONS_MAX = 1000
-"""Clients without gRPC poll their routes here every few seconds."""
 COLLECT_S = 2.0
 RESTORE_BYTES_MAX = 256 << 20
 
@@ -233,7 +233,9 @@ class Metaserver:
     def _open_ports(self) -> tuple[grpc.aio.Server, HttpPort]:
         settings = self._settings
         acceptor = make_acceptor(self._access, self._refusals)
-        rpc_server = grpc.aio.server(interceptors=[acceptor], options=RPC_OPTIONS)
+        ports = meta_ports(limit(), CLIENTS_MAX)
+        bound = ("grpc.max_allowed_incoming_connections", ports.clients)
+        rpc_server = grpc.aio.server(interceptors=[acceptor], options=[*RPC_OPTIONS, bound])
         try:
             self.grpc_port = rpc_server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
         except RuntimeError as error:
@@ -244,7 +246,7 @@ class Metaserver:
             raise CannotServe(_port_taken(settings.host, settings.http_port, "http_port")) from error
         self.http_port = listener.getsockname()[1]
         proxies = settings.trusted_proxies
-        return rpc_server, HttpPort(self._app(), listener, connections_max=CONNECTIONS_MAX, trusted_proxies=proxies)
+        return rpc_server, HttpPort(self._app(), listener, connections_max=ports.http, trusted_proxies=proxies)
 
     async def _leave(self, rpc_server: grpc.aio.Server, upkeep: Upkeep) -> None:
         """Send brokers and clients to another metaserver. No broker is marked down.
@@ -354,6 +356,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     configure(settings.log_level, settings.log_format)
+    raise_limit()
+    report(meta_ports(limit(), CLIENTS_MAX), CLIENTS_MAX)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             is_hanging = runner.run(run(settings))

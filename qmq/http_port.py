@@ -24,10 +24,10 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from qmq.descriptors import HTTP_MAX
+
 HEAD_S = 10.0
 """A client sends the head of a request within milliseconds."""
-CONNECTIONS_MAX = 200
-"""For a port that Prometheus, probes and operators use."""
 STOP_S = 2
 """Time that a stopping process leaves for its answers."""
 HEADERS = "header X-Api-Token, or Authorization: Bearer"
@@ -36,7 +36,7 @@ HEADERS = "header X-Api-Token, or Authorization: Bearer"
 class Connection(H11Protocol):
     """uvicorn's protocol with the bounds above. Made by uvicorn, one per connection."""
 
-    connections_max: ClassVar[int] = CONNECTIONS_MAX
+    connections_max: ClassVar[int] = HTTP_MAX
 
     _late: asyncio.TimerHandle | None = None
     _waits_since: float = 0.0
@@ -103,7 +103,7 @@ class HttpPort:
         app: ASGIApp,
         listener: socket.socket,
         *,
-        connections_max: int = CONNECTIONS_MAX,
+        connections_max: int = HTTP_MAX,
         trusted_proxies: Iterable[str] = (),
     ) -> None:
         self._listener = listener

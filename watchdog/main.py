@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from qmq.client.numbered_sender import NumberedSender
+from qmq.descriptors import limit, raise_limit, watchdog_ports
 from qmq.errors import QmqError
 from qmq.http_port import HttpPort, listen
 from qmq.logs import configure
@@ -29,14 +30,14 @@ APP = "watchdog"
 
 async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
     """Run until `stop`; return whether a call to a database still hangs. Raise OSError if the port is taken."""
-    listener = listen(settings.host, settings.http_port)
+    listener, ports = listen(settings.host, settings.http_port), watchdog_ports(limit())
     address = f"{settings.advertised}:{listener.getsockname()[1]}"
     link = MetaLink(settings)
     async with NumberedSender(metaserver=settings.metaserver, token=settings.token, app=APP) as sender:
         leader = Leader(settings, link, sender, address)
         metrics = Metrics(leader)
         watcher = Watcher(settings, leader, link, metrics)
-        http = HttpPort(Acceptor(settings, leader, watcher, metrics, link).app(), listener)
+        http = HttpPort(Acceptor(settings, leader, watcher, metrics, link).app(), listener, connections_max=ports.http)
         tasks = [asyncio.create_task(work) for work in (leader.run(), watcher.run())]
         serving = asyncio.create_task(http.run())
         stopping = asyncio.create_task(stop.wait())
@@ -74,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     configure(settings.log_level, settings.log_format)
+    raise_limit()
     try:
         is_hanging = asyncio.run(_run(settings))
     except (OSError, QmqError) as error:

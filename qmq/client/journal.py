@@ -12,6 +12,7 @@ torn by a crash is one message that is not checked.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -75,6 +76,9 @@ class JournalWriter:
         try:
             self._write("".join(_lines(batch, result)).encode())
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # no disk failed: the next batch tries again
+                log.warning("journal lacks a batch folder=%s error=%s", self._journal.folder, error)
+                return
             self._has_failed = True
             log.error("journal has ended folder=%s error=%s", self._journal.folder, error)
             self.close()

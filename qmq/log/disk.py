@@ -23,6 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
+from qmq import descriptors
 from qmq.codec import Buffer
 from qmq.errors import DiskFailed, QmqError
 from qmq.log.system import System
@@ -36,8 +37,10 @@ UNREADABLE = b"\xde" * BLOCK_BYTES
 """Contents of a block that the disk cannot read. Not zeros: those would look like the end of the log."""
 UNREADABLE_BLOCKS_MAX = 256
 """With more unreadable blocks in one read, a MiB, the disk itself has failed."""
-OPEN_FILES_MAX = 512
-"""Above this the file that has been open longest is closed, and opened again on its next use."""
+OPEN_FILES_MAX, OPEN_FILES_PART = 512, 16
+"""Above this, or this part of the limit of descriptors, the file that has been open longest is closed, and opened again
+on its next use. A process has up to two disks.
+"""
 WHOLE_FILE = 0, 1 << 62
 REMOVED = "removed"
 SWEPT_BYTES, SWEPT_SHARE, SWEEP_S = 4 << 20, 256, 0.05
@@ -185,6 +188,7 @@ class RealDisk:
         self._cache = PageCache(self._system, cached_bytes) if cached_bytes is not None else None
         self._written: dict[str, tuple[int, int]] = {}
         self._descriptors: dict[str, _Descriptor] = {}
+        self._open_max = min(OPEN_FILES_MAX, max(1, descriptors.limit() // OPEN_FILES_PART))
         self._mapped: set[str] = set()
         """Mapped files, which are never cut: touching a missing page of one kills the process."""
         with failing(self._root):
@@ -379,7 +383,7 @@ class RealDisk:
 
     def _close_some(self) -> None:
         """A delay server has two files per segment of its schedule: 35,000 for two years of hours."""
-        while len(self._descriptors) > OPEN_FILES_MAX:
+        while len(self._descriptors) > self._open_max:
             with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread makes it
                 self._descriptors.pop(next(iter(self._descriptors)), None)
 

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Sequence
 
 from qmq.codec import Buffer
+from qmq.descriptors import opening
+
+FILE_MODE, FOLDER_MODE = 0o640, 0o750
+"""Of new files and folders: for the user of the process, and for readers in its group, such as a backup."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class System:
-    """Each method is one call and raises OSError on failure. Paths are absolute or relative to the process."""
+    """Each method is one call and raises OSError on failure. Paths are absolute or relative to the process. A call that
+    needs a descriptor waits for one.
+    """
 
     def open(self, path: str, flags: int) -> int:
-        return os.open(path, flags, 0o644)
+        return opening(lambda: os.open(path, flags, FILE_MODE))
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -44,7 +60,15 @@ class System:
         os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
     def map(self, fd: int) -> Buffer:
-        return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+        """Map the file without `mmap.mmap`, which holds a descriptor for each mapped file."""
+        size = os.fstat(fd).st_size
+        at = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if at == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        mapped = (ctypes.c_ubyte * size).from_address(at)
+        weakref.finalize(mapped, _munmap, at, size).atexit = False
+        return memoryview(mapped).cast("B").toreadonly()
 
     def open_size(self, fd: int) -> int:
         return os.fstat(fd).st_size
@@ -67,18 +91,18 @@ class System:
     def names(self, folder: str) -> list[str]:
         """Return the names of the files in the folder; none if it is missing."""
         try:
-            with os.scandir(folder) as entries:
+            with opening(lambda: os.scandir(folder)) as entries:
                 return [entry.name for entry in entries if entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def folders(self, folder: str) -> list[str]:
         """Return the names of the subfolders."""
-        with os.scandir(folder) as entries:
+        with opening(lambda: os.scandir(folder)) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
 
     def mkdir(self, path: str) -> None:
-        os.mkdir(path)
+        os.mkdir(path, FOLDER_MODE)
 
     def rename(self, path: str, to: str) -> None:
         os.rename(path, to)

@@ -62,7 +62,7 @@ class CopySettings:
     packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
     message_bytes_max: int = setting(4 * MIB, unit="bytes", least=1024, most=32 * MIB, why="largest message stored")
     connections_max: int = setting(
-        10_000, least=1, why="open connections; of more, those that did not say who they are end first, then the newest"
+        10_000, least=1, why="connections of clients; of more, the oldest without a login ends, or else the newest"
     )
     token_connections_max: int = setting(5_000, least=1, why="connections of clients with one token; more are refused")
     token_bytes_per_s: int = setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qmq.codec import Buffer
@@ -41,6 +42,30 @@ SYNC_PACKET_BYTES_MAX = 64 << 20
 _UNTIL_ANSWERED = (ConnectionState.SHARING, ConnectionState.FLOW)
 
 
+@dataclass(slots=True)
+class Port:
+    """A listening port and its connections. Made by the service; lives as long."""
+
+    commands: frozenset[Command]
+    number: int
+    connections_max: int
+    connections: int = 0
+    strangers: dict[Acceptor, None] = field(default_factory=dict)
+    """Connections without a login, oldest first."""
+
+    def entered(self, acceptor: Acceptor) -> Acceptor | None:
+        """Count a connection; return the one to close, if there are too many: connections need no token to open, so
+        the oldest without a login makes room for others.
+        """
+        self.connections += 1
+        leaves = None
+        if self.connections > self.connections_max:
+            leaves = next(iter(self.strangers), acceptor)
+            self.strangers.pop(leaves, None)
+        self.strangers[acceptor] = None
+        return leaves
+
+
 class _Guest(Connection):
     """An accepted connection; logs its invalid requests."""
 
@@ -68,14 +93,12 @@ class _Guest(Connection):
 class Acceptor:
     """One accepted connection. Made by the service; ends with the connection."""
 
-    def __init__(
-        self, service: Service[Any], allowed: frozenset[Command], settings: CopySettings, access: Access
-    ) -> None:
+    def __init__(self, service: Service[Any], port: Port, settings: CopySettings, access: Access) -> None:
         self._service = service
-        self._allowed = allowed
+        self._port = port
         self._settings = settings
         self._access = access
-        self._is_client = Command.PRODUCE in allowed
+        self._is_client = Command.PRODUCE in port.commands
         self._is_in = False
         self.app = ""
         self.clock_ahead_ms: int | None = None
@@ -86,16 +109,11 @@ class Acceptor:
         self._pulse: Pulse | None = None
         self._login: asyncio.Task[None] | None = None
         self.connection = _Guest(self, LOGIN_PACKET_BYTES_MAX)
-        service.connections += 1
         loop = asyncio.get_running_loop()
-        if service.connections > settings.connections_max:
-            # Connections need no token to open, so the oldest without a login makes room for others.
-            last = next(iter(service.strangers), self)
-            service.strangers.pop(last, None)
-            reason = f"more than {settings.connections_max} connections"
+        if (last := port.entered(self)) is not None:
+            reason = f"port {port.number} has {port.connections_max} connections, and may have no more"
             loop.call_soon(last.connection.close, reason)
             loop.call_soon(last.limit_reached, "connections_max", reason)
-        service.strangers[self] = None
         self._login_timer = loop.call_later(LOGIN_S, self.connection.close, "it did not say who it is in time")
 
     def limit_reached(self, setting: str, text: str, subject: str = "") -> None:
@@ -107,7 +125,7 @@ class Acceptor:
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         if self._pulse is not None and self._pulse.received(packet):
             return
-        if packet.code in self._allowed and self._is_in:
+        if packet.code in self._port.commands and self._is_in:
             if self._limits is None or self._is_within_limits(self._limits, connection, packet):
                 self._service.packet_received(connection, packet)
                 if packet.code == Command.PRODUCE:
@@ -196,7 +214,7 @@ class Acceptor:
         self._is_in = True
         self._token = token
         self._login_timer.cancel()
-        self._service.strangers.pop(self, None)
+        self._port.strangers.pop(self, None)
         if self._is_client:
             self._service.acceptors[self] = None
             self._tell_clock()
@@ -239,8 +257,8 @@ class Acceptor:
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self._login_timer.cancel()
-        self._service.connections -= 1
-        self._service.strangers.pop(self, None)
+        self._port.connections -= 1
+        self._port.strangers.pop(self, None)
         self._service.acceptors.pop(self, None)
         self._service.shares.lost(self)
         self._access.left(self._token, self)

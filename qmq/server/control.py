@@ -31,8 +31,6 @@ from qmq.server.service import M, Service
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 512 << 10
-CONNECTIONS_MAX = 1_000
-"""Of a control port: metaservers, the other copies, audits and tools."""
 POLL_S = 0.005
 FLUSHED_S = 1.0
 """A copy whose disk takes longer to store its state must not be chosen."""
@@ -56,7 +54,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     async def serve(self) -> None:
         server = grpc.aio.server(
             interceptors=[RpcAcceptor(CONTROL_ROLES, self._check, _refused)],
-            options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX)],
+            options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._service.bounds.control)],
         )
         self.add_to(server)
         address = f"{self._settings.ip}:{self._settings.control_port}"

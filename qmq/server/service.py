@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from qmq import memory
+from qmq import descriptors, memory
 from qmq.errors import (
     AccessError,
     BrokenInvariant,
@@ -39,7 +39,7 @@ from qmq.replication.master import Master, Promotion
 from qmq.replication.node import Node
 from qmq.replication.retention import Keeper
 from qmq.replication.settings import CopySettings
-from qmq.server.acceptor import SYNC_PACKET_BYTES_MAX, Acceptor
+from qmq.server.acceptor import SYNC_PACKET_BYTES_MAX, Acceptor, Port
 from qmq.server.access import Access
 from qmq.server.overload import ConnectionState, DiskWatch, LimitsReached, MemoryAlarm, Shares
 from qmq.server.pulse import Pulse
@@ -103,7 +103,6 @@ class Service(Generic[M]):
     ) -> None:
         self._settings = settings
         self._disk = disk
-        self._commands = commands
         self._keeper = keeper
         self._shelves = shelves
         self.access = Access(settings)
@@ -117,9 +116,11 @@ class Service(Generic[M]):
         self.sync_us = 0.0
         self.commits = 0
         self.sync_seconds = 0.0
-        self.connections = 0
-        self.strangers: dict[Acceptor, None] = {}
-        """Connections without a login, oldest first."""
+        self.bounds = descriptors.copy_ports(descriptors.limit(), settings.connections_max)
+        self._ports = (
+            Port(commands, settings.serve_port, self.bounds.clients),
+            Port(SYNC_COMMANDS, settings.sync_port, self.bounds.sync),
+        )
         self.acceptors: dict[Acceptor, None] = {}
         """Of clients; of those that are blocked, the one read longest ago comes first."""
         self.memory_alarm = MemoryAlarm(int(settings.memory_limit * memory.ram_bytes()))
@@ -145,16 +146,19 @@ class Service(Generic[M]):
         self._dozing: list[asyncio.Future[bool]] = []
 
     @property
+    def connections(self) -> int:
+        """Open connections of clients and slaves."""
+        return sum(port.connections for port in self._ports)
+
+    @property
     def disk_free_bytes(self) -> int:
         return self._disk.free_bytes()
 
     async def run(self) -> None:
         """Listen and serve."""
         self._loop = asyncio.get_running_loop()
-        settings = self._settings
         self._look_at_disk()  # before anybody produces
-        serve = await self._listen(self._commands, settings.serve_port)
-        sync = await self._listen(SYNC_COMMANDS, settings.sync_port)
+        serve, sync = [await self._listen(port) for port in self._ports]
         async with serve, sync, asyncio.TaskGroup() as tasks:
             tasks.create_task(self.access.run())
             tasks.create_task(self.repeat(self._tick, TICK_S, self._quiet_ms))
@@ -163,18 +167,18 @@ class Service(Generic[M]):
             for disk in (self._disk, *self._shelves):
                 tasks.create_task(self._sweep(disk))
 
-    async def _listen(self, allowed: frozenset[Command], port: int) -> asyncio.Server:
-        ip = self._settings.ip
+    async def _listen(self, port: Port) -> asyncio.Server:
+        at = f"{self._settings.ip}:{port.number}"
         try:
-            server = await self._loop.create_server(lambda: self._accept(allowed), ip, port)
+            server = await self._loop.create_server(lambda: self._accept(port), self._settings.ip, port.number)
         except OSError as error:
-            raise NotServed(f"cannot listen on {ip}:{port}: {error}; stop what uses it, or set another port") from None
+            raise NotServed(f"cannot listen on {at}: {error}; stop what uses it, or set another port") from None
         for sock in server.sockets:
             notice_dead_peers(sock)
         return server
 
-    def _accept(self, allowed: frozenset[Command]) -> Connection:
-        acceptor = Acceptor(self, allowed, self._settings, self.access)
+    def _accept(self, port: Port) -> Connection:
+        acceptor = Acceptor(self, port, self._settings, self.access)
         return acceptor.connection
 
     def fail(self, error: BaseException) -> None:
@@ -368,6 +372,7 @@ class Service(Generic[M]):
 
     def _look_at_limits(self) -> None:
         node, alarm = self.node, self.memory_alarm
+        descriptors.spares.fill()
         self._look_at_disk()
         self.memory_bytes = memory.used_bytes()
         if alarm.measured(self.memory_bytes):

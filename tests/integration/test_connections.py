@@ -12,10 +12,10 @@ import pytest
 
 import qmq
 import qmq.blocking
+from qmq.descriptors import CONTROL_MAX as CONTROL_CONNECTIONS
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
-from qmq.server.control import CONNECTIONS_MAX as CONTROL_CONNECTIONS
 from qmq.tools.findings import judge_broker, judge_limits
 from tests.integration.cluster_world import (
     Wire,

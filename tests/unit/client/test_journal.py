@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -93,6 +94,20 @@ def test_disk_error_ends_only_the_journal(tmp_path: Path, caplog: pytest.LogCapt
     for _ in range(3):
         writer.stored(batch_of(1), told(0))
     assert [record.message.split(" folder=")[0] for record in caplog.records] == ["journal has ended"]
+
+
+def test_journal_survives_a_missing_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = JournalWriter(qmq.Journal(tmp_path, one_in=1), "shop")
+    with monkeypatch.context() as patch:
+        patch.setattr("qmq.client.journal.FileIO", lambda *_: _no_descriptor())
+        writer.stored(batch_of(1), told(0))
+    writer.stored(batch_of(1), told(1))
+    writer.close()
+    assert [line["sequence"] for line in lines(tmp_path)] == [1]
+
+
+def _no_descriptor() -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 @pytest.mark.parametrize("wrong", [{"one_in": 0}, {"bytes_max": 1000}], ids=["none", "too small"])

@@ -435,7 +435,8 @@ def test_unused_file_is_closed(tmp_path: Path):
 def test_file_mode_and_folders(tmp_path: Path):
     disk = RealDisk(tmp_path)
     disk.put("log/f", b"data")
-    assert stat.S_IMODE((tmp_path / "log" / "f").stat().st_mode) == 0o644
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "log" / "f", tmp_path / "log")]
+    assert modes == [0o640, 0o750], "other users read no message"
     assert not disk.has("log") and disk.size("log") == 0 and not disk.has("log/f/g") and disk.names("log/f") == []
 
 

@@ -18,7 +18,7 @@ from qmq.remoting.commands import Command, Produced, decode_produced, encode_jso
 from qmq.remoting.connection import connect
 from qmq.rights import TokenRole
 from qmq.server import access as module
-from qmq.server.acceptor import Acceptor, _Guest
+from qmq.server.acceptor import Acceptor, Port, _Guest
 from qmq.server.access import Access
 from qmq.server.overload import BATCH_BYTES, MemoryAlarm, Shares
 from qmq.types import Durability, Endpoint
@@ -90,8 +90,6 @@ def a_service():
     produced = encode_produced(Produced(0, 1, Durability.FSYNC, []))
     return SimpleNamespace(
         node=node,
-        connections=0,
-        strangers={},
         acceptors={},
         shares=Shares(),
         guarded=lambda call: call(),
@@ -102,6 +100,10 @@ def a_service():
         memory_alarm=MemoryAlarm(1 << 30),
         packet_received=lambda *what: asyncio.get_running_loop().call_soon(_Guest.answer, *what, produced),
     )
+
+
+def a_port(connections_max=10):
+    return Port(frozenset({Command.PRODUCE}), 1, connections_max)
 
 
 class Clock:
@@ -260,7 +262,7 @@ async def test_second_authenticate_is_refused(metaserver, access):
     """A second token would leave the first one with a connection that never ends."""
     metaserver.answers |= {"a": answer("a"), "b": answer("b")}
     service = a_service()
-    acceptor = Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access)
+    acceptor = Acceptor(service, a_port(), access._settings, access)
     server = await asyncio.get_running_loop().create_server(lambda: acceptor.connection, "127.0.0.1", 0)
     async with server:
         endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
@@ -279,7 +281,7 @@ async def test_sharing_producers_receive_a_batch_size(metaserver, access):
     service = a_service()
 
     def accepted():
-        return Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access).connection
+        return Acceptor(service, a_port(), access._settings, access).connection
 
     server = await asyncio.get_running_loop().create_server(accepted, "127.0.0.1", 0)
     async with server:
@@ -297,14 +299,24 @@ async def test_sharing_producers_receive_a_batch_size(metaserver, access):
 @in_world
 async def test_unauthenticated_connection_does_not_reach_the_core(metaserver, access):
     """The core has no such connection; each call makes it scan all waiting requests."""
-    service = a_service()
-    acceptor = Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access)
+    service, port = a_service(), a_port()
+    acceptor = Acceptor(service, port, access._settings, access)
     server = await asyncio.get_running_loop().create_server(lambda: acceptor.connection, "127.0.0.1", 0)
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert await reader.read() == b""
         writer.close()
-        while service.connections:
+        while port.connections:
             await asyncio.sleep(0)
-    assert not service.has_lost.is_set() and not service.strangers
+    assert not service.has_lost.is_set() and not port.strangers
+
+
+def test_oldest_stranger_of_the_port_makes_room():
+    port, other = a_port(2), a_port(2)
+    assert [port.entered(name) for name in ("a", "b", "c")] == [None, None, "a"]
+    del port.strangers["b"]  # it logged in
+    assert [port.entered(name) for name in ("d", "e")] == ["c", "d"]
+    del port.strangers["e"]
+    assert port.entered("f") == "f", "without a stranger the new connection leaves"
+    assert other.entered("g") is None, "a crowd on one port leaves the other open"

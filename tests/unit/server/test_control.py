@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from qmq.descriptors import Ports
 from qmq.errors import DiskFailed
 from qmq.proto import qmq_pb2 as pb
 from qmq.server import control
@@ -98,15 +99,14 @@ async def until_let_in(port):
     return writer
 
 
-async def test_control_port_bounds_its_connections(monkeypatch):
+async def test_control_port_bounds_its_connections():
     """Foreign connections must not use up the file descriptors of a process that writes a log."""
-    monkeypatch.setattr(control, "CONNECTIONS_MAX", 2)
     (port,) = free_ports(1)
     settings = SimpleNamespace(
         ip="127.0.0.1", control_port=port, read_log_bytes_per_s=1_024, catch_up_bytes_per_s=1_024
     )
 
-    serving = asyncio.create_task(CopyControl(None, settings, None).serve())
+    serving = asyncio.create_task(CopyControl(SimpleNamespace(bounds=Ports(0, control=2)), settings, None).serve())
     first, second = await until_let_in(port), await let_in(port)
     assert second is not None
     assert await let_in(port) is None
