@@ -11,12 +11,52 @@ from pathlib import Path
 from typing import TextIO
 
 from qmq.errors import AccessError
+from qmq.logs import bounded
 from qmq.plain import plain_text
+
+log = bounded(__name__)
 
 TOKEN_VARIABLE = "QMQ_TOKEN"
 FILE_VARIABLE = "QMQ_TOKEN_FILE"
 TOKEN_CHARS_MAX = 4096
 STANDARD_INPUT = "-"
+
+
+class TokenFile:
+    """Token in a file, which is read again for each connection: after a rotation the next connection has the new token.
+
+    Made with a client, which shares it with its connections.
+
+    Args:
+        text: the present content; it stays in use while the file cannot be read.
+    """
+
+    __slots__ = ("path", "_text")
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path = path.absolute()  # the process may change its directory
+        self._text = text
+
+    def read(self) -> str:
+        """Return the file's token now."""
+        try:
+            text = read_token_file(self.path)
+        except AccessError as error:  # it may be replaced at this moment
+            log.warning("token file not read, the token before stays in use file=%s error=%s", self.path, error)
+            return self._text
+        if text != self._text:
+            self._text = text
+            log.info("token file has a new token file=%s", self.path)
+        return text
+
+
+Token = str | TokenFile
+"""Token of a client: fixed, or in a file."""
+
+
+def token_text(token: Token) -> str:
+    """Return the token for a new connection."""
+    return token.read() if isinstance(token, TokenFile) else token
 
 
 def find_token(
@@ -26,6 +66,17 @@ def find_token(
     environ: Mapping[str, str] | None = None,
     stdin: TextIO | None = None,
 ) -> str:
+    """Return the token of `token_source` as it is now, for a process that ends soon."""
+    return token_text(token_source(given, token_file=token_file, environ=environ, stdin=stdin))
+
+
+def token_source(
+    given: Token | None = None,
+    *,
+    token_file: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    stdin: TextIO | None = None,
+) -> Token:
     """Return `given`, else the file's token, else QMQ_TOKEN, else that of the file in QMQ_TOKEN_FILE.
 
     Args:
@@ -41,6 +92,8 @@ def find_token(
     environ = os.environ if environ is None else environ
     if given is not None and token_file is not None:
         raise AccessError("give the token or the file that holds it, not both")
+    if isinstance(given, TokenFile):
+        return given
     if given is not None:
         given = plain_text("token", given)
     if STANDARD_INPUT in (given, str(token_file)):
@@ -50,7 +103,7 @@ def find_token(
     if token_file is None and (token := environ.get(TOKEN_VARIABLE, "")):
         return token
     path = token_file if token_file is not None else environ.get(FILE_VARIABLE) or None
-    return "" if path is None else read_token_file(Path(path))
+    return "" if path is None else TokenFile(Path(path), read_token_file(Path(path)))
 
 
 def add_token_options(parser: argparse.ArgumentParser) -> None:

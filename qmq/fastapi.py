@@ -49,10 +49,13 @@ class Clients:
             yield
 
     def check(self) -> None:
-        """Raise HTTP 503 if a consumer does not run or messages wait in a producer's outbox; a dependency for health
-        routes. The detail holds their number, age and reason.
+        """Raise HTTP 503 if a consumer does not run or has no connection to a broker, or messages wait in a producer's
+        outbox; a dependency for health routes. The detail holds the reason, and the number and age of messages.
         """
         self.check_running()
+        for consumer in self._running:
+            if consumer.cut_off:
+                raise HTTPException(503, f"consumer {consumer.id} is not connected: {consumer.cut_off}")
         for client in self._clients:
             for left in getattr(client, "left_behind", ()):
                 if left.is_degraded:
@@ -63,11 +66,17 @@ class Clients:
         Waiting outbox messages do not count: a restart would send none of them.
         """
         for consumer in self._clients:
-            if isinstance(consumer, Consumer) and not self._is_running(consumer):
-                raise HTTPException(503, f"consumer {consumer.id} does not run")
+            if isinstance(consumer, Consumer) and (reason := self._why_ended(consumer)) is not None:
+                raise HTTPException(503, f"consumer {consumer.id} does not run{reason}")
 
-    def _is_running(self, consumer: Consumer) -> bool:
-        return consumer in self._running and not self._running[consumer].done()
+    def _why_ended(self, consumer: Consumer) -> str | None:
+        """Return the reason why a consumer does not run, with a colon before it; None: it runs."""
+        if (task := self._running.get(consumer)) is None:
+            return ""
+        if not task.done():
+            return None
+        error = None if task.cancelled() else task.exception()
+        return f": {error}" if error is not None else ""
 
     @asynccontextmanager
     async def _run(self, consumer: Consumer) -> AsyncIterator[None]:

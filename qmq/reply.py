@@ -123,7 +123,10 @@ class Requester:
     async def _read(self, puller: Puller) -> None:
         try:
             while True:
-                answers = await puller.pull(PULL_MESSAGES, timeout=PULL_TIMEOUT_S)
+                try:
+                    answers = await puller.pull(PULL_MESSAGES, timeout=PULL_TIMEOUT_S)
+                except NotServed:  # until a broker group is connected again
+                    continue
                 for answer in answers:
                     self._arrived(answer)
                 await puller.ack(answers)

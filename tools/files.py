@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from qmq.access import Token, TokenFile, read_token_file
+from qmq.errors import AccessError
 from qmq.tools.terminal import complain, is_interactive
 
 SECRET_CHARS_MAX = 4096
@@ -22,8 +24,8 @@ class NoInput(Exception):
     """A secret or document is missing or unreadable; the text names the remedy."""
 
 
-def read_token(typed: str | None, path: str | None) -> str:
-    """Return the API token, or an empty text.
+def read_token(typed: str | None, path: str | None) -> Token:
+    """Return the API token, or an empty text. A file is read again later, unless other users may read it.
 
     Tried in this order: command line (QMQ's way), file or standard input, QMQ_TOKEN, file named by QMQ_TOKEN_FILE.
     """
@@ -31,11 +33,22 @@ def read_token(typed: str | None, path: str | None) -> str:
         complain("warning: --token=… stands in the process list; use QMQ_TOKEN or --token-file")
         return _as_token(typed, "--token")
     if path is not None:
-        return _as_token(read_secret(path, "token"), path)
+        return _token_in(path)
     if token := os.environ.get("QMQ_TOKEN", ""):
         return _as_token(token, "QMQ_TOKEN")
     path = os.environ.get("QMQ_TOKEN_FILE")
-    return _as_token(read_secret(path, "token"), path) if path else ""
+    return _token_in(path) if path else ""
+
+
+def _token_in(path: str) -> Token:
+    token = _as_token(read_secret(path, "token"), path)
+    if path == STANDARD_STREAM:
+        return token
+    try:
+        read_token_file(Path(path))
+    except AccessError:
+        return token
+    return TokenFile(Path(path), token)
 
 
 def _as_token(text: str, where: str) -> str:

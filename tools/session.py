@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from qmq.access import Token, token_text
 from qmq.tools.call import Address, Answer, CallFailed, Exit, post
 from qmq.tools.command import Command, Kind
 from qmq.tools.doctor import examine
@@ -33,12 +34,17 @@ class Session:
 
     command: Command
     metaserver: Address
-    token: str
+    token_source: Token
     values: Mapping[str, str]
     """By option, with secrets and contents of files."""
     as_json: bool
     dry_run: bool
     yes: bool
+
+    @property
+    def token(self) -> str:
+        """Token now: a command may run for hours."""
+        return token_text(self.token_source)
 
     @classmethod
     def open(cls, options: argparse.Namespace) -> Session:

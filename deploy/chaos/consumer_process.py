@@ -33,6 +33,7 @@ from qmq.deploy.chaos.records import (
     Record,
     Stalled,
 )
+from qmq.errors import NotServed
 from qmq.remoting import commands
 
 WATCH_S = 0.05
@@ -148,7 +149,10 @@ async def pull(notes: Notes, rng: random.Random, puller: qmq.Puller, stop: async
     """Pull, and decide about the messages of a pull in random order."""
     async with puller:
         while not stop.is_set():
-            messages = await puller.pull(rng.randint(1, 200), timeout=0.5)
+            try:
+                messages = await puller.pull(rng.randint(1, 200), timeout=0.5)
+            except NotServed:  # no broker group is connected
+                continue
             if not messages:
                 continue
             numbers = notes.got(messages)

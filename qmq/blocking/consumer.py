@@ -160,6 +160,11 @@ class Consumer:
     def is_online(self) -> bool:
         return self._own.is_online
 
+    @property
+    def cut_off(self) -> str:
+        """Reason why a listener or puller is connected to no broker group: see `qmq.Consumer.cut_off`."""
+        return self._own.cut_off
+
     def on_master_changed(self, callback: C) -> C:
         """Call `callback` with each `MasterChanged`, on the background thread, where it must not wait.
 
@@ -248,6 +253,11 @@ class Puller:
     def dead_letter(self, messages: Iterable[ReceivedMessage], reason: str) -> None:
         """Make messages dead letters: see `ReceivedMessage.dead_letter`."""
         self._dead_letter(list(messages), reason)
+
+    @property
+    def trouble(self) -> str:
+        """Reasons why messages of some or all broker groups do not come now; "" while all are connected."""
+        return self._inner.trouble
 
     def stop(self) -> None:
         """Take no more messages: see `qmq.client.membership`."""

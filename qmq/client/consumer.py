@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-from qmq.access import find_token
+from qmq.access import Token, token_source
 from qmq.client.handler import Filter, FilteredHandler, Handler, call_back, check_plain
 from qmq.client.lifetime import on_sigterm
 from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
@@ -41,7 +41,8 @@ class Consumer:
     Args:
         metaserver: HTTP address, for instance "http://127.0.0.1:8080".
         app: application name, shown to operators.
-        token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names.
+        token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names. That
+            file is read again for each connection.
         consumer_id: unique name of this consumer in its groups. A broadcast uses it as its group, so a fixed id also
             receives the messages of its absence. By default each process gets an id of its own, and its unacked
             messages go to the other consumers when its lease ends.
@@ -54,14 +55,14 @@ class Consumer:
         *,
         metaserver: str,
         app: str,
-        token: str | None = None,
+        token: Token | None = None,
         consumer_id: str | None = None,
         drain_s: float = 20.0,
         online: bool = True,
     ) -> None:
         self._metaserver = metaserver_url(metaserver)
         self._app = plain_text("app", app)
-        self._token = find_token(token)
+        self._token = token_source(token)
         self._id = check_name("consumer id", consumer_id or _default_id())
         self._has_default_id = not consumer_id
         self._pid = os.getpid()
@@ -226,6 +227,14 @@ class Consumer:
         """Listeners by subject and group: to stop and resume them, and to change their concurrency."""
         return MappingProxyType(self._listeners)
 
+    @property
+    def cut_off(self) -> str:
+        """Reason why a listener or puller is connected to no broker group, since its start or for ten seconds; "" while
+        all are. For health checks, from any thread.
+        """
+        reasons = ((member, member.cut_off) for member in dict.fromkeys(list(self._members.values())))
+        return "; ".join(f"{member.subject}: {reason}" for member, reason in reasons if reason)
+
     async def run(self) -> None:
         """Call handlers until `stop`, SIGTERM or cancellation; then finish running handlers, send acks, return the
         rest.
@@ -233,6 +242,7 @@ class Consumer:
         SIGTERM is handled in the main thread, unless the application has a handler of its own.
 
         Raises:
+            AccessError: the token is rejected.
             QmqError: a subscription ended, for instance because another process uses the consumer id.
         """
         self._check_process()

@@ -161,6 +161,11 @@ class GroupSession:
     # Subscribing.
 
     @property
+    def trouble(self) -> str:
+        """Reason why it is not subscribed."""
+        return f"{self._link.broker_group}: {self._link.failure or 'subscribing'}"
+
+    @property
     def is_subscribed(self) -> bool:
         return isinstance(self._life.now, Subscribed)
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Protocol
 
+from qmq.access import Token, token_text
 from qmq.client.routes import Routing
 from qmq.errors import AccessError, NotServed, QmqError
 from qmq.logs import bounded
@@ -39,11 +40,13 @@ class LinkOwner(Protocol):
 class Link:
     """Connection to one broker group. Its owner runs it as a task until it cancels it."""
 
-    def __init__(self, broker_group: str, *, owner: LinkOwner, routing: Routing, token: str, app: str) -> None:
+    def __init__(self, broker_group: str, *, owner: LinkOwner, routing: Routing, token: Token, app: str) -> None:
         self.broker_group = broker_group
         self.connection: Connection | None = None
         self.welcome: dict[str, object] = {}
         self.endpoint: Endpoint | None = None
+        self.failure = ""
+        """Reason of the last failed attempt to connect; "" after a success."""
         self._owner = owner
         self._routing = routing
         self._token = token
@@ -86,13 +89,12 @@ class Link:
     async def _connect(self) -> bool:
         endpoint = self._routing.master(self.broker_group)
         if endpoint is None:
-            self._owner.link_failed(self, NotServed("the group has no master"))
-            return False
+            return self._failed(NotServed("the group has no master"))
         try:
             connection, welcome = await connect(
                 endpoint,
                 handler=self,
-                token=self._token,
+                token=token_text(self._token),
                 app=self._app,
                 packet_bytes_max=PACKET_BYTES_MAX,
                 timeout_s=CONNECT_TIMEOUT_S,
@@ -100,8 +102,7 @@ class Link:
         except QmqError as error:
             if self._failures == 0 or isinstance(error, AccessError):
                 log.warning("broker not reachable group=%s endpoint=%s error=%s", self.broker_group, endpoint, error)
-            self._owner.link_failed(self, error)
-            return False
+            return self._failed(error)
         if self._routing.master(self.broker_group) != endpoint:  # the route changed while this was connecting
             connection.close("the group has another master")
         if not connection.is_open:
@@ -110,9 +111,15 @@ class Link:
         self.welcome = welcome
         self.endpoint = endpoint
         self._failures = 0
+        self.failure = ""
         log.info("connected group=%s endpoint=%s", self.broker_group, endpoint)
         self._owner.link_opened(self)
         return True
+
+    def _failed(self, error: QmqError) -> bool:
+        self.failure = str(error)
+        self._owner.link_failed(self, error)
+        return False
 
     async def _rest(self) -> None:
         """Wait before the next attempt, or until the route changes."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from qmq.access import Token
 from qmq.client.backlog import Backlog
 from qmq.client.lifetime import logged_task
 from qmq.client.link import Link
@@ -19,7 +20,7 @@ from qmq.client.routes import Routing, SubjectRoute
 from qmq.client.sender import Sender
 from qmq.client.subscription import DelayedRetries, Subscription
 from qmq.client.terms import Terms
-from qmq.errors import QmqError
+from qmq.errors import AccessError, QmqError
 from qmq.remoting.commands import Command
 from qmq.types import Endpoint, GroupKind
 
@@ -48,7 +49,7 @@ class Connections:
         self,
         *,
         metaserver: str,
-        token: str,
+        token: Token,
         app: str,
         client_id: str,
         on_master_changed: Callable[[MasterChanged], None],
@@ -72,6 +73,7 @@ class Connections:
             produces=False,
             on_routes=self._routes_changed,
             on_idle=self._forget,
+            on_rejected=self._token_rejected,
         )
         self._tasks = [logged_task(asyncio.create_task(work)) for work in (self._watch.run(), self._beat())]
 
@@ -120,6 +122,11 @@ class Connections:
             if subscription.terms.subject in subjects:
                 self._open_sessions(subscription)
         self._report_masters(routes)
+
+    def _token_rejected(self, error: AccessError) -> None:
+        for subscription in list(self._subscriptions):
+            if subscription.error is None:
+                subscription.failed(error)
 
     def _forget(self, idle: set[str]) -> set[str]:
         gone = idle - {subscription.terms.subject for subscription in self._subscriptions}
@@ -186,7 +193,7 @@ class Connections:
         self._watch.refresh()
 
     def link_failed(self, link: Link, error: QmqError) -> None:
-        self._watch.refresh()
+        self._watch.link_failed(error)
 
     def link_writable(self, link: Link) -> None: ...
 
@@ -226,6 +233,16 @@ class Membership:
     def group(self) -> str:
         """Consumer group; of a broadcast, the consumer's own."""
         return self.terms.group
+
+    @property
+    def trouble(self) -> str:
+        """Reasons why messages of some or all broker groups do not come now; "" while all are connected."""
+        return self._subscription.trouble if self._subscription is not None else ""
+
+    @property
+    def cut_off(self) -> str:
+        """Reason why no broker group is connected: since the start, or for ten seconds; "" otherwise."""
+        return self._subscription.cut_off if self._subscription is not None else ""
 
     def stop(self) -> None:
         """Take no more messages. Running handlers finish; the rest goes back to the group."""

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+from qmq.access import Token
 from qmq.client.backlog import PRODUCE_OVERHEAD_BYTES, Limits
 from qmq.client.batch import Answer, NotStored, NumberedBatch, OnAnswer, Stored, Unknown, answer_of
 from qmq.client.lifetime import logged_task
@@ -76,7 +77,7 @@ class NumberedSender:
         app: name of this process for brokers and the metaserver.
     """
 
-    def __init__(self, *, metaserver: str, token: str, app: str, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(self, *, metaserver: str, token: Token, app: str, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._token = token
         self._app = app
         self._answer_timeout_s = answer_timeout_s
@@ -313,6 +314,7 @@ class NumberedSender:
         self._link_is_down(link, reason)
 
     def link_failed(self, link: Link, error: QmqError) -> None:
+        self._watch.link_failed(error)
         self._link_is_down(link, str(error))
 
     def _link_is_down(self, link: Link, reason: str) -> None:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import overload
 from urllib.parse import urlsplit
 
-from qmq.access import find_token
+from qmq.access import Token, token_source
 from qmq.client.backlog import Backlog, QueuedMessage, SubjectQueue
 from qmq.client.batch import MessageIds, OnReceipt, Outcome, Receipt, Receipts, unstored
 from qmq.client.bulk import CHUNK_MESSAGES, BulkSend
@@ -47,7 +47,8 @@ class Producer:
     Args:
         metaserver: HTTP address, for instance "http://127.0.0.1:8080".
         app: application name, shown to operators.
-        token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names.
+        token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names. That
+            file is read again for each connection.
         timeout_s: time until a message without an outcome is given up, retries included.
         readonly_wait_s: time until a message is refused while all broker groups of its subject are readonly; 0 refuses
             at once. The default is `timeout_s`, because most readonly reasons end without an operator.
@@ -70,7 +71,7 @@ class Producer:
         *,
         metaserver: str,
         app: str,
-        token: str | None = None,
+        token: Token | None = None,
         timeout_s: float = 30.0,
         answer_timeout_s: float = 5.0,
         in_flight_max: int = 16,
@@ -89,7 +90,7 @@ class Producer:
         self.id = 0
         self._metaserver = metaserver_url(metaserver)
         self._app = plain_text("app", app)
-        self._token = find_token(token)
+        self._token = token_source(token)
         self._timeout_ms = int(check_seconds("timeout_s", timeout_s, is_zero_allowed=False) * 1000)
         self._answer_timeout_s = check_seconds("answer_timeout_s", answer_timeout_s, is_zero_allowed=False)
         self._readonly_wait_ms = None if readonly_wait_s is None else int(min(readonly_wait_s, timeout_s) * 1000)

@@ -14,7 +14,12 @@ from qmq.client.membership import Connections, Membership, announce
 from qmq.client.received import ReceivedMessage, UnackedPiece
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms
-from qmq.errors import ClientClosed, QmqError
+from qmq.errors import ClientClosed, NotServed, QmqError
+
+CUT_OFF_S = 30.0
+"""Shortest time without a connection to any broker group after which a pull fails: a producer's default timeout."""
+JOINED_S = 1.0
+"""Time for the messages of a broker group after the subscribe, at most: without them "none" would say nothing."""
 
 
 class PullerOwner(Protocol):
@@ -63,23 +68,41 @@ class Puller(Membership):
     async def pull(self, messages_max: int, *, timeout: float) -> list[ReceivedMessage]:
         """Return up to `messages_max` messages; without any, wait up to `timeout` seconds for the first one.
 
-        With a timeout of 0, it returns prefetched messages only. While the puller is stopped or offline, it returns
-        none.
+        The timeout does not count while no broker group is connected, so an empty result means that the connected
+        ones have none. `trouble` names broker groups that are not connected. With a timeout of 0, it returns prefetched
+        messages only. While the puller is stopped or offline, it returns none.
 
         Raises:
+            AccessError: the token is rejected.
+            NotServed: no broker group was connected for 30 s, or for `timeout` if that is longer; retry.
             QmqError: the subscription ended, for instance because another process uses the consumer id.
         """
         if messages_max <= 0:
             return []
         await asyncio.sleep(0)  # a loop of pulls must not keep the event loop from reading
-        try:
-            async with asyncio.timeout(timeout):
-                subscription, messages = await self._taken(messages_max)
-        except TimeoutError:
-            return []
+        begun_s, wait_s = asyncio.get_running_loop().time(), timeout
+        while True:
+            try:
+                async with asyncio.timeout(wait_s):
+                    subscription, messages = await self._taken(messages_max)
+                break
+            except TimeoutError:
+                if (wait_s := self._still_waits_s(begun_s, timeout)) <= 0:
+                    return []
         if messages[0]._piece.suspected:
             await _begun(messages[0])
         return await self._confirmed(subscription, messages) if self.terms.most_once else messages
+
+    def _still_waits_s(self, begun_s: float, timeout: float) -> float:
+        """Return the time for which a pull at its timeout still waits; raises NotServed."""
+        subscription, now_s = self._subscription, asyncio.get_running_loop().time()
+        if timeout <= 0 or subscription is None or subscription.is_closing:
+            return 0.0
+        if not subscription.is_cut_off:
+            return subscription.joined_s + min(timeout, JOINED_S) - now_s
+        if (left_s := begun_s + max(timeout, CUT_OFF_S) - now_s) <= 0:
+            raise NotServed(f"no broker group is connected: {subscription.trouble}")
+        return min(left_s, timeout)
 
     async def _taken(self, messages_max: int) -> tuple[Subscription, list[ReceivedMessage]]:
         while True:

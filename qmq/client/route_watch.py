@@ -26,9 +26,10 @@ from urllib.parse import urlencode
 import grpc
 import grpc.aio
 
+from qmq.access import Token, TokenFile, token_text
 from qmq.client.routes import GroupRoute, SubjectRoute
 from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, get, metaserver_url
-from qmq.errors import AccessError
+from qmq.errors import AccessError, MissingRight, QmqError
 from qmq.grpc_forks import HAS_HANDLERS, grpc_begins, why_no_grpc
 from qmq.logs import bounded
 from qmq.proto import qmq_pb2 as pb
@@ -67,6 +68,10 @@ IDLE_S = 300.0
 """Above `KEPT`, a route is forgotten after this time without use, or up to twice that."""
 TROUBLE_S = 10.0
 """Age from which a failure is reported: a stream is replaced within a second or two."""
+REJECTED_S = 5.0
+"""Time of rejections after which the client's calls fail with them. A new token reaches all metaservers within a second
+or two.
+"""
 
 
 class RouteWatch:
@@ -74,6 +79,8 @@ class RouteWatch:
 
     Args:
         on_idle: forgets idle routes and returns those it has forgotten; None keeps all.
+        on_rejected: called with the error again and again while the token is rejected for good: the metaservers have
+            rejected it for a while, and its file holds no other one.
         kind: broker groups, or DELAY for all delay groups of any subject.
     """
 
@@ -81,12 +88,13 @@ class RouteWatch:
         self,
         *,
         metaserver: str,
-        token: str,
+        token: Token,
         app: str,
         client_id: str,
         produces: bool,
         on_routes: Callable[[list[SubjectRoute]], None],
         on_idle: Callable[[set[str]], Iterable[str]] | None = None,
+        on_rejected: Callable[[AccessError], None] | None = None,
         kind: GroupKind = GroupKind.NORMAL,
     ) -> None:
         self._metaserver = metaserver_url(metaserver)
@@ -97,6 +105,7 @@ class RouteWatch:
         self._kind = kind
         self._on_routes = on_routes
         self._on_idle = on_idle
+        self._on_rejected = on_rejected
         self._subjects: dict[str, None] = {}
         self._used: set[str] = set()
         """Subjects used since routes were last forgotten."""
@@ -122,6 +131,10 @@ class RouteWatch:
         """Reason without a stream and answered poll, and its time."""
         self.refused: AccessError | None = None
         """Set while the metaserver rejects the token."""
+        self._refused_at = 0.0
+        self._is_doubted = False
+        """Whether the stream is opened again because a broker rejected the token."""
+        self._doubted_at = -REPEAT_S
 
     def watch(self, subject: str) -> None:
         """Watch a subject, or mark it as used: unused ones may be forgotten."""
@@ -141,6 +154,10 @@ class RouteWatch:
                     known.pop(subject, None)
         self._ask_now.set()
 
+    def is_known(self, subject: str) -> bool:
+        """Return whether the metaserver has sent a route of the subject, perhaps without broker groups."""
+        return subject in self._held
+
     @property
     def trouble(self) -> str:
         """Reason why routes are out of date for ten seconds or more; "" while they are current."""
@@ -155,6 +172,22 @@ class RouteWatch:
         if self._streams or self._polls or not self._failure:
             return ""
         return f"the metaserver at {self._metaserver} sent no route: {self._failure}"
+
+    @property
+    def rejected(self) -> AccessError | None:
+        """Set while the token is rejected for good."""
+        if self.refused is None or asyncio.get_running_loop().time() - self._refused_at < REJECTED_S:
+            return None
+        return self.refused
+
+    def link_failed(self, error: QmqError) -> None:
+        """Request all routes again. If a broker rejects the token, open the stream again: the metaserver decides."""
+        now_s = asyncio.get_running_loop().time()
+        is_of_token = isinstance(error, AccessError) and not isinstance(error, MissingRight)
+        if is_of_token and now_s - self._doubted_at >= REPEAT_S:
+            self._is_doubted, self._doubted_at = True, now_s
+            self._poll_now.set()
+        self.refresh()
 
     def refresh(self) -> None:
         """Request all routes again, after a sign that they are old. Rarely needed: the metaserver sends changes."""
@@ -237,10 +270,11 @@ class RouteWatch:
     async def _stream_always(self) -> None:
         failures = 0
         while True:
+            token = token_text(self._token)
             try:
                 async with grpc.aio.insecure_channel(await self._address(), options=META_CHANNEL_OPTIONS) as channel:
                     answer_s = min(ANSWER_TIMEOUT_S * 2 ** min(failures, 10), ANSWER_TIMEOUT_S_MAX)
-                    async for update in self._updates(channel, answer_s):
+                    async for update in self._updates(channel, token, answer_s):
                         failures = 0
                         self._set_streams(True)
                         self._take([_route_from_proto(route) for route in update.routes])
@@ -248,7 +282,7 @@ class RouteWatch:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name} {error.details()}"
                 if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                    self._refused_by(AccessError(f"the metaserver rejects the token: {error.details()}"))
+                    self._refused_by(AccessError(f"the metaserver rejects the token: {error.details()}"), token)
             except (OSError, ValueError, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
             self._asked_at = None
@@ -260,11 +294,12 @@ class RouteWatch:
             failures += 1
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
-    async def _updates(self, channel: grpc.aio.Channel, answer_s: float) -> AsyncIterator[Any]:
+    async def _updates(self, channel: grpc.aio.Channel, token: str, answer_s: float) -> AsyncIterator[Any]:
         """Yield the metaserver's updates; raises TimeoutError if a request gets no answer within `answer_s`."""
         is_over = asyncio.Event()
         requests = self._requests(is_over)
-        stream = MetaserverStub(channel).WatchRoutes(requests, metadata=(("x-api-token", self._token),))
+        stream = MetaserverStub(channel).WatchRoutes(requests, metadata=(("x-api-token", token),))
+        self._is_doubted = False
         read = None
         try:
             while True:
@@ -274,6 +309,8 @@ class RouteWatch:
                     asked_at = self._asked_at
                     if not read.done() and asked_at and asyncio.get_running_loop().time() - asked_at > answer_s:
                         raise TimeoutError("the metaserver does not answer")
+                    if self._is_doubted:
+                        raise TimeoutError("a broker rejects the token")
                 update = read.result()
                 if update is grpc.aio.EOF:
                     return
@@ -323,10 +360,20 @@ class RouteWatch:
         """Return the gRPC endpoint; raises OSError or ValueError."""
         return await asyncio.to_thread(find_metaserver, self._metaserver, timeout_s=HTTP_TIMEOUT_S)
 
-    def _refused_by(self, error: AccessError) -> None:
-        """Note and log a rejected token; a waiting consumer logs it once a minute."""
+    def _refused_by(self, error: AccessError, token: str) -> None:
+        """Note and log that `token` is rejected, unless its file holds another one now."""
+        if token_text(self._token) != token:
+            self.refused = None
+            return
+        now_s = asyncio.get_running_loop().time()
+        if self.refused is None:
+            self._refused_at = now_s
+        if isinstance(self._token, TokenFile):
+            error = AccessError(f"{error}; put a valid token into {self._token.path}")
         self.refused = error
         log.error("%s metaserver=%s", error, self._metaserver)
+        if self.rejected is not None and self._on_rejected is not None:
+            self._on_rejected(error)
 
     def _failed(self, reason: str) -> None:
         if not self._failure:
@@ -367,13 +414,14 @@ class RouteWatch:
 
     async def _poll(self) -> None:
         """Poll once. Without an answer, the routes in use stay."""
+        token = token_text(self._token)
         try:
             routes = await asyncio.to_thread(
                 poll,
                 self._metaserver,
                 list(self._subjects),
                 dict(self._held),
-                token=self._token,
+                token=token,
                 app=self._app,
                 client_id=self._client_id,
                 produces=self._produces,
@@ -381,7 +429,7 @@ class RouteWatch:
                 timeout_s=HTTP_TIMEOUT_S,
             )
         except AccessError as error:
-            self._refused_by(error)
+            self._refused_by(error, token)
             self._polls = False
             self._failed(str(error))
         except (OSError, ValueError) as error:

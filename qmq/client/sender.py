@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from qmq.access import Token
 from qmq.client.backlog import Backlog, GroupBatches, Lanes, Limits, QueuedMessage, SendOrder, SubjectQueue
 from qmq.client.batch import (
     BATCH_BYTES_MAX,
@@ -97,7 +98,7 @@ class Sender:
         self,
         *,
         metaserver: str,
-        token: str,
+        token: Token,
         app: str,
         producer_id: int,
         in_flight_max: int,
@@ -497,10 +498,7 @@ class Sender:
             await asyncio.sleep(TICK_S)
             now_ms = self.now_ms()
             for group in self._groups.values():
-                for batch in group.batches.expired(now_ms):
-                    why = self._routing.rest_reason(group.name)
-                    last = f"; last: {why}" if why else ""
-                    self._give_up(group, batch, f"no answer of {group.name} before the deadline{last}")
+                self._give_up_expired(group, now_ms)
                 if group.batches.load and self._loop.time() - group.progress_at > self._answer_timeout_s:
                     owes = f"no answer for {self._answer_timeout_s} s"
                     log.warning("connection given up group=%s reason=%s (answer_timeout_s)", group.name, owes)
@@ -511,9 +509,19 @@ class Sender:
                 self._expire(queue, now_ms)
             self._pump()
 
+    def _give_up_expired(self, group: _Group, now_ms: int) -> None:
+        if (rejected := self._watch.rejected) is not None:
+            now_ms, reason = _NEVER_MS, str(rejected)
+        else:
+            why = self._routing.rest_reason(group.name)
+            reason = f"no answer of {group.name} before the deadline" + (f"; last: {why}" if why else "")
+        for batch in group.batches.expired(now_ms):
+            self._give_up(group, batch, reason)
+
     def _expire(self, queue: SubjectQueue, now_ms: int) -> None:
-        if self._watch.refused is not None and self._routing.route(queue.subject) is None:
-            queue.expire(_NEVER_MS, self._watch.refused)  # waiting would not make the token valid
+        refused = self._watch.refused if self._routing.route(queue.subject) is None else self._watch.rejected
+        if refused is not None:
+            queue.expire(_NEVER_MS, refused)  # waiting would not make the token valid
         elif self._refusal_clock is not None and self._refusal_clock.is_over(queue.subject, queue.group or "", now_ms):
             queue.expire(_NEVER_MS, self._why_not(queue.subject))
         elif (deadline_ms := queue.first_deadline_ms()) is not None and deadline_ms <= now_ms:
@@ -566,7 +574,7 @@ class Sender:
 
     def link_failed(self, link: Link, error: QmqError) -> None:
         self._routing.failed(link.broker_group, str(error), now_ms=self.now_ms())
-        self._watch.refresh()
+        self._watch.link_failed(error)
 
     def link_writable(self, link: Link) -> None:
         self._pump()

@@ -19,7 +19,7 @@ from qmq.client.batch import OnReceipt, Outcome, unstored
 from qmq.client.group_session import GroupSession, Parcel
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
-from qmq.client.route_watch import RouteWatch
+from qmq.client.route_watch import TROUBLE_S, RouteWatch
 from qmq.client.sender import Sender
 from qmq.client.terms import Terms
 from qmq.codec import delayed_copy
@@ -31,6 +31,7 @@ from qmq.remoting.commands import Verdict
 log = bounded(__name__)
 
 UNSUBSCRIBE_TIMEOUT_S = 2.0
+NO_ROUTE_YET = "the metaserver has sent no route yet"
 
 
 class Subscription:
@@ -71,6 +72,11 @@ class Subscription:
         self._behind: set[asyncio.Future[None]] = set()
         """Workers that wait for listeners of higher priority."""
         self._settlers: list[asyncio.Future[None]] = []
+        self._loop = asyncio.get_running_loop()
+        self.joined_s = 0.0
+        """Time of the last subscribe at a broker group; 0 before the first one."""
+        self._left_s = 0.0
+        """Time of the last loss of a connection."""
 
     # Called by the connections.
 
@@ -92,6 +98,7 @@ class Subscription:
             session.opened()
 
     def link_lost(self, link: Link) -> None:
+        self._left_s = self._loop.time()
         for session in self._sessions_of(link.broker_group):
             session.lost()
 
@@ -104,6 +111,27 @@ class Subscription:
     def _sessions_of(self, broker_group: str) -> list[GroupSession]:
         return [session for (name, _), session in self._sessions.items() if name == broker_group]
 
+    # Connections.
+
+    @property
+    def trouble(self) -> str:
+        """Reasons why messages of some or all broker groups do not come now; "" while all are connected."""
+        sessions = [session for (_, source), session in list(self._sessions.items()) if source == self.terms.subject]
+        if not sessions and not self._watch.is_known(self.terms.subject):
+            return self._watch.refusals.get(self.terms.subject) or self._watch.silence or NO_ROUTE_YET
+        return "; ".join(session.trouble for session in sessions if not session.is_subscribed)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether no broker group is connected. A subject without broker groups has none to connect to."""
+        return bool(self.trouble) and not any(session.is_subscribed for session in list(self._sessions.values()))
+
+    @property
+    def cut_off(self) -> str:
+        """Reason why no broker group is connected: since the start, or for ten seconds; "" otherwise."""
+        is_short = self.joined_s > 0 and self._loop.time() - self._left_s < TROUBLE_S
+        return "" if is_short or not self.is_cut_off else self.trouble
+
     # Called by sessions.
 
     @property
@@ -112,6 +140,7 @@ class Subscription:
         return sum(source == self.terms.subject for _, source in self._sessions)
 
     def leased(self, lease_ms: int) -> None:
+        self.joined_s = self._loop.time()
         self._on_leased(lease_ms)
 
     def arrived(self, parcel: Parcel) -> None:

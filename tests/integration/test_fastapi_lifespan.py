@@ -20,6 +20,9 @@ from qmq.testing import BlockingBroker, Broker
 from tests.support.ports import free_ports
 
 WAIT_S = 120.0
+DOES_NOT_RUN = (
+    "consumer same does not run: another connection consumes as consumer_id 'same': each needs one of its own"
+)
 
 
 @asynccontextmanager
@@ -97,8 +100,23 @@ async def test_health_reports_an_ended_consumer():
                 while (await web.get("/health")).status_code == 200:
                     await asyncio.sleep(0.02)
                 answer = await web.get("/health")
-                assert (answer.status_code, answer.json()) == (503, {"detail": "consumer same does not run"})
+                assert (answer.status_code, answer.json()) == (
+                    503,
+                    {"detail": DOES_NOT_RUN},
+                )
                 assert (await web.post("/orders/1")).json() == "stored"
+
+
+async def test_health_names_the_cause_of_no_connection():
+    """A worker that never connected looked healthy."""
+
+    async with Broker() as broker:
+        app = application(broker, nothing, consumer_id="c1")
+    async with serving(app) as web, asyncio.timeout(WAIT_S):
+        while "sent no route: " not in (answer := await web.get("/health")).text:
+            await asyncio.sleep(0.02)
+        assert answer.status_code == 503
+        assert answer.json()["detail"].startswith("consumer c1 is not connected: order: the metaserver at ")
 
 
 async def test_application_without_its_consumer_does_not_start():
