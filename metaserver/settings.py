@@ -23,7 +23,9 @@ class MetaserverSettings:
     http_port: int = setting(8080, least=0, most=65535, why="/meta/address, /management, /metrics; 0: a free port")
     grpc_port: int = setting(8081, least=0, most=65535, why="brokers and clients; 0: a free port")
     advertised_ip: str = setting("", why="address that /meta/address gives to brokers and clients; default: host")
-    database: str = setting("sqlite:///metaserver.db", why="SQLAlchemy URL; tables are made and migrated at start")
+    database: str = setting(
+        "sqlite:///metaserver.db", secret=True, why="SQLAlchemy URL; tables are made and migrated at start"
+    )
     database_timeout_ms: int = setting(
         3000, unit="ms", least=100, most=60_000, why="a call takes a few ms; what takes longer counts as not answered"
     )
@@ -31,10 +33,16 @@ class MetaserverSettings:
     snapshot: str = setting(
         "", why="file to start from while the database is away; default: beside SQLite's, else here; `none`: no file"
     )
-    cluster_token: str = setting(why="key of the installation: all its metaservers and brokers have it; may everything")
-    cluster_token_before: str = setting("", why="the key before a rotation: accepted as well, until it is taken out")
+    cluster_token: str = setting(
+        secret=True, why="key of the installation: all its metaservers and brokers have it; may everything"
+    )
+    cluster_token_before: str = setting(
+        "", secret=True, why="the key before a rotation: accepted as well, until it is taken out"
+    )
     password_keys: tuple[str, ...] = setting(
-        (), why="keys that encrypt passwords of databases in the table: the first one, the others only decrypt"
+        (),
+        secret=True,
+        why="keys that encrypt passwords of databases in the table: the first one, the others only decrypt",
     )
     open_lists: bool = setting(False, why="QMQ's lists are answered without a token, as QMQ does")
     audit_ledger: str = setting(
@@ -42,7 +50,7 @@ class MetaserverSettings:
     )
     oidc_issuer: str = setting("", why="OpenID provider by which people log in to the console; docs/access.md")
     oidc_client_id: str = setting("", why="what the provider calls this console")
-    oidc_client_secret: str = setting("", why="given with the id; empty: the provider wants none")
+    oidc_client_secret: str = setting("", secret=True, why="given with the id; empty: the provider wants none")
     oidc_redirect: str = setting("", why="the console as browsers reach it: https://HOST/console/oidc/callback")
     oidc_roles: tuple[str, ...] = setting(
         (), why="who may what: viewer=VALUE, operator=VALUE, admin=VALUE, of the claim that oidc_roles_claim names"

@@ -1,4 +1,14 @@
-"""Shell. Sources of a token: an argument, a file, standard input or the environment; never a process list."""
+"""Shell. Sources of a token: an argument, a file, standard input or the environment; never a process list.
+
+One rule decides about every file of a secret, for processes, clients and commands (`require_private`):
+
+    writable by its group or by others                                          refused
+    readable by others, of this process's user, and not mounted                 refused
+    anything else                                                               accepted
+
+So the files that Kubernetes (0440 with fsGroup, 0644), Docker (0444) and systemd (0400, 0440) mount are accepted: their
+platform decides who reaches them. A file of another user is that user's decision.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +30,9 @@ TOKEN_VARIABLE = "QMQ_TOKEN"
 FILE_VARIABLE = "QMQ_TOKEN_FILE"
 TOKEN_CHARS_MAX = 4096
 STANDARD_INPUT = "-"
+MOUNTS = Path("/proc/self/mountinfo")
+SHARED_FOLDERS = frozenset({"/tmp", "/var/tmp", "/dev/shm", "/run"})
+"""Folders of all users, which are often mounts."""
 
 
 class TokenFile:
@@ -81,13 +94,13 @@ def token_source(
 
     Args:
         given: the token itself; `-` reads one line of standard input instead.
-        token_file: a file readable only by its owner; `-` is standard input, too.
+        token_file: a file that other users cannot read or write; `-` is standard input, too.
 
     Returns:
         The token; empty if there is none.
 
     Raises:
-        AccessError: both were given, the file cannot be read, other users may read it, or it holds no token.
+        AccessError: both were given, the file cannot be read, breaks the rule, or holds no token.
     """
     environ = os.environ if environ is None else environ
     if given is not None and token_file is not None:
@@ -113,24 +126,57 @@ def add_token_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", help="the API token itself: the process list shows it to everybody")
 
 
-def read_token_file(path: Path) -> str:
-    """Read the token in `path`: one line, in a file that only its owner may read or write.
+def read_token_file(path: Path, name: str = "token") -> str:
+    """Read the token, or the secret called `name`, in `path`: one line without spaces.
 
     Raises:
         AccessError: the file breaks a rule.
     """
     try:
         with path.open(encoding="utf-8") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & 0o077:
-                raise AccessError(f"{path} may be read by others (mode {mode:03o}); run: chmod 600 {path}")
-            return _one_line(file.read(TOKEN_CHARS_MAX + 2), str(path))
+            require_private(file.fileno(), path)
+            return _one_line(file.read(TOKEN_CHARS_MAX + 2), str(path), name)
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessError(f"the token file {path} cannot be read: {error}") from None
+        raise AccessError(f"the {name} file {path} cannot be read: {error}") from None
 
 
-def _one_line(text: str, where: str) -> str:
+def require_private(descriptor: int, path: Path) -> None:
+    """Check the open file of a secret against the rule above; a pipe is private.
+
+    Raises:
+        AccessError: with the mode and the remedy.
+    """
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        return
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise AccessError(f"other users may write {path} (mode {mode:03o}); run: chmod 600 {path}")
+    if mode & stat.S_IROTH and found.st_uid == os.geteuid() and not _is_mounted(descriptor, path):
+        raise AccessError(f"other users may read {path} (mode {mode:03o}); run: chmod 600 {path}")
+
+
+def _is_mounted(descriptor: int, path: Path) -> bool:
+    """Return whether the file, or its folder, is a mount of its own, or the file system is read-only."""
+    if os.fstatvfs(descriptor).f_flag & os.ST_RDONLY:
+        return True
+    folder = os.path.realpath(path.parent)
+    return _is_mount(os.path.realpath(path)) or (folder not in SHARED_FOLDERS and _is_mount(folder))
+
+
+def _is_mount(path: str) -> bool:
+    """Return whether `path` is a mount point; Python alone does not detect a mount within one file system."""
+    if os.path.ismount(path):
+        return True
+    try:
+        points = {line.split(" ")[4] for line in MOUNTS.read_text().splitlines()}
+    except OSError:  # not on Linux
+        return False
+    return path.replace(" ", "\\040") in points
+
+
+def _one_line(text: str, where: str, name: str = "token") -> str:
     token = text.strip()
     if not token or len(token) > TOKEN_CHARS_MAX or len(token.split()) != 1:
-        raise AccessError(f"{where} does not hold one token on one line")
+        raise AccessError(f"{where} does not hold one {name} on one line")
     return token

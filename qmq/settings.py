@@ -1,7 +1,8 @@
 """Core. Settings of a process: one frozen dataclass, read from a TOML file and the environment, checked as a whole.
 
 A field is declared with `setting(default, unit=…, why=…, least=…, most=…)`. The file has it under its own name, the
-environment as `<PREFIX>_<NAME>` in capitals. All complaints are reported together.
+environment as `<PREFIX>_<NAME>` in capitals; `<PREFIX>_<NAME>_FILE` names the file of a secret. All complaints are
+reported together.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from qmq.errors import CallError
+from qmq.access import read_token_file
+from qmq.errors import AccessError, CallError
 
 T = TypeVar("T")
 REQUIRED: Any = dataclasses.MISSING
@@ -35,9 +37,10 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     one_of: tuple[str, ...] = (),
+    secret: bool = False,
 ) -> Any:
     """Declare a field of a settings dataclass; `why`: its purpose, and the origin of the default."""
-    metadata = {"why": why, "unit": unit, "least": least, "most": most, "one_of": one_of}
+    metadata = {"why": why, "unit": unit, "least": least, "most": most, "one_of": one_of, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
 
 
@@ -51,9 +54,13 @@ def load(kind: type[T], *, prefix: str, path: Path | None, environ: Mapping[str,
     given = _read(path, complaints)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     complaints += [f"{name}: unknown setting; known are {', '.join(fields)}" for name in given if name not in fields]
-    for name in fields:
+    for name, field in fields.items():
         if (variable := f"{prefix}_{name.upper()}") in environ:
             given[name] = environ[variable]
+        if field.metadata["secret"] and (file := environ.get(f"{variable}_FILE")):
+            given[name] = _secret(name, file, complaints)
+            if variable in environ:
+                complaints.append(f"{name}: both {variable} and {variable}_FILE are set; keep one")
     values, hints = {}, get_type_hints(kind)
     for name, field in fields.items():
         if name in given:
@@ -78,6 +85,14 @@ def _read(path: Path | None, complaints: list[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         complaints.append(f"{path}: {error}")
         return {}
+
+
+def _secret(name: str, file: str, complaints: list[str]) -> str:
+    try:
+        return read_token_file(Path(file), name)
+    except AccessError as error:
+        complaints.append(f"{name}: {error}")
+        return "unread"
 
 
 def _convert(value: Any, hint: Any) -> Any:

@@ -6,12 +6,11 @@ import getpass
 import json
 import os
 import secrets
-import stat
 import sys
 from pathlib import Path
 from types import TracebackType
 
-from qmq.access import Token, TokenFile, read_token_file
+from qmq.access import Token, TokenFile, require_private
 from qmq.errors import AccessError
 from qmq.tools.terminal import complain, is_interactive
 
@@ -25,7 +24,7 @@ class NoInput(Exception):
 
 
 def read_token(typed: str | None, path: str | None) -> Token:
-    """Return the API token, or an empty text. A file is read again later, unless other users may read it.
+    """Return the API token, or an empty text. A file is read again later.
 
     Tried in this order: command line (QMQ's way), file or standard input, QMQ_TOKEN, file named by QMQ_TOKEN_FILE.
     """
@@ -42,13 +41,7 @@ def read_token(typed: str | None, path: str | None) -> Token:
 
 def _token_in(path: str) -> Token:
     token = _as_token(read_secret(path, "token"), path)
-    if path == STANDARD_STREAM:
-        return token
-    try:
-        read_token_file(Path(path))
-    except AccessError:
-        return token
-    return TokenFile(Path(path), token)
+    return token if path == STANDARD_STREAM else TokenFile(Path(path), token)
 
 
 def _as_token(text: str, where: str) -> str:
@@ -81,10 +74,12 @@ def read_secret(path: str, name: str) -> str:
             text = sys.stdin.read(SECRET_CHARS_MAX + 1)
         else:
             with open(path, encoding="utf-8") as file:
-                _warn_if_open_to_others(file.fileno(), path)
+                require_private(file.fileno(), Path(path))
                 text = file.read(SECRET_CHARS_MAX + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise NoInput(f"the {name} cannot be read from {path}: {error}") from None
+    except AccessError as error:
+        raise NoInput(str(error)) from None
     secret = text.strip("\r\n")
     if not secret or len(text) > SECRET_CHARS_MAX or not secret.isprintable():
         where = "standard input" if path == STANDARD_STREAM else path
@@ -103,12 +98,6 @@ def read_document(path: str) -> str:
         return json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
     except (OSError, ValueError, RecursionError) as error:
         raise NoInput(f"{path} cannot be read: {error}") from None
-
-
-def _warn_if_open_to_others(descriptor: int, path: str) -> None:
-    mode = os.fstat(descriptor)
-    if stat.S_ISREG(mode.st_mode) and mode.st_mode & 0o077:
-        complain(f"warning: others may read {path}; chmod 600 {path}")
 
 
 class PrivateFile:

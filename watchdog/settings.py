@@ -64,7 +64,9 @@ class WatchdogSettings:
     """Settings of a watchdog at its start. AddDb sets the databases and their rates."""
 
     metaserver: str = setting(why="HTTP address of the metaservers")
-    token: str = setting(why="key of the installation: the metaserver gives passwords of databases only to its holders")
+    token: str = setting(
+        secret=True, why="key of the installation: the metaserver gives passwords of databases only to its holders"
+    )
     room: str = setting("default", why="namespace: it scans the databases registered with this room")
     host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
     http_port: int = setting(8090, least=0, most=65535, why="/metrics, /health, requests of tools.sh; 0: a free port")

@@ -27,7 +27,9 @@ class CopySettings:
     )
     data: Path = setting(why="directory of the message log; one broker, one directory")
     metaserver: str = setting("http://127.0.0.1:8080", why="HTTP address of the metaserver, or of nginx before several")
-    token: str = setting(why="key of the installation, the metaservers' cluster_token; others' are checked there")
+    token: str = setting(
+        secret=True, why="key of the installation, the metaservers' cluster_token; others' are checked there"
+    )
     durability: str = setting("fsync", one_of=("fsync",), why="what an acknowledgement stands for")
 
     segment_bytes: int = setting(1 << 30, unit="bytes", least=4096, why="size of a log segment; what a restart replays")

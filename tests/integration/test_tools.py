@@ -262,13 +262,17 @@ def test_token_comes_from_environment_file_or_stdin(tmp_path):
     assert [(way.returncode, way.stderr) for way in ways] == [(DONE, "")] * 4 and stub.tokens == [TOKEN] * 4
 
 
-def test_exposed_tokens_are_warned_about(tmp_path):
-    (file := tmp_path / "token").write_text(TOKEN)
-    file.chmod(0o644)
+def test_typed_token_is_warned_about():
     with Stub(lambda _: ok([])) as stub:
         typed = run("ListBrokers", stub.address, f"--token={TOKEN}", token=None)
         assert (typed.returncode, stub.tokens) == (DONE, [TOKEN]) and "stands in the process list" in typed.stderr
-        assert f"chmod 600 {file}" in run("ListBrokers", stub.address, token=None, token_file=file).stderr
+
+
+def test_file_open_to_others_is_refused(tmp_path):
+    (file := tmp_path / "token").write_text(TOKEN)
+    file.chmod(0o644)
+    ended = run("ListBrokers", "127.0.0.1:1", token=None, token_file=file)
+    assert ended.returncode == USAGE and f"chmod 600 {file}" in ended.stderr and TOKEN not in ended.stderr
 
 
 @pytest.mark.parametrize("content", [None, "two\nlines"], ids=["missing", "lines"])
@@ -284,6 +288,7 @@ def test_token_with_a_line_end_is_stripped(tmp_path):
     with Stub(lambda _: ok([])) as stub:
         assert run("ListMetaservers", stub.address, token="token\n").returncode == DONE
         (file := tmp_path / "token").write_text("日")
+        file.chmod(0o600)
         for words, token in ((["--token=a\nb"], ""), ([f"--token-file={file}"], ""), ([], "日")):
             ended = run("ListMetaservers", stub.address, *words, token=token)
             assert ended.returncode == USAGE and "holds no token" in ended.stderr

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+from types import SimpleNamespace
 
 import pytest
 
+import qmq.access as module
 from qmq.access import find_token
 from qmq.errors import AccessError
 
@@ -37,13 +40,72 @@ def test_dash_reads_standard_input(how):
     assert find_token(**how, environ={}, stdin=stdin) == "secret" and stdin.read() == "rest\n"
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o777])
-def test_file_readable_by_others_is_refused(tmp_path, mode):
+@pytest.mark.parametrize("mode", [0o644, 0o444, 0o604, 0o620, 0o602, 0o660, 0o777])
+def test_file_open_to_others_is_refused(tmp_path, mode):
     """Weakness 28: tokens were read from a file of any mode."""
     path = write(tmp_path / "token", "secret\n", mode)
-    with pytest.raises(AccessError, match="chmod 600") as error:
+    with pytest.raises(AccessError, match=f"mode {mode:03o}.*chmod 600") as error:
         find_token(token_file=path, environ={})
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
+def test_file_readable_by_its_group_is_accepted(tmp_path, mode):
+    assert find_token(token_file=write(tmp_path / "token", "secret\n", mode), environ={}) == "secret"
+
+
+def mount(monkeypatch, tmp_path, point):
+    """Let `point` be a mount within one file system."""
+    (mounts := tmp_path / "mountinfo").write_text(f"1 2 0:3 / / rw - x\n4 1 0:3 /f {point} rw,relatime - ext4 d rw\n")
+    monkeypatch.setattr(module, "MOUNTS", mounts)
+
+
+@pytest.mark.parametrize("mounted", ["secrets/data/token", "secrets"], ids=["file", "folder"])
+def test_mounted_file_readable_by_others_is_accepted(tmp_path, monkeypatch, mounted):
+    """Docker mounts the file, Kubernetes a folder with a link to it."""
+    (tmp_path / "secrets" / "data").mkdir(parents=True)
+    data = write(tmp_path / "secrets" / "data" / "token", "secret\n", 0o444)
+    (path := tmp_path / "secrets" / "token").symlink_to("data/token")
+    with pytest.raises(AccessError, match="may read"):
+        find_token(token_file=path, environ={})
+    mount(monkeypatch, tmp_path, tmp_path / mounted)
+    assert find_token(token_file=path, environ={}) == "secret"
+    data.chmod(0o664)
+    with pytest.raises(AccessError, match="may write"):
+        find_token(token_file=path, environ={})
+
+
+def test_mounted_folder_of_all_users_counts_for_nothing(tmp_path, monkeypatch):
+    """/tmp is often a mount."""
+    path = write(tmp_path / "token", "secret\n", 0o444)
+    mount(monkeypatch, tmp_path, tmp_path)
+    monkeypatch.setattr(module, "SHARED_FOLDERS", frozenset({str(tmp_path)}))
+    with pytest.raises(AccessError, match="may read"):
+        find_token(token_file=path, environ={})
+
+
+def test_readable_file_of_another_user_is_accepted(tmp_path, monkeypatch):
+    path = write(tmp_path / "token", "secret\n", 0o444)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    assert find_token(token_file=path, environ={}) == "secret"
+
+
+def test_file_on_a_readonly_file_system_is_accepted(tmp_path, monkeypatch):
+    path = write(tmp_path / "token", "secret\n", 0o444)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert find_token(token_file=path, environ={}) == "secret"
+
+
+def test_pipe_is_private():
+    """A shell's `<(…)` gives the path of a pipe."""
+    reader, writer = os.pipe()
+    os.write(writer, b"secret\n")
+    os.close(writer)
+    os.fchmod(reader, 0o666)
+    try:
+        assert find_token(token_file=f"/dev/fd/{reader}", environ={}) == "secret"
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "two words\n", "a\nb\n", "x" * 5000], ids=range(5))

@@ -19,6 +19,7 @@ class Settings:
     tokens: tuple[str, ...] = setting((), why="who may come in")
     mode: str = setting("fsync", one_of=("fsync", "replicated"), why="what an acknowledgement stands for")
     folder: Path = setting(Path("data"), why="where it keeps things")
+    key: str = setting("", secret=True, why="what opens it")
 
 
 def read(tmp_path, text, **environ):
@@ -58,6 +59,20 @@ def test_environment_overrides_the_file(tmp_path):
     assert settings == Settings(name="b", port=2, pause_s=0.25, eager=True, tokens=("x", "y"))
 
 
+def test_secret_is_read_from_a_file(tmp_path):
+    """Docker, Kubernetes and systemd give secrets as files."""
+    (file := tmp_path / "key").write_text("from-the-file\n")
+    file.chmod(0o440)
+    assert read(tmp_path, 'name = "a"\nkey = "other"', QMQ_X_KEY_FILE=str(file)).key == "from-the-file"
+    assert complaints_of(tmp_path, 'name = "a"', QMQ_X_KEY_FILE=str(file), QMQ_X_KEY="b") == [
+        "key: both QMQ_X_KEY and QMQ_X_KEY_FILE are set; keep one"
+    ]
+    file.chmod(0o666)
+    (complaint,) = complaints_of(tmp_path, 'name = "a"', QMQ_X_KEY_FILE=str(file))
+    assert complaint.startswith("key: other users may write") and "chmod 600" in complaint
+    assert read(tmp_path, 'name = "a"', QMQ_X_FOLDER_FILE="/nowhere").folder == Path("data"), "it is no secret"
+
+
 def test_settings_need_no_file():
     assert load(Settings, prefix="QMQ_X", path=None, environ={"QMQ_X_NAME": "a"}).name == "a"
 
@@ -94,7 +109,7 @@ def test_all_complaints_are_reported_together(tmp_path):
         pytest.param("tokens = [1]", "tokens: [1] is no list of words (who may come in)", id="numbers for words"),
         pytest.param(
             "extra = 1",
-            "extra: unknown setting; known are name, port, pause_s, eager, tokens, mode, folder",
+            "extra: unknown setting; known are name, port, pause_s, eager, tokens, mode, folder, key",
             id="unknown",
         ),
     ],
