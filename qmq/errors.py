@@ -42,6 +42,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import IntEnum
+from typing import Any
 
 
 class ErrorCode(IntEnum):
@@ -89,6 +90,17 @@ class QmqError(Exception):
     retryable: bool = False
     limit: str = ""
     limited_subject: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy without `__init__`, whose arguments are not the text: errors leave process pools."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(cls: type[QmqError], args: tuple[Any, ...], fields: dict[str, Any]) -> QmqError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class CallError(QmqError):
@@ -356,6 +368,4 @@ _CLASSES = _by_code(QmqError)
 def from_code(code: int, text: str) -> QmqError:
     """Return the error that a packet's response code and text stand for."""
     cls = _CLASSES.get(ErrorCode(code), QmqError) if code in ErrorCode._value2member_map_ else QmqError
-    error = cls.__new__(cls)
-    Exception.__init__(error, text or f"response code {code}")
-    return error
+    return _restored(cls, (text or f"response code {code}",), {})

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from qmq.client.batch import Outcome, Receipt
 from qmq.client.consumer import Consumer
+from qmq.client.lifetime import no_pickle
 from qmq.client.puller import Puller
 from qmq.client.received import ReceivedMessage
 from qmq.errors import ClientClosed, InvalidRequest, NoAnswer, NotServed, QmqError
@@ -79,6 +80,9 @@ class Requester:
         finally:
             self._fail(ClientClosed("the requester is closed"))
             await self._puller.__aexit__(kind, error, trace)
+
+    def __getstate__(self) -> None:
+        raise no_pickle("A requester")
 
     @property
     def waiting(self) -> int:

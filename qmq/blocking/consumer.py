@@ -16,7 +16,7 @@ from qmq.blocking import background as process
 from qmq.blocking.background import Background, arguments_of, waits_for
 from qmq.client.consumer import Consumer as AsyncConsumer
 from qmq.client.handler import BlockingBatchHandler, BlockingHandler, check_callable
-from qmq.client.lifetime import sigterm_calls
+from qmq.client.lifetime import no_pickle, sigterm_calls
 from qmq.client.listener import Listener
 from qmq.client.membership import MasterChanged
 from qmq.client.puller import Puller as AsyncPuller
@@ -43,6 +43,11 @@ class Consumer:
         self._pid = os.getpid()
         self._inner = self._make()
         self._run: _Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._asked or self._run is not None:
+            raise no_pickle("A consumer with listeners")
+        return self.__dict__
 
     @property
     def _own(self) -> AsyncConsumer:
@@ -215,6 +220,9 @@ class Puller:
     def __init__(self, inner: AsyncPuller) -> None:
         self._inner = inner
         self._background: Background | None = None
+
+    def __getstate__(self) -> None:
+        raise no_pickle("A puller")
 
     def __enter__(self) -> Self:
         with process.lock:

@@ -10,6 +10,7 @@ from qmq.blocking.background import Background, waits_for
 from qmq.blocking.consumer import Consumer
 from qmq.blocking.producer import Producer
 from qmq.client.batch import Receipt
+from qmq.client.lifetime import no_pickle
 from qmq.client.received import ReceivedMessage
 from qmq.errors import ClientClosed
 from qmq.message import Message
@@ -40,6 +41,9 @@ class Requester:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __getstate__(self) -> None:
+        raise no_pickle("A requester")
 
     request = waits_for(AsyncRequester.request)
 

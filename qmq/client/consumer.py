@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from qmq.access import Token, token_source
 from qmq.client.handler import Filter, FilteredHandler, Handler, call_back, check_plain
-from qmq.client.lifetime import on_sigterm
+from qmq.client.lifetime import no_pickle, on_sigterm
 from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
 from qmq.client.puller import Puller
@@ -80,6 +80,11 @@ class Consumer:
         self._thread = 0
         self._stop: asyncio.Event | None = None
         self._running: set[asyncio.Task[None]] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._loop is not None or self._members:
+            raise no_pickle("A consumer with listeners or pullers")
+        return self.__dict__
 
     @property
     def id(self) -> str:

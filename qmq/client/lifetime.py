@@ -38,6 +38,11 @@ class OpenClient(Protocol):
         """Number of messages without an outcome."""
 
 
+def no_pickle(noun: str) -> TypeError:
+    """Return the error of pickling a client that belongs to its process; TypeError, as pickle itself raises."""
+    return TypeError(f"{noun} cannot be pickled: its connections are this process's. Make one in the other process.")
+
+
 _open: set[OpenClient] = set()
 _of_parents: list[object] = []
 """Clients of parent processes. Kept alive, because closing their sockets would close the parent's."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from qmq.access import Token
 from qmq.client.backlog import Backlog
-from qmq.client.lifetime import logged_task
+from qmq.client.lifetime import logged_task, no_pickle
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
@@ -224,6 +224,9 @@ class Membership:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._changed = asyncio.Event()
+
+    def __getstate__(self) -> None:
+        raise no_pickle(f"A {type(self).__name__.lower()}")
 
     @property
     def subject(self) -> str:

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import overload
+from typing import Any, overload
 from urllib.parse import urlsplit
 
 from qmq.access import Token, token_source
@@ -23,7 +23,7 @@ from qmq.client.bulk import CHUNK_MESSAGES, BulkSend
 from qmq.client.delay import Delay, DelayGroups, DelayOutcome, delay_of, due_of_call, schedule_request, target_of
 from qmq.client.handler import after_commit, call_back, check_callable
 from qmq.client.journal import Journal, JournalWriter
-from qmq.client.lifetime import closed, opened
+from qmq.client.lifetime import closed, no_pickle, opened
 from qmq.client.numbered_sender import NumberedSender
 from qmq.client.sender import Sender, Senders
 from qmq.client.terms import check_seconds
@@ -111,6 +111,11 @@ class Producer:
         self._callbacks: set[asyncio.Task[object]] = set()
         self._open_senders: Senders | None = None
         self._is_closing = self._is_parents = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.id:
+            raise no_pickle("An opened producer")
+        return self.__dict__
 
     # Opening and closing.
 

@@ -87,8 +87,9 @@ class Puller(Membership):
                     subscription, messages = await self._taken(messages_max)
                 break
             except TimeoutError:
-                if (wait_s := self._still_waits_s(begun_s, timeout)) <= 0:
-                    return []
+                pass
+            if (wait_s := self._still_waits_s(begun_s, timeout)) <= 0:
+                return []
         if messages[0]._piece.suspected:
             await _begun(messages[0])
         return await self._confirmed(subscription, messages) if self.terms.most_once else messages

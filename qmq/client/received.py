@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from qmq.client.terms import BROKER_DELAY_S_MAX, DIGITS_MAX, Refused, RetryPolicy, refused, refused_for_good
 from qmq.codec import counts_from, decode_envelope, decode_properties, due_of, properties_begin
-from qmq.errors import InvalidMessage
+from qmq.errors import ClientClosed, InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RETRIES_MAX, TIMES, Message, Value
 from qmq.ranges import Range
 from qmq.remoting.commands import Verdict
@@ -146,6 +147,9 @@ class ReceivedMessage(Message):
     `sequence` counts the messages of `source` in `broker_group`. The first call of `ack`, `nack` or `dead_letter`
     decides the message. Decisions are sent in the background, several at a time; closing waits for them. The `_nowait`
     methods may be called from any thread.
+
+    A pickled message, for instance in a process pool, has the content and the facts of the delivery. The process that
+    received the message decides it.
     """
 
     __slots__ = ("sequence", "_data", "_piece", "_at")
@@ -160,6 +164,32 @@ class ReceivedMessage(Message):
         self._data = data
         self._piece = piece
         self._at = at
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        piece = self._piece
+        session = piece.acker.source, piece.acker.group, piece.acker.is_mailbox
+        facts = piece.times, piece.broker_group, piece.states[self._at], piece.is_dropped, piece.suspected
+        delivery = self.subject, self.sequence, self._data, self.pull_sequence
+        return _from_elsewhere, (*delivery, session, facts), (None, self._decoded())
+
+    def __copy__(self) -> ReceivedMessage:
+        copied = ReceivedMessage(self.subject, self.sequence, self._data, self._piece, self._at)
+        for name, value in self._decoded().items():
+            setattr(copied, name, value)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReceivedMessage:
+        copied = self.__copy__()
+        copied.properties = dict(copied.properties)
+        return copied
+
+    def _decoded(self) -> dict[str, Any]:
+        """Return the attributes that were decoded or set."""
+        found = {}
+        for name in Message.__slots__:
+            with suppress(AttributeError):
+                found[name] = object.__getattribute__(self, name)
+        return found
 
     @property
     def times(self) -> int:
@@ -296,6 +326,35 @@ class ReceivedMessage(Message):
         else:
             raise AttributeError(f"a message has no attribute {name!r}")
         return object.__getattribute__(self, name)
+
+
+class _Elsewhere:
+    """Session of pickled messages, which only the process that received them can decide."""
+
+    def __init__(self, source: str, group: str, is_mailbox: bool) -> None:
+        self.source = source
+        self.group = group
+        self.is_mailbox = is_mailbox
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ClientClosed("A pickled message has no session. Decide the original, in the process that received it.")
+
+
+def _from_elsewhere(
+    subject: str,
+    sequence: int,
+    data: bytes,
+    pull_sequence: int,
+    session: tuple[str, str, bool],
+    facts: tuple[int, str, int, bool, bool],
+) -> ReceivedMessage:
+    """Return a message that another process received."""
+    times, broker_group, state, is_dropped, suspected = facts
+    piece = UnackedPiece(pull_sequence, 1, times, cast(Acker, _Elsewhere(*session)), broker_group, [])
+    piece.states[0], piece.is_dropped, piece.suspected = state, is_dropped, suspected
+    return ReceivedMessage(subject, sequence, data, piece, 0)
 
 
 def _number(value: Value, digits_max: int) -> int | None:

@@ -523,8 +523,16 @@ def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
         with error:
             text = error.read(1000).decode("utf-8", "replace")
         if error.code in (401, 403):
-            raise AccessError(f"the metaserver rejects the token: {text}") from None
+            raise AccessError(f"the metaserver rejects the token: {_reason(text)}") from None
         raise
+
+
+def _reason(text: str) -> str:
+    """Return the message of the metaserver's error, or the whole text of a proxy's."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (KeyError, TypeError, ValueError):
+        return text.strip()
 
 
 def _parse(data: bytes) -> list[SubjectRoute]:
