@@ -346,7 +346,11 @@ def _begin(message: pb.GroupBegin) -> Begin:
 def _group_message(progress: positions.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:
     consumers = [
         pb.ConsumerProgress(
-            consumer=consumer.consumer, connected=bool(consumer.peer), unacked=consumer.unacked, peer=consumer.peer
+            consumer=consumer.consumer,
+            connected=bool(consumer.peer),
+            unacked=consumer.unacked,
+            peer=consumer.peer,
+            delivered=consumer.delivered,
         )
         for consumer in progress.consumers
     ]

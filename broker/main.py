@@ -50,7 +50,7 @@ def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, id
         promote=lambda promotion: BrokerMaster(promotion, settings, counters, announcing.ask),
         keeper=retention,
     )
-    samples = Samples(lambda: (counters.produced_messages, counters.pulled_messages))
+    samples = Samples(lambda: (counters.produced_messages, counters.pulled_messages, counters.acked_messages))
     meta_link = MetaLink(service, settings)
     tasks = [
         service.run(),

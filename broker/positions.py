@@ -18,7 +18,7 @@ from qmq.broker.subscriptions import Subscription
 from qmq.dead_letters import REDRIVER, letters_producer
 from qmq.errors import OperatorError, Overloaded, QmqError
 from qmq.log import MessageLog
-from qmq.log.group import Consumer, Group
+from qmq.log.group import MASTERSHIP_BITS, Consumer, Group
 from qmq.log.index import FrameRef
 from qmq.remoting.packet import Packet
 from qmq.replication.ports import Link
@@ -51,6 +51,8 @@ class ConsumerProgress:
     unacked: int
     peer: str
     """Address of its connection; empty without one."""
+    delivered: int
+    """Messages delivered in the newest mastership: a new one begins at zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[s
     oldest = end if first_unacked is None else first_unacked
     refs = log.frames(subject, oldest, 1) if oldest < end else []
     consumers = [
-        ConsumerProgress(consumer, group.consumers.get(consumer, Consumer()).unacked_messages, peers.get(consumer, ""))
+        _of_consumer(consumer, group.consumers.get(consumer, Consumer()), peers.get(consumer, ""))
         for consumer in sorted(group.consumers.keys() | peers.keys())
     ]
     return GroupProgress(
@@ -120,6 +122,10 @@ def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[s
         consumers,
         _dead_letters(log, subject, name),
     )
+
+
+def _of_consumer(name: str, consumer: Consumer, peer: str) -> ConsumerProgress:
+    return ConsumerProgress(name, consumer.unacked_messages, peer, consumer.next_pull & (1 << MASTERSHIP_BITS) - 1)
 
 
 def _dead_letters(log: MessageLog, subject: str, group: str) -> int:

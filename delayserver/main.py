@@ -60,7 +60,7 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
     filing = ScheduleFiler(
         message_log, service, make=make, discard=lambda: discard(shelf), found_damage=service.node.found_damage
     )
-    samples = Samples(lambda: (counters.produced_messages, counters.sent_messages))
+    samples = Samples(lambda: (counters.produced_messages, counters.sent_messages, counters.sent_messages))
     tasks = [
         service.run(),
         MetaLink(service, settings, kind=GroupKind.DELAY).run(),

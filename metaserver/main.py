@@ -33,6 +33,7 @@ from qmq.metaserver.cluster.upkeep import Upkeep
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import ProviderPort, Sessions
+from qmq.metaserver.console.survey import Surveyor
 from qmq.metaserver.http.app import build_app, polled_routes
 from qmq.metaserver.http.guard import Limits
 from qmq.metaserver.model import AuditRow, MetaserverRow
@@ -101,6 +102,7 @@ class Metaserver:
         self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)
         desk = self._make_desk()
         self._actions = Actions(desk, self._metrics)
+        self._surveyor = Surveyor(desk, token=settings.cluster_token)
         doctor = DoctorMetrics(lambda: examine_reported(desk))
         self._metrics.observe(doctor.read)
         self._nights = Nights(Path(settings.audit_ledger)) if settings.audit_ledger else None
@@ -174,7 +176,7 @@ class Metaserver:
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
         self.registry.liveness.serve(self.registry.directory.brokers(), now_ms=self.registry.now_ms())
-        works = [upkeep.run(), self.hubs.run(), rpc.visits.run(), self._failovers.run()]
+        works = [upkeep.run(), self.hubs.run(), rpc.visits.run(), self._failovers.run(), self._surveyor.run()]
         works += [scrapes.run() for scrapes in self._scrapes]
         tasks = [asyncio.create_task(work) for work in works]
         serving = asyncio.create_task(http.run())
@@ -278,6 +280,7 @@ class Metaserver:
             database_trouble=lambda: self._database.trouble,
             nights=self._nights,
             provider=make_provider(settings),
+            surveyor=self._surveyor,
         )
         return build_app(
             self._actions,

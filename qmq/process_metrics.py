@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -10,7 +14,11 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from qmq.memory import memory_bytes
+from qmq.proto import qmq_pb2 as pb
 from qmq.version import VERSION
+
+_STARTED_S = time.monotonic()
 
 
 def register_process(registry: CollectorRegistry) -> None:
@@ -27,6 +35,22 @@ def version_of(process: str) -> Metric:
     info = GaugeMetricFamily(f"qmq_{process}_info", "Always 1; says what runs.", labels=["version"])
     info.add_metric([VERSION], 1)
     return info
+
+
+def process_figures(data: Path | None = None) -> pb.ProcessFigures:
+    """Return figures of this process, and of the file system that holds `data`."""
+    figures = pb.ProcessFigures(
+        version=VERSION,
+        memory_bytes=memory_bytes(),
+        cpu_seconds=time.process_time(),
+        running_ms=int((time.monotonic() - _STARTED_S) * 1000),
+    )
+    if data is not None:
+        with contextlib.suppress(OSError):
+            status = os.statvfs(data)
+            figures.disk_free_bytes = status.f_bavail * status.f_frsize
+            figures.disk_bytes = status.f_blocks * status.f_frsize
+    return figures
 
 
 class Reader(Collector):

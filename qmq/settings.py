@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +43,24 @@ def setting(
     """Declare a field of a settings dataclass; `why`: its purpose, and the origin of the default."""
     metadata = {"why": why, "unit": unit, "least": least, "most": most, "one_of": one_of, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
+
+
+SECRET = "set, not shown"
+
+
+def shown(settings: Any) -> dict[str, str]:
+    """Return settings as text, in their order. Secrets and passwords in addresses are replaced."""
+    values = {field.name: (field, getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+    return {name: _shown(field, value) for name, (field, value) in values.items()}
+
+
+def _shown(field: dataclasses.Field[Any], value: Any) -> str:
+    if field.metadata.get("secret") and value:
+        return SECRET
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:…@", text)
 
 
 def load(kind: type[T], *, prefix: str, path: Path | None, environ: Mapping[str, str]) -> T:

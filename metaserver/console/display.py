@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -82,7 +82,42 @@ def short(value: int) -> str:
     return str(value)
 
 
-FILTERS = {
+def size(value: Any) -> str:
+    """Format bytes with three figures: `5.21 GB`."""
+    if value is None or value == "":
+        return NOTHING
+    amount = float(value)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if amount < 1000 or unit == "TB":
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.3g} {unit}"
+        amount /= 1000
+    return NOTHING
+
+
+def percent(value: Any) -> str:
+    """Format a share of one processor."""
+    return NOTHING if value is None else f"{value:.0%}" if value >= 0.1 or not value else f"{value:.1%}"
+
+
+SPARK_WIDTH, SPARK_HEIGHT, SPARK_MS = 120, 26, 1_800_000
+
+
+def spark(points: Sequence[tuple[int, float]], now_ms: int) -> str:
+    """Return the line of half an hour as SVG coordinates; empty with fewer than two points."""
+    shown = [(at_ms, value) for at_ms, value in points if now_ms - SPARK_MS < at_ms <= now_ms]
+    if len(shown) < 2:
+        return ""
+    most, begin_ms = max(value for _, value in shown) or 1.0, max(now_ms - SPARK_MS, shown[0][0])
+    span_ms = max(shown[-1][0] - begin_ms, 1)
+    return " ".join(
+        f"{(at_ms - begin_ms) * SPARK_WIDTH / span_ms:.0f},{1 + (1 - value / most) * (SPARK_HEIGHT - 2):.1f}"
+        for at_ms, value in shown
+    )
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "size": size,
+    "percent": percent,
     "rate": rate,
     "short": short,
     "utc": utc,

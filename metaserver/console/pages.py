@@ -15,7 +15,10 @@ from qmq.differences import differences
 from qmq.ledger import LedgerDamaged
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Kind, Status
 from qmq.metaserver.console.display import SERIES_MAX, Look, Looks, Rates, bars_of, chart_of, moment_ms, per_second
+from qmq.metaserver.console.front import front_of
+from qmq.metaserver.console.history import History
 from qmq.metaserver.console.nights import Nights
+from qmq.metaserver.console.survey import Surveyor
 from qmq.metaserver.http.endpoints import ActionsPort, run_within
 from qmq.metaserver.http.management import ANYBODY
 from qmq.metaserver.rpc.access import wall_ms
@@ -32,6 +35,7 @@ class Asking:
         open_lists: lists that QMQ answers without a token need no login.
         looks: readings of subjects that are open in a console.
         nights: the audit's ledger; None if its directory is not set.
+        surveyor: survey of the cluster; None in tests of single pages.
     """
 
     def __init__(
@@ -42,12 +46,14 @@ class Asking:
         *,
         open_lists: bool,
         nights: Nights | None = None,
+        surveyor: Surveyor | None = None,
     ) -> None:
         self._actions = actions
         self.caller = caller
         self._open_lists = open_lists
         self.looks = looks
         self.nights = nights
+        self.surveyor = surveyor
 
     async def ask(self, name: str, words: Mapping[str, Any] | None = None) -> Answer:
         """Run an action; empty words are left out. Without a login, the answer is a refusal."""
@@ -156,33 +162,38 @@ ROWS = 100
 """Number of groups, subjects or messages per page."""
 ASKED_MAX = 100
 """Number of broker groups asked by default: a page that asks 2,000 takes seconds."""
-DOCTOR_S = 1.0
-"""Time limit for Doctor on the overview: a silent broker takes two seconds. Doctor's own page waits."""
-
 OUTBOX_S, STUCK_S = 3.0, 30.0
 """Time limit for outboxes: a hanging database keeps its watchdog for 20 s. Only the page of one database waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page: address below /console, title, questions. `in_menu`: other pages are linked from these."""
+    """One page: address below /console, title, questions.
+
+    Args:
+        section: its part of the menu; empty: other pages link to it.
+    """
 
     path: str
     title: str
     template: str
     ask: Ask
-    in_menu: bool = True
+    section: str = ""
 
 
-async def _overview(asking: Asking, query: Query) -> dict[str, Any]:
+async def overview(asking: Asking, query: Query) -> dict[str, Any]:
     groups = await asking.ask("ListBrokerGroups")
-    doctor = await asking.ask_for(DOCTOR_S, "Doctor") if len(groups.data or ()) <= ASKED_MAX else None
+    surveyor, survey = asking.surveyor, None
+    if surveyor is not None and asking.caller is not None:
+        survey = surveyor.newest or await surveyor.look()
     wanted, state = query["name"], query["state"]
     rows = [row for row in groups.data or () if wanted in row["groupName"]]
     counts = {"all": len(rows), "taking": sum(row["writable"] for row in rows)}
     rows = [row for row in rows if state != "readonly" or not row["writable"]]
     rows.sort(key=lambda row: row["writable"])  # urgent rows come first
-    return {"groups": groups, "doctor": doctor, "counts": counts, **_paged(rows, query)}
+    paged = _paged(rows, query)
+    front = front_of(survey, surveyor.history if surveyor else History(), paged["rows"], wall_ms())
+    return {"groups": groups, "counts": counts, **paged, **front}
 
 
 async def _group(asking: Asking, query: Query) -> dict[str, Any]:
@@ -302,15 +313,17 @@ def _paged(rows: list[Any], query: Query) -> dict[str, Any]:
     return {"rows": rows[begin : begin + ROWS], "page": page, "more": begin + ROWS < len(rows), "total": len(rows)}
 
 
+SECTIONS = ("Now", "Messages", "Proof")
+"""Parts of the menu, in its order."""
 PAGES = (
-    Page("", "Overview", "overview.html", _overview),
-    Page("/group", "Broker group", "group.html", _group, in_menu=False),
-    Page("/subjects", "Subjects", "subjects.html", _subjects),
-    Page("/consumers", "Consumers", "consumers.html", _consumers),
-    Page("/messages", "Messages", "messages.html", _messages),
-    Page("/delayed", "Delayed", "delayed.html", _delayed),
-    Page("/outbox", "Outbox", "outbox.html", _outbox),
-    Page("/trail", "Audit trail", "trail.html", _trail),
-    Page("/audit", "Nightly audit", "audit.html", _audit),
-    Page("/doctor", "Doctor", "doctor.html", _doctor),
+    Page("", "Overview", "overview.html", overview, "Now"),
+    Page("/group", "Broker group", "group.html", _group),
+    Page("/consumers", "Consumers", "consumers.html", _consumers, "Now"),
+    Page("/delayed", "Delayed", "delayed.html", _delayed, "Now"),
+    Page("/outbox", "Outbox", "outbox.html", _outbox, "Now"),
+    Page("/subjects", "Subjects", "subjects.html", _subjects, "Messages"),
+    Page("/messages", "Messages", "messages.html", _messages, "Messages"),
+    Page("/doctor", "Doctor", "doctor.html", _doctor, "Proof"),
+    Page("/audit", "Nightly audit", "audit.html", _audit, "Proof"),
+    Page("/trail", "Audit trail", "trail.html", _trail, "Proof"),
 )

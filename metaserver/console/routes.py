@@ -22,8 +22,9 @@ from qmq.metaserver.actions import ACTIONS, Status
 from qmq.metaserver.console import display, pages
 from qmq.metaserver.console.display import Looks
 from qmq.metaserver.console.nights import Nights
-from qmq.metaserver.console.pages import LOG_IN, PAGES, Asking, Page, group_rates, subject_rates
+from qmq.metaserver.console.pages import LOG_IN, PAGES, SECTIONS, Asking, Page, group_rates, overview, subject_rates
 from qmq.metaserver.console.sessions import ATTEMPT_MS, LASTS_MS, Attempt, ProviderPort, Sessions
+from qmq.metaserver.console.survey import Surveyor
 from qmq.metaserver.http.endpoints import ActionsPort
 from qmq.metaserver.http.guard import PEER_CHARS_MAX, open_to_all
 from qmq.metaserver.rpc.access import Refusals, wall_ms
@@ -91,6 +92,7 @@ class Console:
         database_trouble: Callable[[], str] = lambda: "",
         nights: Nights | None = None,
         provider: ProviderPort | None = None,
+        surveyor: Surveyor | None = None,
     ) -> None:
         self._actions = actions
         self._sessions = sessions
@@ -107,6 +109,7 @@ class Console:
         self._static = {name: static.joinpath(name).read_bytes() for name in STATIC}
         self._looks = Looks()
         self._provider = provider
+        self._surveyor = surveyor
 
     def routes(self) -> Iterator[Route]:
         """Return the routes of the console."""
@@ -121,6 +124,7 @@ class Console:
         yield self._route("GET", "/change", self._show_form)
         yield self._route("POST", "/change", self._change)
         yield self._route("GET", "/rates", self._renew_rates)
+        yield self._route("GET", "/live", self._renew_overview)
         for name in STATIC:
             yield self._route("GET", f"/{name}", self._send_static)
 
@@ -242,7 +246,14 @@ class Console:
         return show
 
     def _asks(self, visit: Visit) -> Asking:
-        return Asking(self._actions, visit.caller, self._looks, open_lists=self._open_lists, nights=self._nights)
+        return Asking(
+            self._actions,
+            visit.caller,
+            self._looks,
+            open_lists=self._open_lists,
+            nights=self._nights,
+            surveyor=self._surveyor,
+        )
 
     async def _renew_rates(self, visit: Visit) -> Response:
         """The part of a page that its script refreshes."""
@@ -253,7 +264,16 @@ class Console:
             drawn = await subject_rates(asking, query["subject"], query["group"])
         else:
             drawn = await group_rates(asking, query["brokerGroup"])
-        text = self._templates.get_template("rates.html").render(**drawn)
+        return self._part("rates.html", **drawn)
+
+    async def _renew_overview(self, visit: Visit) -> Response:
+        if visit.caller is None and not self._open_lists:
+            return Response(status_code=401)
+        shown = await overview(self._asks(visit), visit.query)
+        return self._part("live.html", **shown, query=visit.query, link=_link, root=ROOT, now_ms=wall_ms())
+
+    def _part(self, template: str, **context: Any) -> Response:
+        text = self._templates.get_template(template).render(**context)
         return Response(text.encode("utf-8", "replace"), media_type="text/html; charset=utf-8")
 
     async def _send_static(self, visit: Visit) -> Response:
@@ -310,7 +330,8 @@ class Console:
         here = visit.request.url.path
         text = self._templates.get_template(template).render(
             title=title,
-            pages=[page for page in PAGES if page.in_menu],
+            pages=[page for page in PAGES if page.section],
+            sections=SECTIONS,
             root=ROOT,
             here=here,
             caller=visit.caller,

@@ -450,20 +450,53 @@ class KeptPart(_message.Message):
     def __init__(self, name: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., why: _Optional[str] = ..., bytes: _Optional[int] = ..., messages: _Optional[int] = ..., evidence: _Optional[bool] = ...) -> None: ...
 
 class RateSample(_message.Message):
-    __slots__ = ("at_ms", "taken", "delivered")
+    __slots__ = ("at_ms", "taken", "delivered", "acked")
     AT_MS_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    ACKED_FIELD_NUMBER: _ClassVar[int]
     at_ms: int
     taken: int
     delivered: int
-    def __init__(self, at_ms: _Optional[int] = ..., taken: _Optional[int] = ..., delivered: _Optional[int] = ...) -> None: ...
+    acked: int
+    def __init__(self, at_ms: _Optional[int] = ..., taken: _Optional[int] = ..., delivered: _Optional[int] = ..., acked: _Optional[int] = ...) -> None: ...
+
+class ProcessFigures(_message.Message):
+    __slots__ = ("version", "memory_bytes", "cpu_seconds", "disk_free_bytes", "disk_bytes", "running_ms")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_MS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    memory_bytes: int
+    cpu_seconds: float
+    disk_free_bytes: int
+    disk_bytes: int
+    running_ms: int
+    def __init__(self, version: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., disk_free_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., running_ms: _Optional[int] = ...) -> None: ...
 
 class RatesAnswer(_message.Message):
-    __slots__ = ("samples",)
+    __slots__ = ("samples", "process")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[RateSample]
-    def __init__(self, samples: _Optional[_Iterable[_Union[RateSample, _Mapping]]] = ...) -> None: ...
+    process: ProcessFigures
+    def __init__(self, samples: _Optional[_Iterable[_Union[RateSample, _Mapping]]] = ..., process: _Optional[_Union[ProcessFigures, _Mapping]] = ...) -> None: ...
+
+class SettingsAnswer(_message.Message):
+    __slots__ = ("settings",)
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class DelayStatsRequest(_message.Message):
     __slots__ = ("subject", "begin_ms", "end_ms")
@@ -724,16 +757,18 @@ class ConsumersRequest(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., behind_max: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownGroup, _Mapping]]] = ...) -> None: ...
 
 class ConsumerProgress(_message.Message):
-    __slots__ = ("consumer", "connected", "unacked", "peer")
+    __slots__ = ("consumer", "connected", "unacked", "peer", "delivered")
     CONSUMER_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     UNACKED_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
+    DELIVERED_FIELD_NUMBER: _ClassVar[int]
     consumer: str
     connected: bool
     unacked: int
     peer: str
-    def __init__(self, consumer: _Optional[str] = ..., connected: _Optional[bool] = ..., unacked: _Optional[int] = ..., peer: _Optional[str] = ...) -> None: ...
+    delivered: int
+    def __init__(self, consumer: _Optional[str] = ..., connected: _Optional[bool] = ..., unacked: _Optional[int] = ..., peer: _Optional[str] = ..., delivered: _Optional[int] = ...) -> None: ...
 
 class GroupProgress(_message.Message):
     __slots__ = ("subject", "group", "first_sequence", "next_sequence", "position", "returned", "lag", "oldest_ms", "consumers", "causes", "dead_letters")

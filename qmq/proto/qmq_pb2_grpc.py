@@ -434,6 +434,11 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.RatesAnswer.FromString,
                 _registered_method=True)
+        self.Settings = channel.unary_unary(
+                '/qmq.Broker/Settings',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.SettingsAnswer.FromString,
+                _registered_method=True)
         self.PrepareSwap = channel.unary_unary(
                 '/qmq.Broker/PrepareSwap',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.PrepareSwapRequest.SerializeToString,
@@ -522,6 +527,13 @@ class BrokerServicer:
 
     def Rates(self, request, context):
         """What it took and delivered as master, sampled every few seconds; the newest sample is of this moment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Settings(self, request, context):
+        """Settings in force, without secrets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -648,6 +660,11 @@ def add_BrokerServicer_to_server(servicer, server):
                     servicer.Rates,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.RatesAnswer.SerializeToString,
+            ),
+            'Settings': grpc.unary_unary_rpc_method_handler(
+                    servicer.Settings,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.SettingsAnswer.SerializeToString,
             ),
             'PrepareSwap': grpc.unary_unary_rpc_method_handler(
                     servicer.PrepareSwap,
@@ -779,6 +796,33 @@ class Broker:
             '/qmq.Broker/Rates',
             qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.RatesAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Settings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/Settings',
+            qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.SettingsAnswer.FromString,
             options,
             channel_credentials,
             insecure,

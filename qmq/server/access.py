@@ -190,6 +190,7 @@ _OF_PRODUCERS = frozenset({Command.CANCEL, Command.RESCHEDULE})
 CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "ReplicaStatus": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "Rates": frozenset({TokenRole.OPERATOR}),
+    "Settings": frozenset({TokenRole.OPERATOR}),
     "DescribeLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "ReadLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "ReadDerived": frozenset({TokenRole.OPERATOR}),

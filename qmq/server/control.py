@@ -18,6 +18,7 @@ import grpc.aio
 from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import CorruptFrame, NotServed, OperatorError
 from qmq.log.segments import segment_at
+from qmq.process_metrics import process_figures
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
 from qmq.replication.copy_report import messages_above
@@ -27,6 +28,7 @@ from qmq.rpc_access import RpcAcceptor, caller
 from qmq.server.access import CONTROL_ROLES
 from qmq.server.meta_link import state_message
 from qmq.server.service import M, Service
+from qmq.settings import shown
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +109,13 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         )
 
     async def Rates(self, request: pb.Nothing, context: Any) -> pb.RatesAnswer:
-        return pb.RatesAnswer(samples=[pb.RateSample(**sample._asdict()) for sample in self._samples.all()])
+        return pb.RatesAnswer(
+            samples=[pb.RateSample(**sample._asdict()) for sample in self._samples.all()],
+            process=process_figures(self._settings.data),
+        )
+
+    async def Settings(self, request: pb.Nothing, context: Any) -> pb.SettingsAnswer:
+        return pb.SettingsAnswer(settings=shown(self._settings))
 
     async def PrepareSwap(self, request: pb.PrepareSwapRequest, context: Any) -> pb.BrokerState:
         node, guarded = self._service.node, self._service.guarded
@@ -267,16 +275,17 @@ class Sample(NamedTuple):
     at_ms: int
     taken: int
     delivered: int
+    acked: int
 
 
 class Samples:
     """Rates of this copy, sampled every 5 s for ten minutes, so that any metaserver can show them. Made by main.
 
     Args:
-        read: messages taken and delivered so far.
+        read: messages taken, delivered and acked so far.
     """
 
-    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, read: Callable[[], tuple[int, int, int]]) -> None:
         self._read = read
         self._kept: deque[Sample] = deque(maxlen=SAMPLES_MAX)
 

@@ -87,6 +87,7 @@ def requests(term, subject):
     return {
         "ReplicaStatus": nothing,
         "Rates": nothing,
+        "Settings": nothing,
         "PrepareSwap": pb.PrepareSwapRequest(term=term, hold_ms=60_000, timeout_ms=1000),
         "CancelSwap": nothing,
         "PrepareFailover": pb.PrepareFailoverRequest(term=term, hold_ms=60_000, master_gone=True),

@@ -15,6 +15,7 @@ from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import Sessions
+from qmq.metaserver.console.survey import Surveyor
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
 from qmq.metaserver.model import LeaseRow
@@ -38,10 +39,12 @@ class ConsoleWorld(World):
         self.rows = [row for row, _ in made.values()]
         self.access.replace(self.rows)
         self.trouble = ""
+        self.surveyor = Surveyor(self.desk, token=CLUSTER)
         self.served = Console(
             self.actions,
             Sessions(self.access, [CLUSTER], dice),
             refusals,
+            surveyor=self.surveyor,
             database_trouble=lambda: self.trouble,
             **options,
         )
@@ -68,7 +71,8 @@ class ConsoleWorld(World):
         return answer
 
     async def see(self, path="", **words):
-        """Return a page's HTML, and check that it is complete."""
+        """Return a page's HTML after a new survey, and check that it is complete."""
+        self.surveyor.newest = None
         answer = await self.browser.get(f"/console{path}", params=words or None)
         assert answer.status_code == 200 and answer.text.rstrip().endswith("</html>"), answer.text
         return answer.text

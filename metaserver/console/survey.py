@@ -1,0 +1,300 @@
+"""Shell. Survey of the cluster for the console: every few seconds, each running process is asked for its figures.
+
+A round takes at most a twentieth of the time: after a round of one second, the next begins 20 s later. Each metaserver
+makes its own, so all of them show the whole cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from qmq.errors import QmqError
+from qmq.metaserver.actions.desk import Desk, together, wall_ms
+from qmq.metaserver.actions.doctor import Check, examine_reported
+from qmq.metaserver.console import burning
+from qmq.metaserver.console.burning import Finding, Movements, Progress
+from qmq.metaserver.console.front import RATES, Process, Survey
+from qmq.metaserver.console.history import History, Key
+from qmq.metaserver.model import DELAY, NORMAL, WATCHDOGS, Broker, Directory, Group, Routes
+from qmq.process_metrics import process_figures
+from qmq.proto import qmq_pb2 as pb
+
+log = logging.getLogger("qmq.metaserver")
+
+ROUND_S = 10.0
+SHARE = 20
+"""The pause after a round is this many times its duration, if that is longer."""
+RATE_MS = 15_000
+"""Messages a second are the mean of this time: three of a broker's samples."""
+GROUPS_MAX = 200
+"""Consumer groups asked of each broker group: those with the largest lag, and with dead letters."""
+CLOSED_MAX = 100
+"""Subjects that no group accepts are listed up to this number."""
+ROUTES_AT_ONCE = 1_000
+ANSWER_S = 2.0
+PAGE_BYTES_MAX = 4 << 20
+
+
+class Surveyor:
+    """Makes surveys and keeps their history. Made by main; `run` is its task.
+
+    Args:
+        token: the installation's key.
+    """
+
+    def __init__(self, desk: Desk, *, token: str) -> None:
+        self._desk = desk
+        self._token = token
+        self.history = History()
+        self.newest: Survey | None = None
+        self._movements = Movements()
+        self._cpu: dict[str, tuple[float, float]] = {}
+        """Processor seconds of a process, and when it reported them (monotonic)."""
+
+    async def run(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                await self.look()
+            except QmqError as error:
+                log.warning("survey for the console failed reason=%s", error)
+            await asyncio.sleep(max(ROUND_S, SHARE * (time.monotonic() - began)))
+
+    async def look(self) -> Survey:
+        """Ask every process, and keep the result."""
+        began, survey = time.monotonic(), Survey(wall_ms())
+        directory = self._desk.registry.directory
+        brokers = sorted(directory.brokers(), key=lambda broker: (broker.group, broker.role, broker.key))
+        masters = {name: group.master for name, group in directory.groups.items() if self._is_up(group.master)}
+        await self._ask_processes(survey, brokers)
+        groups = await self._ask_consumers(survey, directory.groups_of(NORMAL), masters)
+        late = await self._ask_delays(survey, directory.groups_of(DELAY), masters)
+        closed = await closed_subjects(directory, self._desk.registry.routes, self._takes(directory))
+        survey.checks = await examine_reported(self._desk)
+        survey.findings = [
+            *of_checks(survey.checks),
+            *self._movements.look(groups, survey.at_ms),
+            *burning.of_late(late),
+            *burning.of_subjects(closed),
+            *burning.of_dead_letters(groups),
+        ]
+        self._record(survey, groups)
+        survey.took_s = time.monotonic() - began
+        self.newest = survey
+        return survey
+
+    def _is_up(self, broker: Broker | None) -> bool:
+        return broker is not None and bool(broker.control_port) and self._desk.registry.is_up(broker)
+
+    def _takes(self, directory: Directory) -> set[str]:
+        return {name for name, group in directory.groups.items() if self._desk.registry.is_writable(group)}
+
+    # Processes and their rates.
+
+    async def _ask_processes(self, survey: Survey, brokers: Sequence[Broker]) -> None:
+        running = [broker for broker in brokers if self._is_up(broker)]
+        answers = await together([self._caught(self._desk.brokers.rates(broker)) for broker in running])
+        by_key = {broker.key: answer for broker, answer in zip(running, answers, strict=True) if answer is not None}
+        for broker in brokers:
+            answer = by_key.get(broker.key)
+            survey.processes.append(self._process_of(broker, answer))
+            if answer is not None and broker.part.name.endswith("MASTER"):
+                survey.rates[broker.group] = rates_of(answer.samples)
+        survey.processes += await self._metaservers()
+        survey.processes += await self._watchdogs()
+        free = [process.disk_free_bytes for process in survey.processes if process.disk_free_bytes is not None]
+        survey.totals["disk_free"] = min(free, default=0)
+        normal = self._desk.registry.directory.groups_of(NORMAL)
+        for name in RATES:
+            survey.totals[name] = sum(rates[name] for group, rates in survey.rates.items() if group in normal)
+
+    def _process_of(self, broker: Broker, answer: pb.RatesAnswer | None) -> Process:
+        kind = "delay server" if broker.kind == DELAY else "broker"
+        role = "master" if broker.part.name.endswith("MASTER") else "slave"
+        process = Process(kind, str(broker.key), broker.group, role, self._is_up(broker))
+        if answer is None or not answer.process.version:
+            return process
+        return self._with_figures(process, answer.process)
+
+    def _with_figures(self, process: Process, figures: pb.ProcessFigures) -> Process:
+        now, before = time.monotonic(), self._cpu.get(process.name)
+        self._cpu[process.name] = figures.cpu_seconds, now
+        cpu = None
+        if before is not None and now > before[1] and figures.cpu_seconds >= before[0]:
+            cpu = (figures.cpu_seconds - before[0]) / (now - before[1])
+        return process._replace(
+            version=figures.version,
+            memory_bytes=figures.memory_bytes or None,
+            cpu=cpu,
+            disk_free_bytes=figures.disk_free_bytes if figures.disk_bytes else None,
+            disk_bytes=figures.disk_bytes or None,
+            running_ms=figures.running_ms,
+        )
+
+    async def _metaservers(self) -> list[Process]:
+        own, processes = self._desk.own_id, []
+        rows = sorted(self._desk.registry.peers(), key=lambda row: row.id == own)
+        for row in {row.http_address: row for row in rows}.values():  # one that restarted has two rows for a while
+            process = Process("metaserver", row.http_address, "", "", True, row.version)
+            here = row.id == own
+            figures = process_figures() if here else await asyncio.to_thread(self._scrape, row.http_address)
+            processes.append(self._with_figures(process, figures) if figures else process)
+        return processes
+
+    async def _watchdogs(self) -> list[Process]:
+        leases = await self._caught(self._desk.database.read(lambda repository: repository.leases()))
+        processes = []
+        for row in leases or ():
+            if row.name.startswith(WATCHDOGS) and row.address:
+                figures = await asyncio.to_thread(self._scrape, row.address)
+                process = Process("watchdog", row.address, "", "", figures is not None)
+                processes.append(self._with_figures(process, figures) if figures else process)
+        return processes
+
+    def _scrape(self, address: str) -> pb.ProcessFigures | None:
+        """Read a process's page of metrics. Blocks; runs on a thread."""
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=ANSWER_S)
+        try:
+            connection.request("GET", "/metrics", headers={"X-Api-Token": self._token})
+            answer = connection.getresponse()
+            return figures_of(answer.read(PAGE_BYTES_MAX).decode()) if answer.status == 200 else None
+        except (OSError, ValueError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    async def _caught(self, question: Any) -> Any:
+        try:
+            return await question
+        except QmqError:
+            return None
+
+    # Consumer groups and delayed messages.
+
+    async def _ask_consumers(
+        self, survey: Survey, groups: Mapping[str, Group], masters: Mapping[str, Broker | None]
+    ) -> list[Progress]:
+        asked = [name for name in groups if name in masters]
+        calls = [self._caught(self._desk.brokers.consumers(masters[name], behind_max=GROUPS_MAX)) for name in asked]  # type: ignore[arg-type]
+        answers = await together(calls)
+        survey.unasked = sorted(name for name, answer in zip(asked, answers, strict=True) if answer is None)
+        survey.unasked += sorted(name for name, group in groups.items() if group.master and name not in masters)
+        found = summed(row for answer in answers if answer is not None for row in answer.groups)
+        now = survey.at_ms
+        oldest = [now - row.oldest_ms for row in found if row.oldest_ms and row.messages]
+        survey.totals |= {
+            "lag": sum(row.messages for row in found),
+            "unacked": sum(row.unacked for row in found),
+            "dead": sum(row.dead_letters for row in found),
+            "lag_seconds": max(oldest, default=0) // 1000,
+        }
+        return found
+
+    async def _ask_delays(
+        self, survey: Survey, groups: Mapping[str, Group], masters: Mapping[str, Broker | None]
+    ) -> dict[str, tuple[int, int]]:
+        asked = [name for name in groups if name in masters]
+        calls = [self._caught(self._desk.brokers.delay_stats(masters[name], pb.DelayStatsRequest())) for name in asked]  # type: ignore[arg-type]
+        answers = {
+            name: answer for name, answer in zip(asked, await together(calls), strict=True) if answer is not None
+        }
+        late = {name: (answer.due_messages, answer.due_age_ms) for name, answer in answers.items()}
+        survey.totals["pending"] = sum(answer.pending_messages for answer in answers.values())
+        survey.totals["late"] = sum(messages for messages, age_ms in late.values() if age_ms >= burning.LATE_MS)
+        return late
+
+    def _record(self, survey: Survey, groups: Sequence[Progress]) -> None:
+        at, record = survey.at_ms, self.history.record
+        for name, value in survey.totals.items():
+            record(("total", name), at, value)
+        for group, rates in survey.rates.items():
+            for name, value in rates.items():
+                record((f"rate {name}", group), at, value)
+        present: list[Key] = []
+        for row in groups:
+            present.append(("lag", *row.key))
+            record(present[-1], at, row.messages)
+        if not survey.unasked:  # else a group may only lack its answer
+            self.history.settle("lag", present, at)
+
+
+def of_checks(checks: Iterable[Check]) -> list[Finding]:
+    """Return Doctor's findings."""
+    return [
+        Finding(str(check["kind"]), burning.BAD, f"{check['name']}: {check['found']}", check["remedy"], "/doctor")
+        for check in checks
+        if not check["ok"]
+    ]
+
+
+def rates_of(samples: Sequence[pb.RateSample]) -> dict[str, float]:
+    """Return messages a second over the newest samples; a counter that fell was reset and has no rate."""
+    nothing = dict.fromkeys(RATES, 0.0)
+    if len(samples) < 2:
+        return nothing
+    last = samples[-1]
+    first = next(sample for sample in samples if sample.at_ms >= last.at_ms - RATE_MS)
+    seconds = (last.at_ms - first.at_ms) / 1000
+    if seconds < 0.9:
+        return nothing
+    steps = (last.taken - first.taken, last.delivered - first.delivered, last.acked - first.acked)
+    return {name: max(step, 0) / seconds for name, step in zip(RATES, steps, strict=True)}
+
+
+def summed(rows: Iterable[pb.GroupProgress]) -> list[Progress]:
+    """Sum the progress of each consumer group over broker groups."""
+    found: dict[tuple[str, str], Progress] = {}
+    for row in rows:
+        progress = found.setdefault((row.subject, row.group), Progress(row.subject, row.group))
+        progress.messages += row.lag
+        progress.dead_letters += row.dead_letters
+        progress.done += row.next_sequence - row.lag
+        progress.returned += row.returned
+        progress.oldest_ms = min(filter(None, (progress.oldest_ms, row.oldest_ms)), default=0)
+        progress.causes += [cause for cause in row.causes if cause not in progress.causes]
+        for consumer in row.consumers:
+            progress.unacked += consumer.unacked
+            progress.has_consumer |= consumer.connected
+            progress.held_by_connected += consumer.unacked if consumer.connected else 0
+    return list(found.values())
+
+
+async def closed_subjects(directory: Directory, routes: Routes, takes: set[str]) -> list[str]:
+    """Return subjects of which no broker group accepts messages."""
+    closed: list[str] = []
+    if len(takes & directory.groups_of(NORMAL).keys()) == len(directory.groups_of(NORMAL)) and not directory.marks:
+        return closed
+    for number, route in enumerate(list(routes.values())):
+        is_open = any(name in takes and not directory.is_marked(name, route.subject) for name in route.groups)
+        if route.groups and not is_open:
+            closed.append(route.subject)
+            if len(closed) >= CLOSED_MAX:
+                break
+        if number % ROUTES_AT_ONCE == ROUTES_AT_ONCE - 1:
+            await asyncio.sleep(0)
+    return sorted(closed)
+
+
+_FIGURE = re.compile(
+    r"^(process_resident_memory_bytes|process_cpu_seconds_total|process_start_time_seconds) (\S+)$", re.M
+)
+_VERSION = re.compile(r'^qmq_\w+_info\{version="([^"]+)"\} 1', re.M)
+
+
+def figures_of(page: str) -> pb.ProcessFigures:
+    """Read a process's figures from its page of metrics."""
+    found = {name: float(value) for name, value in _FIGURE.findall(page)}
+    version = _VERSION.search(page)
+    started_s = found.get("process_start_time_seconds", 0.0)
+    return pb.ProcessFigures(
+        version=version[1] if version else "",
+        memory_bytes=int(found.get("process_resident_memory_bytes", 0)),
+        cpu_seconds=found.get("process_cpu_seconds_total", 0.0),
+        running_ms=int(wall_ms() - started_s * 1000) if started_s else 0,
+    )

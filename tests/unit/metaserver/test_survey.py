@@ -1,0 +1,157 @@
+"""Shell. Survey for the console: figures of every process, totals, history, and what burns."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.metaserver.console import burning, front, survey
+from qmq.metaserver.console.burning import Movements, Progress, of_dead_letters, of_late, shortened
+from qmq.metaserver.console.history import LONG_MS, RECENT, RECENT_MS, History, Ring
+from qmq.metaserver.console.survey import Surveyor, closed_subjects, figures_of, rates_of
+from qmq.process_metrics import process_figures
+from qmq.proto import qmq_pb2 as pb
+from tests.unit.metaserver.actions_world import World, left
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = World(tmp_path / "metaserver.db")
+    await world.open()
+    yield world
+    world.close()
+
+
+async def test_survey_sums_the_cluster(world):
+    await world.running_copies("g1")
+    await world.running_copies("g2")
+    held = left("s", "billing", 5, 1, dead=2)
+    held.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, unacked=3))
+    world.brokers.progress = {"g1": [held], "g2": [left("s", "billing", 7)]}
+    world.brokers.samples["g1"] = [
+        pb.RateSample(at_ms=0, taken=0),
+        pb.RateSample(at_ms=10_000, taken=500, delivered=40, acked=30),
+    ]
+    surveyor = Surveyor(world.desk, token="t")
+    found = await surveyor.look()
+    assert {name: found.totals[name] for name in ("in", "out", "acked")} == {"in": 50.0, "out": 4.0, "acked": 3.0}
+    assert (found.totals["lag"], found.totals["unacked"], found.totals["dead"]) == (12, 3, 2)
+    assert [finding.text for finding in found.findings] == ["2 dead letters of billing"]
+    assert surveyor.history.recent("lag", "s", "billing")[0][1] == 12
+    world.brokers.progress = {}
+    await surveyor.look()
+    assert surveyor.history.recent("lag", "s", "billing")[-1][1] in (0, 12), "the highest of ten seconds"
+
+
+async def test_survey_names_silent_masters(world):
+    await world.running_copies("g1")
+    world.brokers.silent = {"g1"}
+    found = await Surveyor(world.desk, token="t").look()
+    assert found.unasked == ["g1"] and [process.version for process in found.processes] == ["", ""]
+
+
+async def test_stopped_broker_is_down_in_the_survey(world):
+    await world.running_copies("g1")
+    world.stop("g1-b")
+    found = await Surveyor(world.desk, token="t").look()
+    assert [process.up for process in found.processes] == [True, False]
+    assert any("g1-b:20881" in finding.text for finding in found.findings)
+
+
+async def test_subject_without_an_open_group_is_found(world):
+    await world.running_copies("g1")
+    await world.running_copies("g2")
+    await world.routed("shop", groups=("g1",))
+    await world.routed("wide", groups=("g1", "g2"))
+    registry = world.registry
+
+    async def closed(takes):
+        return await closed_subjects(registry.directory, registry.routes, takes)
+
+    assert await closed({"g1", "g2"}) == []
+    assert await closed({"g2"}) == ["shop"]
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="shop")
+    assert await closed({"g1", "g2"}) == ["shop"]
+
+
+def test_rates_are_means_of_the_newest_samples():
+    def sample(at_ms, taken):
+        return pb.RateSample(at_ms=at_ms, taken=taken)
+
+    assert rates_of([sample(0, 0), sample(90_000, 100), sample(100_000, 200)])["in"] == 10.0
+    assert rates_of([sample(0, 900), sample(10_000, 3)])["in"] == 0.0, "a restarted counter"
+    assert rates_of([sample(5, 3)])["in"] == rates_of([])["in"] == 0.0
+
+
+def test_group_stands_still_after_a_minute():
+    movements, row = Movements(), Progress("s", "billing", messages=5, done=9, causes=["no_consumer"])
+    assert movements.look([row], 0) == movements.look([row], burning.STALLED_MS - 1) == []
+    (finding,) = movements.look([row], burning.STALLED_MS)
+    assert finding.text == "billing stands still" and "no consumer" in finding.detail
+    row.done += 1
+    assert movements.look([row], burning.STALLED_MS + 1) == []
+
+
+def test_hung_handler_is_found_in_a_busy_group():
+    movements = Movements()
+
+    def look(at_ms, **more):
+        row = Progress("s", "g", messages=9, done=at_ms, oldest_ms=7, held_by_connected=1)
+        for name, value in more.items():
+            setattr(row, name, value)
+        return movements.look([row], at_ms)
+
+    assert look(0) == []
+    assert [finding.kind for finding in look(burning.HUNG_MS)] == ["handlers"]
+    assert look(burning.HUNG_MS + 1, returned=1) == [], "it waits for a retry"
+    assert look(burning.HUNG_MS + 2, oldest_ms=8) == [], "another message is the oldest now"
+
+
+def test_findings_are_bounded_per_kind():
+    rows = [Progress("s", f"g{number}", dead_letters=number) for number in range(9)]
+    found = shortened(of_dead_letters(rows))
+    assert [finding.text for finding in found][-1] == "and 3 more: dead letters" and len(found) == 6
+    assert found[0].text == "8 dead letters of g8"
+    assert of_late({"d1": (3, burning.LATE_MS - 1), "d2": (0, 0)}) == []
+    assert of_late({"d1": (1, 61_000)})[0].detail == "d1: the oldest was due 61 s ago"
+
+
+def test_ring_keeps_the_highest_of_each_slot():
+    ring = Ring(RECENT_MS, RECENT)
+    for at_ms, value in ((100_000, 1.0), (101_000, 5.0), (102_000, 2.0), (130_000, 3.0), (90_000, 9.0)):
+        ring.record(at_ms, value)
+    assert ring.points() == [(100_000, 5.0), (130_000, 3.0)]
+    ring.record(130_000 + RECENT * RECENT_MS, 4.0)
+    assert [value for _, value in ring.points()] == [4.0], "older values have left"
+
+
+def test_history_is_bounded_in_series():
+    history = History(series_max=3)
+    for number in range(5):
+        history.record(("lag", "s", f"g{number}"), 0, number)
+    assert history.recent("lag", "s", "g1") == [] and history.long("lag", "s", "g4") == [(0, 4.0)]
+    history.settle("lag", [("lag", "s", "g4")], LONG_MS)
+    assert history.long("lag", "s", "g3")[-1] == (LONG_MS, 0.0) and len(history.long("lag", "s", "g4")) == 1
+
+
+def test_figures_are_read_from_a_page_of_metrics():
+    page = (
+        'process_resident_memory_bytes 5.0e+06\nprocess_cpu_seconds_total 2.5\nqmq_watchdog_info{version="0.3.0"} 1.0\n'
+    )
+    found = figures_of(page)
+    assert (found.version, found.memory_bytes, found.cpu_seconds) == ("0.3.0", 5_000_000, 2.5)
+    assert figures_of("").version == ""
+
+
+def test_process_reports_its_own_figures(tmp_path):
+    found = process_figures(tmp_path)
+    assert found.version and found.memory_bytes and 0 < found.disk_free_bytes <= found.disk_bytes
+    assert process_figures(tmp_path / "missing").disk_bytes == 0
+
+
+def test_low_disk_and_mixed_versions_are_marked():
+    processes = [
+        front.Process("broker", "a", "g1", "master", True, "0.3.0", disk_free_bytes=10, disk_bytes=100),
+        front.Process("broker", "b", "g1", "slave", True, "0.2.0", disk_free_bytes=90, disk_bytes=100),
+    ]
+    rows = front.front_of(survey.Survey(0, processes=processes), History(), [], 0)["processes"]
+    assert [row["is_low"] for row in rows] == [True, False] and all(row["versions_differ"] for row in rows)
