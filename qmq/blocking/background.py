@@ -25,6 +25,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import grpc.aio
 
+from qmq.client.lifetime import check_not_patched
 from qmq.errors import ClientClosed, InvalidRequest
 from qmq.grpc_forks import grpc_begins, why_no_grpc
 from qmq.logs import bounded
@@ -87,6 +88,7 @@ class Background:
     """Loop and its thread. Made by `background`; ends with the process."""
 
     def __init__(self) -> None:
+        check_not_patched()
         self.pid = os.getpid()
         self.clients: set[Client] = set()
         """Open clients."""

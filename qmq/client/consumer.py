@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from qmq.access import Token, token_source
 from qmq.client.handler import Filter, FilteredHandler, Handler, call_back, check_plain
-from qmq.client.lifetime import no_pickle, on_sigterm
+from qmq.client.lifetime import check_not_patched, no_pickle, on_sigterm
 from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
 from qmq.client.puller import Puller
@@ -60,6 +60,7 @@ class Consumer:
         drain_s: float = 20.0,
         online: bool = True,
     ) -> None:
+        check_not_patched()
         self._metaserver = metaserver_url(metaserver)
         self._app = plain_text("app", app)
         self._token = token_source(token)
@@ -97,7 +98,9 @@ class Consumer:
 
         Raises:
             ClientClosed: the parent's consumer is open, on an event loop that the child lacks.
+            InvalidRequest: gevent or eventlet replaced the process's threads.
         """
+        check_not_patched()
         if self._pid == os.getpid():
             return
         if self._users:

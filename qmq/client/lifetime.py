@@ -7,10 +7,12 @@ import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from qmq.errors import InvalidRequest
 from qmq.logs import bounded
 
 log = bounded(__name__)
@@ -36,6 +38,27 @@ class OpenClient(Protocol):
     @property
     def open_messages(self) -> int:
         """Number of messages without an outcome."""
+
+
+_PATCHED = (
+    ("gevent", "gevent.monkey", "is_module_patched", ("threading", "socket", "select", "queue")),
+    ("eventlet", "eventlet.patcher", "is_monkey_patched", ("thread", "socket", "select")),
+)
+"""Library, its module, the function that returns whether it replaced a standard module, those that qmq needs."""
+
+
+def check_not_patched() -> None:
+    """Raise InvalidRequest in a process whose threads and sockets gevent or eventlet replaced.
+
+    An event loop in such a thread never runs beside a waiting caller: every call hung past its timeout.
+    """
+    for library, module, function, names in _PATCHED:
+        is_patched = getattr(sys.modules.get(module), function, None)
+        if is_patched is not None and any(map(is_patched, names)):
+            raise InvalidRequest(
+                f"{library} has replaced this process's threads and sockets, with which qmq cannot run: use threads "
+                "instead (gunicorn --worker-class gthread, celery --pool threads or prefork)"
+            )
 
 
 def no_pickle(noun: str) -> TypeError:

@@ -23,7 +23,7 @@ from qmq.client.bulk import CHUNK_MESSAGES, BulkSend
 from qmq.client.delay import Delay, DelayGroups, DelayOutcome, delay_of, due_of_call, schedule_request, target_of
 from qmq.client.handler import after_commit, call_back, check_callable
 from qmq.client.journal import Journal, JournalWriter
-from qmq.client.lifetime import closed, no_pickle, opened
+from qmq.client.lifetime import check_not_patched, closed, no_pickle, opened
 from qmq.client.numbered_sender import NumberedSender
 from qmq.client.sender import Sender, Senders
 from qmq.client.terms import check_seconds
@@ -83,6 +83,7 @@ class Producer:
         journal: Journal | None = None,
         readonly_wait_s: float | None = None,
     ) -> None:
+        check_not_patched()
         if not 0 < in_flight_max <= 64:
             raise InvalidRequest("in_flight_max must be 1 to 64: a broker remembers 64 batches of a producer")
         if readonly_wait_s is not None and not readonly_wait_s >= 0:
@@ -122,6 +123,7 @@ class Producer:
     async def __aenter__(self) -> Producer:
         if self._open_senders is not None or self._is_closing:
             raise ClientClosed("a producer is opened once: make another one")
+        check_not_patched()
         # The id is made here: workers forked from a process that made the producer would share an earlier id, and
         # brokers would take the first batch of each worker for a repeat.
         self.id = random.SystemRandom().randrange(1, 1 << 64)
