@@ -37,10 +37,11 @@ def test_client_is_rejected_beside_green_threads(monkeypatch, client, library, n
 async def test_client_made_before_the_patch_is_rejected(monkeypatch, library):
     producer, consumer = qmq.Producer(**OPTIONS), qmq.Consumer(**OPTIONS)
     consumer.listen("a", group="g")(print)
+    puller = consumer.pull("b", group="g")
     patch(monkeypatch, library, "select")
-    for opening in (producer.__aenter__(), consumer.pull("b", group="g").__aenter__(), consumer.run()):
+    for opens in (producer.__aenter__, puller.__aenter__, consumer.run):
         with pytest.raises(InvalidRequest, match=library):
-            await opening
+            await opens()
     with pytest.raises(InvalidRequest, match=library):
         Background()
 
