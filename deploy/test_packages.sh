@@ -8,6 +8,7 @@ java_version=$(java -version 2>&1 | sed -nE '1s/.*version "([0-9]+).*/\1/p' || t
 [ "${java_version:-0}" -ge 17 ] || packages+=(openjdk-17-jre-headless)
 command -v mariadbd >/dev/null || [ -x /usr/sbin/mariadbd ] || packages+=(mariadb-server)
 compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || command -v initdb >/dev/null || packages+=(postgresql)
+command -v pgbouncer >/dev/null || [ -x /usr/sbin/pgbouncer ] || packages+=(pgbouncer)
 command -v nginx >/dev/null || [ -x /usr/sbin/nginx ] || packages+=(nginx)
 command -v redis-server >/dev/null || packages+=(redis-server)
 command -v chromium >/dev/null || packages+=(chromium)

@@ -45,6 +45,10 @@ class Kind(Enum):
     """A moment, or `latest` or `earliest`."""
 
 
+Words = Mapping[str, str]
+"""Parameters of an action, by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option of a command."""
@@ -61,16 +65,12 @@ class Option:
     """Value of the option when it stands without one."""
     local: bool = False
     """Used by the tool itself and not sent."""
-    not_with: tuple[str, str] = ("", "")
-    """Another option and its value, with which no secret is needed."""
+    unless: Callable[[Words], bool] = lambda _: False
+    """Whether other options make this secret unnecessary."""
 
     @property
     def parameter(self) -> str:
         return self.sent_as or self.name
-
-
-Words = Mapping[str, str]
-"""Parameters of an action, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def of_action(
     typed: str = "",
     look: str = "",
     more: tuple[Option, ...] = (),
-    secret_unless: tuple[str, str] = ("", ""),
+    secret_unless: Callable[[Words], bool] = lambda _: False,
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None,
     needs: Callable[[Words], str] = lambda _: "",
 ) -> Command:
@@ -143,7 +143,7 @@ def of_action(
     Args:
         typed: name of the command, if it differs from the action's.
         more: options that only the tool reads.
-        secret_unless: an option and its value with which the action needs no secret.
+        secret_unless: whether the other options make a secret unnecessary.
     """
     action = ACTIONS[name]
     usual_s = CHANGE_TIMEOUT_S if action.changes else LIST_TIMEOUT_S
@@ -169,7 +169,7 @@ _TYPED_HELP = {Typed.MOMENT: " (2026-01-31T12:00:00Z; 90m: ago)", Typed.SECONDS:
 _ALONE = {Value.FLAG: "true", Typed.SECONDS: "60"}
 
 
-def _option(parameter: Parameter, secret_unless: tuple[str, str]) -> Option:
+def _option(parameter: Parameter, secret_unless: Callable[[Words], bool]) -> Option:
     """Make the option of a parameter. The tool sends defaults of names, as QMQ's do; its help shows the others."""
     kind = Kind.SECRET if parameter.secret else _KINDS.get(parameter.kind, Kind.TEXT)
     default = parameter.default if parameter.kind in (Value.NAME, Value.PATTERN) else ""
@@ -184,7 +184,7 @@ def _option(parameter: Parameter, secret_unless: tuple[str, str]) -> Option:
         sent_as=parameter.name,
         choices=parameter.choices,
         alone=_ALONE.get(parameter.kind, "") or _ALONE.get(parameter.typed, ""),
-        not_with=secret_unless if parameter.secret else ("", ""),
+        unless=secret_unless,
     )
 
 

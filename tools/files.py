@@ -41,7 +41,7 @@ def read_token(typed: str | None, path: str | None) -> Token:
 
 def _token_in(path: str) -> Token:
     token = _as_token(read_secret(path, "token"), path)
-    return token if path == STANDARD_STREAM else TokenFile(Path(path), token)
+    return TokenFile(Path(path), token) if Path(path).is_file() else token  # a pipe is read once
 
 
 def _as_token(text: str, where: str) -> str:

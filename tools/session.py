@@ -182,7 +182,7 @@ def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
     for option in command.options:
         if option.kind is Kind.SECRET:
             typed, path = values[option.name] or None, paths[option.name]
-            if typed is None and path is None and values.get(option.not_with[0]) == option.not_with[1]:
+            if typed is None and path is None and option.unless(values):
                 continue
             values[option.name] = read_password(option.name, typed, path)
         elif option.kind is Kind.FILE:

@@ -17,7 +17,7 @@ from qmq.outbox.claims import ReadClaims, ReadPage, Work
 from qmq.outbox.row import decode_row
 from qmq.outbox.statements import DIALECTS, Statements
 from qmq.outbox.table import Flavor, Rows, table_name
-from qmq.sql_waits import Waits
+from qmq.sql_drivers import Waits, set_waits
 from qmq.watchdog.settings import MARIADB, POSTGRESQL, SQLITE, Source, UnusableSource
 
 CONNECT_S = 5
@@ -50,12 +50,13 @@ def open_source(source: Source) -> Engine:
         return engine
     url = URL.create(_DRIVERS[kind], source.user or None, source.password or None, host, port, database)
     waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S, IDLE_S)
-    # UTC: with the hour that repeats once a year, the scan would continue from a wrong moment.
-    arguments = waits.mariadb("time_zone = '+00:00'") if kind == MARIADB else waits.postgresql()
-    if kind == MARIADB and source.password:
-        arguments["password"] = source.password.encode()  # PyMySQL accepts only Latin-1 in a str
     try:
-        return create_engine(
+        # UTC: with the hour that repeats once a year, the scan would continue from a wrong moment.
+        session = waits.mariadb("time_zone = '+00:00'") if kind == MARIADB else waits.postgresql()
+        arguments = session | (source.tls.mariadb() if kind == MARIADB else source.tls.words())
+        if kind == MARIADB and source.password:
+            arguments["password"] = source.password.encode()  # PyMySQL accepts only Latin-1 in a str
+        engine = create_engine(
             url,
             connect_args=arguments,
             pool_size=CONNECTIONS,
@@ -63,12 +64,18 @@ def open_source(source: Source) -> Engine:
             pool_timeout=CONNECT_S,
             pool_recycle=IDLE_S * 3 // 4,
             isolation_level="READ COMMITTED",
+            execution_options=waits.in_transaction() if kind == POSTGRESQL else {},
             hide_parameters=True,
         )
+    except ValueError as error:
+        raise UnusableSource(f"{source.url}: {error}") from None
     except ModuleNotFoundError as error:
         raise UnusableSource(
             f"{error}; the watchdog's machine needs the driver: install qmq[server,{_EXTRAS[kind]}]"
         ) from None
+    if kind == POSTGRESQL:
+        event.listen(engine, "begin", set_waits)
+    return engine
 
 
 READING = "qmq_reading"

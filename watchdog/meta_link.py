@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -14,6 +14,7 @@ from qmq.errors import AccessError, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.rights import Caller, Scope, TokenRole
+from qmq.sql_drivers import registered, tls_of
 from qmq.watchdog.lease import LeaseRequest, LeaseRow
 from qmq.watchdog.settings import Source, WatchdogSettings
 
@@ -22,6 +23,20 @@ WATCHDOGS = "watchdog/"
 ANSWER_S = 3.0
 
 T = TypeVar("T")
+
+
+def sources_of(rows: Iterable[pb.Source]) -> tuple[list[Source], dict[str, str]]:
+    """Return the usable databases, and {url: reason} of the others."""
+    sources, problems = [], {}
+    for row in rows:
+        url, query = registered(row.url)
+        try:
+            if row.problem:
+                raise ValueError(row.problem)
+            sources.append(Source(url, row.user, row.password, row.table, row.rate, row.age_s * 1000, tls_of(query)))
+        except ValueError as error:
+            problems[url] = str(error)
+    return sources, problems
 
 
 class MetaLink:
@@ -49,12 +64,7 @@ class MetaLink:
         """Return the databases of this room, and {url: reason} of the unusable ones."""
         question = pb.SourcesQuestion(room=self._settings.room)
         answer = await self._ask(lambda stub, more: stub.ListSources(question, **more))
-        problems = {source.url: source.problem for source in answer.sources if source.problem}
-        sound = [source for source in answer.sources if not source.problem]
-        return [
-            Source(source.url, source.user, source.password, source.table, source.rate, source.age_s * 1000)
-            for source in sound
-        ], problems
+        return sources_of(answer.sources)
 
     async def caller_of(self, token: str) -> Caller:
         """Return the caller of a token; raise AccessError."""

@@ -10,6 +10,7 @@ from qmq.logs import FORMATS, LEVELS
 from qmq.outbox.drain_plan import Limits
 from qmq.outbox.table import DEFAULT_TABLE, table_name
 from qmq.settings import InvalidSettings, setting
+from qmq.sql_drivers import Tls
 from qmq.subjects import check_name
 
 MARIADB, POSTGRESQL, SQLITE = "mariadb", "postgresql", "sqlite"
@@ -36,6 +37,7 @@ class Source:
     table: str = DEFAULT_TABLE
     rate: int = 10_000
     age_ms: int = 60_000
+    tls: Tls = Tls()
 
     def __post_init__(self) -> None:
         table_name(self.table)

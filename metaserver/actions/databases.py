@@ -28,6 +28,7 @@ from qmq.metaserver.storage.changes import AddDataSource, RemoveDataSource
 from qmq.metaserver.storage.sql import checked
 from qmq.metaserver.storage.tables import LONG_NAME_CHARS_MAX, datasource_config
 from qmq.outbox.table import table_name
+from qmq.sql_drivers import Tls, registered
 
 SQLITE = "sqlite"
 PORTS = {"mmm": 3306, "mysql": 3306, "mariadb": 3306, "postgresql": 5432, SQLITE: 1}
@@ -40,6 +41,8 @@ async def _add(desk: Desk, words: Words) -> Plan:
     url = _url(words)
     try:
         _check(words)
+        if query := _tls(words).query():
+            url = f"{url}?{query}"
         stored = desk.vault.encrypt(words["password"]) if words["password"] else ""
         table = table_name(words["table"])
         checked(datasource_config, {"url": url})  # its parts were checked one by one
@@ -47,14 +50,15 @@ async def _add(desk: Desk, words: Words) -> Plan:
         return refused(str(refusal))
     if len(stored) > LONG_NAME_CHARS_MAX:
         return refused(f"password is too long: encrypted it has {len(stored)} characters, {LONG_NAME_CHARS_MAX} fit")
-    known = await _find(desk, url)
+    known = await _find(desk, _url(words))
+    earlier = (RemoveDataSource(known.url),) if known is not None and known.url != url else ()
     source = DataSource(
         url, words["username"], stored, words["room"], table=table, rate=words.number("rate"), age_s=words.number("age")
     )
     shown = source_json(source)
     del shown["updateTime"]
     return Plan(
-        (AddDataSource(source),),
+        (*earlier, AddDataSource(source)),
         everything=True,
         before=source_json(known) if known else None,
         after=shown,
@@ -66,7 +70,7 @@ async def _remove(desk: Desk, words: Words) -> Plan:
     known = await _find(desk, url := _url(words))
     if known is None:
         return refused(f"no database {url} is registered; ListDbs names them")
-    return Plan((RemoveDataSource(url),), everything=True, before=source_json(known), data={"removed": url})
+    return Plan((RemoveDataSource(known.url),), everything=True, before=source_json(known), data={"removed": url})
 
 
 async def _list(desk: Desk, words: Words) -> Any:
@@ -75,7 +79,7 @@ async def _list(desk: Desk, words: Words) -> Any:
 
 async def _find(desk: Desk, url: str) -> DataSource | None:
     sources = await desk.database.read(lambda repository: repository.data_sources())
-    return next((source for source in sources if source.url == url), None)
+    return next((source for source in sources if registered(source.url)[0] == url), None)
 
 
 def _url(words: Words) -> str:
@@ -93,10 +97,29 @@ def _check(words: Words) -> None:
     if kind == SQLITE:
         if not words["database"].startswith("/"):
             raise InvalidRequest("database is the whole path of the file: --database=/var/lib/shop/shop.db")
+        if any(words[name] for name in TLS):
+            raise InvalidRequest("a file has no connection, so no TLS; leave out --tls and its certificates")
         return
     for name, option in (("host", "--host"), ("username", "--username"), ("password", "--password-file")):
-        if not words[name]:
+        if not words[name] and not (name == "password" and words["tlsCert"]):
             raise InvalidRequest(f"{name} is empty; a database of type {kind} needs {option}")
+
+
+TLS = ("tls", "tlsCa", "tlsCert", "tlsKey")
+
+
+def _tls(words: Words) -> Tls:
+    """Return the TLS of the words; raises InvalidRequest in the words of the command."""
+    tls = Tls(*(words[name] for name in TLS))
+    try:
+        tls.check()
+        if words["type"] != "postgresql":
+            tls.mariadb()
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{error} (sslmode is --tls, sslrootcert --tlsCa, sslcert --tlsCert, sslkey --tlsKey)"
+        ) from None
+    return tls
 
 
 async def _watchdogs(desk: Desk, words: Words) -> Any:

@@ -22,6 +22,7 @@ from qmq.metaserver.model import (
 )
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.replication.readonly import explain
+from qmq.sql_drivers import registered
 
 SHOWN_MAX = 20
 """Number of subjects of one change that a list of the trail shows."""
@@ -181,8 +182,9 @@ def _shortened(value: Any) -> Any:
 
 def source_json(source: DataSource) -> dict[str, Any]:
     """Return a database without its password, which never leaves the metaserver."""
+    url, tls = registered(source.url)
     return {
-        "url": source.url,
+        "url": url,
         "username": source.user_name,
         "room": source.room,
         "status": "online" if source.status == 0 else "offline",
@@ -190,6 +192,7 @@ def source_json(source: DataSource) -> dict[str, Any]:
         "table": source.table,
         "rate": source.rate,
         "age": source.age_s,
+        "tls": tls,
     }
 
 

@@ -190,7 +190,7 @@ def read_snapshot(path: Path, *, database: str) -> Snapshot:
         snapshot = _from_json(json.loads(body))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise BadSnapshot(f"{path} is no snapshot: {type(error).__name__}: {error}") from None
-    if snapshot.database != database:
+    if name_of(snapshot.database) != database:
         raise BadSnapshot(f"{path} is of the database {snapshot.database}, not of {database}")
     return snapshot
 

@@ -45,7 +45,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.metaserver.storage.sql import begin
 from qmq.metaserver.storage.tables import meta_version, metadata
-from qmq.sql_waits import Waits
+from qmq.sql_drivers import TLS_WORDS, Tls, Waits
 
 CONNECT_S = 5
 """A reachable database answers at once."""
@@ -104,23 +104,27 @@ def connect(url: str) -> Engine:
             event.listen(engine, "connect", _prepare_sqlite)
             return engine
         waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, NEXT_STATEMENT_S, IDLE_S)
+        tls, is_postgresql = Tls.of(parsed.query), backend == "postgresql"
         return create_engine(
-            parsed,
+            parsed.difference_update_query(TLS_WORDS),
             isolation_level="READ COMMITTED",  # after waiting for another change, the next statement sees it
-            connect_args=waits.postgresql() if backend == "postgresql" else waits.mariadb(),
+            connect_args=waits.postgresql() | tls.words() if is_postgresql else waits.mariadb() | tls.mariadb(),
+            execution_options=waits.in_transaction() if is_postgresql else {},
             pool_size=POOL_CONNECTIONS,
             max_overflow=0,
             pool_timeout=CONNECT_S,
             pool_recycle=IDLE_S * 3 // 4,  # before the server ends it
         )
+    except ValueError as error:
+        raise DatabaseUnusable(f"the setting `database`: {error}") from None
     except ModuleNotFoundError as error:
         extra = _EXTRAS[backend]
         raise DatabaseUnusable(f"{error}; for this database install qmq with its driver: qmq[server,{extra}]") from None
 
 
 def name_of(url: str) -> str:
-    """Return `url` without its password. Raises DatabaseUnusable."""
-    return _url(url).render_as_string(hide_password=True)
+    """Return `url` without its password and its TLS, which are no part of the database. Raises DatabaseUnusable."""
+    return _url(url).difference_update_query(TLS_WORDS).render_as_string(hide_password=True)
 
 
 def _url(url: str) -> URL:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from sqlalchemy import BigInteger, Connection, Integer, RootTransaction, String, Table, Text
 
 from qmq.metaserver.storage.errors import ValueRefused
+from qmq.sql_drivers import set_waits
 
 ROWS_PER_STATEMENT = 1000
 """Names in one `IN (…)`, within every database's limit; the rows share a round trip."""
@@ -105,6 +106,7 @@ def begin(connection: Connection, *, reading: bool = False) -> RootTransaction:
         connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
     elif reading:
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+    set_waits(connection)
     return transaction
 
 

@@ -548,6 +548,15 @@ _DATABASES = (
             *_PLACE,
             Parameter("username", "its user; none for SQLite", kind=Kind.NAME),
             Parameter("password", "the user's password; stored encrypted", secret=True, chars_max=1000),
+            Parameter(
+                "tls",
+                "TLS of its connections; default: as the driver does",
+                kind=Kind.CHOICE,
+                choices=("disable", "require", "verify-ca", "verify-full"),
+            ),
+            Parameter("tlsCa", "file, on the watchdog's machines, with the authority's certificate"),
+            Parameter("tlsCert", "file with the watchdog's own certificate, if the server asks for one"),
+            Parameter("tlsKey", "file with the key of that certificate"),
             Parameter("room", "namespace of its watchdog", default="default", kind=Kind.NAME),
             Parameter("table", "name of the outbox: table, or schema.table", default="qmq_msg_queue", chars_max=130),
             Parameter(

@@ -20,6 +20,7 @@ from qmq.metaserver.storage.database import Database, DatabaseAway
 from qmq.metaserver.storage.engine import open_database
 from qmq.metaserver.storage.errors import CommitUnknown
 from qmq.metaserver.storage.repository import Repository
+from qmq.metaserver.storage.sql import begin
 from qmq.metaserver.storage.tables import meta_version
 from qmq.metaserver.storage.transactions import DIRECTORY, Transactions, raise_versions
 from tests.support.cable import cable_to
@@ -200,7 +201,7 @@ def test_absent_database_fails_at_once_and_recovers(database_server, engine):
 def test_hanging_change_delays_others_for_a_bounded_time(url, engine):
     stopped = open_database(url)
     with stopped.connect() as connection:
-        connection.begin()
+        begin(connection)
         raise_versions(connection, DIRECTORY)
         mark(Repository(engine))  # waits for that lock until the server ends the idle transaction
         connection.invalidate()

@@ -24,15 +24,17 @@ from sqlalchemy import URL, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from qmq.deploy.processes import suspend
-from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.engine import connect, open_database
 from qmq.metaserver.storage.tables import metadata
+from qmq.sql_drivers import Tls
 from qmq.watchdog.settings import Source
+from tests.support.certificates import Certificates, make_certificates
 from tests.support.ports import kept_port
 
 START_S = 60
 """Usually a second or two; longer on a busy machine."""
 
-PACKAGES = "mariadb-server postgresql"
+PACKAGES = "mariadb-server postgresql pgbouncer"
 KINDS = ("sqlite", "mariadb", "postgresql")
 
 Server = TypeVar("Server", bound="DatabaseServer")
@@ -150,9 +152,9 @@ class DatabaseServer:
 
     def execute(self, statement: str) -> None:
         """Run one statement as the server's administrator."""
-        engine = create_engine(self.url(self._home()), isolation_level="AUTOCOMMIT")
+        engine = connect(self.url(self._home()))
         try:
-            with engine.connect() as connection:
+            with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                 connection.execute(text(statement))
         finally:
             engine.dispose()
@@ -271,6 +273,80 @@ class PostgresqlServer(DatabaseServer):
         return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", *options]
 
 
+class PgBouncer(PostgresqlServer):
+    """A pool before a PostgreSQL server: each transaction of a connection may be another server process's.
+
+    It rejects startup parameters that it does not know, `options` among them, as it does by default.
+    """
+
+    def __init__(self, server: PostgresqlServer) -> None:
+        self._server = server
+        super().__init__()
+
+    def _initialize(self) -> None:
+        settings = {
+            "listen_addr": "127.0.0.1",
+            "listen_port": self.port,
+            "unix_socket_dir": "",
+            "auth_type": "trust",
+            "auth_file": self.directory / "users",
+            "pool_mode": "transaction",
+            "default_pool_size": 3,
+        }
+        (self.directory / "users").write_text(f'"{self.user}" ""\n')
+        lines = [f"[databases]\n* = host=127.0.0.1 port={self._server.port}", "[pgbouncer]"]
+        (self.directory / "ini").write_text(
+            "\n".join([*lines, *(f"{name} = {value}" for name, value in settings.items())])
+        )
+
+    def _command(self) -> list[str]:
+        return [_program("pgbouncer"), str(self.directory / "ini")]
+
+
+class _WithTls(DatabaseServer):
+    """Server that accepts only clients with a certificate of its authority, over TLS."""
+
+    certificates: Certificates
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        self.certificates = make_certificates(self.directory, client=self.user)
+
+    @property
+    def tls(self) -> Tls:
+        """What its clients need."""
+        found = self.certificates
+        return Tls("verify-full", str(found.ca), str(found.client), str(found.client_key))
+
+    def url(self, database: str) -> str:
+        return f"{super().url(database)}?{self.tls.query()}"
+
+
+class TlsMariadbServer(_WithTls, MariadbServer):
+    def start(self) -> None:
+        super().start()
+        self.execute("ALTER USER CURRENT_USER() REQUIRE X509")
+
+    def _command(self) -> list[str]:
+        found = self.certificates
+        files = [f"--ssl-ca={found.ca}", f"--ssl-cert={found.server}", f"--ssl-key={found.server_key}"]
+        return [*super()._command(), *files, "--require-secure-transport=ON"]
+
+
+class TlsPostgresqlServer(_WithTls, PostgresqlServer):
+    def _initialize(self) -> None:
+        super()._initialize()
+        (self.data / "pg_hba.conf").write_text("hostssl all all 127.0.0.1/32 cert\n")
+        if os.geteuid() == 0:
+            shutil.chown(self.certificates.server_key, "postgres")
+
+    def _command(self) -> list[str]:
+        found = self.certificates
+        files = {"ssl_ca_file": found.ca, "ssl_cert_file": found.server, "ssl_key_file": found.server_key}
+        options = [word for name, value in files.items() for word in ("-c", f"{name}={value}")]
+        return [*super()._command(), "-c", "ssl=on", *options]
+
+
 SERVERS: dict[str, type[DatabaseServer]] = {"mariadb": MariadbServer, "postgresql": PostgresqlServer}
 
 
@@ -285,6 +361,21 @@ def mariadb() -> Iterator[MariadbServer]:
 def postgresql() -> Iterator[PostgresqlServer]:
     """A running PostgreSQL server; tests restart it after they stop it."""
     with running(PostgresqlServer()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pgbouncer(postgresql: PostgresqlServer) -> Iterator[PgBouncer]:
+    """A running PgBouncer before the PostgreSQL server."""
+    postgresql.ensure()
+    with running(PgBouncer(postgresql)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=(TlsMariadbServer, TlsPostgresqlServer), ids=("mariadb", "postgresql"))
+def tls_server(request: pytest.FixtureRequest) -> Iterator[_WithTls]:
+    """A running server of each kind that requires TLS and a client's certificate."""
+    with running(request.param()) as server:
         yield server
 
 
@@ -323,7 +414,8 @@ def source_of(url: str, **options: Any) -> Source:
     parsed = make_url(url)
     kind = parsed.get_backend_name().replace("mysql", "mariadb")
     server = f"{parsed.host or 'localhost'}:{parsed.port}" if kind != "sqlite" else ""
-    return Source(f"{kind}://{server}/{parsed.database}", parsed.username or "", parsed.password or "", **options)
+    name = f"{kind}://{server}/{parsed.database}"
+    return Source(name, parsed.username or "", parsed.password or "", tls=Tls.of(parsed.query), **options)
 
 
 @contextmanager

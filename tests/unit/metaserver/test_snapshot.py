@@ -24,6 +24,7 @@ from qmq.metaserver.model import (
     SubjectInfo,
     TokenRow,
 )
+from qmq.metaserver.storage.engine import name_of
 from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 
@@ -115,3 +116,11 @@ def test_file_of_another_database_or_version_is_refused(tmp_path):
     path.write_bytes(json.dumps(json.loads(head) | {"qmq_snapshot": 99}).encode() + b"\n" + body)
     with pytest.raises(BadSnapshot, match="version 99"):
         read_snapshot(path, database="sqlite:///m.db")
+
+
+def test_tls_is_no_part_of_a_database_name():
+    """A snapshot made before a change of TLS counts."""
+    assert (
+        name_of("postgresql://u:p@h/d?sslmode=require&application_name=x")
+        == "postgresql://u:***@h/d?application_name=x"
+    )

@@ -57,6 +57,36 @@ async def test_each_kind_of_database_has_its_own_parameters(world):
     assert len(await world.done("ListDbs")) == 2
 
 
+async def test_tls_of_a_database_is_replaced_with_it(world):
+    """The name stays that of the database: its metrics, and RemoveDb, do not change."""
+    files = {"tlsCa": "/tls/ca.pem", "tlsCert": "/tls/own.pem", "tlsKey": "/tls/own.key"}
+    place = {"type": "postgresql", "host": "db1", "database": "shop"}
+    await world.done("AddDb", **place, username="app", password="hunter2")
+    assert (await world.done("AddDb", **place, username="app", tls="verify-full", **files))["replaced"]
+    [shown] = await world.done("ListDbs")
+    words = "sslmode=verify-full&sslrootcert=/tls/ca.pem&sslcert=/tls/own.pem&sslkey=/tls/own.key"
+    assert (shown["url"], shown["tls"]) == ("postgresql://db1:5432/shop", words)
+    [source] = await world.database.read(lambda repository: repository.data_sources())
+    assert source.url == f"postgresql://db1:5432/shop?{words}"
+    await world.done("RemoveDb", **place)
+    assert await world.done("ListDbs") == []
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        ({"tls": "verify-full"}, "--tlsCa"),
+        ({"tls": "require", "tlsCa": "/ca"}, "verify-full or verify-ca"),
+        ({"tls": "verify-ca", "tlsCa": "/ca", "tlsCert": "/cert"}, "belong together"),
+        ({"tlsCert": "/cert", "tlsKey": "/key"}, "needs sslmode require"),
+        ({"tls": "on"}, "none of disable, require"),
+        ({"tls": "verify-ca", "tlsCa": "system"}, "a file: /etc/ssl"),
+    ],
+)
+async def test_tls_that_cannot_work_is_refused(world, words, why):
+    assert why in await world.refused("AddDb", **DB, **words)
+
+
 async def test_watchdogs_are_listed_by_room(world):
     wish = LeaseRow("watchdog/default", "n1", 0, 0, "10.0.0.1:8090")
     await world.database.write(lambda repository: repository.hold_lease(wish, take=False, release=False))

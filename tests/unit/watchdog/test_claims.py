@@ -11,6 +11,9 @@ import qmq
 from qmq.codec import decode_labels, decode_message, labels_bytes, split_batch
 from qmq.outbox.claims import ClaimName, batch_of, candidate_of
 from qmq.outbox.row import encode_row
+from qmq.proto import qmq_pb2 as pb
+from qmq.sql_drivers import Tls
+from qmq.watchdog.meta_link import sources_of
 from qmq.watchdog.settings import Source, UnusableSource
 
 
@@ -83,6 +86,16 @@ def test_batch_has_ordered_rows_and_labels():
 def test_registration_yields_the_database_address(url, kind, place):
     source = Source(url)
     assert (source.kind, source.place) == (kind, place)
+
+
+def test_registration_carries_its_tls():
+    sound = pb.Source(url="postgresql://db1:1/shop?sslmode=require", user="app", table="t", rate=5, age_s=2)
+    wrong = pb.Source(url="mariadb://db2:1?sslmode=sometimes", table="t")
+    locked = pb.Source(url="mariadb://db3:1", problem="no key")
+    sources, problems = sources_of([sound, wrong, locked])
+    tls = Tls("require")
+    assert sources == [Source("postgresql://db1:1/shop", "app", table="t", rate=5, age_ms=2000, tls=tls)]
+    assert set(problems) == {"mariadb://db2:1", "mariadb://db3:1"} and problems["mariadb://db3:1"] == "no key"
 
 
 def test_unknown_database_type_is_refused():
