@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 from starlette.types import ASGIApp
 
+from qmq.access import keep_private
 from qmq.control_plane import NO_PROBE, SERVER_OPTIONS
 from qmq.descriptors import limit, meta_ports, raise_limit, report
 from qmq.errors import OperatorError, QmqError
@@ -359,6 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     configure(settings.log_level, settings.log_format)
+    keep_private()
     raise_limit()
     report(meta_ports(limit(), CLIENTS_MAX), CLIENTS_MAX)
     try:

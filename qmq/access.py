@@ -1,4 +1,5 @@
-"""Shell. Sources of a token: an argument, a file, standard input or the environment; never a process list.
+"""Shell. Sources of a token: an argument, a file, standard input or the environment; never a process list. Modes of
+files.
 
 One rule decides about every file of a secret, for processes, clients and commands (`require_private`):
 
@@ -154,6 +155,11 @@ def require_private(descriptor: int, path: Path) -> None:
         raise AccessError(f"other users may write {path} (mode {mode:03o}); run: chmod 600 {path}")
     if mode & stat.S_IROTH and found.st_uid == os.geteuid() and not _is_mounted(descriptor, path):
         raise AccessError(f"other users may read {path} (mode {mode:03o}); run: chmod 600 {path}")
+
+
+def keep_private() -> None:
+    """Let other users read no new file of this process, and its group write none."""
+    os.umask(os.umask(0o077) | 0o027)
 
 
 def _is_mounted(descriptor: int, path: Path) -> bool:

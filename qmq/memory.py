@@ -27,6 +27,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
+from qmq.descriptors import opening
 from qmq.ticking import SECOND_S, until_next_second
 
 YOUNG_S = 0.1
@@ -124,7 +125,7 @@ def used_bytes() -> int:
 @cache
 def _statm(pid: int) -> int:
     """Opened once, because it is read each second; by each forked process anew, because it shows its opener."""
-    return os.open(f"/proc/{pid}/statm", os.O_RDONLY)
+    return opening(lambda: os.open(f"/proc/{pid}/statm", os.O_RDONLY))
 
 
 def release() -> None:

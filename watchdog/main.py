@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+from qmq.access import keep_private
 from qmq.client.numbered_sender import NumberedSender
 from qmq.descriptors import limit, raise_limit, watchdog_ports
 from qmq.errors import QmqError
@@ -75,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     configure(settings.log_level, settings.log_format)
+    keep_private()
     raise_limit()
     try:
         is_hanging = asyncio.run(_run(settings))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar, cast
 
+from qmq.access import keep_private
 from qmq.descriptors import copy_ports, limit, raise_limit, report, spares
 from qmq.errors import QmqError
 from qmq.log import MessageLog, RealDisk
@@ -51,6 +52,7 @@ def run(name: str, settings_type: type[S], prefix: str, description: str, build:
         print(error, file=sys.stderr)
         return 2
     configure(settings.log_level, settings.log_format)
+    keep_private()
     raise_limit()
     spares.hold()
     report(copy_ports(limit(), settings.connections_max), settings.connections_max)

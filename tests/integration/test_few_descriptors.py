@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from qmq.control_plane import find_metaserver
-from tests.integration.cluster_world import are_equal, begin_as, end, log_of, running, send_all, until
+from tests.integration.cluster_world import are_equal, begin_as, data_of, end, log_of, running, send_all, until
 from tests.integration.process_with_few_descriptors import LIMIT
 
 METASERVER = "metaserver"
@@ -36,6 +36,12 @@ def crowd(stack, port):
         sock = stack.enter_context(socket.socket())
         sock.setblocking(False)
         sock.connect_ex(("127.0.0.1", port))
+
+
+def test_no_file_of_a_process_is_readable_by_others(cluster):
+    folders = [data_of(cluster, broker) for broker in cluster.plan.brokers]
+    found = [path for folder in folders for path in folder.rglob("*")] + [*cluster.run_dir.glob("metaserver/*.db*")]
+    assert len(found) > 10 and not [path for path in found if path.stat().st_mode & 0o027]
 
 
 def test_crowds_on_each_port_end_no_process(cluster):

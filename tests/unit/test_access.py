@@ -125,3 +125,16 @@ def test_missing_or_binary_file_is_refused(tmp_path):
 def test_two_sources_in_one_call_are_refused(tmp_path):
     with pytest.raises(AccessError, match="not both"):
         find_token("given", token_file=tmp_path / "token", environ={})
+
+
+def test_process_hides_its_new_files(tmp_path):
+    before = os.umask(0o022)
+    try:
+        module.keep_private()
+        (tmp_path / "f").touch()
+        os.umask(0o077)
+        module.keep_private()
+        (tmp_path / "g").touch()
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in "fg"] == [0o640, 0o600]
