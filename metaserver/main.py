@@ -15,12 +15,15 @@ import grpc
 from starlette.types import ASGIApp
 
 from qmq.access import keep_private
+from qmq.client.batch import Receipt
+from qmq.client.producer import Producer
 from qmq.control_plane import NO_PROBE, SERVER_OPTIONS
 from qmq.descriptors import limit, meta_ports, raise_limit, report
 from qmq.errors import OperatorError, QmqError
 from qmq.http_port import HttpPort, listen
 from qmq.logs import configure
 from qmq.memory import collect_by_the_clock
+from qmq.message import Message
 from qmq.metaserver.access import Access, first_admin
 from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.actions.databases import Watchdogs
@@ -71,6 +74,8 @@ CLIENTS_MAX = 50_000
 """Connections of the gRPC port, for 20,000 clients."""
 BODY_TIMEOUT_MS = 10_000
 COLLECT_S = 2.0
+SEND_S = 8.0
+"""Time limit for the message of Produce, within that of an action."""
 RESTORE_BYTES_MAX = 256 << 20
 
 
@@ -149,9 +154,16 @@ class Metaserver:
             Watchdogs(settings.cluster_token),
             bad_rows=lambda: self._database.bad_rows,
             refusals=self.hubs.refusals,
+            send=self._send,
             version=VERSION,
             own_id=self.id,
         )
+
+    async def _send(self, message: Message) -> Receipt:
+        address = f"http://{self._settings.advertised}:{self.http_port}"
+        token = self._settings.cluster_token
+        async with Producer(metaserver=address, token=token, app="console", timeout_s=SEND_S) as producer:
+            return await producer.send(message)
 
     async def serve(self, stop: asyncio.Event, started: asyncio.Event | None = None) -> None:
         """Open both ports, serve until `stop`, close them.

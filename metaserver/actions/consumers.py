@@ -318,6 +318,7 @@ def _progress_json(name: str, row: pb.GroupProgress, offline: frozenset[Offline]
                 "connected": consumer.connected,
                 "peer": consumer.peer,
                 "unacked": consumer.unacked,
+                "delivered": consumer.delivered,
                 "offline": _is_offline(offline, real_subject(row.subject), row.group, consumer.consumer),
             }
             for consumer in row.consumers

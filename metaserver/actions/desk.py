@@ -10,7 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
+from qmq.client.batch import Receipt
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.message import Message
 from qmq.metaserver.actions.plan import Blast, Contents, Leftover, Plan
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.group_starts import expected_at
@@ -119,6 +121,10 @@ class WatchdogsPort(Protocol):
     async def ask(self, address: str, path: str, words: Mapping[str, Any], *, changes: bool = False) -> Any: ...
 
 
+async def cannot_send(message: Message) -> Receipt:
+    raise NotServed("this metaserver sends no messages")
+
+
 @dataclass(frozen=True, slots=True)
 class Desk:
     """Everything that actions use. Made by main, once. All methods are called from the loop."""
@@ -135,6 +141,8 @@ class Desk:
     """Number of invalid database rows."""
     refusals: Callable[[], Mapping[str, str]] = dict
     """Tokens whose clients are refused routes because of a limit, with the reason."""
+    send: Callable[[Message], Awaitable[Receipt]] = cannot_send
+    """Sends a message as a producer of this metaserver."""
     version: str = ""
     own_id: str = ""
     """Id of this metaserver."""

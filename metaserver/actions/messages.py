@@ -1,7 +1,8 @@
-"""Shell. Browse and Redrive: look at stored messages, and give dead letters back to their consumer group."""
+"""Shell. Browse, Produce and Redrive: list stored messages, send one, return dead letters to their consumer group."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 from qmq.dead_letters import GROUP, SUBJECT
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
-from qmq.message import ORDER_KEY
+from qmq.message import ORDER_KEY, Message
 from qmq.metaserver.actions.consumers import groups_of_subject
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together
 from qmq.metaserver.actions.plan import Plan, refused
@@ -45,6 +46,7 @@ async def _browse(desk: Desk, words: Words, caller: Caller) -> Any:
         until_ms=words.number("until"),
         id=words["id"],
         tags=words.names("tag"),
+        properties=_properties(words["property"]),
         newest_first=newest_first,
         messages_max=limit,
         with_properties=True,
@@ -57,6 +59,14 @@ async def _browse(desk: Desk, words: Words, caller: Caller) -> Any:
     messages = [message for answer in found if not isinstance(answer, QmqError) for message in answer]
     messages.sort(key=lambda message: message["stored"], reverse=newest_first)
     return {"subject": places[0][0], "messages": messages[:limit], "unasked": unasked}
+
+
+def _properties(text: str) -> dict[str, str]:
+    """Read `name=value,name=value`. Raises OperatorError."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if wrong := [name for name, equals, _ in pairs if not (name.strip() and equals)]:
+        raise OperatorError(f"property {wrong[0][:100]!r} has no value; write name=value, several separated by commas")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _places(desk: Desk, subject: str, dead_letters_of: str) -> list[Place]:
@@ -253,7 +263,56 @@ async def _move(source: DeadLetters, batch: Sequence[Chosen], receipt: Receipt) 
     return ""
 
 
+def _needs_produce(words: Words) -> tuple[tuple[str, str], ...]:
+    return ((PRODUCE, words["subject"]),)
+
+
+async def _plan_produce(desk: Desk, words: Words) -> Plan:
+    try:
+        message = _message(words)
+        groups = groups_of_subject(desk, words["subject"], "")  # without a route, a typing error would make a subject
+    except QmqError as refusal:
+        return refused(str(refusal))
+    if is_derived_name(words["subject"]):
+        return refused(f"{words['subject']} is written by brokers alone")
+    return Plan(
+        orders=True,
+        subjects=frozenset({words["subject"]}),
+        groups=frozenset(group.name for group in groups),
+        needs=_needs_produce(words),
+        before={},
+        after={"message": dict(message.properties), "tags": sorted(message.tags)},
+    )
+
+
+def _message(words: Words) -> Message:
+    """Make the message of Produce. Raises OperatorError, InvalidMessage, InvalidName."""
+    try:
+        value = json.loads(words["properties"])
+    except (ValueError, RecursionError) as error:
+        raise OperatorError(f"properties are not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise OperatorError('properties are no JSON object; write {"name": "value"}')
+    texts = {
+        name: json.dumps(item, ensure_ascii=False) if isinstance(item, dict | list) else item
+        for name, item in value.items()
+        if item is not None
+    }
+    return Message(words["subject"], texts, tags=words.names("tags"))
+
+
+async def _carry_out_produce(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+    """Send the message. The audit row is written first: a message cannot be taken back."""
+    try:
+        await desk.registry.change((), audit)
+    except OutcomeUnknown as error:
+        raise NotServed(f"no message was sent, as the database failed: {error}") from error
+    receipt = (await desk.send(_message(words))).check()
+    return {"id": receipt.message_id, "brokerGroup": receipt.broker_group, "sequence": receipt.sequence}
+
+
 HANDLERS = {
+    "Produce": Handler(plan=_plan_produce, needs=_needs_produce, carry_out=_carry_out_produce),
     "Browse": Handler(look_as=_browse),
     "Redrive": Handler(plan=_plan, needs=_needs, carry_out=_carry_out),
 }

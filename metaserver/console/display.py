@@ -194,14 +194,14 @@ HOUR_MS, HOURS, STEP = 3_600_000, 24, 20
 BAR_HEIGHT = 100
 
 
-def chart_of(rates: Sequence[Rates], now_ms: int) -> dict[str, Any]:
+def chart_of(rates: Sequence[Rates], now_ms: int, kept_ms: int = KEPT_MS) -> dict[str, Any]:
     """Return the last ten minutes, or less if there is less: name, latest value and line of each series.
 
     Returns:
         `most`: value of the upper edge, a round number; `seconds`: width of the chart; `series`; `width`, `height`.
     """
-    shown = [rate for rate in rates if rate.at_ms > now_ms - KEPT_MS]
-    span_ms = min(max(now_ms - shown[0].at_ms, SPAN_MS_MIN), KEPT_MS) if shown else KEPT_MS
+    shown = [rate for rate in rates if rate.at_ms > now_ms - kept_ms]
+    span_ms = min(max(now_ms - shown[0].at_ms, SPAN_MS_MIN), kept_ms) if shown else kept_ms
     names = list(dict.fromkeys(name for rate in shown for name in rate.values))[: SERIES_MAX + 1]
     most = round_up(max((value for rate in shown for value in rate.values.values()), default=0.0))
     series = []

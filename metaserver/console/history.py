@@ -83,5 +83,8 @@ class History:
         return self._series[key][0].points() if key in self._series else []
 
     def long(self, *key: str) -> list[Point]:
-        """Return the last twelve hours of a series."""
-        return self._series[key][1].points() if key in self._series else []
+        """Return the last twelve hours of a series, of which the last half hour in full."""
+        if key not in self._series:
+            return []
+        recent, long = (ring.points() for ring in self._series[key])
+        return [point for point in long if not recent or point[0] + LONG_MS <= recent[0][0]] + recent

@@ -13,11 +13,23 @@ from typing import Any
 from qmq.commands.action import DETAILS, DRY_RUN, IF_PLAN
 from qmq.differences import differences
 from qmq.ledger import LedgerDamaged
-from qmq.metaserver.actions import ACTIONS, Action, Answer, Kind, Status
-from qmq.metaserver.console.display import SERIES_MAX, Look, Looks, Rates, bars_of, chart_of, moment_ms, per_second
+from qmq.metaserver.actions import ACTIONS, Action, Answer, Status
+from qmq.metaserver.console.display import (
+    SERIES_MAX,
+    Look,
+    Looks,
+    Rates,
+    bars_of,
+    chart_of,
+    moment_ms,
+    per_second,
+    value_of,
+    without_fate,
+)
 from qmq.metaserver.console.front import front_of
 from qmq.metaserver.console.history import History
 from qmq.metaserver.console.nights import Nights
+from qmq.metaserver.console.offers import of_broker_group, of_consumer_group, of_subject
 from qmq.metaserver.console.survey import Surveyor
 from qmq.metaserver.http.endpoints import ActionsPort, run_within
 from qmq.metaserver.http.management import ANYBODY
@@ -78,6 +90,7 @@ RATES_S = 1.0
 """Time limit for a silent broker's rates."""
 IN, OUT = "messages in", "messages out"
 """Labels with a space, so no consumer group has the same name."""
+CONSUMERS_MAX = 100
 
 
 async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
@@ -94,21 +107,33 @@ async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
 
 
 async def subject_rates(asking: Asking, subject: str, group: str) -> dict[str, Any]:
-    """Return the values of `rates.html` for a subject."""
+    """Return the values of `subject_live.html`."""
     words = {"subject": subject, "group": group}
     return drawn_of_subject(asking, subject, group, await asking.ask("Consumers", words))
 
 
 def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer) -> dict[str, Any]:
-    """Return the values of `rates.html` for a subject, from an answer of Consumers."""
+    """Return the values of `subject_live.html`, from an answer of Consumers: rates, and each consumer with its own."""
     looks: list[Look] = []
+    rows, speed = (consumers.data or {}).get("groups", ()), dict[str, float]()
+    each = [(row, consumer) for row in rows for consumer in row["consumers"]]
     if consumers.done and not consumers.data["unasked"]:  # a partial sum would look like a fall
-        look = Look(wall_ms(), counts_of(consumers.data["groups"]))
-        looks = asking.looks.note(f"{subject} {group}", look)
+        now = wall_ms()
+        looks = asking.looks.note(f"{subject} {group}", Look(now, counts_of(rows)))
+        given = {_connection(*pair): pair[1]["delivered"] for pair in each[:CONSUMERS_MAX]}
+        steps = per_second(asking.looks.note(f"{subject} {group} consumers", Look(now, given))) if given else []
+        speed = dict(steps[-1].values) if steps else {}
     elif consumers.done:
-        consumers = Answer(Status.WAIT, "not every broker group answers")
+        consumers = Answer(Status.WAIT, "not every broker group answers", data=consumers.data)
     empty = "Counting begins now; the first values come in five seconds."
-    return {"answer": consumers, "chart": chart_of(per_second(looks), wall_ms()), "empty": empty}
+    shown = [(row, consumer, speed.get(_connection(row, consumer))) for row, consumer in each[:CONSUMERS_MAX]]
+    more = max(len(each) - CONSUMERS_MAX, 0)
+    chart = chart_of(per_second(looks), wall_ms())
+    return {"answer": consumers, "chart": chart, "empty": empty, "each": shown, "more_consumers": more}
+
+
+def _connection(row: Mapping[str, Any], consumer: Mapping[str, Any]) -> str:
+    return f"{row['brokerGroup']} {row['group']} {consumer['consumer']}"
 
 
 def counts_of(rows: list[dict[str, Any]]) -> dict[str, int]:
@@ -118,20 +143,6 @@ def counts_of(rows: list[dict[str, Any]]) -> dict[str, int]:
         ends[row["brokerGroup"]] = row["nextSequence"]
         done[row["group"]] = done.get(row["group"], 0) + row["nextSequence"] - row["messages"]
     return {IN: sum(ends.values())} | dict(list(done.items())[:SERIES_MAX]) if rows else {}
-
-
-NOT_HERE = frozenset({"AddToken", "AdoptDatabase"})
-"""AddToken would show a secret on a page; AdoptDatabase belongs to the command line, where its effects are
-explained.
-"""
-
-
-def offered(name: str) -> Action | None:
-    """Return the change of this name if the console offers it: no secret to type, no document to load."""
-    action = ACTIONS.get(name)
-    if action is None or not action.changes or name in NOT_HERE:
-        return None
-    return None if any(parameter.secret or parameter.kind is Kind.JSON for parameter in action.parameters) else action
 
 
 def words_of(action: Action, given: Mapping[str, str]) -> dict[str, str]:
@@ -154,6 +165,12 @@ async def carry_out(asking: Asking, action: Action, words: Mapping[str, str], sh
     return await asking.ask(action.name, {**words, IF_PLAN: shown, **({DETAILS: "true"} if has_details else {})})
 
 
+FILTERS_OF_MESSAGES = ("subject", "id", "tag", "property", "brokerGroup", "sequence")
+TAIL, TAIL_MS = 50, 10_000
+"""Messages of a live tail per look. A busier subject has more; the tail skips some."""
+CONTENT_CHARS_MAX, PAGE_CHARS_MAX, CUT_CHARS = 20_000, 250_000, 200
+"""Characters of one message, and of all on a page; beyond that, each message is cut to the last number."""
+
 Query = Mapping[str, str]
 """Query string of the page; missing words are empty."""
 Ask = Callable[[Asking, Query], Awaitable[dict[str, Any]]]
@@ -162,6 +179,9 @@ ROWS = 100
 """Number of groups, subjects or messages per page."""
 ASKED_MAX = 100
 """Number of broker groups asked by default: a page that asks 2,000 takes seconds."""
+CLIENTS_S = 1.0
+"""Time limit for the clients of all metaservers."""
+LAG_MS = 12 * 3_600_000
 OUTBOX_S, STUCK_S = 3.0, 30.0
 """Time limit for outboxes: a hanging database keeps its watchdog for 20 s. Only the page of one database waits."""
 
@@ -205,7 +225,11 @@ async def _group(asking: Asking, query: Query) -> dict[str, Any]:
         group_rates(asking, query["name"]),
     )
     group = next((row for row in groups.data or () if row["groupName"] == words["brokerGroup"]), None)
-    return {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
+    found = {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
+    survey = asking.surveyor.newest if asking.surveyor and asking.caller else None
+    parts = [row for row in survey.processes if row.group == query["name"]] if survey and group else []
+    line = survey.rates.get(query["name"], {}) if survey else {}
+    return found | {"parts": parts, "line": line, "actions": of_broker_group(group) if group else []}
 
 
 async def _doctor(asking: Asking, query: Query) -> dict[str, Any]:
@@ -219,18 +243,66 @@ async def _subjects(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
-    """All consumer groups of one subject; else those with the largest lag."""
-    subject, group = query["subject"], query["group"]
-    if subject:
-        words = {"subject": subject, "group": group}
-        lag, consumers = await asyncio.gather(asking.ask("Lag", words), asking.ask("Consumers", words))
-        each = [(row, consumer) for row in (consumers.data or {}).get("groups", ()) for consumer in row["consumers"]]
-        drawn = drawn_of_subject(asking, subject, group, consumers)
-        return {"lag": lag, "consumers": consumers, "each": each, "count": 0, **drawn}
+    """One subject, or one of its consumer groups; else the groups with the largest lag."""
+    if query["subject"]:
+        return await _subject(asking, query["subject"], query["group"])
     count = len((await asking.ask("ListBrokerGroups")).data or ())
     if count > ASKED_MAX and query["all"] != "yes":
-        return {"lag": None, "consumers": None, "count": count}
-    return {"lag": await asking.ask("Lag", {"group": group, "limit": ROWS}), "consumers": None, "count": count}
+        return {"lag": None, "count": count}
+    return {"lag": await asking.ask("Lag", {"group": query["group"], "limit": ROWS}), "count": count}
+
+
+async def _subject(asking: Asking, subject: str, group: str) -> dict[str, Any]:
+    words = {"subject": subject, "group": group}
+    lag, consumers, limits, route, clients = await asyncio.gather(
+        asking.ask("Lag", words),
+        asking.ask("Consumers", words),
+        asking.ask("ListLimits", {"subject": subject}),
+        asking.ask("QuerySubjectRoute", {"subject": subject}),
+        asking.ask_for(CLIENTS_S, "Clients", {"subject": subject, "limit": ROWS}),
+    )
+    drawn = drawn_of_subject(asking, subject, group, consumers)
+    rows = (lag.data or {}).get("lag", ())
+    return {
+        "lag": lag,
+        "count": 0,
+        "facts": facts_of((consumers.data or {}).get("groups", ()), rows),
+        "limits": [row for row in limits.data or () if row["group"] in ("*", group) or not group],
+        "route": route,
+        "clients": clients,
+        "lag_chart": _lag_chart(asking, subject, [row["group"] for row in rows]),
+        "actions": of_consumer_group() if group else of_subject(),
+        **drawn,
+    }
+
+
+def facts_of(rows: Iterable[Mapping[str, Any]], lags: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return figures of a subject: kept messages, un-acked ones, lag, dead letters."""
+    rows, lags = list(rows), list(lags)
+    kept = {row["brokerGroup"]: row["nextSequence"] - row["firstSequence"] for row in rows}
+    return {
+        "kept": sum(kept.values()),
+        "lag": sum(row["messages"] for row in lags),
+        "age": max((row["ageSeconds"] for row in lags if row["messages"]), default=0),
+        "unacked": sum(consumer["unacked"] for row in rows for consumer in row["consumers"]),
+        "dead": sum(row["deadLetters"] for row in lags),
+        "connected": len(
+            {consumer["consumer"] for row in rows for consumer in row["consumers"] if consumer["connected"]}
+        ),
+    }
+
+
+def _lag_chart(asking: Asking, subject: str, groups: Iterable[str]) -> dict[str, Any] | None:
+    """Return the chart of the lag over the last hours, from the survey's history."""
+    if asking.surveyor is None or asking.caller is None:
+        return None
+    history = asking.surveyor.history
+    series = {group: history.long("lag", subject, group) for group in list(groups)[:SERIES_MAX]}
+    values: dict[int, dict[str, float]] = {}
+    for group, points in series.items():
+        for at_ms, value in points:
+            values.setdefault(at_ms, {})[group] = value
+    return chart_of([Rates(at_ms, values[at_ms]) for at_ms in sorted(values)], wall_ms(), LAG_MS)
 
 
 async def _trail(asking: Asking, query: Query) -> dict[str, Any]:
@@ -255,13 +327,36 @@ async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
-    """Stored messages; with `dead`, the dead letters of that consumer group."""
+    """Stored messages; with `dead`, the dead letters of that consumer group; with `live`, the newest as they come."""
     since, until, wrong = _times(query)
     if not query["subject"]:
-        return {"found": None, "wrong": wrong}
-    words: dict[str, Any] = {name: query[name] for name in ("subject", "id", "tag", "brokerGroup", "sequence")}
-    words |= {"deadLettersOf": query["dead"], "since": since, "until": until, "limit": ROWS}
-    return {"found": await asking.ask("Browse", words), "wrong": wrong}
+        return {"found": None, "wrong": wrong, "shown": []}
+    words: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES}
+    words |= {"deadLettersOf": query["dead"], "since": since, "until": until}
+    words["limit"] = TAIL if query["live"] else ROWS
+    found = await asking.ask("Browse", words)
+    return {"found": found, "wrong": wrong, "shown": shown_messages(found, is_dead=bool(query["dead"]))}
+
+
+async def tail(asking: Asking, query: Query) -> dict[str, Any]:
+    """Return the newest messages. With a filter only those of the last seconds: a search through all takes long."""
+    words: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES} | {"limit": TAIL}
+    if any(query[name] for name in ("id", "tag", "property")):
+        words["since"] = wall_ms() - TAIL_MS
+    found = await asking.ask("Browse", words)
+    return {"found": found, "shown": shown_messages(found, is_dead=False)}
+
+
+def shown_messages(found: Answer, *, is_dead: bool) -> list[dict[str, Any]]:
+    """Return messages with `content`, their properties as JSON. All together are bounded: later ones are cut short."""
+    shown, left = [], PAGE_CHARS_MAX
+    for message in (found.data or {}).get("messages", ()):
+        properties = message["properties"]
+        text = value_of(without_fate(properties) if is_dead else properties)
+        most = min(CONTENT_CHARS_MAX, max(left, CUT_CHARS))
+        left -= min(len(text), most)
+        shown.append(message | {"content": text[:most], "cut": max(len(text) - most, 0)})
+    return shown
 
 
 async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:

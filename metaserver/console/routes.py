@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from qmq.errors import AccessError, NotServed
 from qmq.metaserver.actions import ACTIONS, Status
-from qmq.metaserver.console import display, pages
+from qmq.metaserver.console import display, offers, pages
 from qmq.metaserver.console.display import Looks
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import LOG_IN, PAGES, SECTIONS, Asking, Page, group_rates, overview, subject_rates
@@ -125,6 +125,7 @@ class Console:
         yield self._route("POST", "/change", self._change)
         yield self._route("GET", "/rates", self._renew_rates)
         yield self._route("GET", "/live", self._renew_overview)
+        yield self._route("GET", "/tail", self._renew_tail)
         for name in STATIC:
             yield self._route("GET", f"/{name}", self._send_static)
 
@@ -262,9 +263,14 @@ class Console:
         asking, query = self._asks(visit), visit.query
         if query["subject"]:
             drawn = await subject_rates(asking, query["subject"], query["group"])
-        else:
-            drawn = await group_rates(asking, query["brokerGroup"])
-        return self._part("rates.html", **drawn)
+            return self._part("subject_live.html", **drawn)
+        return self._part("rates.html", **await group_rates(asking, query["brokerGroup"]))
+
+    async def _renew_tail(self, visit: Visit) -> Response:
+        """The newest messages, for the live tail."""
+        if visit.caller is None:
+            return Response(status_code=401)
+        return self._part("tail.html", **await pages.tail(self._asks(visit), visit.query), query=visit.query)
 
     async def _renew_overview(self, visit: Visit) -> Response:
         if visit.caller is None and not self._open_lists:
@@ -285,7 +291,7 @@ class Console:
     async def _show_form(self, visit: Visit) -> Response:
         if visit.caller is None:
             return _to_login(visit)
-        action = pages.offered(visit.query["action"])
+        action = offers.offered(visit.query["action"])
         if action is None:
             return self._page(
                 visit, "refused.html", 404, title="Refused", why="the console does not offer this change; use the tools"
@@ -298,7 +304,7 @@ class Console:
             return self._to_login_and_back(visit)
         if not self._sessions.is_csrf(visit.cookie, visit.form["csrf"]):
             return self._refuse_form(visit)
-        action = pages.offered(visit.form["action"])
+        action = offers.offered(visit.form["action"])
         if action is None:
             return self._page(
                 visit, "refused.html", 404, title="Refused", why="the console does not offer this change; use the tools"
@@ -318,7 +324,7 @@ class Console:
 
     def _to_login_and_back(self, visit: Visit) -> Response:
         """Show the form again after a new login: the session ended while it was filled in."""
-        action = pages.offered(visit.form["action"])
+        action = offers.offered(visit.form["action"])
         form = _link("/change", action=action.name, **pages.words_of(action, visit.form)) if action else ROOT
         return _go(_link("/login", next=form)) if len(form) <= FORM_CHARS_MAX else _go(f"{ROOT}/login")
 
@@ -352,7 +358,7 @@ class Console:
 
 def _may(caller: Caller | None, name: str) -> bool:
     """Return whether a link is useful: to a change that the console offers, or to a list that the caller may see."""
-    action = pages.offered(name) if ACTIONS[name].changes else ACTIONS[name]
+    action = offers.offered(name) if ACTIONS[name].changes else ACTIONS[name]
     return caller is not None and action is not None and caller.may(action.role)
 
 

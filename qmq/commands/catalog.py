@@ -622,6 +622,8 @@ _DATABASES = (
     ),
 )
 
+PROPERTIES_CHARS_MAX = 4_000
+"""Of a message that an operator types; the audit trail keeps it."""
 _MESSAGES = (
     Action(
         "Browse",
@@ -633,11 +635,28 @@ _MESSAGES = (
             Parameter("brokerGroup", "only messages of this broker group", kind=Kind.NAME),
             Parameter("id", "only the message with this id"),
             Parameter("tag", "only messages with all these tags", kind=Kind.NAMES),
+            Parameter("property", "only messages with these properties, as name=value,name=value", chars_max=1000),
             Parameter("sequence", "first sequence, counted per broker group", kind=Kind.NUMBER),
             Parameter("since", "only messages stored at this time or later", kind=Kind.NUMBER, typed=Typed.MOMENT),
             Parameter("until", "only messages stored before this time", kind=Kind.NUMBER, typed=Typed.MOMENT),
             Parameter("limit", "at most this many messages", kind=Kind.NUMBER, default="50", least=1, most=1000),
         ),
+    ),
+    Action(
+        "Produce",
+        "send one message to a subject with a route",
+        OPERATOR,
+        (
+            _SUBJECT,
+            Parameter(
+                "properties",
+                'its properties, as JSON: {"orderNo": "4711"}',
+                required=True,
+                chars_max=PROPERTIES_CHARS_MAX,
+            ),
+            Parameter("tags", "its tags, separated by commas", kind=Kind.NAMES),
+        ),
+        changes=True,
     ),
     Action(
         "Redrive",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from qmq.client.batch import Outcome, Receipt
 from qmq.errors import NotServed
 from qmq.http_port import HttpPort, listen
 from qmq.metaserver.console import routes
 from qmq.metaserver.console.pages import PAGES
+from qmq.proto import qmq_pb2 as pb
 from tests.support.chromium import Chromium
 from tests.unit.metaserver.console_world import ConsoleWorld, with_something_on_every_page
 
@@ -22,6 +25,8 @@ ADDRESSES = [
     *(f"/console{page.path}" for page in PAGES if page.path != "/group"),
     "/console/group?name=g1",
     "/console/consumers?subject=order.changed",
+    "/console/consumers?subject=order.changed&group=billing",
+    "/console/messages?subject=order.changed&live=yes",
     "/console/messages?subject=order.changed&dead=billing",
     "/console/change?action=MarkReadonlyBrokerGroup&brokerGroup=g1",
     "/console/login",
@@ -137,6 +142,46 @@ def _watch_it_renew(address, world, profile, state):
         browser.press("Enter", text="\r")
         browser.run("window.renew()")
         assert "No rates" in browser.text()
+
+
+ARRIVAL = """new Promise(found => {
+    const list = document.querySelector('[data-tail]');
+    const look = () => list.querySelector('[data-key="g1/2"]') && found(1);
+    new MutationObserver(look).observe(list, {childList: true}); look(); })"""
+
+
+def test_live_tail_follows_and_a_message_is_produced(tmp_path):
+    asyncio.run(_with_browser(tmp_path, "data", _follow_the_tail))
+
+
+def _follow_the_tail(address, world, profile, state):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+        return Receipt(Outcome.STORED, "m-3", message.subject, "g1", 3, None)
+
+    world.actions.run = type(world.actions).run.__get__(world.actions)
+    world.actions._desk = replace(world.desk, send=send)
+    world.brokers.stored = [_stored(1, "{}")]
+    with Chromium(profile) as browser:
+        _log_in(browser, address, world)
+        assert "m-1" in browser.open(f"{address}/console/messages?subject=order.changed&live=yes")
+        world.brokers.stored = [_stored(2, '{"lines": [{"sku": "A-1"}], "html": "<b>bold</b>"}')]
+        browser.run(ARRIVAL)
+        text = browser.text()
+        assert text.index("m-2") < text.index("m-1") and "lines: 1 items" in text and "<b>bold</b>" in text
+        assert browser.axe() + browser.complaints() == []
+        assert "Produce" in browser.click("Produce…")
+        browser.fill("properties", '{"orderNo": "4711"}')
+        assert "Reaches 1 subject" in browser.click("Show the plan") and not sent
+        assert "Done." in browser.click("Do it") and dict(sent[0].properties) == {"orderNo": "4711"}
+
+
+def _stored(sequence, body):
+    message = pb.BrowsedMessage(sequence=sequence, id=f"m-{sequence}", stored_ms=sequence, bytes=9)
+    message.properties.append(pb.Property(name="body", value=body))
+    return pb.BrowseAnswer(messages=[message])
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])

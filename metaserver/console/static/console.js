@@ -49,3 +49,93 @@ function renew(part) {
 
 label(document);
 document.querySelectorAll("[data-renew]").forEach(renew);
+
+// JSON as a tree. A text that is JSON itself becomes a branch, as brokers keep properties as text.
+const PARSED_CHARS_MAX = 20000, BRANCHES_MAX = 200, DEPTH_MAX = 20;
+
+function parsed(text) {
+  const inner = text.trim();
+  if (!/^[[{]/.test(inner) || inner.length > PARSED_CHARS_MAX) return undefined;
+  try { return JSON.parse(inner); } catch { return undefined; }
+}
+
+function leaf(value) {
+  const shown = document.createElement("span");
+  shown.className = typeof value === "string" ? "text" : typeof value === "number" ? "number" : "word";
+  shown.textContent = typeof value === "string" ? value : String(value);
+  return shown;
+}
+
+function branch(value, depth) {
+  const list = document.createElement("ul");
+  const entries = Object.entries(value);
+  for (const [name, item] of entries.slice(0, BRANCHES_MAX)) {
+    const row = document.createElement("li"), key = document.createElement("span");
+    const inner = typeof item === "string" ? parsed(item) ?? item : item;
+    key.className = "key";
+    key.textContent = `${name}: `;
+    if (inner !== null && typeof inner === "object" && depth < DEPTH_MAX) {
+      const fold = document.createElement("details"), head = document.createElement("summary");
+      fold.open = depth < 1 && Object.keys(inner).length <= 12;
+      const count = document.createElement("span");
+      count.className = "dim";
+      count.textContent = Array.isArray(inner) ? `${inner.length} items` : `${Object.keys(inner).length} fields`;
+      head.append(key, count);
+      fold.append(head, branch(inner, depth + 1));
+      row.append(fold);
+    } else row.append(key, leaf(typeof inner === "object" && inner !== null ? JSON.stringify(inner) : inner));
+    list.append(row);
+  }
+  if (entries.length > BRANCHES_MAX) {
+    const rest = document.createElement("li");
+    rest.textContent = `and ${entries.length - BRANCHES_MAX} more`;
+    list.append(rest);
+  }
+  return list;
+}
+
+function drawTrees(root) {
+  for (const text of root.querySelectorAll("pre[data-json]")) {
+    const value = parsed(text.textContent);
+    if (value === undefined) continue;
+    const tree = branch(value, 0);
+    tree.className = "tree";
+    text.replaceWith(tree);
+  }
+}
+
+// The live tail: adds messages that are new, the newest first.
+const TAIL_MS = 1500, KEPT_MAX = 200;
+
+function follow(list) {
+  const pause = document.createElement("button");
+  pause.type = "button";
+  pause.className = "quiet small";
+  pause.textContent = "Pause";
+  pause.addEventListener("click", () => {
+    const isPaused = pause.getAttribute("aria-pressed") !== "true";
+    pause.setAttribute("aria-pressed", String(isPaused));
+    pause.textContent = isPaused ? "Continue" : "Pause";
+  });
+  list.before(pause);
+  const look = async () => {
+    if (!document.hidden && pause.getAttribute("aria-pressed") !== "true") {
+      try {
+        const answer = await fetch(list.dataset.tail, { redirect: "error" });
+        const fresh = new DOMParser().parseFromString(answer.ok ? await answer.text() : "", "text/html");
+        for (const item of [...fresh.querySelectorAll("li[data-key]")].reverse()) {
+          if (list.querySelector(`[data-key="${CSS.escape(item.dataset.key)}"]`)) continue;
+          item.classList.add("fresh");
+          drawTrees(item);
+          list.prepend(item);
+        }
+        while (list.children.length > KEPT_MAX) list.lastElementChild.remove();
+      } catch { /* the next request may succeed */ }
+    }
+    setTimeout(look, TAIL_MS);
+  };
+  setTimeout(look, TAIL_MS);
+}
+
+drawTrees(document);
+document.querySelectorAll("[data-tail]").forEach(follow);

@@ -12,7 +12,7 @@ import pytest
 from qmq.errors import AccessError, NotServed
 from qmq.metaserver.access import Access, new_token
 from qmq.metaserver.actions import ACTIONS, Answer, Status
-from qmq.metaserver.console import display, pages
+from qmq.metaserver.console import display, offers
 from qmq.metaserver.console import sessions as sessions_module
 from qmq.metaserver.console.pages import PAGES
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
@@ -374,9 +374,9 @@ async def test_viewer_gets_no_changes(console):
 
 
 def test_actions_with_secrets_are_not_offered():
-    left = {name for name, action in ACTIONS.items() if action.changes and pages.offered(name) is None}
+    left = {name for name, action in ACTIONS.items() if action.changes and offers.offered(name) is None}
     assert left == {"AddDb", "AddToken", "Restore", "AdoptDatabase"}
-    assert pages.offered("ListBrokers") is None and pages.offered("x") is None
+    assert offers.offered("ListBrokers") is None and offers.offered("x") is None
 
 
 async def test_hostile_words_are_escaped(console):

@@ -23,8 +23,8 @@ LAG = {
     "causes": {"no_consumer": 7},
     "brokerGroups": {"g1": 7},
 }
-CONSUMER = {"consumer": "c", "connected": True, "unacked": 1, "peer": "10.0.0.1:5", "offline": False}
-PROGRESS = {"subject": "s", "group": "g", "brokerGroup": "g1", "nextSequence": 9, "messages": 1}
+CONSUMER = {"consumer": "c", "connected": True, "unacked": 1, "delivered": 1, "peer": "10.0.0.1:5", "offline": False}
+PROGRESS = {"subject": "s", "group": "g", "brokerGroup": "g1", "firstSequence": 0, "nextSequence": 9, "messages": 1}
 GROUP = {
     "groupName": "g",
     "kind": "NORMAL",
@@ -58,6 +58,7 @@ MESSAGE = {
     "stored": 1,
     "id": "m",
     "tags": [],
+    "orderKey": None,
     "bytes": 1,
     "problem": "",
     "properties": {"a": "x" * 300},

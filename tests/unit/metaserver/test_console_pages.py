@@ -48,7 +48,7 @@ async def test_consumers_behind_are_shown_with_age_and_cause(console):
     assert "order.changed billing 5,434 1 h 2 min" in text and "no consumer g1: 1,234, g2: 4,200" in text
     assert text.index("billing") < text.index("ticket") and "idle" not in text
     text = await console.read("/consumers", subject="order.changed")
-    assert "billing 5,434" in text and "c1 billing g1 no 0" in text
+    assert "billing 5,434" in text and "c1 billing g1 away – 0" in text
     assert "0 – –" in await console.read("/consumers", subject="quiet")
     console.brokers.silent = {"g1"}
     assert "Not asked: g1" in await console.read("/consumers")
@@ -58,8 +58,8 @@ async def test_large_installation_is_queried_on_demand_only(console, monkeypatch
     await console.running_copies("g1")
     monkeypatch.setattr(pages, "ASKED_MAX", 0)
     text = await console.read("/consumers")
-    assert "ask all of them" in text and "Nobody is behind" not in text
-    assert "Nobody is behind" in await console.read("/consumers", all="yes")
+    assert "ask all of them" in text and "No consumer group has a lag" not in text
+    assert "No consumer group has a lag" in await console.read("/consumers", all="yes")
 
 
 async def test_subjects_are_paged(console):
@@ -161,7 +161,7 @@ async def test_dead_letters_are_shown_with_reasons(console):
     dead = stored(1, "m-1", qmq_deadReason="ValueError: no price", qmq_times="5")
     console.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
     text = await console.read("/messages", subject="order.changed", dead="billing")
-    assert "m-1 g1 / 1 ValueError: no price 5" in text and "Redrive…" in text
+    assert "g1 / 1 40 bytes ValueError: no price, 5 attempts" in text and "Redrive…" in text
     assert text.count("no price") == 1 and "qmq_" not in text, "broker properties are not shown as content"
     assert console.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
@@ -174,7 +174,7 @@ async def test_dead_letters_in_a_chosen_subject_are_shown(console):
     answers = [stored(number, f"m-{number}", qmq_deadReason="no price", qmq_times="5") for number in (1, 2)]
     console.brokers.stored = [pb.BrowseAnswer(messages=[answer]) for answer in answers]
     text = await console.read("/messages", subject="order.changed", dead="billing")
-    assert "m-1 g1" in text and "m-2 g1" in text
+    assert "m-1 1970" in text and "m-2 1970" in text
     own, chosen = console.brokers.browsed
     assert (own.subject, dict(own.properties)) == ("%DEAD_RETRY%order.changed%billing", {})
     marked = {"qmq_deadSubject": "order.changed", "qmq_deadGroup": "billing"}
@@ -320,12 +320,54 @@ async def test_consumers_page_draws_rates(console):
     assert "No rates: not every broker group answers" in await console.read("/consumers", subject="s")
 
 
+async def test_tail_shows_the_newest_messages_bounded(console):
+    await console.running_copies("g1")
+    await console.routed("order.changed")
+    assert (await console.new_browser().get("/console/tail?subject=order.changed")).status_code == 401
+    await console.log_in("operator")
+    many = [stored(number, f"m-{number}", text="x" * 60_000) for number in range(50, 0, -1)]
+    console.brokers.stored = [pb.BrowseAnswer(messages=many)]
+    page = (await console.browser.get("/console/tail?subject=order.changed")).text
+    assert page.count("<li data-key") == 50 and len(page) < pages.PAGE_CHARS_MAX + 60_000
+    assert page.index("g1/50") < page.index("g1/49") and "characters more" in page
+    assert console.brokers.browsed[-1].newest_first and console.brokers.browsed[-1].messages_max == pages.TAIL
+    await console.browser.get("/console/tail", params={"subject": "order.changed", "property": "a=b"})
+    assert console.brokers.browsed[-1].since_ms > 0, "a filter looks through the last seconds only"
+    console.brokers.stored = [pb.BrowseAnswer(messages=[stored(1, HOSTILE, a=HOSTILE)])]
+    assert HOSTILE not in (await console.browser.get("/console/tail?subject=order.changed")).text
+
+
+async def test_each_connection_has_its_rate(console):
+    await console.running_copies("g1")
+    await console.routed("s")
+    note, times = console.served._looks.note, iter(range(0, 10**6, 5_000))
+    console.served._looks.note = lambda key, look: note(key, look._replace(at_ms=next(times) + wall_ms() - 60_000))
+    for delivered in (100, 150):
+        row = pb.GroupProgress(subject="s", group="billing", next_sequence=9)
+        row.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, peer="10.0.0.7:5", delivered=delivered))
+        console.brokers.progress = {"g1": [row]}
+        text = await console.read("/consumers", subject="s")
+    assert "c1 billing g1 10.0.0.7:5 5.0 0 on" in text
+
+
+async def test_subject_page_draws_its_lag(console):
+    await console.running_copies("g1")
+    await console.routed("s")
+    console.brokers.progress = {"g1": [left("s", "billing", 40, wall_ms() - 9_000)]}
+    await console.done("SetLimits", subject="s", expiresAfterS=3600)
+    for minutes in (0, 1):
+        console.surveyor.history.record(("lag", "s", "billing"), wall_ms() - 60_000 * (1 - minutes), 40 + minutes)
+    page = await console.see("/consumers", subject="s", group="billing")
+    assert "Lag in messages in the last" in page and "Consumer group of" in page
+    assert "expire after 1 h" in text_of(page) and "billing: 41" in text_of(page)
+
+
 WORDS = {
     "": ("page", "state", "name"),
     "/group": ("name",),
     "/subjects": ("prefix", "after", "group"),
     "/consumers": ("subject", "group", "all"),
-    "/messages": ("subject", "id", "tag", "since", "until", "dead", "sequence", "brokerGroup"),
+    "/messages": ("subject", "id", "tag", "since", "until", "dead", "sequence", "brokerGroup", "property", "live"),
     "/delayed": ("subject", "since", "until", "owner"),
     "/outbox": ("room", "database"),
     "/trail": ("who", "name", "before", "since", "until", "subject", "request", "brokerGroup"),

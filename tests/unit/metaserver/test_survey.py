@@ -131,6 +131,8 @@ def test_history_is_bounded_in_series():
     assert history.recent("lag", "s", "g1") == [] and history.long("lag", "s", "g4") == [(0, 4.0)]
     history.settle("lag", [("lag", "s", "g4")], LONG_MS)
     assert history.long("lag", "s", "g3")[-1] == (LONG_MS, 0.0) and len(history.long("lag", "s", "g4")) == 1
+    history.record(("lag", "s", "g4"), RECENT * RECENT_MS + LONG_MS, 1.0)
+    assert history.long("lag", "s", "g4") == [(0, 4.0), (RECENT * RECENT_MS + LONG_MS, 1.0)], "the older hours are kept"
 
 
 def test_figures_are_read_from_a_page_of_metrics():

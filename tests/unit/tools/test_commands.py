@@ -67,10 +67,10 @@ def test_qmqs_defaults_are_kept():
 
 
 def test_every_action_has_a_command():
-    """Three commands call brokers or watchdogs themselves; the console uses their actions."""
-    assert sorted({*(command.asks for command in ASKING.values()), "Browse", "Redrive", "OutboxStuck"}) == sorted(
-        ACTIONS
-    )
+    """Four commands call brokers or watchdogs themselves; the console uses their actions."""
+    assert sorted(
+        {*(command.asks for command in ASKING.values()), "Browse", "Produce", "Redrive", "OutboxStuck"}
+    ) == sorted(ACTIONS)
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - set(ASKING)))
