@@ -9,8 +9,9 @@
     metaserver, token  all its broker groups; of each, the slave's copy if it answers, else the master's
     rows               "messages" (default), "frames" or "progress" (audit.tables)
     columns            names with commas, all by default; properties of messages are decoded only if named
-    subject            only frames of these subjects, names with commas
+    subject            only frames of these subjects: names with commas, or each with a line end if one has a comma
     since, until       only frames stored in `[since, until)`: 2026-01-31T12:00:00Z, or ms since 1970
+    sequences          "begin-end", half-open: only frames of messages with these sequences
     contains           only frames of messages with these texts, one a line, as id, tag, or part of a property
     damage             "rows" (default): a damaged range is a row with its reason in `problem`, and the read goes on
                        after it; "fail": the query fails
@@ -18,8 +19,16 @@
     ranges             "begin-end,begin-end" instead: only these
     piece_bytes        bytes of log per task (default 64 MiB), on one grid for all copies
 
-`spark.readStream.format("qmq")` takes the same options except `begin`, `end` and `ranges`. The driver inspects the
-copies and plans parts; each task opens the copy of its part and reads only that.
+`spark.readStream.format("qmq")` takes the same options except `begin`, `end` and `ranges`, and these:
+
+    startingOffsets    "earliest" (default), "latest", or a time as of `since`: from the first frame stored then. It
+                       counts for a new checkpoint only
+    maxBytesPerTrigger  log bytes of one batch, of all broker groups together; by default all that is there
+
+The driver inspects the copies and plans parts; each task opens the copy of its part and reads only that.
+
+Conditions of a query do not reach the reader. Spark 4 keeps a pushed filter in the relation, and applies it to every
+other query of the same DataFrame.
 """
 
 from __future__ import annotations
@@ -34,21 +43,39 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
+from pyspark.sql import functions as F
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 import qmq
 from qmq.audit.copies import CannotRead, Description, open_copy
 from qmq.audit.places import find_places
-from qmq.audit.selection import PIECE_BYTES, Extent, Plan, WrongOption, extents, narrow, parts, selection_of
+from qmq.audit.selection import (
+    PIECE_BYTES,
+    Extent,
+    Plan,
+    WrongOption,
+    extents,
+    parts,
+    range_option,
+    segments_since,
+    selection_of,
+    time_option_ms,
+)
 from qmq.audit.tables import SCHEMAS, table_batches
 from qmq.audit.walk import Walk
+
+_SOURCES = frozenset({"path", "broker", "token", "metaserver"})
+_COMMON = _SOURCES | {"rows", "columns", "subject", "since", "until", "sequences", "contains", "damage", "piece_bytes"}
+_BATCH = _COMMON | {"begin", "end", "ranges"}
+_STREAM = _COMMON | {"startingOffsets", "maxBytesPerTrigger"}
 
 
 class Place(NamedTuple):
@@ -71,11 +98,12 @@ class Part(InputPartition):
 class _TableReading:
     """Common part of both readers. Spark sends it to each task, so it holds only options."""
 
-    def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
-        self.options = options
+    def __init__(self, given: Mapping[str, str], columns: list[str], names: frozenset[str]) -> None:
+        self.options = options = checked_options(given, names)
         self.columns = columns
         self.name = options.get("rows", "messages")
         self.selection = selection_of(options)
+        self.piece_bytes = number_option(options, "piece_bytes", PIECE_BYTES)
         damage = options.get("damage", "rows")
         if damage not in ("rows", "fail"):
             raise WrongOption(f"option 'damage' is {damage!r}, not 'rows' or 'fail'")
@@ -89,7 +117,7 @@ class _TableReading:
         return [_first_of(name, copies) for name, copies in groups.items()]
 
     def parts(self, place: Place, ranges: Iterable[tuple[int, int]], *, on_frames: bool = False) -> Iterator[Part]:
-        log, grid = place.log, int(self.options.get("piece_bytes", PIECE_BYTES))
+        log, grid = place.log, self.piece_bytes
         plan = Plan(log.start, log.end, log.chain, log.segments)
         with closing(open_copy(place.options)) as copy:
             found = extents(
@@ -138,14 +166,7 @@ class TableReader(DataSourceReader):
     """Reads each log up to its end at planning time."""
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
-        self._table = _TableReading(options, columns)
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Narrow the read by the filters. Return all of them, as Spark must apply them again to the rows of whole
-        frames.
-        """
-        self._table.selection = narrow(self._table.selection, filters, of_messages=self._table.name == "messages")
-        return filters
+        self._table = _TableReading(options, columns, _BATCH)
 
     def partitions(self) -> list[InputPartition]:
         table = self._table
@@ -158,25 +179,59 @@ class TableReader(DataSourceReader):
         return self._table.read(partition)
 
 
-class TableStream(DataSourceStreamReader):
-    """Reads each log from its start and continues up to the high watermark.
+class TableStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads each log from its starting offset and continues up to the high watermark.
 
-    An offset is {broker group: offset in its log}. Bytes below the high watermark are the same on both copies for good.
-    So a range read again, after a restart or from the other copy, has the same rows.
+    An offset is {broker group: offset in its log}, at a frame. Bytes below the high watermark are the same on both
+    copies for good. So a range read again, after a restart or from the other copy, has the same rows.
     """
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
-        self._table = _TableReading(options, columns)
+        self._table = _TableReading(options, columns, _STREAM)
+        self._starting = self._table.options.get("startingOffsets", "earliest")
+        self._since_ms = 0
+        if self._starting not in ("earliest", "latest"):
+            self._since_ms = time_option_ms({"startingOffsets": self._starting}, "startingOffsets", 0)
+        self._bytes_max = number_option(self._table.options, "maxBytesPerTrigger", 0)
+        self._target: dict[str, int] | None = None
+        """Last offsets of a query with the trigger availableNow."""
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return ReadMaxBytes(self._bytes_max) if self._bytes_max else ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = {place.group: _readable_end(place) for place in self._table.places()}
 
     def initialOffset(self) -> dict[str, int]:
-        return {place.group: place.log.start for place in self._table.places()}
+        places = self._table.places()
+        if self._starting == "latest":
+            return {place.group: _readable_end(place) for place in places}
+        if self._since_ms:
+            return {place.group: _first_since(place, self._since_ms) for place in places}
+        return {place.group: place.log.start for place in places}
 
-    def latestOffset(self, start: dict[str, int] | None = None, limit: Any = None) -> dict[str, int]:
-        """Return the high watermarks; never lower than before, even if another copy with a lower one answers now."""
+    def latestOffset(self, start: dict[str, int] | None = None, limit: ReadLimit | None = None) -> dict[str, int]:
+        """Return the offsets up to which the next batch reads: the high watermarks, or frames within the limit.
+
+        They are never lower than before, even if another copy with a lower watermark answers now.
+        """
         known = dict(start or {})
+        waiting: list[tuple[int, int, Place]] = []
         for place in self._table.places():
-            begin = known.get(place.group, place.log.start)
-            known[place.group] = max(begin, min(place.log.high_watermark, place.log.end))
+            begin, end = known.get(place.group, place.log.start), _readable_end(place)
+            if self._target is not None:
+                end = min(end, self._target.get(place.group, begin))
+            known[place.group] = begin
+            if end > begin:
+                waiting.append((end - begin, begin, place))
+        left = limit.max_bytes if isinstance(limit, ReadMaxBytes) else sum(size for size, _, _ in waiting)
+        for number, (size, begin, place) in enumerate(sorted(waiting, key=lambda group: group[0])):
+            share = left // (len(waiting) - number)  # a group with less leaves the rest to others
+            end = begin + size
+            if share < size:
+                end = _frame_from(place, begin + max(1, share), end)
+            known[place.group] = end
+            left = max(0, left - (end - begin))
         return known
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
@@ -187,22 +242,75 @@ class TableStream(DataSourceStreamReader):
             begin, until = start.get(place.group, place.log.start), end.get(place.group, 0)
             if begin >= until:
                 continue
-            if begin < place.log.start or until > place.log.end:
-                text = f"[{begin}, {until}) of broker group {place.group!r} is to be read"
-                raise CannotRead(f"{text}, its log has [{place.log.start}, {place.log.end})")
+            self._check_kept(place, begin, until)
             found += self._table.parts(place, [(begin, until)], on_frames=True)
         return found
+
+    def _check_kept(self, place: Place, begin: int, until: int) -> None:
+        log = place.log
+        if begin < log.start:
+            raise CannotRead(
+                f"retention has removed [{begin}, {log.start}) of broker group {place.group!r} before the stream read "
+                "it: begin with a new checkpoint, and keep segments longer (retention_hours)"
+            )
+        if until > log.end:
+            raise CannotRead(
+                f"the log of broker group {place.group!r} ends at {log.end}, the stream has read up to {until}: it is "
+                "another log, or a copy behind; name the right one, or begin with a new checkpoint"
+            )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return self._table.read(partition)
 
 
+def _readable_end(place: Place) -> int:
+    return min(place.log.high_watermark, place.log.end)
+
+
+def _frame_from(place: Place, offset: int, end: int) -> int:
+    """Return the offset of the first frame at or after `offset`, or `end`."""
+    with closing(open_copy(place.options)) as copy:
+        walk = Walk(copy, offset, end)
+        walk.enter()
+        return walk.at
+
+
+def _first_since(place: Place, since_ms: int) -> int:
+    """Return the offset of the first frame stored at or after a time, or the end."""
+    log, end = place.log, _readable_end(place)
+    plan = Plan(log.start, log.end, log.chain, log.segments)
+    with closing(open_copy(place.options)) as copy:
+        for begin, until in segments_since(copy, plan, since_ms):
+            for window in Walk(copy, begin, min(until, end), is_start=True).windows():
+                for frame in window.frames:
+                    if frame.timestamp_ms >= since_ms:
+                        return frame.offset
+    return end
+
+
 def ranges_of(options: Mapping[str, str], log: Description) -> list[tuple[int, int]]:
     """Return the ranges given by the options `begin`, `end` and `ranges`; the whole log by default."""
     if text := options.get("ranges"):
-        pairs = (pair.split("-") for pair in text.split(","))
-        return [(int(begin), int(until)) for begin, until in pairs]
-    return [(int(options.get("begin", log.start)), int(options.get("end", log.end)))]
+        return [range_option(pair, "ranges") for pair in text.split(",")]
+    return [(number_option(options, "begin", log.start), number_option(options, "end", log.end))]
+
+
+def checked_options(given: Mapping[str, str], names: frozenset[str]) -> dict[str, str]:
+    """Return the options under their own names: Spark may pass them in lower case. Raise WrongOption for others."""
+    known = {name.lower(): name for name in names}
+    if unknown := sorted(name for name in given if name.lower() not in known):
+        raise WrongOption(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(names))}")
+    options = {known[name.lower()]: value for name, value in given.items()}
+    if len(places := sorted({"path", "broker", "metaserver"} & options.keys())) != 1:
+        raise WrongOption(f"name one of path, broker and metaserver, not {' and '.join(places) or 'none'}")
+    return options
+
+
+def number_option(options: Mapping[str, str], name: str, default: int) -> int:
+    text = options.get(name, "")
+    if text and not text.isdigit():
+        raise WrongOption(f"option '{name}' is {text!r}, not a number of bytes")
+    return int(text) if text else default
 
 
 class LogSource(DataSource):
@@ -325,7 +433,6 @@ def register(spark: SparkSession) -> None:
 
 
 def _register(spark: SparkSession) -> None:
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(LogSource)
 
 
@@ -350,3 +457,11 @@ def read_copy(spark: SparkSession, place: dict[str, str], **options: object) -> 
     """Read one copy with the data source's options; `place` is `audit.copies.place_options`."""
     given = place | {key: str(value) for key, value in options.items()}
     return spark.read.format("qmq").options(**given).load()
+
+
+def in_ms(rows: DataFrame) -> DataFrame:
+    """Replace the timestamps `stored_at` and `due_at` by numbers to compute with: `timestamp_ms` and `due_ms`."""
+    for name, number in (("stored_at", "timestamp_ms"), ("due_at", "due_ms")):
+        if name in rows.columns:
+            rows = rows.withColumn(name, F.unix_millis(name)).withColumnRenamed(name, number)
+    return rows

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
 from qmq.audit.copies import CannotRead, folder_of, open_copy
-from qmq.audit.data_source import read_copy
+from qmq.audit.data_source import in_ms, read_copy
 from qmq.audit.delays import (
     DELAY_STATES,
     absent_batches,
@@ -113,7 +113,8 @@ def write_by_day(hours: DataFrame, folder: Path) -> None:
 
 
 def _table(spark: SparkSession, source: Source, rows: str, **options: object) -> DataFrame:
-    return read_copy(spark, dict(source.place), rows=rows, **options).withColumn("broker_group", F.lit(source.group))
+    table = in_ms(read_copy(spark, dict(source.place), rows=rows, **options))
+    return table.withColumn("broker_group", F.lit(source.group))
 
 
 def _listed(tables: Mapping[FindingKind, DataFrame]) -> tuple[list[dict[str, Any]], dict[str, int]]:

@@ -108,25 +108,42 @@ def check_journal(
     `due_messages`."""
     if not journal.exists():
         raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
-    acked = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)
-    acked = acked.where(F.col("group").isNull() | (F.col("group") == group.name))
-    acked = acked.select("subject", "sequence", "id", "hash").persist(StorageLevel.MEMORY_AND_DISK)
-    ((lines, broken, hashed),) = acked.agg(
+    lines = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)
+    lines = lines.where(F.col("group").isNull() | (F.col("group") == group.name))
+    # Spark answers a later audit of the session from this frame unless it is released: the journal may have grown.
+    lines = lines.select("subject", "sequence", "id", "hash").persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        _check_lines(spark, lines, group, firsts, ends, result, journal, are_all=are_all)
+    finally:
+        lines.unpersist()
+
+
+def _check_lines(
+    spark: SparkSession,
+    lines: DataFrame,
+    group: Group,
+    firsts: dict[str, dict[str, int]],
+    ends: dict[str, dict[str, int]],
+    result: Result,
+    journal: Path,
+    *,
+    are_all: bool,
+) -> None:
+    ((number, broken, hashed),) = lines.agg(
         F.count("*"), F.count_if(F.expr("subject is null or sequence is null or id is null")), F.count("hash")
     ).collect()
     if broken > torn_max(journal):
         raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
-    result.journal = lines - broken
-    acked = acked.where("subject is not null and sequence is not null and id is not null")
+    result.journal = number - broken
+    acked = lines.where("subject is not null and sequence is not null and id is not null")
     due = due_messages(acked, firsts, result.start, are_all=are_all)
     sides = [
         stored(spark, place, with_hash=hashed > 0).withColumn("copy", F.lit(name))
         for name, place in group.places.items()
     ]
     messages = reduce(DataFrame.unionByName, sides)
-    found = [row.asDict() for row in broken_promises(due, messages, few=lines).collect()]
+    found = [row.asDict() for row in broken_promises(due, messages, few=number).collect()]
     found = without_late_copies(found, ends, min_copies=group.min_copies)
     result.take(merge_copies(((row["copy"], row) for row in found), tuple(group.places)))
     if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
         result.notes.append(f"{older} of the journal's messages may be older than what the copies keep: not looked for")
-    acked.unpersist()

@@ -1,7 +1,7 @@
-"""Core. Selection of a log's frames from options and pushed-down filters, and the extents of the log to read for it.
+"""Core. Selection of a log's frames from options, and the extents of the log to read for it.
 
-Bounds only narrow the read. Spark applies its filters again to every row, so an unsupported filter costs time, not
-correctness. The options `subject`, `since` and `until` are exact: a frame has one subject and one time.
+The options `subject`, `since` and `until` are exact: a frame has one subject and one time. `sequences` and `contains`
+select whole frames.
 
 Segments are skipped by their index and by their times. A closed segment has an index file with the places of each
 subject's messages (`qmq.log.index`); a selection by subject reads only those places. The times of a segment lie between
@@ -11,12 +11,10 @@ the first frame of this segment and of the next, give or take `CLOCK_MS`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEqual, In, LessThan, LessThanOrEqual
+from typing import NamedTuple
 
 from qmq.audit.frame_order import AHEAD_MS_MAX
 from qmq.audit.walk import HEADER_BYTES_MAX, Storage
@@ -39,9 +37,6 @@ class Bounds:
     begin: int = 0
     end: int = ANY_MAX
 
-    def cut(self, begin: int = 0, end: int = ANY_MAX) -> Bounds:
-        return Bounds(max(self.begin, begin), min(self.end, end))
-
     def meets(self, begin: int, end: int) -> bool:
         """Return whether `[begin, end)` overlaps this range."""
         return begin < self.end and end > self.begin
@@ -52,7 +47,6 @@ class Selection:
     """Selection of frames; all by default. A selected message contains all `texts` in its encoding."""
 
     subjects: frozenset[str] | None = None
-    offsets: Bounds = Bounds()
     times: Bounds = Bounds()
     sequences: Bounds = Bounds()
     texts: tuple[bytes, ...] = ()
@@ -62,25 +56,30 @@ class Selection:
         if self.subjects is not None and frame.subject not in self.subjects:
             return False
         first = frame.first_sequence
-        return (
-            self.offsets.begin <= frame.offset < self.offsets.end
-            and self.times.begin <= frame.timestamp_ms < self.times.end
-            and (frame.kind != FrameKind.MESSAGES or self.sequences.meets(first, first + frame.count))
+        return self.times.begin <= frame.timestamp_ms < self.times.end and (
+            frame.kind != FrameKind.MESSAGES or self.sequences.meets(first, first + frame.count)
         )
-
-    def of_subjects(self, subjects: Iterable[str]) -> Selection:
-        names = frozenset(subjects)
-        return replace(self, subjects=names if self.subjects is None else names & self.subjects)
 
 
 def selection_of(options: Mapping[str, str]) -> Selection:
-    """Parse the options `subject` (several with commas), `since`, `until` and `contains`; raise WrongOption."""
-    selection = Selection()
-    if subject := options.get("subject"):
-        selection = selection.of_subjects(name.strip() for name in subject.split(","))
-    begin, end = time_option_ms(options, "since", 0), time_option_ms(options, "until", ANY_MAX)
-    texts = tuple(encoded(text) for text in options.get("contains", "").split("\n") if text)
-    return replace(selection, times=Bounds(begin, end), texts=texts)
+    """Parse the options `subject`, `since`, `until`, `sequences` and `contains`; raise WrongOption."""
+    text = options.get("subject", "")
+    names = frozenset(filter(None, map(str.strip, text.split("\n" if "\n" in text else ","))))
+    sequences = Bounds(*range_option(options["sequences"], "sequences")) if options.get("sequences") else Bounds()
+    return Selection(
+        names or None,
+        Bounds(time_option_ms(options, "since", 0), time_option_ms(options, "until", ANY_MAX)),
+        sequences,
+        tuple(encoded(text) for text in options.get("contains", "").split("\n") if text),
+    )
+
+
+def range_option(text: str, name: str) -> tuple[int, int]:
+    """Parse `begin-end`, half-open."""
+    begin, _, end = text.strip().partition("-")
+    if not (begin.isdigit() and end.isdigit() and int(begin) < int(end)):
+        raise WrongOption(f"option '{name}' has {text!r}, not a half-open range as 100-200")
+    return int(begin), int(end)
 
 
 def time_option_ms(options: Mapping[str, str], name: str, default: int) -> int:
@@ -100,48 +99,6 @@ def encoded(text: str) -> bytes:
     """Return a text as a message encodes it: length, then bytes (`qmq.codec`)."""
     data = text.encode()
     return min(len(data), 0xFFFF).to_bytes(2, "big") + data
-
-
-def narrow(selection: Selection, filters: Iterable[Filter], *, of_messages: bool) -> Selection:
-    """Return `selection` narrowed by all filters. `of_messages`: the table is that of messages."""
-    for condition in filters:
-        if not isinstance(condition, EqualTo | In | GreaterThan | GreaterThanOrEqual | LessThan | LessThanOrEqual):
-            continue
-        if len(condition.attribute) != 1:
-            continue
-        selection = _narrow(selection, condition.attribute[0], condition, of_messages)
-    return selection
-
-
-def _narrow(selection: Selection, column: str, condition: Any, of_messages: bool) -> Selection:
-    if column == "subject" and isinstance(condition, EqualTo | In):
-        return selection.of_subjects([condition.value] if isinstance(condition, EqualTo) else condition.value)
-    if column == "id" and isinstance(condition, EqualTo) and of_messages:
-        return replace(selection, texts=(*selection.texts, encoded(condition.value)))
-    if isinstance(condition, In):
-        return selection
-    match column:
-        case "offset":
-            return replace(selection, offsets=selection.offsets.cut(*_bounds_of(condition)))
-        case "timestamp_ms":
-            return replace(selection, times=selection.times.cut(*_bounds_of(condition)))
-        case "sequence" if of_messages:
-            return replace(selection, sequences=selection.sequences.cut(*_bounds_of(condition)))
-    return selection
-
-
-def _bounds_of(condition: Any) -> tuple[int, int]:
-    match condition:
-        case EqualTo():
-            return condition.value, condition.value + 1
-        case GreaterThan():
-            return condition.value + 1, ANY_MAX
-        case GreaterThanOrEqual():
-            return condition.value, ANY_MAX
-        case LessThan():
-            return 0, condition.value
-        case _:
-            return 0, condition.value + 1
 
 
 PIECE_BYTES = 64 << 20
@@ -188,7 +145,7 @@ def extents(
     `by_index`: messages are read, so indexes apply. `on_frames`: each range begins with a frame.
     """
     for begin, end in ranges:
-        bounds = selection.offsets.cut(max(begin, log.start), min(end, log.end))
+        bounds = Bounds(max(begin, log.start), min(end, log.end))
         for base, until in pairwise([*log.bases, log.end]):
             low, high = max(base, bounds.begin), min(until, bounds.end)
             if low >= high or not _is_of_time(copy, base, until, log, selection.times):
@@ -198,6 +155,13 @@ def extents(
                 yield from _indexed(index, selection, Bounds(low, high))
             else:
                 yield from _split(low, high, grid, log, exact=on_frames and low == begin)
+
+
+def segments_since(copy: Storage, log: Plan, since_ms: int) -> Iterator[tuple[int, int]]:
+    """Yield the segments that may hold frames stored at `since_ms` or later, as `[begin, end)`."""
+    for base, until in pairwise([*log.bases, log.end]):
+        if _is_of_time(copy, base, until, log, Bounds(since_ms)):
+            yield max(base, log.start), until
 
 
 def _is_of_time(copy: Storage, base: int, until: int, log: Plan, times: Bounds) -> bool:

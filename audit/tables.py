@@ -30,12 +30,13 @@ from qmq.log.progress_frame import (
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
 """Bounds of one batch sent to Spark."""
 
+MOMENT = pa.timestamp("us", "UTC")
 _AT = [
     ("broker_group", pa.string()),
     ("offset", pa.int64()),
     ("term", pa.int64()),
     ("boot", pa.int64()),
-    ("timestamp_ms", pa.int64()),
+    ("stored_at", MOMENT),
     ("subject", pa.string()),
 ]
 MESSAGES = pa.schema(
@@ -45,7 +46,7 @@ MESSAGES = pa.schema(
         ("message", pa.binary()),
         ("id", pa.string()),
         ("tags", pa.list_(pa.string())),
-        ("created", pa.timestamp("us", "UTC")),
+        ("created_at", MOMENT),
         ("properties", pa.map_(pa.string(), pa.string())),
         ("producer", pa.string()),
         ("batch", pa.int64()),
@@ -78,7 +79,7 @@ PROGRESS_ROWS = pa.schema(
         ("pull", pa.int64()),
         ("sequence", pa.int64()),
         ("messages", pa.int64()),
-        ("due_ms", pa.int64()),
+        ("due_at", MOMENT),
         ("problem", pa.string()),
     ]
 )
@@ -87,7 +88,7 @@ DELAY_ROWS = pa.schema(
         *_AT,
         ("event", pa.string()),
         ("number", pa.int64()),
-        ("due_ms", pa.int64()),
+        ("due_at", MOMENT),
         ("target", pa.string()),
         ("producer", pa.string()),
         ("batch", pa.int64()),
@@ -95,7 +96,7 @@ DELAY_ROWS = pa.schema(
     ]
 )
 SCHEMAS = {"messages": MESSAGES, "frames": FRAMES, "progress": PROGRESS_ROWS, "delays": DELAY_ROWS}
-_DECODED = ("id", "tags", "created", "properties")
+_DECODED = ("id", "tags", "created_at", "properties")
 
 Values = Mapping[str, Any]
 EventsOf = Callable[[Frame, memoryview], Iterator[dict[str, Any]]]
@@ -176,7 +177,7 @@ def _at(frame: Frame, shared: Values) -> dict[str, Any]:
         "offset": frame.offset,
         "term": frame.epoch.term,
         "boot": frame.epoch.boot,
-        "timestamp_ms": frame.timestamp_ms,
+        "stored_at": _moment(frame.timestamp_ms),
         "subject": frame.subject,
         "producer": f"{frame.producer:016x}",
         "batch": frame.batch - (1 << 64) if frame.batch >> 63 else frame.batch,
@@ -223,7 +224,7 @@ def _decoded(messages: list[bytes], with_properties: bool) -> dict[str, list[Any
         except QmqError as error:
             rows.append((None, None, None, None, str(error)))
             continue
-        rows.append((envelope.id, sorted(envelope.tags), envelope.created_ms * 1000, pairs, None))
+        rows.append((envelope.id, sorted(envelope.tags), _moment(envelope.created_ms), pairs, None))
     return dict(zip((*_DECODED, "problem"), map(list, zip(*rows, strict=True)), strict=True))
 
 
@@ -294,8 +295,8 @@ def _entries(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[d
         elif kind == FrameKind.ACK:
             yield {"event": SETTLED.get(three, "ack"), "pull": first, "messages": two - first}
         else:
-            due_ms = None if three == NOT_BEGUN else three
-            yield {"event": "nack", "pull": first, "messages": two - first, "due_ms": due_ms}
+            due_at = None if three == NOT_BEGUN else _moment(three)
+            yield {"event": "nack", "pull": first, "messages": two - first, "due_at": due_at}
 
 
 def _moved(consumer: str, entries: tuple[Entry, ...]) -> dict[str, Any]:
@@ -313,7 +314,7 @@ def _decisions(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
     if frame.kind == FrameKind.DISPATCH:
         group, places = decode_dispatch(body, frame.count)
         for number, due_ms in places:
-            yield {"event": "planned", "number": _number(number), "due_ms": _time(due_ms), "target": group}
+            yield {"event": "planned", "number": _number(number), "due_at": _moment(due_ms), "target": group}
     elif frame.kind == FrameKind.SETTLED:
         for producer, batch, outcome in decode_settled(body, frame.count):
             event = "stored" if outcome == Outcome.STORED else "not_stored"
@@ -337,12 +338,13 @@ def _taken_messages(frame: Frame, body: memoryview, begin: int) -> Iterator[dict
     for at in ends[:-1]:
         number, due_ms = frame.offset + frame.body_at + data + at, due_of(body[data + at :])
         if due_ms is not None:
-            yield {"event": "taken", "number": number, "due_ms": _time(due_ms)}
+            yield {"event": "taken", "number": number, "due_at": _moment(due_ms)}
 
 
 def _number(stated: int) -> int:
     return min(stated, NUMBER_MAX)
 
 
-def _time(stated_ms: int) -> int:
-    return min(stated_ms, TIME_MS_MAX)
+def _moment(stated_ms: int) -> int:
+    """Return a stated time in microseconds, within the years that Spark and Python know."""
+    return max(0, min(stated_ms, TIME_MS_MAX)) * 1000

@@ -20,7 +20,7 @@ from qmq.errors import IllegalTransition
 from qmq.log.message_life import LIFE, MessageEvent, MessageState
 from qmq.subjects import DEAD_LETTER, parse_derived
 
-STORED_COLUMNS = "broker_group,offset,timestamp_ms,subject,sequence,id,tags,properties,producer,batch"
+STORED_COLUMNS = "broker_group,offset,stored_at,subject,sequence,id,tags,properties,producer,batch"
 """Columns of a stored message for `steps`."""
 
 _EVENTS = {

@@ -16,9 +16,9 @@ from benchmarks.audit import SUBJECT, write_log
 from qmq.audit.data_source import TableReader
 
 COLUMNS = {
-    "numbers": "subject,sequence,timestamp_ms",
+    "numbers": "subject,sequence,stored_at",
     "ids": "subject,sequence,id",
-    "properties": "subject,sequence,id,tags,created,properties",
+    "properties": "subject,sequence,id,tags,created_at,properties",
 }
 
 

@@ -15,7 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from qmq.audit.jobs.query import Place, Rows, add_source_options, ask, table
+from qmq.audit.data_source import in_ms
+from qmq.audit.jobs.query import (
+    Place,
+    Rows,
+    add_selection_options,
+    add_source_options,
+    ask,
+    needles,
+    selection_options,
+    table,
+)
 from qmq.audit.trail import STORED_COLUMNS
 
 ROWS_MAX = 1_000
@@ -34,20 +44,15 @@ def find(
     """Return the first matching messages by time; `options` are the data source's."""
     pairs = dict(properties or {})
     texts = [text for pair in pairs.items() for text in pair] + [*tags, identity]
-    messages = table(spark, places, "messages", columns=STORED_COLUMNS, contains=_lines(texts), **options)
+    messages = table(spark, places, "messages", columns=STORED_COLUMNS, contains=needles(texts), **options)
     if identity:
         messages = messages.where(F.col("id") == identity)
     for name, value in pairs.items():
         messages = messages.where(F.col("properties")[name] == value)
     for tag in tags:
         messages = messages.where(F.array_contains("tags", tag))
-    first = messages.orderBy("timestamp_ms", "broker_group", "offset", "sequence").limit(limit)
+    first = in_ms(messages).orderBy("timestamp_ms", "broker_group", "offset", "sequence").limit(limit)
     return [row.asDict() for row in first.collect()]
-
-
-def _lines(texts: Iterable[str]) -> str:
-    """Return texts for the option `contains`. It only saves work, so texts that no line can hold are left out."""
-    return "\n".join(text for text in texts if text and "\n" not in text)
 
 
 def show(rows: Rows) -> Iterable[str]:
@@ -72,11 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--id", default="", help="of the message")
     parser.add_argument("--property", action="append", type=_pair, default=[], help="NAME=VALUE; several: all of them")
     parser.add_argument("--tag", action="append", default=[], help="several: all of them")
-    for name, text in (("subject", "only this one"), ("since", "time, or ms since 1970"), ("until", "the same")):
-        parser.add_argument(f"--{name}", default="", help=text)
+    add_selection_options(parser)
     parser.add_argument("--limit", type=int, default=ROWS_MAX, help="show so many, the oldest ones")
     options = parser.parse_args(arguments)
-    bounds = {name: value for name in ("subject", "since", "until") if (value := getattr(options, name))}
+    bounds = selection_options(options)
 
     def look(spark: SparkSession, places: Sequence[Place]) -> Rows:
         wanted = dict(options.property)

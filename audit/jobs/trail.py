@@ -17,24 +17,27 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from qmq.audit.jobs.query import Place, Rows, add_source_options, ask, table
+from qmq.audit.data_source import in_ms
+from qmq.audit.jobs.query import Place, Rows, add_source_options, ask, needles, table
 from qmq.audit.trail import STORED_COLUMNS, aftermath, deliveries, steps
 from qmq.subjects import parse_derived
 
 
 def find_trail(spark: SparkSession, places: Sequence[Place], identity: str, subject: str = "") -> Rows:
     """Return the steps of a message (`qmq.audit.trail.Step`); empty if no log has it."""
-    messages = table(spark, places, "messages", columns=STORED_COLUMNS).where(F.col("id") == identity)
-    stored = [row.asDict() for row in messages.collect()]
+    messages = table(spark, places, "messages", columns=STORED_COLUMNS, contains=needles([identity]))
+    stored = [row.asDict() for row in in_ms(messages.where(F.col("id") == identity)).collect()]
     stored = [message for message in stored if subject in ("", _real(message["subject"]))]
     if not stored:
         return []
     subjects, first = {message["subject"] for message in stored}, min(message["offset"] for message in stored)
-    progress = table(spark, places, "progress").where(F.col("subject").isin(*subjects) & (F.col("offset") > first))
-    progress = progress.persist(StorageLevel.MEMORY_AND_DISK)
-    pulls = [row.asDict() for row in deliveries(progress, stored).collect()]
-    later = [row.asDict() for row in aftermath(progress, stored, pulls).collect()]
-    progress.unpersist()
+    progress = table(spark, places, "progress", subject="\n".join([*sorted(subjects), ""]))
+    progress = in_ms(progress).where(F.col("offset") > first).persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        pulls = [row.asDict() for row in deliveries(progress, stored).collect()]
+        later = [row.asDict() for row in aftermath(progress, stored, pulls).collect()]
+    finally:
+        progress.unpersist()
     return [step._asdict() for step in steps(stored, [*pulls, *later])]
 
 

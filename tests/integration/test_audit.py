@@ -353,9 +353,65 @@ def test_query_counts_messages_by_property(spark: SparkSession, tmp_path: Path) 
     rows = query.run_query(
         spark,
         [place_options(str(tmp_path), "")],
-        "SELECT id, tags, year(created) AS year FROM messages WHERE sequence = 7 ORDER BY 1",
+        "SELECT id, tags, year(created_at) AS year FROM messages WHERE sequence = 7 ORDER BY 1",
     )
     assert rows == [{"id": f"{subject}-7", "tags": ["odd"], "year": 2023} for subject in (A, B)]
+    rows = query.run_query(spark, [place_options(str(tmp_path), "")], "SELECT count(*) AS n FROM messages", subject=B)
+    assert rows == [{"n": 400}]
+
+
+@pytest.mark.parametrize("pushdown", ["true", "false"])
+def test_conditions_of_one_query_reach_no_other(spark: SparkSession, tmp_path: Path, pushdown: str) -> None:
+    """A fixed bug: Spark keeps a pushed filter in the relation, so later counts were of one subject."""
+    write(tmp_path)
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", pushdown)
+    try:
+        log = spark.read.format("qmq").load(str(tmp_path))
+        one, all_of_them = log.where(f"subject = '{A}' AND stored_at > '2020-01-01'"), log.count()
+        assert (one.count(), log.count(), one.union(log).count()) == (400, all_of_them, 400 + all_of_them)
+        assert one.join(log, ["subject", "sequence"]).count() == 400
+        log.createOrReplaceTempView("log")
+        counts = [
+            f"(SELECT count(*) FROM log {where})" for where in (f"WHERE subject = '{A}'", "", "WHERE sequence = 3")
+        ]
+        assert tuple(spark.sql(f"SELECT {', '.join(counts)}").collect()[0]) == (400, all_of_them, 2)
+        cached = one.cache()
+        assert (cached.count(), log.count(), cached.where("sequence < 10").count()) == (400, all_of_them, 10)
+        cached.unpersist()
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+def test_stream_reads_batches_within_the_limit(spark: SparkSession, tmp_path: Path) -> None:
+    """A second query with the checkpoint reads nothing again."""
+    log = write(tmp_path / "data")
+    last = sum(frame.count for frame in log.frames[:-1] if frame.kind == FrameKind.MESSAGES)
+
+    def rows_of_batches() -> list[int]:
+        stream = spark.readStream.format("qmq").option("maxBytesPerTrigger", "20000").load(str(tmp_path / "data"))
+        writer = stream.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "at"))
+        running = writer.trigger(availableNow=True).start(str(tmp_path / "rows"))
+        assert running.awaitTermination(120)
+        return [progress["numInputRows"] for progress in running.recentProgress if progress["numInputRows"]]
+
+    batches = rows_of_batches()
+    assert len(batches) > 3 and sum(batches) == last
+    rows = spark.read.parquet(str(tmp_path / "rows"))
+    assert rows.select("subject", "sequence").distinct().count() == last
+    assert rows_of_batches() == []
+
+
+def test_journal_that_has_grown_is_read_again(spark: SparkSession, tmp_path: Path) -> None:
+    """A fixed bug: a later audit of the session judged the journal's first lines only."""
+    both(tmp_path)
+    journal = tmp_path / "acknowledged.ndjson"
+    lines = [json.dumps({"subject": A, "group": "g1", "sequence": s, "id": f"{A}-{s}"}) + "\n" for s in range(400)]
+    journal.write_text("".join(lines[:10]))
+    assert audit(spark, tmp_path, journal=journal).journal == 10
+    lines.append(json.dumps({"subject": A, "group": "g1", "sequence": 5_000, "id": "planted"}) + "\n")
+    journal.write_text("".join(lines))
+    result = audit(spark, tmp_path, journal=journal)
+    assert (result.journal, [row["id"] for row in result.findings]) == (401, ["planted"])
 
 
 def test_frames_and_damaged_ranges_are_rows(spark: SparkSession, tmp_path: Path) -> None:

@@ -33,20 +33,22 @@ view("progress")
 # %% [markdown] Size and age of each subject. The query needs headers only: naming the columns avoids decoding messages.
 
 # %%
-stored = spark.read.format("qmq").options(**where, columns="subject,sequence,timestamp_ms").load()
+stored = spark.read.format("qmq").options(**where, columns="subject,sequence,stored_at").load()
 stored.createOrReplaceTempView("stored")
 per_subject = spark.sql("""
-    SELECT subject, count(*) AS messages, timestamp_millis(min(timestamp_ms)) AS since
+    SELECT subject, count(*) AS messages, min(stored_at) AS since
     FROM stored GROUP BY subject ORDER BY messages DESC
 """)
 per_subject.show(truncate=False)
 
-# %% [markdown] Messages of one order. The reader receives `subject = …` and reads only frames of that subject.
+# %% [markdown] Messages of one order. The options make the reader skip other frames; the WHERE is exact.
 
 # %%
+orders = spark.read.format("qmq").options(**where, subject="order.changed", contains="orderNo\n42").load()
+orders.createOrReplaceTempView("orders")
 order = spark.sql("""
-    SELECT timestamp_millis(timestamp_ms) AS stored, sequence, id, properties
-    FROM messages WHERE subject = 'order.changed' AND properties['orderNo'] = '42' ORDER BY offset, sequence
+    SELECT stored_at, sequence, id, properties
+    FROM orders WHERE properties['orderNo'] = '42' ORDER BY offset, sequence
 """)
 order.show(truncate=False)
 
@@ -55,7 +57,8 @@ order.show(truncate=False)
 
 # %%
 waited = spark.sql("""
-    SELECT d.consumer_group, count(*) AS acks, percentile(a.timestamp_ms - d.timestamp_ms, 0.99) AS p99_ms
+    SELECT d.consumer_group, count(*) AS acks,
+           percentile(unix_millis(a.stored_at) - unix_millis(d.stored_at), 0.99) AS p99_ms
     FROM progress a JOIN progress d
       ON a.event = 'ack' AND d.event = 'pull' AND a.broker_group = d.broker_group AND a.subject = d.subject
      AND a.consumer_group = d.consumer_group AND a.consumer = d.consumer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from qmq.audit.data_source import TableReader
-from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
+from qmq.audit.headers import NUMBER_MAX
 from qmq.audit.report import as_markdown
 from qmq.codec import encode_message, join_batch
 from qmq.log.delay_frames import encode_dispatch, encode_places
@@ -78,9 +79,9 @@ def test_impossible_due_time_is_a_row_and_finding(tmp_path: Path) -> None:
         log.frame(FrameKind.DISPATCH, "s", encode_dispatch("g1", encode_places([(1 << 63, (1 << 64) - 1)])), count=1)
         log.batch("s", 1)
         log.close()
-    reader = TableReader({"path": str(tmp_path / "slave"), "rows": "delays"}, ["event", "number", "due_ms"])
+    reader = TableReader({"path": str(tmp_path / "slave"), "rows": "delays"}, ["event", "number", "due_at"])
     (row,) = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
-    assert row == {"event": "planned", "number": NUMBER_MAX, "due_ms": TIME_MS_MAX}
+    assert row == {"event": "planned", "number": NUMBER_MAX, "due_at": datetime(9999, 12, 31, 23, 59, 59, 999_000, UTC)}
     assert [(row["what"], row["sequence"]) for row in audit(tmp_path).findings] == [("early", NUMBER_MAX)]
 
 
