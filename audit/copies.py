@@ -20,6 +20,7 @@ import grpc
 from qmq.audit.walk import NOTHING, Derived, Storage, tail_of
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.crc import decode_checked
+from qmq.descriptors import raise_limit
 from qmq.errors import QmqError
 from qmq.log import manifest
 from qmq.log.index import ClosedIndex
@@ -128,6 +129,7 @@ class PathCopy:
     """A data directory. Reads are `pread`s: a bad sector is an error of one range and does not kill the worker."""
 
     def __init__(self, data: Path) -> None:
+        raise_limit()  # each segment stays open, so that a running broker's retention takes none away
         self._folder = folder_of(data)
         self._files: dict[int, int] = {}
         there, listed = self._list()

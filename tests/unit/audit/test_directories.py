@@ -5,11 +5,16 @@ Missing files are not taken for retention, nor a cut log for a shorter one.
 
 from __future__ import annotations
 
+import os
+import resource
+from contextlib import closing
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qmq.audit.copies import PathCopy
 from qmq.crc import encode_checked
 from qmq.log.manifest import encode_manifest
 from qmq.types import Epoch
@@ -92,3 +97,19 @@ def test_point_of_another_life_is_not_due(tmp_path: Path, copy: dict[str, int] |
         else:
             (tmp_path / name / "points.json").write_text('{"crc": 1}')
     assert audit(tmp_path).status == 0
+
+
+def test_log_of_many_segments_is_read_whole(tmp_path):
+    """A shell allows 1,024 open files, and a log of 1 TiB has as many segments."""
+    (tmp_path / "log").mkdir()
+    for number in range(80):
+        (tmp_path / "log" / f"{number * 4096:020d}.log").touch()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    lowest = next(islice((number for number in count() if number not in used), 16, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with closing(PathCopy(tmp_path)) as copy:
+            assert len(list(copy.files())) == 80
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
