@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import random
 import secrets
@@ -560,15 +561,26 @@ def _id_prefix(metaserver: str) -> str:
     With a counter appended, it has the form of QMQ's ids.
     """
     url = urlsplit(metaserver if "://" in metaserver else f"http://{metaserver}")
-    own_ip, digits = _own_ip(url.hostname or "127.0.0.1", url.port or 80), secrets.randbelow(9 * 10**9) + 10**9
+    own_ip, digits = _own_ip(url.hostname or ""), secrets.randbelow(9 * 10**9) + 10**9
     return f"{time.strftime('%y%m%d.%H%M%S')}.{own_ip}.{os.getpid()}.{digits}"
 
 
-def _own_ip(host: str, port: int) -> str:
-    """Return the address from which the kernel would reach the metaserver; nothing is sent."""
+ANY_HOST = "192.0.2.1"
+"""Address for documentation (RFC 5737), reached by the default route. Connecting a datagram socket sends nothing."""
+
+
+def _own_ip(host: str) -> str:
+    """Return the IPv4 address from which the kernel would reach `host`, or any host if that is a name.
+
+    A name is not looked up: a silent name server would stop the event loop for 40 seconds.
+    """
+    try:
+        target = str(ipaddress.IPv4Address(host))
+    except ValueError:
+        target = ANY_HOST
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
+            probe.connect((target, 80))
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"

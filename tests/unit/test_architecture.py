@@ -85,6 +85,11 @@ LINES_MAX = 60
 LONG = {"encode_run"}
 """A call per message or property would double the time of a producer's encoder."""
 
+LOOK_UPS = {
+    f"socket.{name}" for name in ("gethostbyname", "gethostbyname_ex", "gethostbyaddr", "getfqdn", "getaddrinfo")
+}
+"""They wait for a name server. The loop's own `getaddrinfo` runs in a thread."""
+
 PURE = {"random.Random"}
 """The type of the dice that are passed in; the module itself has dice that no seed governs."""
 
@@ -100,6 +105,7 @@ class Module:
     empty: bool
     rebound: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
+    look_ups: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
@@ -139,6 +145,7 @@ def read_module(root: Path, path: Path) -> Module:
         empty=parts[-1] == "__init__",
         rebound=tuple(rebound(tree)),
         long=tuple(long_functions(nodes)),
+        look_ups=tuple(sorted(LOOK_UPS & {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)})),
     )
 
 
@@ -265,7 +272,18 @@ def too_long(modules: list[Module]) -> list[str]:
     return [f"{module.name}.{name} is longer than {LINES_MAX} lines" for module in modules for name in module.long]
 
 
+def blocking_look_ups(modules: list[Module]) -> list[str]:
+    """A name server that does not answer stops an event loop for 40 s. Commands have no loop."""
+    return [
+        f"{module.name} looks up a name with {call}"
+        for module in modules
+        if not module.name.startswith("qmq.tools.")
+        for call in module.look_ups
+    ]
+
+
 RULES = [
+    blocking_look_ups,
     wrong_arrows,
     wrong_layers,
     second_roots,
@@ -317,6 +335,7 @@ CASES = [
     pytest.param("broker/a.py", "from .main import run", imports_of_main, id="relative import of main"),
     pytest.param("broker/a.py", "import qmq.broker.main", imports_of_main, id="import of main"),
     pytest.param("qmq/a.py", "def f():\n" + 60 * "    x\n", too_long, id="function of 61 lines"),
+    pytest.param("qmq/a.py", "def f(): socket.getfqdn()", blocking_look_ups, id="name looked up on the loop"),
     pytest.param("qmq/a.py", "import time", impure_cores, id="core sees the clock"),
     pytest.param("qmq/a.py", "from os import path", impure_cores, id="core sees the disk"),
     pytest.param("qmq/a.py", "import grpc.aio", impure_cores, id="core sees the network"),

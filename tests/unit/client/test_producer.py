@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
+import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 
 import qmq
+from qmq.client.producer import _id_prefix
 from qmq.client.routes import Routing
 from qmq.codec import decode_message
 from qmq.errors import BrokerReadOnly, InvalidMessage, InvalidRequest, NotMaster, OutcomeUnknown, Overloaded
@@ -458,3 +461,18 @@ async def test_the_token_comes_from_the_environment(monkeypatch):
 
     async with cluster("g1") as (metaserver, _), qmq.Producer(metaserver=metaserver.url, app="test") as producer:
         assert (await producer.send(Message("a", {"n": 1}))).is_stored
+
+
+@pytest.mark.parametrize("host", ["qmq.internal", "127.0.0.1", "[::1]", "[fd00::2]"])
+def test_message_ids_need_no_name_server(monkeypatch, host):
+    """A fixed bug: a silent name server stopped the event loop for 40 s."""
+    reached = []
+
+    class Probe(socket.socket):
+        def connect(self, address: Any) -> None:
+            reached.append(str(ipaddress.IPv4Address(address[0])))
+            super().connect(address)
+
+    monkeypatch.setattr("qmq.client.producer.socket.socket", Probe)
+    assert ipaddress.IPv4Address(_id_prefix(f"http://{host}:8080").split(".", 2)[2].rsplit(".", 2)[0])
+    assert reached == ["127.0.0.1" if host == "127.0.0.1" else "192.0.2.1"]
