@@ -57,7 +57,7 @@ from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.rights import TokenRole
-from qmq.settings import InvalidSettings, load
+from qmq.settings import InvalidSettings, load, shown
 from qmq.version import VERSION
 
 log = logging.getLogger("qmq.metaserver")
@@ -155,6 +155,7 @@ class Metaserver:
             bad_rows=lambda: self._database.bad_rows,
             refusals=self.hubs.refusals,
             send=self._send,
+            settings=shown(settings),
             version=VERSION,
             own_id=self.id,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +48,7 @@ SECRET = "set, not shown"
 
 
 def shown(settings: Any) -> dict[str, str]:
-    """Return settings as text, in their order. Secrets and passwords in addresses are replaced."""
+    """Return settings as text, in their order. Secrets are replaced."""
     values = {field.name: (field, getattr(settings, field.name)) for field in dataclasses.fields(settings)}
     return {name: _shown(field, value) for name, (field, value) in values.items()}
 
@@ -59,8 +58,7 @@ def _shown(field: dataclasses.Field[Any], value: Any) -> str:
         return SECRET
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:…@", text)
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def load(kind: type[T], *, prefix: str, path: Path | None, environ: Mapping[str, str]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
@@ -143,6 +143,8 @@ class Desk:
     """Tokens whose clients are refused routes because of a limit, with the reason."""
     send: Callable[[Message], Awaitable[Receipt]] = cannot_send
     """Sends a message as a producer of this metaserver."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """This metaserver's settings, without secrets."""
     version: str = ""
     own_id: str = ""
     """Id of this metaserver."""

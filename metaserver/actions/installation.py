@@ -12,13 +12,13 @@ from typing import Any
 
 from qmq.errors import QmqError
 from qmq.metaserver.access import is_valid, new_token
-from qmq.metaserver.actions.desk import Desk, Handler, wall_ms
+from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
 from qmq.metaserver.actions.doctor import stored_metaservers
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import NAMED_MAX
 from qmq.metaserver.actions.shapes import audit_json, metaserver_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.model import TokenRow
+from qmq.metaserver.model import DELAY, Broker, TokenRow
 from qmq.metaserver.storage.backup import header_fault, lost_masters
 from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, RestoreAll, RevokeToken
 
@@ -207,7 +207,41 @@ def _token_json(row: TokenRow) -> dict[str, Any]:
     }
 
 
+SETTINGS_MAX = 40
+"""Brokers that are asked without a name; more have thousands of settings."""
+
+
+async def _settings(desk: Desk, words: Words) -> Any:
+    directory, group = desk.registry.directory, words["brokerGroup"]
+    named = desk.find_group(group).brokers if group else directory.brokers()
+    brokers = sorted(named, key=lambda broker: broker.key)
+    answers = await together([_settings_of(desk, broker) for broker in brokers[:SETTINGS_MAX]])
+    shown = list(zip(brokers, answers, strict=False))
+    processes = [
+        {"process": str(broker.key), "kind": "delay server" if broker.kind == DELAY else "broker", "settings": answer}
+        for broker, answer in shown
+        if isinstance(answer, dict)
+    ]
+    own = [] if group else [{"process": "this metaserver", "kind": "metaserver", "settings": dict(desk.settings)}]
+    return {
+        "processes": own + processes,
+        "unasked": {str(broker.key): answer for broker, answer in shown if isinstance(answer, str)},
+        "more": max(len(brokers) - SETTINGS_MAX, 0),
+    }
+
+
+async def _settings_of(desk: Desk, broker: Broker) -> dict[str, str] | str:
+    """Return a broker's settings, or the reason for a missing answer."""
+    if not broker.control_port:
+        return "it never registered"
+    try:
+        return await desk.brokers.settings(broker)
+    except QmqError as error:
+        return str(error)
+
+
 HANDLERS = {
+    "Settings": Handler(look=_settings),
     "AuditTrail": Handler(look=_audit_trail),
     "Backup": Handler(look=_backup),
     "Restore": Handler(plan=_restore),

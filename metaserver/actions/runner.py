@@ -18,6 +18,7 @@ from qmq.metaserver.actions import (
     brokers,
     consumers,
     databases,
+    definitions,
     delays,
     doctor,
     groups,
@@ -45,6 +46,7 @@ HANDLERS: Mapping[str, Handler] = {
     **delays.HANDLERS,
     **databases.HANDLERS,
     **installation.HANDLERS,
+    **definitions.HANDLERS,
     **doctor.HANDLERS,
 }
 

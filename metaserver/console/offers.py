@@ -17,16 +17,22 @@ NOT_HERE = frozenset({"AddToken", "AdoptDatabase"})
 explained.
 """
 
+DOCUMENTS = frozenset({"ImportDefinitions"})
+"""Their document is short enough for a form."""
+
 Row = Mapping[str, Any]
 """A broker group, as ListBrokerGroups shows it."""
 
 
 def offered(name: str) -> Action | None:
-    """Return the change of this name if the console offers it: no secret to type, no document to load."""
+    """Return the change of this name if the console offers it: no secret to type, no long document."""
     action = ACTIONS.get(name)
     if action is None or not action.changes or name in NOT_HERE:
         return None
-    return None if any(parameter.secret or parameter.kind is Kind.JSON for parameter in action.parameters) else action
+    is_typed = any(
+        parameter.secret or (parameter.kind is Kind.JSON and name not in DOCUMENTS) for parameter in action.parameters
+    )
+    return None if is_typed else action
 
 
 def _is_up(row: Row, role: str) -> bool:

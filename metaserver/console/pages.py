@@ -382,6 +382,33 @@ async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
     return {"databases": databases, "watchdogs": watchdogs, "stuck": stuck, "stuck_shown": shown}
 
 
+async def _tokens(asking: Asking, query: Query) -> dict[str, Any]:
+    tokens = await asking.ask("ListTokens")
+    rows = sorted(tokens.data or (), key=lambda row: (not row["valid"], row["name"], row["created"]))
+    return {"tokens": tokens, **_paged(rows, query)}
+
+
+async def _settings(asking: Asking, query: Query) -> dict[str, Any]:
+    answer = await asking.ask("Settings", {"brokerGroup": query["group"]})
+    return {"settings": answer, "kinds": settings_by_kind((answer.data or {}).get("processes", ()))}
+
+
+def settings_by_kind(processes: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, list[str]]]]:
+    """Return, for each kind of process and each setting, the values and the processes that have them."""
+    kinds: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for process in processes:
+        settings = kinds.setdefault(process["kind"], {})
+        for name, value in process["settings"].items():
+            settings.setdefault(name, {}).setdefault(value, []).append(process["process"])
+    return kinds
+
+
+async def _definitions(asking: Asking, query: Query) -> dict[str, Any]:
+    answer = await asking.ask("ExportDefinitions")
+    counts = {name: len(rows) for name, rows in (answer.data or {}).items() if isinstance(rows, list)}
+    return {"definitions": answer, "counts": counts}
+
+
 def _of_rows(databases: Iterable[dict[str, Any]], rows_max: int) -> Iterator[dict[str, Any]]:
     """Return the first databases, limited to this number of rows together; a heading counts as one."""
     rows = 0
@@ -408,7 +435,7 @@ def _paged(rows: list[Any], query: Query) -> dict[str, Any]:
     return {"rows": rows[begin : begin + ROWS], "page": page, "more": begin + ROWS < len(rows), "total": len(rows)}
 
 
-SECTIONS = ("Now", "Messages", "Proof")
+SECTIONS = ("Now", "Messages", "Proof", "Set-up")
 """Parts of the menu, in its order."""
 PAGES = (
     Page("", "Overview", "overview.html", overview, "Now"),
@@ -421,4 +448,7 @@ PAGES = (
     Page("/doctor", "Doctor", "doctor.html", _doctor, "Proof"),
     Page("/audit", "Nightly audit", "audit.html", _audit, "Proof"),
     Page("/trail", "Audit trail", "trail.html", _trail, "Proof"),
+    Page("/settings", "Settings", "settings.html", _settings, "Set-up"),
+    Page("/tokens", "Tokens", "tokens.html", _tokens, "Set-up"),
+    Page("/definitions", "Definitions", "definitions.html", _definitions, "Set-up"),
 )

@@ -6,6 +6,7 @@ are for programs. The content policy allows one script of a few lines, which ref
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ class Console:
         yield self._route("GET", "/rates", self._renew_rates)
         yield self._route("GET", "/live", self._renew_overview)
         yield self._route("GET", "/tail", self._renew_tail)
+        yield self._route("GET", "/definitions.json", self._send_definitions)
         for name in STATIC:
             yield self._route("GET", f"/{name}", self._send_static)
 
@@ -281,6 +283,16 @@ class Console:
     def _part(self, template: str, **context: Any) -> Response:
         text = self._templates.get_template(template).render(**context)
         return Response(text.encode("utf-8", "replace"), media_type="text/html; charset=utf-8")
+
+    async def _send_definitions(self, visit: Visit) -> Response:
+        if visit.caller is None:
+            return _to_login(visit)
+        answer = await self._asks(visit).ask("ExportDefinitions")
+        if not answer.done:
+            return self._page(visit, "refused.html", 403, title="Refused", why=answer.message)
+        text = json.dumps(answer.data, ensure_ascii=False, indent=1) + "\n"
+        headers = {"Content-Disposition": 'attachment; filename="definitions.json"'}
+        return Response(text.encode("utf-8", "replace"), headers=headers, media_type="application/json")
 
     async def _send_static(self, visit: Visit) -> Response:
         name = visit.request.url.path.rpartition("/")[2]

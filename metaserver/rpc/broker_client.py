@@ -54,6 +54,12 @@ class Brokers:
             answer: pb.RatesAnswer = await self._call(broker, call)
             return answer
 
+    async def settings(self, broker: Broker) -> dict[str, str]:
+        """Return the settings of a broker, without secrets."""
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.Settings(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
+            return dict(sorted((await self._call(broker, call)).settings.items()))
+
     async def prepare_swap(
         self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int, target: str = "", promised_term: int = 0
     ) -> ReplicaState:

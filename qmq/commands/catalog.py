@@ -773,7 +773,38 @@ _UPKEEP = (
         decides_database=True,
         wait_ms=120_000,
     ),
+    Action(
+        "ExportDefinitions",
+        "write what operators set as JSON, for another cluster; without brokers and secrets",
+        ADMIN,
+        installation=True,
+        wait_ms=60_000,
+    ),
+    Action(
+        "ImportDefinitions",
+        "add and set what an export has; it removes nothing",
+        ADMIN,
+        (
+            Parameter(
+                "definitions",
+                "document written by ExportDefinitions",
+                required=True,
+                kind=Kind.JSON,
+                chars_max=2**26,
+                option="file",
+            ),
+        ),
+        changes=True,
+        wait_ms=MANY_WAIT_MS,
+    ),
     Action("ListMetaservers", "list metaservers of this installation: address, version, up or down", VIEWER),
+    Action(
+        "Settings",
+        "list the settings in force of all processes, without secrets",
+        OPERATOR,
+        (_ANY_GROUP,),
+        installation=True,
+    ),
     Action("Doctor", "check this metaserver and its brokers", VIEWER, wait_ms=30_000),
 )
 

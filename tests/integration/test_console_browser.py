@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -63,11 +64,11 @@ def _take_the_database_away(world):
     world.desk.database.read, world.trouble = away, "connection refused"
 
 
-def _log_in(browser, address, world):
+def _log_in(browser, address, world, role="operator"):
     """With the keyboard alone: the field for the token has the focus, Enter sends the form."""
     assert "Log in" in browser.open(f"{address}/console")
-    browser.type(world.tokens["operator"])
-    assert "operator · operator" in browser.follow()
+    browser.type(world.tokens[role])
+    assert f"{role} · {role}" in browser.follow()
 
 
 def _look_at_every_page(address, world, profile, state):
@@ -170,7 +171,7 @@ def _follow_the_tail(address, world, profile, state):
         world.brokers.stored = [_stored(2, '{"lines": [{"sku": "A-1"}], "html": "<b>bold</b>"}')]
         browser.run(ARRIVAL)
         text = browser.text()
-        assert text.index("m-2") < text.index("m-1") and "lines: 1 items" in text and "<b>bold</b>" in text
+        assert text.index("m-2") < text.index("m-1") and "lines: 1 item" in text and "<b>bold</b>" in text
         assert browser.axe() + browser.complaints() == []
         assert "Produce" in browser.click("Produce…")
         browser.fill("properties", '{"orderNo": "4711"}')
@@ -182,6 +183,28 @@ def _stored(sequence, body):
     message = pb.BrowsedMessage(sequence=sequence, id=f"m-{sequence}", stored_ms=sequence, bytes=9)
     message.properties.append(pb.Property(name="body", value=body))
     return pb.BrowseAnswer(messages=[message])
+
+
+def test_definitions_are_imported_in_a_browser(tmp_path):
+    asyncio.run(_with_browser(tmp_path, "data", _import_definitions))
+
+
+def _import_definitions(address, world, profile, state):
+    with Chromium(profile) as browser:
+        _log_in(browser, address, world, role="admin")
+        text = browser.open(f"{address}/console/definitions")
+        assert "Routes 2" in text
+        document = browser.run("fetch('/console/definitions.json').then(answer => answer.json())")
+        document["subjects"] = [{"name": "pay", "tag": "fast"}]
+        browser.click("ImportDefinitions…")
+        browser.fill("definitions", json.dumps(document))
+        text = browser.click("Show the plan")
+        assert "Reaches 1 subject" in text and "fast" in text
+        assert "Done." in browser.click("Do it") and browser.complaints() == []
+        assert world.registry.directory.subjects["pay"].tag == "fast"
+        for path in ("/console/tokens", "/console/definitions"):
+            browser.open(address + path)
+            assert browser.axe() + browser.complaints() == []
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qmq.settings import InvalidSettings, load, setting
+from qmq.settings import SECRET, InvalidSettings, load, setting, shown
 
 
 @dataclass(frozen=True)
@@ -134,3 +134,9 @@ def test_unreadable_settings_file_is_reported(tmp_path):
     (tmp_path / "x.toml").write_bytes(b'name = "\xff"')
     with pytest.raises(InvalidSettings, match=r"x\.toml"):
         load(Settings, prefix="QMQ_X", path=tmp_path / "x.toml", environ={})
+
+
+def test_shown_settings_have_no_secrets():
+    texts = shown(Settings(name="a", key="open sesame", tokens=("x", "y"), eager=True))
+    assert (texts["key"], texts["tokens"], texts["eager"], texts["pause_s"]) == (SECRET, "x, y", "true", "0.5")
+    assert shown(Settings(name="a"))["key"] == ""

@@ -73,8 +73,22 @@ def _brief(findings: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
         yield from (finding for finding in of_step if finding["level"] != "OK")
 
 
+def _settings(data: Any) -> Iterable[Block]:
+    rows = [
+        {"process": process["process"], "name": name, "value": value}
+        for process in data["processes"]
+        for name, value in process["settings"].items()
+    ]
+    yield Table((Column("PROCESS", "process"), Column("SETTING", "name"), Column("VALUE", "value", fold=30)), rows)
+    for name, why in data["unasked"].items():
+        yield warning(f"{name} did not answer: {why}")
+    if data["more"]:
+        yield warning(f"{data['more']:,} brokers were not asked: name a broker group")
+
+
 INSTALLATION = (
     of_action("ListMetaservers", "", listing(_metaservers)),
+    of_action("Settings", "--brokerGroup=g1", _settings),
     of_action("AdoptDatabase", "--keep=memory", _adopted, look="Doctor"),
     Command(
         "Doctor",
@@ -231,6 +245,19 @@ def _restored(data: Any) -> Iterable[Block]:
     yield good("the metadata of the backup is in place")
 
 
+def _keep_definitions(data: Any) -> tuple[str, dict[str, Any]]:
+    text = json.dumps(data, ensure_ascii=False, indent=1) + "\n"
+    counts = {name: len(rows) for name, rows in data.items() if isinstance(rows, list)}
+    return text, {"bytes": len(text.encode()), "rows": counts}
+
+
+def _imported(data: Any) -> Iterable[Block]:
+    counts = ", ".join(f"{count:,} {name}" for name, count in data["imported"].items())
+    yield good(f"imported: {counts}") if counts else good("this cluster has all of it")
+    if data["tokensMissing"]:
+        yield warning(f"AddToken makes the tokens that are missing: {', '.join(data['tokensMissing'])}")
+
+
 UPKEEP = (
     of_action("AuditTrail", "--brokerGroup=g1 --since=24h", _trail),
     of_action(
@@ -247,5 +274,20 @@ UPKEEP = (
             ),
         ),
     ),
+    of_action(
+        "ExportDefinitions",
+        "--file=definitions.json",
+        _backed_up,
+        keep=_keep_definitions,
+        more=(
+            Option(
+                "file",
+                "file to write, - for standard output; an old one is replaced at the end",
+                kind=Kind.PATH,
+                local=True,
+            ),
+        ),
+    ),
+    of_action("ImportDefinitions", "--file=definitions.json", _imported, look="AuditTrail --name=ImportDefinitions"),
     of_action("Restore", "--file=qmq-metadata.json", _restored, look="AuditTrail --name=Restore"),
 )

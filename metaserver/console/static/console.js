@@ -66,6 +66,8 @@ function leaf(value) {
   return shown;
 }
 
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
 function branch(value, depth) {
   const list = document.createElement("ul");
   const entries = Object.entries(value);
@@ -79,7 +81,7 @@ function branch(value, depth) {
       fold.open = depth < 1 && Object.keys(inner).length <= 12;
       const count = document.createElement("span");
       count.className = "dim";
-      count.textContent = Array.isArray(inner) ? `${inner.length} items` : `${Object.keys(inner).length} fields`;
+      count.textContent = counted(Object.keys(inner).length, Array.isArray(inner) ? "item" : "field");
       head.append(key, count);
       fold.append(head, branch(inner, depth + 1));
       row.append(fold);

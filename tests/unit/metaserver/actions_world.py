@@ -184,6 +184,10 @@ class Brokers:
         self._reach(broker)
         return pb.RatesAnswer(samples=self.samples.get(broker.group, []))
 
+    async def settings(self, broker):
+        self._reach(broker)
+        return {"hostname": broker.hostname, "token": "set, not shown", "lease_ms": "10000"}
+
     async def prepare_swap(self, broker, *, term, hold_ms, timeout_ms, target="", promised_term=0):
         return self._promise(broker, promised_term)
 

@@ -78,7 +78,7 @@ def test_words_have_defaults():
 
 
 REQUIRED = {"servePort": 1, "syncPort": 2, "ip": "10.0.0.1", "role": 0, "state": "offline", "failover": "on"}
-REQUIRED |= {"keep": "memory", "backup": "{}"}
+REQUIRED |= {"keep": "memory", "backup": "{}", "definitions": "{}"}
 BELOW = {"viewer": "client", "operator": "viewer", "admin": "operator"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
@@ -362,6 +364,51 @@ async def test_subject_page_draws_its_lag(console):
     assert "expire after 1 h" in text_of(page) and "billing: 41" in text_of(page)
 
 
+async def test_definitions_are_exported_and_imported(console):
+    await console.log_in("operator")
+    assert "this needs admin" in await console.read("/definitions")
+    assert (await console.browser.get("/console/definitions.json")).status_code == 403
+    await console.log_in("admin")
+    await console.running_copies("g1")
+    await console.routed("order.changed")
+    assert "Broker groups 1" in await console.read("/definitions")
+    sent = await console.browser.get("/console/definitions.json")
+    assert (
+        "attachment" in sent.headers["content-disposition"] and sent.json()["routes"][0]["subject"] == "order.changed"
+    )
+    document = json.dumps(sent.json() | {"subjects": [{"name": "pay", "tag": "fast"}]})
+    words = {"csrf": await console.csrf(), "action": "ImportDefinitions", "definitions": document}
+    planned = await console.send("/change", step="plan", **words)
+    assert "Reaches 1 subject" in text_of(planned.text) and "pay" not in console.registry.directory.subjects
+    shown = re.search(r'name="plan" value="(\w+)"', planned.text)[1]
+    assert "Done." in text_of((await console.send("/change", step="confirm", plan=shown, **words)).text)
+    assert console.registry.directory.subjects["pay"].tag == "fast"
+
+
+async def test_settings_show_values_that_differ(console):
+    assert "this needs operator" in await console.read("/settings")
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    console.actions._desk = replace(console.desk, settings={"cluster_token": "set, not shown", "host": "10.0.0.1"})
+    text = await console.read("/settings")
+    assert "lease_ms 10000" in text and "hostname g1-a g1-a:20881 g1-b g1-b:20881" in text
+    assert "cluster_token set, not shown" in text and "host 10.0.0.1" in text
+    console.stop("g1-b")
+    assert "g1-b:20881 did not answer" in await console.read("/settings", group="g1")
+
+
+async def test_tokens_are_listed_and_revoked(console):
+    await console.log_in("operator")
+    assert "this needs admin" in await console.read("/tokens")
+    await console.log_in("admin")
+    for number in range(120):
+        await console.done("AddToken", name=f"shop{number:03d}", role="client", subjects="order.*")
+    page = await console.see("/tokens")
+    assert "shop000" in page and "shop119" not in page and "action=RevokeToken" in page
+    assert "shop119" in await console.see("/tokens", page="1")
+    assert "shop000" in text_of(page) and "valid client order.* all" in text_of(page)
+
+
 WORDS = {
     "": ("page", "state", "name"),
     "/group": ("name",),
@@ -372,6 +419,8 @@ WORDS = {
     "/outbox": ("room", "database"),
     "/trail": ("who", "name", "before", "since", "until", "subject", "request", "brokerGroup"),
     "/audit": ("group",),
+    "/settings": ("group",),
+    "/tokens": ("page",),
     "/change": ("action", "subject", "brokerGroup"),
 }
 NONSENSE = ("-1", "9" * 23, "NaN", "1e9", "0x10", "٣", "%00", "\0", HOSTILE, "a" * 3000, "' OR 1=1", "\ud7ff")
