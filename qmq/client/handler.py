@@ -25,6 +25,7 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Metho
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
+from qmq.client import django_connections
 from qmq.client.received import ReceivedMessage
 from qmq.errors import InvalidRequest
 
@@ -191,6 +192,8 @@ class FilteredHandler:
         way = cast(HandlerCall, self._handler)
         if thread is not None:
             way = partial(thread.run, partial(_call_to_end, self._handler))
+        elif django_connections.is_configured():
+            way = partial(django_connections.closing_old, partial(_awaited, way))
         for filter_ in reversed(self._outer):
             way = cast(HandlerCall, partial(_call_filter, filter_, way))
         return way
@@ -279,6 +282,7 @@ class HandlerThread:
         _thread.own = self
         while (call := self._calls.get()) is not None:
             call()
+        django_connections.close_all()
 
     def _call(
         self,
@@ -287,12 +291,14 @@ class HandlerThread:
         handler: Callable[[Any], object],
         given: Given,
     ) -> None:
+        django_connections.close_old()
         try:
             finish = partial(future.set_result, context.run(handler, given))
         except _ENDS as error:
             finish = partial(future.set_exception, RuntimeError(f"the handler raised {error!r}"))
         except BaseException as error:
             finish = partial(future.set_exception, error)
+        django_connections.close_old()
         try:
             self._loop.call_soon_threadsafe(_finish, future, finish)
         except RuntimeError:

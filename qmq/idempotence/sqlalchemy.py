@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from qmq.idempotence.checker import in_thread
@@ -81,7 +81,19 @@ class SqlKeys:
         await self._run(lambda connection: self._table.release(connection, key, owner))
 
     async def _run(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction and commit it."""
+        """Run `work` in a transaction and commit it; once more if a pooled connection was broken.
+
+        A restarted database ends all pooled connections, and the first error of one discards the pool. Each step may be
+        repeated: a claim whose commit was lost counts as another process's until its lease ends.
+        """
+        try:
+            return await self._run_once(work)
+        except DBAPIError as error:
+            if not error.connection_invalidated:
+                raise
+            return await self._run_once(work)
+
+    async def _run_once(self, work: Callable[[Connection], T]) -> T:
         engine = self._engine
         if isinstance(engine, AsyncEngine):
             return await run_async(engine, work)

@@ -13,6 +13,7 @@ from qmq.idempotence import Claim, MemoryKeys
 from qmq.idempotence.keys import State
 from qmq.idempotence.redis import RedisKeys
 from tests.support.redis import RedisServer
+from tests.unit.idempotence.stores import async_sql_stores, blocking_sql_stores
 
 OURS, HANDLED = Claim(State.OURS), Claim(State.HANDLED)
 LONG_S, SHORT_S = 3600.0, 0.05
@@ -159,3 +160,15 @@ async def test_redis_keys_expire(redis_server: RedisServer):
         async with asyncio.timeout(30):
             while await client.exists("qmq:handled:k"):
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("make_stores", [async_sql_stores, blocking_sql_stores])
+async def test_steps_survive_a_database_restart(database_server, make_stores):
+    async with make_stores(database_server.create_database()) as (store, _):
+        assert await store.claim("k", "a", LONG_S) == OURS
+        database_server.kill()
+        database_server.start()
+        assert await store.finish("k", "a")
+        database_server.kill()
+        database_server.start()
+        assert await store.claim("l", "a", LONG_S) == OURS
