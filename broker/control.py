@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from qmq.access import token_text
 from qmq.broker import positions
 from qmq.broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, visible_end
 from qmq.broker.group_status import Cause
@@ -55,7 +56,8 @@ class BeginRequests:
             self._came.clear()
             while self._asked:
                 some, self._asked = self._asked[:AT_ONCE], self._asked[AT_ONCE:]
-                answers = await _answers([group for group, _ in some], service.node.group, meta_link, settings.token)
+                token = token_text(settings.token)
+                answers = await _answers([group for group, _ in some], service.node.group, meta_link, token)
                 for (_, answered), answer in zip(some, answers, strict=True):
                     for link, packet in answered(answer):
                         assert isinstance(link, Connection)

@@ -11,6 +11,7 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Mapping
 
+from qmq.access import Token, token_text
 from qmq.errors import AccessError, OperatorError
 from qmq.metaserver.model import TokenRow
 from qmq.rights import Caller, Scope, TokenRole, check_patterns
@@ -115,8 +116,8 @@ class UnknownToken(AccessError):
 class Access:
     """Valid tokens. Created by main; used on the loop; `replace` follows each change of the table."""
 
-    def __init__(self, cluster_tokens: Iterable[str]) -> None:
-        self._cluster_tokens = [token.encode() for token in cluster_tokens if token]
+    def __init__(self, cluster_tokens: Iterable[Token]) -> None:
+        self._cluster_tokens = [token for token in cluster_tokens if token]
         self._tokens: Mapping[str, TokenRow] = {}
 
     @property
@@ -170,7 +171,7 @@ class Access:
 
     def _is_key(self, given: bytes) -> bool:
         equal = [
-            hmac.compare_digest(given, known) for known in self._cluster_tokens
+            hmac.compare_digest(given, token_text(known).encode()) for known in self._cluster_tokens
         ]  # no short cut: compare all of them
         return any(equal)
 

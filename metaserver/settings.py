@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from qmq.access import Token, token_text
 from qmq.logs import FORMATS, LEVELS
 from qmq.settings import InvalidSettings, setting
 
@@ -33,10 +34,10 @@ class MetaserverSettings:
     snapshot: str = setting(
         "", why="file to start from while the database is away; default: beside SQLite's, else here; `none`: no file"
     )
-    cluster_token: str = setting(
+    cluster_token: Token = setting(
         secret=True, why="key of the installation: all its metaservers and brokers have it; may everything"
     )
-    cluster_token_before: str = setting(
+    cluster_token_before: Token = setting(
         "", secret=True, why="the key before a rotation: accepted as well, until it is taken out"
     )
     password_keys: tuple[str, ...] = setting(
@@ -116,7 +117,8 @@ class MetaserverSettings:
 
     def __post_init__(self) -> None:
         complaints = []
-        for name, token in (("cluster_token", self.cluster_token), ("cluster_token_before", self.cluster_token_before)):
+        for name, key in (("cluster_token", self.cluster_token), ("cluster_token_before", self.cluster_token_before)):
+            token = token_text(key)
             if token and (len(token) < CLUSTER_TOKEN_CHARS_MIN or not token.isascii() or not token.isprintable()):
                 complaints.append(f"{name}: fewer than {CLUSTER_TOKEN_CHARS_MIN} characters, or others than ASCII's")
         if not self.advertised_ip and self.host in ("0.0.0.0", "::"):

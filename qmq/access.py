@@ -17,6 +17,7 @@ import argparse
 import os
 import stat
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -30,6 +31,8 @@ log = bounded(__name__)
 TOKEN_VARIABLE = "QMQ_TOKEN"
 FILE_VARIABLE = "QMQ_TOKEN_FILE"
 TOKEN_CHARS_MAX = 4096
+SETTLED_NS = 1_000_000_000
+"""Age of a file's change from which its times tell the next one: kernels count them in steps of milliseconds."""
 STANDARD_INPUT = "-"
 MOUNTS = Path("/proc/self/mountinfo")
 SHARED_FOLDERS = frozenset({"/tmp", "/var/tmp", "/dev/shm", "/run"})
@@ -45,17 +48,24 @@ class TokenFile:
         text: the present content; it stays in use while the file cannot be read.
     """
 
-    __slots__ = ("path", "_text")
+    __slots__ = ("path", "_text", "_seen")
 
     def __init__(self, path: Path, text: str) -> None:
         self.path = path.absolute()  # the process may change its directory
         self._text = text
+        self._seen = (0, 0, 0)
 
     def read(self) -> str:
-        """Return the file's token now."""
+        """Return the file's token now: one `stat` while the file is the same."""
         try:
+            found = os.stat(self.path)
+            seen = found.st_ino, found.st_size, found.st_ctime_ns
+            if seen == self._seen:
+                return self._text
             text = read_token_file(self.path)
-        except AccessError as error:  # it may be replaced at this moment
+            is_settled = time.time_ns() - found.st_ctime_ns > SETTLED_NS
+            self._seen = seen if is_settled else (0, 0, 0)
+        except (OSError, AccessError) as error:  # it may be replaced at this moment
             log.warning("token file not read, the token before stays in use file=%s error=%s", self.path, error)
             return self._text
         if text != self._text:
@@ -65,7 +75,7 @@ class TokenFile:
 
 
 Token = str | TokenFile
-"""Token of a client: fixed, or in a file."""
+"""Token of a client, or key of the installation: fixed, or in a file."""
 
 
 def token_text(token: Token) -> str:

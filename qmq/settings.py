@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from qmq.access import read_token_file
+from qmq.access import Token, TokenFile, read_token_file
 from qmq.errors import AccessError, CallError
 
 T = TypeVar("T")
@@ -70,15 +70,17 @@ def load(kind: type[T], *, prefix: str, path: Path | None, environ: Mapping[str,
     complaints: list[str] = []
     given = _read(path, complaints)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
     complaints += [f"{name}: unknown setting; known are {', '.join(fields)}" for name in given if name not in fields]
     for name, field in fields.items():
         if (variable := f"{prefix}_{name.upper()}") in environ:
             given[name] = environ[variable]
         if field.metadata["secret"] and (file := environ.get(f"{variable}_FILE")):
-            given[name] = _secret(name, file, complaints)
+            text = _secret(name, file, complaints)
+            given[name] = TokenFile(Path(file), text) if hints[name] == Token else text
             if variable in environ:
                 complaints.append(f"{name}: both {variable} and {variable}_FILE are set; keep one")
-    values, hints = {}, get_type_hints(kind)
+    values = {}
     for name, field in fields.items():
         if name in given:
             try:
@@ -114,6 +116,8 @@ def _secret(name: str, file: str, complaints: list[str]) -> str:
 
 def _convert(value: Any, hint: Any) -> Any:
     """Convert a TOML value or an environment's text to the field's type; raise ValueError."""
+    if isinstance(value, TokenFile):
+        return value
     if hint is bool:
         if isinstance(value, bool):
             return value
@@ -136,7 +140,7 @@ def _convert(value: Any, hint: Any) -> Any:
         return tuple(word.strip() for word in words if word.strip())
     if not isinstance(value, str) or not value:
         raise ValueError(f"{value!r} is no text")
-    return hint(value)
+    return value if hint == Token else hint(value)
 
 
 def _check(value: Any, metadata: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from qmq.access import token_text
 from qmq.errors import AccessError, MissingRight, NotServed, QmqError
 from qmq.http_port import HEADERS, shown_token
 from qmq.rights import Caller, TokenRole
@@ -44,7 +45,7 @@ class Acceptor:
         self._watcher = watcher
         self._metrics = metrics
         self._link = link
-        self._own = settings.token.encode()
+        self._own = settings.token
         self._known: dict[str, tuple[float, Caller]] = {}
 
     def app(self) -> Starlette:
@@ -116,7 +117,7 @@ class Acceptor:
         """Return the caller of a token, from the cache if possible."""
         if not token:
             raise AccessError(f"the API token is missing ({HEADERS})")
-        if hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self._own):
+        if hmac.compare_digest(token.encode("utf-8", "surrogatepass"), token_text(self._own).encode()):
             return CLUSTER
         until, caller = self._known.get(token, (0.0, CLUSTER))
         if time.monotonic() >= until:

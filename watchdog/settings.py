@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from qmq.access import Token
 from qmq.errors import CallError, InvalidName
 from qmq.logs import FORMATS, LEVELS
 from qmq.outbox.drain_plan import Limits
@@ -66,7 +67,7 @@ class WatchdogSettings:
     """Settings of a watchdog at its start. AddDb sets the databases and their rates."""
 
     metaserver: str = setting(why="HTTP address of the metaservers")
-    token: str = setting(
+    token: Token = setting(
         secret=True, why="key of the installation: the metaserver gives passwords of databases only to its holders"
     )
     room: str = setting("default", why="namespace: it scans the databases registered with this room")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 import grpc.aio
 
+from qmq.access import token_text
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import CallError, NotServed, OperatorError, QmqError
 from qmq.proto import qmq_pb2 as pb
@@ -203,7 +204,7 @@ class Watcher:
 
     async def reconcile(self, *, database: str, older_s: int, limit: int, seconds: float) -> dict[str, Any]:
         """Search the brokers' logs for the messages of rows that are parked, or older than `older_s`."""
-        async with Reconciliation(self._link, self._settings.token, seconds=seconds) as reconciliation:
+        async with Reconciliation(self._link, token_text(self._settings.token), seconds=seconds) as reconciliation:
 
             async def of(source: Source) -> dict[str, Any]:
                 stats = await self._ask(source, Questions.stats)

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 import grpc
 
+from qmq.access import Token, token_text
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.metaserver.actions.desk import OldRoutes
 from qmq.metaserver.model import DELAY, MetaserverRow
@@ -42,7 +43,9 @@ class Clients:
         token: the installation's key.
     """
 
-    def __init__(self, hub: Hub, others: Callable[[], Iterable[MetaserverRow]], *, token: str, timeout_ms: int) -> None:
+    def __init__(
+        self, hub: Hub, others: Callable[[], Iterable[MetaserverRow]], *, token: Token, timeout_ms: int
+    ) -> None:
         self._hub = hub
         self._others = others
         self._token = token
@@ -91,7 +94,7 @@ class Clients:
 
     async def _count(self, row: MetaserverRow, question: pb.OldRoutesQuestion) -> pb.OldRoutesAnswer:
         async with grpc.aio.insecure_channel(row.grpc_address, options=CHANNEL_OPTIONS) as channel:
-            metadata = [("x-api-token", self._token)]
+            metadata = [("x-api-token", token_text(self._token))]
             answer: pb.OldRoutesAnswer = await MetaserverStub(channel).CountOldRoutes(
                 question, metadata=metadata, timeout=self._timeout_s
             )
@@ -101,7 +104,7 @@ class Clients:
         """Return another metaserver's own clients."""
         address = row.http_address.removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=self._timeout_s)
-        headers = {"X-Api-Token": self._token, "Content-Type": "application/x-www-form-urlencoded"}
+        headers = {"X-Api-Token": token_text(self._token), "Content-Type": "application/x-www-form-urlencoded"}
         try:
             connection.request("POST", "/management", urlencode(words), headers)
             answer: Any = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
+from qmq.access import Token, token_text
 from qmq.control_plane import DIRECT
 from qmq.errors import InvalidRequest, NotServed, OperatorError, OutcomeUnknown, QmqError, cause_of
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together
@@ -246,7 +247,7 @@ class Watchdogs:
         token: the installation's key, which authorises orders to a watchdog.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: Token) -> None:
         self._token = token
         self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, "watchdogs")
 
@@ -260,7 +261,7 @@ class Watchdogs:
         query = urlencode({name: value for name, value in words.items() if value != ""})
         method = "POST" if changes else "GET"
         request = urllib.request.Request(
-            f"http://{address}{path}?{query}", headers={"X-Api-Token": self._token}, method=method
+            f"http://{address}{path}?{query}", headers={"X-Api-Token": token_text(self._token)}, method=method
         )
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, _read, request)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from qmq.access import Token, token_text
 from qmq.errors import AccessError
 from qmq.metaserver.access import Access, RandomBytes
 from qmq.rights import Caller, TokenRole
@@ -43,12 +44,16 @@ class Sessions:
         cluster_tokens: the installation's key; then the previous key while it is valid.
     """
 
-    def __init__(self, access: Access, cluster_tokens: Iterable[str], random_bytes: RandomBytes) -> None:
+    def __init__(self, access: Access, cluster_tokens: Iterable[Token], random_bytes: RandomBytes) -> None:
         self._access = access
         self._random_bytes = random_bytes
         self._ended: dict[str, int] = {}
         """Logged-out sessions by their random bytes: when they expire."""
-        self._keys = [_mac(token.encode(), "qmq console session").encode() for token in cluster_tokens if token]
+        self._cluster_tokens = [token for token in cluster_tokens if token]
+
+    @property
+    def _keys(self) -> list[bytes]:
+        return [_mac(token_text(token).encode(), "qmq console session").encode() for token in self._cluster_tokens]
 
     def begin(self, token: str, *, now_ms: int) -> str:
         """Log in with a token; return the cookie.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from qmq.access import Token, token_text
 from qmq.errors import QmqError
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
 from qmq.metaserver.actions.doctor import Check, examine_reported
@@ -48,7 +49,7 @@ class Surveyor:
         token: the installation's key.
     """
 
-    def __init__(self, desk: Desk, *, token: str) -> None:
+    def __init__(self, desk: Desk, *, token: Token) -> None:
         self._desk = desk
         self._token = token
         self.history = History()
@@ -161,7 +162,7 @@ class Surveyor:
         """Read a process's page of metrics. Blocks; runs on a thread."""
         connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=ANSWER_S)
         try:
-            connection.request("GET", "/metrics", headers={"X-Api-Token": self._token})
+            connection.request("GET", "/metrics", headers={"X-Api-Token": token_text(self._token)})
             answer = connection.getresponse()
             return figures_of(answer.read(PAGE_BYTES_MAX).decode()) if answer.status == 200 else None
         except (OSError, ValueError, http.client.HTTPException):

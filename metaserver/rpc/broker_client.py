@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from qmq.access import Token, token_text
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import AccessError, CallError, InvalidRequest, NotServed, OperatorError, QmqError
 from qmq.metaserver.cluster.group_starts import Asked
@@ -38,8 +39,8 @@ class Brokers:
     time.
     """
 
-    def __init__(self, token: str, *, timeout_ms: int) -> None:
-        self._metadata = [("x-api-token", token)]
+    def __init__(self, token: Token, *, timeout_ms: int) -> None:
+        self._token = token
         self._timeout_ms = timeout_ms
 
     async def replica_status(self, broker: Broker) -> ReplicaState:
@@ -146,7 +147,7 @@ class Brokers:
         """
         way = Destination.of(to, [_master(master) for master in at], broker.group) if to else None
         try:
-            return await DeadLetters.open(_master(broker), self._metadata[0][1], subject, group, way, source)
+            return await DeadLetters.open(_master(broker), token_text(self._token), subject, group, way, source)
         except (AccessError, CallError) as error:
             raise OperatorError(f"{broker.group} refused: {error}") from error
         except QmqError as error:
@@ -189,7 +190,7 @@ class Brokers:
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
         async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}", options=CHANNEL_OPTIONS) as channel:
-            yield BrokerStub(channel), {"metadata": self._metadata}
+            yield BrokerStub(channel), {"metadata": [("x-api-token", token_text(self._token))]}
 
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
         answer = await self._call(broker, call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from qmq.access import Token
 from qmq.logs import FORMATS, LEVELS
 from qmq.settings import setting
 
@@ -27,7 +28,7 @@ class CopySettings:
     )
     data: Path = setting(why="directory of the message log; one broker, one directory")
     metaserver: str = setting("http://127.0.0.1:8080", why="HTTP address of the metaserver, or of nginx before several")
-    token: str = setting(
+    token: Token = setting(
         secret=True, why="key of the installation, the metaservers' cluster_token; others' are checked there"
     )
     durability: str = setting("fsync", one_of=("fsync",), why="what an acknowledgement stands for")

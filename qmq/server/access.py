@@ -13,6 +13,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from qmq.access import Token, token_text
 from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError, InvalidRequest, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
@@ -134,7 +135,7 @@ class Access:
         try:
             async with asyncio.timeout(ASK_S):
                 stub = stub or await self._connect()
-                metadata = (("x-api-token", self._settings.token),)
+                metadata = (("x-api-token", token_text(self._settings.token)),)
                 answer = await stub.CheckToken(pb.TokenQuestion(token=token), metadata=metadata)
             caller = Caller(answer.name, TokenRole(answer.role), Scope(tuple(answer.subjects), tuple(answer.groups)))
         except grpc.aio.AioRpcError as error:
@@ -227,13 +228,13 @@ class Known:
 class TokenCache:
     """Known tokens. Used on the loop. Times are of a clock that never goes back."""
 
-    def __init__(self, own_token: str) -> None:
-        self._own = own_token.encode()
+    def __init__(self, own_token: Token) -> None:
+        self._own = own_token
         self._known: dict[str, Known] = {}
 
     def is_own(self, token: str) -> bool:
         """Whether it is the broker's own token: the key of the installation."""
-        return hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self._own)
+        return hmac.compare_digest(token.encode("utf-8", "surrogatepass"), token_text(self._own).encode())
 
     def fresh(self, token: str, *, now_ms: int) -> Known | None:
         """Return the facts that need no question, or None."""

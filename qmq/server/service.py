@@ -19,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from qmq import descriptors, memory
+from qmq.access import token_text
 from qmq.errors import (
     AccessError,
     BrokenInvariant,
@@ -421,7 +422,7 @@ class Service(Generic[M]):
                 self._master_link, _ = await connect(
                     Endpoint(peer.ip, peer.sync_port),
                     handler=acceptor,
-                    token=self._settings.token,
+                    token=token_text(self._settings.token),
                     app=self._settings.hostname,
                     packet_bytes_max=SYNC_PACKET_BYTES_MAX,
                     timeout_s=3.0,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 import qmq
-from qmq.errors import AccessError, ErrorCode
+from qmq.deploy import plan
+from qmq.deploy.control import manage
+from qmq.deploy.plan import write_atomically
+from qmq.errors import AccessError, ErrorCode, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
@@ -204,6 +209,34 @@ def test_revoked_token_ends_its_connections(cluster):
         cluster.manage("RevokeToken", id=made["id"])
         wire.socket.settimeout(60)
         assert wire.is_closed()
+
+
+def test_key_is_rotated_without_restarts(tmp_path, monkeypatch):
+    """Processes read the files of the key again; only the slave restarts, to open a link."""
+    old, new, files = "old" * 16, "new" * 16, {}
+    for name in ("METASERVER_CLUSTER_TOKEN", "METASERVER_CLUSTER_TOKEN_BEFORE", "BROKER_TOKEN"):
+        files[name] = tmp_path / name
+        write_atomically(files[name], old)
+        monkeypatch.setenv(f"QMQ_{name}_FILE", str(files[name]))
+    monkeypatch.setattr(plan, "secrets", SimpleNamespace(token_hex=lambda _: old, token_bytes=secrets.token_bytes))
+    with running(tmp_path / "cluster") as cluster:
+        master, slave = cluster.broker("g1", "master"), cluster.broker("g1", "slave")
+        client = make(cluster, "client", "shop")
+        for name in ("METASERVER_CLUSTER_TOKEN", "BROKER_TOKEN", "METASERVER_CLUSTER_TOKEN_BEFORE"):
+            write_atomically(files[name], new)
+        assert manage(cluster.metaserver, new, "ListBrokers")
+        with pytest.raises(OperatorError, match="token is not valid"):
+            manage(cluster.metaserver, old, "ListBrokers")
+        end(cluster, slave.hostname)
+        begin(cluster, slave.hostname)
+
+        async def send() -> qmq.Receipt:
+            async with qmq.Producer(metaserver=cluster.metaserver, app="shop", token=client, timeout_s=WAIT_S) as shop:
+                return await shop.send(qmq.Message("order", {"n": 1}))
+
+        assert asyncio.run(send()).is_stored
+        assert log_in(master.serve_port, new)[0] == ErrorCode.SUCCESS
+        assert log_in(master.serve_port, old)[0] == ErrorCode.UNAUTHORIZED
 
 
 def test_broker_metrics_require_a_token(cluster, tokens):

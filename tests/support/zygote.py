@@ -156,6 +156,8 @@ def main(program: str, near_end: socket.socket) -> None:
 
 def _import(program: str) -> None:
     """Run the program without settings: it imports everything, then refuses to start."""
+    for name in [name for name in os.environ if name.startswith("QMQ_")]:
+        del os.environ[name]
     with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing), contextlib.suppress(SystemExit):
         sys.argv = [program]
         runpy.run_module(program, run_name="__main__", alter_sys=True)

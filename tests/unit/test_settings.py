@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qmq.access import Token, token_text
 from qmq.settings import SECRET, InvalidSettings, load, setting, shown
 
 
@@ -57,6 +58,22 @@ def test_environment_overrides_the_file(tmp_path):
         QMQ_X_TOKENS="x, y,",
     )
     assert settings == Settings(name="b", port=2, pause_s=0.25, eager=True, tokens=("x", "y"))
+
+
+def test_token_file_is_read_again(tmp_path):
+    @dataclass(frozen=True)
+    class Own:
+        token: Token = setting(secret=True, why="key of the installation")
+
+    (file := tmp_path / "key").write_text("first")
+    file.chmod(0o600)
+    settings = load(Own, prefix="QMQ_X", path=None, environ={"QMQ_X_TOKEN_FILE": str(file)})
+    assert token_text(settings.token) == "first"
+    file.write_text("next")
+    assert token_text(settings.token) == "next"
+    assert load(Own, prefix="QMQ_X", path=None, environ={"QMQ_X_TOKEN": "fixed"}).token == "fixed"
+    with pytest.raises(InvalidSettings, match="cannot be read"):
+        load(Own, prefix="QMQ_X", path=None, environ={"QMQ_X_TOKEN_FILE": "/nowhere"})
 
 
 def test_secret_is_read_from_a_file(tmp_path):
