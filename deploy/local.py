@@ -16,12 +16,14 @@ from types import FrameType
 from typing import NoReturn
 
 from qmq.deploy.cluster import AlreadyRunning, Cluster, lock_directory, recorded_pids
-from qmq.deploy.plan import HTTP_PORT, is_free
+from qmq.deploy.plan import BROKER_PORT, HTTP_PORT, is_free
 from qmq.deploy.processes import end_leftovers, is_ours
 from qmq.errors import NotServed, QmqError, cause_of
 
 __all__ = ["Cluster"]
 
+SEGMENT_BYTES = 16 << 20
+"""Size of a new log's file: six copies are 96 MiB instead of 6 GiB."""
 STOP_S = 45.0
 """Time for a runner to stop: two bounds of `deploy.processes`, and some more."""
 
@@ -55,20 +57,22 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def run(run_dir: Path, port: int | None, *, prometheus: bool) -> int:
-    """Run a cluster until a signal ends it; `port` is its metaserver's."""
+def run(run_dir: Path, port: int | None, broker_port: int | None, *, prometheus: bool) -> int:
+    """Run a cluster until a signal ends it; `port` is its metaserver's, `broker_port` the first of its brokers'."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stopped)
-    if port is not None:
-        check_port(run_dir, port)
+    check_ports(run_dir, port, broker_port)
     say(f"starting a metaserver, two broker groups, delay servers and a watchdog; data and logs are in {run_dir}/")
     cluster = Cluster(
         run_dir,
         delay_groups=("d1",),
         watchdog=True,
         prometheus=prometheus,
+        broker={"segment_bytes": SEGMENT_BYTES},
+        delay_server={"segment_bytes": SEGMENT_BYTES},
         metaserver={"failover": True},
         http_port=port or HTTP_PORT,
+        broker_port=broker_port or BROKER_PORT,
         say=say,
     )
     try:
@@ -80,14 +84,21 @@ def run(run_dir: Path, port: int | None, *, prometheus: bool) -> int:
         return 0
 
 
-def check_port(run_dir: Path, port: int) -> None:
-    """Raise NotServed if the cluster in `run_dir` cannot use this port for its metaserver."""
+def check_ports(run_dir: Path, port: int | None, broker_port: int | None) -> None:
+    """Raise NotServed if the cluster in `run_dir` cannot use these ports; None: any."""
     plan = run_dir / "plan.json"
-    kept = json.loads(plan.read_text())["http_port"] if plan.exists() else port
-    if kept != port:
-        raise NotServed(f"the cluster in {run_dir} has port {kept} already: leave out --port, or name another --dir")
-    if not is_free(port):
-        raise NotServed(f"port {port} is in use by another program; choose another --port")
+    kept = json.loads(plan.read_text()) if plan.exists() else None
+    for option, asked, of_plan in (
+        ("--port", port, kept and kept["http_port"]),
+        ("--broker-port", broker_port, kept and kept["brokers"][0]["serve_port"]),
+    ):
+        if asked is None:
+            continue
+        if kept and of_plan != asked:
+            text = f"the cluster in {run_dir} has port {of_plan} already: leave out {option}, or name another --dir"
+            raise NotServed(text)
+        if not is_free(asked):
+            raise NotServed(f"port {asked} is in use by another program; choose another {option}")
 
 
 def _welcome(cluster: Cluster) -> str:
@@ -147,11 +158,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dir", type=Path, default=Path(os.environ.get("RUN_DIR", ".run")), help="default: .run")
     port_help = f"the metaserver's HTTP port; default: {HTTP_PORT}, or the next free one"
     parser.add_argument("--port", type=_port, help=port_help)
+    broker_help = f"first port of the brokers, which take four each; default: {BROKER_PORT}, or the next free one"
+    parser.add_argument("--broker-port", type=_port, help=broker_help)
     parser.add_argument("--with-prometheus", action="store_true", help="run a Prometheus, too, with all alert rules")
     options = parser.parse_args(arguments)
     try:
         return (
-            run(options.dir, options.port, prometheus=options.with_prometheus)
+            run(options.dir, options.port, options.broker_port, prometheus=options.with_prometheus)
             if options.action == "run"
             else stop(options.dir)
         )

@@ -118,6 +118,8 @@ def test_all_processes_end(tmp_path, how):
     elif how == "stop":
         assert stop(tmp_path / "run") == "stopped"
         runner.wait(60)
+        left = sum(path.stat().st_blocks * 512 for path in (tmp_path / "run").rglob("*"))
+        assert left < 200 << 20, "a cluster on a laptop leaves no gigabytes"
     else:
         runner.kill()
         runner.wait()

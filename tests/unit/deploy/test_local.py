@@ -8,27 +8,32 @@ import socket
 import pytest
 
 from qmq.deploy import local
-from qmq.deploy.local import Stopped, check_port
+from qmq.deploy.local import Stopped, check_ports
 from qmq.deploy.plan import HOST, Groups, load_plan
 from qmq.errors import NotServed
 from tests.support.ports import free_ports
 
 
-def test_a_free_port_is_fine(tmp_path):
-    check_port(tmp_path, free_ports(1)[0])
+def test_free_ports_are_fine(tmp_path):
+    check_ports(tmp_path, *free_ports(2))
+    check_ports(tmp_path, None, None)
 
 
-def test_a_port_in_use_is_refused(tmp_path):
-    with socket.create_server((HOST, 0)) as taken, pytest.raises(NotServed, match="in use"):
-        check_port(tmp_path, taken.getsockname()[1])
+@pytest.mark.parametrize("option", ["--port", "--broker-port"])
+def test_a_port_in_use_is_refused(tmp_path, option):
+    with socket.create_server((HOST, 0)) as server, pytest.raises(NotServed, match=f"in use .* another {option}$"):
+        taken = server.getsockname()[1]
+        check_ports(tmp_path, *((taken, None) if option == "--port" else (None, taken)))
 
 
-def test_cluster_keeps_its_port(tmp_path):
+def test_cluster_keeps_its_ports(tmp_path):
     first, second = free_ports(2)
-    kept = load_plan(tmp_path / "plan.json", Groups(("g1",)), first, second).http_port
-    check_port(tmp_path, kept)
-    with pytest.raises(NotServed, match=f"has port {kept} already"):
-        check_port(tmp_path, second)
+    plan = load_plan(tmp_path / "plan.json", Groups(("g1",)), first, second)
+    check_ports(tmp_path, plan.http_port, plan.brokers[0].serve_port)
+    with pytest.raises(NotServed, match=f"has port {plan.http_port} already"):
+        check_ports(tmp_path, plan.http_port + 1, None)
+    with pytest.raises(NotServed, match=f"has port {plan.brokers[0].serve_port} already: leave out --broker-port"):
+        check_ports(tmp_path, None, plan.brokers[0].serve_port + 1)
 
 
 @pytest.mark.parametrize("port", ["99999", "0", "-1", "abc", "²"])
