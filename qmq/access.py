@@ -8,7 +8,7 @@ One rule decides about every file of a secret, for processes, clients and comman
     anything else                                                               accepted
 
 So the files that Kubernetes (0440 with fsGroup, 0644), Docker (0444) and systemd (0400, 0440) mount are accepted: their
-platform decides who reaches them. A file of another user is that user's decision.
+platform guards them. A file of another user is that user's decision.
 """
 
 from __future__ import annotations
