@@ -264,6 +264,8 @@ class GroupSession:
         except (CallError, AccessError) as fatal:
             if fatal is not answer:
                 self._link.drop(f"unreadable answer to {command.name}: {fatal}")
+            elif isinstance(fatal, AccessError) and self._link.has_old_token:
+                self._link.drop(f"the token's file has another one: {fatal}")
             else:
                 self._owner.failed(fatal)
         except QmqError as retryable:

@@ -50,6 +50,7 @@ class Link:
         self._owner = owner
         self._routing = routing
         self._token = token
+        self._sent_token = ""
         self._app = app
         self._woken = asyncio.Event()
         self._failures = 0
@@ -57,6 +58,11 @@ class Link:
     @property
     def is_open(self) -> bool:
         return self.connection is not None and self.connection.is_open
+
+    @property
+    def has_old_token(self) -> bool:
+        """Whether the token's file holds another one than this connection was opened with."""
+        return token_text(self._token) != self._sent_token
 
     def route_changed(self) -> None:
         """Leave a master that was replaced, and connect to the new one at once."""
@@ -90,11 +96,12 @@ class Link:
         endpoint = self._routing.master(self.broker_group)
         if endpoint is None:
             return self._failed(NotServed("the group has no master"))
+        self._sent_token = token_text(self._token)
         try:
             connection, welcome = await connect(
                 endpoint,
                 handler=self,
-                token=token_text(self._token),
+                token=self._sent_token,
                 app=self._app,
                 packet_bytes_max=PACKET_BYTES_MAX,
                 timeout_s=CONNECT_TIMEOUT_S,

@@ -284,9 +284,10 @@ class Sender:
 
         Raises:
             ClientClosed: the producer was closed.
+            AccessError: the token is rejected.
         """
-        if self._closed is not None:
-            raise self._closed
+        if (ended := self._closed or self._watch.rejected) is not None:
+            raise ended
         group = self._groups.get(name)
         if group is None or not group.can_send or self._routing.resting(name, self.now_ms()):
             return None
@@ -450,7 +451,10 @@ class Sender:
         is repeated. A repeat whose number is too old is refused by the group, and the outcome stays unknown.
         """
         is_stored_nowhere = group.batches.answered(batch, answer_of(error)) is BatchState.NOT_STORED
-        if isinstance(error, CallError | AccessError | SubjectFull):  # the other groups are as full, or soon will be
+        has_old_token = isinstance(error, AccessError) and group.link.has_old_token
+        if has_old_token:
+            group.link.drop(f"the token's file has another one: {error}")
+        elif isinstance(error, CallError | AccessError | SubjectFull):  # the other groups are as full, or soon will be
             if is_stored_nowhere:
                 self._end(group, batch, refused(group.name, error))
             else:

@@ -11,7 +11,7 @@ import pytest
 import qmq
 from qmq.access import TokenFile
 from qmq.client import puller, route_watch, subscription
-from qmq.errors import AccessError, NotServed
+from qmq.errors import AccessError, MissingRight, NotServed
 from qmq.remoting.commands import Command
 from tests.support.waiting import until_async
 from tests.unit.client import world
@@ -71,6 +71,44 @@ async def test_file_is_read_again_after_a_refusal(file):
             while not receipt.is_stored:  # the first connection may have had the old token
                 assert isinstance(receipt.error, AccessError)
                 receipt = await producer.send(qmq.Message("a", {}))
+
+
+@pytest.mark.parametrize("is_rotated", [True, False], ids=["another token", "the same"])
+async def test_missing_right_of_an_old_token_is_repeated(monkeypatch, file, is_rotated):
+    """A token with more rights is in the file already, and the connection has the one before."""
+    right = MissingRight("token 'shop' may not produce to 'a'")
+    async with cluster("g1") as (metaserver, [broker]), qmq.Producer(metaserver=metaserver.url, app="test") as producer:
+        assert (await producer.send(qmq.Message("a", {"n": 0}))).is_stored
+        if is_rotated:
+            file.write_text("new")
+            monkeypatch.setattr(world, "TOKEN", "new")
+
+        def refuse_once(connection, packet, attempt) -> bool:
+            broker.on_produce = lambda *_: False
+            connection.refuse(packet, right)
+            return True
+
+        broker.on_produce = refuse_once
+        receipt = await producer.send(qmq.Message("a", {"n": 1}))
+        assert receipt.is_stored if is_rotated else receipt.error.args == right.args
+
+
+async def test_subscribe_is_repeated_with_the_new_token(monkeypatch, file):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1))
+        rights = iter([MissingRight("may not consume"), None])
+        refusal = broker.refusal
+        is_first = lambda packet: packet.code == Command.SUBSCRIBE and next(rights, None)
+        monkeypatch.setattr(broker, "refusal", lambda packet: is_first(packet) or refusal(packet))
+        broker.holds = {Command.SUBSCRIBE}
+        async with consumer(metaserver).pull("a", group="g", start="earliest") as pulling:
+            await until_async(lambda: broker.held)
+            file.write_text("new")
+            monkeypatch.setattr(world, "TOKEN", "new")
+            broker.holds, held = set(), broker.held
+            for connection, packet in held:
+                broker.packet_received(connection, packet)
+            assert ns(await pull_all(pulling, 1)) == [0]
 
 
 async def test_wrong_token_ends_run(file):
