@@ -205,7 +205,7 @@ async def overview(asking: Asking, query: Query) -> dict[str, Any]:
     groups = await asking.ask("ListBrokerGroups")
     surveyor, survey = asking.surveyor, None
     if surveyor is not None and asking.caller is not None:
-        survey = surveyor.newest or await surveyor.look()
+        survey = surveyor.newest
     wanted, state = query["name"], query["state"]
     rows = [row for row in groups.data or () if wanted in row["groupName"]]
     counts = {"all": len(rows), "taking": sum(row["writable"] for row in rows)}
@@ -213,7 +213,7 @@ async def overview(asking: Asking, query: Query) -> dict[str, Any]:
     rows.sort(key=lambda row: row["writable"])  # urgent rows come first
     paged = _paged(rows, query)
     front = front_of(survey, surveyor.history if surveyor else History(), paged["rows"], wall_ms())
-    return {"groups": groups, "counts": counts, **paged, **front}
+    return {"groups": groups, "counts": counts, "is_known": asking.caller is not None, **paged, **front}
 
 
 async def _group(asking: Asking, query: Query) -> dict[str, Any]:

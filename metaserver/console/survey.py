@@ -1,7 +1,7 @@
 """Shell. Survey of the cluster for the console: every few seconds, each running process is asked for its figures.
 
-A round takes at most a twentieth of the time: after a round of one second, the next begins 20 s later. Each metaserver
-makes its own, so all of them show the whole cluster.
+A large installation is asked in pieces, with pauses of 20 times their duration, so its round takes minutes. Each
+metaserver makes its own survey, so all of them show the whole cluster.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import http.client
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from qmq.access import Token, token_text
 from qmq.errors import QmqError
@@ -28,9 +28,13 @@ from qmq.proto import qmq_pb2 as pb
 
 log = logging.getLogger("qmq.metaserver")
 
+T = TypeVar("T")
+
 ROUND_S = 10.0
-SHARE = 20
-"""The pause after a round is this many times its duration, if that is longer."""
+PIECE = 32
+"""Processes asked at once: about 0.1 s of the metaserver's time."""
+SHARE, PAUSE_S_MAX = 20, 2.0
+"""The pause after a piece is this many times its duration, with a limit, as a silent process takes two seconds."""
 RATE_MS = 15_000
 """Messages a second are the mean of this time: three of a broker's samples."""
 GROUPS_MAX = 200
@@ -65,7 +69,7 @@ class Surveyor:
                 await self.look()
             except QmqError as error:
                 log.warning("survey for the console failed reason=%s", error)
-            await asyncio.sleep(max(ROUND_S, SHARE * (time.monotonic() - began)))
+            await asyncio.sleep(max(ROUND_S - (time.monotonic() - began), PAUSE_S_MAX))
 
     async def look(self) -> Survey:
         """Ask every process, and keep the result."""
@@ -100,7 +104,7 @@ class Surveyor:
 
     async def _ask_processes(self, survey: Survey, brokers: Sequence[Broker]) -> None:
         running = [broker for broker in brokers if self._is_up(broker)]
-        answers = await together([self._caught(self._desk.brokers.rates(broker)) for broker in running])
+        answers = await in_pieces(running, lambda broker: self._caught(self._desk.brokers.rates(broker)))
         by_key = {broker.key: answer for broker, answer in zip(running, answers, strict=True) if answer is not None}
         for broker in brokers:
             answer = by_key.get(broker.key)
@@ -181,10 +185,11 @@ class Surveyor:
     async def _ask_consumers(
         self, survey: Survey, groups: Mapping[str, Group], masters: Mapping[str, Broker | None]
     ) -> list[Progress]:
-        asked = [name for name in groups if name in masters]
-        calls = [self._caught(self._desk.brokers.consumers(masters[name], behind_max=GROUPS_MAX)) for name in asked]  # type: ignore[arg-type]
-        answers = await together(calls)
-        survey.unasked = sorted(name for name, answer in zip(asked, answers, strict=True) if answer is None)
+        asked = [(name, master) for name in groups if (master := masters.get(name)) is not None]
+        answers = await in_pieces(
+            asked, lambda pair: self._caught(self._desk.brokers.consumers(pair[1], behind_max=GROUPS_MAX))
+        )
+        survey.unasked = sorted(name for (name, _), answer in zip(asked, answers, strict=True) if answer is None)
         survey.unasked += sorted(name for name, group in groups.items() if group.master and name not in masters)
         found = summed(row for answer in answers if answer is not None for row in answer.groups)
         now = survey.at_ms
@@ -200,11 +205,11 @@ class Surveyor:
     async def _ask_delays(
         self, survey: Survey, groups: Mapping[str, Group], masters: Mapping[str, Broker | None]
     ) -> dict[str, tuple[int, int]]:
-        asked = [name for name in groups if name in masters]
-        calls = [self._caught(self._desk.brokers.delay_stats(masters[name], pb.DelayStatsRequest())) for name in asked]  # type: ignore[arg-type]
-        answers = {
-            name: answer for name, answer in zip(asked, await together(calls), strict=True) if answer is not None
-        }
+        asked = [(name, master) for name in groups if (master := masters.get(name)) is not None]
+        found = await in_pieces(
+            asked, lambda pair: self._caught(self._desk.brokers.delay_stats(pair[1], pb.DelayStatsRequest()))
+        )
+        answers = {name: answer for (name, _), answer in zip(asked, found, strict=True) if answer is not None}
         late = {name: (answer.due_messages, answer.due_age_ms) for name, answer in answers.items()}
         survey.totals["pending"] = sum(answer.pending_messages for answer in answers.values())
         survey.totals["late"] = sum(messages for messages, age_ms in late.values() if age_ms >= burning.LATE_MS)
@@ -223,6 +228,17 @@ class Surveyor:
             record(present[-1], at, row.messages)
         if not survey.unasked:  # else a group may only lack its answer
             self.history.settle("lag", present, at)
+
+
+async def in_pieces(asked: Sequence[T], ask: Callable[[T], Awaitable[Any]]) -> list[Any]:
+    """Ask some at once, and pause before the next: a large installation must not fill the metaserver's time."""
+    answers: list[Any] = []
+    for begin in range(0, len(asked), PIECE):
+        began = time.monotonic()
+        answers += await together([ask(each) for each in asked[begin : begin + PIECE]])
+        if begin + PIECE < len(asked):
+            await asyncio.sleep(min(SHARE * (time.monotonic() - began), PAUSE_S_MAX))
+    return answers
 
 
 def of_checks(checks: Iterable[Check]) -> list[Finding]:

@@ -46,6 +46,7 @@ async def _with_browser(tmp_path, state, look):
         await with_something_on_every_page(world, tmp_path / "ledger")
     if state == "database away":
         _take_the_database_away(world)
+    await world.surveyor.look()
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(HttpPort(world.app, listener).run())
     try:

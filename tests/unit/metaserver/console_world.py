@@ -72,7 +72,8 @@ class ConsoleWorld(World):
 
     async def see(self, path="", **words):
         """Return a page's HTML after a new survey, and check that it is complete."""
-        self.surveyor.newest = None
+        if not path:
+            await self.surveyor.look()
         answer = await self.browser.get(f"/console{path}", params=words or None)
         assert answer.status_code == 200 and answer.text.rstrip().endswith("</html>"), answer.text
         return answer.text

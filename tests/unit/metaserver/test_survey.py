@@ -157,3 +157,17 @@ def test_low_disk_and_mixed_versions_are_marked():
     ]
     rows = front.front_of(survey.Survey(0, processes=processes), History(), [], 0)["processes"]
     assert [row["is_low"] for row in rows] == [True, False] and all(row["versions_differ"] for row in rows)
+
+
+async def test_large_installation_is_asked_in_pieces(monkeypatch):
+    pauses = []
+
+    async def slept(seconds):
+        pauses.append(seconds)
+
+    async def ask(number):
+        return number
+
+    monkeypatch.setattr(survey.asyncio, "sleep", slept)
+    assert await survey.in_pieces(range(70), ask) == list(range(70))
+    assert len(pauses) == 2 and all(0 <= pause <= survey.PAUSE_S_MAX for pause in pauses)
