@@ -111,7 +111,7 @@ def token_source(
         The token; empty if there is none.
 
     Raises:
-        AccessError: both were given, the file cannot be read, breaks the rule, or holds no token.
+        AccessError: both were given, the token is blank, the file cannot be read, breaks the rule, or holds no token.
     """
     environ = os.environ if environ is None else environ
     if given is not None and token_file is not None:
@@ -120,6 +120,8 @@ def token_source(
         return given
     if given is not None:
         given = plain_text("token", given)
+        if not given.strip():
+            raise AccessError(f"the token is blank: leave it out to read {TOKEN_VARIABLE} or {FILE_VARIABLE}")
     if STANDARD_INPUT in (given, str(token_file)):
         return _one_line((sys.stdin if stdin is None else stdin).readline(TOKEN_CHARS_MAX + 2), "standard input")
     if given is not None:

@@ -127,8 +127,8 @@ def encode_own(message: Message) -> bytes:
     """Encode the properties of a message's order key and limits; raises InvalidMessage."""
     data, key, retries = b"", message.order_key, message.retries_max
     if key is not None:
-        if not isinstance(key, str) or not key:
-            raise InvalidMessage(f"an order key is a str, not {key!r:.50}: write str() around it")
+        if not isinstance(key, str) or not key.strip():
+            raise InvalidMessage(f"an order key is a str that is not blank, not {key!r:.50}: write str() around it")
         data = _string("", ORDER_KEY) + _string("the order key", key)
     if retries is not None:
         if not isinstance(retries, int) or retries.__class__ is bool or not 0 <= retries <= RETRIES_MOST:
@@ -162,8 +162,8 @@ def encode_tags(tags: Iterable[str]) -> TagSection:
         if len(tags) > TAGS_MAX:
             raise InvalidMessage(f"{len(tags)} tags are more than {TAGS_MAX}")
         for tag in tags:
-            if not isinstance(tag, str) or not tag:
-                raise InvalidMessage(f"a tag is a str, not {tag!r:.50}: write str() around it")
+            if not isinstance(tag, str) or not tag.strip():
+                raise InvalidMessage(f"a tag is a str that is not blank, not {tag!r:.50}: write str() around it")
         data = bytes([len(tags)]) + b"".join(_string("a tag", tag) for tag in sorted(tags))
         section = TagSection(data, tag_bits(tags))
         if len(_tags) < KEPT_MAX and len(data) < 100:

@@ -85,7 +85,7 @@ def metaserver_url(address: str) -> str:
         address = plain(address)
         url = (address if "://" in address else f"http://{address}").rstrip("/")
         parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname:
+        if parts.scheme in ("http", "https") and parts.hostname and not set(url) & set(" \t\r\n"):
             return url
     raise InvalidRequest(f"metaserver= is its HTTP address, such as http://127.0.0.1:8080, not {address!r:.100}")
 

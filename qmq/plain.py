@@ -30,12 +30,14 @@ def plain(value: T) -> T:
     return found  # type: ignore[no-any-return]
 
 
-def plain_text(noun: str, value: str) -> str:
+def plain_text(noun: str, value: str, *, is_blank_allowed: bool = True) -> str:
     """Return a text as a plain str.
 
     Raises:
-        InvalidRequest: it is no str; a secret of pydantic, for instance, must be unwrapped first.
+        InvalidRequest: it is no str; a secret of pydantic, for instance, must be unwrapped first. Or it is blank.
     """
+    if not is_blank_allowed and isinstance(value, str) and not value.strip():
+        raise InvalidRequest(f"{noun} is blank, {value!r}: an environment variable may be missing")
     if type(value) is str:
         return value
     if not isinstance(value, str):

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from qmq.access import Token, token_source
 from qmq.client.handler import Filter, FilteredHandler, Handler, call_back, check_plain
-from qmq.client.lifetime import check_not_patched, no_pickle, on_sigterm
+from qmq.client.lifetime import check_loop, check_not_patched, no_pickle, on_sigterm
 from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
 from qmq.client.puller import Puller
@@ -62,10 +62,10 @@ class Consumer:
     ) -> None:
         check_not_patched()
         self._metaserver = metaserver_url(metaserver)
-        self._app = plain_text("app", app)
+        self._app = plain_text("app", app, is_blank_allowed=False)
         self._token = token_source(token)
-        self._id = check_name("consumer id", consumer_id or _default_id())
-        self._has_default_id = not consumer_id
+        self._id = check_name("consumer id", _default_id() if consumer_id is None else consumer_id)
+        self._has_default_id = consumer_id is None
         self._pid = os.getpid()
         self._drain_s = check_seconds("drain_s", drain_s)
         self._is_online = online
@@ -122,7 +122,7 @@ class Consumer:
         self,
         subject: str,
         *,
-        group: str = "",
+        group: str | None = None,
         broadcast: bool = False,
         tags: Iterable[str] = (),
         tag_mode: TagMode = "any",
@@ -303,7 +303,7 @@ class Consumer:
         self,
         subject: str,
         *,
-        group: str = "",
+        group: str | None = None,
         broadcast: bool = False,
         tags: Iterable[str] = (),
         tag_mode: TagMode = "any",
@@ -408,6 +408,8 @@ class Consumer:
 
     def _acquire(self) -> Connections:
         """Return the connections, opened by their first user and closed after the last."""
+        if self._connections is not None:
+            check_loop("the consumer", self._loop)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         if self._connections is None:

@@ -122,8 +122,11 @@ def _moment(at: datetime) -> int:
 
 def check_key(key: str) -> str:
     """Return the key for cancelling; raises InvalidRequest."""
-    if not isinstance(key, str) or not 0 < len(key.encode("utf-8", "replace")) <= DELAY_KEY_BYTES_MAX:
-        raise InvalidRequest(f"a key for cancelling is a str of 1 to {DELAY_KEY_BYTES_MAX} bytes, not {key!r:.50}")
+    is_text = isinstance(key, str) and bool(key.strip())
+    if not is_text or len(key.encode("utf-8", "replace")) > DELAY_KEY_BYTES_MAX:
+        raise InvalidRequest(
+            f"a key for cancelling is a str, not blank, of 1 to {DELAY_KEY_BYTES_MAX} bytes, not {key!r:.50}"
+        )
     return plain(key)
 
 
@@ -186,8 +189,8 @@ def schedule_request(message: Message, *, name: str, cron: str, timezone: str, o
         InvalidRequest, InvalidName, InvalidMessage: an argument or the message is not valid.
     """
     for noun, text in (("name", name), ("cron", cron), ("timezone", timezone), ("owner", owner)):
-        if not isinstance(text, str) or not text:
-            raise InvalidRequest(f"{noun} of a recurring schedule is a str that is not empty, not {text!r:.50}")
+        if not isinstance(text, str) or not text.strip():
+            raise InvalidRequest(f"{noun} of a recurring schedule is a str that is not blank, not {text!r:.50}")
     name, cron, timezone, owner = map(plain, (name, cron, timezone, owner))
     if message.id is not None:
         raise InvalidMessage(

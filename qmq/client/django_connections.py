@@ -10,6 +10,7 @@ while others run, only unusable connections are closed, because another handler 
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +21,8 @@ log = bounded(__name__)
 
 _running: set[object] = set()
 """Running calls of coroutine handlers; a set, because event loops of several threads change it."""
+_closing: set[asyncio.Task[None]] = set()
+"""Tasks that close connections after calls; nothing else refers to them."""
 
 
 def is_configured() -> bool:
@@ -51,7 +54,10 @@ def _is_broken(connection: Any) -> bool:
 
 
 async def closing_old(call: Callable[[Any], Awaitable[object]], given: object) -> object:
-    """Await a coroutine handler, with `close_old` before and after it in the thread of Django's ORM."""
+    """Await a coroutine handler, with `close_old` before and after it in the thread of Django's ORM.
+
+    The second one is not awaited: a cancellation in it would be an outcome of a message that was handled.
+    """
     from asgiref.sync import sync_to_async  # a dependency of Django
 
     close, own = sync_to_async(close_old), object()
@@ -61,4 +67,6 @@ async def closing_old(call: Callable[[Any], Awaitable[object]], given: object) -
         return await call(given)
     finally:
         _running.discard(own)
-        await close(is_alone=not _running)
+        task = asyncio.ensure_future(close(is_alone=not _running))
+        _closing.add(task)
+        task.add_done_callback(_closing.discard)

@@ -61,6 +61,15 @@ def check_not_patched() -> None:
             )
 
 
+def check_loop(noun: str, loop: asyncio.AbstractEventLoop | None) -> None:
+    """Raise InvalidRequest outside the event loop of an open client: no timer or answer would wake the call there."""
+    if loop is not None and asyncio._get_running_loop() is not loop:
+        raise InvalidRequest(
+            f"{noun} is used outside the event loop that opened it. Send the call there with "
+            "asyncio.run_coroutine_threadsafe(…, loop), make another client here, or use qmq.blocking"
+        )
+
+
 def no_pickle(noun: str) -> TypeError:
     """Return the error of pickling a client that belongs to its process; TypeError, as pickle itself raises."""
     return TypeError(f"{noun} cannot be pickled: its connections are this process's. Make one in the other process.")

@@ -24,7 +24,7 @@ from qmq.client.bulk import CHUNK_MESSAGES, BulkSend
 from qmq.client.delay import Delay, DelayGroups, DelayOutcome, delay_of, due_of_call, schedule_request, target_of
 from qmq.client.handler import after_commit, call_back, check_callable
 from qmq.client.journal import Journal, JournalWriter
-from qmq.client.lifetime import check_not_patched, closed, no_pickle, opened
+from qmq.client.lifetime import check_loop, check_not_patched, closed, no_pickle, opened
 from qmq.client.numbered_sender import NumberedSender
 from qmq.client.sender import Sender, Senders
 from qmq.client.terms import check_seconds
@@ -91,7 +91,7 @@ class Producer:
             raise InvalidRequest("readonly_wait_s must be 0 or more; leave it out to wait for timeout_s")
         self.id = 0
         self._metaserver = metaserver_url(metaserver)
-        self._app = plain_text("app", app)
+        self._app = plain_text("app", app, is_blank_allowed=False)
         self._token = token_source(token)
         self._timeout_ms = int(check_seconds("timeout_s", timeout_s, is_zero_allowed=False) * 1000)
         self._answer_timeout_s = check_seconds("answer_timeout_s", answer_timeout_s, is_zero_allowed=False)
@@ -112,6 +112,7 @@ class Producer:
         self._journal: JournalWriter | None = None
         self._callbacks: set[asyncio.Task[object]] = set()
         self._open_senders: Senders | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = self._is_parents = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,6 +126,7 @@ class Producer:
         if self._open_senders is not None or self._is_closing:
             raise ClientClosed("a producer is opened once: make another one")
         check_not_patched()
+        self._loop = asyncio.get_running_loop()
         # The id is made here: workers forked from a process that made the producer would share an earlier id, and
         # brokers would take the first batch of each worker for a repeat.
         self.id = random.SystemRandom().randrange(1, 1 << 64)
@@ -182,8 +184,9 @@ class Producer:
         Raises:
             ClientClosed: the producer is not open.
         """
+        senders = self._senders
         await self.outbox.drain()
-        await self._senders.flush()
+        await senders.flush()
         await self.callbacks_ended()
 
     async def callbacks_ended(self) -> None:
@@ -197,6 +200,8 @@ class Producer:
         If this call is cancelled, it disconnects at once: unsent messages are refused, sent ones have an unknown
         outcome.
         """
+        if self._open_senders is not None and not self._is_parents:
+            check_loop("the producer", self._loop)
         senders, self._is_closing = self._open_senders, True
         if senders is None or self._is_parents:
             return
@@ -235,6 +240,7 @@ class Producer:
     def _senders(self) -> Senders:
         if self._open_senders is None or self._is_closing:
             raise self._not_open()
+        check_loop("the producer", self._loop)
         return self._open_senders
 
     @property
@@ -297,7 +303,7 @@ class Producer:
 
         Raises:
             InvalidName, InvalidMessage: the message is not valid; do not retry.
-            InvalidRequest: `session` is no session, or the delay is not valid.
+            InvalidRequest: `session` is no session, the delay is not valid, or another event loop opened the producer.
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key, session)
@@ -421,6 +427,7 @@ class Producer:
         """
         if (senders := self._open_senders) is None:
             raise self._not_open()
+        check_loop("the producer", self._loop)
         sender = senders.of(is_delayed=later is not None)
         until_ms = None if timeout_ms is None else sender.now_ms() + timeout_ms
         many = BulkSend(sender, self._ids, self._timeout_ms, senders.board, later, until_ms)
@@ -501,7 +508,9 @@ class Producer:
             BrokerReadOnly: all delay groups are readonly.
             ClientClosed: the producer is not open.
         """
-        recur = schedule_request(message, name=name, cron=cron, timezone=timezone, owner=owner or self._app)
+        recur = schedule_request(
+            message, name=name, cron=cron, timezone=timezone, owner=self._app if owner is None else owner
+        )
         return await self._delay_groups.put_schedule(recur)
 
     async def delete_recurring(self, *, subject: str, name: str) -> bool:

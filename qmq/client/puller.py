@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
 
+from qmq.client.lifetime import check_loop
 from qmq.client.membership import Connections, Membership, announce
 from qmq.client.received import ReceivedMessage, UnackedPiece
 from qmq.client.subscription import Subscription
@@ -56,6 +57,7 @@ class Puller(Membership):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._task is not None
+        check_loop("the puller", self._loop)
         try:
             self.end()
             if self._subscription is not None:
@@ -77,6 +79,7 @@ class Puller(Membership):
             NotServed: no broker group was connected for 30 s, or for `timeout` if that is longer; retry.
             QmqError: the subscription ended, for instance because another process uses the consumer id.
         """
+        check_loop("the puller", self._loop)
         if messages_max <= 0:
             return []
         await asyncio.sleep(0)  # a loop of pulls must not keep the event loop from reading
@@ -171,6 +174,7 @@ class Puller(Membership):
         Raises:
             QmqError: the subscription ended; whether they are stored is not known.
         """
+        check_loop("the puller", self._loop)
         if (subscription := self._subscription) is not None:
             await subscription.flush()
             if subscription.error is not None:

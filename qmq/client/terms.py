@@ -60,7 +60,7 @@ class Terms:
 def make_terms(
     *,
     subject: str,
-    group: str,
+    group: str | None,
     consumer: str,
     broadcast: bool,
     start: str | datetime,
@@ -82,10 +82,12 @@ def make_terms(
         InvalidRequest: another argument is not valid.
     """
     subject = check_subject(subject)
-    if broadcast and group:
+    if broadcast and group is not None:
         raise InvalidRequest("a broadcast's group is the consumer itself: leave out group=, or broadcast=True")
-    broadcast = not group
-    group = consumer if broadcast else check_name("consumer group", group)
+    if group == "":
+        raise InvalidRequest("the consumer group is empty: name it, or leave out group= to broadcast")
+    broadcast = group is None
+    group = consumer if group is None else check_name("consumer group", group)
     begin, since_ms = _start(start)
     if tag_mode not in ("any", "all"):
         raise InvalidRequest(f'tag_mode is "any" or "all", not {tag_mode!r}')
@@ -162,8 +164,8 @@ def _start(start: str | datetime) -> tuple[str, int]:
 
 def _tags(tags: Iterable[str]) -> tuple[str, ...]:
     words = list(tags)
-    if isinstance(tags, str) or not all(isinstance(word, str) and word for word in words):
-        raise InvalidRequest(f"tags are a list of non-empty str, not {tags!r}")
+    if isinstance(tags, str) or not all(isinstance(word, str) and word.strip() for word in words):
+        raise InvalidRequest(f"tags are a list of str that are not blank, not {tags!r}")
     if len(words) > TAGS_MAX:
         raise InvalidRequest(f"{len(words)} tags are more than {TAGS_MAX}")
     return tuple(sorted(set(map(plain, words))))

@@ -39,7 +39,7 @@ class _Broker:
     """
 
     def __init__(self, *, group: str = "test", lease: float = 30.0) -> None:
-        self._group = plain_text("group", group)
+        self._group = plain_text("group", group, is_blank_allowed=False)
         self._settings = BrokerSettings(
             hostname="test",
             data=Path("memory"),

@@ -274,7 +274,7 @@ async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
     "begins, options",
     [
         pytest.param(False, {}, id="an older broker would count it"),
-        pytest.param(True, {"group": ""}, id="a broadcast has nobody to share with"),
+        pytest.param(True, {"group": None}, id="a broadcast has nobody to share with"),
         pytest.param(True, {"exclusive": True}, id="nor has one that has all of the group"),
     ],
 )

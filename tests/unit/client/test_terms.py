@@ -75,7 +75,7 @@ def test_a_moment_becomes_ms():
     assert terms(start=datetime(1970, 1, 1, 0, 0, 1, 5000, UTC)).since_ms == 1005
 
 
-@pytest.mark.parametrize("changed", [{"group": ""}, {"group": "", "broadcast": True}])
+@pytest.mark.parametrize("changed", [{"group": None}, {"group": None, "broadcast": True}])
 def test_broadcast_is_its_own_group(changed):
     assert (terms(**changed).group, terms(**changed).broadcast, terms(**changed).mailbox) == ("c1", True, None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
@@ -13,6 +13,10 @@ import pytest
 import qmq
 import qmq.blocking
 import qmq.testing
+from qmq.client.delay import delay_of, schedule_request, target_of
+from qmq.codec import batch_encoder
+from qmq.remoting import commands
+from qmq.subjects import check_subject
 from tests.support.ports import free_ports
 from tests.unit.client.world import TOKEN
 
@@ -98,7 +102,7 @@ async def test_one_message_is_not_taken_for_several():
         (lambda: qmq.Message("a", {"n": "x" * 32_768}), "32768 bytes.*set_large"),
         (lambda: qmq.Message("a", {"n": "\ud800"}), "not valid Unicode"),
         (lambda: qmq.Message("a", {"n": datetime(2026, 1, 1)}), "astimezone"),
-        (lambda: qmq.Message("a", tags=["pay", ""]), "a tag is a str, not ''"),
+        (lambda: qmq.Message("a", tags=["pay", ""]), "a tag is a str that is not blank, not ''"),
     ],
     ids=["a text as properties", "a list as properties", "a dict within", "long", "half a letter", "no zone", "no tag"],
 )
@@ -219,3 +223,91 @@ async def test_replaced_consumer_raises():
                 with pytest.raises(qmq.QmqError, match="consumer_id 'c1'.*of its own"):
                     while True:
                         await puller.pull(1, timeout=10.0)
+
+
+async def _from_another_loop(call: Callable[[], Awaitable[object]]) -> object:
+    """Await a call on the event loop of another thread."""
+    return await asyncio.wait_for(asyncio.to_thread(lambda: asyncio.run(_awaited(call))), 20)
+
+
+async def _awaited(call: Callable[[], Awaitable[object]]) -> object:
+    return await call()
+
+
+PRODUCER_CALLS: dict[str, Callable[[qmq.Producer], Awaitable[object]]] = {
+    "send": lambda client: client.send(qmq.Message("a")),
+    "send delayed": lambda client: client.send(qmq.Message("a"), delay=1),
+    "send_many": lambda client: client.send_many([qmq.Message("a")]),
+    "send_nowait": lambda client: asyncio.sleep(0, client.send_nowait(qmq.Message("a"), print)),
+    "flush": lambda client: client.flush(),
+    "close": lambda client: client.close(),
+    "cancel": lambda client: client.cancel(subject="a", key="k"),
+    "list_recurring": lambda client: client.list_recurring(subject="a"),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCER_CALLS)
+async def test_producer_rejects_another_event_loop(name):
+    async with producer(timeout_s=1) as client:
+        with pytest.raises(qmq.InvalidRequest, match="outside the event loop that opened it"):
+            await _from_another_loop(lambda: PRODUCER_CALLS[name](client))
+
+
+async def test_send_nowait_rejects_a_thread_without_loop():
+    async with producer() as client:
+        with pytest.raises(qmq.InvalidRequest, match="outside the event loop"):
+            await asyncio.to_thread(client.send_nowait, qmq.Message("a"), print)
+
+
+async def test_consumer_rejects_another_event_loop():
+    client = consumer()
+    client.listen("b", group="g")(handler)
+    async with client.pull("a", group="g") as puller:
+        for call in (lambda: puller.pull(1, timeout=1), puller.flush, lambda: puller.__aexit__(None, None, None)):
+            with pytest.raises(qmq.InvalidRequest, match="outside the event loop"):
+                await _from_another_loop(call)
+        with pytest.raises(qmq.InvalidRequest, match="outside the event loop"):
+            await _from_another_loop(client.run)
+
+
+def _sent(message: qmq.Message) -> object:
+    return batch_encoder("a", 1)(message)
+
+
+BLANK: dict[str, tuple[str, Callable[[str], object]]] = {
+    "metaserver of a producer": ("HTTP address", lambda text: producer(metaserver=text)),
+    "metaserver of a consumer": ("HTTP address", lambda text: consumer(metaserver=text)),
+    "app of a producer": ("app is blank", lambda text: producer(app=text)),
+    "app of a consumer": ("app is blank", lambda text: consumer(app=text)),
+    "token of a producer": ("token is blank", lambda text: producer(token=text)),
+    "token of a consumer": ("token is blank", lambda text: consumer(token=text)),
+    "consumer id": ("consumer id", lambda text: consumer(consumer_id=text)),
+    "outbox table": ("not the name of a table", lambda text: producer(outbox_table=text)),
+    "subject of a listener": ("subject", lambda text: consumer().listen(text, group="g")),
+    "subject of a puller": ("subject", lambda text: consumer().pull(text, group="g")),
+    "group of a listener": ("consumer group", lambda text: consumer().listen("a", group=text)),
+    "group of a puller": ("consumer group", lambda text: consumer().pull("a", group=text)),
+    "group of a broadcast": ("broadcast's group", lambda text: consumer().pull("a", group=text, broadcast=True)),
+    "tag of a listener": ("not blank", lambda text: consumer().listen("a", group="g", tags=[text])),
+    "tag of a message": ("not blank", lambda text: _sent(qmq.Message("a", id="m", tags=[text]))),
+    "order key": ("not blank", lambda text: _sent(qmq.Message("a", id="m", order_key=text))),
+    "subject of a message": ("subject", lambda text: check_subject(text)),
+    "key of a delayed message": ("not blank", lambda text: delay_of(1, None, text, now_ms=1)),
+    "key of a cancellation": ("key", lambda text: target_of(None, "a", None, text)),
+    "name of a schedule": ("name of a recurring schedule", lambda text: _schedule(name=text)),
+    "owner of a schedule": ("owner of a recurring schedule", lambda text: _schedule(owner=text)),
+    "group of the broker in memory": ("group", lambda text: qmq.testing.Broker(group=text)),
+}
+
+
+def _schedule(**fields: str) -> object:
+    texts = {"name": "n", "cron": "0 8 * * *", "timezone": "UTC", "owner": "o"} | fields
+    return commands.encode_recur(schedule_request(qmq.Message("a"), **texts))
+
+
+@pytest.mark.parametrize("text", ["", " ", "\t\n"])
+@pytest.mark.parametrize("name", BLANK)
+def test_blank_text_is_refused_by_name(name, text):
+    match, call = BLANK[name]
+    with pytest.raises(qmq.QmqError, match=match):
+        call(text)

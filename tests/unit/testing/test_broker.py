@@ -119,9 +119,9 @@ async def test_broadcast_consumers_filter_and_retry_alone(broker):
 
     async with (
         producing(broker) as producer,
-        listening(broker, handler("any"), group="", tags=["red", "green"]),
-        listening(broker, handler("all"), group="", tags=["red", "blue"], tag_mode="all"),
-        listening(broker, handler("failing"), group="", consumer_id="c"),
+        listening(broker, handler("any"), group=None, tags=["red", "green"]),
+        listening(broker, handler("all"), group=None, tags=["red", "blue"], tag_mode="all"),
+        listening(broker, handler("failing"), group=None, consumer_id="c"),
     ):
         tags = ["red"], ["red", "blue"], ["blue"], [], ["green", "red", "blue"]
         await producer.send_many(message(n, tags=names) for n, names in enumerate(tags))
