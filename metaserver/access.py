@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from qmq.access import Token, token_text
-from qmq.errors import AccessError, OperatorError
+from qmq.errors import AccessError, NotServed, OperatorError
 from qmq.metaserver.model import TokenRow
 from qmq.rights import Caller, Scope, TokenRole, check_patterns
 from qmq.subjects import check_name
@@ -114,10 +114,16 @@ class UnknownToken(AccessError):
 
 
 class Access:
-    """Valid tokens. Created by main; used on the loop; `replace` follows each change of the table."""
+    """Valid tokens. Created by main; used on the loop; `replace` follows each change of the table.
 
-    def __init__(self, cluster_tokens: Iterable[Token]) -> None:
+    Args:
+        lost_because: returns the reason why the table may lack valid tokens, or "". Clients end by a rejected token, so
+            an unknown one is not rejected then.
+    """
+
+    def __init__(self, cluster_tokens: Iterable[Token], lost_because: Callable[[], str] = lambda: "") -> None:
         self._cluster_tokens = [token for token in cluster_tokens if token]
+        self._lost_because = lost_because
         self._tokens: Mapping[str, TokenRow] = {}
 
     @property
@@ -136,6 +142,7 @@ class Access:
 
         Raises:
             AccessError: the token is missing, invalid, expired or revoked.
+            NotServed: the token is unknown, and the table may lack it.
         """
         caller, _ = self.look_up(text, now_ms=now_ms, peer=peer)
         return caller
@@ -165,6 +172,8 @@ class Access:
         if self._is_key(given):
             return Caller("cluster", TokenRole.CLUSTER, peer=peer), 0
         token = self._proven(given)
+        if token is None and (lost := self._lost_because()):
+            raise NotServed(lost)
         if token is None:
             raise UnknownToken("the API token is not valid")
         return _caller(_valid(token, now_ms), peer), token.expires_ms

@@ -89,7 +89,9 @@ class Metaserver:
     def __init__(self, settings: MetaserverSettings) -> None:
         self._settings = settings
         self.id = secrets.token_hex(8)
-        self._access = Access((settings.cluster_token, settings.cluster_token_before))
+        self._access = Access(
+            (settings.cluster_token, settings.cluster_token_before), lambda: self._database.set_aside_because
+        )
         self._vault = Vault(settings.password_keys)
         self._metrics = Metrics()
         self._refusals = Refusals(self._metrics)

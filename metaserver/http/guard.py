@@ -16,7 +16,7 @@ from fastapi import Request, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qmq.errors import AccessError, MissingRight
+from qmq.errors import AccessError, MissingRight, NotServed
 from qmq.metaserver.access import Access
 from qmq.metaserver.http import errors
 from qmq.metaserver.http.errors import HttpError
@@ -146,6 +146,8 @@ class Guard:
                 raise _no_route(scope, allowed)
             if not getattr(endpoint, "asks_itself", False):
                 caller.require_role(*getattr(endpoint, "roles", ()))
+        except NotServed as error:
+            raise Refused(errors.NOT_SERVED, str(error)) from None
         except MissingRight as error:
             raise Refused(errors.MISSING_RIGHT, str(error)) from None
         except AccessError as error:

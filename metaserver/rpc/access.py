@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from qmq.errors import AccessError
+from qmq.errors import AccessError, NotServed
 from qmq.metaserver.access import RPC_ROLES, Access
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.rights import Caller
@@ -107,4 +107,6 @@ class Visits:
             self._access.check(token, now_ms=wall_ms())
         except AccessError as error:
             return str(error)
+        except NotServed:  # the token cannot be judged now
+            pass
         return ""

@@ -22,7 +22,7 @@ from qmq.errors import (
     OperatorError,
     QmqError,
 )
-from qmq.metaserver.access import Access, UnknownToken
+from qmq.metaserver.access import Access
 from qmq.metaserver.actions.desk import Vault
 from qmq.metaserver.cluster.group_starts import Asked, Begin, begin_at, new_row, to_store
 from qmq.metaserver.cluster.registration import Ask
@@ -272,9 +272,9 @@ class MetaserverRpc(BrokerRpc, MetaserverServicer):  # type: ignore[misc]
         now_ms = wall_ms()
         try:
             holder, expires_ms = self._access.look_up(request.token, now_ms=now_ms)
-        except AccessError as error:
-            lost = self._database.set_aside_because if isinstance(error, UnknownToken) else ""
-            await context.abort(grpc.StatusCode.UNAVAILABLE if lost else grpc.StatusCode.NOT_FOUND, lost or str(error))
+        except (AccessError, NotServed) as error:
+            is_lost = isinstance(error, NotServed)
+            await context.abort(grpc.StatusCode.UNAVAILABLE if is_lost else grpc.StatusCode.NOT_FOUND, str(error))
             raise  # abort has raised already
         left_ms = expires_ms - now_ms if expires_ms else 0
         return pb.TokenAnswer(

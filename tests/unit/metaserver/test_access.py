@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.errors import AccessError, InvalidName, MissingRight, OperatorError
+from qmq.errors import AccessError, InvalidName, MissingRight, NotServed, OperatorError
 from qmq.metaserver import access
 from qmq.metaserver.access import RPC_ROLES, Access, first_admin, new_token
 from qmq.proto import qmq_pb2 as pb
@@ -33,6 +33,18 @@ def test_token_yields_caller_and_rights():
     caller = knowing(row).check(text, now_ms=NOW, peer="1.2.3.4")
     assert (caller.name, caller.role, caller.peer) == ("shop", TokenRole.CLIENT, "1.2.3.4")
     assert (caller.scope.subjects, caller.scope.groups) == (("order.*",), ("g1",))
+
+
+def test_unknown_token_is_not_rejected_while_the_table_is_lost():
+    """Clients end by a rejected token: an emptied database must not end all of them."""
+    row, text = make()
+    lost = Access([CLUSTER], lambda: "the database lacks groups")
+    with pytest.raises(NotServed, match="lacks groups"):
+        lost.check(text, now_ms=NOW)
+    lost.replace([row])
+    assert lost.check(text, now_ms=NOW).name == "shop"
+    with pytest.raises(AccessError, match="missing"):
+        lost.check("", now_ms=NOW)
 
 
 def test_stored_hash_does_not_reveal_token():
