@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qmq.crc import of_known_fields
 from qmq.errors import NotServed
 
 HOST = "127.0.0.1"
@@ -141,7 +142,8 @@ def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> P
         write_atomically(path, json.dumps(asdict(plan), indent=2))
         return plan
     fields = json.loads(path.read_text())
-    plan = Plan(**fields | {"brokers": [BrokerPlan(**broker) for broker in fields["brokers"]]})
+    brokers = [of_known_fields(BrokerPlan, broker) for broker in fields["brokers"]]
+    plan = of_known_fields(Plan, fields | {"brokers": brokers})
     known = {broker.group for broker in plan.brokers}
     delay = tuple(name for name in groups.delay if name not in known)
     others = [name for name in groups.others if name not in plan.others]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 try:
     from zlib_ng.zlib_ng import crc32
@@ -16,6 +17,8 @@ except ImportError:
     from zlib import crc32
 
 __all__ = ["crc32"]
+
+T = TypeVar("T")
 
 
 def encode_checked(fields: Mapping[str, Any], *, indent: int | None = None) -> bytes:
@@ -25,12 +28,23 @@ def encode_checked(fields: Mapping[str, Any], *, indent: int | None = None) -> b
 
 def decode_checked(data: bytes) -> dict[str, Any]:
     """Return the fields without `crc`; raises ValueError if this is no such object, or a damaged one."""
-    fields = json.loads(data)
-    if not isinstance(fields, dict) or "crc" not in fields:
+    stored = json.loads(data)
+    if not isinstance(stored, dict) or "crc" not in stored:
         raise ValueError("no object with a CRC")
-    if fields.pop("crc") != _crc(fields):
+    if stored.pop("crc") != _crc(stored):
         raise ValueError("wrong CRC")
-    return fields
+    return stored
+
+
+def of_known_fields(kind: type[T], stored: Mapping[str, Any]) -> T:
+    """Make a dataclass or named tuple of stored fields. Fields of later versions are left out, so that a downgrade
+    can read them.
+
+    Raises:
+        TypeError: a field is missing.
+    """
+    names = getattr(kind, "_fields", None) or [field.name for field in fields(cast(Any, kind))]
+    return kind(**{name: stored[name] for name in names if name in stored})
 
 
 def _crc(fields: Mapping[str, Any]) -> int:

@@ -267,6 +267,17 @@ class CorruptFrame(LogError):
         self.reason = reason
 
 
+class NewerFormat(CorruptFrame):
+    """A newer version wrote this part of a data directory. Nothing was changed: start that version again."""
+
+    def __init__(self, offset: int, part: str) -> None:
+        super().__init__(
+            offset,
+            f"{part} is unknown to this version; nothing was changed. Start the newer version that wrote it; to return "
+            "to this one, move the data directory aside and let the broker be seeded",
+        )
+
+
 class ForeignSegment(CorruptFrame):
     """A closed segment is whole but does not join its neighbours: its file was replaced or restored. Fetch the range
     `[offset, end)` from the other broker.

@@ -35,12 +35,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qmq.crc import decode_checked, encode_checked
+from qmq.crc import decode_checked, encode_checked, of_known_fields
 from qmq.errors import QmqError
 
 PROVEN, FINDINGS, NOT_READ = "proven equal", "findings", "could not read"
@@ -117,9 +117,8 @@ def _decode(line: bytes) -> Entry | None:
     """Return the entry of a line; None if it is torn or damaged. Fields of later versions are left out."""
     try:
         plain = decode_checked(line)
-        known = {field.name for field in fields(Entry)}
         plain["pieces"] = [Piece(*piece) for piece in plain["pieces"]]
-        return Entry(**{name: value for name, value in plain.items() if name in known})
+        return of_known_fields(Entry, plain)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qmq.crc import of_known_fields
 from qmq.metaserver.model import (
     Broker,
     BrokerKey,
@@ -226,7 +227,9 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 def _from_json(body: Any) -> Snapshot:
     groups = [
-        Group(**{**row, "master": _broker(row["master"]), "slaves": tuple(_one(slave) for slave in row["slaves"])})
+        of_known_fields(
+            Group, row | {"master": _broker(row["master"]), "slaves": tuple(_one(slave) for slave in row["slaves"])}
+        )
         for row in body["groups"]
     ]
     subjects = [SubjectInfo(*row) for row in body["subjects"]]
@@ -236,7 +239,7 @@ def _from_json(body: Any) -> Snapshot:
         frozenset(Offline(*row) for row in body["offline"]),
         {info.name: info for info in subjects},
         body["version"],
-        limits=frozenset(OperatorLimits(**row) for row in body.get("limits", ())),
+        limits=frozenset(of_known_fields(OperatorLimits, row) for row in body.get("limits", ())),
     )
     routes = [Route(subject, tuple(names), *rest) for subject, names, *rest in body["routes"]]
     return Snapshot(
@@ -246,7 +249,7 @@ def _from_json(body: Any) -> Snapshot:
         {route.subject: route for route in routes},
         body["routes_version"],
         [_sighting(row) for row in body["sightings"]],
-        [TokenRow(**_with_tuples(row, "subjects", "groups")) for row in body["tokens"]],
+        [of_known_fields(TokenRow, _with_tuples(row, "subjects", "groups")) for row in body["tokens"]],
     )
 
 
@@ -267,9 +270,9 @@ def _broker(row: dict[str, Any] | None) -> Broker | None:
 
 
 def _one(row: dict[str, Any]) -> Broker:
-    return Broker(**{**row, "role": Role(row["role"])})
+    return of_known_fields(Broker, row | {"role": Role(row["role"])})
 
 
 def _sighting(row: dict[str, Any]) -> SightingRow:
-    state = row["state"] and ReplicaState(**_with_tuples(row["state"], "readonly_reasons", "in_step"))
-    return SightingRow(**{**row, "key": BrokerKey(*row["key"]), "state": state})
+    state = row["state"] and of_known_fields(ReplicaState, _with_tuples(row["state"], "readonly_reasons", "in_step"))
+    return of_known_fields(SightingRow, row | {"key": BrokerKey(*row["key"]), "state": state})

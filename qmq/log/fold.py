@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from qmq.codec import Buffer
 from qmq.crc import crc32
-from qmq.errors import CorruptFrame, IllegalTransition, InvalidAck
+from qmq.errors import CorruptFrame, IllegalTransition, InvalidAck, NewerFormat
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
 from qmq.log.message_life import LIFE, MessageEvent
@@ -347,11 +347,17 @@ def is_current_snapshot(data: Buffer) -> bool:
 
 
 def decode_snapshot(data: Buffer) -> State:
-    """Read a snapshot back; raises ValueError if it is damaged: replay from an earlier one."""
+    """Read a snapshot back.
+
+    Raises:
+        ValueError: it is damaged; replay from an earlier one. NewerFormat: a newer version wrote it; so do the same.
+    """
     data = bytes(data)
     if crc32(data[4:]) != int.from_bytes(data[:4], "little"):
         raise ValueError("snapshot does not match its CRC")
-    if int.from_bytes(data[4:8], "little") not in _VERSIONS_READ:
+    if (version := int.from_bytes(data[4:8], "little")) > _VERSION:
+        raise NewerFormat(0, f"a snapshot of version {version}")
+    if version not in _VERSIONS_READ:
         raise ValueError("snapshot of another version")  # too short, or empty: an empty body matches its CRC, too
     plain = json.loads(zlib.decompress(data[8:]))
     epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in plain["epochs"]]

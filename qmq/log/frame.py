@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 from qmq.codec import Buffer
 from qmq.crc import crc32
-from qmq.errors import CorruptFrame
+from qmq.errors import CorruptFrame, NewerFormat
 from qmq.types import Epoch
 
 MAGIC = int.from_bytes(b"QMF1", "little")
@@ -241,8 +241,10 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
     if previous_chain is not None:
         if chain_of(previous_chain, bytes(data[at : at + _CHAINED.size]), body_crc, field) != chain:
             raise CorruptFrame(offset, "it continues another history (wrong chain)")
-    if kind not in _KINDS or body_bytes % 8:
-        raise CorruptFrame(offset, f"kind {kind} with {body_bytes} bytes of body is unknown to this version")
+    if kind not in _KINDS:
+        raise NewerFormat(offset, f"a frame of kind {kind}")
+    if body_bytes % 8:
+        raise CorruptFrame(offset, f"a body of {body_bytes} bytes, no multiple of 8, is unknown to this version")
     return Frame(
         kind,
         flags,

@@ -21,7 +21,7 @@ import contextlib
 from itertools import pairwise
 from typing import NamedTuple
 
-from qmq.errors import CorruptFrame
+from qmq.errors import CorruptFrame, NewerFormat
 from qmq.log import manifest, quarantine, segments
 from qmq.log.disk import Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
@@ -128,15 +128,27 @@ def _clear_away(disk: Disk, leftover: list[int], all_bases: list[int], kept_from
 
 
 def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State, int] | None:
-    """Return the state to start from and the index of its segment; None if no snapshot is whole."""
+    """Return the state to start from and the index of its segment; None if no snapshot is whole.
+
+    Raises:
+        NewerFormat: there is none but of a newer version.
+    """
+    newer: NewerFormat | None = None
     for position, base in reversed(list(enumerate(bases))):
         try:
             state = decode_snapshot(disk.read(snapshot_name(base), 0, disk.size(snapshot_name(base))))
         except (ValueError, KeyError):
             continue
+        except NewerFormat as error:
+            newer = error
+            continue
         if state.end == base:
             return state, position
-    return None if bases and bases[0] else (State(), 0)
+    if not bases or not bases[0]:
+        return State(), 0
+    if newer is not None:
+        raise newer
+    return None
 
 
 def missing(disk: Disk, bases: list[int]) -> Damage | None:
@@ -152,7 +164,11 @@ def missing(disk: Disk, bases: list[int]) -> Damage | None:
 
 
 def _replay(disk: Disk, base: int, state: State, index: SegmentIndex) -> CorruptFrame | None:
-    """Fold the segment's frames into `state`; return the error that stopped it before the file's end, or None."""
+    """Fold the segment's frames into `state`; return the error that stopped it before the file's end, or None.
+
+    Raises:
+        NewerFormat: a newer version wrote a frame.
+    """
     size = disk.used(log_name(base))
     want = CHUNK_BYTES
     while state.end - base < size:
@@ -164,6 +180,8 @@ def _replay(disk: Disk, base: int, state: State, index: SegmentIndex) -> Corrupt
                 apply(state, frame, body)
                 if frame.kind == FrameKind.MESSAGES:
                     index.add(frame)
+        except NewerFormat:
+            raise  # no torn tail, and no damage
         except CorruptFrame as problem:
             if state.end > begin:
                 continue  # the chunk ended within a frame, or the next read begins at the bad one

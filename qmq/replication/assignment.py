@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from qmq.crc import of_known_fields
 from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 
@@ -140,12 +141,12 @@ class Assignment:
             fields["group"],
             fields["term"],
             Role(fields["role"]),
-            Address(**master) if master else None,
-            tuple(Address(**address) for address in slaves),
+            of_known_fields(Address, master) if master else None,
+            tuple(of_known_fields(Address, address) for address in slaves),
             tuple(fields["readonly_subjects"]),
             tuple((subject, group, consumer) for subject, group, consumer in fields.get("offline", ())),
             fields.get("min_copies", 2),
-            tuple(OperatorLimits(**limits) for limits in fields.get("limits", ())),
+            tuple(of_known_fields(OperatorLimits, limits) for limits in fields.get("limits", ())),
             fields.get("sync_mode", SyncMode.AUTOMATIC),
             tuple((fill_id, is_allowed) for fill_id, is_allowed in fields.get("fills", ())),
         )

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from qmq.crc import decode_checked, encode_checked
+from qmq.crc import decode_checked, encode_checked, of_known_fields
 from qmq.errors import CorruptFrame, require
 from qmq.log.disk import Disk
 from qmq.replication.points import PointFile
@@ -112,6 +112,6 @@ class IdentityFile:
 
 def _decode(data: bytes) -> Identity:
     try:
-        return Identity(**decode_checked(data))
+        return of_known_fields(Identity, decode_checked(data))
     except (ValueError, TypeError) as error:
         raise CorruptFrame(0, f"{NAME} is damaged: {error}") from None
