@@ -252,6 +252,7 @@ class Consumer:
         Raises:
             AccessError: the token is rejected.
             QmqError: a subscription ended, for instance because another process uses the consumer id.
+            SystemExit, KeyboardInterrupt: a coroutine handler raised it; its message has failed.
         """
         self._check_process()
         if not self._listeners:
@@ -274,7 +275,7 @@ class Consumer:
             finally:
                 take_back()
                 await self._release()
-        for error in ends:
+        for error in [*(listener.exit_with for listener in self._listeners.values()), *ends]:
             if error is not None:
                 raise error
 
@@ -293,6 +294,7 @@ class Consumer:
 
     def _start(self, listener: Listener) -> None:
         assert self._connections is not None and self._stop is not None
+        listener.exit_with = None
         task = listener.start(self._connections)
         self._running.add(task)
         task.add_done_callback(lambda _: self._end_run())

@@ -71,6 +71,8 @@ class Listener(Membership):
         self._batch = batch
         """Largest number of messages in a call; None calls the handler with a single message."""
         self._workers: set[asyncio.Task[None]] = set()
+        self.exit_with: BaseException | None = None
+        """SystemExit or KeyboardInterrupt of a handler, which `Consumer.run` raises at its end."""
         self._gate = SuspectGate()
         self._prefetch = Prefetch(terms.prefetch_messages, self._at_once)
 
@@ -181,8 +183,16 @@ class Listener(Membership):
                     self._failed(taken, error)
                 if is_cancelled:
                     raise
-            except (SystemExit, KeyboardInterrupt, GeneratorExit):
-                raise  # the loop ends, or has ended
+            except (SystemExit, KeyboardInterrupt) as error:
+                # Raised from a task, it would end the loop with all connections: no decision would be sent.
+                self._failed(taken, error)
+                self.exit_with = self.exit_with or error
+                self.end()
+                return
+            except GeneratorExit as error:
+                if not _is_current(task):  # the loop has ended, and closes its tasks
+                    raise
+                self._failed(taken, error)
             except BaseException as error:
                 self._failed(taken, error)
             else:
@@ -266,6 +276,11 @@ class Listener(Membership):
                 decision.delay_s,
                 exc_info=error,
             )
+
+
+def _is_current(task: asyncio.Task[None]) -> bool:
+    """Return whether the event loop runs `task` now."""
+    return asyncio._get_running_loop() is not None and asyncio.current_task() is task
 
 
 async def _entered(gate: SuspectGate, taken: list[ReceivedMessage], is_alone: bool) -> list[ReceivedMessage]:

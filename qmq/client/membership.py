@@ -86,9 +86,13 @@ class Connections:
         return subscription
 
     async def leave(self, subscription: Subscription, flush_s: float) -> None:
-        """Close a subscription: send its decisions and release the rest."""
+        """Close a subscription: send its decisions and release the rest.
+
+        `asyncio.run` cancels all tasks when its coroutine raises, connections included: then no answer can come.
+        """
+        is_cut = any(task.cancelling() or task.cancelled() for task in self._tasks)
         try:
-            await subscription.close(flush_s)
+            await subscription.close(0.0 if is_cut else flush_s)
         finally:
             self._subscriptions.remove(subscription)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 from collections.abc import Awaitable, Callable
@@ -211,3 +212,73 @@ def test_mismatched_filters_are_refused(handler, filters):
 def test_filter_may_be_an_object():
     assert not FilteredHandler(coroutine_handler, [Filter()]).is_blocking
     assert asyncio.iscoroutinefunction(Filter().__call__)
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+async def test_exit_in_a_handler_ends_run_in_order(error, batch):
+    async def handler(given: Any) -> None:
+        raise error
+
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer = consumer_of(metaserver, drain_s=1_000)
+        consumer.listen("a", group="g", start="earliest", batch=batch, retry_delay=0.0)(handler)
+        try:
+            await consumer.run()  # not in a task, which would end the test's loop
+        except (SystemExit, KeyboardInterrupt) as raised:
+            assert raised is error
+        assert {nack.reason for nack in broker.nacks} >= {repr(error)}
+        await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
+        assert broker.times["a", "g"][0] == 1
+
+
+async def test_run_again_forgets_the_exit():
+    raised = [SystemExit(3)]
+
+    async def handler(message: qmq.ReceivedMessage) -> None:
+        if raised:
+            raise raised.pop()
+        consumer.stop()
+
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1))
+        consumer = consumer_of(metaserver)
+        consumer.listen("a", group="g", start="earliest", retry_delay=0.0)(handler)
+        with pytest.raises(SystemExit):
+            await consumer.run()
+        await consumer.run()
+        assert not broker.unacked()
+
+
+def test_generator_exit_fails_its_message():
+    seen: list[int] = []
+
+    async def handler(message: qmq.ReceivedMessage) -> None:
+        seen.append(message.times)
+        raise GeneratorExit
+
+    broker = listen_and_wait(handler, 1, lambda: len(seen) == 2, retries_max=2, retry_delay=0.0)
+    assert broker.dead["a", "g"] == [(0, "delivered 2 times; GeneratorExit()")]
+
+
+def test_failed_program_does_not_wait_for_a_cancelled_consumer():
+    """Regression: asyncio.run cancels the connections with the consumer, which waited 20 s for their answers."""
+    handled: list[object] = []
+
+    async def handler(message: qmq.ReceivedMessage) -> None:
+        handled.append(message["n"])
+
+    async def program() -> None:
+        metaserver, [broker] = await opened.enter_async_context(cluster("g1"))
+        fill(broker, range(100))
+        consumer = consumer_of(metaserver, drain_s=1_000)
+        consumer.listen("a", group="g", start="earliest")(handler)
+        tasks.append(asyncio.create_task(consumer.run()))
+        await until_async(lambda: len(handled) == 100)
+        raise ValueError("the program failed")
+
+    opened, tasks = contextlib.AsyncExitStack(), list[asyncio.Task[None]]()
+    with pytest.raises(ValueError, match="the program failed"):
+        asyncio.run(program())
+    assert tasks[0].done()
