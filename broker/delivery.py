@@ -320,6 +320,11 @@ class Delivery:
         mastership = self._mastership
         mastership.check_may_progress()
         known = mastership.log.state.groups.get((subject, group))
+        if to == positions.To.REMOVED:
+            self._check_may_be_removed(subject, group)
+            known = known or Group(
+                position=positions.sequences_kept(mastership.log, subject)[1]
+            )  # removed before: nothing left
         if known is None and begin is not None:
             known = Group(position=self.begins_at((subject, group), begin))
         try:
@@ -334,11 +339,35 @@ class Delivery:
             )
         if not dry_run:
             assert known is not None  # else it is refused
-            entry = reset.after, int(known.is_broadcast), 0
-            mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
-            self.consumption.move(subject, group)
+            if to == positions.To.REMOVED:
+                self._remove_group(subject, group)
+            else:
+                entry = reset.after, int(known.is_broadcast), 0
+                mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
+                self.consumption.move(subject, group)
             mastership.gate.stored(mastership.log.end, answer)
         return reset
+
+    def _check_may_be_removed(self, subject: str, group: str) -> None:
+        """Raise OperatorError while the group has consumers: they would begin it anew, and late acks would hit it."""
+        known = self._mastership.log.state.groups
+        names = {subscription.consumer for subscription in self.consumption.connected_to(subject, group)}
+        for key in _with_mailbox(subject, group):
+            if key in known and _has_consumer(known[key]):
+                names |= known[key].consumers.keys() - {PRUNER}
+        if names:
+            shown = ", ".join(sorted(names)[:NAMED_MAX])
+            more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+            raise OperatorError(
+                f"consumer group {group!r} has consumers: {shown}{more}. Stop them; one that vanished leaves when its "
+                "lease ends"
+            )
+
+    def _remove_group(self, subject: str, group: str) -> None:
+        """Forget the group and its mailbox. Dead letters stay; they are messages of a subject of their own."""
+        for key in _with_mailbox(subject, group):
+            if key in self._mastership.log.state.groups:
+                self._mastership.append_progress(FrameKind.POSITION, (*key, ""), [])
 
     def heartbeat(self, link: Link, packet: Packet) -> None:
         self.consumption.heartbeat(link, self._mastership.host.monotonic_ms())
@@ -435,9 +464,18 @@ class Delivery:
         self._counters.returned_consumers += 1
 
 
+NAMED_MAX = 5
+
+
+def _with_mailbox(subject: str, group: str) -> list[Key]:
+    """Return the keys of a group and of its mailbox, the subject of the messages for this group alone."""
+    mailbox = [] if is_dead_letter_subject(subject) else [(retry_subject(subject, group), group)]
+    return [(subject, group), *mailbox]
+
+
 def _has_consumer(group: Group) -> bool:
-    """Return whether a broadcast group has a consumer: subscribing and leaving are both written. The pruner counts only
-    while it has unacked messages.
+    """Return whether a group has a consumer: subscribing and leaving are both written. The pruner counts only while it
+    has unacked messages.
     """
     return any(name != PRUNER or consumer.unacked for name, consumer in group.consumers.items())
 

@@ -32,6 +32,8 @@ class To(StrEnum):
     LATEST = "latest"
     SEQUENCE = "sequence"
     TIME = "time"
+    REMOVED = "removed"
+    """The group is forgotten, for RemoveConsumerGroup: it keeps no messages any more."""
 
 
 class Reset(NamedTuple):
@@ -173,7 +175,7 @@ def plan_reset(log: MessageLog, subject: str, group: str, known: Group | None, t
     match to:
         case To.EARLIEST:
             after = first
-        case To.LATEST:
+        case To.LATEST | To.REMOVED:
             after = end
         case To.SEQUENCE if value > end:
             raise OperatorError(f"sequence {value} of {subject!r} is beyond its end, {end}")

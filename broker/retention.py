@@ -106,7 +106,7 @@ class Retention:
         if holder is not None and self.holder is None:
             log.warning(
                 "log kept past retention subject=%s consumer_group=%s bytes=%d: the group has not consumed it; let it "
-                "consume, or move it with ResetOffset",
+                "consume, or remove it with RemoveConsumerGroup",
                 *holder,
                 held,
             )

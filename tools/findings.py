@@ -213,7 +213,9 @@ def judge_broker(process: str, role: str, metrics: Mapping[str, float]) -> Itera
     held = metrics.get("qmq_broker_held_bytes", 0)
     if held:
         found = f"{process} keeps {size(held)} past retention: a consumer group has not consumed it"
-        yield warn("retention", found, "qmq_broker_held_bytes names it: let it consume, or move it with ResetOffset")
+        yield warn(
+            "retention", found, "qmq_broker_held_bytes names it: let it consume, or remove it with RemoveConsumerGroup"
+        )
     free, limit = metrics.get(f"{prefix}_disk_free_bytes"), metrics.get(f"{prefix}_disk_free_limit_bytes", 0)
     if free is None:
         return

@@ -18,6 +18,7 @@ from qmq.metaserver.routes.placement import dead_letters_refusal, wider_routes
 from qmq.metaserver.storage.changes import (
     Change,
     DecidedOn,
+    ForgetConsumerGroups,
     SetLimits,
     SetOffline,
     UnsetOffline,
@@ -118,51 +119,75 @@ log = logging.getLogger("qmq.metaserver")
 _QMQ_CODES = {"1": "latest", "2": "earliest"}
 _ONE_BY_ONE = "subjects and consumer groups are limited one by one: * stands for none of them here"
 _WITH_VALUE = ("sequence", "time")
+_REMOVED = "removed"
 
 
 async def _plan_reset(desk: Desk, words: Words) -> Plan:
     """Plan a reset on every broker concerned; one refusal, or one missing answer, refuses all."""
-    subject, consumer_group = words["subject"], words["group"]
     try:
         to = _target(words)
-        groups = groups_of_subject(desk, subject, words["brokerGroup"])
+        groups = groups_of_subject(desk, words["subject"], words["brokerGroup"])
     except OperatorError as refusal:
         return refused(str(refusal))
     if to == "sequence" and len(groups) > 1:
         names = ", ".join(group.name for group in groups)
         return refused(f"each broker group counts its own sequences; name one of {names} as brokerGroup")
+    return await _plan_move(desk, words, groups, to)
+
+
+async def _plan_removal(desk: Desk, words: Words) -> Plan:
+    """Plan the removal of a consumer group from all brokers of its subject; one refusal refuses all."""
+    try:
+        groups = groups_of_subject(desk, words["subject"], "")
+        rows, unasked = await _progress(desk, words)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    key = words["subject"], words["group"]
+    stored = await desk.database.read(lambda repository: repository.consumer_groups([key]))
+    if not (rows or unasked or stored):
+        return refused(f"no broker of {words['subject']} has a consumer group {words['group']}; Lag names them")
+    return await _plan_move(desk, words, groups, _REMOVED)
+
+
+async def _plan_move(desk: Desk, words: Words, groups: list[Group], to: str) -> Plan:
     expected, failed = await _reset(desk, groups, words, to, dry_run=True)
     return Plan(
         orders=True,
         refusals=tuple(f"{name}: {error}" for name, (error, _) in failed.items()),
-        subjects=frozenset({real_subject(subject)}),
+        subjects=frozenset({real_subject(words["subject"])}),
         groups=frozenset(group.name for group in groups),
         before={name: _place(answer.before) for name, answer in expected.items()},
         after={name: _moved(answer) for name, answer in expected.items()},
         data={
             "result": "success",
-            "subject": subject,
-            "group": consumer_group,
+            "subject": words["subject"],
+            "group": words["group"],
             "to": to,
             "brokerGroups": {name: _reset_json(answer) for name, answer in expected.items()},
         },
     )
 
 
-async def _carry_out_reset(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    """Carry out the reset. The audit row is written first, the outcome second."""
+async def _carry_out_move(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+    """Carry out a reset or a removal. The audit row is written first, the outcome second."""
     try:
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no broker was asked, as the database failed: {error}") from error
     groups = [desk.find_group(name) for name in sorted(plan.groups)]
-    done, failed = await _reset(desk, groups, words, _target(words), dry_run=False)
+    done, failed = await _reset(desk, groups, words, plan.data["to"], dry_run=False)
     after = {name: _moved(answer) for name, answer in done.items()}
     result = "done" if not failed else "partly done" if done else "failed"
+    removed = plan.data["to"] == _REMOVED and not failed
+    rows = (ForgetConsumerGroups(words["subject"], words["group"]),) if removed else ()
     try:
-        await desk.registry.change((), replace(audit, after=after, result=result))
+        await desk.registry.change(rows, replace(audit, after=after, result=result))
     except QmqError as error:  # the brokers have done it, and the first row records the beginning
-        log.warning("end of ResetOffset not recorded subject=%s reason=%s", words["subject"], error)
+        log.warning("end of %s not recorded subject=%s reason=%s", audit.action, words["subject"], error)
+        if removed:
+            raise PartlyDone(
+                f"the brokers have removed it, the database keeps its begin: {error}; repeat", plan.data
+            ) from None
     data = {**plan.data, "brokerGroups": {name: _reset_json(answer) for name, answer in done.items()}}
     if not failed:
         return data
@@ -184,7 +209,8 @@ async def _reset(
     """Order or try a reset on the masters of these groups; return the results, and for each failure the reason and
     whether it may have been done.
     """
-    subject, consumer_group, value = words["subject"], words["group"], words.number("value")
+    subject, consumer_group = words["subject"], words["group"]
+    value = words.number("value") if to in _WITH_VALUE else 0
     asked, key = list(groups), (subject, consumer_group)
     rows = await desk.database.read(lambda repository: repository.consumer_groups([key]))
     calls = [
@@ -388,7 +414,8 @@ async def _clients(desk: Desk, words: Words) -> Any:
 
 
 HANDLERS = {
-    "ResetOffset": Handler(plan=_plan_reset, carry_out=_carry_out_reset),
+    "ResetOffset": Handler(plan=_plan_reset, carry_out=_carry_out_move),
+    "RemoveConsumerGroup": Handler(plan=_plan_removal, carry_out=_carry_out_move),
     "Consumers": Handler(look=_consumers),
     "Lag": Handler(look=_lag),
     "OnOffline": Handler(plan=_switch),

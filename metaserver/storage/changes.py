@@ -99,9 +99,10 @@ class RemoveRoute:
 
 @dataclass(frozen=True, slots=True)
 class ForgetConsumerGroups:
-    """Remove all consumer groups of a subject and of its retry and dead-letter subjects."""
+    """Remove all consumer groups of a subject and of its retry and dead-letter subjects, or the named one."""
 
     subject: str
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,7 +380,7 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
         case c.RemoveRoute():
             routes.remove_route(connection, change.subject, change.version, routes_version)
         case c.ForgetConsumerGroups():
-            routes.forget_consumer_groups(connection, change.subject)
+            routes.forget_consumer_groups(connection, change.subject, change.group)
         case c.AddSubject():
             operators.add_subject(connection, change.name, change.tag)
         case c.DecidedOn() | c.NoRouteSince():

@@ -15,7 +15,7 @@ from qmq.metaserver.storage.errors import StaleVersion, UnknownGroup, ValueRefus
 from qmq.metaserver.storage.groups import existing_groups
 from qmq.metaserver.storage.sql import BadRows, checked, chunks, now_ms, parse_names, to_json
 from qmq.metaserver.storage.tables import consumer_group, subject_route
-from qmq.subjects import check_name, real_subject
+from qmq.subjects import check_name, real_subject, retry_subject
 
 REMOVED_KEPT_MS = 30 * 24 * 3600 * 1000
 """Time until rows of removed routes are deleted: far longer than a metaserver runs without its database."""
@@ -215,8 +215,12 @@ def store_consumer_groups(
     connection.execute(insert(consumer_group), values)
 
 
-def forget_consumer_groups(connection: Connection, subject: str) -> None:
-    """Remove the rows of a subject and of its retry and dead-letter subjects."""
+def forget_consumer_groups(connection: Connection, subject: str, group: str = "") -> None:
+    """Remove the rows of a subject and of its retry and dead-letter subjects; or of the named group and its mailbox."""
+    if group:
+        for name in (subject, retry_subject(subject, group)):
+            connection.execute(delete(consumer_group).where(_groups.subject == name, _groups.group_name == group))
+        return
     derived = _groups.subject.like("\\%%", escape="\\")
     names = connection.execute(select(_groups.subject).distinct().where(or_(_groups.subject == subject, derived)))
     for chunk in chunks([row.subject for row in names if real_subject(row.subject) == subject]):

@@ -371,6 +371,14 @@ _CONSUMERS = (
         wait_ms=30_000,
     ),
     Action(
+        "RemoveConsumerGroup",
+        "remove a consumer group that has no consumers",
+        OPERATOR,
+        (_SUBJECT, _CONSUMER_GROUP),
+        changes=True,
+        wait_ms=30_000,
+    ),
+    Action(
         "Consumers",
         "list consumer groups: consumers, positions, unacked messages",
         VIEWER,

@@ -99,6 +99,26 @@ async def take(puller, count):
     return got
 
 
+def test_abandoned_group_is_removed(cluster, subject):
+    """A group that was tried once keeps all messages: nothing else would end it."""
+    send_all(cluster, subject, COUNT)
+    words = {"subject": subject, "group": "tried"}
+
+    async def consume():
+        client = consumer(cluster, consumer_id="c")
+        async with client.pull(subject, group="tried", start="earliest") as puller:
+            await take(puller, 1)
+            with pytest.raises(QmqError, match="has consumers: c"):
+                await asyncio.to_thread(manage, cluster.metaserver, cluster.token, "RemoveConsumerGroup", **words)
+
+    asyncio.run(consume())
+    assert [group.lag for group in progress(cluster, subject)] == [COUNT - 1]
+    removed = manage(cluster.metaserver, cluster.token, "RemoveConsumerGroup", **words)
+    assert removed["brokerGroups"]["g1"]["skipped"] == COUNT - 1
+    assert progress(cluster, subject) == []
+    assert "tried" not in str(manage(cluster.metaserver, cluster.token, "RemoveSubject", subject=subject, dryRun=True))
+
+
 def test_switched_off_consumer_gets_nothing_after_a_restart(cluster, subject):
     rule = {"subject": subject, "consumerGroup": "g", "clientId": "c"}
 

@@ -76,6 +76,15 @@ _CONSUMER = (
 
 def _reset(data: Any) -> Iterable[Block]:
     yield good(f"{data['group']} goes on with {data['subject']}: {data['to']}")
+    yield from _moved(data)
+
+
+def _removed(data: Any) -> Iterable[Block]:
+    yield good(f"{data['group']} is removed from {data['subject']}; SKIPPED were not consumed")
+    yield from _moved(data)
+
+
+def _moved(data: Any) -> Iterable[Block]:
     yield Table(
         (
             Column("BROKER GROUP", "brokerGroup"),
@@ -158,6 +167,12 @@ CONSUMERS = (
         _reset,
         look="Consumers --subject={subject} --group={group}",
         needs=_position_is_named_once,
+    ),
+    of_action(
+        "RemoveConsumerGroup",
+        "--subject=order.changed --group=billing-test",
+        _removed,
+        look="Consumers --subject={subject} --group={group}",
     ),
     of_action("Consumers", "--subject=order.changed", _consumers),
     of_action("Lag", "--subject=order.changed --group=billing", _lags),

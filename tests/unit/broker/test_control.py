@@ -13,6 +13,7 @@ from qmq.broker.control import Control
 from qmq.errors import DiskFailed
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, Scope, TokenRole
+from qmq.subjects import retry_subject
 from qmq.types import Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
 
@@ -337,6 +338,36 @@ def test_dry_run_of_a_move_reports_its_effect(dry_run):
     assert (done.before, done.after, done.skipped, done.repeated) == (5, 3, 0, 2)
     for broker in (group.a, group.b):
         assert broker.log.state.groups["s", "g"].position == (5 if dry_run else 3)
+
+
+REMOVAL = {"to": "removed", "value": 0}
+
+
+def test_removed_group_is_gone_from_both_copies():
+    """Its mailbox goes, too. A group of the same name begins anew, and a repeat changes nothing."""
+    group = stored()
+    mailbox = retry_subject("s", "g")
+    group.client().store("of the mailbox", subject=mailbox)
+    for subject in ("s", mailbox):
+        consumed(group, "g", 0, subject=subject).leave()
+    group.settle()
+    done = Port(group.a, then=group.settle).ask("ResetOffset", move(**REMOVAL))
+    assert (done.before, done.skipped) == (0, done.after) and done.skipped > 0
+    for broker in (group.a, group.b):
+        assert not {("s", "g"), (mailbox, "g")} & broker.log.state.groups.keys()
+    end = group.a.log.end
+    assert Port(group.a, then=group.settle).ask("ResetOffset", move(**REMOVAL)).skipped == 0
+    assert group.a.log.end == end
+    group.a.crash()
+    assert ("s", "g") not in group.a.log.state.groups
+
+
+def test_group_with_consumers_is_not_removed():
+    group = stored()
+    consumed(group, "g", 5)
+    port = Port(group.a)
+    assert port.refused("ResetOffset", move(**REMOVAL)) is PRECONDITION
+    assert ("s", "g") in group.a.log.state.groups
 
 
 def test_unknown_group_is_not_moved():

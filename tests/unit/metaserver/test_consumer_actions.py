@@ -8,6 +8,7 @@ from qmq.differences import differences
 from qmq.errors import QmqError
 from qmq.metaserver.actions import Status
 from qmq.metaserver.actions.desk import wall_ms
+from qmq.metaserver.model import ConsumerGroupRow
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import client, left
 
@@ -35,6 +36,26 @@ async def test_reset_accepts_qmq_codes(world, code, to):
     await two_groups(world)
     await world.done("ResetOffset", subject="s1", group="shop", code=code)
     assert {reset[3] for reset in world.brokers.resets} == {to}
+
+
+async def test_removed_group_leaves_brokers_and_database(world):
+    """After a failure of one broker group the command can be repeated."""
+    await two_groups(world)
+    rows = [ConsumerGroupRow("s1", name, 0, "", (), 1) for name in ("shop", "other")]
+    await world.database.write(lambda repository: repository.store_consumer_groups(rows))
+    world.brokers.fail_for_real = frozenset({"g2"})
+    answer = await world.run("RemoveConsumerGroup", subject="s1", group="shop")
+    assert answer.status == Status.UNKNOWN and "done on g1" in answer.message
+    world.brokers.fail_for_real = frozenset()
+    await world.done("RemoveConsumerGroup", subject="s1", group="shop")
+    assert {reset[:4] for reset in world.brokers.resets} == {(group, "s1", "shop", "removed") for group in ("g1", "g2")}
+    stored = await world.database.read(lambda repository: repository.consumer_groups_of("s1"))
+    assert [row.group for row in stored] == ["other"]
+    trail = [row.result for row in await world.audit() if row.action == "RemoveConsumerGroup"]
+    assert trail == ["done", "begun", "partly done", "begun"]
+    for rows in world.brokers.progress.values():
+        rows.clear()
+    assert "has a consumer group shop" in await world.refused("RemoveConsumerGroup", subject="s1", group="shop")
 
 
 async def test_reset_to_time_or_sequence(world):
