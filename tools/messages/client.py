@@ -172,7 +172,7 @@ async def _consume(session: Session) -> Exit:
 def _options(values: Mapping[str, str]) -> dict[str, Any]:
     """Return arguments of `Consumer.pull`. Without a group, the consumer gets its own, which brokers forget later."""
     options: dict[str, Any] = {
-        "group": values["group"],
+        "group": values["group"] or None,
         "broadcast": not values["group"],
         "tags": words_of(values["tags"]),
         "start": _start(values["start"]),
