@@ -102,11 +102,11 @@ def something_late(cluster):
 
 
 PICTURES = {
-    "overview": ("/console", 720),
-    "group": ("/console/group?name=g1", 820),
+    "overview": ("/console", 1100),
+    "group": ("/console/group?name=g1", 900),
     "subjects": ("/console/subjects", 420),
-    "consumers": ("/console/consumers?subject=order.changed", 760),
-    "messages": ("/console/messages?subject=order.changed", 520),
+    "consumers": ("/console/consumers?subject=order.changed", 1100),
+    "messages": ("/console/messages?subject=order.changed", 620),
     "dead": ("/console/messages?subject=mail.wanted&dead=mail", 620),
     "delayed": ("/console/delayed", 860),
     "outbox": ("/console/outbox", 640),
@@ -116,7 +116,7 @@ PICTURES = {
     "change": ("/console/change?action=OnOffline&subject=order.changed&consumerGroup=billing", 620),
 }
 """Page -> its address and the height of its picture."""
-WIDTH = 1180
+WIDTH = 1280
 PLACE = """(w => { while (w.nextNode()) w.currentNode.data = w.currentNode.data.replaceAll('FOLDER', '/srv') })
     (document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT))"""
 """The folder of this run means nothing to a reader."""

@@ -141,3 +141,6 @@ function follow(list) {
 
 drawTrees(document);
 document.querySelectorAll("[data-tail]").forEach(follow);
+
+// On a telephone the menu is a strip; it begins at the page that is open.
+document.querySelector("nav.menu [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });

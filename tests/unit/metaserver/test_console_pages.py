@@ -236,7 +236,7 @@ async def test_parked_rows_are_retried_by_a_confirmed_change(console):
     assert "No watchdog was ever active" in await console.read("/outbox")
     await console.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
     text = await console.read("/outbox")
-    assert "1 parked: not sent until somebody says so" in text and f"order.new m-1 {HOSTILE} retry… row 17" in text
+    assert "1 parked: not sent before a retry" in text and f"order.new m-1 {HOSTILE} retry… row 17" in text
     page = await console.see("/outbox")
     assert "<script>" not in page and "action=OutboxRetry" in page and "ids=17" in page
     assert watchdogs.asked[-1] == ("10.0.0.7:8083", "/outbox/stuck", False)
