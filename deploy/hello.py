@@ -20,7 +20,7 @@ from qmq.errors import QmqError
 SUBJECT, WAIT_S = "order.changed", 5.0
 
 
-async def hello(metaserver: str, token: str) -> None:
+async def hello(metaserver: str, token: str | None) -> None:
     async with qmq.Producer(metaserver=metaserver, app="hello", token=token) as producer:
         receipt = await producer.send(qmq.Message(SUBJECT, {"orderNo": "42"}, tags={"pay"}))
         print(f"sent: {receipt.outcome} {receipt.reason}".rstrip())
@@ -63,7 +63,7 @@ def main() -> None:
         asyncio.run(hello(*local_cluster(", or name one with --metaserver")))
         return
     try:
-        asyncio.run(hello(options.metaserver, find_token(options.token, token_file=options.token_file)))
+        asyncio.run(hello(options.metaserver, find_token(options.token, token_file=options.token_file) or None))
     except QmqError as error:
         sys.exit(f"hello: {error}")
 

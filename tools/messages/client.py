@@ -43,7 +43,7 @@ async def _produce(session: Session) -> Exit:
     outcomes: set[qmq.Outcome] = set()
     timeout_s = int(values["wait"]) / 1000
     async with qmq.Producer(
-        metaserver=session.metaserver.url, app=APP, token=session.token_source, timeout_s=timeout_s
+        metaserver=session.metaserver.url, app=APP, token=session.token_source or None, timeout_s=timeout_s
     ) as producer:
         with _lines(values["file"]) as lines:
             messages = iter(typed_messages(values, lines))
@@ -151,7 +151,7 @@ async def _consume(session: Session) -> Exit:
     await find_masters(session, values["subject"])  # an unreachable metaserver is reported at once
     form = "json" if session.as_json else values["format"]
     try:
-        consumer = qmq.Consumer(metaserver=session.metaserver.url, app=APP, token=session.token_source)
+        consumer = qmq.Consumer(metaserver=session.metaserver.url, app=APP, token=session.token_source or None)
         async with consumer.pull(values["subject"], **_options(values)) as puller:
             left = int(values["limit"] or 0) or PULLED_AT_ONCE
             while left:
