@@ -288,6 +288,13 @@ class _Oldest(NamedTuple):
     stored_ms: int
 
 
+class _FirstUnacked(NamedTuple):
+    """First unacked delivery of a consumer, and since when it is that."""
+
+    pull: int
+    since_ms: int
+
+
 class Backlogs:
     """Backlogs of all groups. Made by `broker.delivery`; ends with the mastership.
 
@@ -301,6 +308,8 @@ class Backlogs:
         self._known: dict[Key, Backlog] = {}
         """Groups with unacked or waiting messages."""
         self._oldest: dict[Key, _Oldest] = {}
+        self._firsts: dict[Key, dict[str, _FirstUnacked]] = {}
+        """First unacked delivery of each consumer of a group; it does not move while a handler hangs."""
         self._is_reading = False
 
     def look(self, keys: Iterable[Key]) -> None:
@@ -318,6 +327,7 @@ class Backlogs:
                 self.forget(key)
                 continue
             self._known[key] = Backlog.of(group, end)
+            self._note_first(key, group)
             is_known = key in self._oldest and self._oldest[key].sequence == first
             if not is_known and not self._is_reading and len(wanted) < READ_AT_ONCE:
                 if refs := message_log.frames(key[0], first, 1):
@@ -329,6 +339,21 @@ class Backlogs:
         """Forget a group."""
         self._known.pop(key, None)
         self._oldest.pop(key, None)
+        self._firsts.pop(key, None)
+
+    def _note_first(self, key: Key, group: Group) -> None:
+        """Note since when each consumer has its first unacked delivery. A new delivery has a new pull sequence."""
+        before, now_ms = self._firsts.pop(key, {}), self._mastership.host.now_ms()
+        firsts = {
+            name: _FirstUnacked(member.unacked[0].pull, now_ms)
+            for name, member in group.consumers.items()
+            if member.unacked
+        }
+        for name, first in firsts.items():
+            if name in before and before[name].pull == first.pull:
+                firsts[name] = before[name]
+        if firsts:
+            self._firsts[key] = firsts
 
     def _read(self, wanted: Sequence[tuple[Key, int, int]]) -> None:
         message_log, self._is_reading = self._mastership.log, True
@@ -348,7 +373,7 @@ class Backlogs:
     def copy(self) -> Backlogs:
         """Return a snapshot for another thread."""
         twin = copy(self)
-        twin._known, twin._oldest = dict(self._known), dict(self._oldest)
+        twin._known, twin._oldest, twin._firsts = dict(self._known), dict(self._oldest), dict(self._firsts)
         return twin
 
     def largest(self, most: int) -> dict[Key, Backlog]:
@@ -361,6 +386,15 @@ class Backlogs:
         found = nsmallest(AGES_MAX, self._oldest.items(), key=lambda item: item[1].stored_ms)
         found += [entry for entry in self._oldest.items() if self._is_always(entry[0][0])]
         return {key: max(0, now_ms - oldest.stored_ms) for key, oldest in found}
+
+    def first_unacked_ms(self, now_ms: int) -> dict[Key, int]:
+        """Return for how long a consumer has had the same first unacked message: the longest times, and those always
+        shown. Counted by this mastership.
+        """
+        since = {key: min(first.since_ms for first in firsts.values()) for key, firsts in self._firsts.items()}
+        found = nsmallest(AGES_MAX, since.items(), key=lambda item: item[1])
+        found += [entry for entry in since.items() if self._is_always(entry[0][0])]
+        return {key: max(0, now_ms - since_ms) for key, since_ms in found}
 
 
 def _stored(message_log: MessageLog, key: Key, sequence: int, offset: int) -> tuple[Key, _Oldest] | CorruptFrame:

@@ -95,6 +95,7 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         if master is not None:
             causes = dict(master.causes.found)
             yield lambda: self._ages(backlogs.ages_ms(now_ms) if backlogs is not None else {})
+            yield lambda: self._first_unacked(backlogs.first_unacked_ms(now_ms) if backlogs is not None else {})
             yield lambda: self._causes(causes)
 
     def _lags(self, backlogs: Mapping[Key, Backlog]) -> Iterator[Metric]:
@@ -111,6 +112,13 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         text = "Age of the oldest message that the group has not acked, of the groups with the oldest ones"
         ages = self.gauges("oldest_unacked_seconds", text, "subject", "consumer_group")
         for (subject, name), ms in ages_ms.items():
+            ages.add_metric([self.group, subject, name], ms / 1000)
+        yield ages
+
+    def _first_unacked(self, found: Mapping[Key, int]) -> Iterator[Metric]:
+        text = "Time for which a consumer of the group has had the same first unacked message, of the longest times"
+        ages = self.gauges("oldest_delivered_seconds", text, "subject", "consumer_group")
+        for (subject, name), ms in found.items():
             ages.add_metric([self.group, subject, name], ms / 1000)
         yield ages
 

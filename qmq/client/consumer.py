@@ -139,6 +139,7 @@ class Consumer:
         unacked_max: int = 100_000,
         exclusive: bool = False,
         priority: int = 0,
+        timeout: float | None = None,
     ) -> Callable[[H], H]:
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
@@ -167,6 +168,9 @@ class Consumer:
             unacked_max: unacked messages of a broker group at which pulling stops.
             exclusive: deliver to one consumer of the group at a time, the longest waiting first. The next one follows
                 when it has left, or has no unacked messages. All consumers of the group should set this.
+            timeout: seconds of a call, filters included, after which its messages fail with a TimeoutError; no limit by
+                default. A coroutine function is cancelled. A thread cannot be stopped: it is left to its call, another
+                one replaces it, and `Listener.hung_threads` counts it.
             priority: 0 to 9. The handler is not called while messages wait for a listener of this consumer with a
                 higher priority. A class of messages is a subject of its own.
 
@@ -200,8 +204,10 @@ class Consumer:
                 f"{concurrency} handlers of {batch} messages exceed prefetch_messages, {prefetch_messages}"
             )
         check_whole("priority", priority, 0, PRIORITY_MAX)
+        if timeout is not None:
+            check_seconds("timeout", timeout, is_zero_allowed=False)
         self._check_free(terms)
-        return lambda handler: self._register(handler, terms, filters, concurrency, batch, auto_ack, priority)
+        return lambda handler: self._register(handler, terms, filters, concurrency, batch, auto_ack, priority, timeout)
 
     def _register(
         self,
@@ -212,6 +218,7 @@ class Consumer:
         batch: int | None,
         auto_ack: bool,
         priority: int,
+        timeout: float | None,
     ) -> H:
         listener = Listener(
             terms,
@@ -221,6 +228,7 @@ class Consumer:
             auto_ack=auto_ack,
             priorities=self._priorities,
             priority=priority,
+            timeout_s=timeout,
             drain_s=self._drain_s,
             is_online=self._is_online,
         )

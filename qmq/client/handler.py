@@ -184,7 +184,7 @@ class FilteredHandler:
         for plain in reversed(inner):
             self._handler = partial(_call_plain_filter, plain, partial(_call_to_end, self._handler))
 
-    def route(self, thread: HandlerThread | None) -> HandlerCall:
+    def route(self, thread: HandlerThread | WorkerThread | None) -> HandlerCall:
         """Return the function to await for each call, in the worker's thread if the handler blocks.
 
         A coroutine function without filters is returned as it is: another layer costs 0.1 µs a call.
@@ -254,11 +254,17 @@ class HandlerThread:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    async def run(self, handler: Callable[[Any], object], given: Given) -> object:
-        """Call the handler in this thread, with the caller's context variables; return or raise its result."""
+    async def run(
+        self, handler: Callable[[Any], object], given: Given, left: Callable[[], None] = lambda: None
+    ) -> object:
+        """Call the handler in this thread, with the caller's context variables; return or raise its result.
+
+        Args:
+            left: called on the event loop when a call whose caller was cancelled has ended.
+        """
         future: asyncio.Future[object] = self._loop.create_future()
         context = contextvars.copy_context()
-        self._calls.put(partial(self._call, future, context, handler, given))
+        self._calls.put(partial(self._call, future, context, handler, given, left))
         try:
             return await future
         except asyncio.CancelledError:
@@ -290,6 +296,7 @@ class HandlerThread:
         context: contextvars.Context,
         handler: Callable[[Any], object],
         given: Given,
+        left: Callable[[], None],
     ) -> None:
         django_connections.close_old()
         try:
@@ -300,7 +307,7 @@ class HandlerThread:
             finish = partial(future.set_exception, error)
         django_connections.close_old()
         try:
-            self._loop.call_soon_threadsafe(_finish, future, finish)
+            self._loop.call_soon_threadsafe(_finish, future, finish, left)
         except RuntimeError:
             pass  # the loop ended before this handler; no result is expected
 
@@ -318,6 +325,82 @@ async def _rest(result: object) -> object:
         raise RuntimeError(f"the handler raised {error!r}") from error
 
 
-def _finish(future: asyncio.Future[object], finish: Callable[[], None]) -> None:
-    if not future.done():
+def _finish(future: asyncio.Future[object], finish: Callable[[], None], left: Callable[[], None]) -> None:
+    if future.done():
+        left()
+    else:
         finish()
+
+
+class HungThreads:
+    """Threads of a listener whose call outlived its time limit; a thread cannot be stopped. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._ended = asyncio.Event()
+
+    def add(self) -> None:
+        self.count += 1
+
+    def remove(self) -> None:
+        self.count -= 1
+        self._ended.set()
+
+    async def room(self, most: int) -> None:
+        """Wait until fewer than `most` threads hang: each call that hangs again takes another thread."""
+        while self.count >= most:
+            self._ended.clear()
+            await self._ended.wait()
+
+
+class WorkerThread:
+    """Thread of one worker, replaced while it hangs in a call whose caller was cancelled.
+
+    Args:
+        threads_max: returns the number of threads that may hang; at it, the next call waits for the end of one.
+    """
+
+    def __init__(self, name: str, hung: HungThreads, threads_max: Callable[[], int]) -> None:
+        self._name = name
+        self._hung = hung
+        self._threads_max = threads_max
+        self._thread: HandlerThread | None = HandlerThread(name)
+
+    async def run(self, handler: Callable[[Any], object], given: Given) -> object:
+        """Call the handler in the thread: see `HandlerThread.run`."""
+        thread = await self.ready()
+        try:
+            return await thread.run(handler, given, self._hung.remove)
+        except asyncio.CancelledError:
+            self._hung.add()
+            self.close()
+            raise
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the thread was left to its call, and no other one replaced it yet."""
+        return self._thread is None
+
+    async def ready(self) -> HandlerThread:
+        """Wait until a call can begin; return its thread."""
+        if self._thread is None:
+            await self._hung.room(self._threads_max())
+            self._thread = HandlerThread(self._name)
+        return self._thread
+
+    def close(self) -> None:
+        """End the thread after its call."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+
+async def within(seconds: float, call: HandlerCall, given: Any) -> object:
+    """Await a call and its returned work; after `seconds` cancel it and raise TimeoutError."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await finished(await call(given))
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    raise TimeoutError(f"the handler ran longer than its timeout, {seconds:g} s")

@@ -22,9 +22,10 @@ import asyncio
 import time
 from collections import deque
 from datetime import UTC, datetime
+from functools import partial
 from typing import cast
 
-from qmq.client.handler import FilteredHandler, Given, HandlerCall, HandlerThread, finished
+from qmq.client.handler import FilteredHandler, Given, HandlerCall, HungThreads, WorkerThread, finished, within
 from qmq.client.membership import Membership, announce
 from qmq.client.prefetch import LOOK_S, MEASURED_EVERY, Pacer, Prefetch
 from qmq.client.received import ReceivedMessage
@@ -59,6 +60,7 @@ class Listener(Membership):
         auto_ack: bool,
         priorities: Priorities,
         priority: int,
+        timeout_s: float | None,
         drain_s: float,
         is_online: bool,
     ) -> None:
@@ -67,6 +69,8 @@ class Listener(Membership):
         self._priority = priority
         self._handling = handling
         self._auto_ack = auto_ack
+        self._timeout_s = timeout_s
+        self._hung = HungThreads()
         self._concurrency = check_concurrency(concurrency)
         self._batch = batch
         """Largest number of messages in a call; None calls the handler with a single message."""
@@ -85,6 +89,13 @@ class Listener(Membership):
     def concurrency(self, concurrency: int) -> None:
         self._concurrency = check_concurrency(concurrency)
         self._change()
+
+    @property
+    def hung_threads(self) -> int:
+        """Number of threads whose call outlived `timeout` or `drain_s` and still runs. At `concurrency`, the next call
+        waits.
+        """
+        return self._hung.count
 
     @property
     def _at_once(self) -> int:
@@ -143,17 +154,21 @@ class Listener(Membership):
 
     async def _work(self, subscription: Subscription) -> None:
         """Run one worker: a call at a time, from the buffer to the handler."""
-        thread = HandlerThread(f"qmq-{self.subject}-{self.group}") if self._handling.is_blocking else None
+        thread = None
+        if self._handling.is_blocking:
+            thread = WorkerThread(f"qmq-{self.subject}-{self.group}", self._hung, lambda: self._concurrency)
         handle = self._handling.route(thread)
+        if self._timeout_s is not None:
+            handle = partial(within, self._timeout_s, handle)
         if self.terms.most_once:
             handle = _after_ack(subscription, handle, is_batch=self._batch is not None)
         try:
-            await self._serve(subscription, handle)
+            await self._serve(subscription, handle, thread)
         finally:
             if thread is not None:
                 thread.close()
 
-    async def _serve(self, subscription: Subscription, handle: HandlerCall) -> None:
+    async def _serve(self, subscription: Subscription, handle: HandlerCall, thread: WorkerThread | None) -> None:
         gate, priorities, is_batch = self._gate, self._priorities, self._batch is not None
         auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
         task = cast(asyncio.Task[None], asyncio.current_task())
@@ -165,6 +180,9 @@ class Listener(Membership):
                 return
             if self._priority < priorities.highest and priorities.is_behind(self._priority):
                 await subscription.wait_for_others()
+                continue
+            if thread is not None and thread.is_hung:
+                await thread.ready()  # before a message is taken, whose time would begin
                 continue
             taken = self._take(subscription)
             if not taken:

@@ -328,7 +328,7 @@ class World:
             return [SimpleNamespace(offset=sequence)]
 
         log = SimpleNamespace(state=state, frames=frames, timestamp_at=lambda offset: 10 * offset)
-        host = SimpleNamespace(read=lambda job, done: self.reads.append((job, done)))
+        host = SimpleNamespace(read=lambda job, done: self.reads.append((job, done)), now_ms=lambda: 0)
         mastership = SimpleNamespace(log=log, host=host, found_damage=self.damage.append)
         self.log, self.backlogs = log, Backlogs(mastership, always)
 
@@ -360,6 +360,29 @@ def test_age_is_read_once_per_oldest_message():
     world.look()
     world.read()
     assert world.backlogs.ages_ms(100) == {("a", "g"): 20}
+
+
+def first_unacked(group: Group, ms: int) -> dict[tuple[str, str], int]:
+    """Return the times of the first unacked deliveries after this time and a tick."""
+    ages(group, ms)
+    return group.a.master.backlogs.first_unacked_ms(group.a.host.now_ms())
+
+
+def test_hung_message_ages_while_others_are_acked():
+    group, client = consuming()
+    for n in range(4):
+        client.store(f"m{n}")
+    assert first_unacked(group, 1_000) == {}, "nothing is delivered"
+    client.take()
+    assert first_unacked(group, 1_000) == {KEY: 0}, "first seen"
+    for n in range(1, 4):
+        client.acked(f"m{n}")
+        assert first_unacked(group, 1_000) == {KEY: n * 1_000}
+    client.nacked("m0")
+    client.take()
+    assert first_unacked(group, 1_000) == {KEY: 0}, "another delivery"
+    client.acked("m0")
+    assert first_unacked(group, 1_000) == {}
 
 
 def test_copy_for_another_thread_is_unchanged():

@@ -282,3 +282,57 @@ def test_failed_program_does_not_wait_for_a_cancelled_consumer():
     with pytest.raises(ValueError, match="the program failed"):
         asyncio.run(program())
     assert tasks[0].done()
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
+def test_coroutine_handler_is_cancelled_at_its_timeout(batch):
+    cancelled: list[bool] = []
+
+    async def handler(given: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    broker = listen_and_wait(handler, 1, lambda: cancelled, timeout=0.02, retries_max=1, batch=batch)
+    reason = "delivered once; TimeoutError('the handler ran longer than its timeout, 0.02 s')"
+    assert broker.dead["a", "g"] == [(0, reason)]
+
+
+def test_handlers_own_timeout_error_is_kept():
+    seen: list[int] = []
+
+    async def handler(message: qmq.ReceivedMessage) -> None:
+        seen.append(message.times)
+        raise TimeoutError("the bank's")
+
+    broker = listen_and_wait(handler, 1, lambda: seen, timeout=60, retries_max=1)
+    assert broker.dead["a", "g"] == [(0, 'delivered once; TimeoutError("the bank\'s")')]
+
+
+async def test_hung_threads_are_replaced_and_counted():
+    release, began = threading.Event(), list[object]()
+
+    def handler(message: qmq.ReceivedMessage) -> None:
+        began.append(message["n"])
+        release.wait(120)
+
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(8))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        consumer.listen("a", group="g", start="earliest", concurrency=2, timeout=0.5, retries_max=1)(handler)
+        listener = consumer.listeners["a", "g"]
+        async with listening(consumer):
+            await until_async(lambda: listener.hung_threads >= 2)
+            release.set()
+            await until_async(lambda: len(began) == 8 and not broker.unacked())
+            await until_async(lambda: listener.hung_threads == 0)
+            assert 2 <= len(broker.dead["a", "g"]) <= 3, "no call begins while as many hang as may run"
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "3", float("nan")])
+def test_impossible_handler_timeout_is_refused(timeout):
+    consumer = qmq.Consumer(metaserver="localhost", app="test", token="t")
+    with pytest.raises(qmq.InvalidRequest, match="^timeout is seconds, more than 0"):
+        consumer.listen("a", group="g", timeout=timeout)

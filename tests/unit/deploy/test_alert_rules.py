@@ -61,7 +61,7 @@ WELL = {
     'qmq_metaserver_group_row_old{broker_group="g1"}': "0",
     f"qmq_broker_lag_messages{{{AWAY}}}": "50+1x3000",
     f'qmq_broker_group_cause{{{AWAY},cause="away"}}': "1",
-    'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="h1-ab",instance="b1"}': "9999",
+    'qmq_broker_oldest_delivered_seconds{broker_group="g1",subject="b",consumer_group="h1-ab",instance="b1"}': "9999",
     'qmq_broker_group_cause{broker_group="g1",subject="b",consumer_group="h1-ab",instance="b1",cause="away"}': "1",
     **{f'qmq_broker_readonly{{broker_group="g1",reason="{reason}",instance="b1"}}': "0" for reason in REASONS},
     **{f'qmq_delayserver_readonly{{broker_group="d",reason="{reason}",instance="d1"}}': "0" for reason in REASONS},
@@ -83,8 +83,8 @@ WELL = {
     LAG: "500-1x400 100+0x1 0x3000",
     'qmq_broker_subject_messages_total{broker_group="g1",subject="a"}': "0+600x3000",
     'qmq_broker_skipped_messages_total{broker_group="g1",subject="a",consumer_group="c"}': "5",
-    'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="a",consumer_group="c"}': "9000x390 10x3000",
-    'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="c"}': "90",
+    'qmq_broker_oldest_delivered_seconds{broker_group="g1",subject="a",consumer_group="c"}': "90x390 10x3000",
+    'qmq_broker_oldest_delivered_seconds{broker_group="g1",subject="b",consumer_group="c"}': "90",
     'qmq_delayserver_due_age_seconds{broker_group="d"}': "0 9 0 59 0",
     'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="0.1"}': "0+600x3000",
     'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="10"}': "0+600x3000",
@@ -213,7 +213,16 @@ STORIES = [
     Story(
         "QmqMessagesUnacked",
         5,
-        {'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="c"}': "3601+60x500"},
+        {'qmq_broker_oldest_delivered_seconds{broker_group="g1",subject="b",consumer_group="c"}': "3601+60x500"},
+    ),
+    Story(
+        "QmqMessagesUnacked",
+        5,
+        {
+            'qmq_broker_oldest_delivered_seconds{broker_group="g1",subject="b",consumer_group="c"}': "3601+60x500",
+            'qmq_broker_lag_messages{broker_group="g1",subject="b",consumer_group="c"}': "50 40 60 30x500",
+        },
+        "one handler of a busy group",
     ),
     Story(
         "QmqGroupPostpones",
