@@ -136,7 +136,7 @@ def draw(into):
         token = cluster.manage("AddToken", name="anna", role="operator")["token"]
         with Chromium(Path(folder) / "profile") as browser:
             browser.command(
-                "Emulation.setDeviceMetricsOverride", width=WIDTH, height=900, deviceScaleFactor=1, mobile=False
+                "Emulation.setDeviceMetricsOverride", width=WIDTH, height=1200, deviceScaleFactor=1, mobile=False
             )
             browser.open(f"{cluster.metaserver}/console")
             browser.type(token)

@@ -163,7 +163,7 @@ async def test_dead_letters_are_shown_with_reasons(console):
     dead = stored(1, "m-1", qmq_deadReason="ValueError: no price", qmq_times="5")
     console.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
     text = await console.read("/messages", subject="order.changed", dead="billing")
-    assert "g1 / 1 40 bytes ValueError: no price, 5 attempts" in text and "Redrive…" in text
+    assert "g1 / 1 40 bytes ValueError: no price, attempts: 5" in text and "Redrive…" in text
     assert text.count("no price") == 1 and "qmq_" not in text, "broker properties are not shown as content"
     assert console.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
