@@ -68,6 +68,7 @@ class Variable:
     name: str
     metric: str
     title: str
+    is_single: bool = False
 
     @property
     def query(self) -> str:
@@ -110,7 +111,7 @@ def to_json(page: Page) -> dict[str, Any]:
         "time": {"from": "now-6h", "to": "now"},
         "timezone": "",
         "links": [{"type": "dashboards", "tags": ["qmq"], "title": "qmq", "asDropdown": True, "keepTime": True}],
-        "templating": {"list": [_source(), *map(_variable, page.variables)]},
+        "templating": {"list": [_source(), *map(_variable, (CLUSTERS, *page.variables))]},
         "panels": list(_panels(page.panels)),
     }
 
@@ -158,15 +159,18 @@ def _variable(variable: Variable) -> dict[str, Any]:
         "definition": variable.query,
         "refresh": 2,
         "sort": 1,
-        "multi": True,
-        "includeAll": True,
+        "multi": not variable.is_single,
+        "includeAll": not variable.is_single,
         "allValue": ".+",
-        "current": {"text": "All", "value": "$__all"},
+        "current": {} if variable.is_single else {"text": "All", "value": "$__all"},
     }
 
 
-GROUP = Variable("broker_group", "qmq_metaserver_group_writable", "group")
-IN_GROUP = 'broker_group=~"$broker_group"'
+CLUSTERS = Variable("cluster", 'up{kind="metaserver"}', "cluster", is_single=True)
+GROUP = Variable("broker_group", 'qmq_metaserver_group_writable{cluster=~"$cluster"}', "group")
+HERE = 'cluster=~"$cluster"'
+"""Selects the series of one installation; every query has it, and every aggregation keeps the label."""
+IN_GROUP = f'{HERE}, broker_group=~"$broker_group"'
 BROKER_OR_DELAY = "qmq_(broker|delayserver)"
 
 
@@ -178,27 +182,27 @@ def both(name: str, more: str = "") -> str:
 def latency(metric: str, by: str, window: str = "5m") -> list[tuple[str, str]]:
     """Return median and 99th percentile of a histogram."""
     return [
-        (f"histogram_quantile({part}, sum by ({by}, le) (rate({metric}[{window}])))", f"{{{{{by}}}}} {name}")
+        (f"histogram_quantile({part}, sum by (cluster, {by}, le) (rate({metric}[{window}])))", f"{{{{{by}}}}} {name}")
         for part, name in ((0.5, "median"), (0.99, "99 %"))
     ]
 
 
 def per_second(metric: str, name: str = "") -> tuple[str, str]:
     """Return the rate of each group; `name` distinguishes it within the panel."""
-    return f"sum by (broker_group) (rate({metric}[1m]))", f"{{{{broker_group}}}} {name}".rstrip()
+    return f"sum by (cluster, broker_group) (rate({metric}[1m]))", f"{{{{broker_group}}}} {name}".rstrip()
 
 
 def recent(metric: str, name: str = "") -> tuple[str, str]:
     """Return the last five minutes' count of each group."""
-    return f"sum by (broker_group) (increase({metric}[5m]))", f"{{{{broker_group}}}} {name}".rstrip()
+    return f"sum by (cluster, broker_group) (increase({metric}[5m]))", f"{{{{broker_group}}}} {name}".rstrip()
 
 
 def per_consumer_group(metric: str, join: str = "sum") -> str:
     """Return the twenty largest. Master and slave of a group have equal values; groups are summed unless `join`
     differs.
     """
-    best = f"max by (broker_group, subject, consumer_group) ({metric})"
-    return f"topk(20, {join} by (subject, consumer_group) ({best}))"
+    best = f"max by (cluster, broker_group, subject, consumer_group) ({metric})"
+    return f"topk by (cluster) (20, {join} by (cluster, subject, consumer_group) ({best}))"
 
 
 CLUSTER = Page(
@@ -207,53 +211,69 @@ CLUSTER = Page(
     (
         panel(
             "Alerts",
-            'ALERTS{alertname=~"Qmq.*", alertstate="firing"} or vector(0)',
+            f'ALERTS{{alertname=~"Qmq.*", alertstate="firing", {HERE}}} '
+            f'or 0 * count by (cluster) (up{{kind="metaserver", {HERE}}})',
             kind=PanelKind.LIST,
             advice="Each has a section in docs/runbook.md.",
         ),
         panel(
             "What Doctor finds",
-            ("max by (check) (qmq_metaserver_doctor_findings)", "{{check}}"),
+            (f"max by (cluster, check) (qmq_metaserver_doctor_findings{{{HERE}}})", "{{check}}"),
             kind=PanelKind.NOW,
             advice="0: all is well. `qmq Doctor` names each, and the command that ends it.",
         ),
         panel(
             "Groups that take messages",
-            ("min by (broker_group) (qmq_metaserver_group_writable)", "{{broker_group}}"),
+            (f"min by (cluster, broker_group) (qmq_metaserver_group_writable{{{HERE}}})", "{{broker_group}}"),
             unit=Unit.UP,
             kind=PanelKind.NOW,
         ),
         panel(
             "Brokers that send heartbeats",
-            ("min by (broker_group, role) (qmq_metaserver_broker_up)", "{{broker_group}} {{role}}"),
+            (f"min by (cluster, broker_group, role) (qmq_metaserver_broker_up{{{HERE}}})", "{{broker_group}} {{role}}"),
             unit=Unit.UP,
             kind=PanelKind.NOW,
         ),
-        panel("Processes that Prometheus reaches", ('sum by (kind) (up{kind=~".+"})', "{{kind}}"), kind=PanelKind.NOW),
-        panel("Messages stored", per_second("qmq_broker_produced_messages_total"), unit=Unit.PER_SECOND),
-        panel("Messages acked by consumers", per_second("qmq_broker_acked_messages_total"), unit=Unit.PER_SECOND),
-        panel("Memory", ('process_resident_memory_bytes{kind=~".+"}', "{{kind}} {{instance}}"), unit=Unit.BYTES),
+        panel(
+            "Processes that Prometheus reaches",
+            (f'sum by (cluster, kind) (up{{kind=~".+", {HERE}}})', "{{kind}}"),
+            kind=PanelKind.NOW,
+        ),
+        panel("Messages stored", per_second(f"qmq_broker_produced_messages_total{{{HERE}}}"), unit=Unit.PER_SECOND),
+        panel(
+            "Messages acked by consumers",
+            per_second(f"qmq_broker_acked_messages_total{{{HERE}}}"),
+            unit=Unit.PER_SECOND,
+        ),
+        panel(
+            "Memory", (f'process_resident_memory_bytes{{kind=~".+", {HERE}}}', "{{kind}} {{instance}}"), unit=Unit.BYTES
+        ),
         panel(
             "Processor",
-            ('rate(process_cpu_seconds_total{kind=~".+"}[1m])', "{{kind}} {{instance}}"),
+            (f'rate(process_cpu_seconds_total{{kind=~".+", {HERE}}}[1m])', "{{kind}} {{instance}}"),
             advice="1: one core is busy.",
         ),
         panel(
             "Versions",
-            ('count by (version) ({__name__=~"qmq_(broker|delayserver)_info"})', "{{version}}"),
+            (f'count by (cluster, version) ({{__name__=~"qmq_(broker|delayserver)_info", {HERE}}})', "{{version}}"),
             kind=PanelKind.NOW,
         ),
-        panel("Database of the metaservers", "max(qmq_metaserver_database_up)", unit=Unit.UP, kind=PanelKind.NOW),
+        panel(
+            "Database of the metaservers",
+            f"max by (cluster) (qmq_metaserver_database_up{{{HERE}}})",
+            unit=Unit.UP,
+            kind=PanelKind.NOW,
+        ),
         panel(
             "Database of the metaservers: an answer",
-            ("qmq_metaserver_database_answer_seconds", "{{instance}}"),
+            (f"qmq_metaserver_database_answer_seconds{{{HERE}}}", "{{instance}}"),
             unit=Unit.SECONDS,
         ),
-        panel("Clients", ("sum by (kind) (qmq_metaserver_clients)", "{{kind}}")),
+        panel("Clients", (f"sum by (cluster, kind) (qmq_metaserver_clients{{{HERE}}})", "{{kind}}")),
         panel(
             "Operators' actions",
             (
-                "sum by (action, result) (increase(qmq_metaserver_management_actions_total[5m]))",
+                f"sum by (cluster, action, result) (increase(qmq_metaserver_management_actions_total{{{HERE}}}[5m]))",
                 "{{action}} {{result}}",
             ),
         ),
@@ -266,7 +286,7 @@ BROKER_GROUP = Page(
     (
         panel(
             "Why it takes no messages",
-            (f"max by (broker_group, reason) ({both('readonly')})", "{{broker_group}} {{reason}}"),
+            (f"max by (cluster, broker_group, reason) ({both('readonly')})", "{{broker_group}} {{reason}}"),
             unit=Unit.UP,
         ),
         panel("Who is master", (both("is_master"), "{{broker_group}} {{hostname}}"), unit=Unit.UP),
@@ -280,8 +300,8 @@ BROKER_GROUP = Page(
         panel(
             "A write with fsync, mean",
             (
-                f"sum by (broker_group, hostname) (rate({both('sync_seconds_total')}[5m]))"
-                f" / sum by (broker_group, hostname) (rate({both('commits_total')}[5m]))",
+                f"sum by (cluster, broker_group, hostname) (rate({both('sync_seconds_total')}[5m]))"
+                f" / sum by (cluster, broker_group, hostname) (rate({both('commits_total')}[5m]))",
                 "{{broker_group}} {{hostname}}",
             ),
             unit=Unit.SECONDS,
@@ -303,11 +323,11 @@ BROKER_GROUP = Page(
         ),
         panel(
             "Clients' connections",
-            (f"sum by (broker_group, state) ({both('client_connections')})", "{{broker_group}} {{state}}"),
+            (f"sum by (cluster, broker_group, state) ({both('client_connections')})", "{{broker_group}} {{state}}"),
         ),
         panel(
             "Messages refused",
-            (f"sum by (broker_group) (rate({both('refused_messages_total')}[5m]))", "{{broker_group}}"),
+            (f"sum by (cluster, broker_group) (rate({both('refused_messages_total')}[5m]))", "{{broker_group}}"),
             unit=Unit.PER_SECOND,
         ),
     ),
@@ -340,7 +360,7 @@ CONSUMERS = Page(
         panel(
             "Messages stored, by subject",
             (
-                "topk(20, sum by (subject) (max by (broker_group, subject) "
+                "topk by (cluster) (20, sum by (cluster, subject) (max by (cluster, broker_group, subject) "
                 f"(rate(qmq_broker_subject_messages_total{{{_LAG}}}[1m]))))",
                 "{{subject}}",
             ),
@@ -355,7 +375,7 @@ CONSUMERS = Page(
         panel(
             "Retries that wait",
             (
-                "sum by (subject, consumer_group) (max by (broker_group, subject, consumer_group) "
+                "sum by (cluster, subject, consumer_group) (max by (cluster, broker_group, subject, consumer_group) "
                 f'(qmq_broker_lag_messages{{subject=~"%RETRY%.*", {IN_GROUP}}}))',
                 "{{subject}}",
             ),
@@ -363,7 +383,7 @@ CONSUMERS = Page(
         panel(
             "Dead letters",
             (
-                f"sum by (subject, consumer_group) (qmq_broker_dead_letters_total{{{IN_GROUP}}})",
+                f"sum by (cluster, subject, consumer_group) (qmq_broker_dead_letters_total{{{IN_GROUP}}})",
                 "{{consumer_group}} of {{subject}}",
             ),
             advice="Since the masters' processes began, wherever they go; `qmq Redrive` does not take them off.",
@@ -371,10 +391,10 @@ CONSUMERS = Page(
         panel("Consumers that left or whose lease ended", recent(f"qmq_broker_departed_consumers_total{{{IN_GROUP}}}")),
         panel(
             "Connected consumers",
-            (f"sum by (broker_group) (qmq_broker_subscriptions{{{IN_GROUP}}})", "{{broker_group}}"),
+            (f"sum by (cluster, broker_group) (qmq_broker_subscriptions{{{IN_GROUP}}})", "{{broker_group}}"),
         ),
     ),
-    (GROUP, Variable("subject", "qmq_broker_subject_messages_total", "subject")),
+    (GROUP, Variable("subject", 'qmq_broker_subject_messages_total{cluster=~"$cluster"}', "subject")),
 )
 
 _DELAY = "qmq_delayserver"
@@ -382,41 +402,44 @@ DELAY = Page(
     "qmq-delay",
     "qmq: delayed messages",
     (
-        panel("Messages that pend", (f"max by (broker_group) ({_DELAY}_pending_messages)", "{{broker_group}}")),
+        panel(
+            "Messages that pend",
+            (f"max by (cluster, broker_group) ({_DELAY}_pending_messages{{{HERE}}})", "{{broker_group}}"),
+        ),
         panel(
             "Due and not sent",
-            (f"max by (broker_group) ({_DELAY}_due_messages)", "{{broker_group}}"),
+            (f"max by (cluster, broker_group) ({_DELAY}_due_messages{{{HERE}}})", "{{broker_group}}"),
             advice="Above 0 for longer than a moment: no broker group takes them.",
         ),
         panel(
             "For how long the oldest is due",
-            (f"max by (broker_group) ({_DELAY}_due_age_seconds)", "{{broker_group}}"),
+            (f"max by (cluster, broker_group) ({_DELAY}_due_age_seconds{{{HERE}}})", "{{broker_group}}"),
             unit=Unit.SECONDS,
         ),
-        panel("Lateness", *latency(f"{_DELAY}_lateness_seconds_bucket", "broker_group"), unit=Unit.SECONDS),
+        panel("Lateness", *latency(f"{_DELAY}_lateness_seconds_bucket{{{HERE}}}", "broker_group"), unit=Unit.SECONDS),
         panel(
             "Taken and sent",
-            per_second(f"{_DELAY}_produced_messages_total", "taken"),
-            per_second(f"{_DELAY}_sent_messages_total", "sent"),
+            per_second(f"{_DELAY}_produced_messages_total{{{HERE}}}", "taken"),
+            per_second(f"{_DELAY}_sent_messages_total{{{HERE}}}", "sent"),
             unit=Unit.PER_SECOND,
         ),
         panel(
             "Cancelled and moved",
-            recent(f"{_DELAY}_cancelled_messages_total", "cancelled"),
-            recent(f"{_DELAY}_rescheduled_messages_total", "moved"),
+            recent(f"{_DELAY}_cancelled_messages_total{{{HERE}}}", "cancelled"),
+            recent(f"{_DELAY}_rescheduled_messages_total{{{HERE}}}", "moved"),
         ),
         panel(
             "Answers that did not come, batches not stored, messages rejected",
-            recent(f"{_DELAY}_unknown_answers_total", "unknown"),
-            recent(f"{_DELAY}_not_stored_batches_total", "not stored"),
-            recent(f"{_DELAY}_rejected_messages_total", "rejected"),
+            recent(f"{_DELAY}_unknown_answers_total{{{HERE}}}", "unknown"),
+            recent(f"{_DELAY}_not_stored_batches_total{{{HERE}}}", "not stored"),
+            recent(f"{_DELAY}_rejected_messages_total{{{HERE}}}", "rejected"),
         ),
         panel(
             "Clock, against the one that due times are compared with",
-            (f"{_DELAY}_clock_difference_seconds", "{{hostname}}"),
+            (f"{_DELAY}_clock_difference_seconds{{{HERE}}}", "{{hostname}}"),
             unit=Unit.SECONDS,
         ),
-        panel("In memory, to be due soon", (f"{_DELAY}_loaded_bytes", "{{hostname}}"), unit=Unit.BYTES),
+        panel("In memory, to be due soon", (f"{_DELAY}_loaded_bytes{{{HERE}}}", "{{hostname}}"), unit=Unit.BYTES),
     ),
 )
 
@@ -424,38 +447,48 @@ OUTBOX = Page(
     "qmq-outbox",
     "qmq: outboxes and watchdog",
     (
-        panel("Active watchdogs", "sum(qmq_watchdog_leader)", kind=PanelKind.NOW, advice="One for each room."),
+        panel(
+            "Active watchdogs",
+            f"sum by (cluster) (qmq_watchdog_leader{{{HERE}}})",
+            kind=PanelKind.NOW,
+            advice="One for each room.",
+        ),
         panel(
             "Databases that answer",
-            ("min by (database) (qmq_watchdog_database_up)", "{{database}}"),
+            (f"min by (cluster, database) (qmq_watchdog_database_up{{{HERE}}})", "{{database}}"),
             unit=Unit.UP,
             kind=PanelKind.NOW,
         ),
         panel(
             "Rows, by state",
-            ("max by (database, state) (qmq_watchdog_rows)", "{{database}} {{state}}"),
+            (f"max by (cluster, database, state) (qmq_watchdog_rows{{{HERE}}})", "{{database}} {{state}}"),
             advice="Counted up to 100,000. Parked: not tried any more.",
         ),
         panel(
             "Age of the oldest row",
-            ("max by (database) (qmq_watchdog_oldest_seconds)", "{{database}}"),
+            (f"max by (cluster, database) (qmq_watchdog_oldest_seconds{{{HERE}}})", "{{database}}"),
             unit=Unit.SECONDS,
         ),
         panel(
-            "Rows sent", ("sum by (database) (rate(qmq_watchdog_sent_total[5m]))", "{{database}}"), unit=Unit.PER_SECOND
+            "Rows sent",
+            (f"sum by (cluster, database) (rate(qmq_watchdog_sent_total{{{HERE}}}[5m]))", "{{database}}"),
+            unit=Unit.PER_SECOND,
         ),
         panel(
             "Rows that failed, were released, were parked",
-            ("sum by (database) (increase(qmq_watchdog_failed_total[5m]))", "{{database}} failed"),
-            ("sum by (database) (increase(qmq_watchdog_released_total[5m]))", "{{database}} released"),
-            ("sum by (database) (increase(qmq_watchdog_parked_total[5m]))", "{{database}} parked"),
+            (f"sum by (cluster, database) (increase(qmq_watchdog_failed_total{{{HERE}}}[5m]))", "{{database}} failed"),
+            (
+                f"sum by (cluster, database) (increase(qmq_watchdog_released_total{{{HERE}}}[5m]))",
+                "{{database}} released",
+            ),
+            (f"sum by (cluster, database) (increase(qmq_watchdog_parked_total{{{HERE}}}[5m]))", "{{database}} parked"),
         ),
         panel(
             "Since each table was last looked through",
-            ("max by (database) (qmq_watchdog_last_pass_seconds)", "{{database}}"),
+            (f"max by (cluster, database) (qmq_watchdog_last_pass_seconds{{{HERE}}})", "{{database}}"),
             unit=Unit.SECONDS,
         ),
-        panel("Elections", "sum(increase(qmq_watchdog_elections_total[1h]))"),
+        panel("Elections", f"sum by (cluster) (increase(qmq_watchdog_elections_total{{{HERE}}}[1h]))"),
     ),
 )
 
@@ -465,36 +498,46 @@ AUDIT = Page(
     (
         panel(
             "Last success",
-            ("max by (name) (qmq_nightly_last_success_timestamp_seconds) * 1000", "{{name}}"),
+            (f"max by (cluster, name) (qmq_nightly_last_success_timestamp_seconds{{{HERE}}}) * 1000", "{{name}}"),
             unit=Unit.TIME,
             kind=PanelKind.NOW,
         ),
         panel(
             "Exit status of the last run",
-            ("max by (name) (qmq_nightly_exit_status)", "{{name}}"),
+            (f"max by (cluster, name) (qmq_nightly_exit_status{{{HERE}}})", "{{name}}"),
             kind=PanelKind.NOW,
             advice="Of the audit: 0 proven equal, 1 findings, 2 could not read.",
         ),
         panel(
             "Removed before an audit read it",
-            ("max by (broker_group) (qmq_audit_unverified_bytes)", "{{broker_group}}"),
+            (f"max by (cluster, broker_group) (qmq_audit_unverified_bytes{{{HERE}}})", "{{broker_group}}"),
             unit=Unit.BYTES,
             advice="By retention, since the run before.",
         ),
-        panel("How long it took", ("max by (name) (qmq_nightly_seconds)", "{{name}}"), unit=Unit.SECONDS),
+        panel(
+            "How long it took",
+            (f"max by (cluster, name) (qmq_nightly_seconds{{{HERE}}})", "{{name}}"),
+            unit=Unit.SECONDS,
+        ),
         panel(
             "Hours since the last success",
-            ("(time() - max by (name) (qmq_nightly_last_success_timestamp_seconds)) / 3600", "{{name}}"),
+            (
+                f"(time() - max by (cluster, name) (qmq_nightly_last_success_timestamp_seconds{{{HERE}}})) / 3600",
+                "{{name}}",
+            ),
         ),
         panel(
             "What both disks have",
-            ("max by (broker_group) (qmq_broker_high_watermark_bytes)", "{{broker_group}}"),
+            (f"max by (cluster, broker_group) (qmq_broker_high_watermark_bytes{{{HERE}}})", "{{broker_group}}"),
             unit=Unit.BYTES,
             advice="The audit reads up to here.",
         ),
         panel(
             "Log on disk",
-            ("qmq_broker_log_end_bytes - qmq_broker_log_start_bytes", "{{broker_group}} {{hostname}}"),
+            (
+                f"qmq_broker_log_end_bytes{{{HERE}}} - qmq_broker_log_start_bytes{{{HERE}}}",
+                "{{broker_group}} {{hostname}}",
+            ),
             unit=Unit.BYTES,
         ),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import ipaddress
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from qmq.logs import FORMATS, LEVELS
 from qmq.settings import InvalidSettings, setting
 
 CLUSTER_TOKEN_CHARS_MIN = 8
+CLUSTER_NAME = r"[A-Za-z0-9._-]{1,64}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class MetaserverSettings:
     new_subjects_max: int = setting(
         200_000, least=1, most=100_000_000, why="of one token's clients while it runs: what a minute's bound adds up to"
     )
+    cluster: str = setting(
+        "qmq",
+        why="name of this installation: label `cluster` of its Prometheus targets; all its metaservers have the same",
+    )
     log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
     log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
@@ -123,6 +129,8 @@ class MetaserverSettings:
                 complaints.append(f"{name}: fewer than {CLUSTER_TOKEN_CHARS_MIN} characters, or others than ASCII's")
         if not self.advertised_ip and self.host in ("0.0.0.0", "::"):
             complaints.append(f"advertised_ip: missing; with host {self.host} it must say which address others use")
+        if not re.fullmatch(CLUSTER_NAME, self.cluster):
+            complaints.append(f"cluster: {self.cluster!r} is no name; use 1 to 64 letters, digits, '.', '_' and '-'")
         if self.groups_per_subject_new < self.groups_per_subject_min:
             complaints.append("groups_per_subject_new: less than groups_per_subject_min, so that it would not matter")
         if self.swap_hold_ms <= self.swap_catch_up_ms + self.broker_timeout_ms:

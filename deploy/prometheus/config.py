@@ -2,8 +2,8 @@
 
     qmq prometheus --metaserver 10.0.0.9:8080 --token-file viewer.token --out /etc/prometheus/qmq
 
-Targets are the brokers, delay servers, metaservers and active watchdogs registered with the metaserver. Run it again
-when one is added.
+Targets are the brokers, delay servers, metaservers and active watchdogs registered with the metaserver, each with the
+label `cluster`, the metaserver's setting. Run it again when one is added.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from qmq.types import Endpoint
 TEMPLATE = Path(__file__).with_name("prometheus.yml")
 RULES = Path(__file__).with_name("qmq.rules.yml")
 INTERVAL_S = 15
+DEFAULT_CLUSTER = "qmq"
+"""Name of an installation whose metaserver has no setting `cluster`, because it is older."""
 
 Target = dict[str, Any]
 
@@ -46,9 +48,14 @@ def find_targets(ask: Callable[..., Any], watchdogs: Iterable[str] = ()) -> list
         for row in ask("ListBrokers", details="true")
         if row["metricsPort"]
     ]
-    metaservers = [_target("metaserver", row["http"]) for row in ask("ListMetaservers")]
+    rows = ask("ListMetaservers")
+    metaservers = [_target("metaserver", row["http"]) for row in rows]
     active = [row["address"] for row in ask("ListWatchdogs") if row["address"]]
-    return [*metaservers, *brokers, *(_target("watchdog", address) for address in sorted({*active, *watchdogs}))]
+    targets = [*metaservers, *brokers, *(_target("watchdog", address) for address in sorted({*active, *watchdogs}))]
+    cluster = next((row["cluster"] for row in rows if row.get("cluster")), DEFAULT_CLUSTER)
+    for target in targets:
+        target["labels"]["cluster"] = cluster
+    return targets
 
 
 def _target(kind: str, address: str, **labels: str) -> Target:
@@ -65,7 +72,10 @@ def write_config(
 ) -> Path:
     """Write prometheus.yml, the targets and the rules; return the path of the first."""
     directory.mkdir(parents=True, exist_ok=True)
+    cluster = next((target["labels"]["cluster"] for target in targets), DEFAULT_CLUSTER)
     values: Mapping[str, str] = {
+        "cluster": json.dumps(cluster),
+        "nightly": json.dumps(f"{cluster}-nightly"),
         "interval": f"{interval_s}s",
         "token_file": json.dumps(str(token_file.resolve())),
         "node_exporters": json.dumps([str(Endpoint.parse(address)) for address in node_exporters]),

@@ -150,7 +150,8 @@ async def _list_metaservers(desk: Desk, words: Words) -> Any:
     alive = {row.id: row for row in desk.registry.peers()}
     known = {**{row.id: row for row in await stored_metaservers(desk)}, **alive}
     rows = sorted(known.values(), key=lambda row: row.http_address)
-    return [metaserver_json(row, up=row.id in alive, own=row.id == desk.own_id) for row in rows]
+    name = desk.settings.get("cluster", "")
+    return [metaserver_json(row, up=row.id in alive, own=row.id == desk.own_id, cluster=name) for row in rows]
 
 
 DAY_MS = 24 * 3600 * 1000

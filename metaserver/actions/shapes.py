@@ -207,7 +207,7 @@ def watchdog_json(row: LeaseRow, *, room: str) -> dict[str, Any]:
     }
 
 
-def metaserver_json(row: MetaserverRow, *, up: bool | None, own: bool) -> dict[str, Any]:
+def metaserver_json(row: MetaserverRow, *, up: bool | None, own: bool, cluster: str) -> dict[str, Any]:
     return {
         "id": row.id,
         "http": row.http_address,
@@ -215,6 +215,7 @@ def metaserver_json(row: MetaserverRow, *, up: bool | None, own: bool) -> dict[s
         "version": row.version,
         "up": up,
         "answersThis": own,
+        "cluster": cluster,
     }
 
 

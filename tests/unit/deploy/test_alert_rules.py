@@ -1,7 +1,8 @@
 """Shell. Every alert rule, by `promtool test rules`: one fault fires its alert and no other.
 
 Each case starts from the series of a healthy installation and changes those of its fault. It states the minutes until
-the alert fires; shortly before that, nothing does.
+the alert fires; shortly before that, nothing does. Two more installations share the Prometheus: `staging` is healthy,
+so no fault pages there; `burning` has the faults that silence other alerts, so none is masked by it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import yaml
 
 from qmq.cli import PROGRAMS
 from qmq.tools.commands import COMMANDS
+from tests.unit.deploy.clusters import crossings
 
 ROOT = Path(__file__).parents[3]
 
@@ -126,6 +128,19 @@ WELL = {
     'kube_cronjob_status_last_successful_time{cronjob="qmq-backup"}': "0+60x3000",
 }
 """Series -> values, a minute apart; a single value stays."""
+
+BURNING = WELL | {
+    'up{kind="broker",instance="b1"}': "0",
+    'qmq_metaserver_broker_up{broker_group="g1",role="master",instance="m1"}': "0",
+    'qmq_metaserver_broker_up{broker_group="d",role="master",instance="m1"}': "0",
+    'qmq_broker_readonly{broker_group="g1",reason="disk",instance="b1"}': "1",
+    'qmq_broker_group_cause{broker_group="g1",subject="a",consumer_group="c",instance="b1",cause="away"}': "1",
+    'qmq_broker_group_cause{broker_group="g1",subject="b",consumer_group="c",instance="b1",cause="away"}': "1",
+    'qmq_metaserver_database_set_aside{instance="m1"}': "1",
+    'qmq_audit_verdict{broker_group="g1",verdict="findings"}': "1",
+    'qmq_broker_scrub_findings_total{broker_group="g1",instance="b1"}': "0+1x3000",
+}
+"""Series whose faults silence alerts of their own installation."""
 
 
 def readonly(reason, kind="broker"):
@@ -350,22 +365,30 @@ def promtool(folder, tests, *, every_m=1):
 
 
 def test_group(series, expected):
-    """Return one group of a test file; `expected`: minutes -> names of the firing alerts."""
+    """Return one group of a test file; `series`: of `prod`; `expected`: minutes -> names of its alerts."""
+    clusters = {"prod": series, "staging": WELL, "burning": BURNING}
     return {
         "interval": "1m",
         "input_series": [
-            {"series": name, "values": values if "x" in values or " " in values else f"{values}x3000"}
-            for name, values in series.items()
+            {"series": of_cluster(name, cluster), "values": values if set("x ") & set(values) else f"{values}x3000"}
+            for cluster, all_series in clusters.items()
+            for name, values in all_series.items()
         ],
         "promql_expr_test": [
             {
-                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "expr": 'count by (cluster, alertname) (ALERTS{alertstate="firing", cluster!="burning"})',
                 "eval_time": f"{minute}m",
-                "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names],
+                "exp_samples": [{"labels": f'{{cluster="prod", alertname="{name}"}}', "value": 1} for name in names],
             }
             for minute, names in expected.items()
         ],
     }
+
+
+def of_cluster(series, cluster):
+    name, _, labels = series.rstrip("}").partition("{")
+    own = f'cluster="{cluster}"'
+    return f"{name}{{{labels},{own}}}" if labels else f"{name}{{{own}}}"
 
 
 test_group.__test__ = False
@@ -435,6 +458,31 @@ def test_unscraped_master_is_no_missing_master(tmp_path):
     unscraped = {'qmq_broker_is_master{broker_group="g1",instance="b1"}', 'up{kind="broker",instance="b1"}'}
     series = {name: values for name, values in WELL.items() if name not in unscraped}
     assert promtool(tmp_path, [test_group(series, {minute: [] for minute in (1, 5, 30)})]) == ""
+
+
+def test_rules_keep_clusters_apart():
+    for rule in rules():
+        assert crossings(rule["expr"]) == [], rule["alert"]
+        assert rule["annotations"]["summary"].startswith("{{ $labels.cluster }}: "), rule["alert"]
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        "sum(up) == 0",
+        "sum(up) by (cluster)",
+        "max by (broker_group) (x)",
+        "topk(20, x)",
+        "a and on () b",
+        "a unless on (name) b",
+        "a / ignoring (cluster) b",
+        "sum without (cluster) (x)",
+        'absent(up{cluster="prod"})',
+        "x or vector(0)",
+    ],
+)
+def test_expression_that_joins_clusters_is_found(expr):
+    assert crossings(expr) != []
 
 
 def test_every_alert_is_documented():

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from qmq.deploy.dashboards import PAGES, PanelKind, Unit, main, to_json
+from tests.unit.deploy.clusters import crossings
 
 SHAPE = {
     "uid": str,
@@ -53,7 +54,7 @@ def shape_of(value):
 
 
 def filled(expr):
-    return expr.replace("$broker_group", ".+").replace("$subject", ".+")
+    return expr.replace("$broker_group", ".+").replace("$subject", ".+").replace("$cluster", "prod")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.uid)
@@ -90,7 +91,18 @@ def test_pages_and_panels_have_names_of_their_own():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.uid)
 def test_variables_of_queries_stand_above_the_page(page):
     used = {name for panel in page.panels for query in panel.queries for name in re.findall(r"\$(\w+)", query.expr)}
-    assert used <= {variable.name for variable in page.variables}
+    assert used <= {variable["name"] for variable in to_json(page)["templating"]["list"]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.uid)
+def test_every_panel_shows_the_chosen_cluster(page):
+    for expr in (query.expr for panel in page.panels for query in panel.queries):
+        assert crossings(expr) == [], expr
+        selectors = re.findall(r"(?:\b(?:qmq|process)_\w+|\bup\b|\bALERTS\b)(?!\|)\{?|\{__name__", expr)
+        assert len(selectors) == len(re.findall(r'cluster=~"\$cluster"', expr)) > 0, expr
+    cluster, *others = to_json(page)["templating"]["list"][1:]
+    assert cluster["name"] == "cluster" and not cluster["multi"]
+    assert all('cluster=~"$cluster"' in variable["definition"] for variable in others)
 
 
 def test_prometheus_takes_every_query(tmp_path):

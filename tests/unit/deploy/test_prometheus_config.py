@@ -6,6 +6,7 @@ import json
 import subprocess
 
 import pytest
+import yaml
 
 from qmq.deploy.prometheus.config import find_targets, main, write_config
 
@@ -15,7 +16,7 @@ INSTALLATION = {
         {"role": "DELAY_SLAVE", "ip": "10.0.0.2", "metricsPort": 20814, "hostname": "d2"},
         {"role": "SLAVE", "ip": "10.0.0.2", "metricsPort": 0, "hostname": "never started"},
     ],
-    "ListMetaservers": [{"http": "10.0.0.1:8180"}, {"http": "10.0.0.2:8280"}],
+    "ListMetaservers": [{"http": "10.0.0.1:8180", "cluster": "prod"}, {"http": "10.0.0.2:8280", "cluster": "prod"}],
     "ListWatchdogs": [{"address": "10.0.0.1:8090"}, {"address": ""}],
 }
 
@@ -38,6 +39,12 @@ def test_every_registered_process_is_a_target():
     ]
 
 
+def test_every_target_names_its_cluster():
+    assert {target["labels"]["cluster"] for target in find_targets(ask, ["10.0.0.2:8090"])} == {"prod"}
+    older = INSTALLATION | {"ListMetaservers": [{"http": "10.0.0.1:8180"}]}
+    assert {target["labels"]["cluster"] for target in find_targets(lambda action, **_: older[action])} == {"qmq"}
+
+
 def test_active_watchdog_is_listed_once():
     found = find_targets(ask, ["10.0.0.2:8090", "10.0.0.1:8090"])
     assert [target["targets"] for target in found if target["labels"]["kind"] == "watchdog"] == [
@@ -54,6 +61,9 @@ def test_prometheus_takes_the_configuration(tmp_path):
     ended = subprocess.run(["promtool", "check", "config", path], capture_output=True, text=True)
     assert ended.returncode == 0 and "1 rule files found" in ended.stdout, ended.stdout + ended.stderr
     assert json.loads((tmp_path / "out" / "qmq.targets.json").read_text()) == find_targets(ask)
+    jobs = yaml.safe_load(path.read_text())["scrape_configs"]
+    assert [job["job_name"] for job in jobs] == ["prod", "prod-nightly"]
+    assert jobs[1]["static_configs"] == [{"targets": ["10.0.0.1:9100"], "labels": {"cluster": "prod"}}]
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o644}, "Prometheus reads them"
 
 

@@ -63,6 +63,7 @@ class World:
             Vault(keys),
             self.watchdogs,
             refusals=lambda: self.refusals,
+            settings={"cluster": "prod"},
             version="1",
             own_id="m1",
         )

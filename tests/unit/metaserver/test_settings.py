@@ -34,6 +34,7 @@ def test_local_proxy_is_trusted():
         pytest.param({"QMQ_METASERVER_CLUSTER_TOKEN": "short"}, "cluster_token: fewer", id="short token"),
         pytest.param(TOKEN | {"QMQ_METASERVER_HOST": "0.0.0.0"}, "advertised_ip", id="any host, no address"),
         pytest.param(TOKEN | {"QMQ_METASERVER_SWAP_HOLD_MS": "1000"}, "swap_hold_ms", id="hold too short"),
+        pytest.param(TOKEN | {"QMQ_METASERVER_CLUSTER": 'a"b'}, "cluster: .* is no name", id="no label"),
         pytest.param(TOKEN | {"QMQ_METASERVER_HTTP_PORT": "70000"}, "http_port", id="port too large"),
         pytest.param(TOKEN | {"QMQ_METASERVER_TRUSTED_PROXIES": "::1,*"}, "trusted_proxies: '\\*'", id="anybody"),
         pytest.param(TOKEN | {"QMQ_METASERVER_TRUSTED_PROXIES": "10.0.0.7/24"}, "trusted_proxies", id="no network"),

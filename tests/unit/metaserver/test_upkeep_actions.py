@@ -229,7 +229,7 @@ async def test_metaservers_are_listed(world):
     rows = await world.database.read(lambda repository: repository.load_metaservers())
     world.liveness.peers.read(rows[:1], now_ms=world.registry.now_ms())
     listed = await world.done("ListMetaservers")
-    assert [(row["id"], row["up"], row["answersThis"]) for row in listed] == [
-        ("m1", True, True),
-        ("m2", False, False),
+    assert [(row["id"], row["up"], row["answersThis"], row["cluster"]) for row in listed] == [
+        ("m1", True, True, "prod"),
+        ("m2", False, False, "prod"),
     ]
