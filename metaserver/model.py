@@ -309,6 +309,8 @@ class ReplicaState:
     """Divergence of a `diverged` slave, when asked."""
     known_term: int = 0
     """Newest term whose row it has stored; 0 from an older version."""
+    has_offsets: bool = True
+    """False: read from a row or a snapshot, which have no current offsets; they are 0."""
 
     @property
     def reach(self) -> tuple[int, int, int]:
@@ -346,7 +348,7 @@ class SightingRow:
     incarnation: str
     up: bool
     state: ReplicaState | None = None
-    """Part of the state that routes and roles depend on; offsets are not stored and read as 0."""
+    """Part of the state that routes and roles depend on; offsets are not stored (`has_offsets`)."""
     begins: bool = False
     """When storing: this session replaces the stored one. False: it is stored only if it still is the newest."""
     changed: int = 0

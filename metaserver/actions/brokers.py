@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from qmq.errors import OperatorError, QmqError
-from qmq.metaserver.actions.desk import Desk, Handler, together
+from qmq.metaserver.actions.desk import ASKED_AT_ONCE, Desk, Handler, together
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import NAMED_MAX, take_out_of_routes
 from qmq.metaserver.actions.shapes import broker_json, group_json, parts_json, state_json
@@ -456,17 +456,36 @@ async def _list_brokers(desk: Desk, words: Words) -> Any:
 
 async def _list_broker_groups(desk: Desk, words: Words) -> Any:
     groups, wanted = desk.registry.directory.groups, words["brokerGroup"]
-    return [describe_group(desk, groups[name]) for name in sorted(groups) if wanted in ("", name)]
+    listed = [groups[name] for name in sorted(groups) if wanted in ("", name)]
+    states = await _current_states(desk, [broker for group in listed for broker in group.brokers])
+    return [_describe_group(desk, group, states) for group in listed]
 
 
-def describe_group(desk: Desk, group: Group) -> dict[str, Any]:
+async def _current_states(desk: Desk, brokers: Sequence[Broker]) -> dict[BrokerKey, ReplicaState | None]:
+    """Return the states of brokers. Brokers whose heartbeats another metaserver has are asked, if they are few."""
+    states = {broker.key: desk.registry.state(broker) for broker in brokers}
+    asked = [broker for broker in brokers if (state := states[broker.key]) is not None and not state.has_offsets]
+    if len(asked) <= ASKED_AT_ONCE:
+        for broker, answer in zip(asked, await together([_asked(desk, broker) for broker in asked]), strict=True):
+            states[broker.key] = answer or states[broker.key]
+    return states
+
+
+async def _asked(desk: Desk, broker: Broker) -> ReplicaState | None:
+    try:
+        return await desk.brokers.replica_status(broker)
+    except QmqError:
+        return None
+
+
+def _describe_group(desk: Desk, group: Group, states: Mapping[BrokerKey, ReplicaState | None]) -> dict[str, Any]:
     registry = desk.registry
     return group_json(
         group,
-        state=registry.state(group.master) if group.master else None,
+        state=states[group.master.key] if group.master else None,
         writable=registry.is_writable(group),
         readonly_subjects=registry.directory.readonly_subjects(group.name),
-        copies=[(broker, registry.is_up(broker), registry.state(broker)) for broker in group.brokers],
+        copies=[(broker, registry.is_up(broker), states[broker.key]) for broker in group.brokers],
     )
 
 

@@ -96,13 +96,15 @@ def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterabl
 
 
 def _copy_json(broker: Broker, up: bool, state: ReplicaState | None, master: ReplicaState | None) -> dict[str, Any]:
-    """Return a copy's last heartbeat; `lagBytes`: distance of its end from the master's."""
-    both = state is not None and master is not None
+    """Return a copy's last heartbeat; `lagBytes`: distance of its end from the master's. Null: another metaserver has
+    the heartbeats, and the copy did not answer.
+    """
+    own = state if state and state.has_offsets else None
     return {
         **broker_json(broker, up=up),
-        "logEnd": state and state.log_end,
-        "highWatermark": state and state.high_watermark,
-        "lagBytes": max(master.log_end - state.log_end, 0) if both and state and master else None,
+        "logEnd": own and own.log_end,
+        "highWatermark": own and own.high_watermark,
+        "lagBytes": max(master.log_end - own.log_end, 0) if own and master and master.has_offsets else None,
         "readonlyReasons": list(state.readonly_reasons) if state else [],
     }
 
@@ -131,15 +133,16 @@ def parts_json(row: Group | RoleChange) -> dict[str, Any]:
 
 
 def state_json(state: ReplicaState | None) -> dict[str, Any]:
+    own = state if state and state.has_offsets else None
     return {
         "term": state and state.term,
         "boot": state and state.boot,
-        "logStart": state and state.log_start,
-        "logEnd": state and state.log_end,
-        "flushedEnd": state and state.flushed_end,
-        "matchedEnd": state and state.matched_end,
-        "highWatermark": state and state.high_watermark,
-        "chain": state and f"{state.chain:016x}",  # text: some JSON readers round 64-bit numbers
+        "logStart": own and own.log_start,
+        "logEnd": own and own.log_end,
+        "flushedEnd": own and own.flushed_end,
+        "matchedEnd": own and own.matched_end,
+        "highWatermark": own and own.high_watermark,
+        "chain": own and f"{own.chain:016x}",  # text: some JSON readers round 64-bit numbers
         "writable": state and state.writable,
         "readonlyReasons": state and list(state.readonly_reasons),
         "durability": state and state.durability,

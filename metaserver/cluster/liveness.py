@@ -459,7 +459,7 @@ class Liveness:
         if not was_up or not sighting.state or essence(sighting.state) != essence(state):
             if not was_up:
                 self._dirty.pop(question.key, None)  # the unstored "down" is obsolete
-            sighting.state = state
+            sighting.state = replace(state, has_offsets=False)  # they age: this broker sends no heartbeats here
             sighting.seen_ms = now_ms
             self.version += 1
 

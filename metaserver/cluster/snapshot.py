@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -275,4 +275,5 @@ def _one(row: dict[str, Any]) -> Broker:
 
 def _sighting(row: dict[str, Any]) -> SightingRow:
     state = row["state"] and of_known_fields(ReplicaState, _with_tuples(row["state"], "readonly_reasons", "in_step"))
-    return of_known_fields(SightingRow, row | {"key": BrokerKey(*row["key"]), "state": state})
+    aged = state and replace(state, has_offsets=False)
+    return of_known_fields(SightingRow, row | {"key": BrokerKey(*row["key"]), "state": aged})

@@ -116,6 +116,7 @@ def _parse_state(text: str) -> ReplicaState | None:
         last_term=last_term,
         last_boot=last_boot,
         flushed_end=flushed_end,
+        has_offsets=False,
     )
 
 

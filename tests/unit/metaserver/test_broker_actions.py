@@ -239,6 +239,27 @@ async def test_lists_show_the_state_of_brokers(world):
     assert (g1["brokerState"], g1["term"], g2["brokerState"]) == ("RW", 2, "NRW")
 
 
+async def test_slave_of_another_metaserver_shows_no_false_lag(world):
+    """A row has no offsets: a slave in sync appeared to lack the whole log."""
+    await world.running_copies("g1")
+    key = BrokerKey("g1-b", 20881)
+    await world.database.write(lambda repository: repository.store_sightings(world.liveness.news()))
+    _, rows = await world.database.read(lambda repository: repository.load_sightings())
+    moved = [replace(row, session="s2", metaserver="m2") for row in rows if row.key == key]
+    world.registry.leave(key, world.sessions["g1-b"])
+    world.liveness.take_rows(moved, now_ms=world.registry.now_ms())
+
+    async def listed():
+        [group] = await world.done("ListBrokerGroups")
+        return {copy["hostname"]: (copy["up"], copy["logEnd"], copy["lagBytes"]) for copy in group["copies"]}
+
+    assert await listed() == {"g1-a": (True, 4096, 0), "g1-b": (True, 4096, 0)}
+    world.brokers.silent.add("g1")
+    assert await listed() == {"g1-a": (True, 4096, 0), "g1-b": (True, None, None)}
+    [status] = await world.done("ReplicaStatus")
+    assert [replica["logEnd"] for replica in status["replicas"]] == [4096, None]
+
+
 async def test_status_compares_copies(world):
     await world.running_copies("g1")
     key = BrokerKey("g1-b", 20881)

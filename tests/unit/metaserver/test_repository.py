@@ -42,7 +42,9 @@ from qmq.types import Role
 
 MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2)
 SLAVE = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2)
-STATE = ReplicaState(0, 2, boot=1, readonly_reasons=("disk",), durability="fsync", incarnation="disk a")
+STATE = ReplicaState(
+    0, 2, boot=1, readonly_reasons=("disk",), durability="fsync", incarnation="disk a", has_offsets=False
+)
 SIGHTING = SightingRow(MASTER.key, "session", "m1", "disk a", up=True, state=STATE, begins=True)
 TOKEN = TokenRow("t1", "Ann", "operator", "salt", "hash", ("s", "t*"), ("g1",), 1000, 2000)
 

@@ -30,6 +30,7 @@ from qmq.types import Role
 
 MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, 3, 4, "disk a")
 SLAVE = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, 3, 4, "disk b", complete=True)
+STATE = ReplicaState(0, 7, readonly_reasons=("disk",), has_offsets=False)
 SNAPSHOT = Snapshot(
     "sqlite:///m.db",
     1234,
@@ -44,7 +45,7 @@ SNAPSHOT = Snapshot(
     {"s": Route("s", ("g1", "g2"), 3, 17, 8)},
     17,
     [
-        SightingRow(MASTER.key, "m1.1", "m1", "disk a", True, ReplicaState(0, 7, readonly_reasons=("disk",))),
+        SightingRow(MASTER.key, "m1.1", "m1", "disk a", True, STATE),
         SightingRow(BrokerKey("b", 1), "m1.2", "m1", "disk b", False),
     ],
     [TokenRow("id", "name", "viewer", "salt", "hash", ("a*",), ("g1",), 1, 2, 3)],
