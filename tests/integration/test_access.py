@@ -112,7 +112,7 @@ async def test_no_address_answers_without_a_token(world):
             answer = await world.http.request(method, route.path)
             if (method, route.path) in OPEN:
                 assert answer.status_code == 200
-            elif route.path in ("/console/rates", "/console/live"):  # requested by the page's script
+            elif route.path in ("/console/rates", "/console/live", "/console/tail"):  # requested by the page's script
                 assert answer.status_code == 401
             elif route.path.startswith("/console") and (method, route.path) != ("POST", "/console/login"):
                 assert answer.status_code == 303 and answer.headers["location"].startswith("/console/login")

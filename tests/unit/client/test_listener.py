@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import pytest
 
 import qmq
-from qmq.client import listener
+from qmq.client import handler, listener
 from qmq.codec import batch_encoder, with_properties
 from qmq.errors import InvalidAck
 from tests.support.waiting import settle, until_async
@@ -377,8 +377,8 @@ async def test_worker_without_thread_retries(monkeypatch, rest_s):
             raise RuntimeError("can't start new thread")
         return made(name)
 
-    made = listener.HandlerThread
-    monkeypatch.setattr(listener, "HandlerThread", no_thread)
+    made = handler.HandlerThread
+    monkeypatch.setattr(handler, "HandlerThread", no_thread)
     monkeypatch.setattr(listener, "WORKER_REST_S", rest_s)
 
     handled = []
