@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live clones delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live clones delay-ledger history proto oldest lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -107,6 +107,17 @@ history: $(STAMP) ## MESSAGES (default 1000000), RATE a second (default 2500), t
 
 proto: $(STAMP) ## regenerate qmq/proto from qmq.proto
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. qmq/proto/qmq.proto
+	@# What was generated runs on older versions, too: `make oldest` tries it. The generator refuses them.
+	@sed -i '/import runtime_version/d; /^_runtime_version.Validate/,/^)/d' qmq/proto/qmq_pb2.py
+	@sed -i "s/^GRPC_GENERATED_VERSION = .*/GRPC_GENERATED_VERSION = '1.66.0'/" qmq/proto/qmq_pb2_grpc.py
+
+oldest: $(STAMP) ## the client's unit tests with the oldest grpcio and protobuf that pyproject.toml allows
+	@$(PY) -m venv .run/oldest
+	@.run/oldest/bin/pip install -q grpcio==1.66.0 protobuf==5.26.1
+	@$(PY) -c "import site; print('$(CURDIR)'); print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > .run/oldest.pth
+	@mv .run/oldest.pth .run/oldest/lib/python3.*/site-packages/
+	@# Old grpcio reports a harmless BlockingIOError of a second event loop in a process.
+	@.run/oldest/bin/python -m pytest -q -W ignore::pytest.PytestUnraisableExceptionWarning $(addprefix tests/unit/client/test_,producer.py listener.py route_watch.py puller.py tokens.py)
 
 lock: ## write requirements.lock anew: the newest versions that pyproject.toml allows
 	@deploy/lock.sh $(VENV)

@@ -5,7 +5,7 @@ import warnings
 
 from qmq.proto import qmq_pb2 as qmq_dot_proto_dot_qmq__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.66.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
