@@ -86,7 +86,8 @@ LONG = {"encode_run"}
 """A call per message or property would double the time of a producer's encoder."""
 
 LOOK_UPS = {
-    f"socket.{name}" for name in ("gethostbyname", "gethostbyname_ex", "gethostbyaddr", "getfqdn", "getaddrinfo")
+    f"socket.{name}"
+    for name in ("gethostbyname", "gethostbyname_ex", "gethostbyaddr", "getfqdn", "getaddrinfo", "create_connection")
 }
 """They wait for a name server. The loop's own `getaddrinfo` runs in a thread."""
 
@@ -145,8 +146,17 @@ def read_module(root: Path, path: Path) -> Module:
         empty=parts[-1] == "__init__",
         rebound=tuple(rebound(tree)),
         long=tuple(long_functions(nodes)),
-        look_ups=tuple(sorted(LOOK_UPS & {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)})),
+        look_ups=tuple(sorted(LOOK_UPS & set(socket_names(nodes)))),
     )
+
+
+def socket_names(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield the names that a module uses or imports, as `module.name`."""
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def rebound(tree: ast.Module) -> Iterator[str]:
@@ -273,11 +283,11 @@ def too_long(modules: list[Module]) -> list[str]:
 
 
 def blocking_look_ups(modules: list[Module]) -> list[str]:
-    """A name server that does not answer stops an event loop for 40 s. Commands have no loop."""
+    """A name server that does not answer stops an event loop for 40 s. Commands and benchmarks may block."""
     return [
         f"{module.name} looks up a name with {call}"
         for module in modules
-        if not module.name.startswith("qmq.tools.")
+        if not module.name.startswith(("qmq.tools.", "benchmarks."))
         for call in module.look_ups
     ]
 
@@ -336,6 +346,8 @@ CASES = [
     pytest.param("broker/a.py", "import qmq.broker.main", imports_of_main, id="import of main"),
     pytest.param("qmq/a.py", "def f():\n" + 60 * "    x\n", too_long, id="function of 61 lines"),
     pytest.param("qmq/a.py", "def f(): socket.getfqdn()", blocking_look_ups, id="name looked up on the loop"),
+    pytest.param("qmq/a.py", "from socket import getaddrinfo", blocking_look_ups, id="look-up imported by name"),
+    pytest.param("qmq/a.py", "def f(): socket.create_connection(a)", blocking_look_ups, id="connection by name"),
     pytest.param("qmq/a.py", "import time", impure_cores, id="core sees the clock"),
     pytest.param("qmq/a.py", "from os import path", impure_cores, id="core sees the disk"),
     pytest.param("qmq/a.py", "import grpc.aio", impure_cores, id="core sees the network"),
