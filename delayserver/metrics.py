@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -29,7 +29,7 @@ class DelayCollector(CopyCollector[DelayMaster]):
         counters: Counters,
         filing: ScheduleFiler,
         loop: asyncio.AbstractEventLoop,
-        refusals: Callable[[], Sized],
+        refusals: Callable[[], Collection[str]],
         settings: DelaySettings,
     ) -> None:
         super().__init__(NAME, service, counters, loop, settings)
@@ -51,15 +51,19 @@ class DelayCollector(CopyCollector[DelayMaster]):
         if (master := self._service.node.master) is not None:
             yield from self._dispatch(master)
 
+    def _refused_routes(self) -> int:
+        """Return the number of refused subjects; the entry "" means that no metaserver answers."""
+        return sum(bool(subject) for subject in self._refusals())
+
     def readiness(self) -> dict[str, object]:
-        return super().readiness() | {"refusedRoutes": len(self._refusals())}
+        return super().readiness() | {"refusedRoutes": self._refused_routes()}
 
     def _schedule(self) -> Iterator[Reading]:
         schedule = self._filing.schedule
         behind = max(self._service.node.log.flushed_end - schedule.filed_end, 0)
         yield "pending_messages", "Messages that are neither sent nor cancelled", schedule.pending_messages
         yield "pending_bytes", "Bytes of those messages", schedule.pending_bytes
-        yield "refused_routes", "Subjects whose route the metaserver refuses", len(self._refusals())
+        yield "refused_routes", "Subjects whose route the metaserver refuses", self._refused_routes()
         yield "schedule_segments", "Segments of the schedule", schedule.segments
         yield "unfiled_bytes", "Bytes of the log on this disk that the schedule does not have yet", behind
 
@@ -117,7 +121,7 @@ def open_http(
     counters: Counters,
     filing: ScheduleFiler,
     settings: DelaySettings,
-    refusals: Callable[[], Sized],
+    refusals: Callable[[], Collection[str]],
 ) -> HttpPort:
     """Open the HTTP port. `refusals` returns subjects whose route is refused; called on the loop."""
     loop = asyncio.get_running_loop()

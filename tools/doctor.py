@@ -31,6 +31,7 @@ from qmq.tools.findings import (
     ok,
     parse_metrics,
     read_clock,
+    read_clocks,
     read_version,
     silent_brokers,
     warn,
@@ -247,7 +248,7 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
     if page.status != 200:
         do = "use a token that may read its metrics"
         return [*findings, *clock, warn("disks", f"{label} does not show its metrics: {page.status}", do)], ""
-    judged = judge_broker(label, row["role"], parse_metrics(page.text))
+    judged = judge_broker(label, row["role"], parse_metrics(page.text), read_clocks(page.text))
     causes, limits = judge_causes(label, page.text), judge_limits(label, page.text)
     return [*findings, *clock, *judged, *causes, *limits], read_version(page.text)
 
@@ -263,9 +264,9 @@ def _states(token: str, row: Mapping[str, Any]) -> list[Finding]:
 
 
 def _versions(metaservers: Iterable[Mapping[str, Any]], brokers: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    versions = {f"metaserver {row['http']}": row.get("version") for row in metaservers if row["up"]}
-    versions |= {f"broker {row['hostname']}:{row['servePort']}": row.get("version") for row in brokers if row["up"]}
-    return {label: version for label, version in versions.items() if version}
+    versions = {f"metaserver {row['http']}": row.get("version", "") for row in metaservers if row["up"]}
+    brokers_up = (row for row in brokers if row["up"])
+    return versions | {f"broker {row['hostname']}:{row['servePort']}": row.get("version", "") for row in brokers_up}
 
 
 def _is_loopback(host: str) -> bool:

@@ -32,6 +32,8 @@ GROUP_CAUSES = {
 }
 """Remedies for causes that stop a consumer group; names as in broker.group_status."""
 _GROUP_CAUSE = re.compile(r"^qmq_broker_group_cause\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
+_AHEAD = re.compile(r"^qmq_(?:broker|delayserver)_clock_ahead_seconds\{(.*)\} (\S+)$", re.MULTILINE)
+NO_CLOCKS: Mapping[str, float] = {}
 _LIMITED = re.compile(r"^qmq_(?:broker|delayserver)_limited\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _FULL = re.compile(r"^qmq_broker_limited_subject\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -93,11 +95,14 @@ def judge_clock(process: str, clock: ClockReading) -> Finding:
 
 
 def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare the versions of processes, by name; processes without a version are skipped."""
+    """Compare the versions of processes, by name; "": the process did not show one."""
     by_version: dict[str, list[str]] = {}
     for process, version in versions.items():
         by_version.setdefault(version, []).append(process)
-    if len(by_version) == 1:
+    unknown = by_version.pop("", [])
+    if len(by_version) == 1 and unknown:
+        yield ok("versions", f"the others run {next(iter(by_version))}; unknown: {', '.join(unknown)}")
+    elif len(by_version) == 1:
         yield ok("versions", f"all run {next(iter(by_version))}")
     elif by_version:
         found = "; ".join(f"{version}: {', '.join(process)}" for version, process in sorted(by_version.items()))
@@ -173,7 +178,24 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
         yield ok("copies", f"the slave of {name} is in sync")
 
 
-def _judge_clocks(process: str, prefix: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
+def read_clocks(text: str) -> dict[str, float]:
+    """Return how many seconds a broker's clock is ahead of each other one, from its metrics."""
+    return {dict(_LABEL.findall(labels))["of"]: float(seconds) for labels, seconds in _AHEAD.findall(text)}
+
+
+def _wrong_clock(process: str, ahead_s: Mapping[str, float]) -> str:
+    """Name the clock that differs. A broker whose clock agrees with another one is not to blame."""
+    witnesses = sorted(ahead_s, key=lambda clock: abs(ahead_s[clock]))
+    if len(witnesses) < 2 or abs(ahead_s[witnesses[0]]) * 2 > abs(ahead_s[witnesses[-1]]):
+        return f"the clock of {process} differs from that of the other copy or of the metaserver"
+    near, far = witnesses[0], witnesses[-1]
+    way = "behind" if ahead_s[far] > 0 else "ahead of"
+    return f"the clock of the {far} is {abs(ahead_s[far]):,.0f} s {way} those of {process} and of the {near}"
+
+
+def _judge_clocks(
+    process: str, prefix: str, metrics: Mapping[str, float], ahead_s: Mapping[str, float]
+) -> Iterator[Finding]:
     off_s = metrics.get("qmq_delayserver_clock_difference_seconds", 0.0)
     if abs(off_s) > CLOCK_OFF_S_MAX:
         found = (
@@ -185,7 +207,7 @@ def _judge_clocks(process: str, prefix: str, metrics: Mapping[str, float]) -> It
         found = f"{process} compares {compared} of 3 clocks (its own, the other copy's, the metaserver's)"
         yield warn("clocks", found, "a wrong clock is found only with all three; check that slave and metaserver run")
     if metrics.get(f"{prefix}_clocks_disagree"):
-        found = f"the clock of {process} differs from that of the other copy or of the metaserver: nothing is deleted"
+        found = f"{_wrong_clock(process, ahead_s)}: nothing is deleted"
         do = f"{prefix}_clock_ahead_seconds shows by how much; run a time service (chrony, systemd-timesyncd) on all"
         yield fail("clocks", found, do)
     if clients := int(metrics.get(f"{prefix}_client_clocks_off", 0)):
@@ -195,7 +217,9 @@ def _judge_clocks(process: str, prefix: str, metrics: Mapping[str, float]) -> It
         )
 
 
-def judge_broker(process: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
+def judge_broker(
+    process: str, role: str, metrics: Mapping[str, float], ahead_s: Mapping[str, float] = NO_CLOCKS
+) -> Iterator[Finding]:
     """Judge the metrics of a broker or delay server: role, disk, and clock of due times."""
     prefix = "qmq_delayserver" if role.startswith("DELAY_") else "qmq_broker"
     is_master = metrics.get(f"{prefix}_is_master")
@@ -205,7 +229,7 @@ def judge_broker(process: str, role: str, metrics: Mapping[str, float]) -> Itera
     if refused := int(metrics.get(f"{prefix}_refused_routes", 0)):
         found = f"{process} is refused the routes of {refused} subjects; what is due for these waits"
         yield warn("routes", found, "the metaserver's check `routes`, and blocked_messages of its metrics, show why")
-    yield from _judge_clocks(process, prefix, metrics)
+    yield from _judge_clocks(process, prefix, metrics, ahead_s)
     if (age_s := metrics.get("qmq_delayserver_due_age_seconds", 0.0)) > DUE_AGE_S_MAX:
         due = int(metrics.get("qmq_delayserver_due_messages", 0))
         found = f"{process} has {due:,} messages due, one for {age_s:,.0f} s"

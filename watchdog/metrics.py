@@ -51,7 +51,9 @@ class _Watchdog(Collector):
         yield GaugeMetricFamily("qmq_watchdog_term", "Term of its lease; 0 at a standby.", leader.lease.term)
         yield CounterMetricFamily("qmq_watchdog_elections", "How often it became active.", leader.elections)
         yield GaugeMetricFamily(
-            "qmq_watchdog_refused_routes", "Subjects whose route the metaserver refuses.", len(leader.refusals)
+            "qmq_watchdog_refused_routes",
+            "Subjects whose route the metaserver refuses.",
+            sum(map(bool, leader.refusals)),
         )
         yield from self._databases()
         yield from self._rows()

@@ -28,7 +28,7 @@ from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
 from qmq.metaserver.actions.shapes import broker_json, parted_json
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.old_database import COMMANDS
-from qmq.metaserver.model import COPIES_MAX, Broker, Group, MetaserverRow, ReplicaState, part
+from qmq.metaserver.model import COPIES_MAX, Broker, Group, ReplicaState, part
 from qmq.metaserver.roles import rules
 from qmq.metaserver.storage.database import DatabaseSetAside
 from qmq.replication.readonly import WAY_OUT, Reason
@@ -204,7 +204,7 @@ async def examine_reported(desk: Desk) -> list[Check]:
 
 async def examine(desk: Desk, ask: Ask) -> list[Check]:
     database, brokers = await asyncio.gather(_database(desk), _brokers(desk, ask))
-    groups, tokens, metaservers = await _groups(desk), await _tokens(desk), await _metaservers(desk)
+    groups, tokens, metaservers = await _groups(desk), await _tokens(desk), _metaservers(desk)
     return one_per_cause([database, *brokers, *groups, *tokens, _passwords(desk), _routes(desk), metaservers])
 
 
@@ -353,14 +353,17 @@ def _routes(desk: Desk) -> Check:
     return _check(CheckKind.ROUTES, False, text, "raise the named setting, or reduce the number")
 
 
-async def _metaservers(desk: Desk) -> Check:
-    alive = {row.id for row in desk.registry.peers()}
-    silent = sorted(row.http_address for row in await stored_metaservers(desk) if row.id not in alive)
-    if silent:
-        return _check(
-            CheckKind.METASERVERS, False, f"silent: {', '.join(silent)}", "start them, or wait until they are forgotten"
-        )
-    return _check(CheckKind.METASERVERS, True, f"{len(alive)} up")
+def _metaservers(desk: Desk) -> Check:
+    registry, check = desk.registry, partial(_check, CheckKind.METASERVERS)
+    peers = registry.liveness.peers
+    if peers.is_unread(now_ms=registry.now_ms()):
+        return check(True, "this one answers; without the database the others are unknown")
+    silent = sorted(row.http_address for row in peers.rows if peers.is_silent(row.id, now_ms=registry.now_ms()))
+    stopped = [address for address in peers.stopped(now_ms=registry.now_ms()) if address not in silent]
+    found = [f"{word}: {', '.join(rows)}" for word, rows in (("silent", silent), ("stopped", stopped)) if rows]
+    if found:
+        return check(False, "; ".join(found), "start them; after a day without them this line ends by itself")
+    return check(True, f"{len({row.id for row in peers.rows} | {desk.own_id})} up")
 
 
 def _check(
@@ -368,13 +371,6 @@ def _check(
 ) -> Check:
     name = f"{kind} {of}" if of else str(kind)
     return {"kind": kind, "name": name, "ok": ok, "found": found, "remedy": remedy, "facts": facts or {}}
-
-
-async def stored_metaservers(desk: Desk) -> list[MetaserverRow]:
-    try:
-        return await desk.database.read(lambda repository: repository.load_metaservers())
-    except NotServed:
-        return []  # then only the live ones are known
 
 
 HANDLERS = {"Doctor": Handler(look_as=_doctor)}

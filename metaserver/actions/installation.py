@@ -10,15 +10,14 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qmq.errors import QmqError
+from qmq.errors import NotServed, QmqError
 from qmq.metaserver.access import is_valid, new_token
 from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
-from qmq.metaserver.actions.doctor import stored_metaservers
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import NAMED_MAX
 from qmq.metaserver.actions.shapes import audit_json, metaserver_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.model import DELAY, Broker, TokenRow
+from qmq.metaserver.model import DELAY, Broker, MetaserverRow, TokenRow
 from qmq.metaserver.storage.backup import header_fault, lost_masters
 from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, RestoreAll, RevokeToken
 
@@ -146,9 +145,16 @@ async def _adopt_database(desk: Desk, words: Words) -> Plan:
     )
 
 
+async def _stored_metaservers(desk: Desk) -> list[MetaserverRow]:
+    try:
+        return await desk.database.read(lambda repository: repository.load_metaservers())
+    except NotServed:
+        return []  # then only the live ones are known
+
+
 async def _list_metaservers(desk: Desk, words: Words) -> Any:
     alive = {row.id: row for row in desk.registry.peers()}
-    known = {**{row.id: row for row in await stored_metaservers(desk)}, **alive}
+    known = {**{row.id: row for row in await _stored_metaservers(desk)}, **alive}
     rows = sorted(known.values(), key=lambda row: row.http_address)
     name = desk.settings.get("cluster", "")
     return [metaserver_json(row, up=row.id in alive, own=row.id == desk.own_id, cluster=name) for row in rows]

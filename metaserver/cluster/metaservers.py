@@ -13,6 +13,8 @@ from qmq.metaserver.model import MetaserverRow
 
 GAP_MS = 3000
 """Readings come about once a second. Over a longer gap, a constant counter proves nothing."""
+STOPPED_MS = 24 * 3600 * 1000
+"""How long a metaserver that left is named: a stop removes its row, so nothing else would show it."""
 FORGOTTEN_TIMEOUTS = 12
 """Timeouts without an advance after which a row is removed."""
 
@@ -30,6 +32,8 @@ class Peers:
         self._timeout_ms = timeout_ms
         self._peers: dict[str, _Peer] = {}
         self._read_ms: int | None = None
+        self._stopped: dict[str, int] = {}
+        """HTTP address -> when its last row disappeared."""
 
     @property
     def rows(self) -> list[MetaserverRow]:
@@ -48,6 +52,14 @@ class Peers:
             known = before.get(id)
             stands_still = known is not None and (row is None or (known.row is not None and row.beat == known.row.beat))
             self._peers[id] = _Peer(row, known.advanced_ms if known and stands_still and not after_gap else now_ms)
+        present = {row.http_address for row in self.rows}
+        left = {peer.row.http_address for peer in before.values() if peer.row is not None} - present
+        self._stopped = {address: at_ms for address, at_ms in self._stopped.items() if address not in present}
+        self._stopped |= dict.fromkeys(left, now_ms)
+
+    def stopped(self, *, now_ms: int) -> list[str]:
+        """Return the addresses of metaservers that stopped or were removed within a day and did not return."""
+        return sorted(address for address, at_ms in self._stopped.items() if now_ms - at_ms < STOPPED_MS)
 
     def is_silent(self, id: str, *, now_ms: int) -> bool:
         """Return whether a metaserver's counter did not advance for the timeout, or the database was away.

@@ -102,6 +102,9 @@ class MessageLog:
         self.health = LogLife()
         self.damaged: deque[Damage] = deque(maxlen=DAMAGED_KEPT)
         """Damage that readers found since the start, newest last, repaired or not."""
+        self.damages = 0
+        """Number of damages since the start, of readers and of recoveries."""
+        self.damage: Damage | None = None
         self.torn_bytes = 0
         self.reload()
 
@@ -109,6 +112,7 @@ class MessageLog:
         """Read the copy back from disk."""
         recovered = recover(self.disk)
         self.state = recovered.state
+        self.damages += recovered.damage is not None and recovered.damage != self.damage
         self.damage = recovered.damage
         if self.damage is None:
             self.health.on(HealthEvent.RECOVERED_SHORT if self.is_tail_cut else HealthEvent.RECOVERED_WHOLE)
@@ -477,6 +481,7 @@ class MessageLog:
         found = Damage(begin, min(self.state.end, end or self.state.end), problem.reason)
         if self.damage is None or found not in self.damaged:  # several readers may meet the same damage
             self.damaged.append(found)
+            self.damages += 1
         self.damage = self.damage or found
         self.health.on(HealthEvent.FOUND_DAMAGE)
 

@@ -35,7 +35,7 @@ WAY_OUT = {
         "them; RemoveBroker ends the wait for one that is gone for good"
     ),
     Reason.UNFILLED: "a slave that is not whole waits until it may be filled: SyncReplica, as Doctor says",
-    Reason.DISK: "its disk is nearly full: make room",
+    Reason.DISK: "a disk is nearly full, its own or a slave's: make room on the one that Doctor's line `disks` names",
     Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ask Doctor",
     Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",
     Reason.CORRUPT: (

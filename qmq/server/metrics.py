@@ -218,7 +218,7 @@ class CopyCollector(Collector, Generic[M]):
         yield "illegal_transitions", "Moves that a table of states lacks: our own bug; the role began anew", illegal
         if service.scrub is not None:
             yield "scrubbed_bytes", "Bytes of closed segments that were read again", service.scrub.bytes
-            yield "scrub_findings", "Damage that this found", service.scrub.findings
+            yield "scrub_findings", "Damage that a scrub, a read or the start found", service.scrub.findings
 
     def _subjects(self, ends: Mapping[str, int]) -> Iterator[Metric]:
         """Of each subject, how many messages; those of dead letters come first, as alerts watch them."""

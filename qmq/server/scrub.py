@@ -46,7 +46,7 @@ class Scrub:
         """Segments written by earlier processes, not read since this one began."""
         self._looked_s = self._began_s
         """When the snapshot of an only segment was looked at; the start has read it."""
-        self.bytes = self.findings = 0
+        self.bytes = self._lost_snapshots = self._seen = 0
         self._found_s: float | None = None
         service.scrub = self
 
@@ -85,8 +85,15 @@ class Scrub:
         return self._loop.time() - min(self._verified_s.values(), default=self._loop.time())
 
     @property
+    def findings(self) -> int:
+        """Number of damages since the start, whether this, another reader or a recovery found them."""
+        return self._lost_snapshots + self._log.damages
+
+    @property
     def last_finding_s(self) -> float | None:
-        """Time since the last found damage; None: none in this process."""
+        """Time since damage was last noticed; None: none in this process."""
+        if self.findings != self._seen:
+            self._seen, self._found_s = self.findings, self._loop.time()
         return None if self._found_s is None else self._loop.time() - self._found_s
 
     def _note_segments(self) -> None:
@@ -115,7 +122,7 @@ class Scrub:
                 at, chain, is_whole = await asyncio.to_thread(self._log.stored.verify, base, at, chain, PIECE_BYTES)
             except CorruptFrame as problem:
                 if self._log.stored.is_damaged(problem):
-                    self._note(problem.offset, problem.reason)
+                    log.error("scrub found damage offset=%d reason=%s", problem.offset, problem.reason)
                     self._service.guarded(partial(self._service.node.found_damage, problem))
                     return
                 is_whole = True  # retention, a cut or a repair came in between
@@ -137,7 +144,7 @@ class Scrub:
             if found is None or self._service.disk_free_bytes < self._service.disk_free_limit:
                 return  # a snapshot may be large, and a disk that is full ends the process: next time
             state, end = found
-            self._note(end, LOST_SNAPSHOT)
+            self._note_snapshot(end)
             while state.end < end:
                 begin = state.end
                 await asyncio.to_thread(self._log.stored.fold_on, state, end, PIECE_BYTES)
@@ -155,8 +162,8 @@ class Scrub:
         if self._loop.time() - self._looked_s >= self.every_s:
             self._looked_s = self._loop.time()
             if self._log.roll_if_no_snapshot():
-                self._note(self._log.bases[0], LOST_SNAPSHOT)
+                self._note_snapshot(self._log.bases[0])
 
-    def _note(self, offset: int, reason: str) -> None:
-        self.findings, self._found_s = self.findings + 1, self._loop.time()
-        log.error("scrub found damage offset=%d reason=%s", offset, reason)
+    def _note_snapshot(self, offset: int) -> None:
+        self._lost_snapshots += 1
+        log.error("scrub found damage offset=%d reason=%s", offset, LOST_SNAPSHOT)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.delayserver import main
+from qmq.delayserver.metrics import DelayCollector
 from qmq.delayserver.settings import DelaySettings
 from qmq.log import RealDisk
 from qmq.log.disk import REMOVED, SWEPT_BYTES
@@ -36,3 +37,10 @@ async def test_schedule_files_free_disk_like_the_log(tmp_path, monkeypatch):
         while disk.sweep():
             pass
     assert not shelf.names(REMOVED)
+
+
+def test_missing_metaserver_is_no_refused_route():
+    """Doctor warned of refused routes whenever no metaserver answered."""
+    collector = object.__new__(DelayCollector)
+    collector._refusals = lambda: {"": "no metaserver answers", "order.changed": "too many subjects"}
+    assert collector._refused_routes() == 1

@@ -60,6 +60,15 @@ async def database_away(world):
 async def metaserver_silent(world):
     gone = MetaserverRow("m2", "10.0.0.2:8080", "10.0.0.2:8081", beat=1, version="1")
     await world.database.write(lambda repository: repository.beat(gone))
+    for ago_ms in (8000, 6000, 4000, 2000, 0):
+        world.liveness.peers.read([gone], now_ms=world.registry.now_ms() - ago_ms)
+
+
+async def metaserver_stopped(world):
+    """A stopped metaserver removes its row."""
+    gone = MetaserverRow("m2", "10.0.0.2:8080", "10.0.0.2:8081", beat=1, version="1")
+    for rows in ([gone], []):
+        world.liveness.peers.read(rows, now_ms=world.registry.now_ms())
 
 
 CAUSES = {
@@ -73,6 +82,7 @@ CAUSES = {
     refused: ({CheckKind.ROUTES: 1}, "token 'shop' has 3 watches"),
     database_away: ({CheckKind.DATABASE: 1}, "killed"),
     metaserver_silent: ({CheckKind.METASERVERS: 1}, "silent: 10.0.0.2:8080"),
+    metaserver_stopped: ({CheckKind.METASERVERS: 1}, "stopped: 10.0.0.2:8080"),
 }
 """Faults of an installation with one group: the number of findings by check, and words of one of them."""
 
@@ -138,6 +148,20 @@ async def test_healthy_installation_has_no_findings(world):
     world.beat("g1-a", writable=False, readonly_reasons=("operator",))
     checks = (await world.done("Doctor"))["checks"]
     assert all(check["ok"] for check in checks if check["kind"] == CheckKind.BROKER), "a mark is no fault"
+
+
+async def test_restarted_metaserver_is_not_missing(world):
+    await metaserver_stopped(world)
+    checks = (await world.done("Doctor"))["checks"]
+    assert [check["found"] for check in checks if not check["ok"]] == ["stopped: 10.0.0.2:8080"]
+    back = MetaserverRow("m3", "10.0.0.2:8080", "10.0.0.2:8081", beat=1, version="1")
+    world.liveness.peers.read([back], now_ms=world.registry.now_ms())
+    [check] = [check for check in (await world.done("Doctor"))["checks"] if check["kind"] == CheckKind.METASERVERS]
+    assert check["ok"] and check["found"] == "2 up", "this one counts itself"
+    unread_ms = world.registry.now_ms() - 60_000
+    world.liveness.peers.read([back], now_ms=unread_ms)
+    [check] = [check for check in (await world.done("Doctor"))["checks"] if check["kind"] == CheckKind.METASERVERS]
+    assert check["found"] == "this one answers; without the database the others are unknown"
 
 
 async def test_metrics_query_no_broker(world):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.errors import DiskFailed
+from qmq.errors import CorruptFrame, DiskFailed
 from qmq.log.segments import log_name, snapshot_name
 from qmq.server import scrub
 from tests.unit.log.logs import Copy
@@ -42,6 +42,21 @@ def scrub_of(copy, failures):
     """Return a scrub that takes minutes per piece; `failures` collects the errors that would end the process."""
     service = SimpleNamespace(node=SimpleNamespace(log=copy.log, role="slave"), fail=failures.put_nowait)
     return scrub.Scrub(service, SimpleNamespace(scrub_hours=168, scrub_bytes_per_s=1))
+
+
+async def test_damage_that_a_read_or_the_start_found_is_counted():
+    """Repaired damage was missing in the metric unless a scrub found it first."""
+    copy = Copy.filled(60, size=100, tail_bytes=0)
+    begin = copy.log.bases[1]
+    copy.flip(begin + 120)
+    made = scrub_of(copy, asyncio.Queue())
+    assert made.findings == 0 and made.last_finding_s is None
+    for _ in range(2):
+        copy.log.damaged_at(CorruptFrame(begin, "test"))
+    assert made.findings == 1 and made.last_finding_s is not None
+    copy.flip(copy.log.end - 300)  # in the last segment, which a start reads
+    copy.reopen()
+    assert copy.log.damage is not None and scrub_of(copy, asyncio.Queue()).findings == 1
 
 
 async def test_disk_failure_in_closed_segment_ends_the_process(monkeypatch):

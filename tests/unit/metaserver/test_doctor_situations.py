@@ -1,0 +1,284 @@
+"""Shell. Doctor as operators see it: facts of an installation, and the exact lines that are not OK.
+
+The metaserver's checks are real, on a group `g1` with the master g1-a and the slave g1-b. Ports and metrics pages of
+brokers are given as text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from qmq.metaserver.model import MetaserverRow, PartedTail
+from qmq.metaserver.storage.database import DatabaseAway
+from qmq.tools import doctor
+from qmq.tools.call import Answer, Exit
+from qmq.tools.findings import Level
+
+OTHER = MetaserverRow("m2", "10.0.0.2:8080", "10.0.0.2:8081", beat=1, version="0.3.0")
+GIB = 1 << 30
+
+
+def metrics(*, master=False, version="0.3.0", free=10 * GIB, kind="broker", **more):
+    """Return a metrics page; the name of a metric without its prefix -> value; `labels` in the name."""
+    lines = {f'info{{version="{version}"}}': 1, "is_master": int(master), "disk_free_bytes": free}
+    lines |= {"disk_free_limit_bytes": GIB} | more
+    return "".join(f"qmq_{kind}_{name} {float(value)}\n" for name, value in lines.items())
+
+
+def ahead(**seconds):
+    return {f'clock_ahead_seconds{{of="{clock.replace("_", " ", 1)}"}}': value for clock, value in seconds.items()}
+
+
+WELL = {"g1-a": metrics(master=True), "g1-b": metrics()}
+
+
+async def nothing(world):
+    """Leave the installation healthy."""
+
+
+async def other_stops(world):
+    for rows in ([OTHER], []):
+        world.liveness.peers.read(rows, now_ms=world.registry.now_ms())
+
+
+async def other_is_silent(world):
+    for ago_ms in (8000, 6000, 4000, 2000, 0):
+        world.liveness.peers.read([OTHER], now_ms=world.registry.now_ms() - ago_ms)
+
+
+async def database_away(world):
+    async def away(*_, **__):
+        raise DatabaseAway("killed")
+
+    world.registry.mirror.catch_up = world.database.read = away
+    world.liveness.peers.read([], now_ms=world.registry.now_ms() - 60_000)
+
+
+async def slave_killed(world):
+    world.stop("g1-b")
+    world.beat("g1-a", writable=False, readonly_reasons=("slave_down",))
+
+
+async def master_killed(world):
+    world.stop("g1-a")
+
+
+async def both_killed(world):
+    world.stop("g1-a")
+    world.stop("g1-b")
+
+
+def readonly(*reasons, slave=(), **more):
+    async def spoil(world):
+        world.beat("g1-a", writable=not reasons, readonly_reasons=reasons)
+        world.beat("g1-b", readonly_reasons=slave, **more)
+
+    return spoil
+
+
+async def marked(world):
+    world.beat("g1-a", writable=False, readonly_reasons=("operator",))
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+
+
+async def token_ends(world):
+    await world.done("AddToken", name="ending", role="client", days=3)
+
+
+async def client_refused(world):
+    world.refusals["shop"] = "token 'shop' has 3 watches, the most that one token may have"
+
+
+async def slave_behind(world):
+    world.beat("g1-a", log_end=GIB)
+    world.beat("g1-b", log_end=0)
+
+
+@dataclass(frozen=True)
+class Situation:
+    name: str
+    spoil: Any = nothing
+    pages: Any = None
+    """Metrics pages that differ."""
+    verdict: tuple[str, ...] = ()
+    """Level, step and finding of each line that is not OK."""
+    fine: tuple[str, ...] = ()
+    """Some of the lines that are OK."""
+
+
+SITUATIONS = [
+    Situation("healthy", fine=("metaservers: 1 up", "versions: all run 0.3.0", "copies: the slave of g1 is in sync")),
+    Situation("another metaserver was stopped", other_stops, verdict=("WARN metaservers: stopped: 10.0.0.2:8080",)),
+    Situation("another metaserver is silent", other_is_silent, verdict=("WARN metaservers: silent: 10.0.0.2:8080",)),
+    Situation(
+        "database away",
+        database_away,
+        verdict=(
+            "FAIL database: the database does not answer: new subjects, new consumer groups and role changes "
+            "wait; known routes go on (killed)",
+        ),
+        fine=("metaservers: this one answers; without the database the others are unknown",),
+    ),
+    Situation(
+        "slave killed",
+        slave_killed,
+        verdict=("FAIL brokers: g1-b:20881 (SLAVE of g1) did not answer at 10.0.0.1:20883",),
+    ),
+    Situation(
+        "master killed",
+        master_killed,
+        verdict=("FAIL brokers: g1-a:20881 (MASTER of g1) did not answer at 10.0.0.1:20883",),
+    ),
+    Situation(
+        "both brokers of a machine killed",
+        both_killed,
+        verdict=(
+            "FAIL brokers: machine 10.0.0.1: none of its brokers answers: g1-a:20881 (MASTER of g1), "
+            "g1-b:20881 (SLAVE of g1)",
+        ),
+    ),
+    Situation(
+        "the slave's disk is full",
+        readonly("disk"),
+        {"g1-b": metrics(free=GIB // 2)},
+        verdict=(
+            "FAIL brokers: g1-a:20881 (MASTER of g1) takes no messages: disk",
+            "FAIL disks: g1-b:20881 (slave of g1) has 512.0 MiB free; it stops taking messages below 1.0 GiB",
+        ),
+    ),
+    Situation(
+        "the master's disk is full",
+        readonly("disk"),
+        {"g1-a": metrics(master=True, free=GIB // 2)},
+        verdict=(
+            "FAIL brokers: g1-a:20881 (MASTER of g1) takes no messages: disk",
+            "FAIL disks: g1-a:20881 (master of g1) has 512.0 MiB free; it stops taking messages below 1.0 GiB",
+        ),
+    ),
+    Situation(
+        "the slave's clock is ahead",
+        pages={
+            "g1-a": metrics(master=True, clocks_disagree=1, **ahead(metaserver=0.1, slave_b2=-60)),
+            "g1-b": metrics(clocks_disagree=1, **ahead(metaserver=60.1, master=60)),
+        },
+        verdict=(
+            "FAIL clocks: the clock of the slave b2 is 60 s ahead of those of g1-a:20881 (master of g1) "
+            "and of the metaserver: nothing is deleted",
+            "FAIL clocks: the clock of g1-b:20881 (slave of g1) differs from that of the other copy or of "
+            "the metaserver: nothing is deleted",
+        ),
+    ),
+    Situation(
+        "the metaserver's clock is behind",
+        pages={
+            "g1-a": metrics(master=True, clocks_disagree=1, **ahead(metaserver=60, slave=0.1)),
+            "g1-b": metrics(clocks_disagree=1, **ahead(metaserver=60, master=-0.1)),
+        },
+        verdict=(
+            "FAIL clocks: the clock of the metaserver is 60 s behind those of g1-a:20881 (master of g1) and "
+            "of the slave: nothing is deleted",
+            "FAIL clocks: the clock of the metaserver is 60 s behind those of g1-b:20881 (slave of g1) and "
+            "of the master: nothing is deleted",
+        ),
+    ),
+    Situation(
+        "mixed versions",
+        pages={"g1-b": metrics(version="0.2.0")},
+        verdict=("WARN versions: 0.2.0: broker g1-b:20881; 0.3.0: broker g1-a:20881",),
+    ),
+    Situation(
+        "a broker shows no version",
+        pages={"g1-b": ""},
+        verdict=("WARN disks: g1-b:20881 (slave of g1) does not show its metrics: 403",),
+        fine=("versions: the others run 0.3.0; unknown: broker g1-b:20881",),
+    ),
+    Situation(
+        "slave rolled back",
+        readonly("slave_down", slave=("rolled_back",)),
+        verdict=("FAIL brokers: g1-b:20881 (SLAVE of g1) is no whole copy: rolled_back",),
+    ),
+    Situation("a repaired flip", pages={"g1-b": metrics(scrub_findings_total=1)}),
+    Situation(
+        "master damaged",
+        readonly("corrupt"),
+        verdict=("FAIL brokers: g1-a:20881 (MASTER of g1) takes no messages: corrupt",),
+    ),
+    Situation(
+        "copies differ",
+        readonly(slave=("diverged",), parted=PartedTail(400, (("s.a", 30, 31),))),
+        verdict=(
+            "FAIL brokers: g1-b:20881 (SLAVE of g1) is no whole copy: diverged. It alone has 2 messages, "
+            "from offset 400 of its log on: they may have been acknowledged",
+        ),
+    ),
+    Situation("marked readonly by an operator", marked),
+    Situation("slave behind", slave_behind, verdict=("WARN copies: the slave of g1 lacks 1.0 GiB",)),
+    Situation(
+        "token ends",
+        token_ends,
+        verdict=("WARN tokens: 1 expire within two weeks, first that of ending (ID) in 2 days",),
+    ),
+    Situation(
+        "a client is refused",
+        client_refused,
+        verdict=(
+            "FAIL routes: new subjects or clients are refused: token 'shop' has 3 watches, the most that one "
+            "token may have",
+        ),
+    ),
+    Situation(
+        "consumer group offline",
+        pages={"g1-a": metrics(master=True, **{'group_cause{cause="offline",consumer_group="c",subject="s"}': 1})},
+        verdict=("WARN consumer groups: g1-a:20881 (master of g1) delivers less to c of s: offline",),
+    ),
+    Situation(
+        "log held by a consumer group",
+        pages={"g1-a": metrics(master=True, held_bytes=GIB)},
+        verdict=(
+            "WARN retention: g1-a:20881 (master of g1) keeps 1.0 GiB past retention: a consumer group has "
+            "not consumed it",
+        ),
+    ),
+    Situation(
+        "slave acts as master",
+        pages={"g1-b": metrics(master=True)},
+        verdict=("FAIL roles: g1-b:20881 (slave of g1) acts as the master, the metaserver has it as SLAVE",),
+    ),
+]
+
+
+def answer_of(done):
+    return Answer(Exit.DONE if done.done else Exit.REFUSED, done.message, done.data, None)
+
+
+async def lines(world, pages, monkeypatch):
+    """Run Doctor; brokers have their hostname as address."""
+    answers = {name: answer_of(await world.run(name)) for name in ("Doctor", "ListMetaservers", "ReplicaStatus")}
+    brokers = await world.done("ListBrokers")
+    answers["ListBrokers"] = Answer(Exit.DONE, "", [row | {"ip": row["hostname"]} for row in brokers], None)
+
+    def read_page(address, path, token=""):
+        text = pages.get(address.host, "")
+        return doctor.Page(200 if text else 403, text, None)
+
+    monkeypatch.setattr(doctor, "connect", lambda host, port: 0.0)
+    monkeypatch.setattr(doctor, "read_page", read_page)
+    return list(doctor._installation(answers.__getitem__, "token", False))
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name)
+async def test_verdict_names_the_cause(world, monkeypatch, situation):
+    await world.running_copies("g1")
+    world.liveness.peers.read([], now_ms=world.registry.now_ms())
+    await situation.spoil(world)
+    found = await lines(world, WELL | (situation.pages or {}), monkeypatch)
+    wrong = [finding for finding in found if finding.level is not Level.OK]
+    verdict = [f"{finding.level} {finding.step}: {finding.found}" for finding in wrong]
+    assert tuple(re.sub(r"\([0-9a-f]{12}\)", "(ID)", line) for line in verdict) == situation.verdict
+    fine = {f"{finding.step}: {finding.found}" for finding in found if finding.level is Level.OK}
+    assert set(situation.fine) <= fine
+    assert all(finding.do for finding in wrong)
