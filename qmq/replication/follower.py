@@ -24,7 +24,7 @@ from qmq.replication.agreement import Action, Agreement, Hello, Yield, agree
 from qmq.replication.assignment import FillOrders
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import Mastership
-from qmq.replication.points import Point, is_lacking
+from qmq.replication.points import Point, is_lacking, log_lacking
 from qmq.replication.ports import Link
 from qmq.replication.shipper import Shipper
 from qmq.states import Life, TransitionTable
@@ -356,12 +356,7 @@ class SlaveWatch:
         """Check that our log has the acknowledged point that the slave remembers."""
         mastership, points = self._mastership, self._identity.points
         if hello.point is not None and is_lacking(mastership.log, hello.point):
-            log.critical(
-                "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says the slave",
-                mastership.group,
-                mastership.log.end,
-                hello.point,
-            )
+            log_lacking(mastership.log, mastership.group, hello.point, "the slave")
             points.rolled_back(hello.point)
             self._slaves.lacks(hello.point)
 

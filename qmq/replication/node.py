@@ -29,7 +29,7 @@ from qmq.replication.clocks import MASTER, METASERVER, Clocks
 from qmq.replication.copy_repair import CopyRepair
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Master, Promotion
-from qmq.replication.points import Point, is_lacking
+from qmq.replication.points import Point, is_lacking, log_lacking
 from qmq.replication.ports import Host, Link
 from qmq.replication.readonly import Reason
 from qmq.replication.retention import Keeper
@@ -424,13 +424,7 @@ class Node(Generic[M]):
         return self.identity.value.complete and is_lacking(self.log, point)
 
     def _note_rolled_back(self, point: Point, source: str) -> None:
-        log.critical(
-            "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says %s",
-            self.group,
-            self.log.end,
-            point,
-            source,
-        )
+        log_lacking(self.log, self.group, point, source)
         self.identity.points.rolled_back(point)
 
     def _save_points(self, now_ms: int) -> None:

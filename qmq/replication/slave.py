@@ -19,7 +19,7 @@ from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement, Hello, proofs_of
 from qmq.replication.identity import IdentityFile
-from qmq.replication.points import Point, is_lacking
+from qmq.replication.points import Point, is_lacking, log_lacking
 from qmq.replication.ports import QUIET_MS, Host, Link
 from qmq.replication.shipper import Shipper
 from qmq.states import Life, TransitionTable
@@ -281,13 +281,7 @@ class Slave:
             and self._identity.value.complete
             and is_lacking(self._log, point)
         ):
-            log.critical(
-                "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says the master; it is "
-                "refilled",
-                self._group,
-                self._log.end,
-                point,
-            )
+            log_lacking(self._log, self._group, point, "the master; it is refilled")
             self._identity.points.rolled_back(point)
 
     def _cut_to(self, agreement: Agreement) -> None:

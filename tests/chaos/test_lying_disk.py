@@ -30,7 +30,7 @@ from tests.integration.cluster_world import (
 ROUNDS = int(os.environ.get("LYING_DISK_ROUNDS", "4"))
 """Each group of the cluster runs its own rounds at the same time."""
 GROUPS = ("g1", "g2")
-ACCUSED = ("copies differ", "rolled back", "tail cut", "seeding")
+ACCUSED = ("copies differ", "rolled back", "log damaged", "tail cut", "seeding")
 
 
 class Round:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import pytest
 
+from qmq.errors import CorruptFrame
 from qmq.log.memory_disk import MemoryDisk
-from qmq.replication.points import COPY, POINTS, SAVE_MS, Point, PointFile, is_lacking
+from qmq.replication.points import COPY, POINTS, SAVE_MS, Point, PointFile, is_lacking, log_lacking
 from qmq.types import Epoch
 from tests.unit.log.logs import Copy
 
@@ -215,3 +217,16 @@ def test_damaged_point_file_counts_as_missing(name):
     disk.flip(name, 8 * (disk.size(name) // 2))
     again = PointFile(disk)
     assert again.own is None or again.lacks is None
+
+
+def test_damaged_copy_is_not_logged_as_rolled_back(caplog):
+    """A flip that was repaired a second later was CRITICAL "rolled back"."""
+    copy, point = Copy.filled(3, tail_bytes=0), Point(Epoch(1, 1), 1 << 40, 7)
+    log_lacking(copy.log, "g1", point, "the master")
+    copy.flip(120)
+    copy.log.damaged_at(CorruptFrame(0, "test"))
+    log_lacking(copy.log, "g1", point, "the master")
+    assert [(record.levelno, record.getMessage()[:11]) for record in caplog.records] == [
+        (logging.CRITICAL, "rolled back"),
+        (logging.ERROR, "log damaged"),
+    ]
