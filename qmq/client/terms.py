@@ -257,7 +257,7 @@ def worn_out(message: Refusable, policy: RetryPolicy) -> Refused | None:
     limit = _limit(message, policy)
     if not limit or message.times <= limit:
         return None
-    return Refused(Verdict.DEAD_LETTER, 0.0, f"{delivered(limit)}, and never acked", True)
+    return Refused(Verdict.DEAD_LETTER, 0.0, f"{delivered(message.times - 1)}, and never acked", True)
 
 
 def batch_of(message: Refusable, policy: RetryPolicy, batch: int) -> int:

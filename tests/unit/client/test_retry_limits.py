@@ -35,7 +35,8 @@ async def test_own_retry_limit_applies(own, expected):
 
 
 @pytest.mark.parametrize(
-    "own, given, is_handled", [(None, 3, True), (None, 4, False), (5, 5, True), (5, 6, False), (1, 2, False)]
+    "own, given, is_handled",
+    [(None, 3, True), (None, 4, False), (None, 7, False), (5, 5, True), (5, 6, False), (1, 2, False), (1, 4, False)],
 )
 async def test_vanished_consumers_count_as_deliveries(own, given, is_handled):
     """No consumer decided it: the next client checks the limit before a handler begins."""
@@ -53,5 +54,5 @@ async def test_vanished_consumers_count_as_deliveries(own, given, is_handled):
             await until_async(lambda: broker.acks or broker.nacks)
         assert handled == ([given] if is_handled else [])
         reasons = [nack.reason for nack in broker.nacks]
-        assert reasons == ([] if is_handled else [f"{delivered(own or 3)}, and never acked"])
+        assert reasons == ([] if is_handled else [f"{delivered(given - 1)}, and never acked"])
         assert [reason for _, reason in broker.dead["a", "g"]] == reasons
