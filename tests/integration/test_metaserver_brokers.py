@@ -165,7 +165,8 @@ async def test_watchdog_databases_are_reread_only_after_changes(world):
     read = database.read
 
     async def counted(work, **words):
-        reads.append(work)
+        if "_read_sources" in work.__qualname__:  # the survey reads, too
+            reads.append(work)
         return await read(work, **words)
 
     async def sources():
