@@ -351,8 +351,9 @@ class Delivery:
     def _check_may_be_removed(self, subject: str, group: str) -> None:
         """Raise OperatorError while the group has consumers: they would begin it anew, and late acks would hit it."""
         known = self._mastership.log.state.groups
-        names = {subscription.consumer for subscription in self.consumption.connected_to(subject, group)}
+        names: set[str] = set()
         for key in _with_mailbox(subject, group):
+            names |= {subscription.consumer for subscription in self.consumption.connected_to(*key)}
             if key in known and _has_consumer(known[key]):
                 names |= known[key].consumers.keys() - {PRUNER}
         if names:

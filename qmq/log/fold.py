@@ -78,6 +78,10 @@ class State:
     kept: Kept = field(default_factory=Kept)
     retry_ms: int = 0
     """Latest time of a nack, by the clocks of the masters (qmq.replication.mastership)."""
+    pull_floor: int = field(default=0, compare=False)
+    """End of the pull sequences of forgotten groups: late acks must not hit messages of new groups of those names.
+    Not in snapshots: a restart begins a mastership, with higher ones.
+    """
 
     @property
     def epoch(self) -> Epoch:
@@ -93,7 +97,8 @@ class State:
         """Return the pull sequence of `consumer`'s next message: dense within a mastership, never used before."""
         known, epoch = group.consumers.get(consumer), self.epoch
         mastership = (epoch.term & 0xFFFF) << 16 | epoch.boot & 0xFFFF
-        return max(known.next_pull if known else group.floor, mastership << MASTERSHIP_BITS)
+        given = known.next_pull if known else 0
+        return max(given or max(group.floor, self.pull_floor), mastership << MASTERSHIP_BITS)
 
     def repeated(self, producer: int, batch: int) -> StoredBatch | None:
         """Return the stored answer of this batch, or None."""
@@ -254,13 +259,19 @@ def _position(state: State, frame: Frame, body: Buffer) -> None:
         _leave(group, progress)
         group.left_ms = frame.timestamp_ms
     elif progress.entries:  # moving a group ends the membership of all its consumers: late acks hit nothing
-        given = [consumer.next_pull for consumer in group.consumers.values()] + [group.floor] if group else [0]
         position, is_broadcast, _ = progress.entries[0]
         state.groups[key] = Group(
-            position, max(given), is_broadcast=bool(is_broadcast), left_ms=frame.timestamp_ms, began=frame.offset
+            position, _pulls_end(group), is_broadcast=bool(is_broadcast), left_ms=frame.timestamp_ms, began=frame.offset
         )
     elif state.groups.pop(key, None) is None:
         raise CorruptFrame(frame.offset, f"{progress.group} is forgotten, which has no position")
+    else:
+        state.pull_floor = max(state.pull_floor, _pulls_end(group))
+
+
+def _pulls_end(group: Group | None) -> int:
+    """Return the end of the pull sequences that the group's consumers were given."""
+    return max(group.floor, *(consumer.next_pull for consumer in group.consumers.values()), 0) if group else 0
 
 
 def _leave(group: Group, progress: Progress) -> None:

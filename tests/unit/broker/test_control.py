@@ -362,12 +362,34 @@ def test_removed_group_is_gone_from_both_copies():
     assert ("s", "g") not in group.a.log.state.groups
 
 
-def test_group_with_consumers_is_not_removed():
+@pytest.mark.parametrize("subject", ["s", retry_subject("s", "g")])
+def test_group_with_consumers_is_not_removed(subject):
+    """A subscription of a forgotten mailbox ended the master at the next message."""
     group = stored()
-    consumed(group, "g", 5)
+    consumed(group, "g", 5).leave()
+    group.settle()
+    consumed(group, "g", 0, subject=subject)
     port = Port(group.a)
     assert port.refused("ResetOffset", move(**REMOVAL)) is PRECONDITION
     assert ("s", "g") in group.a.log.state.groups
+
+
+def test_late_ack_misses_a_new_groups_messages():
+    """The consumer stood still; its group was removed, and another process began it anew under the same id."""
+    group = stored()
+    old = group.subscribed("c", group="g")
+    old.take(most=3)
+    first = old.first
+    old.lost()
+    group.wait(1_000, times=40)  # its lease ends
+    Port(group.a, then=group.settle).ask("ResetOffset", move(**REMOVAL))
+    new = group.subscribed("c", group="g", start="latest", is_new=True)
+    new.store("n0", "n1", "n2")
+    assert new.take(most=3) == ["n0", "n1", "n2"] and new.first == first + 3
+    late = group.client("late")
+    late.ack(first, first + 3, late.join("c", group="g", held_end=first + 3))
+    group.settle()
+    assert (COUNT, COUNT + 3) in group.progress.unconsumed(COUNT + 3)
 
 
 def test_unknown_group_is_not_moved():
