@@ -406,8 +406,11 @@ class Oracle(Ledger):
                 begin = frame.offset - chunk.begin + frame.body_at
                 body = chunk.data[begin : begin + frame.body_bytes]
                 if frame.kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer:
-                    since = self._positions[frame.epoch, frame.offset]
-                    begins[frame.subject, progress.group] = progress.entries[0][0], since
+                    if progress.entries:
+                        since = self._positions[frame.epoch, frame.offset]
+                        begins[frame.subject, progress.group] = progress.entries[0][0], since
+                    else:  # forgotten
+                        begins.pop((frame.subject, progress.group), None)
                     # a message that fails again after a move is a dead letter again
                     dead = {letter for letter in dead if letter[:2] != (progress.group, frame.subject)}
                 if frame.kind != FrameKind.MESSAGES:
