@@ -35,7 +35,7 @@ from tests.unit.audit.test_audited_range import (
 )
 from tests.unit.audit.test_walk import change, flip
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from tests.unit.audit.divergences import (
 from tests.unit.audit.forged import A, B, C, forged, write_world
 from tests.unit.audit.test_walk import change, flip
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 PIECE_BYTES = 65_536
 Found = set[tuple[str, str, int | None, int | None, str | None]]

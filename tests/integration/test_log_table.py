@@ -29,7 +29,7 @@ from tests.support.spark import local_spark
 from tests.unit.audit.logs import BEGIN_MS, HOUR_MS, LogWriter
 from tests.unit.audit.test_table import A, ruin, write
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 PULL = 1 << 32
