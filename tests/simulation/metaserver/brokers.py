@@ -432,6 +432,7 @@ class Brokers:
             chain=chain(disk.log),
             acknowledged=disk.point,
             promised_term=disk.promised,
+            known_term=disk.term,
             last_term=last.term,
             last_boot=last.boot,
             in_sync=process.in_sync,
