@@ -342,8 +342,9 @@ async def test_tail_shows_the_newest_messages_bounded(console):
 async def test_each_connection_has_its_rate(console):
     await console.running_copies("g1")
     await console.routed("s")
-    note, times = console.served._looks.note, iter(range(0, 10**6, 5_000))
-    console.served._looks.note = lambda key, look: note(key, look._replace(at_ms=next(times) + wall_ms() - 60_000))
+    begin_ms = wall_ms() - 60_000
+    note, times = console.served._looks.note, iter(range(begin_ms, begin_ms + 10**6, 5_000))
+    console.served._looks.note = lambda key, look: note(key, look._replace(at_ms=next(times)))
     for delivered in (100, 150):
         row = pb.GroupProgress(subject="s", group="billing", next_sequence=9)
         row.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, peer="10.0.0.7:5", delivered=delivered))

@@ -57,7 +57,7 @@ def test_largest_and_configured_series_are_shown():
 def page(ends, groups, always=()):
     state = SimpleNamespace(next_sequence=ends, groups=groups)
     log = SimpleNamespace(state=state, frames=lambda *_: [])
-    backlogs = Backlogs(SimpleNamespace(log=log, host=None), always)
+    backlogs = Backlogs(SimpleNamespace(log=log, host=SimpleNamespace(now_ms=lambda: 0)), always)
     backlogs.look(groups)
     master = SimpleNamespace(backlogs=backlogs, causes=SimpleNamespace(found={}))
     service = SimpleNamespace(node=SimpleNamespace(group="g1", log=log, master=master), now_ms=lambda: 0)
