@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,21 @@ def broken_promises(due: DataFrame, messages: DataFrame, *, few: int) -> DataFra
     return absent.unionByName(other)
 
 
+@contextmanager
+def _lines_of(spark: SparkSession, journal: Path, group: Group) -> Iterator[DataFrame]:
+    """Read the journal's lines of a group. out: subject string, sequence long, id string, hash string.
+
+    Spark answers a later audit of the session from a cached frame until it is released: the journal may have grown.
+    """
+    lines = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)
+    lines = lines.where(F.col("group").isNull() | (F.col("group") == group.name))
+    lines = lines.select("subject", "sequence", "id", "hash").persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        yield lines
+    finally:
+        lines.unpersist()
+
+
 def check_journal(
     spark: SparkSession,
     group: Group,
@@ -108,42 +124,24 @@ def check_journal(
     `due_messages`."""
     if not journal.exists():
         raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
-    lines = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)
-    lines = lines.where(F.col("group").isNull() | (F.col("group") == group.name))
-    # Spark answers a later audit of the session from this frame unless it is released: the journal may have grown.
-    lines = lines.select("subject", "sequence", "id", "hash").persist(StorageLevel.MEMORY_AND_DISK)
-    try:
-        _check_lines(spark, lines, group, firsts, ends, result, journal, are_all=are_all)
-    finally:
-        lines.unpersist()
-
-
-def _check_lines(
-    spark: SparkSession,
-    lines: DataFrame,
-    group: Group,
-    firsts: dict[str, dict[str, int]],
-    ends: dict[str, dict[str, int]],
-    result: Result,
-    journal: Path,
-    *,
-    are_all: bool,
-) -> None:
-    ((number, broken, hashed),) = lines.agg(
-        F.count("*"), F.count_if(F.expr("subject is null or sequence is null or id is null")), F.count("hash")
-    ).collect()
-    if broken > torn_max(journal):
-        raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
-    result.journal = number - broken
-    acked = lines.where("subject is not null and sequence is not null and id is not null")
-    due = due_messages(acked, firsts, result.start, are_all=are_all)
-    sides = [
-        stored(spark, place, with_hash=hashed > 0).withColumn("copy", F.lit(name))
-        for name, place in group.places.items()
-    ]
-    messages = reduce(DataFrame.unionByName, sides)
-    found = [row.asDict() for row in broken_promises(due, messages, few=number).collect()]
-    found = without_late_copies(found, ends, min_copies=group.min_copies)
-    result.take(merge_copies(((row["copy"], row) for row in found), tuple(group.places)))
-    if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
-        result.notes.append(f"{older} of the journal's messages may be older than what the copies keep: not looked for")
+    with _lines_of(spark, journal, group) as lines:
+        ((number, broken, hashed),) = lines.agg(
+            F.count("*"), F.count_if(F.expr("subject is null or sequence is null or id is null")), F.count("hash")
+        ).collect()
+        if broken > torn_max(journal):
+            raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
+        result.journal = number - broken
+        acked = lines.where("subject is not null and sequence is not null and id is not null")
+        due = due_messages(acked, firsts, result.start, are_all=are_all)
+        sides = [
+            stored(spark, place, with_hash=hashed > 0).withColumn("copy", F.lit(name))
+            for name, place in group.places.items()
+        ]
+        messages = reduce(DataFrame.unionByName, sides)
+        found = [row.asDict() for row in broken_promises(due, messages, few=number).collect()]
+        found = without_late_copies(found, ends, min_copies=group.min_copies)
+        result.take(merge_copies(((row["copy"], row) for row in found), tuple(group.places)))
+        if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
+            result.notes.append(
+                f"{older} of the journal's messages may be older than what the copies keep: not looked for"
+            )
