@@ -83,6 +83,11 @@ def token_text(token: Token) -> str:
     return token.read() if isinstance(token, TokenFile) else token
 
 
+def token_metadata(token: Token) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a gRPC call with the token."""
+    return (("x-api-token", token_text(token)),)
+
+
 def find_token(
     given: str | None = None,
     *,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from qmq.access import token_text
+from qmq.access import token_metadata
 from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
@@ -91,7 +91,7 @@ class MetaLink:
         return [(group.broker_group, f"{group.master.ip}:{group.master.control_port}") for group in groups]
 
     async def _ask(self, question: Callable[[Any, dict[str, Any]], Awaitable[T]], answer_s: float = ANSWER_S) -> T:
-        more = {"metadata": (("x-api-token", token_text(self._settings.token)),), "timeout": answer_s}
+        more = {"metadata": token_metadata(self._settings.token), "timeout": answer_s}
         try:
             async with asyncio.timeout(answer_s):
                 if self._stub is None:

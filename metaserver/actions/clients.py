@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import grpc
 
-from qmq.access import Token, token_text
+from qmq.access import Token, token_metadata, token_text
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.metaserver.actions.desk import OldRoutes
 from qmq.metaserver.model import DELAY, MetaserverRow
@@ -94,7 +94,7 @@ class Clients:
 
     async def _count(self, row: MetaserverRow, question: pb.OldRoutesQuestion) -> pb.OldRoutesAnswer:
         async with grpc.aio.insecure_channel(row.grpc_address, options=CHANNEL_OPTIONS) as channel:
-            metadata = [("x-api-token", token_text(self._token))]
+            metadata = token_metadata(self._token)
             answer: pb.OldRoutesAnswer = await MetaserverStub(channel).CountOldRoutes(
                 question, metadata=metadata, timeout=self._timeout_s
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from qmq.access import Token, token_text
+from qmq.access import Token, token_metadata, token_text
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import AccessError, CallError, InvalidRequest, NotServed, OperatorError, QmqError
 from qmq.metaserver.cluster.group_starts import Asked
@@ -190,7 +190,7 @@ class Brokers:
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
         async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}", options=CHANNEL_OPTIONS) as channel:
-            yield BrokerStub(channel), {"metadata": [("x-api-token", token_text(self._token))]}
+            yield BrokerStub(channel), {"metadata": token_metadata(self._token)}
 
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
         answer = await self._call(broker, call)

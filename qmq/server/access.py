@@ -13,7 +13,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from qmq.access import Token, token_text
+from qmq.access import Token, token_metadata, token_text
 from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError, InvalidRequest, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
@@ -135,7 +135,7 @@ class Access:
         try:
             async with asyncio.timeout(ASK_S):
                 stub = stub or await self._connect()
-                metadata = (("x-api-token", token_text(self._settings.token)),)
+                metadata = token_metadata(self._settings.token)
                 answer = await stub.CheckToken(pb.TokenQuestion(token=token), metadata=metadata)
             caller = Caller(answer.name, TokenRole(answer.role), Scope(tuple(answer.subjects), tuple(answer.groups)))
         except grpc.aio.AioRpcError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from qmq.access import token_text
+from qmq.access import token_metadata
 from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import NotServed, OperatorError, cause_of
 from qmq.operator_limits import OperatorLimits
@@ -184,7 +184,7 @@ class MetaLink:
         self._patience.begin()
         try:
             async with asyncio.timeout(None) as silence:
-                async for assignment in stub.Heartbeat(self._beats(silence), metadata=self._metadata()):
+                async for assignment in stub.Heartbeat(self._beats(silence), metadata=token_metadata(self._token)):
                     self._patience.answered(loop.time())
                     self.served(loop.time())
                     self._heard(assignment)
@@ -197,13 +197,10 @@ class MetaLink:
                 self._look = None
         raise NotServed("the metaserver ended the heartbeat")
 
-    def _metadata(self) -> tuple[tuple[str, str]]:
-        return (("x-api-token", token_text(self._token)),)
-
     async def _register(self, stub: MetaserverStub, identity: pb.BrokerIdentity) -> pb.Assignment:
         try:
             timeout_s = self._patience.limit_s
-            part: pb.Assignment = await stub.Register(identity, metadata=self._metadata(), timeout=timeout_s)
+            part: pb.Assignment = await stub.Register(identity, metadata=token_metadata(self._token), timeout=timeout_s)
             return part
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:

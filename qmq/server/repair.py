@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from qmq.access import token_text
+from qmq.access import token_metadata
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import LogError, NotServed
 from qmq.log.recovery import Damage
@@ -50,7 +50,7 @@ async def _repair(service: Service[Any], settings: CopySettings, damage: Damage,
     if not peers:
         return
     log.error("log damaged group=%s begin=%d end=%d reason=%s", node.group, damage.begin, damage.end, damage.reason)
-    metadata = (("x-api-token", token_text(settings.token)),)
+    metadata = token_metadata(settings.token)
     described = await asyncio.gather(*(_describe(peer, metadata) for peer in peers))
     best = sources.best(damage, [(theirs.log_start, theirs.log_end) if theirs else None for theirs in described])
     theirs = described[best] if best is not None else None
