@@ -27,6 +27,7 @@ from qmq.audit.delays import (
 )
 from qmq.audit.findings import FindingKind
 from qmq.audit.selection import CLOCK_MS
+from qmq.audit.store import write_by_day
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.errors import CorruptFrame
 from qmq.log.frame import decode_header
@@ -105,11 +106,6 @@ def account_for(
         return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})], more)
     finally:
         rows.unpersist()
-
-
-def write_by_day(hours: DataFrame, folder: Path) -> None:
-    """Write rows with an `hour` into one folder per day, replacing earlier ones."""
-    hours.withColumn("day", F.to_date("hour")).write.mode("overwrite").partitionBy("day").parquet(str(folder))
 
 
 def _table(spark: SparkSession, source: Source, rows: str, **options: object) -> DataFrame:

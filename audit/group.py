@@ -5,70 +5,52 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from qmq.audit.conservation import STATES
-from qmq.audit.consumption import CONSERVED
-from qmq.audit.copies import CannotRead, Copy, open_copy
-from qmq.audit.delay_groups import Source, account_for, is_delay_group, write_by_day
-from qmq.audit.derived import read_snapshot
+from qmq.audit.copies import CannotRead
+from qmq.audit.delay_groups import Source, account_for, is_delay_group
 from qmq.audit.facts import LogRange, Reading
-from qmq.audit.findings import (
-    BOTH,
-    DERIVED,
-    FINDINGS,
-    HOUR,
-    MASTER,
-    SLAVE,
-    UNVERIFIED,
-    FindingKind,
-    Row,
-)
+from qmq.audit.findings import BOTH, MASTER, SLAVE, FindingKind
 from qmq.audit.frame_order import AHEAD_MS_MAX
-from qmq.audit.history import (
-    SHARE,
-    History,
-    find_verified,
-    ledger_entry,
-    verified,
+from qmq.audit.freeze import (
+    add_reported_damage,
+    check_kept,
+    freeze,
+    hold_copies,
+    look_back,
+    segments_to_check,
+    wait_until_well,
 )
+from qmq.audit.history import SHARE, History, ledger_entry, verified
 from qmq.audit.inspection import Pair, describe_findings, differences
-from qmq.audit.journal import check_journal
-from qmq.audit.places import check_places, places_now
-from qmq.audit.plan import HOURS_MAX, Job, judged
-from qmq.audit.results import Group, GroupAnswer, Result, digests_of, kept_from
+from qmq.audit.journal import check_journal, first_sequences
+from qmq.audit.places import check_places
+from qmq.audit.plan import Job, judged
+from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.audit.selection import PIECE_BYTES
-from qmq.ledger import Entry, Ledger, known_from, lies_in
+from qmq.audit.store import store_counts, store_findings
+from qmq.audit.verdict import (
+    check_against_history,
+    check_all_was_read,
+    count_read,
+    count_repaired,
+    explain_pieces,
+    note_unlisted,
+    take_accounts,
+    take_differences,
+)
+from qmq.ledger import Entry, Ledger, known_from
 
-AGAIN_MAX, AGAIN_WAIT_S, POLL_S = 3, 120.0, 0.5
-"""Repetitions of an audit while its brokers recover, and the longest wait for that: time for a restart, or for seeding
-a slave with some GB of log.
-"""
-ACCOUNTS_MAX = 5_000
-"""Listed equations of consumer groups."""
-
-_SHORT = UNVERIFIED | {
-    FindingKind.DAMAGED,
-    FindingKind.REPAIRED,
-    FindingKind.MISSING,
-    FindingKind.EXTRA,
-    FindingKind.SHIFTED,
-    FindingKind.DIFFERENT,
-    FindingKind.REORDERED,
-    FindingKind.HISTORY,
-}
-"""Kinds that explain why fewer bytes were read than due; other kinds concern bytes that were read."""
+AGAIN_MAX = 3
+"""Repetitions of an audit while its brokers recover."""
 
 
 @dataclass(slots=True)
@@ -114,7 +96,7 @@ def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options)
     audits = _audit_all(spark, groups, options, groups)
     for _ in range(AGAIN_MAX):
         unread = {number: groups[number] for number, audit in enumerate(audits) if audit.result.unreadable}
-        well = _wait_until_well(unread)
+        well = wait_until_well(unread)
         for number, audit in zip(well, _audit_all(spark, [*well.values()], options, groups)):
             audit.result.notes.append(
                 f"read again, because of what happened before: {audits[number].result.unreadable}"
@@ -129,28 +111,6 @@ def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options)
             except OSError as error:  # the findings are reported all the same
                 audit.result.unreadable = audit.result.unreadable or f"the ledger cannot be written: {error}"
     return [audit.result for audit in audits]
-
-
-def _wait_until_well(groups: Mapping[int, Group]) -> dict[int, Group]:
-    """Return the groups, under their numbers, that recover within `AGAIN_WAIT_S`, with their roles then.
-
-    A slave still being seeded has not recovered: its missing frames are no finding.
-    """
-    waiting, well = dict(groups), dict[int, Group]()
-    deadline = time.monotonic() + AGAIN_WAIT_S
-    while waiting:
-        for number, group in [*waiting.items()]:
-            try:
-                places = places_now(group.places)
-            except CannotRead:
-                del waiting[number]
-                continue
-            if places is not None:
-                well[number] = replace(waiting.pop(number), places=places)
-        if not waiting or time.monotonic() > deadline:
-            break
-        time.sleep(POLL_S)
-    return dict(sorted(well.items()))
 
 
 def _audit_all(spark: SparkSession, groups: Sequence[Group], options: Options, known: Sequence[Group]) -> list[_Audit]:
@@ -192,9 +152,9 @@ def _each(audits: Sequence[_Audit], step: Callable[[_Audit], None]) -> None:
 def _prepare(audit: _Audit, options: Options) -> None:
     group, result = audit.group, audit.result
     check_places(group.name, group.places)
-    _hold(group, audit.held)
-    _freeze(group, result)
-    audit.history = history = _look_back(group, result, options.ledger, options.share)
+    hold_copies(group, audit.held)
+    freeze(group, result)
+    audit.history = history = look_back(group, result, options.ledger, options.share)
     reads = result.reads()
     begins = {begin for begin, _ in reads} - {until for _, until in reads}
     anchor = history.anchor
@@ -213,7 +173,7 @@ def _prepare(audit: _Audit, options: Options) -> None:
         before=history.before,
         kept=history.known.kept if anchor is not None and result.begin == anchor.verified else None,
         bases=bases,
-        segments=_segments(result, bases),
+        segments=segments_to_check(result, bases),
     )
 
 
@@ -234,7 +194,7 @@ def _read_and_judge(spark: SparkSession, audits: Sequence[_Audit], options: Opti
             asked[row["job"]].answer.take(row["copy"], row["kind"], json.loads(row["payload"]))
         if options.parquet is not None:
             for number, audit in enumerate(asked):
-                _store(
+                store_counts(
                     judged_rows.where(F.col("job") == number),
                     tuple(audit.group.places),
                     options.parquet / audit.group.name,
@@ -253,15 +213,15 @@ def _judge(audit: _Audit, options: Options) -> None:
     pieces = result.pieces(options.piece_bytes)
     if missing := {begin for begin, _ in pieces} - answer.pieces.keys():
         raise CannotRead(f"Spark gave no answer about {len(missing)} of {len(pieces)} pieces, from {min(missing)} on")
-    _count(answer, result)
+    count_read(answer, result)
     found, more = answer.findings()
     result.take(found)
     for kind, times in more.items():
         result.count(kind, times)
-    _account(answer, result)
-    _check_against_history(answer, result, audit.history)
+    take_accounts(answer, result)
+    check_against_history(answer, result, audit.history)
     if answer.differing:
-        _check_kept(audit.group, result)  # else a copy being seeded is compared in vain
+        check_kept(audit.group, result)  # else a copy being seeded is compared in vain
 
 
 def _compare(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
@@ -285,7 +245,7 @@ def _compare_some(spark: SparkSession, audits: Sequence[_Audit], options: Option
             found = [
                 row for row in found if row["what"] != FindingKind.MISSING or row["offset"] < result.logs[name].end
             ]
-        _take_differences(found, result)
+        take_differences(found, result)
 
 
 def _pair(audit: _Audit, name: str, options: Options) -> Pair:
@@ -311,8 +271,8 @@ def _conclude(audit: _Audit, options: Options) -> None:
     """Check that every difference has a finding, and that all due bytes were read."""
     result, differing = audit.result, audit.differing(options.piece_bytes)
     if differing:
-        _explain(differing, result)
-    _check_all_was_read(result)
+        explain_pieces(differing, result)
+    check_all_was_read(result)
     for row in result.findings:  # a judgement of the master's copy holds for both copies where they are equal
         if row["what"] in (FindingKind.BATCH_TWICE, FindingKind.ID_TWICE):
             row["copy"] = MASTER if any(begin <= row["offset"] < until for begin, until in differing) else BOTH
@@ -347,84 +307,22 @@ def _finish(spark: SparkSession, audit: _Audit, options: Options) -> None:
         ends = {name: {subject: row["end"] for subject, row in rows.items()} for name, rows in subjects.items()}
         if (anchor := audit.history.anchor) is not None:
             ends = {name: dict(anchor.ends) | rows for name, rows in ends.items()}
-        known = {name: _firsts(place, result.logs[name].start) for name, place in group.places.items()}
+        known = {name: first_sequences(place, result.logs[name].start) for name, place in group.places.items()}
         if are_all := None not in known.values():
             firsts = {name: found or {} for name, found in known.items()}
         else:
             firsts = {name: {subject: row["first"] for subject, row in rows.items()} for name, rows in subjects.items()}
         check_journal(spark, group, firsts, ends, result, options.journal, are_all=are_all)
-    _add_reported_damage(group, result)
+    add_reported_damage(group, result)
     if result.found:
-        _check_kept(group, result)
+        check_kept(group, result)
     describe_findings(group.name, group.places, result.logs, result.findings)
-    _count_repaired(result)
-    _note_unlisted(result)
+    count_repaired(result)
+    note_unlisted(result)
     if options.parquet is not None:
-        rows = [{name: row.get(name) for name in FINDINGS.fieldNames()} for row in result.findings]
-        path = options.parquet / group.name / "findings"
-        spark.createDataFrame(rows, FINDINGS).write.mode("overwrite").parquet(str(path))
+        store_findings(spark, result, options.parquet)
     if options.ledger is not None:
         audit.entry = verified(audit.answer, result, audit.history, options.piece_bytes)
-
-
-def _firsts(place: Mapping[str, str], start: int) -> dict[str, int] | None:
-    """Return the first sequence of each subject older than a copy's log, from the snapshot at its start; None without
-    one.
-    """
-    if start == 0:
-        return {}
-    try:
-        with closing(open_copy(place)) as copy:
-            state, _ = read_snapshot(copy.derived(start).snapshot, start)
-    except OSError:
-        return None
-    return state.next_sequence if state is not None else None
-
-
-def _hold(group: Group, held: ExitStack) -> None:
-    """Keep both copies from deleting segments until `held` is closed.
-
-    The copies are read one after the other, piece by piece. A segment deleted by retention meanwhile would look lost.
-    """
-    for place in group.places.values():
-        held.enter_context(closing(open_copy(place))).hold()
-
-
-def _check_kept(group: Group, result: Result) -> None:
-    """Raise CannotRead if a copy has lost frames while it was read: findings may come from just that.
-
-    A restarted broker forgets holds on its log, and a directory in use has none.
-    """
-    for name, place in group.places.items():
-        with closing(open_copy(place)) as copy:
-            now, incarnation = copy.describe(), copy.owner().incarnation
-        if incarnation != result.incarnations[name]:
-            raise CannotRead(f"the {name} was emptied or replaced while it was read: audit it again")
-        if now.start > result.start:
-            raise CannotRead(f"the {name} let go of [{result.start}, {now.start}) while it was read: audit it again")
-        if now.end < result.logs[name].end:
-            span = f"[{now.end}, {result.logs[name].end})"
-            raise CannotRead(f"the {name} cut off {span} while it was read, as after a failover: audit it again")
-
-
-def _add_reported_damage(group: Group, result: Result) -> None:
-    """Add damage that a running broker has reported since the audit began and that no reader met.
-
-    Bytes read twice may be repaired before the reader that would report them.
-    """
-    for name, place in group.places.items():
-        met: Counter[tuple[int, int, str]] = Counter()
-        if "broker" in place:
-            with suppress(CannotRead), closing(open_copy(place)) as copy:  # an absent broker reports nothing
-                met = Counter(copy.describe().damaged) - Counter(result.logs[name].damaged)
-        for begin, end, reason in met:
-            if not any(_is_about(row, name, begin, end) for row in result.findings):
-                result.add(FindingKind.DAMAGED, copy=name, offset=begin, end=end, text=reason)
-
-
-def _is_about(row: Row, copy: str, begin: int, end: int) -> bool:
-    at = row["offset"]
-    return row["copy"] in (copy, BOTH) and at is not None and at < end and (row["end"] or at + 1) > begin
 
 
 def _cause(error: Exception) -> str:
@@ -432,236 +330,3 @@ def _cause(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith(("audit.", "qmq.", "OSError", "PermissionError"))]
     return (named or lines or [type(error).__name__])[-1 if named else 0]
-
-
-def _freeze(group: Group, result: Result) -> None:
-    """Describe both copies, and freeze the high watermark before the ends are read.
-
-    A stated high watermark held for both disks. So both copies must reach the higher one, and a copy that ends below it
-    has lost frames. The lower end instead would hide exactly that.
-    """
-    copies: dict[str, Copy] = {}
-    try:
-        for name in group.places:
-            copies[name] = open_copy(group.places[name])
-        result.watermark = max(copy.describe().high_watermark for copy in copies.values())
-        for name in group.places:
-            copies[name].close()
-            copies[name] = open_copy(group.places[name])
-        result.incarnations = {name: copy.owner().incarnation for name, copy in copies.items()}
-        result.logs = {name: copy.describe() for name, copy in copies.items()}
-    finally:
-        for copy in copies.values():
-            copy.close()
-    logs = result.logs
-    result.start = max(log.start for log in logs.values())
-    for name, log in logs.items():
-        for begin, end, why in log.damaged if "path" in group.places[name] else ():
-            if begin >= log.end:  # missing segments before it are found by reading
-                result.add(FindingKind.DAMAGED, copy=name, offset=begin, end=max(end, result.watermark), text=why)
-        if log.start < result.start:
-            kept = f"[{log.start}, {result.start})"
-            result.notes.append(f"the {name} keeps {kept}, which the other's retention removed: not compared")
-        if log.torn_bytes:
-            result.notes.append(f"{log.torn_bytes} bytes behind the {name}'s end at {log.end} are no frame (torn tail)")
-        if result.is_behind(name):
-            behind = result.watermark - log.end
-            result.notes.append(f"the {name} ends at {log.end}, {behind} bytes behind what was acknowledged without it")
-        if log.end > result.watermark:
-            past = log.end - result.watermark
-            result.notes.append(f"the {name} goes on to {log.end}, {past} bytes past the high watermark")
-
-
-def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) -> History:
-    """Choose the ranges to read: all, or the bytes after a verified point that both copies still have, and a part of
-    the old ones.
-    """
-    history = History(known_from([]), result.start)
-    if ledger is not None:
-        history = find_verified(ledger.known(group.name), group.places, result.logs, share=share)
-    if history.broken is not None:
-        for copy in history.broken.copies:
-            result.add(history.broken.what, copy=copy, text=history.broken.text, offset=history.broken.offset)
-    verified = history.known.anchor.verified if history.known.anchor else result.start
-    if history.broken is None and verified < result.start:
-        result.unverified = result.start - verified
-        result.notes.append(f"retention has removed [{verified}, {result.start}), which no run had verified")
-    if history.anchor is not None:  # the verified range was acknowledged, though an idle log does not state it
-        result.watermark = max(result.watermark, history.anchor.verified)
-    ends = [log.end for name, log in result.logs.items() if log.end < history.begin and not result.is_behind(name)]
-    if ends:
-        # A copy lost verified bytes: read everything from there on, starting at an earlier piece's border.
-        begin = max((cut for cut in history.cuts() if result.start <= cut <= min(ends)), default=result.start)
-        again = [piece for piece in history.again if piece.end <= begin]
-        history = replace(history, begin=begin, again=again, before=None)
-    result.begin, result.again, result.cuts = history.begin, history.again, history.cuts()
-    again = sorted(result.again)
-    result.wrong_before = [
-        row
-        for row in history.known.wrong
-        if result.start <= row["offset"] < result.begin and not lies_in(again, row["offset"])
-    ]
-    if result.watermark <= result.start and not result.found:
-        raise CannotRead(f"nothing lies below the high watermark {result.watermark}: nothing is proven")
-    return history
-
-
-def _segments(result: Result, bases: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return the closed segments within the ranges to read; index and snapshot lie beside them."""
-    reads = result.reads()
-    closed = {pair for places in bases.values() for pair in pairwise(places)}
-    return sorted({base for base, end in closed if any(begin < end <= until for begin, until in reads)})
-
-
-def _count(answer: GroupAnswer, result: Result) -> None:
-    """Count the bytes read; raise CannotRead if there are none."""
-    result.read = answer.read(result.begin, result.watermark)
-    if not any(side["frames"] for side in result.read.values()) and not result.found and result.begin == result.start:
-        raise CannotRead("not one frame was read: nothing is proven")
-    epochs = sorted(answer.epochs.items(), key=lambda pair: pair[1])
-    result.epochs = [f"{epoch} from {offset}" for epoch, offset in epochs]
-    hours = sorted(answer.hours, key=lambda row: (row["subject"], row["hour"], row["copy"]))
-    result.hours = [row | {"hour": _hour(row["hour"])} for row in hours[:HOURS_MAX]]
-    if len(hours) > HOURS_MAX:
-        result.notes.append(f"only the first {HOURS_MAX} counts per subject and hour are listed; --parquet keeps all")
-
-
-def _hour(hours: int) -> str:
-    return datetime.fromtimestamp(hours * 3600, UTC).strftime("%Y-%m-%d %H:00")
-
-
-def _account(answer: GroupAnswer, result: Result) -> None:
-    """Take the equation of each consumer group, over all hours, from the master's copy."""
-    if answer.is_master_damaged():
-        return
-    result.conserved = sorted(answer.accounts, key=lambda row: (row["subject"], row["consumer_group"]))
-    if len(result.conserved) > ACCOUNTS_MAX:
-        del result.conserved[ACCOUNTS_MAX:]
-        result.notes.append(f"only the first {ACCOUNTS_MAX} consumer groups are accounted for here; --parquet has all")
-
-
-def _take_differences(found: Sequence[Row], result: Result) -> None:
-    """Take differences below the high watermark as findings. Later ones become a note: they were not acknowledged."""
-    promised = [row for row in found if row["offset"] < result.watermark]
-    result.take([row for row in promised if row["what"] != FindingKind.HISTORY])
-    after = [row for row in promised if row["what"] == FindingKind.HISTORY]
-    if after:
-        first = min(row["offset"] for row in after)
-        sides = MASTER, after[0]["copy"]
-        before = (row for row in _of_log(result.findings) if row["copy"] in sides and row["offset"] is not None)
-        if not any(row["offset"] < first for row in before):
-            result.take([row for row in after if row["offset"] == first])
-        result.history = first
-        result.notes.append(
-            f"{len(after)} frames from {first} on differ in their chain alone, as they follow a difference"
-        )
-    if later := sum(row["frames"] for row in found if row["offset"] >= result.watermark):
-        result.notes.append(f"{later} frames past the high watermark are not the same on both copies")
-
-
-def _check_against_history(answer: GroupAnswer, result: Result, history: History) -> None:
-    """Add findings about changes since earlier runs that both copies share.
-
-    These are exchanged ranges, subjects that end lower, and frames gone without a retention frame.
-    """
-    changed = [
-        piece
-        for piece in history.exchanged(digests_of(answer, result))
-        if not any(piece.begin <= begin < piece.end for begin in answer.differing) and piece.end <= result.watermark
-    ]
-    before = history.known.anchor
-    if before is not None and result.begin == result.start:
-        now = answer.ends()
-        for subject, end in before.ends.items():
-            if now.get(subject, end) < end:
-                text = f"it ends at sequence {now[subject]}; the run of {before.run} found it at {end}"
-                result.add(FindingKind.REWOUND, copy=BOTH, text=text, subject=subject, sequence=now[subject])
-    if (kept := kept_from(answer, result)) is not None:
-        kept_before = history.known.kept if history.anchor is not None else None
-        _check_starts(result, max(kept, kept_before or 0))
-    for begin, end in _together((piece.begin, piece.end) for piece in changed):
-        result.add(FindingKind.REWRITTEN, copy=BOTH, text="it is not what was read here before", offset=begin, end=end)
-
-
-def _together(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges with neighbours joined."""
-    found: list[tuple[int, int]] = []
-    for begin, end in ranges:
-        if found and found[-1][1] == begin:
-            begin, _ = found.pop()
-        found.append((begin, end))
-    return found
-
-
-def _check_starts(result: Result, kept: int) -> None:
-    """Add findings about logs that begin after the first kept offset: all copies alike, or one more than the others."""
-    if (oldest := result.oldest()) > kept:
-        text = f"both logs begin at {oldest}, and frames are kept from {kept} on"
-        result.add(FindingKind.RETENTION, copy=BOTH, text=text, offset=oldest)
-    for name, log in result.logs.items():
-        if log.start > max(oldest, kept):
-            text = f"its log begins at {log.start}, and the other copy's at {oldest}; frames are kept from {kept} on"
-            result.add(FindingKind.RETENTION, copy=name, text=text, offset=log.start)
-
-
-def _check_all_was_read(result: Result) -> None:
-    """Add a finding for each copy with unread bytes and no other explanation: both may lack the same bytes.
-
-    A frame across the watermark is read whole. These are more bytes than due, and no finding.
-    """
-    if not _SHORT.isdisjoint(result.found):
-        return
-    due = result.watermark - result.begin
-    for name, read in result.read.items():
-        if read["due_bytes"] < due and not result.is_behind(name):
-            text = f"{read['due_bytes']} bytes of the {due} that are due were read, and no damage was met"
-            result.add(FindingKind.UNREAD, copy=name, text=text)
-
-
-def _explain(pieces: list[tuple[int, int]], result: Result) -> None:
-    """Add a finding for every differing piece without one, so that no difference is dropped."""
-    changed = result.history if result.history is not None else result.watermark
-    explained = [row for row in _of_log(result.findings) if row["copy"] != BOTH or row["what"] == FindingKind.DAMAGED]
-    spans = [(row["offset"], row["end"] or row["offset"] + 1) for row in explained if row["offset"] is not None]
-    spans += [(log.end, result.watermark) for name, log in result.logs.items() if result.is_behind(name)]
-    for begin, until in pieces:
-        if begin >= min(changed, result.watermark) or any(at < until and end > begin for at, end in spans):
-            continue
-        text = "bytes differ, the frames' headers do not"
-        result.add(FindingKind.DIFFERENT, copy=SLAVE, text=text, offset=begin, end=until)
-
-
-def _of_log(findings: Sequence[Row]) -> list[Row]:
-    return [row for row in findings if row["what"] not in DERIVED]
-
-
-def _count_repaired(result: Result) -> None:
-    """Count damage that was repaired before the second reading as repaired."""
-    if repaired := sum(row["what"] == FindingKind.REPAIRED for row in result.findings):
-        damaged = result.found.pop(FindingKind.DAMAGED) - repaired
-        result.found |= {FindingKind.REPAIRED: repaired} | ({FindingKind.DAMAGED: damaged} if damaged else {})
-
-
-def _note_unlisted(result: Result) -> None:
-    listed = Counter(row["what"] for row in result.findings)
-    for kind, times in result.found.items():
-        if times > listed[kind]:
-            result.notes.append(f"{times} findings are {kind}; the first {listed[kind]} of them are listed")
-
-
-def _store(judged_rows: DataFrame, names: tuple[str, ...], folder: Path) -> None:
-    """Store counts per subject and hour, and the equations, as Parquet. in: rows of one group."""
-    copies = F.explode(F.when(F.col("copy") == "", F.array(*map(F.lit, names))).otherwise(F.array("copy")))
-    rows = judged_rows.withColumn("copy", copies)
-    of = F.from_json("payload", "subject string, hour long, messages long, bytes long")
-    hours = rows.where(F.col("kind") == HOUR).select("copy", of.alias("of"))
-    hour = F.timestamp_seconds(F.col("of.hour") * 3600).alias("hour")
-    write_by_day(hours.select("copy", "of.subject", hour, "of.messages", "of.bytes"), folder / "hours")
-    numbers = ("stored", *STATES, "nacked")
-    inner = "hour long, group string, " + ", ".join(f"{name} long" for name in numbers)
-    outer = F.from_json("payload", "subject string, equation string")
-    kept = rows.where(F.col("kind") == CONSERVED).select("copy", outer.alias("by"))
-    kept = kept.select("copy", F.col("by.subject").alias("subject"), F.from_json("by.equation", inner).alias("of"))
-    columns = [F.col(f"of.{name}").alias(name) for name in numbers]
-    group = F.col("of.group").alias("consumer_group")
-    write_by_day(kept.select("copy", "subject", group, hour, *columns), folder / "conserved")

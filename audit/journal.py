@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
 from qmq.audit.comparison import finding
-from qmq.audit.copies import CannotRead
+from qmq.audit.copies import CannotRead, open_copy
 from qmq.audit.data_source import read_copy
+from qmq.audit.derived import read_snapshot
 from qmq.audit.findings import JOURNAL, FindingKind
 from qmq.audit.results import Group, Result, merge_copies
 
@@ -145,3 +146,17 @@ def check_journal(
             result.notes.append(
                 f"{older} of the journal's messages may be older than what the copies keep: not looked for"
             )
+
+
+def first_sequences(place: Mapping[str, str], start: int) -> dict[str, int] | None:
+    """Return the first sequence of each subject older than a copy's log, from the snapshot at its start; None without
+    one.
+    """
+    if start == 0:
+        return {}
+    try:
+        with closing(open_copy(place)) as copy:
+            state, _ = read_snapshot(copy.derived(start).snapshot, start)
+    except OSError:
+        return None
+    return state.next_sequence if state is not None else None

@@ -55,7 +55,7 @@ def named(result: Result) -> set[tuple[str, str, int | None]]:
 
 def test_equal_copies_are_proven_equal(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parquet has all counts per hour, the result the first ones."""
-    monkeypatch.setattr("qmq.audit.group.HOURS_MAX", 5)
+    monkeypatch.setattr("qmq.audit.verdict.HOURS_MAX", 5)
     log = write(tmp_path / "master")
     write(tmp_path / "slave", segment_bytes=23_000)
     result = audit(spark, tmp_path, parquet=tmp_path / "out")

@@ -11,7 +11,8 @@ import pytest
 from qmq.audit.copies import CannotRead, is_same_place, place_options
 from qmq.audit.delay_groups import Account
 from qmq.audit.findings import FINDINGS
-from qmq.audit.group import Options, _account_for_delays, _Audit, _check_kept, _freeze, audit_group
+from qmq.audit.freeze import check_kept, freeze
+from qmq.audit.group import Options, _account_for_delays, _Audit, audit_group
 from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, Result
 from tests.unit.audit.forged import write_world
@@ -55,11 +56,11 @@ def test_copy_reseeded_meanwhile_proves_nothing(tmp_path: Path) -> None:
         places[name] = place_options(str(write_world(tmp_path / name, rounds=2).folder.parent), "")
         (tmp_path / name / "broker.json").write_text(json.dumps({"group": "g1", "incarnation": name}))
     group, result = Group("g1", places), Result("g1", {})
-    _freeze(group, result)
-    _check_kept(group, result)
+    freeze(group, result)
+    check_kept(group, result)
     (tmp_path / "slave" / "broker.json").write_text(json.dumps({"group": "g1", "incarnation": "another"}))
     with pytest.raises(CannotRead, match="the slave was emptied or replaced"):
-        _check_kept(group, result)
+        check_kept(group, result)
 
 
 def test_findings_before_a_copy_left_are_reported() -> None:

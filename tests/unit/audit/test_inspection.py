@@ -8,9 +8,9 @@ import pytest
 
 from qmq.audit.copies import Description, place_options
 from qmq.audit.findings import FindingKind
-from qmq.audit.group import _count_repaired
 from qmq.audit.inspection import describe_findings
 from qmq.audit.results import Result
+from qmq.audit.verdict import count_repaired
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
@@ -30,7 +30,7 @@ def test_damage_repaired_by_reading_is_repaired(tmp_path: Path, is_repaired: boo
     result.add(FindingKind.DAMAGED, copy="slave", offset=log.end + 800, end=log.end + 808, text="no frame")
     places = {name: place_options(str(tmp_path / name), "") for name in ("master", "slave")}
     describe_findings("g1", places, result.logs, result.findings)
-    _count_repaired(result)
+    count_repaired(result)
     assert result.found == (
         {FindingKind.REPAIRED: 1, FindingKind.DAMAGED: 1} if is_repaired else {FindingKind.DAMAGED: 2}
     )

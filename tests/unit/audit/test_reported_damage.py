@@ -12,7 +12,7 @@ import pytest
 
 from qmq.audit.copies import open_copy, place_options
 from qmq.audit.findings import FindingKind
-from qmq.audit.group import _add_reported_damage
+from qmq.audit.freeze import add_reported_damage
 from qmq.audit.results import Group, Result
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
@@ -52,7 +52,7 @@ def test_damage_met_since_is_a_finding_once(
     group, result = began(address)
     result.add(FindingKind.DAMAGED, copy="slave", offset=SEEN[0], end=SEEN[1])
     fake.damaged += [SEEN, UNSEEN, *again]
-    _add_reported_damage(group, result)
+    add_reported_damage(group, result)
     found = {(row["what"], row["copy"], row["offset"], row["end"], row["text"]) for row in result.findings[1:]}
     assert found == {("damaged", "slave", *range_) for range_ in (UNSEEN, *again)}
 
@@ -61,6 +61,6 @@ def test_restarted_or_absent_broker_has_met_nothing(broker: tuple[Broker, str]) 
     fake, address = broker
     group, result = began(address)
     fake.damaged = []
-    _add_reported_damage(group, result)
-    _add_reported_damage(Group("g1", {"slave": place_options("127.0.0.1:1", "")}), result)
+    add_reported_damage(group, result)
+    add_reported_damage(Group("g1", {"slave": place_options("127.0.0.1:1", "")}), result)
     assert result.findings == []

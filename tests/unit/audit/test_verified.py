@@ -10,20 +10,13 @@ import pytest
 
 from qmq.audit.copies import Description, place_options
 from qmq.audit.findings import BOTH, FINDINGS, MASTER, PIECE, FindingKind
-from qmq.audit.group import (
-    _check_against_history,
-    _check_all_was_read,
-    _explain,
-    _freeze,
-    _look_back,
-    _new,
-    _note_unlisted,
-    _take_differences,
-)
+from qmq.audit.freeze import freeze, look_back
+from qmq.audit.group import _new
 from qmq.audit.history import History, ledger_entry, verified
 from qmq.audit.journal import without_late_copies
 from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, GroupAnswer, Result
+from qmq.audit.verdict import check_against_history, check_all_was_read, explain_pieces, note_unlisted, take_differences
 from qmq.ledger import PROVEN, Entry, Ledger, Piece, known_from
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
@@ -120,8 +113,8 @@ def test_bytes_deleted_unverified_are_noted(tmp_path: Path, place: int, is_unver
     ledger.append(replace(BEFORE, verified=frame.end, chain=f"{frame.chain:016x}", frame=frame.offset))
     group = Group("g1", {copy: place_options(str(tmp_path / copy), "") for copy in ("master", "slave")})
     result = _new(group)
-    _freeze(group, result)
-    _look_back(group, result, ledger, 7)
+    freeze(group, result)
+    look_back(group, result, ledger, 7)
     assert result.start == start and result.unverified == (start - frame.end if is_unverified else 0)
     noted = [note for note in result.notes if "which no run had verified" in note]
     assert noted == [f"retention has removed [{frame.end}, {start}), which no run had verified"][: int(is_unverified)]
@@ -134,7 +127,7 @@ def test_each_range_that_was_exchanged_is_a_finding() -> None:
     old = [Piece(at, at + 100, 100, as_now if at == 200 else other) for at in range(0, 400, 100)]
     answer = answer_of(result, *((piece.begin, piece.end) for piece in old), (500, WATERMARK))
     result.again = old
-    _check_against_history(answer, result, known(*old))
+    check_against_history(answer, result, known(*old))
     found = [(row["what"], row["offset"], row["end"]) for row in result.findings]
     assert found == [(FindingKind.REWRITTEN, 0, 200), (FindingKind.REWRITTEN, 300, 400)]
 
@@ -162,7 +155,7 @@ def test_unlisted_findings_are_counted_and_noted(monkeypatch: pytest.MonkeyPatch
     for number in range(5):
         result.add(FindingKind.TIME, copy=BOTH, offset=number)
         assert (verified(answer, result, History(known_from([]), 0), 10_000) is None) == (number >= 3)
-    _note_unlisted(result)
+    note_unlisted(result)
     assert (result.found, len(result.findings)) == ({FindingKind.TIME: 5}, 3)
     assert result.notes == ["5 findings are time; the first 3 of them are listed"]
 
@@ -171,26 +164,26 @@ def test_unread_bytes_are_a_finding_beside_duplicates() -> None:
     result = result_of(WATERMARK, WATERMARK)
     answer_of(result, (0, 600))
     result.add(FindingKind.ID_TWICE, copy=BOTH, offset=10)
-    _check_all_was_read(result)
+    check_all_was_read(result)
     assert result.found == {FindingKind.ID_TWICE: 1, FindingKind.UNREAD: 2}
     damaged = result_of(WATERMARK, WATERMARK)
     answer_of(damaged, (0, 600))
     damaged.add(FindingKind.DAMAGED, copy=BOTH, offset=600)
-    _check_all_was_read(damaged)
+    check_all_was_read(damaged)
     assert damaged.found == {FindingKind.DAMAGED: 1}
 
 
 def test_shared_findings_explain_no_difference() -> None:
     result = result_of(WATERMARK, WATERMARK)
     result.findings.append(row_of(FindingKind.TIME, BOTH, 10, 20))
-    _explain([(0, 500)], result)
+    explain_pieces([(0, 500)], result)
     assert result.found == {FindingKind.DIFFERENT: 1}
     result = result_of(WATERMARK, WATERMARK)
     result.findings.append(row_of(FindingKind.TIME, BOTH, 10, 20))
-    _take_differences([row_of(FindingKind.HISTORY, "slave", 500, 510)], result)
+    take_differences([row_of(FindingKind.HISTORY, "slave", 500, 510)], result)
     assert result.found == {FindingKind.HISTORY: 1}
     result.findings, result.found = [row_of(FindingKind.DAMAGED, MASTER, 10, 20)], {}
-    _take_differences([row_of(FindingKind.HISTORY, "slave", 500, 510)], result)
+    take_differences([row_of(FindingKind.HISTORY, "slave", 500, 510)], result)
     assert not result.found
 
 
