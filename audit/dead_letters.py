@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from qmq.audit.findings import FindingKind
 from qmq.audit.walk import Storage, Walk, Window
 from qmq.codec import decode_envelope, decode_properties, split_batch
-from qmq.dead_letters import GROUP, PRUNER, SUBJECT, fingerprint, original_subject
+from qmq.dead_letters import GROUP, PRUNER, SUBJECT, earlier_deliveries, fingerprint, original_subject
 from qmq.errors import CorruptFrame, InvalidMessage, QmqError
 from qmq.log.frame import FLAG_DEAD, Frame, FrameKind, check_body, decode_header
 from qmq.log.group import Group, UnackedRange
@@ -92,12 +92,8 @@ class DeadLetterHistory:
         if held is None:
             if not may_be_older:
                 yield letter.unfounded()
-        elif (
-            not may_be_older
-            and letter.times is not None
-            and letter.times != str(due := held.deliveries - (consumer == PRUNER))
-        ):
-            text = f"it says that it was delivered {letter.times} times, and it was {due} times"
+        elif not may_be_older and letter.times is not None and not _may_be(letter, held, is_pruned=consumer == PRUNER):
+            text = f"its qmq_times is {letter.times}; by the log, the last attempt was number {held.attempts}"
             yield letter.finding(FindingKind.DEAD_ALTERED, text)
 
     def progress(self, frame: Frame, progress: Progress, group: Group | None) -> Iterator[tuple[int, str]]:
@@ -114,6 +110,18 @@ class DeadLetterHistory:
                 for sequence in range(max(part.first, 0), part.end):  # messages unknown to the log are below 0
                     if sequence not in made:
                         yield sequence, f"group {progress.group}: acked as dead, and there is no dead letter of it"
+
+
+def _may_be(letter: DeadLetter, held: UnackedRange, *, is_pruned: bool) -> bool:
+    """Return whether the letter states the count of its original's last delivery that counts.
+
+    A delivery without a begun handler counts only in letters of version 0.2 and earlier; these count suspicions too.
+    """
+    last, older = held.attempts - 1, held.deliveries - is_pruned
+    counts = {last, older} if is_pruned else {last, held.attempts, older}
+    if parse_derived(letter.source) is None:
+        return letter.times in {str(count) for count in counts}
+    return min(counts) <= earlier_deliveries(letter.times) + 1  # the mailbox's message states the earlier ones
 
 
 def _holder(group: Group | None, sequence: int) -> tuple[str, UnackedRange | None]:

@@ -13,19 +13,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from qmq.broker.answers import Counters
 from qmq.broker.labels import labels_of
 from qmq.broker.service_queue import ServiceQueue
 from qmq.broker.subscriptions import Subscriptions
-from qmq.codec import Buffer, encode_labels, join_batch, slice_batch, split_batch
+from qmq.codec import Buffer, decode_envelope, decode_properties, encode_labels, join_batch, slice_batch, split_batch
 from qmq.crc import crc32
-from qmq.dead_letters import PRUNER, letters_producer, with_fate
-from qmq.errors import CorruptFrame, InvalidAck, LogError, NotServed, QmqError
+from qmq.dead_letters import delivered, earlier_deliveries, letters_producer, with_fate
+from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
 from qmq.log.fold import BATCHES_PER_PRODUCER, StoredBatch
 from qmq.log.frame import FLAG_DEAD, Frame, FrameKind, label_flags
 from qmq.log.index import FrameRef
 from qmq.log.progress_frame import DEAD
+from qmq.message import TIMES
 from qmq.operator_limits import OperatorLimits, dead_letter_subjects
 from qmq.replication.ack_gate import Answer
 from qmq.replication.mastership import Mastership
@@ -40,13 +42,21 @@ COPIES_PER_ACK = BATCHES_PER_PRODUCER
 """A new master finds at most so many copies without an ack behind them."""
 
 
+class DeadRange(NamedTuple):
+    """Pull sequences `[begin, end)` to make dead. `is_begun`: a handler may have begun, so this delivery counts."""
+
+    begin: int
+    end: int
+    is_begun: bool
+
+
 @dataclass(eq=False, slots=True)
 class _DeadLetterJob:
     """Pull sequences of one consumer that become dead letters."""
 
     key: Key
-    ranges: deque[tuple[int, int]]
-    reason: str
+    ranges: deque[DeadRange]
+    reason: str | None
     answer: Answer | None
     is_reading: bool = False
     rests: bool = False
@@ -80,9 +90,9 @@ class DeadLetters:
         """Replace all operators' limits."""
         self._chosen = dead_letter_subjects(limits)
 
-    def make_dead(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer | None) -> None:
+    def make_dead(self, key: Key, ranges: Iterable[DeadRange], reason: str | None, answer: Answer | None) -> None:
         """Make dead letters of the messages that the consumer `key` still has among these pull sequences; then call
-        `answer`.
+        `answer`. Without a reason, the reason is the number of deliveries.
         """
         same = (job for job in self._jobs if job.key == key and job.answer is None) if answer is None else iter(())
         if (job := next(same, None)) is None:
@@ -185,7 +195,7 @@ class DeadLetters:
         """Return (sequence, messages) that the consumer still has at the beginning of the first range, or None."""
         if (consumer := self._consumption.consumer(*job.key)) is None:
             return None
-        begin, end = job.ranges[0]
+        begin, end, is_begun = job.ranges[0]
         try:
             consumer.check_given(begin, end)
         except InvalidAck:
@@ -194,7 +204,7 @@ class DeadLetters:
         if first is None:
             return None
         held = first.part(begin, end)
-        job.ranges[0] = held.pull, end
+        job.ranges[0] = DeadRange(held.pull, end, is_begun)
         return held.first, held.count
 
     def _store(self, job: _DeadLetterJob, bodies: list[tuple[Frame, Buffer]]) -> None:
@@ -224,7 +234,7 @@ class DeadLetters:
             return  # a copy from before the group was moved may be handled already: store a new one
         owner = real_subject(subject), group
         chosen = self._chosen.get(owner)
-        copy = with_fate(data, self._times(job), job.reason, sequence, owner if chosen else None)
+        copy = with_fate(data, *self._times_and_reason(job, data), sequence, owner if chosen else None)
         if chosen and copy != data:  # consumers of that subject may filter by tags and order keys
             name, flags = chosen, FLAG_DEAD | (label_flags(labels) if labels else 0)
             body = join_batch([copy]) + (encode_labels(labels) if labels else b"")
@@ -248,11 +258,18 @@ class DeadLetters:
         self._wake(name)
         mastership.host.pass_soon()
 
-    def _times(self, job: _DeadLetterJob) -> int:
-        consumer = self._consumption.consumer(*job.key)
+    def _times_and_reason(self, job: _DeadLetterJob, data: bytes) -> tuple[int, str]:
+        """Return `message.times` of the last delivery that a handler may have begun, and the reason."""
+        (subject, _, _), consumer = job.key, self._consumption.consumer(*job.key)
         assert consumer is not None  # it has the copied messages unacked
-        deliveries = consumer.range_of(job.ranges[0][0]).deliveries
-        return deliveries - (job.key[2] == PRUNER)  # the delivery to the pruner is not one
+        held, is_begun = consumer.range_of(job.ranges[0].begin), job.ranges[0].is_begun
+        times = held.attempts - (not is_begun)
+        if subject != real_subject(subject):
+            times += _times_before(data)
+        if job.reason is not None:
+            return times, job.reason
+        suspected = f" (suspected: {held.suspected})" if held.suspected else ""
+        return times, f"{delivered(times)}{suspected}, and never acked"
 
     def _settle_former(self, subject: str, group: str) -> None:
         """Ack messages whose copies are older than this mastership and have no ack behind them.
@@ -275,10 +292,18 @@ class DeadLetters:
 
     def _settle(self, job: _DeadLetterJob, messages: int, settled: int) -> None:
         """Ack the first messages of the first range; `settled` is DEAD if dead letters of them are stored."""
-        begin, end = job.ranges[0]
+        begin, end, _ = job.ranges[0]
         self._mastership.append_progress(FrameKind.ACK, job.key, [(begin, begin + messages, settled)])
         if begin + messages == end:  # the next range may be in the same frame; `_first_unacked` finds its rest
             job.ranges.popleft()
+
+
+def _times_before(data: bytes) -> int:
+    """Return the deliveries of a mailbox's message before it came there."""
+    try:
+        return earlier_deliveries(decode_properties(data, decode_envelope(data).body_begin).get(TIMES, ""))
+    except InvalidMessage:  # bytes of a foreign producer
+        return 0
 
 
 def _few(refs: list[FrameRef]) -> list[FrameRef]:

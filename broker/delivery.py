@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from qmq.broker import group_status, positions
 from qmq.broker.answers import Counters
 from qmq.broker.choice import UNACKED_MESSAGES_MAX
+from qmq.broker.dead_letters import DeadRange
 from qmq.broker.group_status import Backlogs
 from qmq.broker.labels import TagRule
 from qmq.broker.positions import Ask, Begin, GroupBegins, Key
@@ -127,6 +128,7 @@ class Delivery:
             lease_ms=self._settings.lease_ms,
             begins=True,
             expires=True,
+            worn_out=True,
         )
         mastership.answer_when_safe(link, packet, answer)
 
@@ -187,12 +189,14 @@ class Delivery:
         consumer = self._consumer(subscription)
         now_ms = mastership.retry_ms()
         later: list[Entry] = []
-        dead: list[tuple[int, int]] = []
+        dead: list[DeadRange] = []
         expired: list[tuple[int, int]] = []
         for begin, end, delay_ms, verdict in nack.entries:
             held = consumer.unacked_in(begin, end)
             if verdict == Verdict.DEAD_LETTER:
-                dead += held
+                dead += [DeadRange(*span, True) for span in held]
+            elif verdict == Verdict.WORN_OUT:
+                dead += [DeadRange(*span, False) for span in held]
             elif verdict == Verdict.EXPIRED:
                 expired += held
             else:
@@ -201,7 +205,7 @@ class Delivery:
         if any(due_ms not in (0, NOT_BEGUN) for _, _, due_ms in later):
             self._check_may_postpone(subscription)
         if self.pruning.expired_die(subscription.subject):
-            dead += expired
+            dead += [DeadRange(*span, False) for span in expired]
         if dead:
             self._check_may_make_dead(subscription)
         if expired:

@@ -11,12 +11,11 @@ from functools import partial
 
 from qmq.broker.answers import AnswerSender, Counters
 from qmq.broker.choice import Chosen, choose
-from qmq.broker.dead_letters import DeadLetters
+from qmq.broker.dead_letters import DeadLetters, DeadRange
 from qmq.broker.filtered_scan import Filters, Reading
 from qmq.broker.labels import LabelsRead
 from qmq.broker.service_queue import OWED_BYTES_MAX, TRY_BYTES, Entry, OfflineRules, Rates, ServiceQueue
 from qmq.broker.subscriptions import Subscription, Subscriptions
-from qmq.dead_letters import delivered
 from qmq.errors import CorruptFrame, ErrorCode, LogError
 from qmq.log.frame import FrameKind
 from qmq.operator_limits import OperatorLimits
@@ -196,8 +195,8 @@ class Serving:
             self.make_dead(subscription, chosen.dead)
 
     def make_dead(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
-        reason = f"{delivered(subscription.deliveries_max)}, and never acked"
-        self.dead_letters.make_dead(subscription.key, dead, reason, None)
+        """Make dead letters of messages above the delivery limit. They were delivered for that alone, and not sent."""
+        self.dead_letters.make_dead(subscription.key, [DeadRange(*range_, False) for range_ in dead], None, None)
 
     def is_offline(self, subscription: Subscription) -> bool:
         return subscription.key in self._offline

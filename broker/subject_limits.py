@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from qmq.broker import positions
-from qmq.broker.dead_letters import DeadLetters
+from qmq.broker.dead_letters import DeadLetters, DeadRange
 from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame, SubjectFull
 from qmq.log import MessageLog
@@ -427,7 +427,8 @@ class SubjectLimits:
         if entries:
             mastership.append_progress(FrameKind.PULL, key, entries)
             self.note_expired(key[:2], sum(count for _, _, count in entries))
-            self._dead_letters.make_dead(key, [(pull, pull + count) for pull, _, count in entries], REASON, None)
+            dead = [DeadRange(pull, pull + count, False) for pull, _, count in entries]
+            self._dead_letters.make_dead(key, dead, REASON, None)
 
 
 def _before(group: Group, end: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,16 @@ REDRIVER = "qmq.redrive"
 """Consumer group of dead-letter subjects for redriving: messages acked by it are no longer dead letters."""
 FATE = TIMES, REASON, SEQUENCE, SUBJECT, GROUP
 """Properties added to dead letters by brokers; a fingerprint has them in this order."""
+DIGITS_MAX = 9
+"""Digits of a number in a message; Python parses no number of thousands of digits."""
 _NO_FATE = dict.fromkeys((*FATE, EXPIRES_AFTER), "")
+
+
+def earlier_deliveries(times: object) -> int:
+    """Return the deliveries of a message before it came to its group's mailbox, by its property `qmq_times`."""
+    text = str(times)
+    is_number = text.isascii() and text.isdecimal() and len(text) <= DIGITS_MAX
+    return max(0, int(text) - 1) if is_number else 0
 
 
 def delivered(attempts: int) -> str:

@@ -313,6 +313,7 @@ class GroupSession:
             fields["lease_ms"],
             takes_begins=fields.get("begins") is True,
             takes_expired=fields.get("expires") is True,
+            takes_worn_out=fields.get("worn_out") is True,
         )
         self._enter(SessionEvent.ACCEPTED, here)
         if self._owner.is_closing:
@@ -451,7 +452,8 @@ class GroupSession:
 
     def _without_worn_out(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Make dead letters of messages above their delivery limit or the group's; return the others."""
-        rest = []
+        rest, here = [], self._life.now
+        takes_worn_out = isinstance(here, Subscribed) and here.takes_worn_out
         for message in messages:
             if (decision := worn_out(message, self.policy)) is None:
                 rest.append(message)
@@ -465,7 +467,8 @@ class GroupSession:
                 message.times,
                 decision.reason,
             )
-            self.nack(piece, message._at, delay_s=0.0, verdict=decision.verdict, reason=decision.reason)
+            verdict = decision.verdict if takes_worn_out else Verdict.DEAD_LETTER
+            self.nack(piece, message._at, delay_s=0.0, verdict=verdict, reason=decision.reason)
         return rest
 
     def taken(self, parcel: Parcel) -> None:

@@ -9,8 +9,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
 
-from qmq.client.terms import BROKER_DELAY_S_MAX, DIGITS_MAX, Refused, RetryPolicy, refused, refused_for_good
+from qmq.client.terms import BROKER_DELAY_S_MAX, Refused, RetryPolicy, refused, refused_for_good
 from qmq.codec import counts_from, decode_envelope, decode_properties, due_of, properties_begin
+from qmq.dead_letters import DIGITS_MAX, earlier_deliveries
 from qmq.errors import ClientClosed, InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RETRIES_MAX, TIMES, Message, Value
 from qmq.ranges import Range
@@ -193,7 +194,7 @@ class ReceivedMessage(Message):
 
     @property
     def times(self) -> int:
-        """Number of deliveries to the group in which a handler may have begun, this one included."""
+        """Number of attempts of the group, this one included: deliveries with which a handler may have begun."""
         piece = self._piece
         return piece.times if not piece.acker.is_mailbox else piece.times + self._times_before()
 
@@ -205,10 +206,9 @@ class ReceivedMessage(Message):
     def _times_before(self) -> int:
         """Return the number of deliveries before it came to the group's mailbox."""
         try:
-            first = _number(self.properties.get(TIMES, ""), DIGITS_MAX)
+            return earlier_deliveries(self.properties.get(TIMES, ""))
         except InvalidMessage:  # bytes of a foreign producer
             return 0
-        return max(0, first - 1) if first is not None else 0
 
     @property
     def group(self) -> str:

@@ -109,6 +109,7 @@ class Subscribed:
     takes_begins: bool = field(default=False, kw_only=True)
     takes_expired: bool = field(default=False, kw_only=True)
     """Whether the broker stores EXPIRED."""
+    takes_worn_out: bool = field(default=False, kw_only=True)
     pulls: int = 0
     asked: int = 0
     """Messages that the pulls in flight may bring."""

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple, Protocol
 
 from qmq.codec import TAGS_MAX
-from qmq.dead_letters import delivered
+from qmq.dead_letters import DIGITS_MAX, delivered
 from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
 from qmq.message import RETRIES_MAX, Value
 from qmq.plain import plain
@@ -179,8 +179,6 @@ BROKER_DELAY_S_MAX = DELAY_MS_MAX / 1000
 """Delay servers store longer delays (docs/decisions/0015)."""
 DELAY_S_MAX = 36_500 * 86_400.0
 """Longest delay of any delay server; most have a lower setting."""
-DIGITS_MAX = 9
-"""Digits of a number in a message; Python parses no number of thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +255,7 @@ def worn_out(message: Refusable, policy: RetryPolicy) -> Refused | None:
     limit = _limit(message, policy)
     if not limit or message.times <= limit:
         return None
-    return Refused(Verdict.DEAD_LETTER, 0.0, f"{delivered(message.times - 1)}, and never acked", True)
+    return Refused(Verdict.WORN_OUT, 0.0, f"{delivered(message.times - 1)}, and never acked", True)
 
 
 def batch_of(message: Refusable, policy: RetryPolicy, batch: int) -> int:

@@ -199,8 +199,9 @@ def decode_produced(body: memoryview) -> Produced:
 #            consumer whose name never returns, so the cluster does not store its beginning.
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
 #            [begin, end]: unsettled pull sequences below held_end. The consumer holds them, or sends its decision
-#            again: a master without a slave may have answered it, and the next master lacks it. And begins true: this
-#            broker accepts BEGIN and the verdict NOT_BEGUN (missing: it does not).
+#            again: a master without a slave may have answered it, and the next master lacks it. And begins, expires,
+#            worn_out true: this broker accepts BEGIN and the verdicts NOT_BEGUN, EXPIRED, WORN_OUT (missing: it does
+#            not).
 
 
 def encode_subscribe(
@@ -351,6 +352,10 @@ class Verdict(IntEnum):
     """Expired before a handler began: settled, or dead letters if the subject is set so. For brokers that answer
     SUBSCRIBE with `expires`.
     """
+    WORN_OUT = 4
+    """Dead letter before a handler began: this delivery does not count. For brokers that answer SUBSCRIBE with
+    `worn_out`.
+    """
 
 
 class NackEntry(NamedTuple):
@@ -384,7 +389,7 @@ def decode_nack(body: memoryview) -> Nack:
         raise InvalidRequest(f"not a NACK: {error}") from None
     for entry in entries:
         if entry.delay_ms > DELAY_MS_MAX or entry.verdict not in Verdict._value2member_map_:
-            raise InvalidRequest(f"a NACK asks for at most {DELAY_MS_MAX} ms, with verdict 0 to 3; not {entry}")
+            raise InvalidRequest(f"a NACK asks for at most {DELAY_MS_MAX} ms, with verdict 0 to 4; not {entry}")
     _ascending([(entry.begin, entry.end) for entry in entries])
     return Nack(subscription, entries, str(body[end:], "utf-8", "replace"))
 

@@ -328,7 +328,7 @@ def test_subscribe_answer_lists_unacked_ranges():
     """Acks confirmed by a master alone may be missing at its successor: they must be sent again."""
     group, client = a_group()
     client.produce(*SIX)
-    terms = {"lease_ms": 30_000, "begins": True, "expires": True}
+    terms = {"lease_ms": 30_000, "begins": True, "expires": True, "worn_out": True}
     empty = {"subscription": 1, "acked_end": 0, "unacked": [], **terms}
     assert json.loads(client.done(client.subscribe())) == empty
     client.take(most=5)

@@ -70,7 +70,7 @@ def dead_ids(group: Group, subject: str = DEAD) -> list[str]:
 
 def make_dead(group: Group, consumer: str, *pulls: int, answer=None) -> None:
     """Make dead letters of the consumer's messages; without `answer`, as the broker does by itself."""
-    ranges = [(pull, pull + 1) for pull in pulls]
+    ranges = [module.DeadRange(pull, pull + 1, True) for pull in pulls]
     group.a.master._delivery.serving.dead_letters.make_dead((*KEY, consumer), ranges, "test", answer)
 
 
@@ -141,7 +141,7 @@ def test_abandoned_message_dies_after_its_last_delivery(limit):
     waiting = client.pull(timeout_ms=1_000)
     group.settle()
     assert not client.answered(waiting) and not unacked(group)
-    assert dead_ids(group) == ["poison", "m1"] and dead_letters(group.a)[0]["qmq_times"] == str(limit + 1)
+    assert dead_ids(group) == ["poison", "m1"] and dead_letters(group.a)[0]["qmq_times"] == str(limit)
 
 
 def test_repeated_answers_make_no_dead_letters():
@@ -278,9 +278,9 @@ def test_postponed_dead_letters_are_kept_once():
     make_dead(group, "c2", theirs)
     make_dead(group, "c1", first + 1, first + 3)
     assert [list(job.ranges) for job in jobs(group)] == [
-        [(first + 2, first + 3)],
-        [(at, at + 1) for at in (first, first + 1, first + 3)],
-        [(theirs, theirs + 1)],
+        [(first + 2, first + 3, True)],
+        [(at, at + 1, True) for at in (first, first + 1, first + 3)],
+        [(theirs, theirs + 1, True)],
     ]
     assert not answers and not dead_ids(group)
     group.connect()

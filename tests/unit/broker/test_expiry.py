@@ -198,7 +198,9 @@ def test_expired_messages_wait_for_room_and_die_once(monkeypatch):
     assert [(span.first, span.count) for span in pruner.unacked] == [(0, 1), (2, 2), (4, 2)]
     ((key, ranges, *rest),) = calls
     assert (key, rest) == ((*KEY, PRUNER), ["expired", None])
-    assert ranges == [(span.pull, span.pull_end) for span in pruner.unacked] and group.a.master.expired == {KEY: 5}
+    assert ranges == [(span.pull, span.pull_end, False) for span in pruner.unacked] and group.a.master.expired == {
+        KEY: 5
+    }
     pruning._dead_letters = writer
     writer.make_dead(key, ranges, *rest)
     for _ in range(3):

@@ -394,9 +394,17 @@ class Client:
         return self.send(Command.ACK, commands.encode_ack(ack))
 
     def nack(
-        self, begin: int, end: int, *, delay_ms: int = 0, dead: bool = False, reason: str = "", subscription: int = 0
+        self,
+        begin: int,
+        end: int,
+        *,
+        delay_ms: int = 0,
+        dead: bool = False,
+        verdict: Verdict = Verdict.RETRY,
+        reason: str = "",
+        subscription: int = 0,
     ) -> int:
-        entry = NackEntry(begin, end, delay_ms, Verdict.DEAD_LETTER if dead else Verdict.RETRY)
+        entry = NackEntry(begin, end, delay_ms, Verdict.DEAD_LETTER if dead else verdict)
         nack = Nack(subscription or self.last_subscription, [entry], reason)
         return self.send(Command.NACK, commands.encode_nack(nack))
 

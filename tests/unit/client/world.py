@@ -306,7 +306,8 @@ class LocalBroker(Port):
                 return error
             case Command.NACK:
                 entries = commands.decode_nack(packet.body).entries
-                if not self.stores_dead_letters and any(entry.verdict == Verdict.DEAD_LETTER for entry in entries):
+                dying = Verdict.DEAD_LETTER, Verdict.WORN_OUT
+                if not self.stores_dead_letters and any(entry.verdict in dying for entry in entries):
                     return NotServed("the slave is missing")
                 if not self.postpones and any(entry.delay_ms and entry.verdict == Verdict.RETRY for entry in entries):
                     return PostponesTooMuch("it keeps so many")
