@@ -19,7 +19,7 @@ from tests.unit.broker.world import Client, Group
 
 FAIL, TIMEOUT = ValueError("no price"), TimeoutError("the handler ran for more than 5 s")
 """Errors of a handler: its own, and that of its time limit."""
-GIVE_BACK, VANISH, CRASH = "give back", "vanish", "crash"
+UNSTARTED, VANISH, CRASH = "unstarted", "vanish", "crash"
 """A consumer returns the message unstarted at its shutdown; it vanishes before a handler begins; in a handler."""
 
 
@@ -41,7 +41,7 @@ def deliver(group: Group, events: list[object], limit: int, broker_limit: int, s
         if worn := worn_out(message, policy):
             client.done(client.nack(number, number + 1, verdict=worn.verdict, reason=worn.reason))
             return seen
-        if event == GIVE_BACK:
+        if event == UNSTARTED:
             client.done(client.nack(number, number + 1, verdict=Verdict.NOT_BEGUN))
         elif isinstance(event, Exception) or event == CRASH:
             seen.append(message.times)
@@ -69,7 +69,7 @@ def _handle(client: Client, message: Delivered, piece: commands.Piece, event: ob
         pytest.param([FAIL, VANISH, FAIL], 2, [1, 2], "; ValueError('no price')", id="consumer vanished"),
         pytest.param([CRASH, CRASH, CRASH], 2, [1, 1, 2], ", and never acked", id="worn out by crashes"),
         pytest.param([FAIL, TIMEOUT], 2, [1, 2], f"; {TIMEOUT!r}", id="handler timeout"),
-        pytest.param([GIVE_BACK, FAIL, GIVE_BACK, FAIL], 2, [1, 2], "; ValueError('no price')", id="given back"),
+        pytest.param([UNSTARTED, FAIL, UNSTARTED, FAIL], 2, [1, 2], "; ValueError('no price')", id="given back"),
         pytest.param([FAIL, CRASH, CRASH, CRASH], 3, [1, 2, 2, 3], ", and never acked", id="worn out after a failure"),
     ],
 )
