@@ -69,7 +69,7 @@ def _handle(client: Client, message: Delivered, piece: commands.Piece, event: ob
         pytest.param([FAIL, VANISH, FAIL], 2, [1, 2], "; ValueError('no price')", id="consumer vanished"),
         pytest.param([CRASH, CRASH, CRASH], 2, [1, 1, 2], ", and never acked", id="worn out by crashes"),
         pytest.param([FAIL, TIMEOUT], 2, [1, 2], f"; {TIMEOUT!r}", id="handler timeout"),
-        pytest.param([UNSTARTED, FAIL, UNSTARTED, FAIL], 2, [1, 2], "; ValueError('no price')", id="given back"),
+        pytest.param([UNSTARTED, FAIL, UNSTARTED, FAIL], 2, [1, 2], "; ValueError('no price')", id="returned unstarted"),
         pytest.param([FAIL, CRASH, CRASH, CRASH], 3, [1, 2, 2, 3], ", and never acked", id="worn out after a failure"),
     ],
 )
