@@ -17,6 +17,7 @@ from qmq.subjects import retry_subject
 from tests.unit.broker.test_dead_letters import dead_letters
 from tests.unit.broker.world import Client, Group
 
+WORN = ", and never acked"
 FAIL, TIMEOUT = ValueError("no price"), TimeoutError("the handler ran for more than 5 s")
 """Errors of a handler: its own, and that of its time limit."""
 UNSTARTED, VANISH, CRASH = "unstarted", "vanish", "crash"
@@ -67,10 +68,12 @@ def _handle(client: Client, message: Delivered, piece: commands.Piece, event: ob
         pytest.param([FAIL], 1, [1], "; ValueError('no price')", id="first failure"),
         pytest.param([FAIL, FAIL, FAIL], 3, [1, 2, 3], "; ValueError('no price')", id="retries"),
         pytest.param([FAIL, VANISH, FAIL], 2, [1, 2], "; ValueError('no price')", id="consumer vanished"),
-        pytest.param([CRASH, CRASH, CRASH], 2, [1, 1, 2], ", and never acked", id="worn out by crashes"),
+        pytest.param([CRASH, CRASH, CRASH], 2, [1, 1, 2], WORN, id="worn out by crashes"),
         pytest.param([FAIL, TIMEOUT], 2, [1, 2], f"; {TIMEOUT!r}", id="handler timeout"),
-        pytest.param([UNSTARTED, FAIL, UNSTARTED, FAIL], 2, [1, 2], "; ValueError('no price')", id="returned unstarted"),
-        pytest.param([FAIL, CRASH, CRASH, CRASH], 3, [1, 2, 2, 3], ", and never acked", id="worn out after a failure"),
+        pytest.param(
+            [UNSTARTED, FAIL, UNSTARTED, FAIL], 2, [1, 2], "; ValueError('no price')", id="returned unstarted"
+        ),
+        pytest.param([FAIL, CRASH, CRASH, CRASH], 3, [1, 2, 2, 3], WORN, id="worn out after a failure"),
     ],
 )
 @pytest.mark.parametrize("times", ["", "5"], ids=["subject", "mailbox"])
