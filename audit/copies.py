@@ -12,6 +12,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from qmq.log import manifest
 from qmq.log.index import ClosedIndex
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from qmq.replication.points import COPY, POINTS, Point
+from qmq.types import Endpoint
 
 SEGMENT_SUFFIX, INDEX_SUFFIX, SNAPSHOT_SUFFIX = ".log", ".idx", ".snap"
 IDENTITY, MANIFEST = "broker.json", Path(manifest.NAME).name
@@ -102,14 +104,20 @@ def open_copy(options: Mapping[str, str], limit: int = OFFSET_MAX) -> Copy:
     path, broker = options.get("path"), options.get("broker")
     if bool(path) == bool(broker):
         raise CannotRead("give either option 'path' (a data directory) or 'broker' (ip:control_port)")
-    return PathCopy(Path(path)) if path else BrokerCopy(str(broker), options.get("token", ""), limit)
+    if path:
+        return PathCopy(Path(path))
+    try:
+        endpoint = Endpoint.parse(str(broker))
+    except ValueError as error:
+        raise CannotRead(f"option 'broker': {error}") from None
+    return BrokerCopy(str(endpoint), options.get("token", ""), limit)
 
 
 def place_options(place: str, token: str) -> dict[str, str]:
     """Return options of the data source for a user's input: a directory or `ip:port`."""
-    host, _, port = place.rpartition(":")
-    if host and port.isdigit() and "/" not in host and not Path(place).exists():
-        return {"broker": place, "token": token}
+    if not Path(place).exists():
+        with suppress(ValueError):
+            return {"broker": str(Endpoint.parse(place)), "token": token}
     return {"path": place}
 
 

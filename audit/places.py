@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from qmq.audit.copies import Away, CannotRead, Owner, PathCopy, is_same_place, open_copy
 from qmq.audit.findings import COPIES, COPIES_MIN
 from qmq.control_plane import DIRECT
-from qmq.types import MASTERS
+from qmq.types import MASTERS, Endpoint
 
 
 def check_places(group: str, places: Mapping[str, dict[str, str]]) -> None:
@@ -92,7 +92,7 @@ def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, st
     """
     found: dict[str, dict[str, dict[str, str]]] = {}
     for broker in sorted(_list_brokers(metaserver, token), key=lambda broker: str(broker.get("name"))):
-        place = {"broker": f"{broker['ip']}:{broker['controlPort']}", "token": token}
+        place = {"broker": str(Endpoint(broker["ip"], broker["controlPort"])), "token": token}
         role = str(broker["role"]).lower().removeprefix("delay_")  # logs of delay groups are audited like others
         places = found.setdefault(broker["group"], {})
         places[role if role not in places else f"{role}{sum(name.startswith(role) for name in places) + 1}"] = place

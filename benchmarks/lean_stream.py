@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import cast
 
+from qmq.types import Endpoint
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 ACK, END_STREAM, END_HEADERS, PADDED = 0x1, 0x1, 0x4, 0x8
@@ -193,7 +195,7 @@ async def connect(address: str, path: str, metadata: Iterable[tuple[str, str]]) 
     Raises:
         OSError: the connection is refused.
     """
-    host, _, port = address.rpartition(":")
+    endpoint = Endpoint.parse(address)
     headers = {
         ":path": path,
         ":authority": address,
@@ -207,7 +209,7 @@ async def connect(address: str, path: str, metadata: Iterable[tuple[str, str]]) 
     }
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(lambda: Connection(encoded), host, int(port))
+    _, connection = await loop.create_connection(lambda: Connection(encoded), endpoint.host, endpoint.port)
     return connection
 
 

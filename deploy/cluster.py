@@ -40,6 +40,7 @@ from qmq.deploy.plan import (
 from qmq.deploy.processes import Service, end_leftovers, module_command, prometheus_command, stop_all
 from qmq.deploy.prometheus.config import find_targets, write_config
 from qmq.errors import NotServed, OperatorError, QmqError
+from qmq.types import Endpoint
 
 WATCHDOG, PROMETHEUS = "watchdog", "prometheus"
 SCRAPE_S = 2
@@ -180,7 +181,7 @@ class Cluster:
     @property
     def others(self) -> dict[str, str]:
         """URLs of the single processes, by name."""
-        return {name: f"http://{HOST}:{self.plan.others[name]}" for name in self._groups.others}
+        return {name: f"http://{Endpoint(HOST, self.plan.others[name])}" for name in self._groups.others}
 
     def service(self, name: str) -> Service:
         """Return the process of a broker, by hostname, or "metaserver"."""
@@ -270,7 +271,7 @@ class Cluster:
 
     def writable(self, group: str) -> bool:
         """Return whether the group's master reports that it is writable."""
-        state = broker_state(f"{HOST}:{self.broker(group, 'master').control_port}", self.token)
+        state = broker_state(str(Endpoint(HOST, self.broker(group, "master").control_port)), self.token)
         return state is not None and state.writable
 
     def wait_writable(self, *groups: str, timeout_s: float = START_S) -> None:
@@ -352,7 +353,7 @@ class Cluster:
             port = self.plan.others[WATCHDOG]
             settings = {"metaserver": self.metaserver, "token": self.token, "host": HOST, "http_port": port}
             self._service(WATCHDOG, WATCHDOG, settings).start()
-            self.wait(lambda: answers(f"http://{HOST}:{port}/health"), "the watchdog does not answer", START_S)
+            self.wait(lambda: answers(f"http://{Endpoint(HOST, port)}/health"), "the watchdog does not answer", START_S)
 
     def _start_prometheus(self) -> None:
         if PROMETHEUS not in self._groups.others:
@@ -364,11 +365,11 @@ class Cluster:
         log = self.run_dir / "logs" / f"{PROMETHEUS}.log"
         self._services[PROMETHEUS] = Service(PROMETHEUS, prometheus_command(config, directory / "data", port), log)
         self._services[PROMETHEUS].start()
-        self.wait(lambda: answers(f"http://{HOST}:{port}/-/ready"), "Prometheus does not answer", START_S)
+        self.wait(lambda: answers(f"http://{Endpoint(HOST, port)}/-/ready"), "Prometheus does not answer", START_S)
 
     def _write_targets(self) -> Path:
         directory = self.run_dir / PROMETHEUS
-        others = (f"{HOST}:{self.plan.others[name]}" for name in self._groups.others if name == WATCHDOG)
+        others = (str(Endpoint(HOST, self.plan.others[name])) for name in self._groups.others if name == WATCHDOG)
         targets = find_targets(self.manage, others)
         return write_config(directory, targets, token_file=directory / "token", interval_s=SCRAPE_S)
 

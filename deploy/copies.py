@@ -14,6 +14,7 @@ from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind, decode_frames
 from qmq.log.segments import log_name, segment_bases
 from qmq.proto import qmq_pb2
+from qmq.types import Endpoint
 
 PATIENCE_S = 10.0
 """Wait for a slow broker."""
@@ -40,7 +41,7 @@ class Copy:
 
 def state(cluster: Cluster, plan: BrokerPlan) -> qmq_pb2.BrokerState | None:
     """Return a broker's state, or None while it is down or stopped."""
-    return broker_state(f"{HOST}:{plan.control_port}", cluster.token, timeout_s=PATIENCE_S)
+    return broker_state(str(Endpoint(HOST, plan.control_port)), cluster.token, timeout_s=PATIENCE_S)
 
 
 def ends(cluster: Cluster, group: str) -> list[tuple[int, int] | None]:

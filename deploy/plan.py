@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from qmq.crc import of_known_fields
 from qmq.errors import NotServed
+from qmq.types import Endpoint
 
 HOST = "127.0.0.1"
 HTTP_PORT = 8080
@@ -68,7 +69,7 @@ class Plan:
 
     @property
     def metaserver(self) -> str:
-        return f"http://{HOST}:{self.http_port}"
+        return f"http://{Endpoint(HOST, self.http_port)}"
 
     @property
     def ports(self) -> list[int]:

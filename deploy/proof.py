@@ -28,6 +28,7 @@ from qmq.deploy.cluster import Cluster
 from qmq.deploy.plan import HOST
 from qmq.deploy.processes import ROOT
 from qmq.errors import InvalidRequest
+from qmq.types import Endpoint
 
 Row = dict[str, str]
 
@@ -270,7 +271,7 @@ def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
     for group, roles in cluster.describe()["groups"].items():
         arguments += ["--group", group]
         for role in ("master", "slave"):
-            arguments += [f"--{role}", f"{HOST}:{roles[role]['control_port']}"]
+            arguments += [f"--{role}", str(Endpoint(HOST, roles[role]["control_port"]))]
     job = _run_job("qmq.audit.jobs.consistency", arguments, cluster, run_dir, proof)
     if job.returncode == 2 or not result.exists():
         proof.complaints.append(f"the audit could not read the logs: {_last_line(job.stderr)}")
@@ -283,7 +284,7 @@ def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
 def _count_rows(cluster: Cluster, source: Input, expected: Counter[str | None], run_dir: Path, proof: Proof) -> None:
     arguments = ["--sql", counting_sql(source), "--json"]
     for roles in cluster.describe()["groups"].values():
-        arguments += ["--source", f"{HOST}:{roles['master']['control_port']}"]
+        arguments += ["--source", str(Endpoint(HOST, roles["master"]["control_port"]))]
     job = _run_job("qmq.audit.jobs.query", arguments, cluster, run_dir, proof)
     if job.returncode:
         proof.complaints.append(f"the SQL query failed: {_last_line(job.stderr)}")

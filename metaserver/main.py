@@ -58,6 +58,7 @@ from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.rights import TokenRole
 from qmq.settings import InvalidSettings, load, shown
+from qmq.types import Endpoint
 from qmq.version import VERSION
 
 log = logging.getLogger("qmq.metaserver")
@@ -163,7 +164,7 @@ class Metaserver:
         )
 
     async def _send(self, message: Message) -> Receipt:
-        address = f"http://{self._settings.advertised}:{self.http_port}"
+        address = f"http://{self._at(self.http_port)}"
         token = self._settings.cluster_token
         async with Producer(metaserver=address, token=token, app="console", timeout_s=SEND_S) as producer:
             return await producer.send(message)
@@ -196,7 +197,8 @@ class Metaserver:
         works += [scrapes.run() for scrapes in self._scrapes]
         tasks = [asyncio.create_task(work) for work in works]
         serving = asyncio.create_task(http.run())
-        log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
+        at = Endpoint(self._settings.host, self.http_port)
+        log.info("metaserver serving http=%s grpc_port=%d", at, self.grpc_port)
         if started:
             started.set()
         stopping = asyncio.create_task(stop.wait())
@@ -255,7 +257,7 @@ class Metaserver:
         bound = ("grpc.max_allowed_incoming_connections", ports.clients)
         rpc_server = grpc.aio.server(interceptors=[acceptor], options=[*RPC_OPTIONS, bound])
         try:
-            self.grpc_port = rpc_server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+            self.grpc_port = rpc_server.add_insecure_port(str(Endpoint(settings.host, settings.grpc_port)))
         except RuntimeError as error:
             raise CannotServe(_port_taken(settings.host, settings.grpc_port, "grpc_port")) from error
         try:
@@ -276,8 +278,10 @@ class Metaserver:
         await asyncio.gather(rpc_server.stop(STOP_S), asyncio.sleep(MOVE_S))
 
     def _row(self) -> MetaserverRow:
-        host = self._settings.advertised
-        return MetaserverRow(self.id, f"{host}:{self.http_port}", f"{host}:{self.grpc_port}", 0, VERSION)
+        return MetaserverRow(self.id, self._at(self.http_port), self._at(self.grpc_port), 0, VERSION)
+
+    def _at(self, port: int) -> str:
+        return str(Endpoint(self._settings.advertised, port))
 
     @property
     def is_hanging(self) -> bool:
@@ -303,7 +307,7 @@ class Metaserver:
             self._access,
             self._metrics,
             self._refusals,
-            address=f"{settings.advertised}:{self.grpc_port}",
+            address=self._at(self.grpc_port),
             database_trouble=lambda: self._database.trouble,
             is_stopping=lambda: self.registry.is_stopping,
             limits=limits,
@@ -336,8 +340,8 @@ def make_provider(settings: MetaserverSettings) -> ProviderPort | None:
 
 def _port_taken(host: str, port: int, name: str) -> str:
     return (
-        f"cannot listen on {host}:{port}: another program does, or the address is not this machine's; stop that one, "
-        f"or set host or {name}"
+        f"cannot listen on {Endpoint(host, port)}: another program does, or the address is not this machine's; "
+        f"stop that one, or set host or {name}"
     )
 
 

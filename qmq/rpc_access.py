@@ -14,6 +14,7 @@ import grpc.aio
 
 from qmq.errors import AccessError, CallError, MissingRight, NotServed, OperatorError, QmqError
 from qmq.rights import Caller, TokenRole
+from qmq.types import Endpoint
 
 TOKEN_KEY = "x-api-token"
 
@@ -34,7 +35,7 @@ class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio c
     Args:
         needed: roles that each method requires.
         check: returns the caller of a token; raises AccessError.
-        refused: called for each rejected call with the method, the peer and the reason.
+        refused: called for each rejected call with the method, the caller's host and the reason.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio c
 
     def _refusal(self, name: str, error: AccessError | NotServed, handler: Any) -> Any:
         async def refuse(request: Any, context: Any) -> None:
-            self._refused(name, str(context.peer()), str(error))
+            self._refused(name, Endpoint.of_peer(context.peer()).host, str(error))
             await context.abort(status_of(error), f"{error} (metadata {TOKEN_KEY})")
 
         async def refuse_stream(request: Any, context: Any) -> AsyncIterator[Any]:

@@ -12,6 +12,8 @@ from enum import IntEnum
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from qmq.types import Endpoint
+
 DEFAULT_PORT = 8080
 
 
@@ -40,7 +42,7 @@ class Address:
 
     def __str__(self) -> str:
         """Return the address as it can be typed."""
-        place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        place = str(Endpoint(self.host, self.port))
         return f"https://{place}" if self.secure else place
 
     @property

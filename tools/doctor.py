@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import socket
 import time
@@ -36,6 +35,7 @@ from qmq.tools.findings import (
     silent_brokers,
     warn,
 )
+from qmq.types import Endpoint, Host
 
 TIMEOUT_S = 3.0
 PAGE_BYTES_MAX = 64 << 20
@@ -60,7 +60,7 @@ def resolve(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise Unreachable(f"{host} has no address: {error}") from None
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
 
 
 def connect(host: str, port: int) -> float:
@@ -69,7 +69,7 @@ def connect(host: str, port: int) -> float:
     try:
         socket.create_connection((host, port), timeout=TIMEOUT_S).close()
     except (OSError, UnicodeError) as error:
-        raise Unreachable(f"{host}:{port} does not answer: {cause_of(error)}") from None
+        raise Unreachable(f"{Endpoint(host, port)} does not answer: {cause_of(error)}") from None
     return time.monotonic() - began
 
 
@@ -194,22 +194,22 @@ def _pages(address: Address) -> Steps:
 
 
 def _grpc(address: Address, page: Page) -> Iterator[Finding]:
-    host, _, port = page.text.strip().rpartition(":")
-    if page.status != 200 or not host or not port.isdigit():
-        do = "it must be ip:port; does the balancer pass this path on?"
+    try:
+        rpc = Endpoint.parse(page.text.strip() if page.status == 200 else "")
+    except ValueError:
+        do = "it must be host:port; does the balancer pass this path on?"
         yield fail("/meta/address", f"{page.status} {_line(page)}", do)
         return
-    host = host.strip("[]")
-    if _is_loopback(host) and not all(_is_loopback(found) for found in resolve(address.host)):
-        found = f"brokers and clients get the address {host}:{port}, which is their own machine"
+    if Host(rpc.host).is_loopback and not all(Host(found).is_loopback for found in resolve(address.host)):
+        found = f"brokers and clients get the address {rpc}, which is their own machine"
         yield fail("/meta/address", found, "set advertised_ip of the metaserver to the address that others reach")
         return
     try:
-        connect(host, int(port))
+        connect(rpc.host, rpc.port)
     except Unreachable as error:
         yield fail("gRPC port", str(error), f"of the metaserver: {FIREWALL}")
     else:
-        yield ok("gRPC port", f"{host}:{port} answers")
+        yield ok("gRPC port", f"{rpc} answers")
 
 
 def _other_metaserver(row: Mapping[str, Any]) -> list[Finding]:
@@ -267,13 +267,6 @@ def _versions(metaservers: Iterable[Mapping[str, Any]], brokers: Iterable[Mappin
     versions = {f"metaserver {row['http']}": row.get("version", "") for row in metaservers if row["up"]}
     brokers_up = (row for row in brokers if row["up"])
     return versions | {f"broker {row['hostname']}:{row['servePort']}": row.get("version", "") for row in brokers_up}
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _line(page: Page) -> str:

@@ -17,6 +17,7 @@ from qmq.errors import QmqError
 from qmq.http_port import HttpPort, listen
 from qmq.logs import configure
 from qmq.settings import InvalidSettings, load
+from qmq.types import Endpoint
 from qmq.watchdog.acceptor import Acceptor
 from qmq.watchdog.leader import Leader
 from qmq.watchdog.meta_link import MetaLink
@@ -32,7 +33,7 @@ APP = "watchdog"
 async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
     """Run until `stop`; return whether a call to a database still hangs. Raise OSError if the port is taken."""
     listener, ports = listen(settings.host, settings.http_port), watchdog_ports(limit())
-    address = f"{settings.advertised}:{listener.getsockname()[1]}"
+    address = str(Endpoint(settings.advertised, listener.getsockname()[1]))
     link = MetaLink(settings)
     async with NumberedSender(metaserver=settings.metaserver, token=settings.token, app=APP) as sender:
         leader = Leader(settings, link, sender, address)

@@ -16,6 +16,7 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.sql_drivers import registered, tls_of
+from qmq.types import Endpoint
 from qmq.watchdog.lease import LeaseRequest, LeaseRow
 from qmq.watchdog.settings import Source, WatchdogSettings
 
@@ -88,7 +89,7 @@ class MetaLink:
         groups = [] if update is grpc.aio.EOF else [group for route in update.routes for group in route.groups]
         if any(not group.HasField("master") for group in groups):
             raise NotServed("a broker group of its subject has no master now")
-        return [(group.broker_group, f"{group.master.ip}:{group.master.control_port}") for group in groups]
+        return [(group.broker_group, str(Endpoint(group.master.ip, group.master.control_port))) for group in groups]
 
     async def _ask(self, question: Callable[[Any, dict[str, Any]], Awaitable[T]], answer_s: float = ANSWER_S) -> T:
         more = {"metadata": token_metadata(self._settings.token), "timeout": answer_s}

@@ -27,6 +27,7 @@ from qmq.deploy.copies import Copy, read_copy, state
 from qmq.deploy.plan import HOST, HTTP_PORT
 from qmq.errors import NotServed, QmqError
 from qmq.subjects import dead_letter_subject
+from qmq.types import Endpoint
 
 BROKER_GROUPS = ("g1", "g2")
 GROUPS = sorted({(member.subject, member.group) for members in CONSUMERS.values() for member in members})
@@ -202,7 +203,7 @@ def _left(cluster: Cluster) -> float:
 def _metrics(cluster: Cluster, broker_group: str) -> dict[str, float]:
     """Scrape a master; empty while it does not answer."""
     try:
-        return metrics(f"http://{HOST}:{cluster.broker(broker_group, 'master').metrics_port}", cluster.token)
+        return metrics(f"http://{Endpoint(HOST, cluster.broker(broker_group, 'master').metrics_port)}", cluster.token)
     except OSError:
         return {}
 

@@ -42,7 +42,7 @@ def find_targets(ask: Callable[..., Any], watchdogs: Iterable[str] = ()) -> list
     brokers = [
         _target(
             "delayserver" if row["role"].startswith("DELAY") else "broker",
-            f"{row['ip']}:{row['metricsPort']}",
+            str(Endpoint(row["ip"], row["metricsPort"])),
             hostname=row["hostname"],
         )
         for row in ask("ListBrokers", details="true")

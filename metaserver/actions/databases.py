@@ -30,6 +30,7 @@ from qmq.metaserver.storage.sql import checked
 from qmq.metaserver.storage.tables import LONG_NAME_CHARS_MAX, datasource_config
 from qmq.outbox.table import table_name
 from qmq.sql_drivers import Tls, registered
+from qmq.types import Endpoint
 
 SQLITE = "sqlite"
 PORTS = {"mmm": 3306, "mysql": 3306, "mariadb": 3306, "postgresql": 5432, SQLITE: 1}
@@ -87,7 +88,8 @@ def _url(words: Words) -> str:
     """Return the name of a database: type://host:port/database; for SQLite also type:///path."""
     kind, server = words["type"], ""
     if kind != SQLITE or words["host"]:
-        server = f"{words['host']}:{words.number('port') or PORTS.get(kind, 0)}"
+        host = words["host"].strip("[]")  # a name stays as it is: the registration is found by this text
+        server = str(Endpoint(host, words.number("port") or PORTS.get(kind, 0)))
     return f"{kind}://{server}/{words['database']}" if words["database"] else f"{kind}://{server}"
 
 

@@ -23,6 +23,7 @@ from qmq.metaserver.model import (
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.replication.readonly import explain
 from qmq.sql_drivers import registered
+from qmq.types import Endpoint
 
 SHOWN_MAX = 20
 """Number of subjects of one change that a list of the trail shows."""
@@ -241,4 +242,4 @@ def names(things: Iterable[str]) -> str:
 
 
 def _address(broker: Broker | None) -> str:
-    return f"{broker.ip}:{broker.serve_port}" if broker else ""
+    return str(Endpoint(broker.ip, broker.serve_port)) if broker else ""

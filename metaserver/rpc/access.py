@@ -34,7 +34,7 @@ def make_acceptor(access: Access, refusals: Refusals) -> RpcAcceptor:
         return access.check(token, now_ms=wall_ms())
 
     def refused(method: str, peer: str, reason: str) -> None:
-        refusals.note(method, peer.rpartition(":")[0], reason)
+        refusals.note(method, peer, reason)
 
     return RpcAcceptor(RPC_ROLES, check, refused)
 

@@ -17,6 +17,7 @@ from qmq.metaserver.rpc.convert import state_from_message
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
 from qmq.redrive.dead_letters import DeadLetters, Destination, Master
+from qmq.types import Endpoint
 
 _SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 """No answer, or not in time."""
@@ -189,7 +190,7 @@ class Brokers:
 
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
-        async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}", options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(_control(broker), options=CHANNEL_OPTIONS) as channel:
             yield BrokerStub(channel), {"metadata": token_metadata(self._token)}
 
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
@@ -207,9 +208,13 @@ class Brokers:
         except grpc.aio.AioRpcError as error:
             text = f"{broker.key} ({broker.part.name} of {broker.group})"
             if silent(error.code()):
-                where = f"{broker.ip}:{broker.control_port}"
+                where = _control(broker)
                 raise NotServed(f"{text} did not answer at {where}: {error.details() or error.code().name}") from error
             raise OperatorError(f"{text} refused: {error.details()}") from error
+
+
+def _control(broker: Broker) -> str:
+    return str(Endpoint(broker.ip, broker.control_port))
 
 
 def _master(broker: Broker) -> Master:

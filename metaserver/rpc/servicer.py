@@ -37,6 +37,7 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
 from qmq.rpc_access import caller, status_of
 from qmq.subjects import check_name, check_subject, real_subject
+from qmq.types import Endpoint
 
 TRIES = 5
 """An attempt fails when another metaserver stores one of the groups meanwhile."""
@@ -185,7 +186,7 @@ class MetaserverRpc(BrokerRpc, MetaserverServicer):  # type: ignore[misc]
                 app=request.app[:100],
                 client_id=request.client_id[:100],
                 produces=request.produces,
-                caller=replace(caller(), peer=str(context.peer())),
+                caller=replace(caller(), peer=str(Endpoint.of_peer(context.peer()))),
                 send=context.write,
                 looks_only=request.looks_only,
             )

@@ -16,7 +16,7 @@ from qmq.rations import Ration
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, PacketTooLarge, packet_header
-from qmq.types import Endpoint
+from qmq.types import Endpoint, plain_peer
 
 log = bounded(__name__)
 
@@ -68,7 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport = transport
         name = transport.get_extra_info("peername")
-        self.peer = f"{name[0]}:{name[1]}" if name else "?"
+        self.peer = str(Endpoint(plain_peer(name[0]), name[1])) if name else "?"
         if self.lost_reason:  # its owner closed it before it was connected
             transport.close()
 

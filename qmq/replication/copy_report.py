@@ -129,7 +129,7 @@ def _owner(stored: Identity) -> dict[str, Any]:
     role = ""
     with suppress(KeyError, TypeError, ValueError):
         role = Assignment.from_json(stored.assignment).role.name if stored.assignment else ""
-    hostname, _, port = stored.owner.rpartition(":")
+    hostname, _, port = stored.owner.partition(":")
     return {
         "group": stored.group,
         "hostname": hostname,

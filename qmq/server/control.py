@@ -29,6 +29,7 @@ from qmq.server.access import CONTROL_ROLES
 from qmq.server.meta_link import state_message
 from qmq.server.service import M, Service
 from qmq.settings import shown
+from qmq.types import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._service.bounds.control)],
         )
         self.add_to(server)
-        address = f"{self._settings.ip}:{self._settings.control_port}"
+        address = str(Endpoint(self._settings.ip, self._settings.control_port))
         try:
             server.add_insecure_port(address)
         except RuntimeError as error:
@@ -262,7 +263,7 @@ async def _require_all_subjects(context: Any) -> None:
 
 
 def _refused(method: str, peer: str, reason: str) -> None:
-    log.warning("control call refused method=%s peer=%s: %s", method[:50], peer.rpartition(":")[0], reason)
+    log.warning("control call refused method=%s peer=%s: %s", method[:50], peer, reason)
 
 
 SAMPLE_S = 5.0

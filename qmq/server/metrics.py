@@ -23,6 +23,7 @@ from qmq.server.overload import ConnectionState
 from qmq.server.producing import PRODUCE_MS_BUCKETS, ProduceCounters
 from qmq.server.service import M, Service
 from qmq.subjects import is_dead_letter_subject, matching
+from qmq.types import Endpoint
 from qmq.version import VERSION
 
 Reading = tuple[str, str, float]
@@ -287,5 +288,5 @@ def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySe
         )
         return HttpPort(http.app(), listen(settings.ip, settings.metrics_port), connections_max=service.bounds.http)
     except OSError as error:
-        address = f"{settings.ip}:{settings.metrics_port}"
+        address = Endpoint(settings.ip, settings.metrics_port)
         raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None

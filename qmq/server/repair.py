@@ -21,6 +21,7 @@ from qmq.replication.copy_repair import Sources
 from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
 from qmq.ticking import until_next_second
+from qmq.types import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -96,4 +97,4 @@ async def _fetch(peer: Address, metadata: Metadata, begin: int, end: int) -> tup
 
 
 def _channel(peer: Address) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(str(Endpoint(peer.ip, peer.control_port)), options=CHANNEL_OPTIONS)

@@ -169,7 +169,7 @@ class Service(Generic[M]):
                 tasks.create_task(self._sweep(disk))
 
     async def _listen(self, port: Port) -> asyncio.Server:
-        at = f"{self._settings.ip}:{port.number}"
+        at = Endpoint(self._settings.ip, port.number)
         try:
             server = await self._loop.create_server(lambda: self._accept(port), self._settings.ip, port.number)
         except OSError as error:
@@ -418,9 +418,10 @@ class Service(Generic[M]):
                 await self._role_changed.wait()
                 continue
             acceptor = _MasterLink(self)
+            master = Endpoint(peer.ip, peer.sync_port)
             try:
                 self._master_link, _ = await connect(
-                    Endpoint(peer.ip, peer.sync_port),
+                    master,
                     handler=acceptor,
                     token=token_text(self._settings.token),
                     app=self._settings.hostname,
@@ -435,7 +436,7 @@ class Service(Generic[M]):
                     self.state_changed.set()
                 self._master_link.close("the roles changed")
             except (NotServed, AccessError) as error:
-                log.warning("master not reached group=%s at=%s:%d: %s", self.node.group, peer.ip, peer.sync_port, error)
+                log.warning("master not reached group=%s at=%s: %s", self.node.group, master, error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RECONNECTS_S[min(attempts, len(RECONNECTS_S) - 1)]):
                     await self._role_changed.wait()

@@ -6,9 +6,11 @@ Imports point one way, towards what changes less. What a core may not do is writ
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,11 @@ LOOK_UPS = {
 }
 """They wait for a name server. The loop's own `getaddrinfo` runs in a thread."""
 
+PAIRS = {"qmq.metaserver.http.app": "subject:version", "qmq.testing.metaserver": "subject:version"}
+"""Modules that split a text at its last colon which is no address."""
+HOSTS = {"host", "ip", "HOST", "advertised", "bind", "address"}
+"""Names of values that may be an IPv6 address."""
+
 PURE = {"random.Random"}
 """The type of the dice that are passed in; the module itself has dice that no seed governs."""
 
@@ -107,6 +114,7 @@ class Module:
     rebound: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     look_ups: tuple[str, ...] = ()
+    addresses: tuple[int, ...] = ()
 
     @property
     def package(self) -> str:
@@ -147,6 +155,7 @@ def read_module(root: Path, path: Path) -> Module:
         rebound=tuple(rebound(tree)),
         long=tuple(long_functions(nodes)),
         look_ups=tuple(sorted(LOOK_UPS & set(socket_names(nodes)))),
+        addresses=tuple(own_addresses(nodes)),
     )
 
 
@@ -157,6 +166,24 @@ def socket_names(nodes: list[ast.AST]) -> Iterator[str]:
             yield ast.unparse(node)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_addresses(nodes: list[ast.AST]) -> Iterator[int]:
+    """Yield the lines that format or parse an address themselves, such as `f"{host}:{port}"` and `rsplit(":")`."""
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            for value, after in pairwise(node.values):
+                begins = isinstance(after, ast.Constant) and re.match(r":(\d|$)", str(after.value))
+                if begins and isinstance(value, ast.FormattedValue) and ends(value.value) in HOSTS:
+                    yield node.lineno
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if node.func.attr in ("rpartition", "rsplit") and ast.unparse(node.args[0]) in ("':'", "b':'"):
+                yield node.lineno
+
+
+def ends(node: ast.expr) -> str:
+    """Return the last name of an expression: `port` of `row["port"]` and of `self.port`."""
+    return ast.unparse(node.slice if isinstance(node, ast.Subscript) else node).strip("'").rpartition(".")[2]
 
 
 def rebound(tree: ast.Module) -> Iterator[str]:
@@ -292,7 +319,18 @@ def blocking_look_ups(modules: list[Module]) -> list[str]:
     ]
 
 
+def addresses_beside_endpoint(modules: list[Module]) -> list[str]:
+    """An IPv6 address has brackets before its port. `qmq.types.Endpoint` writes and reads them."""
+    return [
+        f"{module.name}:{line} formats or parses an address; use Endpoint"
+        for module in modules
+        if module.name != "qmq.types" and module.name not in PAIRS
+        for line in module.addresses
+    ]
+
+
 RULES = [
+    addresses_beside_endpoint,
     blocking_look_ups,
     wrong_arrows,
     wrong_layers,
@@ -348,6 +386,10 @@ CASES = [
     pytest.param("qmq/a.py", "def f(): socket.getfqdn()", blocking_look_ups, id="name looked up on the loop"),
     pytest.param("qmq/a.py", "from socket import getaddrinfo", blocking_look_ups, id="look-up imported by name"),
     pytest.param("qmq/a.py", "def f(): socket.create_connection(a)", blocking_look_ups, id="connection by name"),
+    pytest.param("qmq/a.py", "f'{host}:{port}'", addresses_beside_endpoint, id="address without brackets"),
+    pytest.param("qmq/a.py", "f'http://{a.ip}:80/x'", addresses_beside_endpoint, id="URL without brackets"),
+    pytest.param("qmq/a.py", "f'{row[\"ip\"]}:{port}'", addresses_beside_endpoint, id="address of a row"),
+    pytest.param("qmq/a.py", "at.rsplit(':', 1)", addresses_beside_endpoint, id="address split at its colon"),
     pytest.param("qmq/a.py", "import time", impure_cores, id="core sees the clock"),
     pytest.param("qmq/a.py", "from os import path", impure_cores, id="core sees the disk"),
     pytest.param("qmq/a.py", "import grpc.aio", impure_cores, id="core sees the network"),

@@ -19,6 +19,7 @@ from qmq.tools.call import CallFailed, Exit, post
 from qmq.tools.command import LIST_TIMEOUT_S
 from qmq.tools.session import Session
 from qmq.tools.terminal import complain
+from qmq.types import Endpoint
 
 APP = "tools.sh"
 ANSWER_S = 10.0
@@ -149,7 +150,7 @@ class Looker:
 
     async def _ask(self, request: pb.BrowseRequest) -> pb.BrowseAnswer:
         if self._channel is None:
-            address = f"{self.master.ip}:{self.master.control_port}"
+            address = str(Endpoint(self.master.ip, self.master.control_port))
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         answer: pb.BrowseAnswer = await BrokerStub(self._channel).Browse(
             request, metadata=_metadata(self._session), timeout=ANSWER_S
