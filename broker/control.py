@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ import grpc.aio
 from qmq.access import token_text
 from qmq.broker import positions
 from qmq.broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, visible_end
-from qmq.broker.group_status import Cause
+from qmq.broker.group_status import Cause, Key
 from qmq.broker.master import BrokerMaster
 from qmq.broker.positions import Answered, Begin, NewGroup, borders, sequences_kept
 from qmq.broker.settings import BrokerSettings
@@ -223,8 +223,8 @@ def _properties(match: Found) -> list[pb.Property]:
     return [pb.Property(name=name, value=value) for name, value in match.properties.items()]
 
 
-GROUPS_AT_A_TIME = 200
-"""Groups looked up without a pause: about 2 ms in which the loop serves nothing else."""
+GROUPS_AT_A_TIME, COUNTED_AT_A_TIME = 50, 500
+"""Groups looked up, or only counted, without a pause: about 2 ms in which the loop serves nothing else."""
 SAFE_S = 10.0
 
 
@@ -237,28 +237,26 @@ class Control(CopyControl[BrokerMaster]):
 
     async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:
         """FAILED_PRECONDITION: not the master, or its log cannot be read."""
-        node, groups = self._service.node, list[positions.GroupProgress]()
+        node, groups, sums = self._service.node, list[positions.GroupProgress](), None
         try:
             master = node.acting_master()
-            keys = {(entry.subject, entry.group): _begin(entry.begin) for entry in request.known}
-            lacking = {key: master.begins_at(key, at) for key, at in keys.items() if key not in node.log.state.groups}
-            found = positions.of_groups(
-                node.log, master.subscriptions, subject=request.subject, group=request.group, lacking=lacking
-            )
-            for number, match in enumerate(found):
-                if match.lag or match.dead_letters or not request.behind_max:
-                    groups.append(match)
-                if number % GROUPS_AT_A_TIME == GROUPS_AT_A_TIME - 1:
-                    await asyncio.sleep(0)  # lets the loop serve others
+            begins = {(entry.subject, entry.group): _begin(entry.begin) for entry in request.known}
+            lacking = {key: master.begins_at(key, at) for key, at in begins.items() if key not in node.log.state.groups}
+            keys = positions.keys_of(node.log, subject=request.subject, group=request.group, lacking=lacking)
             if request.behind_max:
-                groups = heapq.nlargest(request.behind_max, groups, key=lambda row: (row.lag, row.dead_letters))
+                behind = positions.Behind(node.log, request.behind_max, lacking, master.chosen_dead_letters)
+                async for some in _in_parts(keys, COUNTED_AT_A_TIME):
+                    behind.look(some)
+                keys, sums = behind.keys(), pb.GroupSums(**behind.sums._asdict())
+            async for some in _in_parts(keys, GROUPS_AT_A_TIME):
+                groups += positions.of_groups(node.log, master.connected_to, some, lacking)
             causes = [master.causes.of((group.subject, group.group)) for group in groups]
             oldest_ms = await asyncio.to_thread(self._timestamps, [group.oldest_offset for group in groups])
         except CorruptFrame as problem:
             await self._being_repaired(problem, context)
         except QmqError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return pb.ConsumersAnswer(groups=map(_group_message, groups, oldest_ms, causes))
+        return pb.ConsumersAnswer(groups=map(_group_message, groups, oldest_ms, causes), sums=sums)
 
     def _timestamps(self, offsets: list[int | None]) -> list[int]:
         message_log, found = self._service.node.log, []
@@ -339,6 +337,14 @@ class Control(CopyControl[BrokerMaster]):
         if error is not None:
             text = "the master changed before both copies had it: look at Consumers before you repeat it"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
+
+
+async def _in_parts(keys: Sequence[Key], size: int) -> AsyncIterator[Sequence[Key]]:
+    """Yield parts of a list; between them the loop serves others."""
+    for begin in range(0, len(keys), size):
+        if begin:
+            await asyncio.sleep(0)
+        yield keys[begin : begin + size]
 
 
 def _begin(message: pb.GroupBegin) -> Begin:

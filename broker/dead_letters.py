@@ -82,13 +82,14 @@ class DeadLetters:
         self._consumption = consumption
         self._wake = wake
         self._jobs: deque[_DeadLetterJob] = deque()
-        self._chosen: dict[tuple[str, str], str] = {}
+        self.chosen: dict[tuple[str, str], str] = {}
+        """Subjects that operators chose, by (subject, consumer group)."""
         self._former: dict[int, dict[int, StoredBatch]] = {}
         """Copies from before this mastership, by producer: some may have no ack behind them."""
 
     def limit(self, limits: Iterable[OperatorLimits]) -> None:
         """Replace all operators' limits."""
-        self._chosen = dead_letter_subjects(limits)
+        self.chosen = dead_letter_subjects(limits)
 
     def make_dead(self, key: Key, ranges: Iterable[DeadRange], reason: str | None, answer: Answer | None) -> None:
         """Make dead letters of the messages that the consumer `key` still has among these pull sequences; then call
@@ -233,7 +234,7 @@ class DeadLetters:
         if stored is not None and stored.end > state.groups[subject, group].began:
             return  # a copy from before the group was moved may be handled already: store a new one
         owner = real_subject(subject), group
-        chosen = self._chosen.get(owner)
+        chosen = self.chosen.get(owner)
         copy = with_fate(data, *self._times_and_reason(job, data), sequence, owner if chosen else None)
         if chosen and copy != data:  # consumers of that subject may filter by tags and order keys
             name, flags = chosen, FLAG_DEAD | (label_flags(labels) if labels else 0)

@@ -11,9 +11,9 @@ from qmq.broker import group_status, positions
 from qmq.broker.answers import Counters
 from qmq.broker.choice import UNACKED_MESSAGES_MAX
 from qmq.broker.dead_letters import DeadRange
-from qmq.broker.group_status import Backlogs
+from qmq.broker.group_status import Backlogs, Key
 from qmq.broker.labels import TagRule
-from qmq.broker.positions import Ask, Begin, GroupBegins, Key
+from qmq.broker.positions import Ask, Begin, GroupBegins
 from qmq.broker.serving import Serving
 from qmq.broker.settings import BrokerSettings
 from qmq.broker.subject_limits import SubjectLimits

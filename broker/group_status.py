@@ -280,7 +280,7 @@ class Backlog(NamedTuple):
     def of(cls, group: Group, end: int) -> Backlog:
         """Return the backlog of a group whose subject ends at sequence `end`."""
         waiting = end - group.position + group.requeued.messages
-        return cls(waiting, sum(consumer.unacked_messages for consumer in group.consumers.values()))
+        return cls(waiting, sum([consumer.unacked_messages for consumer in group.consumers.values()]))
 
 
 class _Oldest(NamedTuple):

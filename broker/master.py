@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable
 from qmq.broker import positions
 from qmq.broker.answers import Counters
 from qmq.broker.delivery import Delivery
-from qmq.broker.group_status import Backlogs, Causes
-from qmq.broker.positions import Ask, Begin, Key
+from qmq.broker.group_status import Backlogs, Causes, Key
+from qmq.broker.positions import Ask, Begin
 from qmq.broker.settings import BrokerSettings
 from qmq.broker.subscriptions import Subscription
 from qmq.remoting.commands import Command
@@ -110,6 +110,15 @@ class BrokerMaster(Master):
     @property
     def subscriptions(self) -> Collection[Subscription]:
         return self._delivery.consumption.connected
+
+    def connected_to(self, subject: str, group: str) -> list[Subscription]:
+        """Return the connected consumers of a group."""
+        return self._delivery.consumption.connected_to(subject, group)
+
+    @property
+    def chosen_dead_letters(self) -> Collection[Key]:
+        """Groups with a chosen subject for their dead letters."""
+        return self._delivery.serving.dead_letters.chosen
 
     @property
     def causes(self) -> Causes:

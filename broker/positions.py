@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import heappush, heapreplace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from qmq import ranges
+from qmq.broker.group_status import Backlog, Key
 from qmq.broker.subscriptions import Subscription
 from qmq.dead_letters import REDRIVER, letters_producer
 from qmq.errors import OperatorError, Overloaded, QmqError
@@ -22,7 +24,14 @@ from qmq.log.group import MASTERSHIP_BITS, Consumer, Group
 from qmq.log.index import FrameRef
 from qmq.remoting.packet import Packet
 from qmq.replication.ports import Link
-from qmq.subjects import dead_letter_subject, real_subject, retry_subject
+from qmq.subjects import (
+    DEAD_LETTER,
+    dead_letter_subject,
+    is_dead_letter_subject,
+    parse_derived,
+    real_subject,
+    retry_subject,
+)
 
 
 class To(StrEnum):
@@ -77,32 +86,98 @@ class GroupProgress:
     """
 
 
+Connected = Callable[[str, str], Iterable[Subscription]]
+"""Returns the subscriptions of a (subject, consumer group)."""
+
+
+def keys_of(
+    log: MessageLog, *, subject: str = "", group: str = "", lacking: Mapping[Key, int] = MappingProxyType({})
+) -> list[Key]:
+    """Return the groups with these names; an empty name matches all. Groups of `lacking` have no position here yet."""
+    every = [*log.state.groups, *(key for key in lacking if key not in log.state.groups)]
+    return [key for key in every if subject in ("", key[0]) and group in ("", key[1])]
+
+
 def of_groups(
-    log: MessageLog,
-    subscriptions: Iterable[Subscription],
-    *,
-    subject: str = "",
-    group: str = "",
-    lacking: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    log: MessageLog, connected_to: Connected, keys: Iterable[Key], lacking: Mapping[Key, int] = MappingProxyType({})
 ) -> Iterator[GroupProgress]:
-    """Yield the progress of groups; an empty name matches all. Groups of `lacking` have no position here yet, but this
-    begin.
+    """Yield the progress of groups; those of `lacking` have this begin.
 
     Raises:
         CorruptFrame: this copy is damaged.
     """
-    peers: dict[tuple[str, str], dict[str, str]] = {}
-    for subscription in subscriptions:
-        peers.setdefault((subscription.subject, subscription.group), {})[subscription.consumer] = subscription.link.peer
-    for key in [key for key in log.state.groups if subject in ("", key[0]) and group in ("", key[1])]:
-        if (known := log.state.groups.get(key)) is not None:
-            yield _of_group(log, key, known, peers.get(key, {}))
-    for key, position in lacking.items():
-        if subject in ("", key[0]) and group in ("", key[1]) and key not in log.state.groups:
-            yield _of_group(log, key, Group(position), {})
+    for key in keys:
+        if (known := _known(log, key, lacking)) is not None:
+            peers = {subscription.consumer: subscription.link.peer for subscription in connected_to(*key)}
+            yield _of_group(log, key, known, peers)
 
 
-def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[str, str]) -> GroupProgress:
+def _known(log: MessageLog, key: Key, lacking: Mapping[Key, int]) -> Group | None:
+    return log.state.groups.get(key) or (Group(lacking[key]) if key in lacking else None)
+
+
+class Sums(NamedTuple):
+    """Sums over groups."""
+
+    groups: int = 0
+    lag: int = 0
+    unacked: int = 0
+    dead_letters: int = 0
+
+
+class Behind:
+    """Search for the groups with the largest lag and with the most dead letters.
+
+    Only groups with dead letters are looked up in indexes: that takes 30 µs, and 80 µs in a log of 30 segments, which
+    would be 8 s for 100,000 groups. The progress of redrives is left out: its lag is the dead letters of another group.
+
+    Args:
+        most: how many groups of each kind.
+        chosen: groups with a chosen subject for dead letters.
+    """
+
+    def __init__(self, log: MessageLog, most: int, lacking: Mapping[Key, int], chosen: Iterable[Key]) -> None:
+        self._log = log
+        self._most = most
+        self._lacking = lacking
+        names = (parse_derived(name) for name in log.state.next_sequence if name.startswith(DEAD_LETTER))
+        self._with_letters = {(name.real, name.group) for name in names if name is not None} | set(chosen)
+        self._behind: list[tuple[int, int, Key]] = []
+        """Heap of (lag, dead letters, key)."""
+        self._dead: list[tuple[int, int, Key]] = []
+        """Heap of (dead letters, lag, key)."""
+        self.sums = Sums()
+
+    def look(self, keys: Iterable[Key]) -> None:
+        """Count these groups. Raises CorruptFrame: this copy is damaged."""
+        state, sums = self._log.state, self.sums
+        groups = lags = unacked = letters = 0
+        for key in keys:
+            known = state.groups.get(key) or _known(self._log, key, self._lacking)
+            if known is None or (key[1] == REDRIVER and is_dead_letter_subject(key[0])):
+                continue
+            waiting, delivered = Backlog.of(known, state.next_sequence.get(key[0], 0))
+            lag, dead = waiting + delivered, _dead_letters(self._log, *key) if key in self._with_letters else 0
+            groups, lags, unacked, letters = groups + 1, lags + lag, unacked + delivered, letters + dead
+            if lag:
+                self._keep(self._behind, (lag, dead, key))
+            if dead:
+                self._keep(self._dead, (dead, lag, key))
+        self.sums = Sums(sums.groups + groups, sums.lag + lags, sums.unacked + unacked, sums.dead_letters + letters)
+
+    def _keep(self, heap: list[tuple[int, int, Key]], entry: tuple[int, int, Key]) -> None:
+        if len(heap) < self._most:
+            heappush(heap, entry)
+        elif entry > heap[0]:
+            heapreplace(heap, entry)
+
+    def keys(self) -> list[Key]:
+        """Return the groups that were found."""
+        found = sorted(self._behind, reverse=True) + sorted(self._dead, reverse=True)
+        return list(dict.fromkeys(key for _, _, key in found))
+
+
+def _of_group(log: MessageLog, key: Key, group: Group, peers: dict[str, str]) -> GroupProgress:
     subject, name = key
     first, end = sequences_kept(log, subject)
     unacked, first_unacked = group.unconsumed(end), group.first_unconsumed(end)
@@ -236,8 +311,6 @@ def borders(log: MessageLog, subject: str) -> Generator[FrameRef, bool, int]:
     return low
 
 
-Key = tuple[str, str]
-"""(subject, consumer group)"""
 NOTED_MAX = 10_000
 """Noted ends that are kept. A group whose noted end was dropped begins by time, some messages earlier."""
 WAITING_MAX = 1_000

@@ -23,7 +23,7 @@ BAD, WARN = "bad", "warn"
 
 
 class Finding(NamedTuple):
-    """One line of the list. `path` and `words` lead to the page with the details."""
+    """One line of the list. `path` and `words` lead to the page with the details; it stands for `number` things."""
 
     kind: str
     level: str
@@ -31,11 +31,12 @@ class Finding(NamedTuple):
     detail: str
     path: str = ""
     words: Mapping[str, str] = {}
+    number: int = 1
 
 
 @dataclass(slots=True)
 class Progress:
-    """A consumer group in one survey, summed over broker groups."""
+    """A consumer group in one survey, on one broker group or summed over all."""
 
     subject: str
     group: str
@@ -47,7 +48,6 @@ class Progress:
     done: int = 0
     """Messages acked so far; only its growth means something."""
     returned: int = 0
-    has_consumer: bool = False
     held_by_connected: int = 0
     causes: list[str] = field(default_factory=list)
 
@@ -64,42 +64,66 @@ class _Movement(NamedTuple):
 
 
 class Movements:
-    """When each consumer group moved last. Made by the survey."""
+    """When each consumer group moved last, on each broker group: on one it may stand still while others go on. Made by
+    the survey.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], _Movement] = {}
+        self._known: dict[tuple[str, str, str], _Movement] = {}
 
-    def look(self, groups: Iterable[Progress], now_ms: int) -> list[Finding]:
-        """Compare with the survey before; return stalled groups and hung handlers."""
-        known, findings = dict[tuple[str, str], _Movement](), list[Finding]()
-        for row in groups:
+    def look(self, rows: Iterable[tuple[str, Progress]], now_ms: int) -> list[Finding]:
+        """Compare with the survey before; return stalled groups and hung handlers.
+
+        Args:
+            rows: broker groups, each with the progress of a consumer group there.
+        """
+        known, still, hung = dict[tuple[str, str, str], _Movement](), _Places(), _Places()
+        for place, row in rows:
             if not row.messages or len(known) >= FOLLOWED_MAX:
                 continue
-            before = self._known.get(row.key) or _Movement(row.done, now_ms, row.oldest_ms, now_ms)
-            moved = _Movement(
+            key = place, *row.key
+            before = self._known.get(key) or _Movement(row.done, now_ms, row.oldest_ms, now_ms)
+            moved = known[key] = _Movement(
                 row.done,
                 before.moved_ms if row.done == before.done else now_ms,
                 row.oldest_ms,
                 before.oldest_since_ms if row.oldest_ms == before.oldest_ms else now_ms,
             )
-            known[row.key] = moved
-            findings += _of_movement(row, moved, now_ms)
+            held_ms, still_ms = now_ms - moved.oldest_since_ms, now_ms - moved.moved_ms
+            if row.held_by_connected and not row.returned and held_ms >= HUNG_MS:
+                hung.setdefault(row.key, []).append((place, row, held_ms))
+            elif still_ms >= STALLED_MS:
+                still.setdefault(row.key, []).append((place, row, still_ms))
         self._known = known
-        return findings
+        standing = [_standing(*item) for item in still.items() if item[0] not in hung]
+        return [_hung(*item) for item in hung.items()] + standing
 
 
-def _of_movement(row: Progress, moved: _Movement, now_ms: int) -> list[Finding]:
-    words = {"subject": row.subject, "group": row.group}
-    held_s, still_s = (now_ms - moved.oldest_since_ms) // 1000, (now_ms - moved.moved_ms) // 1000
-    if row.held_by_connected and not row.returned and now_ms - moved.oldest_since_ms >= HUNG_MS:
-        text = f"A handler of {row.group} hangs"
-        detail = f"{row.subject}: the oldest message is with a consumer for {_minutes(held_s)}"
-        return [Finding("handlers", BAD, text, detail, "/consumers", words)]
-    if now_ms - moved.moved_ms >= STALLED_MS:
-        why = f" ({', '.join(row.causes).replace('_', ' ')})" if row.causes else ""
-        detail = f"{row.subject}: {row.messages:,} messages wait, none was acked for {_minutes(still_s)}{why}"
-        return [Finding("stalled", BAD, f"{row.group} stands still", detail, "/consumers", words)]
-    return []
+_Place = tuple[str, Progress, int]
+"""A broker group, the progress there, and the milliseconds since its last movement."""
+_Places = dict[tuple[str, str], list[_Place]]
+
+
+def _hung(key: tuple[str, str], places: list[_Place]) -> Finding:
+    subject, group = key
+    for_s = max(ms for _, _, ms in places) // 1000
+    detail = f"{subject} on {_names(places)}: the oldest message is with a consumer for {_minutes(for_s)}"
+    words = {"subject": subject, "group": group}
+    return Finding("handlers", BAD, f"A handler of {group} hangs", detail, "/consumers", words)
+
+
+def _standing(key: tuple[str, str], places: list[_Place]) -> Finding:
+    subject, group = key
+    messages, for_s = sum(row.messages for _, row, _ in places), min(ms for _, _, ms in places) // 1000
+    causes = dict.fromkeys(cause for _, row, _ in places for cause in row.causes)
+    why = f" ({', '.join(causes).replace('_', ' ')})" if causes else ""
+    detail = f"{subject} on {_names(places)}: {messages:,} messages wait, none was acked for {_minutes(for_s)}{why}"
+    words = {"subject": subject, "group": group}
+    return Finding("stalled", BAD, f"{group} stands still", detail, "/consumers", words)
+
+
+def _names(places: list[_Place]) -> str:
+    return ", ".join(sorted(place for place, _, _ in places))
 
 
 def of_dead_letters(groups: Iterable[Progress]) -> list[Finding]:
@@ -132,9 +156,9 @@ def of_late(late: Mapping[str, tuple[int, int]]) -> list[Finding]:
     ]
 
 
-def of_subjects(subjects: Sequence[str]) -> list[Finding]:
-    """Return findings of subjects that no broker group accepts."""
-    return [
+def of_subjects(subjects: Sequence[str], count: int) -> list[Finding]:
+    """Return findings of subjects that no broker group accepts: the first ones, and the number of all."""
+    found = [
         Finding(
             "subjects",
             BAD,
@@ -143,8 +167,10 @@ def of_subjects(subjects: Sequence[str]) -> list[Finding]:
             "/subjects",
             {"prefix": subject},
         )
-        for subject in subjects
+        for subject in subjects[:LISTED_MAX]
     ]
+    others = Finding("subjects", BAD, "Others", "", "/subjects", number=count - len(found))
+    return [*found, others] if others.number > 0 else found
 
 
 def shortened(findings: Sequence[Finding]) -> list[Finding]:
@@ -153,7 +179,7 @@ def shortened(findings: Sequence[Finding]) -> list[Finding]:
     for kind in dict.fromkeys(finding.kind for finding in findings):
         of_kind = [finding for finding in findings if finding.kind == kind]
         shown += of_kind[:LISTED_MAX]
-        if (more := len(of_kind) - LISTED_MAX) > 0:
+        if more := sum(finding.number for finding in of_kind[LISTED_MAX:]):
             first = of_kind[LISTED_MAX]
             shown.append(Finding(kind, first.level, f"and {more:,} more: {kind}", "", first.path))
     return shown

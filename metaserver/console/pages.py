@@ -205,7 +205,7 @@ async def overview(asking: Asking, query: Query) -> dict[str, Any]:
     groups = await asking.ask("ListBrokerGroups")
     surveyor, survey = asking.surveyor, None
     if surveyor is not None and asking.caller is not None:
-        survey = surveyor.newest
+        survey = surveyor.see()
     wanted, state = query["name"], query["state"]
     rows = [row for row in groups.data or () if wanted in row["groupName"]]
     counts = {"all": len(rows), "taking": sum(row["writable"] for row in rows)}
@@ -226,7 +226,7 @@ async def _group(asking: Asking, query: Query) -> dict[str, Any]:
     )
     group = next((row for row in groups.data or () if row["groupName"] == words["brokerGroup"]), None)
     found = {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
-    survey = asking.surveyor.newest if asking.surveyor and asking.caller else None
+    survey = asking.surveyor.see() if asking.surveyor and asking.caller else None
     parts = [row for row in survey.processes if row.group == query["name"]] if survey and group else []
     line = survey.rates.get(query["name"], {}) if survey else {}
     return found | {"parts": parts, "line": line, "actions": of_broker_group(group) if group else []}
@@ -296,6 +296,7 @@ def _lag_chart(asking: Asking, subject: str, groups: Iterable[str]) -> dict[str,
     """Return the chart of the lag over the last hours, from the survey's history."""
     if asking.surveyor is None or asking.caller is None:
         return None
+    asking.surveyor.see()
     history = asking.surveyor.history
     series = {group: history.long("lag", subject, group) for group in list(groups)[:SERIES_MAX]}
     values: dict[int, dict[str, float]] = {}

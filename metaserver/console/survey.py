@@ -1,36 +1,42 @@
-"""Shell. Survey of the cluster for the console: every few seconds, each running process is asked for its figures.
+"""Shell. Survey of the cluster for the console: each running process is asked for its figures, in rounds.
 
-A large installation is asked in pieces, with pauses of 20 times their duration, so its round takes minutes. Each
-metaserver makes its own survey, so all of them show the whole cluster.
+A round follows every 10 s while a page of the console is open, else every 5 minutes for the history. A large
+installation is asked in pieces, with pauses of 20 times their duration, so its round takes minutes. Each metaserver
+makes its own survey, so all of them show the whole cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from qmq.access import Token, token_text
+from qmq.dead_letters import REDRIVER
 from qmq.errors import QmqError
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
 from qmq.metaserver.actions.doctor import Check, examine_reported
 from qmq.metaserver.console import burning
 from qmq.metaserver.console.burning import Finding, Movements, Progress
 from qmq.metaserver.console.front import RATES, Process, Survey
-from qmq.metaserver.console.history import History, Key
+from qmq.metaserver.console.history import LONG_MS, History, Key
 from qmq.metaserver.model import DELAY, NORMAL, WATCHDOGS, Broker, Directory, Group, Routes
 from qmq.process_metrics import process_figures
 from qmq.proto import qmq_pb2 as pb
+from qmq.subjects import is_dead_letter_subject
 
 log = logging.getLogger("qmq.metaserver")
 
 T = TypeVar("T")
 
-ROUND_S = 10.0
+ROUND_S, ROUND_UNSEEN_S = 10.0, LONG_MS / 1000
+SEEN_S = 60.0
+"""A page of the console counts as open for this time after its last request."""
 PIECE = 32
 """Processes asked at once: about 0.1 s of the metaserver's time."""
 SHARE, PAUSE_S_MAX = 20, 2.0
@@ -38,9 +44,7 @@ SHARE, PAUSE_S_MAX = 20, 2.0
 RATE_MS = 15_000
 """Messages a second are the mean of this time: three of a broker's samples."""
 GROUPS_MAX = 200
-"""Consumer groups asked of each broker group: those with the largest lag, and with dead letters."""
-CLOSED_MAX = 100
-"""Subjects that no group accepts are listed up to this number."""
+"""Consumer groups asked of each broker group: those with the largest lag, and as many with dead letters."""
 ROUTES_AT_ONCE = 1_000
 ANSWER_S = 2.0
 PAGE_BYTES_MAX = 4 << 20
@@ -57,8 +61,10 @@ class Surveyor:
         self._desk = desk
         self._token = token
         self.history = History()
-        self.newest: Survey | None = None
+        self._newest: Survey | None = None
         self._movements = Movements()
+        self._seen_s = -SEEN_S
+        self._seen = asyncio.Event()
         self._cpu: dict[str, tuple[float, float]] = {}
         """Processor seconds of a process, and when it reported them (monotonic)."""
 
@@ -70,6 +76,22 @@ class Surveyor:
             except QmqError as error:
                 log.warning("survey for the console failed reason=%s", error)
             await asyncio.sleep(max(ROUND_S - (time.monotonic() - began), PAUSE_S_MAX))
+            await self._until_seen(began + ROUND_UNSEEN_S)
+
+    def see(self) -> Survey | None:
+        """Return the newest survey, for a page that somebody looks at."""
+        self._seen_s = time.monotonic()
+        self._seen.set()
+        return self._newest
+
+    async def _until_seen(self, end_s: float) -> None:
+        """Wait until a page of the console is open; at most until `end_s`."""
+        if time.monotonic() - self._seen_s < SEEN_S:
+            return
+        self._seen.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(end_s - time.monotonic(), 0.0)):
+                await self._seen.wait()
 
     async def look(self) -> Survey:
         """Ask every process, and keep the result."""
@@ -78,20 +100,23 @@ class Surveyor:
         brokers = sorted(directory.brokers(), key=lambda broker: (broker.group, broker.role, broker.key))
         masters = {name: group.master for name, group in directory.groups.items() if self._is_up(group.master)}
         await self._ask_processes(survey, brokers)
-        groups = await self._ask_consumers(survey, directory.groups_of(NORMAL), masters)
+        answers = await self._ask_consumers(survey, directory.groups_of(NORMAL), masters)
+        places = [(name, row) for name, answer in answers.items() for row in summed(answer.groups)]
+        groups = summed(row for answer in answers.values() for row in answer.groups)
+        self._count(survey, answers.values(), groups)
         late = await self._ask_delays(survey, directory.groups_of(DELAY), masters)
-        closed = await closed_subjects(directory, self._desk.registry.routes, self._takes(directory))
+        closed, count = await closed_subjects(directory, self._desk.registry.routes, self._takes(directory))
         survey.checks = await examine_reported(self._desk)
         survey.findings = [
             *of_checks(survey.checks),
-            *self._movements.look(groups, survey.at_ms),
+            *self._movements.look(places, survey.at_ms),
             *burning.of_late(late),
-            *burning.of_subjects(closed),
+            *burning.of_subjects(closed, count),
             *burning.of_dead_letters(groups),
         ]
-        self._record(survey, groups)
+        self._record(survey)
         survey.took_s = time.monotonic() - began
-        self.newest = survey
+        self._newest = survey
         return survey
 
     def _is_up(self, broker: Broker | None) -> bool:
@@ -113,6 +138,8 @@ class Surveyor:
                 survey.rates[broker.group] = rates_of(answer.samples)
         survey.processes += await self._metaservers()
         survey.processes += await self._watchdogs()
+        names = {process.name for process in survey.processes}
+        self._cpu = {name: figures for name, figures in self._cpu.items() if name in names}
         free = [process.disk_free_bytes for process in survey.processes if process.disk_free_bytes is not None]
         survey.totals["disk_free"] = min(free, default=0)
         normal = self._desk.registry.directory.groups_of(NORMAL)
@@ -184,23 +211,25 @@ class Surveyor:
 
     async def _ask_consumers(
         self, survey: Survey, groups: Mapping[str, Group], masters: Mapping[str, Broker | None]
-    ) -> list[Progress]:
+    ) -> dict[str, pb.ConsumersAnswer]:
         asked = [(name, master) for name in groups if (master := masters.get(name)) is not None]
         answers = await in_pieces(
             asked, lambda pair: self._caught(self._desk.brokers.consumers(pair[1], behind_max=GROUPS_MAX))
         )
         survey.unasked = sorted(name for (name, _), answer in zip(asked, answers, strict=True) if answer is None)
         survey.unasked += sorted(name for name, group in groups.items() if group.master and name not in masters)
-        found = summed(row for answer in answers if answer is not None for row in answer.groups)
-        now = survey.at_ms
-        oldest = [now - row.oldest_ms for row in found if row.oldest_ms and row.messages]
+        return {name: answer for (name, _), answer in zip(asked, answers, strict=True) if answer is not None}
+
+    def _count(self, survey: Survey, answers: Collection[pb.ConsumersAnswer], groups: Sequence[Progress]) -> None:
+        sums = [answer.sums if answer.HasField("sums") else sums_of(answer.groups) for answer in answers]
+        oldest = [survey.at_ms - row.oldest_ms for row in groups if row.oldest_ms and row.messages]
         survey.totals |= {
-            "lag": sum(row.messages for row in found),
-            "unacked": sum(row.unacked for row in found),
-            "dead": sum(row.dead_letters for row in found),
+            "lag": sum(row.lag for row in sums),
+            "unacked": sum(row.unacked for row in sums),
+            "dead": sum(row.dead_letters for row in sums),
             "lag_seconds": max(oldest, default=0) // 1000,
         }
-        return found
+        self._record_lags(survey, groups, are_all=all(len(answer.groups) < GROUPS_MAX for answer in answers))
 
     async def _ask_delays(
         self, survey: Survey, groups: Mapping[str, Group], masters: Mapping[str, Broker | None]
@@ -215,19 +244,21 @@ class Surveyor:
         survey.totals["late"] = sum(messages for messages, age_ms in late.values() if age_ms >= burning.LATE_MS)
         return late
 
-    def _record(self, survey: Survey, groups: Sequence[Progress]) -> None:
+    def _record(self, survey: Survey) -> None:
         at, record = survey.at_ms, self.history.record
         for name, value in survey.totals.items():
             record(("total", name), at, value)
         for group, rates in survey.rates.items():
             for name, value in rates.items():
                 record((f"rate {name}", group), at, value)
+
+    def _record_lags(self, survey: Survey, groups: Sequence[Progress], *, are_all: bool) -> None:
         present: list[Key] = []
         for row in groups:
             present.append(("lag", *row.key))
-            record(present[-1], at, row.messages)
-        if not survey.unasked:  # else a group may only lack its answer
-            self.history.settle("lag", present, at)
+            self.history.record(present[-1], survey.at_ms, row.messages)
+        if are_all and not survey.unasked:  # else a group may only lack its answer
+            self.history.settle("lag", present, survey.at_ms)
 
 
 async def in_pieces(asked: Sequence[T], ask: Callable[[T], Awaitable[Any]]) -> list[Any]:
@@ -268,6 +299,8 @@ def summed(rows: Iterable[pb.GroupProgress]) -> list[Progress]:
     """Sum the progress of each consumer group over broker groups."""
     found: dict[tuple[str, str], Progress] = {}
     for row in rows:
+        if row.group == REDRIVER and is_dead_letter_subject(row.subject):
+            continue  # from a broker of an older version: its lag is the dead letters of another group
         progress = found.setdefault((row.subject, row.group), Progress(row.subject, row.group))
         progress.messages += row.lag
         progress.dead_letters += row.dead_letters
@@ -277,25 +310,33 @@ def summed(rows: Iterable[pb.GroupProgress]) -> list[Progress]:
         progress.causes += [cause for cause in row.causes if cause not in progress.causes]
         for consumer in row.consumers:
             progress.unacked += consumer.unacked
-            progress.has_consumer |= consumer.connected
             progress.held_by_connected += consumer.unacked if consumer.connected else 0
     return list(found.values())
 
 
-async def closed_subjects(directory: Directory, routes: Routes, takes: set[str]) -> list[str]:
-    """Return subjects of which no broker group accepts messages."""
-    closed: list[str] = []
+def sums_of(rows: Iterable[pb.GroupProgress]) -> pb.GroupSums:
+    """Return the sums of the rows, for a broker of an older version."""
+    found = summed(rows)
+    return pb.GroupSums(
+        lag=sum(row.messages for row in found),
+        unacked=sum(row.unacked for row in found),
+        dead_letters=sum(row.dead_letters for row in found),
+    )
+
+
+async def closed_subjects(directory: Directory, routes: Routes, takes: set[str]) -> tuple[list[str], int]:
+    """Return the first subjects of which no broker group accepts messages, and the number of all."""
+    closed, count = list[str](), 0
     if len(takes & directory.groups_of(NORMAL).keys()) == len(directory.groups_of(NORMAL)) and not directory.marks:
-        return closed
+        return closed, count
     for number, route in enumerate(list(routes.values())):
         is_open = any(name in takes and not directory.is_marked(name, route.subject) for name in route.groups)
         if route.groups and not is_open:
-            closed.append(route.subject)
-            if len(closed) >= CLOSED_MAX:
-                break
+            count += 1
+            closed += [route.subject] if count <= burning.LISTED_MAX else []
         if number % ROUTES_AT_ONCE == ROUTES_AT_ONCE - 1:
             await asyncio.sleep(0)
-    return sorted(closed)
+    return sorted(closed), count
 
 
 _FIGURE = re.compile(

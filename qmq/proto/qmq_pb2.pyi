@@ -797,10 +797,38 @@ class GroupProgress(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., position: _Optional[int] = ..., returned: _Optional[int] = ..., lag: _Optional[int] = ..., oldest_ms: _Optional[int] = ..., consumers: _Optional[_Iterable[_Union[ConsumerProgress, _Mapping]]] = ..., causes: _Optional[_Iterable[str]] = ..., dead_letters: _Optional[int] = ...) -> None: ...
 
 class ConsumersAnswer(_message.Message):
-    __slots__ = ("groups",)
+    __slots__ = ("groups", "sums", "subject_bytes", "producers")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRODUCERS_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupProgress]
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupProgress, _Mapping]]] = ...) -> None: ...
+    sums: GroupSums
+    subject_bytes: int
+    producers: _containers.RepeatedCompositeFieldContainer[ProducerProgress]
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupProgress, _Mapping]]] = ..., sums: _Optional[_Union[GroupSums, _Mapping]] = ..., subject_bytes: _Optional[int] = ..., producers: _Optional[_Iterable[_Union[ProducerProgress, _Mapping]]] = ...) -> None: ...
+
+class GroupSums(_message.Message):
+    __slots__ = ("groups", "lag", "unacked", "dead_letters")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    LAG_FIELD_NUMBER: _ClassVar[int]
+    UNACKED_FIELD_NUMBER: _ClassVar[int]
+    DEAD_LETTERS_FIELD_NUMBER: _ClassVar[int]
+    groups: int
+    lag: int
+    unacked: int
+    dead_letters: int
+    def __init__(self, groups: _Optional[int] = ..., lag: _Optional[int] = ..., unacked: _Optional[int] = ..., dead_letters: _Optional[int] = ...) -> None: ...
+
+class ProducerProgress(_message.Message):
+    __slots__ = ("app", "peer", "messages")
+    APP_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    app: str
+    peer: str
+    messages: int
+    def __init__(self, app: _Optional[str] = ..., peer: _Optional[str] = ..., messages: _Optional[int] = ...) -> None: ...
 
 class ResetOffsetRequest(_message.Message):
     __slots__ = ("subject", "group", "to", "value", "dry_run", "begin")

@@ -10,10 +10,11 @@ import pytest
 
 from qmq.broker import browse, control
 from qmq.broker.control import Control
+from qmq.dead_letters import REDRIVER
 from qmq.errors import DiskFailed
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, Scope, TokenRole
-from qmq.subjects import retry_subject
+from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
 
@@ -291,6 +292,45 @@ def test_group_with_dead_letters_counts_as_behind():
     assert (shown.group, shown.lag, shown.dead_letters) == ("a", 0, 1)
 
 
+def with_dead_letters() -> Group:
+    """A group `a` with two dead letters, one redriven, and nothing else to do; `b` and `c` with a backlog."""
+    group = stored()
+    client = consumed(group, "a", 0)
+    client.take(most=COUNT)
+    first = client.first
+    client.nack(first, first + 2, dead=True)
+    client.done(client.ack(first + 2, first + COUNT))
+    consumed(group, REDRIVER, 1, subject=dead_letter_subject("s", "a"))
+    consumed(group, "b", 3)
+    consumed(group, "c", 5).take(most=2)
+    return group
+
+
+def test_dead_letters_are_listed_beside_large_backlogs():
+    group = with_dead_letters()
+    shown = consumers(group, behind_max=1)
+    assert [(row.group, row.lag, row.dead_letters) for row in shown] == [("b", COUNT - 3, 0), ("a", 0, 1)]
+    names = [row.group for row in consumers(group, behind_max=9)]
+    assert names == ["b", "c", "a"], "without the redrive: it would count the letter again"
+    assert REDRIVER in [row.group for row in consumers(group)]
+
+
+def test_sums_count_groups_that_are_not_listed():
+    request = pb.ConsumersRequest(behind_max=1)
+    sums = Port(with_dead_letters().a).ask("Consumers", request).sums
+    assert (sums.groups, sums.lag, sums.unacked, sums.dead_letters) == (3, 2 * COUNT - 8, 2, 1)
+
+
+def test_groups_are_counted_without_an_index(monkeypatch):
+    """Over 30 segments, 100,000 groups took 8 s of a master's time."""
+    group, frames = stored(), []
+    for number in range(20):
+        consumed(group, f"g{number}", number % 9)
+    look = group.a.log.frames
+    monkeypatch.setattr(group.a.log, "frames", lambda *at: frames.append(at) or look(*at))
+    assert len(consumers(group, behind_max=2)) == 2 and len(frames) <= 2 * 3
+
+
 def test_listing_many_groups_yields(monkeypatch):
     group, pauses, sleep = stored(), [], asyncio.sleep
     for name in "abcde":
@@ -301,8 +341,10 @@ def test_listing_many_groups_yields(monkeypatch):
         await sleep(0)
 
     monkeypatch.setattr(control, "GROUPS_AT_A_TIME", 2)
+    monkeypatch.setattr(control, "COUNTED_AT_A_TIME", 3)
     monkeypatch.setattr(control.asyncio, "sleep", pause)
     assert len(consumers(group)) == 5 and pauses == [0, 0]
+    assert len(consumers(group, behind_max=1)) == 1 and pauses == [0, 0, 0]
 
 
 def test_group_without_its_oldest_message_has_no_age(monkeypatch):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from functools import partial
+
 import pytest
 
+from qmq.dead_letters import REDRIVER
 from qmq.metaserver.console import burning, front, survey
-from qmq.metaserver.console.burning import Movements, Progress, of_dead_letters, of_late, shortened
+from qmq.metaserver.console.burning import Movements, Progress, of_dead_letters, of_late, of_subjects, shortened
 from qmq.metaserver.console.history import LONG_MS, RECENT, RECENT_MS, History, Ring
 from qmq.metaserver.console.survey import Surveyor, closed_subjects, figures_of, rates_of
 from qmq.process_metrics import process_figures
 from qmq.proto import qmq_pb2 as pb
+from qmq.subjects import dead_letter_subject
 from tests.unit.metaserver.actions_world import World, left
 
 
@@ -42,6 +48,45 @@ async def test_survey_sums_the_cluster(world):
     assert surveyor.history.recent("lag", "s", "billing")[-1][1] in (0, 12), "the highest of ten seconds"
 
 
+async def test_totals_count_groups_that_are_not_listed(world):
+    await world.running_copies("g1")
+    world.brokers.progress = {"g1": [left("s", "billing", 5, 1)]}
+    world.brokers.sums = pb.GroupSums(groups=900, lag=1_000, unacked=30, dead_letters=7)
+    totals = (await Surveyor(world.desk, token="t").look()).totals
+    assert (totals["lag"], totals["unacked"], totals["dead"]) == (1_000, 30, 7)
+
+
+async def test_groups_that_are_not_listed_keep_their_lag(world, monkeypatch):
+    await world.running_copies("g1")
+    surveyor = Surveyor(world.desk, token="t")
+    monkeypatch.setattr(survey, "GROUPS_MAX", 2)
+    for hour, (lags, expected) in enumerate((((9, 8), 8), ((9, 0, 8), 8), ((9,), 0))):
+        world.brokers.progress = {"g1": [left("s", f"c{at}", lag) for at, lag in enumerate(lags)]}
+        monkeypatch.setattr(survey, "wall_ms", partial(int, hour * 3_600_000))
+        await surveyor.look()
+        assert surveyor.history.long("lag", "s", "c1")[-1][1] == expected
+
+
+async def test_redrives_of_older_brokers_are_no_groups(world):
+    await world.running_copies("g1")
+    world.brokers.progress = {"g1": [left("s", "g", 0, dead=3), left(dead_letter_subject("s", "g"), REDRIVER, 3)]}
+    found = await Surveyor(world.desk, token="t").look()
+    assert (found.totals["lag"], found.totals["dead"]) == (0, 3)
+
+
+async def test_rounds_are_rare_while_no_page_is_open(world, monkeypatch):
+    """Each round costs a master of 100,000 consumer groups half a second."""
+    surveyor, never = Surveyor(world.desk, token="t"), time.monotonic() + 3600
+    waiting = asyncio.create_task(surveyor._until_seen(never))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    surveyor.see()
+    await waiting
+    await surveyor._until_seen(never)  # the page is still open
+    monkeypatch.setattr(survey, "SEEN_S", 0.0)
+    await surveyor._until_seen(time.monotonic())  # the history's turn
+
+
 async def test_survey_names_silent_masters(world):
     await world.running_copies("g1")
     world.brokers.silent = {"g1"}
@@ -67,10 +112,15 @@ async def test_subject_without_an_open_group_is_found(world):
     async def closed(takes):
         return await closed_subjects(registry.directory, registry.routes, takes)
 
-    assert await closed({"g1", "g2"}) == []
-    assert await closed({"g2"}) == ["shop"]
+    assert await closed({"g1", "g2"}) == ([], 0)
+    assert await closed({"g2"}) == (["shop"], 1)
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="shop")
-    assert await closed({"g1", "g2"}) == ["shop"]
+    assert await closed({"g1", "g2"}) == (["shop"], 1)
+    for number in range(burning.LISTED_MAX + 3):
+        await world.routed(f"shop.{number}", groups=("g1",))
+    names, count = await closed({"g2"})
+    assert len(names) == burning.LISTED_MAX and count == burning.LISTED_MAX + 4
+    assert shortened(of_subjects(names, count))[-1].text == "and 4 more: subjects"
 
 
 def test_rates_are_means_of_the_newest_samples():
@@ -84,11 +134,24 @@ def test_rates_are_means_of_the_newest_samples():
 
 def test_group_stands_still_after_a_minute():
     movements, row = Movements(), Progress("s", "billing", messages=5, done=9, causes=["no_consumer"])
-    assert movements.look([row], 0) == movements.look([row], burning.STALLED_MS - 1) == []
-    (finding,) = movements.look([row], burning.STALLED_MS)
+    assert movements.look([("g1", row)], 0) == movements.look([("g1", row)], burning.STALLED_MS - 1) == []
+    (finding,) = movements.look([("g1", row)], burning.STALLED_MS)
     assert finding.text == "billing stands still" and "no consumer" in finding.detail
     row.done += 1
-    assert movements.look([row], burning.STALLED_MS + 1) == []
+    assert movements.look([("g1", row)], burning.STALLED_MS + 1) == []
+
+
+def test_group_stands_still_on_one_broker_group():
+    """Sums over broker groups move as long as one of them does."""
+    movements = Movements()
+
+    def look(at_ms):
+        stuck, moving = Progress("s", "billing", messages=5, done=9), Progress("s", "billing", messages=7, done=at_ms)
+        return movements.look([("g1", stuck), ("g2", moving), ("g3", stuck)], at_ms)
+
+    look(0)
+    (finding,) = look(burning.STALLED_MS)
+    assert finding.detail == "s on g1, g3: 10 messages wait, none was acked for 60 s"
 
 
 def test_hung_handler_is_found_in_a_busy_group():
@@ -98,7 +161,7 @@ def test_hung_handler_is_found_in_a_busy_group():
         row = Progress("s", "g", messages=9, done=at_ms, oldest_ms=7, held_by_connected=1)
         for name, value in more.items():
             setattr(row, name, value)
-        return movements.look([row], at_ms)
+        return movements.look([("g1", row)], at_ms)
 
     assert look(0) == []
     assert [finding.kind for finding in look(burning.HUNG_MS)] == ["handlers"]
