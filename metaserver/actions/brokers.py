@@ -314,15 +314,8 @@ async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
 
 
 async def _master_lacking(desk: Desk, group: Group | None) -> str:
-    """Return what the master lacks: by its last heartbeat, or because its log is damaged, which only a slave
-    repairs.
-    """
-    if group is None or group.master is None:
-        return ""
-    report = desk.registry.own_state(group.master)
-    if report is not None and Reason.CORRUPT in report.readonly_reasons:
-        return f"the log of {group.master.key} is damaged, and is repaired from another copy"
-    return await desk.registry.lacking(group.master)
+    """Return what the master lacks, by its last heartbeat."""
+    return await desk.registry.lacking(group.master) if group and group.master else ""
 
 
 async def _set_copies(desk: Desk, words: Words) -> Plan:

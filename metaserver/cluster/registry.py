@@ -41,6 +41,7 @@ from qmq.metaserver.storage.changes import Change
 from qmq.metaserver.storage.commits import Commits
 from qmq.metaserver.storage.database import Database, DatabaseAway
 from qmq.metaserver.storage.errors import CommitUnknown
+from qmq.replication.readonly import Reason
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -298,7 +299,11 @@ class Registry:
     async def lacking(self, broker: Broker) -> str:
         """Return the reason why a broker's copy is incomplete, by its own last report; empty: no such report."""
         state = self.liveness.last_state(broker.key)
-        if state is None or not rules.is_rolled_back(state) or state.incarnation != broker.incarnation:
+        if state is None or state.incarnation not in ("", broker.incarnation):
+            return ""
+        if Reason.CORRUPT in state.readonly_reasons:
+            return f"the log of {broker.key} is damaged, and is repaired from another copy"
+        if not rules.is_rolled_back(state):
             return ""
         points = await self.points_of(broker.group)
         newest = max(points.by_incarnation.values(), default=None)

@@ -23,7 +23,7 @@ from qmq.log.segments import segment_at, segment_bases
 from qmq.replication import identity, points
 from qmq.replication.assignment import Assignment
 from qmq.replication.identity import Identity, IdentityFile
-from qmq.replication.points import Point, PointFile, is_lacking
+from qmq.replication.points import Point, PointFile, is_behind_damage, is_lacking
 
 _FILES = (identity.NAME, points.POINTS, points.COPY)
 EPOCHS_MAX = 20
@@ -145,7 +145,8 @@ def _owner(stored: Identity) -> dict[str, Any]:
 def _troubles(log: MessageLog, memory: PointFile, stored: Identity) -> Iterator[Trouble]:
     lacks = memory.lacks or (memory.own if memory.own and is_lacking(log, memory.own) else None)
     if lacks is not None:
-        yield Trouble("rolled_back", f"it lacks what was acknowledged up to {lacks}: its disk was put back, or forgot")
+        why = "its log is damaged before" if is_behind_damage(log, lacks) else "its disk was put back, or forgot"
+        yield Trouble("rolled_back", f"it lacks what was acknowledged up to {lacks}: {why}")
     if log.damage is not None:
         damage = log.damage
         yield Trouble("corrupt", f"no frames at [{damage.begin}, {damage.end}): {damage.reason}")

@@ -29,7 +29,7 @@ from qmq.replication.clocks import MASTER, METASERVER, Clocks
 from qmq.replication.copy_repair import CopyRepair
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Master, Promotion
-from qmq.replication.points import Point, is_lacking, log_lacking
+from qmq.replication.points import Point, is_behind_damage, is_lacking, log_lacking
 from qmq.replication.ports import Host, Link
 from qmq.replication.readonly import Reason
 from qmq.replication.retention import Keeper
@@ -236,7 +236,8 @@ class Node(Generic[M]):
     @property
     def readonly_reasons(self) -> list[str]:
         reasons = self.master.readonly.reasons if self.master else []
-        if self.identity.points.lacks is not None:
+        lacks = self.identity.points.lacks
+        if lacks is not None and not is_behind_damage(self.log, lacks):  # else the repair decides
             reasons.append(Reason.ROLLED_BACK)
         if self.slave is not None and self.slave.is_unfilled:
             reasons.append(Reason.UNFILLED)

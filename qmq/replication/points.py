@@ -62,10 +62,15 @@ def _number(value: object) -> int:
 def log_lacking(message_log: MessageLog, group: str, point: Point, source: str) -> None:
     """Log that a copy lacks an acknowledged point. Behind damage the frames may be whole: the repair shows."""
     text = "%s group=%s end=%d: this disk lacks what was acknowledged up to %s, according to %s"
-    if message_log.damage is not None and message_log.damage.begin < point.end:
+    if is_behind_damage(message_log, point):
         log.error(text, "log damaged", group, message_log.end, point, source)
     else:
         log.critical(text, "rolled back", group, message_log.end, point, source)
+
+
+def is_behind_damage(message_log: MessageLog, point: Point) -> bool:
+    """Return whether damage lies before a point: its frames may be whole, and the log was not rolled back."""
+    return message_log.damage is not None and message_log.damage.begin < point.end
 
 
 def is_lacking(message_log: MessageLog, point: Point) -> bool:

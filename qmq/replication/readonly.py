@@ -46,8 +46,8 @@ WAY_OUT = {
         "filled anew from the master"
     ),
     Reason.ROLLED_BACK: (
-        "its disk was put back, forgot what it had fsynced, or was damaged there: start the other copy, which refills "
-        "it; if none has it any more: RecoverGroup, which puts the best copy into the master's place, with --acceptLoss"
+        "its disk was put back, or forgot what it had fsynced: start the other copy, which refills it; "
+        "if none has it any more: RecoverGroup, which puts the best copy into the master's place, with --acceptLoss"
     ),
     Reason.FENCED: "a newer master is at work: it becomes its slave, or ends, by itself",
     Reason.DRAINING: "its roles are being swapped",

@@ -121,6 +121,16 @@ async def test_last_copy_goes_by_force_only(world, reasons, why):
     assert parts(world) == ("g1-a", "g1-c")
 
 
+async def test_damaged_slave_replaces_no_master_by_itself(world):
+    await world.running_copies("g1")
+    world.beat("g1-b", readonly_reasons=("corrupt",))
+    world.stop("g1-a")
+    world.stop("g1-b")
+    words = place("g1", 0, "g1-b") | {"swap": "true"}
+    assert "the log of g1-b:20881 is damaged" in await world.refused("ReplaceBroker", **words)
+    assert (await world.done("ReplaceBroker", **words, acceptLoss="true", dryRun="true"))["wouldChange"]
+
+
 async def test_removing_the_last_broker_removes_its_group(world):
     """Weakness 8: QMQ cannot remove a group, and its routes keep it."""
     await world.copies("g1")

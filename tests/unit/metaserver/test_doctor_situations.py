@@ -201,6 +201,11 @@ SITUATIONS = [
         readonly("slave_down", slave=("rolled_back",)),
         verdict=("FAIL brokers: g1-b:20881 (SLAVE of g1) is no whole copy: rolled_back",),
     ),
+    Situation(
+        "the slave's flip awaits its repair",
+        readonly("slave_down", slave=("corrupt",)),
+        verdict=("FAIL brokers: g1-b:20881 (SLAVE of g1) is no whole copy: corrupt",),
+    ),
     Situation("a repaired flip", pages={"g1-b": metrics(scrub_findings_total=1)}),
     Situation(
         "master damaged",
