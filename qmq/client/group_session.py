@@ -13,6 +13,7 @@ from itertools import pairwise, repeat
 from typing import Protocol
 
 from qmq.client.batch import OnReceipt, Receipt
+from qmq.client.blocked_loop import MONITOR
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage, UnackedPiece
 from qmq.client.session_life import (
@@ -458,6 +459,7 @@ class GroupSession:
             if (decision := worn_out(message, self.policy)) is None:
                 rest.append(message)
                 continue
+            decision = MONITOR.explained(message, decision)
             log.warning(
                 "message is a dead letter subject=%s group=%s sequence=%d broker_group=%s times=%d reason=%s",
                 self.source,

@@ -171,6 +171,7 @@ class FilteredHandler:
 
     def __init__(self, handler: Handler, filters: Sequence[Filter], *, is_batch: bool = False) -> None:
         self.is_blocking = not check_callable("a handler", handler)
+        self.name = f"{getattr(handler, '__module__', '')}.{getattr(handler, '__qualname__', type(handler).__name__)}"
         _check_call(handler, is_batch)
         outer, inner = list[Filter](), list[Filter]()
         for filter_ in filters:

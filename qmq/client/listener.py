@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import cast
 
+from qmq.client.blocked_loop import MONITOR, Call
 from qmq.client.handler import FilteredHandler, Given, HandlerCall, HungThreads, WorkerThread, finished, within
 from qmq.client.membership import Membership, announce
 from qmq.client.prefetch import LOOK_S, MEASURED_EVERY, Pacer, Prefetch
@@ -162,13 +163,17 @@ class Listener(Membership):
             handle = partial(within, self._timeout_s, handle)
         if self.terms.most_once:
             handle = _after_ack(subscription, handle, is_batch=self._batch is not None)
+        about = f"handler={self._handling.name} subject={self.subject} group={self.group}"
         try:
-            await self._serve(subscription, handle, thread)
+            with MONITOR.watched(about) as call:
+                await self._serve(subscription, handle, thread, call)
         finally:
             if thread is not None:
                 thread.close()
 
-    async def _serve(self, subscription: Subscription, handle: HandlerCall, thread: WorkerThread | None) -> None:
+    async def _serve(
+        self, subscription: Subscription, handle: HandlerCall, thread: WorkerThread | None, call: Call
+    ) -> None:
         gate, priorities, is_batch = self._gate, self._priorities, self._batch is not None
         auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
         task = cast(asyncio.Task[None], asyncio.current_task())
@@ -191,6 +196,7 @@ class Listener(Membership):
             is_alone = taken[0]._piece.suspected
             if (is_alone or not gate.enter()) and not (taken := await _entered(gate, taken, is_alone)):
                 continue
+            call.taken = taken
             began_s = clock() if is_batch or handled % MEASURED_EVERY == 0 else None
             try:
                 if (result := await handle(taken if is_batch else taken[0])) is not None:
@@ -262,9 +268,10 @@ class Listener(Membership):
 
     def _decided_by(self, message: ReceivedMessage, error: BaseException) -> Refused:
         try:
-            return refused_by_error(message, self.terms.policy, error, datetime.now(UTC))
+            decision = refused_by_error(message, self.terms.policy, error, datetime.now(UTC))
         except Exception as another:  # the exception's own __str__ raises; decide by that error
-            return refused_by_error(message, self.terms.policy, another, datetime.now(UTC))
+            decision = refused_by_error(message, self.terms.policy, another, datetime.now(UTC))
+        return MONITOR.explained(message, decision)
 
     def _note(self, message: ReceivedMessage, messages: int, decision: Refused, error: BaseException) -> None:
         """Log the decision on a message, the first of `messages` of its call."""
