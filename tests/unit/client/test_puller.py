@@ -281,7 +281,7 @@ async def test_a_puller_nacks_and_gives_up_messages():
         with pytest.raises(qmq.InvalidRequest):
             await puller.nack([messages[5]], delay=-1)
         await puller.flush()
-        assert broker.unacked() == [5]
+        assert set(broker.unacked()) - {0, 1} == {5}, "the first two may be delivered again"
         again = await pull_all(puller, 2)
         assert [(message["n"], message.times) for message in again] == [("0", 2), ("1", 2)]
         assert broker.dead["a", "g"] == [(3, "never"), (4, "never")]
