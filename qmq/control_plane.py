@@ -6,6 +6,7 @@ import http.client
 import os
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from qmq.errors import InvalidRequest
@@ -84,10 +85,14 @@ def metaserver_url(address: str) -> str:
     if isinstance(address, str):
         address = plain(address)
         url = (address if "://" in address else f"http://{address}").rstrip("/")
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and not set(url) & set(" \t\r\n"):
-            return url
-    raise InvalidRequest(f"metaserver= is its HTTP address, such as http://127.0.0.1:8080, not {address!r:.100}")
+        with suppress(ValueError):  # brackets without an IPv6 address, or a port that is no number
+            parts = urlsplit(url)
+            is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            if is_web and not set(url) & set(" \t\r\n"):
+                return url
+    raise InvalidRequest(
+        f"metaserver= is its HTTP address, such as http://mq1:8080 or http://[fd00::2]:8080, not {address!r:.100}"
+    )
 
 
 def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:

@@ -72,6 +72,8 @@ class Host(str):
         address = _address(bare)
         if address is not None:
             return super().__new__(cls, str(address))
+        if text.count(":") == 1:
+            raise ValueError(f"{text!r} has a port; use the host alone")
         if ":" in text or bare != text:
             raise ValueError(f"{text!r} is no IPv6 address; use one such as fd00::2")
         if _NUMBERS.fullmatch(text):

@@ -32,9 +32,9 @@ class Address:
             url = urlsplit(text if "://" in text else f"http://{text}")
             port = url.port
         except ValueError as error:
-            raise ValueError(f"{text!r}: {error}") from None
+            raise ValueError(f"{text!r}: {error}; use mq1:8080, [fd00::2]:8080 or http://mq1:8080") from None
         if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/") or url.query:
-            raise ValueError(f"{text!r} is neither host:port nor http://host:port")
+            raise ValueError(f"{text!r} is no address; use mq1:8080, [fd00::2]:8080 or http://mq1:8080")
         if port == 0:
             raise ValueError(f"{text!r}: 0 is no port")
         secure = url.scheme == "https"

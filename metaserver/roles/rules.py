@@ -9,7 +9,6 @@ Keeps I13.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from qmq.metaserver.model import (
 )
 from qmq.replication.readonly import Reason
 from qmq.subjects import check_name
-from qmq.types import Role
+from qmq.types import Host, Role
 
 MayBeUp = Callable[[Broker], bool]
 
@@ -88,7 +87,7 @@ def parse_broker(group: str, role: str, hostname: str, ip: str, serve_port: str,
     if serve == sync:
         raise OperatorError(f"servePort and syncPort are both {serve}; a broker needs two ports")
     plain, kind = role_and_kind(parse_role(role))
-    return Broker(group, plain, hostname, parse_ip(ip), serve, sync, kind=kind)
+    return Broker(group, plain, hostname, parse_address(ip), serve, sync, kind=kind)
 
 
 def parse_role(text: str) -> Role:
@@ -101,14 +100,17 @@ def parse_role(text: str) -> Role:
     return Role(int(text))
 
 
-def parse_ip(text: str) -> str:
+def parse_address(text: str) -> str:
+    """Return a host name or IP address in its canonical form, so that an address has one text in every row."""
     try:
-        address = ipaddress.IPv4Address(text)
-    except ValueError:
-        raise OperatorError(f"ip {text!r} is no IPv4 address such as 192.168.0.7") from None
-    if address.is_unspecified or address.is_multicast or int(address) == 0xFFFFFFFF:
-        raise OperatorError(f"ip {text} is not the address of one machine")
-    return str(address)
+        host = Host(text)
+    except ValueError as error:
+        raise OperatorError(f"ip {error}") from None
+    if host.is_any or host == "255.255.255.255" or (host.address is not None and host.address.is_multicast):
+        raise OperatorError(
+            f"ip {host} is not the address of one machine; use the one that clients and other brokers connect to"
+        )
+    return str(host)
 
 
 def parse_port(name: str, text: str) -> int:

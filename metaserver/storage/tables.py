@@ -31,6 +31,9 @@ NAME_CHARS_MAX = 100
 LONG_NAME_CHARS_MAX = 250
 """Urls, passwords, operators: longer than names, and short enough for a key on every database."""
 
+ADDRESS_CHARS_MAX = 260
+"""A host name has up to 253 characters, a port up to 5."""
+
 REMOVED = 0
 """Kind of a removed group. Its row keeps the term, in case the name is used again."""
 
@@ -95,7 +98,7 @@ broker = Table(
     Column("group_name", name(), ForeignKey("broker_group.group_name", name="broker_of_group"), nullable=False),
     Column("role", Integer, nullable=False),
     Column("hostname", name(), nullable=False),
-    Column("ip", name(45), nullable=False),
+    Column("ip", name(ADDRESS_CHARS_MAX), nullable=False),
     Column("serve_port", Integer, nullable=False),
     Column("sync_port", Integer, nullable=False),
     Column("control_port", Integer, nullable=False),
@@ -144,8 +147,8 @@ metaserver = Table(
     "metaserver",  # processes that use this database; `beat` rises while one runs
     metadata,
     Column("id", name(), primary_key=True),
-    Column("http_address", name(), nullable=False),
-    Column("grpc_address", name(), nullable=False),
+    Column("http_address", name(ADDRESS_CHARS_MAX), nullable=False),
+    Column("grpc_address", name(ADDRESS_CHARS_MAX), nullable=False),
     Column("beat", BigInteger, nullable=False),
     Column("version", name(), nullable=False),
     Column("update_time", BigInteger, nullable=False),
@@ -254,7 +257,7 @@ lease = Table(
     metadata,
     Column("name", name(120), primary_key=True),
     Column("node", name(), nullable=False),
-    Column("address", name(), nullable=False),
+    Column("address", name(ADDRESS_CHARS_MAX), nullable=False),
     Column("term", BigInteger, nullable=False),
     Column("beat", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),

@@ -42,7 +42,7 @@ _BROKER = (
     _GROUP,
     Parameter("role", "0 for the master, 1 for a slave; for delay servers 5 and 6", required=True),
     Parameter("hostname", "setting `hostname` of the broker", required=True, kind=Kind.NAME),
-    Parameter("ip", "IPv4 address of the broker", required=True),
+    Parameter("ip", "host name or IP address at which clients and other processes reach the broker", required=True),
     Parameter("servePort", "port for producers and consumers", required=True, kind=Kind.PORT),
     Parameter("syncPort", "port for slaves", required=True, kind=Kind.PORT),
 )

@@ -19,7 +19,14 @@ from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.metaserver.storage.repository import Repository
 from qmq.metaserver.storage.tables import meta_version, metadata, subject_route
 
-NEWEST = "0016"
+NEWEST = "0017"
+FORMER = (
+    ("broker", "ip", 45),
+    ("metaserver", "http_address", 100),
+    ("metaserver", "grpc_address", 100),
+    ("lease", "address", 100),
+)
+"""Columns of version 0016 that were too short for host names."""
 
 
 @pytest.fixture
@@ -67,6 +74,23 @@ def test_migration_statement_may_outlast_a_change(database_url, monkeypatch):
     monkeypatch.setattr("qmq.metaserver.storage.engine.NEXT_STATEMENT_S", 1)
     monkeypatch.setattr(command, "stamp", late)
     engine = open_database(database_url)
+    assert version(engine) == NEWEST
+    engine.dispose()
+
+
+def test_columns_of_addresses_grow_to_host_names(empty, database_url):
+    open_database(database_url).dispose()
+    if empty.dialect.name == "sqlite":
+        short = []
+    elif empty.dialect.name == "postgresql":
+        short = [f"ALTER TABLE {table} ALTER {name} TYPE VARCHAR({chars})" for table, name, chars in FORMER]
+    else:
+        binary = "CHARACTER SET utf8mb4 COLLATE utf8mb4_bin NOT NULL"
+        short = [f"ALTER TABLE {table} MODIFY {name} VARCHAR({chars}) {binary}" for table, name, chars in FORMER]
+    run(empty, *short, "UPDATE alembic_version SET version_num = '0016'")
+    engine = open_database(database_url)
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     assert version(engine) == NEWEST
     engine.dispose()
 

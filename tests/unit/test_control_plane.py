@@ -25,8 +25,28 @@ from qmq.control_plane import (
     OLDER_ENGINE,
     SERVER_OPTIONS,
     find_metaserver,
+    metaserver_url,
 )
+from qmq.errors import InvalidRequest
 from qmq.metaserver.main import RPC_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("[fd00::2]:8080", "http://[fd00::2]:8080"),
+        ("http://[::1]:8080/", "http://[::1]:8080"),
+        ("mq1.example:8080", "http://mq1.example:8080"),
+    ],
+)
+def test_metaserver_is_a_name_or_ipv6(text, url):
+    assert metaserver_url(text) == url
+
+
+@pytest.mark.parametrize("text", ["::1", "fd00::2:8080", "http://[::1", "[mq1]:80", "mq1:http", "mq1:70000", "mq1:0"])
+def test_bad_metaserver_is_refused_with_remedy(text):
+    with pytest.raises(InvalidRequest, match=r"such as http://mq1:8080 or http://\[fd00::2\]:8080"):
+        metaserver_url(text)
 
 
 @contextmanager

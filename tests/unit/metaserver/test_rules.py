@@ -56,7 +56,12 @@ def is_up(*hostnames):
         pytest.param({"hostname": "a:b"}, "hostname 'a:b'", id="hostname with a colon"),
         pytest.param({"hostname": ""}, "hostname is empty", id="no hostname"),
         pytest.param({"ip": "10.0.0"}, "no IPv4 address", id="short ip"),
-        pytest.param({"ip": "::1"}, "no IPv4 address", id="ip of version 6"),
+        pytest.param({"ip": "fd00::zz"}, "no IPv6 address", id="bad ip of version 6"),
+        pytest.param({"ip": "[::]"}, "not the address of one machine", id="any address of version 6"),
+        pytest.param({"ip": "ff02::1"}, "not the address of one machine", id="multicast of version 6"),
+        pytest.param({"ip": "fe80::1%eth0"}, "without %", id="zone"),
+        pytest.param({"ip": "mq 1"}, "is no host", id="name with a space"),
+        pytest.param({"ip": "mq1:20881"}, "has a port; use the host alone", id="ip with a port"),
         pytest.param({"ip": "0.0.0.0"}, "not the address of one machine", id="any address"),
         pytest.param({"ip": "224.0.0.1"}, "not the address of one machine", id="multicast"),
         pytest.param({"serve_port": "0"}, "servePort '0'", id="port 0"),
@@ -81,6 +86,20 @@ def test_wrong_parameters_are_refused(change, complaint):
 
 def test_right_parameters_make_a_broker():
     assert rules.parse_broker(*WORDS.values()) == Broker("g1", Role.MASTER, "h1", "10.0.0.1", 20881, 20882)
+
+
+@pytest.mark.parametrize(
+    ("text", "stored"),
+    [
+        ("MQ1.Example", "mq1.example"),
+        ("qmq-0.qmq.production.svc.cluster.local", "qmq-0.qmq.production.svc.cluster.local"),
+        ("[FD00:0:0::2]", "fd00::2"),
+        ("::1", "::1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_address_is_stored_in_one_form(text, stored):
+    assert rules.parse_broker(*(WORDS | {"ip": text}).values()).ip == stored
 
 
 @pytest.mark.parametrize("code, role", [("5", Role.MASTER), ("6", Role.SLAVE)])

@@ -30,9 +30,11 @@ def test_metaserver_is_host_and_port_or_url(text, address):
     assert Address.parse(str(address)) == Address.parse(address.url) == address, "a command that is named can be typed"
 
 
-@pytest.mark.parametrize("text", ["", ":8080", "meta:x", "meta:0", "meta:99999", "ftp://meta", "http://meta/x?y"])
+@pytest.mark.parametrize(
+    "text", ["", ":8080", "meta:x", "meta:0", "meta:99999", "ftp://meta", "http://meta/x?y", "::1", "fd00::2:8080"]
+)
 def test_other_addresses_are_refused(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"\[fd00::2\]:8080|0 is no port"):
         Address.parse(text)
 
 
@@ -46,7 +48,7 @@ def test_option_values_follow_equals_or_blank(words):
 
 
 def test_wrong_metaserver_in_the_environment_is_reported():
-    with pytest.raises(WrongUsage, match="neither host:port"):
+    with pytest.raises(WrongUsage, match="is no address; use mq1:8080"):
         read("ListBrokers", QMQ_METASERVER="ftp://m")
 
 
