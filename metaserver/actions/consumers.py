@@ -143,16 +143,21 @@ async def _plan_removal(desk: Desk, words: Words) -> Plan:
     every = [group for _, group in sorted(desk.registry.directory.groups_of(NORMAL).items()) if group.master]
     sources = [subject] if is_dead_letter_subject(subject) else [subject, retry_subject(subject, name)]
     asked = [await desk.ask_all(every, source, name) for source in sources]
-    having = {broker_group for answers, _ in asked for broker_group, answer in answers.items() if answer.groups}
+    having = {
+        broker_group
+        for answers, _ in asked
+        for broker_group, answer in answers.items()
+        if any(row.subject == subject or row.lag or row.consumers for row in answer.groups)  # else an emptied mailbox
+    }
     unasked = {broker_group: why for _, failed in asked for broker_group, why in failed.items()}
     route = desk.registry.routes.get(real_subject(subject))
-    having |= set(route.groups) if route is not None else set()
-    if away := sorted(unasked.keys() - having - {DATABASE}):
+    visited = having | set(route.groups if route is not None else ())
+    if away := sorted(unasked.keys() - visited - {DATABASE}):
         return refused(*(f"{broker_group}, which may have it too: {unasked[broker_group]}" for broker_group in away))
     stored = await desk.database.read(lambda repository: repository.consumer_groups([key]))
-    if not (unasked or stored or any(answer.groups for answers, _ in asked for answer in answers.values())):
+    if not (having or unasked or stored):
         return refused(f"no broker has a consumer group {name} of {subject}; Lag names them")
-    plan = await _plan_move(desk, words, [desk.find_group(broker_group) for broker_group in sorted(having)], _REMOVED)
+    plan = await _plan_move(desk, words, [desk.find_group(broker_group) for broker_group in sorted(visited)], _REMOVED)
     rules = _rules_of(desk.registry.directory, key)
     return replace(plan, before={**plan.before, **rules}, after={**plan.after, **dict.fromkeys(rules)})
 
