@@ -7,154 +7,45 @@ frames in between do not matter to it. In addition, a pull that delivers more th
 A log that begins after its retention lacks earlier deliveries. So for groups older than the log, frames are trusted
 about messages older than the log, and about pull sequences before the first one given out in this log. Everything else
 is judged.
-
-Messages passed over: the log does not store filters, only deliveries. A consumer gets the messages with its tags, any
-of them or all. So a consumer that got a message without tags has no filter and gets every message; and of two messages
-with equal tags it gets both or none. A pull that passes over messages and delivers others with the same tags
-contradicts itself. So does a pull between two others of the same consumer and epoch that both delivered such messages:
-the filter may change once in between, not twice, unless a pull without entries announces the change, or the consumer
-left.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator
 from typing import NamedTuple
-
-import numpy as np
 
 from qmq.audit.conservation import Account, broken_at, per_hour, skipped_at
 from qmq.audit.dead_letters import DeadLetter, DeadLetterHistory
 from qmq.audit.findings import FindingKind, Row
-from qmq.audit.messages import TAGGED, Ints
+from qmq.audit.passing import Complaint, Passing
 from qmq.errors import QmqError
 from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind
-from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.progress_frame import DEFERRED, EXPIRED, NUMBERS_END, OVERFLOWED, PASSED, Progress, decode_progress
+from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
+from qmq.log.progress_frame import (
+    NOT_BEGUN,
+    NUMBERS_END,
+    Progress,
+    decode_progress,
+)
 from qmq.log.requeued import Requeued, RequeuedRange
-from qmq.ranges import Range
-from qmq.types import Epoch
-
-UNTAGGED = 0
-Key = tuple[str, str, Epoch]
-"""(consumer group, consumer, epoch)"""
+from qmq.remoting.commands import DELAY_MS_MAX
 
 
-class Complaint(NamedTuple):
-    """Problem of a progress frame: of the current one, or of the one at `offset`."""
+class _Delivered(NamedTuple):
+    """A pull that delivered pull sequences from `number` on."""
 
-    what: FindingKind
-    text: str
-    sequence: int | None = None
-    offset: int | None = None
-    end: int | None = None
-
-
-class _Passed(NamedTuple):
-    """Messages passed over by one pull."""
-
+    number: int
     frame: Frame
-    begin: int
-    messages: int
-    tags: frozenset[int]
 
 
-class Passing:
-    """Passed-over and delivered messages of one subject's groups. One per copy and subject."""
-
-    def __init__(self) -> None:
-        self._sequences: list[Ints] = []
-        self._tags: list[Ints] = []
-        self._got: dict[Key, list[Range]] = {}
-        """Sequences delivered by the last pull. Their tags are looked up only when messages are passed over."""
-        self._open: dict[Key, list[_Passed]] = {}
-        self.is_known = True
-        """Whether all messages that pulls may name are present."""
-
-    def tags(self, packed: bytes) -> None:
-        """Record messages with tags (`audit.messages.TAGGED`)."""
-        found = np.frombuffer(packed, TAGGED)
-        self._sequences.append(found["sequence"].astype(np.int64))
-        self._tags.append(found["tags"].astype(np.int64))
-
-    def forget(self, group: str, consumer: str, epoch: Epoch) -> None:
-        """Forget a consumer that left or changed its filter; without a name, all consumers of the group."""
-        gone = [(group, consumer, epoch)] if consumer else [key for key in self._got if key[0] == group]
-        for key in gone:
-            self._got.pop(key, None)
-            self._open.pop(key, None)
-
-    def pull(self, frame: Frame, progress: Progress, first: int, position: int) -> Iterator[Complaint]:
-        """Take a pull; yield complaints about messages that it or an earlier pull passed over without reason.
-
-        `first`: first sequence of the subject in the log. `position`: position of the group before this pull.
-        Redelivered messages before the position do not reveal the filter: the next consumer gets candidates for dead
-        letters regardless of its filter.
-        """
-        if not self.is_known:
-            return
-        got: list[Range] = []
-        passed: list[Range] = []
-        for number, sequence, messages in progress.entries:
-            begin, end = max(sequence, first), sequence + messages
-            if begin >= end or number in (DEFERRED, EXPIRED, OVERFLOWED):
-                continue
-            if number == PASSED:
-                passed.append((begin, end))
-            elif sequence >= position:
-                got.append((begin, end))
-        key = progress.group, progress.consumer, frame.epoch
-        if passed or (got and key in self._open):
-            yield from self._compare(key, frame, got, passed)
-        if got:
-            self._got[key] = got
-
-    def _compare(self, key: Key, frame: Frame, got: list[Range], passed: list[Range]) -> Iterator[Complaint]:
-        """Compare passed-over messages with those delivered by this pull, the one before and the one after."""
-        delivered = self._tags_of(got)
-        before = self._tags_of(self._got.get(key, ()))
-        waiting = self._open.pop(key, []) if delivered else []
-        for begin, end in passed:
-            passed_over = _Passed(frame, begin, end - begin, self._tags_of([(begin, end)]))
-            if _selects(delivered, passed_over.tags):
-                yield _complain(passed_over)
-            elif _selects(before, passed_over.tags) and not delivered:
-                self._open.setdefault(key, []).append(passed_over)
-        for passed_over in waiting:
-            if _selects(delivered, passed_over.tags):
-                yield _complain(passed_over)
-
-    def _tags_of(self, ranges: Iterable[Range]) -> frozenset[int]:
-        """Return the tags of the messages in these ranges, as hashes."""
-        return frozenset().union(*(self._tags_in(begin, end) for begin, end in ranges))
-
-    def _tags_in(self, begin: int, end: int) -> set[int]:
-        tagged, found = 0, set()
-        for sequences, tags in zip(reversed(self._sequences), reversed(self._tags)):
-            if sequences[0] >= end:
-                continue
-            if sequences[-1] < begin:
-                break
-            some = tags[np.searchsorted(sequences, begin) : np.searchsorted(sequences, end)]
-            tagged += len(some)
-            found.update(np.unique(some).tolist())
-        return found | ({UNTAGGED} if tagged < end - begin else set())
+def _number_of(delivered: _Delivered) -> int:
+    return delivered.number
 
 
-def _selects(got: frozenset[int], tags: frozenset[int]) -> bool:
-    """Return whether a consumer that got messages with the tags `got` also gets some with `tags`."""
-    return bool(tags) and (UNTAGGED in got or not got.isdisjoint(tags))
-
-
-def _complain(passed_over: _Passed) -> Complaint:
-    text = (
-        f"{passed_over.messages} messages from sequence {passed_over.begin} on were passed over; it gets such messages"
-    )
-    return Complaint(FindingKind.PASSED, text, passed_over.begin, passed_over.frame.offset, passed_over.frame.end)
-
-
+_WITHIN_MASTERSHIP = (1 << MASTERSHIP_BITS) - 1
 CONSERVED = "conserved"
 """In place of a kind of finding: a row of the equation."""
 ANY = 1 << 63
@@ -184,6 +75,12 @@ class ConsumptionJudge:
         """Groups older than the log."""
         self._numbers: dict[tuple[str, str], int] = {}
         """(group, consumer) -> first pull sequence given out in this log."""
+        self._delivered: dict[tuple[str, str], list[_Delivered]] = {}
+        """(group, consumer) -> pulls with unacked messages."""
+        self._doubted: set[str] = set()
+        """Groups of a dead letter without a held original: the ack behind it contradicts the log, too."""
+        self._beyond: dict[str, int] = {}
+        """Group -> end of the subject behind which it was said to pull."""
         self._first = ANY
         """First message of the subject in this log."""
 
@@ -214,6 +111,7 @@ class ConsumptionJudge:
             "sequence": complaint.sequence,
             "id": None,
             "text": complaint.text,
+            "about": None if complaint.about is None else [self._subject, *complaint.about],
         }
 
     def _run(self, first: int, end: int) -> None:
@@ -230,7 +128,10 @@ class ConsumptionJudge:
         if letter.group not in self._given_up:
             group = self._state.groups.get((letter.source, letter.group))
             may_be_older = self._start != 0 and (group is None or letter.group in self._old)
-            yield from self._letters.take(letter, group, may_be_older=may_be_older)
+            for row in self._letters.take(letter, group, may_be_older=may_be_older):
+                if row["what"] == FindingKind.DEAD_UNFOUNDED:
+                    self._doubted.add(letter.group)
+                yield row
 
     def _complaints(self, frame: Frame, body: bytes, last: int | None) -> Iterator[Complaint]:
         try:
@@ -241,15 +142,7 @@ class ConsumptionJudge:
         name = f"group {progress.group}" + (f", consumer {progress.consumer}" if progress.consumer else "")
         subject_end = last if last is not None else self._subject_end
         if frame.kind == FrameKind.PULL:
-            for _, sequence, messages in progress.entries:
-                if subject_end is not None and sequence + messages > subject_end:
-                    text = f"{name}: pulled to sequence {sequence + messages}, the subject ends at {subject_end}"
-                    yield Complaint(FindingKind.PROGRESS, text)
-            if not progress.entries:
-                self._passing.forget(progress.group, progress.consumer, frame.epoch)
-            group = self._state.groups.get((frame.subject, progress.group))
-            position = ANY if group is None else group.position
-            for complaint in self._passing.pull(frame, progress, self._first, position):
+            for complaint in self._pull_complaints(frame, progress, subject_end):
                 yield complaint._replace(text=f"{name}: {complaint.text}")
         if frame.kind == FrameKind.POSITION:
             self._passing.forget(progress.group, progress.consumer, frame.epoch)
@@ -264,6 +157,10 @@ class ConsumptionJudge:
         group = self._state.groups.get((frame.subject, progress.group))
         for sequence, text in self._letters.progress(frame, progress, group):
             yield Complaint(FindingKind.DEAD_MISSING, text, sequence)
+        for text in self._impossible_numbers(frame, progress, group):
+            yield Complaint(FindingKind.PROGRESS, f"{name}: {text}")
+        is_doubted = progress.group in self._doubted
+        self._doubted.discard(progress.group)
         try:
             self._state.end = frame.offset
             self._account(frame, progress)
@@ -272,7 +169,71 @@ class ConsumptionJudge:
         except (QmqError, ValueError, LookupError) as error:
             self._given_up.add(progress.group)
             text = f"{name}: {getattr(error, 'reason', error)}; the rest of this group is not judged"
-            yield Complaint(FindingKind.PROGRESS, text)
+            if not is_doubted:
+                yield Complaint(FindingKind.PROGRESS, text)
+            return
+        self._note_delivered(frame, progress)
+
+    def _pull_complaints(self, frame: Frame, progress: Progress, subject_end: int | None) -> Iterator[Complaint]:
+        """Yield complaints about the messages of a pull: not stored yet, or passed over without reason."""
+        end = max((sequence + messages for _, sequence, messages in progress.entries), default=0)
+        if subject_end is not None and end > subject_end:
+            if self._beyond.get(progress.group) != subject_end:
+                self._beyond[progress.group] = subject_end
+                text = f"pulled to sequence {end}, the subject ends at {subject_end}"
+                yield Complaint(FindingKind.PROGRESS, text, about=(subject_end, end))
+            return
+        if not progress.entries:
+            self._passing.forget(progress.group, progress.consumer, frame.epoch)
+        group = self._state.groups.get((frame.subject, progress.group))
+        yield from self._passing.pull(frame, progress, self._first, ANY if group is None else group.position)
+
+    def _impossible_numbers(self, frame: Frame, progress: Progress, group: Group | None) -> Iterator[str]:
+        """Yield why brokers do not write these numbers: a hole in pull sequences, or a requeueing beyond the limit."""
+        if frame.kind == FrameKind.NACK:
+            latest = max((due for _, _, due in progress.entries if due != NOT_BEGUN), default=0)
+            if latest > frame.timestamp_ms + DELAY_MS_MAX:
+                yield f"requeued for {(latest - frame.timestamp_ms) // 1000} s; the limit is {DELAY_MS_MAX // 1000} s"
+        consumer = group.consumers.get(progress.consumer) if group is not None else None
+        if frame.kind != FrameKind.PULL or consumer is None or not consumer.next_pull:
+            return
+        if progress.group in self._old and (progress.group, progress.consumer) not in self._delivered:
+            return  # earlier pulls are unknown
+        due = consumer.next_pull
+        for number, _, messages in progress.entries:
+            if number >= NUMBERS_END:
+                continue
+            if number > due and number & _WITHIN_MASTERSHIP and number >> MASTERSHIP_BITS == due >> MASTERSHIP_BITS:
+                yield f"pull sequence {number} where {due} is due"
+            due = number + messages
+
+    def _note_delivered(self, frame: Frame, progress: Progress) -> None:
+        """Note when messages were delivered, and forget pulls whose messages are all settled."""
+        key = progress.group, progress.consumer
+        if frame.kind == FrameKind.POSITION:
+            for gone in [key] if progress.consumer else [known for known in self._delivered if known[0] == key[0]]:
+                self._delivered.pop(gone, None)
+            return
+        if frame.kind == FrameKind.PULL:
+            numbers = [number for number, _, _ in progress.entries if number < NUMBERS_END]
+            if numbers:
+                self._delivered.setdefault(key, []).append(_Delivered(numbers[0], frame))
+        elif (pulls := self._delivered.get(key)) is not None:
+            end = self._state.groups[frame.subject, progress.group].consumers[progress.consumer].acked_end
+            del pulls[: max(0, bisect_right(pulls, end, key=_number_of) - 1)]
+
+    def _unacked(self) -> Iterator[Row]:
+        """Yield the first unacked messages of each consumer, with the time of their delivery."""
+        for (name, consumer), pulls in sorted(self._delivered.items()):
+            group = self._state.groups.get((self._subject, name))
+            known = None if group is None or name in self._given_up else group.consumers.get(consumer)
+            if known is None or not known.unacked or pulls[0].number > known.unacked[0].pull:
+                continue
+            frame = pulls[max(0, bisect_right(pulls, known.unacked[0].pull, key=_number_of) - 1)].frame
+            first, count = known.unacked[0].first, known.unacked_messages
+            text = f"group {name}, consumer {consumer}: {count} messages are unacked, the first one since this pull"
+            complaint = Complaint(FindingKind.UNACKED, text, first)
+            yield self._row(frame, complaint) | {"since": frame.timestamp_ms}
 
     def _account(self, frame: Frame, progress: Progress) -> None:
         group = self._state.groups.get((frame.subject, progress.group))
@@ -283,7 +244,10 @@ class ConsumptionJudge:
         account.take(frame, progress, group)
 
     def finish(self) -> Iterator[Row]:
-        """Yield the equation of each group of the finished subject, as rows of CONSERVED, and its violations."""
+        """Yield the equation of each group of the finished subject, as rows of CONSERVED, and its violations; before
+        that, messages unacked for long.
+        """
+        yield from self._unacked()
         if not self._is_whole or self._subject_end is None or self._first == ANY:
             return
         subject, end = self._subject, self._subject_end

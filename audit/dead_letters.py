@@ -52,7 +52,8 @@ class DeadLetter(NamedTuple):
 
     def unfounded(self) -> dict[str, Any]:
         """Return the finding that no original was held. Both checks build the same row, so it is reported once."""
-        return self.finding(FindingKind.DEAD_UNFOUNDED, f"group {self.group} held no such message before it")
+        row = self.finding(FindingKind.DEAD_UNFOUNDED, f"group {self.group} held no such message before it")
+        return row | {"about": [self.source, self.sequence, self.sequence + 1]}
 
 
 def dead_letter_of(frame: Frame, message: bytes) -> DeadLetter | None:

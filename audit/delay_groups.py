@@ -20,6 +20,7 @@ from qmq.audit.delays import (
     DELAY_STATES,
     absent_batches,
     account_per_hour,
+    denied_batches,
     early_messages,
     message_states,
     unsent_messages,
@@ -30,11 +31,10 @@ from qmq.audit.selection import CLOCK_MS
 from qmq.audit.store import write_by_day
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.errors import CorruptFrame
+from qmq.log.delay_frames import SCHEDULE_FOLDER
 from qmq.log.frame import decode_header
 from qmq.types import Role
 
-SCHEDULE = "segments"
-"""Folder beside the log that only delay servers have."""
 FINDINGS_MAX = 1_000
 SUBJECTS_MAX = 5_000
 _DELAYS = frozenset({Role.DELAY_MASTER, Role.DELAY_SLAVE})
@@ -62,7 +62,7 @@ class Account(NamedTuple):
 def is_delay_group(place: Mapping[str, str]) -> bool:
     """Return whether a copy is a delay server's; raise CannotRead."""
     if path := place.get("path"):
-        return (folder_of(Path(path)).parent / SCHEDULE).is_dir()
+        return (folder_of(Path(path)).parent / SCHEDULE_FOLDER).is_dir()
     with closing(open_copy(place)) as copy:
         return copy.owner().role in _DELAYS
 
@@ -97,12 +97,16 @@ def account_for(
         sums = [F.sum(name).alias(name) for name in names] + [F.max("late_ms_max").alias("late_ms_max")]
         listed = hours.groupBy("subject").agg(*sums).orderBy("subject").limit(SUBJECTS_MAX).collect()
         unsent = unsent_messages(found).where(~waits_for(closed or {})).drop("targets")
-        broken = {
-            FindingKind.EARLY: early_messages(rows),
-            FindingKind.UNSENT: unsent,
-            FindingKind.LOST: _find_absent_batches(spark, rows, targets),
-        }
-        findings, more = _listed({kind: table for kind, table in broken.items() if table is not None})
+        broken = {FindingKind.EARLY: early_messages(rows)}
+        if asked := _asked_since(rows, targets):
+            tables = [_table(spark, source, "frames", since=since_ms) for source, since_ms in asked]
+            frames = reduce(DataFrame.unionByName, tables)
+            denied = denied_batches(rows, frames)
+            sent = denied.select(F.explode("numbers").alias("sequence"))
+            unsent = unsent.join(sent, "sequence", "left_anti").select(*unsent.columns)
+            broken[FindingKind.LOST] = absent_batches(rows, frames, _kept_since(spark, asked))
+            broken[FindingKind.TWICE] = denied.drop("numbers")
+        findings, more = _listed(broken | {FindingKind.UNSENT: unsent})
         return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})], more)
     finally:
         rows.unpersist()
@@ -134,24 +138,21 @@ def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[
         yield f"{messages} wait for broker groups that take none: {names}"
 
 
-def _find_absent_batches(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> DataFrame | None:
-    """Return acknowledged batches that targets lack (`absent_batches`), or None without targets to check."""
-    asked = {
-        row["target"]: row["at_ms"]
-        for row in rows.where("event = 'planned'").groupBy("target").agg(F.min("timestamp_ms").alias("at_ms")).collect()
-    }
-    sources = [source for source in targets if source.group in asked]
-    if not sources:
-        return None
-    since = [(source.group, _kept_since(source)) for source in sources]
-    frames = reduce(
-        DataFrame.unionByName,
-        [_table(spark, source, "frames", since=max(0, asked[source.group] - CLOCK_MS)) for source in sources],
+def _asked_since(rows: DataFrame, targets: Sequence[Source]) -> list[tuple[Source, int]]:
+    """Return the targets that batches were planned for, each with the time from which on it may have them."""
+    planned = rows.where("event = 'planned'").groupBy("target").agg(F.min("timestamp_ms").alias("at_ms"))
+    since = {row["target"]: max(0, row["at_ms"] - CLOCK_MS) for row in planned.collect()}
+    return [(source, since[source.group]) for source in targets if source.group in since]
+
+
+def _kept_since(spark: SparkSession, asked: Sequence[tuple[Source, int]]) -> DataFrame:
+    """Return the time from which on each target has all frames. out: target string, since_ms long."""
+    return spark.createDataFrame(
+        [(source.group, _begin_of(source)) for source, _ in asked], "target string, since_ms long"
     )
-    return absent_batches(rows, frames, spark.createDataFrame(since, "target string, since_ms long"))
 
 
-def _kept_since(source: Source) -> int:
+def _begin_of(source: Source) -> int:
     """Return the time of a log's oldest frame plus CLOCK_MS; 0 if nothing was ever removed."""
     with closing(open_copy(source.place)) as copy:
         start = copy.describe().start

@@ -5,7 +5,7 @@ Facts of kind `delayed`, one row per message that a frame decides about; `text` 
     dispatch    planned for a broker group; first: message number, last: due time, value: the master's clock,
                 chain: producer id, total: batch number
     gone        cancelled, or written again under another number; first: message number
-    stored      batch stored by its broker group; chain, total
+    stored, not_stored   outcome of a batch at its broker group; chain, total
 
 Each message is in one state:
 
@@ -43,8 +43,8 @@ def facts_of(frame: Frame, body: Buffer) -> Iterator[dict[str, Any]]:
             yield about | numbers | {"text": "dispatch", "first": number, "last": due_ms}
     elif frame.kind == FrameKind.SETTLED:
         for producer, batch, outcome in decode_settled(body, frame.count):
-            if outcome == Outcome.STORED:
-                yield about | {"text": "stored", "chain": f"{producer:016x}", "total": batch}
+            text = "stored" if outcome == Outcome.STORED else "not_stored"
+            yield about | {"text": text, "chain": f"{producer:016x}", "total": batch}
     else:
         for number, _ in decode_places(body, frame.count):
             if number:  # 0: it replaces no message
@@ -58,12 +58,15 @@ class DelayJudge:
         self._planned: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._gone: dict[int, int] = {}
         """message number -> offset of its first cancel or rewrite"""
-        self._stored: set[tuple[str, int]] = set()
+        self._stored: dict[tuple[str, int], int] = {}
+        """batch -> offset of the frame that settles it"""
 
     def take(self, piece: int, facts: list[dict[str, Any]]) -> Iterator[JudgeRow]:
         for fact in facts:
             if fact["text"] == "stored":
-                self._stored.add((fact["chain"], fact["total"]))
+                self._stored.setdefault((fact["chain"], fact["total"]), fact["offset"])
+            elif fact["text"] == "not_stored":
+                continue
             elif fact["text"] == "gone":
                 self._gone.setdefault(fact["first"], fact["offset"])
             else:
@@ -75,9 +78,11 @@ class DelayJudge:
 
     def finish(self) -> Iterator[JudgeRow]:
         for (_, number), planned in sorted(self._planned.items()):
-            times = sum((plan["chain"], plan["total"]) in self._stored for plan in planned)
-            if times > 1:
-                yield _finding(planned[-1], FindingKind.TWICE, f"stored in {times} batches")
+            stored = [self._stored[key] for plan in planned if (key := (plan["chain"], plan["total"])) in self._stored]
+            if len(stored) > 1:
+                yield _finding(planned[-1], FindingKind.TWICE, f"stored in {len(stored)} batches")
+            elif stored and planned[-1]["offset"] > stored[0]:
+                yield _finding(planned[-1], FindingKind.TWICE, f"planned again, though it was stored at {stored[0]}")
             gone = self._gone.get(number)
             for plan in planned:
                 if gone is not None and plan["offset"] > gone:
@@ -86,22 +91,62 @@ class DelayJudge:
                     )
 
 
-def _finding(fact: dict[str, Any], what: FindingKind, text: str) -> JudgeRow:
-    """Return a finding; `sequence` is the message number, which is its offset."""
+class BatchJudge:
+    """Finds batches without a plan: each lane numbers its batches from 1 on, without holes. Takes lists of facts.
+
+    Args:
+        is_whole: whether the log is judged from its begin; else a lane's first known batch may be any.
+    """
+
+    def __init__(self, is_whole: bool) -> None:
+        self._is_whole = is_whole
+        self._planned: dict[str, dict[int, dict[str, Any]]] = {}
+        self._settled: dict[str, dict[int, dict[str, Any]]] = {}
+
+    def take(self, piece: int, facts: list[dict[str, Any]]) -> Iterator[JudgeRow]:
+        for fact in facts:
+            lanes = self._planned if fact["text"] == "dispatch" else self._settled
+            lanes.setdefault(fact["chain"], {}).setdefault(fact["total"], fact)
+        yield from ()
+
+    def finish(self) -> Iterator[JudgeRow]:
+        for lane in sorted(self._planned.keys() | self._settled.keys()):
+            planned, settled = self._planned.get(lane, {}), self._settled.get(lane, {})
+            last = 0 if self._is_whole else min(planned, default=1 << 64)
+            for batch in sorted(planned.keys() | settled.keys()):
+                missing = batch - last - (batch in planned)
+                if missing > 0:
+                    text = f"{missing} plans of lane {lane} are missing: batch {last + 1} and later ones"
+                    shown = settled.get(last + 1, (planned | settled)[batch])
+                    yield _finding(shown, FindingKind.UNPLANNED, text, seen=shown["offset"])
+                last = max(last, batch)
+
+
+def spread_batches(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the facts of a piece for `BatchJudge`: one per batch and outcome."""
+    batches = {(fact["text"], fact["chain"], fact["total"]): fact for fact in facts if fact["text"] != "gone"}
+    return list(batches.values())
+
+
+def _finding(fact: dict[str, Any], what: FindingKind, text: str, *, seen: int | None = None) -> JudgeRow:
+    """Return a finding; `sequence` is the message number, which is its offset, or null if the fact has none."""
     fields = {name: fact[name] for name in ("offset", "end", "subject")}
-    return finding(what, text, sequence=min(fact["first"], NUMBER_MAX), **fields)
+    number = fact.get("first")
+    return finding(what, text, seen=seen, sequence=None if number is None else min(number, NUMBER_MAX), **fields)
 
 
 def spread_delayed(facts: list[dict[str, Any]], buckets: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield (bucket, facts) of a piece for `DelayJudge`: by message number; facts of batches go to every bucket."""
     for bucket in range(buckets if facts else 0):
-        yield bucket, [fact for fact in facts if fact["text"] == "stored" or fact["first"] % buckets == bucket]
+        yield bucket, [fact for fact in facts if fact["text"] == "stored" or fact.get("first", -1) % buckets == bucket]
 
 
 DELAY_STATES = ("stored", "under_way", "cancelled", "replaced", "pending", "unsent")
 UNSENT_MS = 3_600_000
 """Grace period: a group without master, or a full disk, delays messages until it recovers; longer is a finding."""
 LATE_MS = 60_000
+GIVEN_UP_MS = 10_000
+"""A batch whose outcome stays unknown is settled later than this: `unknown_ms` is 60 s by default."""
 MESSAGES = 1
 """FrameKind.MESSAGES."""
 
@@ -229,6 +274,33 @@ def absent_batches(delays: DataFrame, frames: DataFrame, since: DataFrame) -> Da
     )
     return due.join(kept, ["target", "producer", "batch"], "left_anti").select(
         "subject", "sequence", "offset", text.alias("text")
+    )
+
+
+def denied_batches(delays: DataFrame, frames: DataFrame) -> DataFrame:
+    """Return batches recorded as not stored, and in the log of their broker group.
+
+    A delay server gives up a batch without an answer after `unknown_ms`, and its messages go to another group. A
+    refusal recorded sooner was a broker's answer. out: as `absent_batches`, and numbers array<long>: its messages.
+    """
+    refused = delays.where("event = 'not_stored'").select("producer", "batch", F.col("timestamp_ms").alias("said_ms"))
+    batches = (
+        delays.where("event = 'planned'")
+        .join(refused, ["producer", "batch"])
+        .where(F.col("said_ms") < F.col("timestamp_ms") + GIVEN_UP_MS)
+        .groupBy(F.col("target").alias("broker_group"), "subject", "producer", "batch", "offset")
+        .agg(F.collect_set("number").alias("numbers"))
+    )
+    text = F.format_string(
+        "%d messages, batch %d of producer %s: recorded as not stored, and in the log of %s",
+        F.size("numbers"),
+        "batch",
+        "producer",
+        "broker_group",
+    )
+    stored = frames.where(f"kind = {MESSAGES}").select("broker_group", "producer", "batch")
+    return batches.join(stored, ["broker_group", "producer", "batch"], "left_semi").select(
+        "subject", F.array_min("numbers").alias("sequence"), "offset", text.alias("text"), "numbers"
     )
 
 

@@ -272,6 +272,7 @@ class Gathering:
                 "first": problem.sequence,
                 "what": problem.what,
                 "id": problem.id,
+                "lacks": problem.lacks,
             }
         )
 
@@ -364,7 +365,8 @@ def _jump(frame: Frame, expected: int) -> Problem:
     found = frame.first_sequence
     what = f"gap: {found - expected} messages are missing" if found > expected else "repeated or reordered"
     reason = f"sequence {found} where {expected} is due ({what})"
-    return Problem(frame.offset, frame.end, reason, frame.subject, found, FindingKind.SEQUENCE)
+    lacks = expected if found > expected else None
+    return Problem(frame.offset, frame.end, reason, frame.subject, found, FindingKind.SEQUENCE, lacks=lacks)
 
 
 ALL = ""
@@ -382,7 +384,7 @@ class LogRange:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Reader of one broker group's pieces. The first copy in order is judged for all."""
+    """Reader of one broker group's pieces. Where copies have the same bytes, the first one is judged for all."""
 
     logs: Mapping[str, LogRange]
     until_ms: int = FOREVER_MS
@@ -435,7 +437,7 @@ class Reading:
         return _Beside(copies[name], walk.at, walk.ahead)
 
     def _alone(self, name: str, copy: Storage, begin: int, end: int) -> PieceFacts:
-        facts = Gathering(self.until_ms)
+        facts = Gathering(self.until_ms, wants_stored=begin >= self.begin)
         for window in self._walk(name, copy, begin, end).windows():
             facts.take(window)
         return facts.facts()

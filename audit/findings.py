@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+from pyspark.sql.types import LongType, StringType, StructField, StructType
+
 from qmq.ledger import ALIKE
 
 
@@ -71,6 +73,8 @@ class FindingKind(StrEnum):
     """A pull, ack or position that does not follow from the log."""
     POSITION = "position"
     """A position of a consumer group after the subject's end."""
+    UNACKED = "unacked"
+    """Messages delivered long ago, and neither acked nor requeued."""
     CONSERVATION = "conservation"
     """A message in no state of a consumer group, or in two."""
     DEAD_ALTERED = "dead_altered"
@@ -88,7 +92,9 @@ class FindingKind(StrEnum):
     EARLY = "early"
     """A delayed message planned before it was due."""
     TWICE = "twice"
-    """A delayed message stored by broker groups in two batches."""
+    """A delayed message stored by broker groups in two batches, or planned again after it was stored."""
+    UNPLANNED = "unplanned"
+    """A batch of a delay server without its plan."""
     UNSENT = "unsent"
     """A delayed message due long ago, neither sent nor cancelled."""
     RECALLED = "recalled"
@@ -117,11 +123,27 @@ UNVERIFIED = frozenset(
 )
 """Kinds that leave their range unverified even where both copies are wrong alike."""
 
+UNACKED_MS = 86_400_000
+"""A handler may take long, and its consumer's lease goes on; the broker's own alert begins after an hour."""
 FINDINGS_MAX = 1000
 """Findings of one kind that are listed; all are counted."""
 
 
-FINDINGS = ("what", "copy", "offset", "end", "subject", "sequence", "id", "text")
+def _struct(**fields: type[LongType] | type[StringType]) -> StructType:
+    return StructType([StructField(name, kind()) for name, kind in fields.items()])
+
+
+FINDINGS = _struct(
+    what=StringType,
+    copy=StringType,
+    offset=LongType,
+    end=LongType,
+    subject=StringType,
+    sequence=LongType,
+    id=StringType,
+    text=StringType,
+)
+JOURNAL = _struct(subject=StringType, group=StringType, sequence=LongType, id=StringType, hash=StringType)
 
 MASTER, SLAVE = "master", "slave"
 COPIES = (MASTER, SLAVE)
@@ -135,12 +157,15 @@ FINDING = "finding"
 
 seen    offset of the frame that revealed it; after damage in that copy, the damage may be its cause
 due     of a gap: end of the subject's last frame before it; damage in between explains the gap
+gap     of a gap: [first missing sequence, first one after them]
+about   [subject, first sequence, end]: a gap in these messages is the cause, and this a consequence
+since   time in ms from which on it holds; no finding within `UNACKED_MS` of the log's end
 """
 MORE = "more"
 """{kind: number of findings counted but not listed}"""
 PIECE = "piece"
-"""begin, bytes, frames, messages, digest, apart: whether the copies differ; with frames also end, chain and size:
-offset of the last frame
+"""begin, bytes, frames, messages, digest, apart: whether the copies differ; with frames also end, chain, size:
+offset of the last frame, and time_ms of that frame
 """
 SUBJECT = "subject"
 """subject, first: first sequence, end: sequence after the last, due_end: the same below the high watermark"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,30 @@ BACK_MS_MAX = 60_000
 AHEAD_MS_MAX = 300_000
 """Maximum lead of a broker's clock over the audit's."""
 FOREVER_MS = 1 << 62
+STILL_MS, STILL_FRAMES = 300_000, 8
+"""A master takes messages only while its slaves follow, so the high watermark passes each of its frames at once. After
+a slave's return, a few messages may precede that.
+"""
 _OTHER_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH, FrameKind.RETENTION})
 """Kinds with times by other clocks: the mastership's own clock, which is never set, or the agreement of several clocks,
 which is not ahead of all of them.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """The first messages frame that no later one states to be safe: their number, and the time of the last."""
+
+    first: Frame
+    frames: int = 1
+    last_ms: int = 0
+
+    @property
+    def is_still(self) -> bool:
+        return self.frames >= STILL_FRAMES and self.last_ms > self.first.timestamp_ms + STILL_MS
+
+    def with_more(self, frames: int, last_ms: int) -> Uncovered:
+        return replace(self, frames=self.frames + frames, last_ms=last_ms)
 
 
 @dataclass(slots=True)
@@ -44,6 +64,9 @@ class FrameOrder:
     doubted: tuple[Frame, Frame] | None = None
     """The piece's first frame with a time, and the next one: one of them is wrong, and the piece before decides which.
     """
+    uncovered: Uncovered | None = None
+    still: list[Uncovered] = field(default_factory=list)
+    """Uncovered frames of this piece at which the watermark stood still, and moved on."""
     _before_ms: int = 0
     _timed: Frame | None = None
     """The frame with time `time_ms`; `_before_ms` is the time before it."""
@@ -55,8 +78,24 @@ class FrameOrder:
             begins=False,
             epoch=max(before.epoch, self.epoch),
             watermark=max(before.watermark, self.watermark),
+            uncovered=self.uncovered_since(before.uncovered),
+            still=[],
             _before_ms=self._before_ms or (before._before_ms if self.begins else 0),
         )
+
+    def uncovered_since(self, before: Uncovered | None) -> Uncovered | None:
+        """Return the first uncovered frame at the end of this piece, given the one at its beginning."""
+        if before is None or self.watermark >= before.first.end:
+            return self.uncovered
+        more = self.uncovered
+        return before if more is None else before.with_more(more.frames, more.last_ms)
+
+    def stills(self, before: Uncovered | None) -> list[Uncovered]:
+        """Return the frames at which the watermark began to stand still, once each."""
+        now = self.uncovered_since(before)
+        if before is not None and now is not None and now.first is before.first:
+            return [now] if now.is_still and not before.is_still else []
+        return [*self.still, now] if now is not None and now.is_still else self.still
 
     def check(self, frame: Frame) -> Iterator[Problem]:
         """Take the next frame; yield its problems, or those of the frame before it."""
@@ -69,6 +108,8 @@ class FrameOrder:
             yield problem_of(frame, FindingKind.WATERMARK, text)
         else:
             self.watermark = frame.high_watermark
+        if frame.kind == FrameKind.MESSAGES:
+            self._cover(frame, frame, 1)
         if frame.kind not in _OTHER_CLOCK:
             yield from self._time(frame)
         elif frame.kind == FrameKind.RETENTION and frame.timestamp_ms > self.until_ms:
@@ -84,14 +125,30 @@ class FrameOrder:
         if (times[1:] > self.until_ms).any() or (times[1:] < times[:-1] - BACK_MS_MAX).any():
             return False
         self.watermark = frames[-1].high_watermark
+        self._cover(frames[0], frames[-1], len(frames))
         self._timed = frames[-1]
         self._before_ms = int(times[-2])
         self.time_ms = int(times[-1])
         return True
 
+    def _cover(self, first: Frame, last: Frame, frames: int) -> None:
+        """Take messages frames; the last one states the watermark."""
+        known = self.uncovered
+        if known is not None and self.watermark < known.first.end:
+            self.uncovered = known.with_more(frames, last.timestamp_ms)
+            return
+        self._end_uncovered()
+        self.uncovered = Uncovered(first if self.watermark < first.end else last, 1, last.timestamp_ms)
+
+    def _end_uncovered(self) -> None:
+        if self.uncovered is not None and self.uncovered.is_still:
+            self.still.append(self.uncovered)
+        self.uncovered = None
+
     def forget(self) -> None:
         """Frames are missing here, so the next frame may begin an epoch without its epoch frame."""
         self.last_epoch = self.epoch = NO_EPOCH
+        self._end_uncovered()
         self._forget_times()
 
     def _forget_times(self) -> None:
@@ -111,6 +168,7 @@ class FrameOrder:
                         frame, FindingKind.EPOCH_FRAME, f"epoch {frame.epoch} does not begin with its epoch frame"
                     )
                 self._forget_times()
+                self._end_uncovered()
             self.epoch = frame.epoch
 
     def _ahead(self, frame: Frame) -> Problem:
@@ -175,6 +233,8 @@ class PieceBorders:
     def judge(self, row: dict[str, Any]) -> Iterator[Problem]:
         """Take the frames of a piece; yield problems at its beginning, or at the end of the piece before."""
         first, frame_order = decode_header(row["header"], 0, row["offset"], None), row["frame_order"]
+        is_next = self._end in (None, row["offset"]) and frame_order.epoch <= self._frame_order.epoch
+        uncovered = self._frame_order.uncovered if is_next else None
         if row["offset"] == 0 and first.kind != FrameKind.EPOCH:
             yield problem_of(first, FindingKind.EPOCH_FRAME, f"epoch {first.epoch} does not begin with its epoch frame")
         if self._end is not None:
@@ -183,6 +243,11 @@ class PieceBorders:
         for frame in frame_order.doubted or ():
             if frame.offset != first.offset:
                 yield from (problem for problem in self._frame_order.check(frame) if problem.what is FindingKind.TIME)
+        self._frame_order.uncovered = uncovered  # the first frame counts in its own piece
+        for still in frame_order.stills(uncovered):
+            seconds = (still.last_ms - still.first.timestamp_ms) // 1000
+            text = f"{still.frames - 1} messages frames of {seconds} s after it state no watermark behind it"
+            yield problem_of(still.first, FindingKind.WATERMARK, text)
         self._end = row["end"]
         self._chain = row["chain"]
         self._frame_order = frame_order.after(self._frame_order)

@@ -30,9 +30,8 @@ from qmq.audit.freeze import (
     wait_until_well,
 )
 from qmq.audit.history import SHARE, History, ledger_entry, verified
-from qmq.audit.inspection import Pair, compare_pair, describe_findings
+from qmq.audit.inspection import Pair, describe_findings, differences
 from qmq.audit.journal import check_journal, first_sequences
-from qmq.audit.on_spark import Failed, run_tasks
 from qmq.audit.places import check_places
 from qmq.audit.plan import Job, judged
 from qmq.audit.results import Group, GroupAnswer, Result
@@ -226,21 +225,27 @@ def _judge(audit: _Audit, options: Options) -> None:
 
 
 def _compare(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
-    """Compare the differing pieces of all groups frame by frame, one task per pair, and take the findings."""
+    """Compare the differing pieces of all groups frame by frame, and take the findings.
+
+    If that fails, compare each group by itself: one unreadable group does not stop the audit of the others.
+    """
     asked = [audit for audit in audits if audit.answer.differing and audit.result.unreadable is None]
-    of = [(audit, name) for audit in asked for name in list(audit.group.places)[1:]]
-    pairs = [_pair(audit, name, options) for audit, name in of]
-    for (audit, name), found in zip(of, run_tasks(spark, compare_pair, pairs)):
+    try:
+        _compare_some(spark, asked, options)
+    except Exception:
+        _each(asked, lambda audit: _compare_some(spark, [audit], options))
+
+
+def _compare_some(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
+    of = [(audit, name) for audit in audits for name in list(audit.group.places)[1:]]
+    for (audit, name), found in zip(of, differences(spark, [_pair(audit, name, options) for audit, name in of])):
         result = audit.result
-        if isinstance(found, Failed):
-            result.unreadable = f"the copies could not be compared: {found.reason}"
-            continue
-        rows = [row | {"copy": name} for row in found.rows]
+        found = [row | {"copy": name} for row in found]
         if result.is_behind(name):
-            rows = [row for row in rows if row["what"] != FindingKind.MISSING or row["offset"] < result.logs[name].end]
-        take_differences(rows, result)
-        for kind, times in found.more.items():
-            result.count(kind, times)
+            found = [
+                row for row in found if row["what"] != FindingKind.MISSING or row["offset"] < result.logs[name].end
+            ]
+        take_differences(found, result)
 
 
 def _pair(audit: _Audit, name: str, options: Options) -> Pair:
@@ -256,11 +261,7 @@ def _pair(audit: _Audit, name: str, options: Options) -> Pair:
     return Pair(
         {side: audit.group.places[copy] for side, copy in sides.items()},
         {side: LogRange(log.start, log.end, log.chain) for side, log in logs.items()},
-        [
-            (begin, end)
-            for begin, end in audit.differing(options.piece_bytes)
-            if begin < logs[SLAVE].end or not result.is_behind(name)
-        ],
+        audit.differing(options.piece_bytes),
         result.watermark,
         damaged,
     )
@@ -272,9 +273,6 @@ def _conclude(audit: _Audit, options: Options) -> None:
     if differing:
         explain_pieces(differing, result)
     check_all_was_read(result)
-    for row in result.findings:  # a judgement of the master's copy holds for both copies where they are equal
-        if row["what"] in (FindingKind.BATCH_TWICE, FindingKind.ID_TWICE):
-            row["copy"] = MASTER if any(begin <= row["offset"] < until for begin, until in differing) else BOTH
 
 
 def _account_for_delays(spark: SparkSession, audit: _Audit, groups: Sequence[Group], options: Options) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from qmq.audit.dead_letters import DeadLetter, dead_letter_of
 from qmq.audit.findings import FindingKind
+from qmq.audit.headers import TIME_MS_MAX
 from qmq.audit.walk import Problem, Window
 from qmq.codec import (
     FLAG_TAGS,
@@ -38,6 +39,10 @@ Bytes = npt.NDArray[np.uint8]
 
 SUBJECT_AT = 17
 """Position of a message's subject length (`qmq.codec`)."""
+CREATED_AT = 1
+"""Position of a message's creation time."""
+CREATED_AHEAD_MS_MAX = 86_400_000
+"""More than any difference of producers' clocks."""
 KEY = np.frombuffer(ORDER_KEY.encode(), np.uint8)
 STORED = np.dtype([("key", "<i8"), ("frame", "<u4"), ("place", "<u4")])
 """A batch or id that may be stored only once: hash of its name, place of its frame in the window, index in the frame.
@@ -107,6 +112,7 @@ class Messages:
                 text = "it is called a dead letter, and is no broker's copy of a message"
                 yield self._problem(int(self._first[number]), FindingKind.DEAD_UNFOUNDED, text)
         yield from self._wrong_labels()
+        yield from self._created_ahead()
 
     def stored(self) -> tuple[bytes, bytes]:
         """Return the batches, and the message ids of their producer, each as STORED."""
@@ -270,6 +276,18 @@ class Messages:
                 if label != (due := _label(tags, key)):
                     text = f"its label is {label:#x}, that of its tags and order key {due:#x}"
                     yield self._problem(at, FindingKind.LABELS, text)
+
+    def _created_ahead(self) -> Iterator[Problem]:
+        """Yield the first message of each frame that was created long after it was stored, by its own time."""
+        rows = np.flatnonzero(self.fields.whole)
+        created = self._words(self._begins[rows] + CREATED_AT).byteswap().view(np.int64)
+        stored = np.array([frame.timestamp_ms for frame in self._frames], np.int64)[self._of[rows]]
+        ahead = np.flatnonzero((created > np.minimum(stored, TIME_MS_MAX) + CREATED_AHEAD_MS_MAX) & (stored >= 0))
+        for at in ahead[np.unique(self._of[rows[ahead]], return_index=True)[1]].tolist():
+            text = (
+                f"it was created {(int(created[at]) - int(stored[at])) // 1000} s after it was stored, by its own time"
+            )
+            yield self._problem(int(rows[at]), FindingKind.TIME, text)
 
     def _hash(self, begins: Ints, sizes: Ints, rows: Ints) -> Words:
         """Return a hash of each text, in a few array operations."""

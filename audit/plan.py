@@ -25,7 +25,7 @@ from pyspark.sql import DataFrame, SparkSession
 from qmq.audit.consumption import CONSERVED
 from qmq.audit.copies import CannotRead, Copy, open_copy
 from qmq.audit.dead_letters import check_dead_letters
-from qmq.audit.delays import DelayJudge, spread_delayed
+from qmq.audit.delays import BatchJudge, DelayJudge, spread_batches, spread_delayed
 from qmq.audit.derived import DerivedFilesJudge, check_segment
 from qmq.audit.facts import ALL, PieceFacts, Reading
 from qmq.audit.findings import FINDING, FINDINGS_MAX, HOUR, MORE, UNREAD, Judge, JudgeRow, finding
@@ -38,7 +38,7 @@ BUCKET_BYTES = 2 << 30
 """Log bytes per task that compares ids: messages of 1 KiB take 40 MB of memory, the smallest ones 300."""
 ROWS_MAX = 10_000
 
-GROUP, PROBLEM, DERIVED, LETTERS = "group", "unread", "derived", "letters"
+GROUP, PROBLEM, DERIVED, LETTERS, BATCHES = "group", "unread", "derived", "letters", "batches"
 SUBJECT, STORED, DELAYED = "subject:", "stored:", "delayed:"
 """Keys, or their prefixes."""
 
@@ -147,15 +147,17 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
         found = job.reading.read(copies, begin, end)
         if begin >= job.reading.begin:
             yield from _dead_letters_of(job, copies, found)
-    for bucket, stored in spread_stored(next(iter(found.values())), job.buckets):
-        yield f"{STORED}{bucket}", ALL, stored
     for copy, facts in found.items():
+        for bucket, stored in spread_stored(facts, job.buckets):
+            yield f"{STORED}{bucket}", copy, stored
         yield GROUP, copy, replace(facts, apart=copy != ALL, subjects={}, delayed=[], stored=[])
         if begin >= job.reading.begin:
             for subject, facts_of_subject in facts.subjects.items():
                 yield f"{SUBJECT}{subject}", copy, facts_of_subject
             for bucket, delayed in spread_delayed(facts.delayed, job.buckets):
                 yield f"{DELAYED}{bucket}", copy, delayed
+            if batches := spread_batches(facts.delayed):
+                yield BATCHES, copy, batches
 
 
 def _dead_letters_of(
@@ -184,6 +186,8 @@ def _judge_of(job: Job, key: str) -> Judge:
         return PassOn()
     if key == DERIVED:
         return DerivedFilesJudge()
+    if key == BATCHES:
+        return BatchJudge(is_whole=job.reading.begin == 0)
     if key.startswith(STORED):
         return DuplicateJudge()
     if key.startswith(DELAYED):

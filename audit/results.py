@@ -24,6 +24,7 @@ from qmq.audit.findings import (
     MORE,
     PIECE,
     SUBJECT,
+    UNACKED_MS,
     UNREAD,
     FindingKind,
     Row,
@@ -79,11 +80,11 @@ class Result:
         """Add a finding made on the driver."""
         self.count(what, 1)
         if self.found[what] <= FINDINGS_MAX:
-            self.findings.append(dict.fromkeys(FINDINGS) | {"what": what.value} | fields)
+            self.findings.append(dict.fromkeys(FINDINGS.fieldNames()) | {"what": what.value} | fields)
 
     def take(self, found: Iterable[Row]) -> None:
         """Count the findings by kind, and list the first ones of each."""
-        rows = [{name: row[name] for name in FINDINGS} for row in found]
+        rows = [{name: row[name] for name in FINDINGS.fieldNames()} for row in found]
         rows = sorted(rows, key=lambda row: (row["offset"] is None, row["offset"] or 0))
         kept = Counter(row["what"] for row in self.findings)
         for row in rows:
@@ -158,6 +159,8 @@ class GroupAnswer:
         self.accounts: list[Row] = []
         self.epochs: dict[str, int] = {}
         self.kept_from: int | None = None
+        self.last_ms = 0
+        """Time of the newest frame."""
         self.differing: set[int] = set()
         """Pieces in which the copies differ."""
         self._findings: list[tuple[str, Row]] = []
@@ -169,6 +172,7 @@ class GroupAnswer:
             self._findings.append((copy, row))
         elif kind == PIECE:
             self.pieces.setdefault(row["begin"], {}).update(dict.fromkeys(copies, row))
+            self.last_ms = max(self.last_ms, row.get("time_ms", 0))
             if row["apart"]:
                 self.differing.add(row["begin"])
         elif kind == SUBJECT:
@@ -212,7 +216,8 @@ class GroupAnswer:
     def findings(self) -> tuple[list[Row], Counter[str]]:
         """Return the unique findings with their copy, and the number of further ones of each kind.
 
-        Consequences of damage are left out: gaps across damage, and problems revealed only after damage.
+        Consequences are left out: of damage, gaps across it, and problems revealed only after it; of missing messages,
+        problems about these; and ids of a batch stored twice.
         """
         broken = defaultdict(list)
         for copy, row in self._findings:
@@ -226,9 +231,23 @@ class GroupAnswer:
             for name in self._of(copy)
             if not (row["seen"] is not None and row["seen"] >= hurt.get(name, 1 << 64))
             and not ("due" in row and _lies_in(broken[name], row["due"], row["offset"]))
+            and not ("since" in row and row["since"] + UNACKED_MS > self.last_ms)
         ]
-        batches = {row["offset"] for _, row in due if row["what"] == FindingKind.BATCH_TWICE}
-        due = [(name, row) for name, row in due if row["what"] != FindingKind.ID_TWICE or row["offset"] not in batches]
+        gaps = defaultdict(list)
+        for name, row in due:
+            if "gap" in row:
+                gaps[name, row["subject"]].append(row["gap"])
+        due = [
+            (name, row)
+            for name, row in due
+            if "about" not in row or not _lies_in(gaps[name, row["about"][0]], *row["about"][1:])
+        ]
+        batches = {(name, row["offset"]) for name, row in due if row["what"] == FindingKind.BATCH_TWICE}
+        due = [
+            (name, row)
+            for name, row in due
+            if row["what"] != FindingKind.ID_TWICE or (name, row["offset"]) not in batches
+        ]
         more: Counter[str] = Counter()
         for counted in self._more.values():
             more |= counted

@@ -101,6 +101,8 @@ class LogJudge:
     def take(self, piece: int, facts: PieceFacts) -> Iterator[JudgeRow]:
         read = {name: getattr(facts, name) for name in ("frames", "messages", "apart")}
         last = {name: facts.piece[name] for name in ("end", "chain", "size")} if facts.piece else {}
+        if facts.piece is not None:
+            last["time_ms"] = facts.piece["frame_order"].time_ms
         yield JudgeRow(PIECE, {"begin": piece, "bytes": facts.size, "digest": f"{facts.digest:016x}"} | read | last)
         for problem in facts.problems:
             self._problem(problem | {"sequence": problem["first"]})
@@ -123,6 +125,8 @@ class LogJudge:
                 self._more[row["what"]] += 1
                 return
             self._problems[key] = {name: row[name] for name in ("offset", "end", "subject", "sequence", "id", "text")}
+            if row.get("lacks") is not None:
+                self._problems[key]["gap"] = [row["lacks"], row["sequence"]]
             return
         known["end"] = max(known["end"], row["end"])
         for name in ("subject", "id"):
@@ -186,6 +190,7 @@ class SubjectJudge:
         if row["what"] == CONSERVED:
             return JudgeRow(CONSERVED, {"subject": self._subject, "equation": row["text"]})
         fields = {name: row[name] for name in ("offset", "end", "subject", "sequence", "id")}
+        fields |= {name: row[name] for name in ("about", "since") if row.get(name) is not None}
         return finding(FindingKind(row["what"]), row["text"], seen=seen, **fields)
 
     def _run(self, run: Row) -> Iterator[JudgeRow]:
@@ -195,7 +200,8 @@ class SubjectJudge:
             why = "gap: messages are missing" if first > due else "repeated or reordered"
             fields = {"offset": run["offset"], "end": run["end"], "subject": self._subject, "sequence": first}
             found = finding(FindingKind.SEQUENCE, f"sequence {first} where {due} is due ({why})", **fields)
-            yield JudgeRow(FINDING, found.row | ({"due": self._known_until} if first > due else {}))
+            gap = {"due": self._known_until, "gap": [due, first]} if first > due else {}
+            yield JudgeRow(FINDING, found.row | gap)
         self._due = run["last"]
         self._known_until = run["end"]
         first = min(first, self._row["first"]) if self._row["first"] is not None else first
@@ -230,6 +236,11 @@ class DuplicateJudge:
 
     def __init__(self) -> None:
         self._parts: defaultdict[str, list[npt.NDArray[Any]]] = defaultdict(list)
+
+    def __deepcopy__(self, _: object) -> DuplicateJudge:
+        other = DuplicateJudge()
+        other._parts.update({what: [*parts] for what, parts in self._parts.items()})  # arrays never change
+        return other
 
     def take(self, piece: int, facts: Mapping[str, bytes]) -> Iterator[JudgeRow]:
         for what, data in facts.items():

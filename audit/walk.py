@@ -77,6 +77,8 @@ class Problem(NamedTuple):
     sequence: int | None = None
     what: FindingKind = FindingKind.DAMAGED
     id: str | None = None
+    lacks: int | None = None
+    """First missing sequence; `sequence` is the one after the last."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.upkeep import DelayRetention, ScheduleFiler
 from qmq.log import MessageLog, RealDisk
+from qmq.log.delay_frames import SCHEDULE_FOLDER
 from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Promotion
@@ -38,7 +39,7 @@ def main() -> int:
 def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Tasks:
     counters = Counters()
     senders = NumberedSender(metaserver=settings.metaserver, token=settings.token, app=settings.hostname)
-    shelf = RealDisk(settings.data / "schedule", cached_bytes=None)
+    shelf = RealDisk(settings.data / SCHEDULE_FOLDER, cached_bytes=None)
     segment_ms, keep_ms = settings.segment_minutes * 60_000, int(settings.sent_hours * 3_600_000)
 
     def make(log_start: int) -> Schedule:

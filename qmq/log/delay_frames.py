@@ -22,6 +22,8 @@ from itertools import chain
 
 from qmq.codec import Buffer
 
+SCHEDULE_FOLDER = "schedule"
+"""Folder of a delay server's schedule, beside its log: no broker has one."""
 _LENGTH = struct.Struct("<H")
 PLACE_BYTES = 16
 

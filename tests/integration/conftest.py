@@ -1,10 +1,14 @@
-"""Shell. World of the tests of one metaserver on real sockets."""
+"""Shell. World of the tests of one metaserver on real sockets, and directories that real servers wrote."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from tests.integration import cluster_world, real_logs
 from tests.integration.metaserver_world import World
+from tests.support.waiting import until
 
 
 def pytest_configure(config):
@@ -19,3 +23,16 @@ async def world(request, tmp_path):
     world = await World(tmp_path / "metaserver.db", **settings).start()
     yield world
     await world.close()
+
+
+@pytest.fixture(scope="session")
+def real_directories(tmp_path_factory):
+    """Data directories of a stopped cluster with the groups g1 and d1; copy them before a change."""
+    with cluster_world.running(tmp_path_factory.mktemp("real"), delay_groups=("d1",)) as cluster:
+        cluster.wait_writable("g1", "d1")
+        asyncio.run(real_logs.live(cluster))
+        places = real_logs.directories(cluster)
+        until(lambda: real_logs.is_settled(places["d1"]["master"]), "each batch has an outcome")
+        for group in places:
+            until(lambda group=group: cluster_world.are_equal(cluster, group), f"both copies of {group} are equal")
+    return places

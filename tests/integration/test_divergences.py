@@ -15,9 +15,11 @@ from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.group import Options, audit_groups
 from qmq.audit.results import Group, Result
 from qmq.ledger import Ledger
+from tests.integration.real_logs import Places, copied
 from tests.support.spark import actions, local_spark
 from tests.unit.audit.beside import WRONG, bases_of
 from tests.unit.audit.divergences import (
+    DELAYED,
     RIGHT_BUT_OTHER,
     TWO_SIDED,
     Expected,
@@ -244,3 +246,36 @@ def test_missing_frame_is_two_findings(cases: Cases) -> None:
     assert (missing["what"], missing["offset"], shifted["what"]) == ("missing", behind, "shifted")
     assert "bytes further back" in shifted["text"]
     assert missing["end"] == shifted["offset"]
+
+
+def audit_directories(spark: SparkSession, places: Places, **options: Any) -> list[Result]:
+    groups = [
+        Group(name, {copy: place_options(str(path), "") for copy, path in of.items()}) for name, of in places.items()
+    ]
+    return audit_groups(spark, groups, Options(piece_bytes=PIECE_BYTES, **options))
+
+
+def test_real_directories_have_no_findings(spark: SparkSession, real_directories: Places) -> None:
+    results = audit_directories(spark, real_directories)
+    assert [(result.group, result.unreadable, result.findings) for result in results] == [
+        ("d1", None, []),
+        ("g1", None, []),
+    ]
+    sums = {
+        row["subject"]: (row["taken"], row["stored"], row["cancelled"], row["pending"]) for row in results[0].delayed
+    }
+    assert sums == {"order.unpaid": (9, 6, 1, 1), "order.unseen": (5, 5, 0, 0), "order.lost": (5, 5, 0, 0)}
+
+
+def test_delay_faults_of_real_directories_are_named(
+    spark: SparkSession, real_directories: Places, tmp_path: Path
+) -> None:
+    """Each fault lies in both copies of the delay group."""
+    places = copied(real_directories, tmp_path)
+    for copy in places["d1"].values():
+        with forged(copy) as frames:
+            planted = [row for plant in DELAYED.values() for row in plant(frames)]
+    delays, _ = audit_directories(spark, places)
+    assert delays.unreadable is None
+    named = {(row["what"], row["copy"], row["offset"], row["sequence"]) for row in delays.findings}
+    assert named == {(what, "both", frame.at, number) for what, frame, number in planted}

@@ -20,7 +20,7 @@ from qmq.audit.jobs.trail import find_trail
 from qmq.audit.results import Group
 from qmq.codec import FLAG_DELAYED, encode_message, join_batch, with_properties
 from qmq.delayserver.messages import with_due
-from qmq.log.delay_frames import Outcome, encode_dispatch, encode_places, encode_settled
+from qmq.log.delay_frames import SCHEDULE_FOLDER, Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FrameKind
 from qmq.message import Message
 from qmq.subjects import dead_letter_subject, retry_subject
@@ -160,9 +160,9 @@ def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]
     first = frame.offset + frame.body_at + 4 * (len(messages) + 1)
     numbers = [first + n * len(messages[0]) for n in range(7)]
     log.timestamp_ms += 2 * HOUR_MS
-    for chosen in (numbers[:3], numbers[3:4]):
-        places = [(number, due_ms) for number in chosen]
-        log.frame(FrameKind.DISPATCH, A, encode_dispatch("g1", encode_places(places)), count=len(places))
+    for batch, chosen in ((1, numbers[:3]), (2, numbers[3:4])):
+        body = encode_dispatch("g1", encode_places([(number, due_ms) for number in chosen]))
+        log.frame(FrameKind.DISPATCH, A, body, count=len(chosen), numbers=(7, batch))
     sent = log.frames[-2]
     log.frame(FrameKind.SETTLED, "", encode_settled([(sent.producer, sent.batch, Outcome.STORED)]), count=1)
     log.frame(FrameKind.CANCEL, A, encode_places([(numbers[4], due_ms)]), count=1)
@@ -170,7 +170,8 @@ def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]
     carried = log.frame(FrameKind.CARRY, A, encode_places([(numbers[5], due_ms)]) + tomorrow, count=1)
     if is_early:
         numbers.append(carried.offset + carried.body_at + 16 + 4 * 2)
-        log.frame(FrameKind.DISPATCH, A, encode_dispatch("g1", encode_places([(numbers[7], due_ms)])), count=1)
+        body = encode_dispatch("g1", encode_places([(numbers[7], due_ms)]))
+        log.frame(FrameKind.DISPATCH, A, body, count=1, numbers=(7, 3))
     log.close()
     return log, numbers
 
@@ -182,7 +183,7 @@ def test_every_delayed_message_has_a_single_state(
     places = {}
     for copy in ("master", "slave"):
         log, numbers = delayed(tmp_path / "d1" / copy)
-        (tmp_path / "d1" / copy / "segments").mkdir()
+        (tmp_path / "d1" / copy / SCHEDULE_FOLDER).mkdir()
         target = LogWriter(tmp_path / "g1" / copy)
         target.mastership(Epoch(1, 1))
         target.batch(A, 1)

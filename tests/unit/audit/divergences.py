@@ -12,8 +12,16 @@ from typing import Any
 from zlib import crc32
 
 from qmq.codec import encode_message, label_of, with_properties
+from qmq.log.delay_frames import (
+    Outcome,
+    decode_dispatch,
+    decode_settled,
+    encode_dispatch,
+    encode_places,
+    encode_settled,
+)
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, FrameKind
-from qmq.log.progress_frame import PASSED, encode_progress
+from qmq.log.progress_frame import NUMBERS_END, PASSED, decode_progress, encode_progress
 from qmq.message import Message
 from qmq.types import Epoch
 from tests.unit.audit.forged import DEAD, PULL, A, B, C, Draft, a_message
@@ -139,6 +147,51 @@ def watermark_back(frames: list[Draft]) -> Expected:
     return [("watermark", frame, 100)]
 
 
+def watermark_still(frames: list[Draft]) -> Expected:
+    """It moves on in the next epoch."""
+    frame = frame_of(frames, A, 300)
+    for later in frames[frames.index(frame) :]:
+        if later.epoch == frame.epoch:
+            later.high_watermark = min(later.high_watermark, frame.high_watermark)
+    return [("watermark", frame, 300)]
+
+
+def created_ahead(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, B, 142)
+    message = bytearray(frame.messages[2])
+    message[1:9] = (frame.timestamp_ms + TEN_YEARS_MS).to_bytes(8, "big")
+    return [("time", change_message(frames, B, 142, bytes(message)), 142)]
+
+
+def requeued_for_years(frames: list[Draft]) -> Expected:
+    frame = nth(frames, FrameKind.NACK, C, 38)
+    ((begin, end, _),) = decode_progress(frame.body).entries
+    frame.body = encode_progress("k", "e", [(begin, end, frame.timestamp_ms + TEN_YEARS_MS)])
+    return [("progress", frame, None)]
+
+
+def hole_in_pull_sequences(frames: list[Draft]) -> Expected:
+    """Acks are right about the later numbers."""
+    pulls = [frame for frame in frames if frame.subject == A and frame.kind in (FrameKind.PULL, FrameKind.ACK)]
+    later = pulls[pulls.index(nth(frames, FrameKind.PULL, A, 37)) :]
+    for frame in later:
+        moved = [
+            (first + 7, second + 7 * (frame.kind == FrameKind.ACK), third)
+            for first, second, third in decode_progress(frame.body).entries
+        ]
+        frame.body = encode_progress("g", "c", moved)
+    return [("progress", later[0], None)]
+
+
+def unacked_for_days(frames: list[Draft]) -> Expected:
+    """The ack is gone. The consumer of B never acks anything."""
+    pull, ack = nth(frames, FrameKind.PULL, A, 12), nth(frames, FrameKind.ACK, A, 12)
+    for frame in frames[: frames.index(pull) + 1]:
+        frame.timestamp_ms -= 2 * 86_400_000
+    frames.remove(ack)
+    return [("unacked", pull, 120), ("unacked", nth(frames, FrameKind.PULL, B, 0), 1)]
+
+
 def time_ahead(frames: list[Draft]) -> Expected:
     frame = frame_of(frames, B, 110)
     frame.timestamp_ms += TEN_YEARS_MS
@@ -165,10 +218,24 @@ def position_behind_all(frames: list[Draft]) -> Expected:
     return [("position", frame, None)]
 
 
+def _number_densely(frames: list[Draft], subject: str) -> None:
+    """Number the deliveries of the subject's only consumer, which acks nothing, without holes."""
+    number = PULL
+    for frame in frames:
+        if frame.kind == FrameKind.PULL and frame.subject == subject:
+            group, consumer, old = decode_progress(frame.body)
+            entries = []
+            for first, sequence, messages in old:
+                entries.append((number if first < NUMBERS_END else first, sequence, messages))
+                number += messages * (first < NUMBERS_END)
+            frame.body = encode_progress(group, consumer, entries)
+
+
 def passed_unseen(frames: list[Draft]) -> Expected:
     """The pull delivers none of its ten messages; the consumer got such messages before and gets them again."""
     frame = nth(frames, FrameKind.PULL, B, 15)
     frame.body = encode_progress("f", "d", [(PASSED, 150, 10)])
+    _number_densely(frames, B)
     return [("passed", frame, 150)]
 
 
@@ -176,6 +243,7 @@ def passed_beside_its_like(frames: list[Draft]) -> Expected:
     frame = nth(frames, FrameKind.PULL, B, 16)
     entries = [(PASSED if at % 2 == 0 or at == 3 else PULL + 5 * 16 + at // 2, 160 + at, 1) for at in range(10)]
     frame.body = encode_progress("f", "d", entries)
+    _number_densely(frames, B)
     return [("passed", frame, 163)]
 
 
@@ -276,6 +344,11 @@ TWO_SIDED: dict[str, Plant] = {
     "an id twice": id_twice,
     "a watermark of 2^40": watermark_ahead,
     "a watermark that goes back": watermark_back,
+    "a watermark that stands still": watermark_still,
+    "created in ten years": created_ahead,
+    "requeued for ten years": requeued_for_years,
+    "a hole in pull sequences": hole_in_pull_sequences,
+    "unacked for days": unacked_for_days,
     "a time in ten years": time_ahead,
     "a time two hours ahead": time_apart,
     "a time two hours back": time_back,
@@ -374,4 +447,65 @@ RIGHT_BUT_OTHER: dict[str, Plant] = {
     "another label": other_label,
     "another ack": other_ack,
     "another time": other_time,
+}
+
+
+# Wrong on both copies of a delay group, whose message numbers are offsets: no frame may move.
+
+
+def _plan_of(frames: list[Draft], subject: str) -> tuple[Draft, Draft, list[int]]:
+    """Return the first dispatch frame of a subject, the frame that settles it, and its messages' numbers."""
+    plan = nth(frames, FrameKind.DISPATCH, subject, 0)
+    settled = next(
+        frame
+        for frame in frames
+        if frame.kind == FrameKind.SETTLED
+        and (plan.producer, plan.batch) in [row[:2] for row in decode_settled(frame.body, frame.count)]
+    )
+    return plan, settled, [at for at, _ in decode_dispatch(plan.body, plan.count)[1]]
+
+
+def _erase(frame: Draft) -> None:
+    """Put a frame without effect in this one's place."""
+    frame.kind, frame.count, frame.producer, frame.batch = FrameKind.EPOCH, 0, 0, 0
+    frame.body = b"{}".ljust(len(frame.body))
+
+
+def dispatch_less(frames: list[Draft]) -> Expected:
+    """Its messages came in a carry frame of one, and in a messages frame as a whole."""
+    plan, settled, numbers = _plan_of(frames, "order.unpaid")
+    _erase(plan)
+    stored = [frame for frame in frames if frame.kind in (FrameKind.MESSAGES, FrameKind.CARRY)]
+    homes = [max((frame for frame in stored if frame.at <= number), key=lambda frame: frame.at) for number in numbers]
+    expected: Expected = [("unplanned", settled, None)]
+    for at, (home, number) in enumerate(zip(homes, numbers)):
+        sequence = home.first_sequence + at - homes.index(home) if home.kind == FrameKind.MESSAGES else number
+        expected.append(("unsent", home, sequence))
+    return expected
+
+
+def planned_again(frames: list[Draft]) -> Expected:
+    plan, _, numbers = _plan_of(frames, "order.unseen")
+    body = encode_dispatch("g1", encode_places([(numbers[0], plan.timestamp_ms)]))
+    again = in_place_of(frames[-1], plan, body=body)
+    again.count, again.batch = 1, plan.batch + 1
+    frames.append(again)
+    return [("twice", again, numbers[0])]
+
+
+def refused_and_stored(frames: list[Draft]) -> Expected:
+    plan, settled, numbers = _plan_of(frames, "order.lost")
+    outcomes = decode_settled(settled.body, settled.count)
+    changed = [
+        (*row[:2], Outcome.NOT_STORED if row[1] == plan.batch and row[0] == plan.producer else row[2])
+        for row in outcomes
+    ]
+    settled.body = encode_settled(changed)
+    return [("twice", plan, min(numbers))]
+
+
+DELAYED: dict[str, Plant] = {
+    "a dispatch too few": dispatch_less,
+    "planned again after it was stored": planned_again,
+    "recorded as not stored, and stored": refused_and_stored,
 }

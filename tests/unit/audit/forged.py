@@ -32,7 +32,7 @@ from tests.unit.audit.logs import LogWriter
 class Draft:
     """A frame to change. Sizes, CRCs, offset and chain are computed when it is written.
 
-    `at`: its offset once written.
+    `at`: its offset when read, and then where it was written.
     """
 
     kind: FrameKind
@@ -108,6 +108,7 @@ def forged(data: Path) -> Iterator[list[Draft]]:
             frame.batch,
             body,
             base,
+            frame.offset,
         )
         for base, frame, body in read_frames(data)
     ]
@@ -182,7 +183,7 @@ def a_message(subject: str, sequence: int, text: str = "x") -> bytes:
 
 def _write_a_failure(log: LogWriter, turn: int) -> None:
     """Nack the second of four messages of C; the one of the turn before fails again and becomes a dead letter."""
-    sequence, number = 4 * turn, PULL + 5 * turn
+    sequence, number = 4 * turn, PULL + 5 * turn - bool(turn)
     log.messages(C, [a_message(C, at) for at in range(sequence, sequence + 4)])
     log.progress(FrameKind.PULL, C, "k", "e", (number, sequence, 4))
     log.progress(FrameKind.ACK, C, "k", "e", (number, number + 1, 0), (number + 2, number + 4, 0))

@@ -17,6 +17,7 @@ from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.without_spark import audit
 
 A = "order.changed"
+LANE = 7
 
 
 def delayed(data: Path, plant: Callable[[LogWriter, list[tuple[int, int]]], object] | None = None) -> LogWriter:
@@ -31,23 +32,37 @@ def delayed(data: Path, plant: Callable[[LogWriter, list[tuple[int, int]]], obje
     carried = encode_places(places[1:2]) + join_batch([encode_message(Message(A, {}, id="carried"), 0)])
     log.frame(FrameKind.CARRY, A, carried, count=1)
     log.timestamp_ms += 2000
-    dispatch = encode_dispatch("g1", encode_places(places[2:5]))
-    sent = log.frame(FrameKind.DISPATCH, A, dispatch, count=3)
-    log.frame(FrameKind.SETTLED, "", encode_settled([(sent.producer, sent.batch, Outcome.STORED)]), count=1)
+    dispatched(log, places[2:5])
+    settle(log, 1)
     if plant:
         plant(log, places)
     log.close()
     return log
 
 
+def dispatched(log: LogWriter, places: list[tuple[int, int]], batch: int = 1) -> None:
+    body = encode_dispatch("g1", encode_places(places))
+    log.frame(FrameKind.DISPATCH, A, body, count=len(places), numbers=(LANE, batch))
+
+
+def settle(log: LogWriter, batch: int) -> None:
+    log.frame(FrameKind.SETTLED, "", encode_settled([(LANE, batch, Outcome.STORED)]), count=1)
+
+
 def dispatch_again(log: LogWriter, places: list[tuple[int, int]]) -> None:
-    again = log.frame(FrameKind.DISPATCH, A, encode_dispatch("g2", encode_places(places)), count=len(places))
-    log.frame(FrameKind.SETTLED, "", encode_settled([(again.producer, again.batch, Outcome.STORED)]), count=1)
+    dispatched(log, places, 2)
+    settle(log, 2)
 
 
 def dispatch_early(log: LogWriter, places: list[tuple[int, int]]) -> None:
     log.timestamp_ms -= 1500
-    log.frame(FrameKind.DISPATCH, A, encode_dispatch("g1", encode_places(places)), count=len(places))
+    dispatched(log, places, 2)
+
+
+def plan_later(log: LogWriter, places: list[tuple[int, int]]) -> None:
+    """The plan of batch 2, and what became of it, are in neither copy."""
+    dispatched(log, places, 3)
+    settle(log, 3)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +72,9 @@ def dispatch_early(log: LogWriter, places: list[tuple[int, int]]) -> None:
         pytest.param(lambda log, places: dispatch_again(log, places[2:3]), {"twice": 1}, id="sent twice"),
         pytest.param(lambda log, places: dispatch_again(log, places[:2]), {"recalled": 2}, id="sent after a cancel"),
         pytest.param(lambda log, places: dispatch_early(log, places[5:]), {"early": 1}, id="sent early"),
+        pytest.param(lambda log, places: dispatched(log, places[2:3], 2), {"twice": 1}, id="planned after stored"),
+        pytest.param(lambda log, places: settle(log, 2), {"unplanned": 1}, id="settled and not planned"),
+        pytest.param(lambda log, places: plan_later(log, places[5:]), {"unplanned": 1}, id="a hole between plans"),
     ],
 )
 def test_promises_of_a_delay_server_are_judged(tmp_path: Path, plant: Any, found: dict[str, int]) -> None:

@@ -12,8 +12,9 @@ import pytest
 from qmq.audit.copies import PathCopy
 from qmq.audit.dead_letters import check_dead_letters
 from qmq.audit.facts import Gathering, PieceFacts
-from qmq.audit.findings import FINDING
+from qmq.audit.findings import JudgeRow, finding
 from qmq.audit.messages import STORED, TAGGED
+from qmq.audit.results import GroupAnswer
 from qmq.audit.rules import LogJudge, SubjectJudge
 from qmq.audit.walk import Walk
 from qmq.codec import delayed_encoder, encode_labels, encode_message, join_batch, label_of
@@ -49,18 +50,20 @@ def test_log_as_brokers_write_it_has_no_problem(tmp_path: Path) -> None:
 def judged(data: Path) -> set[tuple[str, int, int | None]]:
     """Return the findings of the reader and of the judges, fed with facts in Spark's order."""
     facts = facts_of(data)
-    group = LogJudge(NOW_MS, [0], 0)
-    rows = [*group.take(0, facts), *group.finish()]
+    group, answer = LogJudge(NOW_MS, [0], 0), GroupAnswer(("master",))
+    rows = [*group.take(0, facts), *group.finish(), *of_letters(data, facts)]
     for subject, of in facts.subjects.items():
         judge = SubjectJudge(subject, 0, None, 1 << 62)
         rows += [*judge.take(0, of), *judge.finish()]
-    found = [row.row for row in rows if row.kind == FINDING] + of_letters(data, facts)
-    return {(row["what"], row["offset"], row["sequence"]) for row in found}
+    for row in rows:
+        answer.take("master", row.kind, row.row)
+    return {(row["what"], row["offset"], row["sequence"]) for row in answer.findings()[0]}
 
 
-def of_letters(data: Path, facts: PieceFacts) -> list[dict[str, Any]]:
+def of_letters(data: Path, facts: PieceFacts) -> list[JudgeRow]:
     with closing(PathCopy(data)) as copy:
-        return list(check_dead_letters(copy, copy.bases, facts.letters()))
+        found = check_dead_letters(copy, copy.bases, facts.letters())
+        return [finding(row.pop("what"), row.pop("text"), **row) for row in found]
 
 
 @pytest.mark.parametrize("plant", TWO_SIDED.values(), ids=TWO_SIDED.keys())
