@@ -32,6 +32,7 @@ from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
 from qmq.log.progress_frame import EXPIRED, NOT_BEGUN, Entry
 from qmq.operator_limits import OperatorLimits, by_key
+from qmq.rations import Ration
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Verdict
 from qmq.remoting.packet import Packet
@@ -67,6 +68,8 @@ class Delivery:
         mastership.before_progress = self._changing
         mastership.at_begin = self._begin_mastership
         self._forgot_ms = 0
+        self._makers: dict[Key, Ration] = {}
+        """Rations that count the groups begun in this mastership."""
         self.causes = group_status.Causes(self._facts)
         self.backlogs = Backlogs(mastership, settings.metrics_subjects)
 
@@ -140,6 +143,7 @@ class Delivery:
         is_own_retry = subject != real and subject == retry_subject(real, group)
         if not (is_own_retry and (real, group) in self._mastership.log.state.groups):
             link.ration.begin_group()
+            self._makers[subject, group] = link.ration
 
     def begins_at(self, key: Key, begin: Begin) -> int:
         """Return where a group without a position begins. Raises NotServed: this copy is damaged there."""
@@ -297,6 +301,7 @@ class Delivery:
                 self.backlogs.forget(key[:2])
                 self.causes.forget(key[:2])
                 self.consumption.skipped.pop(key[:2], None)
+                self._makers.pop(key[:2], Ration()).end_group()
         if kind != FrameKind.PULL and key[0] in self._mastership.log.state.ordered:
             self.serving.wake(key[0])
 
@@ -452,6 +457,8 @@ class Delivery:
         """End the mastership: refuse all waiting requests, which go to the next master."""
         self.serving.dead_letters.step_down(error)
         self.beginning.step_down(error)
+        for maker in self._makers.values():
+            maker.end_group()
         for subscription in self.consumption.all_waiting():
             while subscription.waiting:
                 waiting = self.consumption.take_waiting(subscription)

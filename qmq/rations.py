@@ -14,14 +14,15 @@ BURST_MS = 1_000
 
 
 class NewSubjects:
-    """Bound on the new subjects (or consumer groups, by `noun`) of each token's clients: per minute, in a bucket per
-    token name, and since the process began.
+    """Bound on the new subjects of each token's clients: per minute, in a bucket per token name, and since the process
+    began.
     """
 
-    def __init__(self, per_minute: int, in_all: int, noun: str = "subjects") -> None:
+    noun = "subjects"
+
+    def __init__(self, per_minute: int, in_all: int) -> None:
         self._per_minute = per_minute
         self._in_all = in_all
-        self._noun = noun
         self._left: dict[str, tuple[float, int]] = {}
         self._made: dict[str, int] = {}
 
@@ -50,9 +51,30 @@ class NewSubjects:
         maker = f"token {caller.name!r} made"
         if self._made.get(caller.name, 0) >= self._in_all:
             limit = "new_subjects_max"
-            return Overloaded(f"{maker} {self._in_all:,} new {self._noun} since this process began ({limit})", limit)
+            return Overloaded(f"{maker} {self._in_all:,} new {self.noun} since this process began ({limit})", limit)
         limit = "new_subjects_per_minute"
-        return Overloaded(f"{maker} too many new {self._noun} within a minute; wait a little ({limit})", limit)
+        return Overloaded(f"{maker} too many new {self.noun} within a minute; wait a little ({limit})", limit)
+
+
+class TokenGroups(NewSubjects):
+    """Bound on the consumer groups of each token's clients: new ones per minute, and those begun here that exist."""
+
+    noun = "consumer groups"
+
+    def ended(self, caller: Caller) -> None:
+        """Free the place of a group that was forgotten."""
+        if (made := self._made.pop(caller.name, 0)) > 1:
+            self._made[caller.name] = made - 1
+
+    def why_not(self, caller: Caller) -> Overloaded:
+        if self._made.get(caller.name, 0) < self._in_all:
+            return super().why_not(caller)
+        limit = "token_groups_max"
+        return Overloaded(
+            f"clients of token {caller.name!r} began {self._in_all:,} consumer groups that exist ({limit}); "
+            "RemoveConsumerGroup removes unused ones",
+            limit,
+        )
 
 
 class SentBytes:
@@ -87,6 +109,9 @@ class Ration:
     def begin_group(self) -> None:
         """Count a new consumer group. Raises Overloaded: it is rejected and not counted."""
 
+    def end_group(self) -> None:
+        """Count a group of `begin_group` no more: it was forgotten, or belongs to another master now."""
+
     def write(self, size: int) -> None:
         """Count bytes. Raises Overloaded: they must not be written and are not counted."""
 
@@ -94,7 +119,7 @@ class Ration:
 class TokenRation(Ration):
     """Share of one client in its token's bounds. Made by the acceptor; `now_ms` never goes back."""
 
-    def __init__(self, caller: Caller, groups: NewSubjects, sent: SentBytes | None, now_ms: Callable[[], int]) -> None:
+    def __init__(self, caller: Caller, groups: TokenGroups, sent: SentBytes | None, now_ms: Callable[[], int]) -> None:
         self._caller = caller
         self._groups = groups
         self._sent = sent
@@ -103,6 +128,9 @@ class TokenRation(Ration):
     def begin_group(self) -> None:
         if not self._groups.allow(self._caller, 1, now_ms=self._now_ms()):
             raise self._groups.why_not(self._caller)
+
+    def end_group(self) -> None:
+        self._groups.ended(self._caller)
 
     def write(self, size: int) -> None:
         if self._sent is not None:

@@ -75,7 +75,10 @@ class CopySettings:
         1000, least=1, most=1_000_000, why="subjects, and as many groups, that one token's clients may begin; more wait"
     )
     new_subjects_max: int = setting(
-        100_000, least=1, most=100_000_000, why="subjects, and as many groups, that they may begin while it runs"
+        100_000, least=1, most=100_000_000, why="subjects that they may begin while it runs; more are refused"
+    )
+    token_groups_max: int = setting(
+        10_000, least=1, most=100_000_000, why="consumer groups that they began at this master and that exist"
     )
     window_bytes: int = setting(32 * MIB, unit="bytes", least=MIB, why="un-acknowledged bytes a connection may have")
 

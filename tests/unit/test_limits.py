@@ -47,6 +47,7 @@ COPY = {
     "token_bytes_per_s": REACHED,
     "new_subjects_per_minute": REACHED,
     "new_subjects_max": REACHED,
+    "token_groups_max": REACHED,
     "window_bytes": REACHED,
     "memory_limit": Reason.MEMORY,
     "connections_max": REACHED,

@@ -21,7 +21,7 @@ from qmq.client.batch import Unknown
 from qmq.errors import BrokerReadOnly, ErrorCode, Overloaded, QueueFull
 from qmq.metaserver.routes.quotas import Bounds, Quotas
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
-from qmq.rations import NewSubjects, SentBytes, TokenRation
+from qmq.rations import NewSubjects, SentBytes, TokenGroups, TokenRation
 from qmq.remoting.packet import PacketReader
 from qmq.replication.readonly import Reason
 from qmq.rights import Caller, TokenRole
@@ -149,14 +149,15 @@ def too_many_subjects_in_all() -> Seen:
     with pytest.raises(Overloaded) as caught:
         for number in range(10):
             allowed.check(produce(f"s{number}"), {}, now_ms=0)
-    return too_many_groups() if caught.value.limit == "new_subjects_max" else [caught.value.limit]
+    return [caught.value.limit]
 
 
+@drives("broker", "token_groups_max")
 def too_many_groups() -> Seen:
     """Each stays in the log and in memory for good."""
     group, client = a_broker_group()
     client.link = link = NotingLink("c")
-    link.ration = TokenRation(ANYBODY, NewSubjects(100, 2, "consumer groups"), None, lambda: 0)
+    link.ration = TokenRation(ANYBODY, TokenGroups(100, 2), None, lambda: 0)
     for number in range(10):
         client.subscribe(group=f"g{number}")
         group.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.errors import Overloaded
-from qmq.rations import NewSubjects, Ration, SentBytes, TokenRation
+from qmq.rations import NewSubjects, Ration, SentBytes, TokenGroups, TokenRation
 from qmq.rights import Caller, TokenRole
 
 
@@ -62,7 +62,7 @@ def test_large_batch_is_accepted_and_charged():
 
 def test_connections_share_their_tokens_rations():
     shop, now = Caller("shop", TokenRole.CLIENT), [0]
-    groups, sent = NewSubjects(1, 100, "consumer groups"), SentBytes(1_000)
+    groups, sent = TokenGroups(1, 100), SentBytes(1_000)
     first, other = (TokenRation(shop, groups, sent, lambda: now[0]) for _ in range(2))
     first.begin_group()
     with pytest.raises(Overloaded, match="'shop' made too many new consumer groups within a minute") as no:
@@ -77,7 +77,7 @@ def test_connections_share_their_tokens_rations():
 
 
 def test_unbounded_bytes_are_not_counted():
-    ration = TokenRation(Caller("shop", TokenRole.CLIENT), NewSubjects(1, 1, "consumer groups"), None, lambda: 0)
+    ration = TokenRation(Caller("shop", TokenRole.CLIENT), TokenGroups(1, 1), None, lambda: 0)
     for _ in range(10):
         ration.write(1 << 30)
         Ration().write(1 << 30)

@@ -8,10 +8,11 @@ from qmq.broker import positions
 from qmq.broker.positions import Begin, NewGroup
 from qmq.errors import ErrorCode, NotServed, OperatorError
 from qmq.log.progress_frame import decode_progress
-from qmq.rations import NewSubjects, TokenRation
+from qmq.rations import TokenGroups, TokenRation
 from qmq.rights import Caller, TokenRole
 from qmq.subjects import retry_subject
 from qmq.types import Role
+from tests.unit.broker.limited import hours_pass
 from tests.unit.broker.world import Broker, Client, Group
 
 KEY = ("s", "g")
@@ -170,7 +171,7 @@ OK, NO = ErrorCode.SUCCESS, ErrorCode.OVERLOADED
 
 
 def ration(per_minute: int = 1, in_all: int = 100, role: TokenRole = TokenRole.CLIENT) -> TokenRation:
-    return TokenRation(Caller("shop", role), NewSubjects(per_minute, in_all, "consumer groups"), None, lambda: 0)
+    return TokenRation(Caller("shop", role), TokenGroups(per_minute, in_all), None, lambda: 0)
 
 
 def rationed(broker: Broker, granted: TokenRation) -> Client:
@@ -187,7 +188,7 @@ def codes(world: Group, client: Client, *names: str, group: str = "g", **terms) 
 
 
 @pytest.mark.parametrize(
-    ("per_minute", "in_all", "setting"), [(2, 100, "new_subjects_per_minute"), (100, 2, "new_subjects_max")]
+    ("per_minute", "in_all", "setting"), [(2, 100, "new_subjects_per_minute"), (100, 2, "token_groups_max")]
 )
 def test_new_groups_of_a_token_are_rationed(per_minute, in_all, setting):
     """500 subscriptions to subjects without a message left 500 groups in memory and in the log."""
@@ -198,7 +199,7 @@ def test_new_groups_of_a_token_are_rationed(per_minute, in_all, setting):
     refused = client.subscribe("c", subject="never2")
     world.settle()
     assert client.code(refused) == NO and f"({setting})" in client.text(refused)
-    assert "token 'shop' made" in client.text(refused) and "consumer groups" in client.text(refused)
+    assert "token 'shop'" in client.text(refused) and "consumer groups" in client.text(refused)
     assert world.a.log.end == end and set(world.a.log.state.groups) == {("never0", "g"), ("never1", "g")}
     assert not world.a.master.causes.of(("never2", "g")) and len(world.a.master.subscriptions) == 2
 
@@ -212,6 +213,32 @@ def test_only_groups_that_begin_count():
     for _ in range(10):
         assert codes(world, client, "a") == codes(world, rationed(world.a, granted), "a") == [OK], "it returns"
     assert codes(world, client, "b") == [NO]
+
+
+def test_forgotten_groups_count_no_more():
+    """Broadcast consumers come and go for years, and an operator removes what nobody uses."""
+    world = Group.made(broadcast_forget_hours=1.0).start()
+    granted = ration(100, 2)
+    client = rationed(world.a, granted)
+    assert codes(world, client, "a", "b") == [OK, OK] and codes(world, client, "c") == [NO]
+    client.lost()
+    world.wait(1_000, times=40)
+    world.a.master._delivery.move_group("a", "g", "removed", 0, dry_run=False, answer=lambda error: None)
+    client = rationed(world.a, granted)
+    assert codes(world, client, "c", broadcast=True, group="host") == [OK] and codes(world, client, "d") == [NO]
+    client.lost()
+    world.wait(1_000, times=40)  # its lease ends
+    hours_pass(world)
+    assert ("c", "host") not in world.a.log.state.groups
+    assert codes(world, rationed(world.a, granted), "d", "e") == [OK, NO]
+
+
+def test_another_masters_groups_do_not_count():
+    world = Group.made().start()
+    granted = ration(100, 1)
+    assert codes(world, rationed(world.a, granted), "a") == [OK]
+    world.a.assign(Role.SLAVE, 2)
+    assert not granted._groups._made
 
 
 def test_group_and_its_retry_subject_count_once():
