@@ -1,180 +1,276 @@
-"""Core. Frame-by-frame comparison of two copies, for many pairs at once: DataFrame to DataFrame (columns:
-`audit.findings`).
+"""Core. Frame-by-frame comparison of two copies, piece by piece, in the order of offsets.
 
-The plan is the cost, not the rows: Spark takes 7 CPU seconds for it, for one pair or for many.
+Two frames are the same if all fields of their headers but high watermark, epoch and chain are, wherever they stand.
+Frames moved by one distance are one finding, and so are neighbours that one copy lacks; frames below and above the high
+watermark are kept apart. Frames missing within a damaged range are not reported again. A frame is `reordered` if the
+other copy has its messages elsewhere.
+
+Frames that are equal in both copies leave only their messages in memory. After `UNLIKE_MAX` other frames the comparison
+ends, and one finding covers the rest.
 """
 
 from __future__ import annotations
 
-from functools import reduce
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from pyspark.sql import Column, DataFrame, Window
-from pyspark.sql import functions as F
+from qmq.audit.findings import COPIES, FINDINGS, FINDINGS_MAX, MASTER, SLAVE, FindingKind, Row
+from qmq.log.frame import Frame
 
-from qmq.audit.findings import COPIES, FINDINGS, MASTER, SLAVE, FindingKind
-
-_COMPARED = (
-    "end",
-    "kind",
-    "flags",
-    "term",
-    "boot",
-    "subject",
-    "first_sequence",
-    "count",
-    "high_watermark",
-    "timestamp_ms",
-    "producer",
-    "batch",
-    "body_crc",
-    "body_bytes",
-)
-COLUMNS = ("offset", *_COMPARED, "chain", "body")
-"""Compared columns of a frame; `body` is its hash, or null if damaged."""
-_MESSAGES = ("pair", "subject", "first_sequence", "count")
-"""Columns that identify a frame's messages wherever it stands."""
-_SAME = (
-    "pair",
-    "kind",
-    "flags",
-    "subject",
-    "first_sequence",
-    "count",
-    "timestamp_ms",
-    "producer",
-    "batch",
-    "body_crc",
-    "body_bytes",
-)
-"""Columns that a moved frame keeps; its high watermark, epoch and chain may change."""
 SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
 """Fewer moved frames are reported one by one; of more distances, only these are shifts."""
+UNLIKE_MAX = 200_000
+"""Frames of both copies that are kept because they differ: 200 MB."""
+STAYING_MAX = 1_000_000
+"""Equal frames in differing pieces, of which only the place of their messages is kept: 150 MB."""
+ALIKE_MAX = 16
+"""Places of one frame from which distances are counted: empty pulls may be equal by the thousand."""
+_NO_FIELDS = frozenset({"offset", "chain", "body_at", "epoch"})
+_COMPARED = [name for name in Frame._fields if name not in _NO_FIELDS]
 
 
-def finding(what: Column | FindingKind, text: Column | str, **columns: Column) -> list[Column]:
-    """Return the columns of a finding; missing ones are null."""
-    given = {"what": F.lit(what.value) if isinstance(what, FindingKind) else what, "copy": F.col("copy")} | columns
-    given["text"] = F.lit(text) if isinstance(text, str) else text
-    return [
-        (given[field.name] if field.name in given else F.lit(None)).cast(field.dataType).alias(field.name)
-        for field in FINDINGS
-    ]
+Stored = tuple[str, int, int]
+"""Subject, first sequence and count: messages, wherever they stand."""
 
 
-def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
-    """Compare the two copies of each pair frame by frame.
+class Copied(NamedTuple):
+    """A frame of one copy; `body` is a hash, or None if the body is damaged."""
 
-    in: pair int, side string (of COPIES), due boolean: below the high watermark, COLUMNS, of which subject, producer,
-    batch, chain and body are string, others long; damaged ranges: d_pair int, d_copy string, d_offset, d_end long. out:
-    pair, findings, frames long: the number of frames in the finding.
+    frame: Frame
+    body: bytes | None
 
-    Frames moved by one distance are one finding, and so are neighbours that one copy lacks; frames below and above the
-    high watermark are kept apart. Frames missing within a damaged range are not reported again. A frame is `reordered`
-    if the other copy has its messages elsewhere.
+    @property
+    def messages(self) -> Stored:
+        return self.frame.subject, self.frame.first_sequence, self.frame.count
+
+    @property
+    def same(self) -> tuple[Any, ...]:
+        """Return the fields that a moved frame keeps."""
+        frame = self.frame
+        about = frame.kind, frame.flags, frame.timestamp_ms, frame.producer, frame.batch
+        return *self.messages, *about, frame.body_crc, frame.body_bytes
+
+
+Side = dict[int, Copied]
+"""Frames by offset, ascending."""
+
+
+class Differences(NamedTuple):
+    """Rows of FINDINGS and `frames`, the number of frames in the finding; `more`: kinds of findings not listed."""
+
+    rows: list[Row]
+    more: Counter[str]
+
+
+class Comparison:
+    """Comparison of master and slave, fed with one piece of both copies after the other.
+
+    `damaged`: (copy, begin, end) of damaged ranges.
     """
-    master, slave = (frames.where(F.col("side") == side).drop("side") for side in COPIES)
-    sides, shifted = _without_shifted(master, slave)
-    hurt = {copy: damaged.where(F.col("d_copy") == copy) for copy in COPIES}
-    only = [
-        _only(sides[MASTER], sides[SLAVE], hurt[SLAVE], FindingKind.MISSING),
-        _only(sides[SLAVE], sides[MASTER], hurt[MASTER], FindingKind.EXTRA),
-    ]
-    m, s = sides[MASTER].alias("m"), sides[SLAVE].alias("s")
-    other_body = (F.col("m.body_crc") == F.col("s.body_crc")) & (F.col("m.body") != F.col("s.body"))
-    named = F.concat_ws(
-        ", ",
-        *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED),
-        F.when(other_body, F.lit("body")),  # with the same CRC, so headers and chains are equal
-    )
-    same_place = (F.col("m.pair") == F.col("s.pair")) & (F.col("m.offset") == F.col("s.offset"))
-    pairs = m.join(s, same_place).withColumn("differs", named)
-    pairs = pairs.where((F.col("differs") != "") | (F.col("m.chain") != F.col("s.chain")))
-    moved = sides[SLAVE].select(*_MESSAGES, F.lit(True).alias("moved")).where("count > 0")
-    flat = pairs.select(
-        "m.offset",
-        "m.end",
-        *(f"m.{name}" for name in _MESSAGES),
-        "differs",
-        (F.struct("m.subject", "m.first_sequence") != F.struct("s.subject", "s.first_sequence")).alias("other"),
-    )
-    flat = flat.join(moved.distinct(), [*_MESSAGES], "left")
-    what = (
-        F.when(F.col("differs") == "", FindingKind.HISTORY.value)
-        .when(F.col("moved") & F.col("other"), FindingKind.REORDERED.value)
-        .otherwise(FindingKind.DIFFERENT.value)
-    )
-    text = F.when(F.col("differs") == "", "only the chain differs").otherwise(
-        F.concat(F.lit("the copies differ in "), "differs")
-    )
-    columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
-    named_rows = finding(what, text, sequence=F.col("first_sequence"), **columns)
-    different = flat.select("pair", *named_rows, F.lit(1).alias("frames"))
-    return reduce(DataFrame.unionByName, [different, *only, shifted])
+
+    def __init__(self, watermark: int, damaged: Iterable[tuple[str, int, int]] = ()) -> None:
+        self._watermark = watermark
+        self._damaged = [*damaged]
+        self._sides: dict[str, Side] = {name: {} for name in COPIES}
+        self._staying: set[Stored] = set()
+        """Messages of frames that both copies have in one place."""
+        self._cut: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._cut is not None
+
+    def take(self, end: int, master: Iterable[Copied], slave: Iterable[Copied]) -> None:
+        """Take the frames of both copies in the piece that ends at `end`."""
+        ours, theirs = ({copied.frame.offset: copied for copied in side} for side in (master, slave))
+        for offset in [offset for offset, copied in ours.items() if theirs.get(offset) == copied]:
+            staying = ours.pop(offset).messages
+            del theirs[offset]
+            if staying[2]:
+                self._staying.add(staying)
+        self._sides[MASTER] |= ours
+        self._sides[SLAVE] |= theirs
+        if sum(map(len, self._sides.values())) > UNLIKE_MAX or len(self._staying) > STAYING_MAX:
+            self._cut = end
+
+    def finish(self, rest: Sequence[tuple[int, int]] = ()) -> Differences:
+        """Return the findings; `rest`: pieces left out because the comparison is full."""
+        shifts, sides = self._split_shifted()
+        if self._cut is not None:  # frames near the cut may be a distance behind it in the other copy
+            reach = self._cut - max((abs(by) for by in shifts), default=0)
+            sides = {name: {at: c for at, c in side.items() if at < reach} for name, side in sides.items()}
+        listed = _Listing(self._watermark)
+        for by, pairs in sorted(shifts.items()):
+            listed.add(_shift(by, pairs), len(pairs))
+        stored = {
+            name: {copied.messages for copied in side.values() if copied.frame.count} for name, side in sides.items()
+        }
+        for has, lacks, what in ((MASTER, SLAVE, FindingKind.MISSING), (SLAVE, MASTER, FindingKind.EXTRA)):
+            alone = (copied for at, copied in sides[has].items() if at not in sides[lacks])
+            hurt = [(begin, end) for copy, begin, end in self._damaged if copy == lacks]
+            for run in self._runs(alone, hurt, stored[lacks], what):
+                listed.add(_alone(run, lacks), len(run.of))
+        for offset, ours in sides[MASTER].items():
+            if (theirs := sides[SLAVE].get(offset)) is not None:
+                self._pair(ours, theirs, stored[SLAVE], listed)
+        if rest:
+            listed.add(_uncompared(rest), 1)
+        return listed.differences()
+
+    def _split_shifted(self) -> tuple[dict[int, list[Copied]], dict[str, Side]]:
+        """Return the master's moved frames by distance, and the other frames of each copy."""
+        places: dict[str, defaultdict[tuple[Any, ...], list[int]]] = {name: defaultdict(list) for name in COPIES}
+        for offset, ours in self._sides[MASTER].items():
+            theirs = self._sides[SLAVE].get(offset)
+            if theirs is None or theirs.same != ours.same:
+                places[MASTER][ours.same].append(offset)
+        for offset, theirs in self._sides[SLAVE].items():
+            ours_there = self._sides[MASTER].get(offset)
+            if ours_there is None or ours_there.same != theirs.same:
+                places[SLAVE][theirs.same].append(offset)
+        by_distance = _distances(places[MASTER], places[SLAVE])
+        shifts: dict[int, list[Copied]] = defaultdict(list)
+        gone: dict[str, set[int]] = {name: set() for name in COPIES}
+        for key, offsets in places[MASTER].items():
+            there = set(places[SLAVE].get(key, ()))
+            for offset in offsets if there else ():
+                by = next((by for by in by_distance if offset + by in there), None)
+                if by is not None:
+                    shifts[by].append(self._sides[MASTER][offset])
+                    gone[MASTER].add(offset)
+                    gone[SLAVE].add(offset + by)
+        left = {
+            name: {offset: copied for offset, copied in side.items() if offset not in gone[name]}
+            for name, side in self._sides.items()
+        }
+        return shifts, left
+
+    def _runs(
+        self,
+        alone: Iterable[Copied],
+        damaged: list[tuple[int, int]],
+        elsewhere: set[Stored],
+        what: FindingKind,
+    ) -> Iterator[_Run]:
+        """Yield neighbouring frames that the other copy lacks."""
+        runs: dict[tuple[FindingKind, bool], _Run] = {}
+        for copied in alone:
+            frame = copied.frame
+            if any(begin <= frame.offset < end for begin, end in damaged):
+                continue
+            is_elsewhere = copied.messages in elsewhere or copied.messages in self._staying
+            kind = FindingKind.REORDERED if is_elsewhere else what
+            key = kind, frame.offset < self._watermark
+            run = runs.get(key)
+            if run is not None and run.of[-1].end != frame.offset:
+                yield runs.pop(key)
+                run = None
+            if run is None:
+                run = runs[key] = _Run(kind, [])
+            run.of.append(frame)
+        yield from runs.values()
+
+    def _pair(self, ours: Copied, theirs: Copied, moved: set[Stored], listed: _Listing) -> None:
+        """Compare two frames at one offset."""
+        differing = _differing(ours, theirs)
+        if not differing:
+            if ours.frame.chain != theirs.frame.chain:
+                listed.add(_row(FindingKind.HISTORY, ours.frame, "only the chain differs"), 1)
+            return
+        is_other = ours.messages[:2] != theirs.messages[:2]
+        is_moved = ours.messages in moved or ours.messages in self._staying
+        what = FindingKind.REORDERED if is_other and is_moved else FindingKind.DIFFERENT
+        listed.add(_row(what, ours.frame, f"the copies differ in {', '.join(differing)}"), 1)
 
 
-def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, DataFrame], DataFrame]:
-    """Remove frames that are in both copies at one distance: all frames after an extra one are.
+class _Run(NamedTuple):
+    what: FindingKind
+    of: list[Frame]
 
-    out: the rest of each copy; findings with frames.
-    """
-    stays = master.select("offset", *_SAME).intersect(slave.select("offset", *_SAME))
-    ours, theirs = (
-        side.join(stays, ["offset", *_SAME], "left_anti").select(
-            *_SAME, F.col("offset").alias(f"{name}_offset"), F.col("end").alias(f"{name}_end")
-        )
-        for name, side in ((MASTER, master), (SLAVE, slave))
-    )
-    both = ours.join(theirs, [*_SAME]).withColumn("by", F.col("slave_offset") - F.col("master_offset"))
-    often = both.where("by != 0").groupBy("pair", "by").agg(F.count("*").alias("of"))
-    most = F.row_number().over(Window.partitionBy("pair").orderBy(F.desc("of"), "by"))
-    often = often.where(F.col("of") >= SHIFTED_FRAMES_MIN).withColumn("nth", most).where(F.col("nth") <= SHIFTS_MAX)
-    pairs = both.join(F.broadcast(often.drop("nth")), ["pair", "by"])
-    order = Window.partitionBy("pair", "master_offset").orderBy(F.desc("of"), "by")
-    pairs = pairs.withColumn("nth", F.row_number().over(order)).where("nth = 1")
-    spans = pairs.groupBy("pair", "by").agg(
-        F.min("master_offset").alias("offset"),
-        F.max("master_end").alias("end"),
-        F.count("*").alias("frames"),
-        F.sum("count").alias("messages"),
-        F.min_by("subject", "master_offset").alias("subject"),
-        F.min_by("first_sequence", "master_offset").alias("first"),
-    )
-    text = F.format_string(
-        "%d frames with %d messages stand %d bytes further %s in the slave",
-        "frames",
-        "messages",
-        F.abs("by"),
-        F.when(F.col("by") > 0, "on").otherwise("back"),
-    )
-    columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
-    found = spans.select("pair", *finding(FindingKind.SHIFTED, text, sequence=F.col("first"), **columns), "frames")
-    left = {
-        name: side.join(pairs.select("pair", F.col(f"{name}_offset").alias("offset")), ["pair", "offset"], "left_anti")
-        for name, side in ((MASTER, master), (SLAVE, slave))
+
+class _Listing:
+    """Findings of one pair. Below the high watermark, the first of a kind are listed; above it, a kind is one row."""
+
+    def __init__(self, watermark: int) -> None:
+        self._watermark = watermark
+        self._rows: list[Row] = []
+        self._listed: Counter[str] = Counter()
+        self._joined: dict[tuple[str, bool], Row] = {}
+        self._more: Counter[str] = Counter()
+
+    def add(self, row: Row, frames: int) -> None:
+        if row["offset"] >= self._watermark or row["what"] == FindingKind.HISTORY:
+            self._join(row, frames)
+            return
+        self._listed[row["what"]] += 1
+        if self._listed[row["what"]] <= FINDINGS_MAX:
+            self._rows.append(row | {"frames": frames})
+        else:
+            self._more[row["what"]] += 1
+
+    def _join(self, row: Row, frames: int) -> None:
+        """Add to the first row of its kind: frames whose chain follows a difference, or were not acknowledged."""
+        first = self._joined.setdefault((row["what"], row["offset"] < self._watermark), row | {"frames": 0})
+        first["frames"] += frames
+
+    def differences(self) -> Differences:
+        return Differences(self._rows + list(self._joined.values()), self._more)
+
+
+def _distances(master: Mapping[Any, list[int]], slave: Mapping[Any, list[int]]) -> list[int]:
+    """Return the distances by which enough frames are moved, the most frequent first."""
+    often: Counter[int] = Counter()
+    for key, offsets in master.items():
+        if there := slave.get(key):
+            for offset in offsets[:ALIKE_MAX]:
+                near = bisect_left(there, offset)
+                often.update(place - offset for place in there[max(0, near - ALIKE_MAX) : near + ALIKE_MAX])
+    of = sorted((-times, by) for by, times in often.items() if by and times >= SHIFTED_FRAMES_MIN)
+    return [by for _, by in of[:SHIFTS_MAX]]
+
+
+def _differing(ours: Copied, theirs: Copied) -> list[str]:
+    """Return the names of the fields in which two frames at one offset differ."""
+    names = [name for name in _COMPARED if getattr(ours.frame, name) != getattr(theirs.frame, name)]
+    names += [name for name in ("term", "boot") if getattr(ours.frame.epoch, name) != getattr(theirs.frame.epoch, name)]
+    bodies = ours.body, theirs.body
+    if ours.frame.body_crc == theirs.frame.body_crc and None not in bodies and ours.body != theirs.body:
+        names.append("body")  # of one CRC, so headers and chains are equal
+    return names
+
+
+def _row(what: FindingKind, frame: Frame, text: str, *, end: int | None = None) -> Row:
+    row: Row = dict.fromkeys(FINDINGS)
+    return row | {
+        "what": what.value,
+        "copy": SLAVE,
+        "offset": frame.offset,
+        "end": frame.end if end is None else end,
+        "subject": frame.subject,
+        "sequence": frame.first_sequence,
+        "text": text,
     }
-    return left, found
 
 
-def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: FindingKind) -> DataFrame:
-    """Return the frames of `has` at no offset of `lacks` and in no damaged range of it; neighbours are one row."""
-    alone = has.join(lacks.select("pair", "offset"), ["pair", "offset"], "left_anti")
-    inside = (F.col("d_offset") <= F.col("offset")) & (F.col("offset") < F.col("d_end"))
-    inside &= F.col("d_pair") == F.col("pair")
-    alone = alone.join(F.broadcast(damaged), inside, "left_anti")
-    elsewhere = lacks.where("count > 0").select(*_MESSAGES, F.lit(True).alias("elsewhere")).distinct()
-    alone = alone.join(elsewhere, [*_MESSAGES], "left")
-    alone = alone.withColumn("what", F.when(F.col("elsewhere"), FindingKind.REORDERED.value).otherwise(what.value))
-    order = Window.partitionBy("pair", "what", "due").orderBy("offset")
-    alone = alone.withColumn("begins", F.coalesce(F.lag("end").over(order) != F.col("offset"), F.lit(True)))
-    alone = alone.withColumn("run", F.sum(F.col("begins").cast("long")).over(order))
-    runs = alone.groupBy("pair", "what", "due", "run").agg(
-        *(F.min_by(name, "offset").alias(name) for name in ("subject", "first_sequence")),
-        F.min("offset").alias("offset"),
-        F.max("end").alias("end"),
-        F.sum("count").alias("messages"),
-        F.count("*").alias("frames"),
-    )
-    lacking = SLAVE if what == FindingKind.MISSING else MASTER
-    text = F.format_string(f"%d frames with %d messages; the {lacking} lacks them", "frames", "messages")
-    columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
-    return runs.select("pair", *finding(F.col("what"), text, sequence=F.col("first_sequence"), **columns), "frames")
+def _shift(by: int, moved: list[Copied]) -> Row:
+    frames = [copied.frame for copied in moved]
+    where = "on" if by > 0 else "back"
+    text = f"{len(frames)} frames with {sum(frame.count for frame in frames)} messages"
+    first = min(frames, key=lambda frame: frame.offset)
+    text = f"{text} stand {abs(by)} bytes further {where} in the slave"
+    return _row(FindingKind.SHIFTED, first, text, end=max(frame.end for frame in frames))
+
+
+def _alone(run: _Run, lacking: str) -> Row:
+    messages = sum(frame.count for frame in run.of)
+    text = f"{len(run.of)} frames with {messages} messages; the {lacking} lacks them"
+    return _row(run.what, run.of[0], text, end=run.of[-1].end)
+
+
+def _uncompared(rest: Sequence[tuple[int, int]]) -> Row:
+    text = f"the copies differ in {len(rest)} more pieces, which are not compared frame by frame"
+    row: Row = dict.fromkeys(FINDINGS)
+    about = {"what": FindingKind.DIFFERENT.value, "copy": SLAVE, "text": text}
+    return row | about | {"offset": rest[0][0], "end": rest[-1][1]}

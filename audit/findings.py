@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from pyspark.sql.types import LongType, StringType, StructField, StructType
-
 from qmq.ledger import ALIKE
 
 
@@ -129,21 +127,7 @@ FINDINGS_MAX = 1000
 """Findings of one kind that are listed; all are counted."""
 
 
-def _struct(**fields: type[LongType] | type[StringType]) -> StructType:
-    return StructType([StructField(name, kind()) for name, kind in fields.items()])
-
-
-FINDINGS = _struct(
-    what=StringType,
-    copy=StringType,
-    offset=LongType,
-    end=LongType,
-    subject=StringType,
-    sequence=LongType,
-    id=StringType,
-    text=StringType,
-)
-JOURNAL = _struct(subject=StringType, group=StringType, sequence=LongType, id=StringType, hash=StringType)
+FINDINGS = ("what", "copy", "offset", "end", "subject", "sequence", "id", "text")
 
 MASTER, SLAVE = "master", "slave"
 COPIES = (MASTER, SLAVE)

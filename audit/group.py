@@ -30,8 +30,9 @@ from qmq.audit.freeze import (
     wait_until_well,
 )
 from qmq.audit.history import SHARE, History, ledger_entry, verified
-from qmq.audit.inspection import Pair, describe_findings, differences
+from qmq.audit.inspection import Pair, compare_pair, describe_findings
 from qmq.audit.journal import check_journal, first_sequences
+from qmq.audit.on_spark import Failed, run_tasks
 from qmq.audit.places import check_places
 from qmq.audit.plan import Job, judged
 from qmq.audit.results import Group, GroupAnswer, Result
@@ -225,27 +226,21 @@ def _judge(audit: _Audit, options: Options) -> None:
 
 
 def _compare(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
-    """Compare the differing pieces of all groups frame by frame, and take the findings.
-
-    If that fails, compare each group by itself: one unreadable group does not stop the audit of the others.
-    """
+    """Compare the differing pieces of all groups frame by frame, one task per pair, and take the findings."""
     asked = [audit for audit in audits if audit.answer.differing and audit.result.unreadable is None]
-    try:
-        _compare_some(spark, asked, options)
-    except Exception:
-        _each(asked, lambda audit: _compare_some(spark, [audit], options))
-
-
-def _compare_some(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
-    of = [(audit, name) for audit in audits for name in list(audit.group.places)[1:]]
-    for (audit, name), found in zip(of, differences(spark, [_pair(audit, name, options) for audit, name in of])):
+    of = [(audit, name) for audit in asked for name in list(audit.group.places)[1:]]
+    pairs = [_pair(audit, name, options) for audit, name in of]
+    for (audit, name), found in zip(of, run_tasks(spark, compare_pair, pairs)):
         result = audit.result
-        found = [row | {"copy": name} for row in found]
+        if isinstance(found, Failed):
+            result.unreadable = f"the copies could not be compared: {found.reason}"
+            continue
+        rows = [row | {"copy": name} for row in found.rows]
         if result.is_behind(name):
-            found = [
-                row for row in found if row["what"] != FindingKind.MISSING or row["offset"] < result.logs[name].end
-            ]
-        take_differences(found, result)
+            rows = [row for row in rows if row["what"] != FindingKind.MISSING or row["offset"] < result.logs[name].end]
+        take_differences(rows, result)
+        for kind, times in found.more.items():
+            result.count(kind, times)
 
 
 def _pair(audit: _Audit, name: str, options: Options) -> Pair:
@@ -261,7 +256,11 @@ def _pair(audit: _Audit, name: str, options: Options) -> Pair:
     return Pair(
         {side: audit.group.places[copy] for side, copy in sides.items()},
         {side: LogRange(log.start, log.end, log.chain) for side, log in logs.items()},
-        audit.differing(options.piece_bytes),
+        [
+            (begin, end)
+            for begin, end in audit.differing(options.piece_bytes)
+            if begin < logs[SLAVE].end or not result.is_behind(name)
+        ],
         result.watermark,
         damaged,
     )

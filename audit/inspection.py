@@ -1,25 +1,18 @@
 """Shell. Second reading of both copies where they differ: frame by frame to compare them, and once per finding.
 
-The comparison is one Spark action for all groups. The reading of a finding's place adds byte, message, epoch, segment
-and host, and shows whether a broker has repaired it since.
+One task compares one pair of copies. The reading of a finding's place adds byte, message, epoch, segment and host, and
+shows whether a broker has repaired it since.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
-from typing import Any
 
-import pyarrow as pa
-from pyspark.sql import SparkSession
-from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.storagelevel import StorageLevel
-
-from qmq.audit.comparison import COLUMNS, compare
+from qmq.audit.comparison import Comparison, Copied, Differences
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.facts import LogRange
 from qmq.audit.findings import BOTH, COPIES, DERIVED, MASTER, SLAVE, FindingKind, Row
@@ -27,12 +20,6 @@ from qmq.audit.walk import HEADER_BYTES_MAX, Walk, Window
 from qmq.codec import batch_ends, decode_envelope, labels_bytes
 from qmq.errors import QmqError
 from qmq.log.frame import FLAG_LABELLED, FRAME_BYTES_MAX, Frame, FrameKind
-
-_TEXTS = frozenset({"subject", "producer", "batch", "chain", "body"})
-_OF_PAIR = pa.schema([("pair", pa.int32()), ("side", pa.string()), ("due", pa.bool_())])
-_ROWS = pa.schema([*_OF_PAIR, *((name, pa.string() if name in _TEXTS else pa.int64()) for name in COLUMNS)])
-_NO_RANGE = "SELECT 0 AS d_pair, '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
-_RANGES = "d_pair int, d_copy string, d_offset long, d_end long"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,56 +36,26 @@ class Pair:
     damaged: Sequence[tuple[str, int, int]]
 
 
-def differences(spark: SparkSession, pairs: Sequence[Pair]) -> list[list[Row]]:
-    """Return the findings of each pair, as rows of FINDINGS and `frames`: the number of frames in the finding."""
-    tasks = [(number, begin, end) for number, pair in enumerate(pairs) for begin, end in pair.pieces]
-    found: list[list[Row]] = [[] for _ in pairs]
-    if not tasks:
-        return found
-    ranges = [(number, *damaged) for number, pair in enumerate(pairs) for damaged in pair.damaged]
-    damaged = spark.createDataFrame(ranges, _RANGES) if ranges else spark.sql(_NO_RANGE)
-    rows = spark.range(0, len(tasks), 1, len(tasks))
-    frames = rows.mapInArrow(partial(_frames, tuple(pairs), tasks), from_arrow_schema(_ROWS))
-    frames = frames.persist(StorageLevel.MEMORY_AND_DISK)
-    try:
-        for collected in compare(frames, damaged).collect():
-            row = collected.asDict()
-            found[row.pop("pair")].append(row)
-    finally:
-        frames.unpersist()
-    return found
+def compare_pair(pair: Pair) -> Differences:
+    """Compare the two copies in the pair's pieces; raise CannotRead."""
+    comparison = Comparison(pair.watermark, pair.damaged)
+    pieces = [*pair.pieces]
+    with ExitStack() as stack:
+        copies = {side: stack.enter_context(closing(open_copy(pair.places[side]))) for side in COPIES}
+        while pieces and not comparison.is_full:
+            begin, end = pieces.pop(0)
+            comparison.take(end, *(_copied(copies[side], pair.logs[side], begin, end) for side in COPIES))
+    return comparison.finish(pieces)
 
 
-def _frames(pairs: Sequence[Pair], tasks: Sequence[tuple[int, int, int]], batches: Iterable[Any]) -> Iterator[Any]:
-    for batch in batches:
-        for task in batch.column(0).to_pylist():
-            number, begin, end = tasks[task]
-            for side in COPIES:
-                yield from _of_copy(pairs[number], number, side, begin, end)
-
-
-def _of_copy(pair: Pair, number: int, side: str, begin: int, end: int) -> Iterator[Any]:
-    log = pair.logs[side]
+def _copied(copy: Copy, log: LogRange, begin: int, end: int) -> Iterator[Copied]:
+    """Yield the frames of one copy that begin in a piece."""
     is_start, until = begin == log.start, max(begin, min(end, log.end))
-    with closing(open_copy(pair.places[side], limit=end)) as copy:
-        for window in Walk(copy, begin, until, chain=log.chain if is_start else None, is_start=is_start).windows():
-            rows = [_row(window, frame) | {"pair": number, "side": side} for frame in window.frames]
-            for row in rows:
-                row["due"] = row["offset"] < pair.watermark
-            yield pa.RecordBatch.from_pylist(rows, _ROWS)
-
-
-def _row(window: Window, frame: Frame) -> Row:
-    """Return COLUMNS of a frame; without a body hash if the body is damaged."""
-    is_whole = frame.offset not in window.damaged
-    return frame._asdict() | {
-        "term": frame.epoch.term,
-        "boot": frame.epoch.boot,
-        "producer": f"{frame.producer:016x}",
-        "batch": f"{frame.batch:016x}",
-        "chain": f"{frame.chain:016x}",
-        "body": blake2b(window.body(frame), digest_size=16).hexdigest() if is_whole else None,
-    }
+    copy.read_until(until)
+    for window in Walk(copy, begin, until, chain=log.chain if is_start else None, is_start=is_start).windows():
+        for frame in window.frames:
+            is_whole = frame.offset not in window.damaged
+            yield Copied(frame, blake2b(window.body(frame), digest_size=16).digest() if is_whole else None)
 
 
 _OF_FRAMES = frozenset(

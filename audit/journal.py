@@ -13,17 +13,17 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from qmq.audit.comparison import finding
 from qmq.audit.copies import CannotRead, open_copy
 from qmq.audit.data_source import read_copy
 from qmq.audit.derived import read_snapshot
-from qmq.audit.findings import JOURNAL, FindingKind
+from qmq.audit.findings import FINDINGS, FindingKind
 from qmq.audit.results import Group, Result, merge_copies
 
 HASH_DIGITS = 16
 """Leading digits of the SHA-256, as producers write them (`qmq.client.journal`)."""
 BROADCAST_MAX = 1_000_000
 """Up to this number, keys are sent to every task (100 MB); above it, all messages are shuffled."""
+JOURNAL = "subject string, group string, sequence long, id string, hash string"
 _KEY = ["copy", "subject", "sequence", "id"]
 
 
@@ -86,14 +86,15 @@ def broken_promises(due: DataFrame, messages: DataFrame, *, few: int) -> DataFra
     wanted = due.select(*_KEY)
     met = messages.join(F.broadcast(wanted) if few <= BROADCAST_MAX else wanted, _KEY, "left_semi")
     held = due.join(met.withColumn("is_there", F.lit(True)), _KEY, "left")
-    columns = {name: F.col(name) for name in ("copy", "subject", "sequence", "id")}
-    absent = held.where("is_there is null").select(
-        *finding(FindingKind.LOST, "acknowledged, and not in this copy", **columns)
-    )
-    other = held.where("is_there and hash != now").select(
-        *finding(FindingKind.ALTERED, "acknowledged, and stored with another content", **columns)
-    )
-    return absent.unionByName(other)
+    absent = _findings(held.where("is_there is null"), FindingKind.LOST, "acknowledged, and not in this copy")
+    other = held.where("is_there and hash != now")
+    return absent.unionByName(_findings(other, FindingKind.ALTERED, "acknowledged, and stored with another content"))
+
+
+def _findings(rows: DataFrame, what: FindingKind, text: str) -> DataFrame:
+    given = {"what": F.lit(what.value), "text": F.lit(text)} | {name: F.col(name) for name in _KEY}
+    offsets = {name: F.lit(None).cast("long") for name in ("offset", "end")}
+    return rows.select(*((given | offsets)[name].alias(name) for name in FINDINGS))
 
 
 @contextmanager

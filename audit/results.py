@@ -80,11 +80,11 @@ class Result:
         """Add a finding made on the driver."""
         self.count(what, 1)
         if self.found[what] <= FINDINGS_MAX:
-            self.findings.append(dict.fromkeys(FINDINGS.fieldNames()) | {"what": what.value} | fields)
+            self.findings.append(dict.fromkeys(FINDINGS) | {"what": what.value} | fields)
 
     def take(self, found: Iterable[Row]) -> None:
         """Count the findings by kind, and list the first ones of each."""
-        rows = [{name: row[name] for name in FINDINGS.fieldNames()} for row in found]
+        rows = [{name: row[name] for name in FINDINGS} for row in found]
         rows = sorted(rows, key=lambda row: (row["offset"] is None, row["offset"] or 0))
         kept = Counter(row["what"] for row in self.findings)
         for row in rows:

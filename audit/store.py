@@ -12,6 +12,8 @@ from qmq.audit.consumption import CONSERVED
 from qmq.audit.findings import FINDINGS, HOUR
 from qmq.audit.results import Result
 
+_FINDINGS = ", ".join(f"{name} {'long' if name in ('offset', 'end', 'sequence') else 'string'}" for name in FINDINGS)
+
 
 def write_by_day(hours: DataFrame, folder: Path) -> None:
     """Write rows with an `hour` into one folder per day, replacing earlier ones."""
@@ -38,5 +40,5 @@ def store_counts(judged_rows: DataFrame, names: tuple[str, ...], folder: Path) -
 
 def store_findings(spark: SparkSession, result: Result, folder: Path) -> None:
     """Store the findings of one group as Parquet."""
-    rows = [{name: row.get(name) for name in FINDINGS.fieldNames()} for row in result.findings]
-    spark.createDataFrame(rows, FINDINGS).write.mode("overwrite").parquet(str(folder / result.group / "findings"))
+    rows = [{name: row.get(name) for name in FINDINGS} for row in result.findings]
+    spark.createDataFrame(rows, _FINDINGS).write.mode("overwrite").parquet(str(folder / result.group / "findings"))

@@ -78,9 +78,8 @@ def take_differences(found: Sequence[Row], result: Result) -> None:
         if not any(row["offset"] < first for row in before):
             result.take([row for row in after if row["offset"] == first])
         result.history = first
-        result.notes.append(
-            f"{len(after)} frames from {first} on differ in their chain alone, as they follow a difference"
-        )
+        frames = sum(row["frames"] for row in after)
+        result.notes.append(f"{frames} frames from {first} on differ in their chain alone, as they follow a difference")
     if later := sum(row["frames"] for row in found if row["offset"] >= result.watermark):
         result.notes.append(f"{later} frames past the high watermark are not the same on both copies")
 

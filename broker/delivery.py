@@ -6,6 +6,7 @@ Keeps I9.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from qmq.broker import group_status, positions
 from qmq.broker.answers import Counters
@@ -374,10 +375,28 @@ class Delivery:
             )
 
     def _remove_group(self, subject: str, group: str) -> None:
-        """Forget the group and its mailbox. Dead letters stay; they are messages of a subject of their own."""
-        for key in _with_mailbox(subject, group):
-            if key in self._mastership.log.state.groups:
-                self._mastership.append_progress(FrameKind.POSITION, (*key, ""), [])
+        """Forget the group and its mailbox. Dead letters stay; they are messages of a subject of their own.
+
+        A mailbox that has messages in the log gets a position behind them: the next group of this name must not get
+        them again. `_forget_idle` forgets it when retention has deleted them.
+        """
+        mastership = self._mastership
+        for key in reversed(_with_mailbox(subject, group)):
+            known, (first, end) = mastership.log.state.groups.get(key), self._kept(key[0])
+            if key[0] != subject and first < end:
+                if known is None or known.unconsumed(end):
+                    mastership.append_progress(FrameKind.POSITION, (*key, ""), [(end, 0, 0)])
+                    self.consumption.move(*key)
+            elif known is not None:
+                mastership.append_progress(FrameKind.POSITION, (*key, ""), [])
+
+    def _kept(self, subject: str) -> tuple[int, int]:
+        """Return the sequences of a subject in the log. Raises NotServed: this copy is damaged there."""
+        try:
+            return positions.sequences_kept(self._mastership.log, subject)
+        except CorruptFrame as problem:
+            self._mastership.found_damage(problem)
+            raise NotServed("this copy is damaged there and is being repaired; repeat the request") from None
 
     def heartbeat(self, link: Link, packet: Packet) -> None:
         self.consumption.heartbeat(link, self._mastership.host.monotonic_ms())
@@ -438,20 +457,35 @@ class Delivery:
             self.serving.enqueue([*self.consumption.exclusive_waiting, *self.serving.rates.take_dry()])
             if now_ms - self._forgot_ms >= FORGET_EVERY_MS and self.pruning.clock_is_right():
                 self._forgot_ms = now_ms
-                self._forget_broadcasts()
+                self._forget_idle()
         looked_at = self.causes.look(self._mastership.log.state.groups, now_ms)
         try:
             self.backlogs.look(looked_at)
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
 
-    def _forget_broadcasts(self) -> None:
-        """Forget broadcast consumers that stay away: they would pin the log and fill the memory (W20)."""
+    def _forget_idle(self) -> None:
+        """Forget broadcast consumers that stay away: they would pin the log and fill the memory (W20). Also the empty
+        mailboxes of removed groups.
+        """
         mastership = self._mastership
         oldest_ms = mastership.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
         for (subject, name), group in list(mastership.log.state.groups.items()):
-            if group.is_broadcast and group.left_ms < oldest_ms and not _has_consumer(group):
+            if _has_consumer(group):
+                continue
+            is_away = group.is_broadcast and group.left_ms < oldest_ms
+            if is_away or self._is_removed_mailbox(subject, name):
                 mastership.append_progress(FrameKind.POSITION, (subject, name, ""), [])
+
+    def _is_removed_mailbox(self, subject: str, name: str) -> bool:
+        """Return whether a subject without messages is the mailbox of a group that does not exist."""
+        log, real = self._mastership.log, real_subject(subject)
+        if subject == real or subject != retry_subject(real, name) or (real, name) in log.state.groups:
+            return False
+        with suppress(NotServed):
+            first, end = self._kept(subject)
+            return first == end and not self.consumption.connected_to(subject, name)
+        return False
 
     def step_down(self, error: QmqError) -> None:
         """End the mastership: refuse all waiting requests, which go to the next master."""

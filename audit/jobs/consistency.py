@@ -90,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Overwrite last night's result first: it must not pass for tonight's if this run fails.
         _write(options, [], 0.0)
-        if (options.metrics or options.page) and not options.ledger:
-            raise CannotRead("--metrics and --page need --ledger")
+        _check_files(options)
         if options.page:
             _begin_page(options)
         options.token = find_token(options.token, token_file=options.token_file)
@@ -125,6 +124,18 @@ def _audit(options: argparse.Namespace, groups: list[Group]) -> list[Result]:
         return audit_groups(spark, groups, asked)
     finally:
         spark.stop()
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise CannotRead if files cannot be written as requested."""
+    if (options.metrics or options.page) and not options.ledger:
+        raise CannotRead("--metrics and --page need --ledger")
+    written = [options.report, options.result, options.metrics]
+    written += [options.page, options.page.with_suffix(".json")] if options.page else []
+    paths = [path.resolve() for path in written if path]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise CannotRead(f"{path} would be written twice (--page also writes a .json): give each file another name")
 
 
 def _write(options: argparse.Namespace, results: list[Result], seconds: float) -> str:

@@ -230,9 +230,12 @@ def restore(disk: Disk, *, segment_ms: int, log_start: int) -> tuple[Book, str]:
     """Return the schedule of the checkpoint and "", or an empty schedule and the reason."""
     try:
         return _from_checkpoint(disk, segment_ms, log_start), ""
-    except (ValueError, KeyError, DamagedSchedule) as error:
-        discard(disk)
-        return Book(disk, segment_ms, log_start, NO_CHAIN), str(error)
+    except (ValueError, DamagedSchedule) as error:
+        reason = str(error)
+    except (LookupError, TypeError) as error:  # its CRC is right: another version wrote it
+        reason = f"the checkpoint has an unknown structure: {error!r}"
+    discard(disk)
+    return Book(disk, segment_ms, log_start, NO_CHAIN), reason
 
 
 def discard(disk: Disk) -> None:

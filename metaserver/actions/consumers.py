@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
-from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, wall_ms
+from qmq.metaserver.actions.desk import DATABASE, Desk, Handler, PartlyDone, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.group_starts import begin_at
@@ -26,7 +26,7 @@ from qmq.metaserver.storage.changes import (
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import CONSUME, PRODUCE
-from qmq.subjects import DEAD_LETTER, is_dead_letter_subject, real_subject
+from qmq.subjects import DEAD_LETTER, is_dead_letter_subject, real_subject, retry_subject
 
 EXPIRED_DROP, EXPIRED_DEAD_LETTER = "drop", "deadLetter"
 """Fates of expired messages."""
@@ -136,17 +136,44 @@ async def _plan_reset(desk: Desk, words: Words) -> Plan:
 
 
 async def _plan_removal(desk: Desk, words: Words) -> Plan:
-    """Plan the removal of a consumer group from all brokers of its subject; one refusal refuses all."""
-    try:
-        groups = groups_of_subject(desk, words["subject"], "")
-        rows, unasked = await _progress(desk, words)
-    except OperatorError as refusal:
-        return refused(str(refusal))
-    key = words["subject"], words["group"]
+    """Plan the removal of a consumer group from all brokers that have it, on its subject's route or not; one refusal
+    or missing answer refuses all.
+    """
+    subject, name = key = words["subject"], words["group"]
+    every = [group for _, group in sorted(desk.registry.directory.groups_of(NORMAL).items()) if group.master]
+    sources = [subject] if is_dead_letter_subject(subject) else [subject, retry_subject(subject, name)]
+    asked = [await desk.ask_all(every, source, name) for source in sources]
+    having = {
+        broker_group
+        for answers, _ in asked
+        for broker_group, answer in answers.items()
+        if any(row.subject == subject or row.lag or row.consumers for row in answer.groups)  # else an emptied mailbox
+    }
+    unasked = {broker_group: why for _, failed in asked for broker_group, why in failed.items()}
+    route = desk.registry.routes.get(real_subject(subject))
+    visited = having | set(route.groups if route is not None else ())
+    if away := sorted(unasked.keys() - visited - {DATABASE}):
+        return refused(*(f"{broker_group}, which may have it too: {unasked[broker_group]}" for broker_group in away))
     stored = await desk.database.read(lambda repository: repository.consumer_groups([key]))
-    if not (rows or unasked or stored):
-        return refused(f"no broker of {words['subject']} has a consumer group {words['group']}; Lag names them")
-    return await _plan_move(desk, words, groups, _REMOVED)
+    if not (having or unasked or stored):
+        return refused(f"no broker has a consumer group {name} of {subject}; Lag names them")
+    plan = await _plan_move(desk, words, [desk.find_group(broker_group) for broker_group in sorted(visited)], _REMOVED)
+    rules = _rules_of(desk.registry.directory, key)
+    return replace(plan, before={**plan.before, **rules}, after={**plan.after, **dict.fromkeys(rules)})
+
+
+def _rules_of(directory: Directory, key: tuple[str, str]) -> dict[str, Any]:
+    """Return the limits of a consumer group, and the rules that switch off its consumers, as JSON."""
+    offline = [offline_json(rule) for rule in sorted(directory.offline) if rule[:2] == key]
+    limits = [limits_json(limits) for limits in directory.limits if limits.key == key]
+    return {name: rows for name, rows in (("offline", offline), ("limits", limits)) if rows}
+
+
+def _forget(directory: Directory, key: tuple[str, str]) -> tuple[Change, ...]:
+    """Return the changes after which the database has nothing of a consumer group."""
+    offline = [UnsetOffline(rule) for rule in sorted(directory.offline) if rule[:2] == key]
+    limits = [SetLimits(OperatorLimits(*key)) for limits in directory.limits if limits.key == key]
+    return ForgetConsumerGroups(*key), *offline, *limits
 
 
 async def _plan_move(desk: Desk, words: Words, groups: list[Group], to: str) -> Plan:
@@ -179,7 +206,7 @@ async def _carry_out_move(desk: Desk, words: Words, plan: Plan, audit: AuditRow)
     after = {name: _moved(answer) for name, answer in done.items()}
     result = "done" if not failed else "partly done" if done else "failed"
     removed = plan.data["to"] == _REMOVED and not failed
-    rows = (ForgetConsumerGroups(words["subject"], words["group"]),) if removed else ()
+    rows = _forget(desk.registry.directory, (words["subject"], words["group"])) if removed else ()
     try:
         await desk.registry.change(rows, replace(audit, after=after, result=result))
     except QmqError as error:  # the brokers have done it, and the first row records the beginning

@@ -79,6 +79,8 @@ NOTICE_S, NOTICE_PAUSE_S = 1.5, 0.05
 """Wait after a broker's missing answer, until its stream is seen to end: it may have just died."""
 
 DELAYED = "delayed"
+DATABASE = "database"
+"""In place of a broker group that did not answer."""
 """In place of a consumer group: messages that are not due yet."""
 
 R = TypeVar("R")
@@ -278,7 +280,7 @@ class Desk:
         asked, answers, failed = sorted(groups, key=lambda group: group.name), {}, {}
         known = await _caught(self.consumer_groups(subject))
         if isinstance(known, QmqError):
-            failed["database"], known = f"groups without a position on a broker group are not counted: {known}", []
+            failed[DATABASE], known = f"groups without a position on a broker group are not counted: {known}", []
         rows = known
         results = await together(
             [

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qmq.crc import decode_checked, encode_checked
+from qmq.crc import crc32, decode_checked, encode_checked
+from qmq.delayserver.schedule import Schedule
+from qmq.delayserver.schedule.checkpoint import CHECKPOINT
 from qmq.deploy.plan import Groups, load_plan
 from qmq.errors import NewerFormat
 from qmq.ledger import _decode, encode_entry
@@ -20,7 +22,9 @@ from qmq.metaserver.cluster import snapshot
 from qmq.operator_limits import OperatorLimits
 from qmq.replication.assignment import Address, Assignment
 from qmq.replication.identity import NAME, IdentityFile
+from qmq.replication.points import COPY, POINTS, Point, PointFile
 from qmq.types import Epoch, Role
+from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all, places
 from tests.unit.log.logs import Copy
 from tests.unit.metaserver.test_snapshot import SNAPSHOT
 from tests.unit.test_ledger import FIRST
@@ -62,6 +66,58 @@ def test_files_of_a_newer_version_are_read(tmp_path: Path) -> None:
     plan = load_plan(tmp_path / "plan.json", Groups(("g1",)), 9_000, 9_100)
     (tmp_path / "plan.json").write_text(json.dumps(with_unknown_fields(asdict(plan))))
     assert load_plan(tmp_path / "plan.json", Groups(("g1",)), 9_000, 9_100).brokers == plan.brokers
+
+
+def test_acknowledged_points_of_a_newer_version_are_read() -> None:
+    disk = MemoryDisk()
+    file = PointFile(disk)
+    own, lacks = Point(Epoch(3, 2), 500, 7), Point(Epoch(2, 1), 900, 8)
+    file.following()
+    file.rolled_back(lacks)
+    file.acknowledged(own)
+    file.save()
+    for name in (POINTS, COPY):
+        stored = decode_checked(disk.read(name, 0, disk.size(name)))
+        disk.put(name, encode_checked(stored | NEWER))
+    again = PointFile(disk)
+    assert (again.own, again.lacks) == (own, lacks)
+
+
+def changed_checkpoint(data: bytes, change: str) -> bytes:
+    """Return a checkpoint as a newer version may write it, with a correct CRC."""
+    begin = 12 + int.from_bytes(data[8:12], "little")
+    head = json.loads(data[12:begin])
+    if change == "unknown field":
+        head |= NEWER
+    elif change == "longer rows":
+        head["segments"] = [[*row, 1] for row in head["segments"]]
+    elif change == "shorter rows":
+        head["segments"] = [row[:7] for row in head["segments"]]
+    elif change == "other type":
+        head["segments"] = 1
+    text = json.dumps(head).encode()
+    magic = b"QDC2" if change == "magic" else data[4:8]
+    rest = magic + len(text).to_bytes(4, "little") + text + data[begin:]
+    return crc32(rest).to_bytes(4, "little") + rest
+
+
+@pytest.mark.parametrize(
+    "change, is_rebuilt",
+    [("unknown field", False), ("longer rows", False), ("shorter rows", True), ("other type", True), ("magic", True)],
+)
+def test_schedule_of_a_newer_version_loses_no_message(change: str, is_rebuilt: bool) -> None:
+    """It is derived from the log, so the older version reads it or makes it again."""
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages([delayed("s", f"m{i}", i * 1000) for i in range(200)])
+    log.cancel(where[:50])
+    schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    log.file_into(schedule)
+    flush_all(schedule)
+    disk.put(CHECKPOINT, changed_checkpoint(bytes(disk.read(CHECKPOINT, 0, disk.size(CHECKPOINT))), change))
+    older = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    assert bool(older.rebuilt) == is_rebuilt
+    log.file_into(older)
+    assert places(older.list(0, 1 << 62, None, 1000)()) == where[50:]
 
 
 def test_frame_of_a_newer_version_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

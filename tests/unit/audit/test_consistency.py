@@ -74,7 +74,7 @@ def test_failed_run_hides_last_nights_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_damaged: bool
 ) -> None:
     """A damaged ledger of one group does not stop the audit of others."""
-    ledger, where = Ledger(tmp_path / "ledger"), tmp_path / "audit.html"
+    ledger, where = Ledger(tmp_path / "ledger"), tmp_path / "page.html"
     ledger.append(Entry("r1", 1, "g1", PROVEN, verified=500))
     if is_damaged:
         ledger.path("g1").write_text("no entry\n")
@@ -98,6 +98,17 @@ def test_unwritable_files_fail_before_the_read(
     words = ["--group", "g1", "--master", "a", "--slave", "b", "--token", "t"]
     assert consistency.main([*words, "--result", str(tmp_path / "nowhere" / "audit.json")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("others", [("--page", "audit.html"), ("--report", "audit.json")])
+def test_two_results_in_a_file_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, others: tuple[str, str]
+) -> None:
+    """The page's JSON replaced the result of each night."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--group", "g1", "--master", "a", "--slave", "b", "--token", "t", "--ledger", "ledger", *others]
+    assert consistency.main([*words, "--result", "audit.json"]) == 2
+    assert "would be written twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("--share", "0"), ("--piece-bytes", "0"), ("--piece-bytes", "-8")])

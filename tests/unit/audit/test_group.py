@@ -65,7 +65,7 @@ def test_copy_reseeded_meanwhile_proves_nothing(tmp_path: Path) -> None:
 
 def test_findings_before_a_copy_left_are_reported() -> None:
     result = Result("g1", {"master": "a", "slave": "b"}, unreadable="broker 10.0.0.1:20883: UNAVAILABLE")
-    row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "missing", "copy": "slave", "offset": 77}
+    row = dict.fromkeys(FINDINGS) | {"what": "missing", "copy": "slave", "offset": 77}
     result.findings, result.found = [row], {"missing": 1}
     report = as_markdown([result], 1.0)
     assert "Nothing is proven: broker 10.0.0.1:20883: UNAVAILABLE" in report
@@ -74,7 +74,7 @@ def test_findings_before_a_copy_left_are_reported() -> None:
 
 def test_id_of_an_application_stays_within_its_cell() -> None:
     result = Result("g1", {"master": "a", "slave": "b"}, unreadable="gone")
-    row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "missing", "copy": "slave", "id": "a\n| b |\r\u2028c"}
+    row = dict.fromkeys(FINDINGS) | {"what": "missing", "copy": "slave", "id": "a\n| b |\r\u2028c"}
     result.findings, result.found = [row], {"missing": 1}
     assert "| missing | slave |  |  |  | a \\| b \\| c |  |" in as_markdown([result], 1.0).splitlines()
 

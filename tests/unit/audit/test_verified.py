@@ -51,7 +51,7 @@ def answer_of(result: Result, *pieces: tuple[int, int], apart: frozenset[int] = 
 
 def row_of(what: FindingKind, copy: str, offset: int, end: int | None = None) -> dict[str, Any]:
     about = {"what": what.value, "copy": copy, "offset": offset, "end": end, "text": "", "frames": 1}
-    return dict.fromkeys(FINDINGS.fieldNames()) | about
+    return dict.fromkeys(FINDINGS) | about
 
 
 def known(*pieces: Piece) -> History:

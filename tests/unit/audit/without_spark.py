@@ -1,6 +1,4 @@
-"""Shell. The audit of two directories in this process: readers and judges take turns as Spark lets them. The
-frame-by-frame comparison needs Spark and is left out.
-"""
+"""Shell. The audit of two directories in this process: readers and judges take turns as Spark lets them."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import pytest
 from qmq.audit import plan
 from qmq.audit.copies import place_options
 from qmq.audit.group import audit_group
+from qmq.audit.on_spark import outcome_of
 from qmq.audit.results import Group, Result
 
 NO_SPARK: Any = None
@@ -58,7 +57,9 @@ def audit_places(places: Mapping[str, Mapping[str, str]], **options: Any) -> Res
     """Audit one group by the places of its copies."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qmq.audit.group.judged", judged)
-        patch.setattr("qmq.audit.group.differences", lambda spark, pairs: [[] for _ in pairs])
+        patch.setattr(
+            "qmq.audit.group.run_tasks", lambda spark, step, tasks: [outcome_of(step, task) for task in tasks]
+        )
         return audit_group(NO_SPARK, Group("g1", places), **({"piece_bytes": PIECE_BYTES} | options))
 
 

@@ -16,6 +16,7 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
+from tests.unit.broker.limited import hours_pass
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
 
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
@@ -385,23 +386,70 @@ def test_dry_run_of_a_move_reports_its_effect(dry_run):
 REMOVAL = {"to": "removed", "value": 0}
 
 
+MAILBOX = retry_subject("s", "g")
+
+
+def removed(group: Group) -> pb.ResetOffsetAnswer:
+    return Port(group.a, then=group.settle).ask("ResetOffset", move(**REMOVAL))
+
+
 def test_removed_group_is_gone_from_both_copies():
-    """Its mailbox goes, too. A group of the same name begins anew, and a repeat changes nothing."""
+    """A group of the same name begins anew, and a repeat changes nothing."""
     group = stored()
-    mailbox = retry_subject("s", "g")
-    group.client().store("of the mailbox", subject=mailbox)
-    for subject in ("s", mailbox):
+    for subject in ("s", MAILBOX):
         consumed(group, "g", 0, subject=subject).leave()
     group.settle()
-    done = Port(group.a, then=group.settle).ask("ResetOffset", move(**REMOVAL))
+    done = removed(group)
     assert (done.before, done.skipped) == (0, done.after) and done.skipped > 0
     for broker in (group.a, group.b):
-        assert not {("s", "g"), (mailbox, "g")} & broker.log.state.groups.keys()
+        assert not {("s", "g"), (MAILBOX, "g")} & broker.log.state.groups.keys()
     end = group.a.log.end
-    assert Port(group.a, then=group.settle).ask("ResetOffset", move(**REMOVAL)).skipped == 0
+    assert removed(group).skipped == 0
     assert group.a.log.end == end
     group.a.crash()
     assert ("s", "g") not in group.a.log.state.groups
+
+
+@pytest.mark.parametrize("had_position", [True, False])
+def test_next_group_gets_no_old_mailbox_messages(had_position):
+    """Those that were handled, those that waited, and those that no consumer had got; later ones it gets."""
+    group = stored()
+    group.client().store("handled", "waiting", subject=MAILBOX)
+    consumed(group, "g", 0).leave()
+    if had_position:
+        consumed(group, "g", 1, subject=MAILBOX).leave()
+    group.settle()
+    removed(group)
+    end = group.a.log.end
+    removed(group)
+    assert group.a.log.end == end, "a repeat changes nothing"
+    group.client().store("redriven", subject=MAILBOX)
+    for broker in (group.a, group.b):
+        assert broker.log.state.groups[MAILBOX, "g"].unconsumed(3) == [(2, 3)]
+    assert group.subscribed("c2", subject=MAILBOX).take() == ["redriven"]
+
+
+def test_removed_groups_empty_mailbox_is_forgotten():
+    """Once retention has deleted its messages: an own position would stay for ever. That of a living group stays."""
+    group = stored()
+    group.client().store("old", subject=MAILBOX)
+    group.client().store("old", subject=retry_subject("s", "other"))
+    consumed(group, "g", 0).leave()
+    consumed(group, "other", 0).leave()
+    consumed(group, "other", 1, subject=retry_subject("s", "other")).leave()
+    group.settle()
+    removed(group)
+    known = group.a.log.state.groups
+    hours_pass(group, 0.02)
+    assert (MAILBOX, "g") in known, "its message is kept"
+    group.client().store(*"abcdefgh", size=900)
+    drop_old_segments(group)
+    group.subscribed("c1", subject=MAILBOX)
+    hours_pass(group, 0.02)
+    assert (MAILBOX, "g") in known, "a new consumer waits there"
+    group.a.master._delivery.consumption.move(MAILBOX, "g")
+    hours_pass(group, 0.02)
+    assert known.keys() == {("s", "other"), (retry_subject("s", "other"), "other")}
 
 
 @pytest.mark.parametrize("subject", ["s", retry_subject("s", "g")])

@@ -54,8 +54,40 @@ async def test_removed_group_leaves_brokers_and_database(world):
     trail = [row.result for row in await world.audit() if row.action == "RemoveConsumerGroup"]
     assert trail == ["done", "begun", "partly done", "begun"]
     for rows in world.brokers.progress.values():
-        rows.clear()
+        rows[:] = [left("%RETRY%s1%shop", "shop", 0)]
     assert "has a consumer group shop" in await world.refused("RemoveConsumerGroup", subject="s1", group="shop")
+
+
+async def test_removal_reaches_groups_off_the_route(world):
+    """Also one with nothing but the mailbox; broker groups without the consumer group are left alone."""
+    await two_groups(world)
+    for group in ("g3", "g4", "g5"):
+        await world.running_copies(group)
+    world.brokers.progress |= {"g3": [left("s1", "shop", 1)], "g4": [left("%RETRY%s1%shop", "shop", 1)]}
+    world.brokers.progress["g5"] = [left("s2", "shop", 1), left("s1", "other", 1)]
+    world.brokers.silent.add("g5")
+    text = await world.refused("RemoveConsumerGroup", subject="s1", group="shop")
+    assert text.startswith("g5, which may have it too: ") and not world.brokers.resets
+    world.brokers.silent.clear()
+    await world.done("RemoveConsumerGroup", subject="s1", group="shop")
+    assert [reset[0] for reset in world.brokers.resets] == ["g1", "g2", "g3", "g4"]
+
+
+async def test_removal_removes_the_groups_rules(world):
+    await two_groups(world)
+    for group in ("shop", "other"):
+        await world.done("OnOffline", state="offline", subject="s1", consumerGroup=group)
+        await world.done("LimitGroup", subject="s1", group=group, perSecond=5)
+    await world.done("OnOffline", state="offline", subject="s1", consumerGroup="shop", clientId="c1")
+    await world.done("OnOffline", state="offline", subject="s1")
+    shown = await world.done("RemoveConsumerGroup", subject="s1", group="shop", dryRun="true")
+    assert len(shown["before"]["offline"]) == 2 and shown["before"]["limits"][0]["perSecond"] == 5
+    await world.done("RemoveConsumerGroup", subject="s1", group="shop")
+    assert [tuple(rule) for rule in sorted(world.registry.directory.offline)] == [
+        ("s1", "*", "*"),
+        ("s1", "other", "*"),
+    ]
+    assert [limits.key for limits in world.registry.directory.limits] == [("s1", "other")]
 
 
 async def test_reset_to_time_or_sequence(world):
