@@ -113,11 +113,13 @@ proto: $(STAMP) ## regenerate qmq/proto from qmq.proto
 
 oldest: $(STAMP) ## the client's unit tests with the oldest grpcio and protobuf that pyproject.toml allows
 	@$(PY) -m venv .run/oldest
-	@.run/oldest/bin/pip install -q grpcio==1.66.0 protobuf==5.26.1
+	@# The oldest with a wheel for this Python.
+	@.run/oldest/bin/pip install -q --only-binary=:all: protobuf==5.26.1 "grpcio==1.66.0; python_version < '3.13'" \
+	    "grpcio==1.66.2; python_version == '3.13'" "grpcio==1.75.1; python_version > '3.13'"
 	@$(PY) -c "import site; print('$(CURDIR)'); print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > .run/oldest.pth
 	@mv .run/oldest.pth .run/oldest/lib/python3.*/site-packages/
-	@# Old grpcio reports a harmless BlockingIOError of a second event loop in a process.
-	@.run/oldest/bin/python -m pytest -q -W ignore::pytest.PytestUnraisableExceptionWarning $(addprefix tests/unit/client/test_,producer.py listener.py route_watch.py puller.py tokens.py)
+	@# Old grpcio also reports a harmless BlockingIOError of a second event loop in a process.
+	@.run/oldest/bin/python -m pytest -q -p tests.support.old_grpcio -W ignore::pytest.PytestUnraisableExceptionWarning $(addprefix tests/unit/client/test_,producer.py listener.py route_watch.py puller.py tokens.py)
 
 lock: ## write requirements.lock anew: the newest versions that pyproject.toml allows
 	@deploy/lock.sh $(VENV)

@@ -456,7 +456,7 @@ class LocalMetaserver(Metaserver):
         self.polls: list[dict[str, list[str]]] = []
         self.updates: list[list[str]] = []
         self._wall: socket.socket | None = None
-        self.url = "http://127.0.0.1:0"
+        self.url = "http://127.0.0.1:1"  # before its start
 
     async def _no_delays(self) -> tuple[str, int]:
         raise NotServed("delay groups are in delay_groups")
