@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import reduce
 from pathlib import Path
@@ -28,7 +28,6 @@ from qmq.audit.delays import (
 )
 from qmq.audit.findings import FindingKind
 from qmq.audit.selection import CLOCK_MS
-from qmq.audit.store import write_by_day
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.errors import CorruptFrame
 from qmq.log.delay_frames import SCHEDULE_FOLDER
@@ -73,13 +72,14 @@ def account_for(
     targets: Sequence[Source],
     *,
     now_ms: int | None = None,
-    parquet: Path | None = None,
+    store: Callable[[DataFrame], None] | None = None,
     closed: Mapping[str, Sequence[str]] | None = None,
 ) -> Account:
     """Account for each delayed message of a delay group at `now_ms`; by default, at its last decision.
 
     Args:
         targets: logs of broker groups; batches for other groups are not checked.
+        store: called with `account_per_hour`.
         closed: reasons of readonly groups; messages waiting for them are a note.
 
     Raises:
@@ -91,16 +91,16 @@ def account_for(
             now_ms = rows.agg(F.max("timestamp_ms")).collect()[0][0] or 0
         found = message_states(rows, now_ms)
         hours = account_per_hour(found)
-        if parquet is not None:
-            write_by_day(hours, parquet / delays.group / "delayed")
+        if store is not None:
+            store(hours)
         names = ("taken", *DELAY_STATES, "late")
         sums = [F.sum(name).alias(name) for name in names] + [F.max("late_ms_max").alias("late_ms_max")]
         listed = hours.groupBy("subject").agg(*sums).orderBy("subject").limit(SUBJECTS_MAX).collect()
         unsent = unsent_messages(found).where(~waits_for(closed or {})).drop("targets")
         broken = {FindingKind.EARLY: early_messages(rows)}
         if asked := _asked_since(rows, targets):
-            tables = [_table(spark, source, "frames", since=since_ms) for source, since_ms in asked]
-            frames = reduce(DataFrame.unionByName, tables)
+            logs = [_table(spark, source, "frames", since=since_ms) for source, since_ms in asked]
+            frames = reduce(DataFrame.unionByName, logs)
             denied = denied_batches(rows, frames)
             sent = denied.select(F.explode("numbers").alias("sequence"))
             unsent = unsent.join(sent, "sequence", "left_anti").select(*unsent.columns)

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
@@ -29,7 +30,7 @@ from qmq.audit.freeze import (
     segments_to_check,
     wait_until_well,
 )
-from qmq.audit.history import SHARE, History, ledger_entry, verified
+from qmq.audit.history import SHARE, History, ledger_entry, run_name, verified
 from qmq.audit.inspection import Pair, compare_pair, describe_findings
 from qmq.audit.journal import check_journal, first_sequences
 from qmq.audit.on_spark import Failed, run_tasks
@@ -37,7 +38,7 @@ from qmq.audit.places import check_places
 from qmq.audit.plan import Job, judged
 from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.audit.selection import PIECE_BYTES
-from qmq.audit.store import store_counts, store_findings
+from qmq.audit.store import Tables, store_counts, store_findings
 from qmq.audit.verdict import (
     check_against_history,
     check_all_was_read,
@@ -65,6 +66,15 @@ class _Audit:
     job: Job | None = None
     answer: GroupAnswer = field(default_factory=lambda: GroupAnswer(()))
     entry: Entry | None = None
+    unstored: str | None = None
+    """The reason why its tables are not whole. Its findings are reported all the same."""
+
+    def store(self, step: Callable[[], None]) -> None:
+        """Write a table. The first error is kept for the end of the audit."""
+        try:
+            step()
+        except Exception as error:
+            self.unstored = self.unstored or f"tables of --parquet cannot be written: {_cause(error)}"
 
     def differing(self, piece_bytes: int) -> list[tuple[int, int]]:
         """Return the pieces in which the copies differ."""
@@ -82,6 +92,13 @@ class Options:
     parquet: Path | None = None
     ledger: Ledger | None = None
     share: int = SHARE
+    at_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    """Begin of the run, which names its rows of `parquet`."""
+
+    @property
+    def tables(self) -> Tables | None:
+        # Without colons, which folders' names escape, and Spark takes for times.
+        return None if self.parquet is None else Tables(self.parquet, run_name(self.at_ms).replace(":", ""))
 
 
 def audit_group(spark: SparkSession, group: Group, **options: Any) -> Result:
@@ -111,6 +128,8 @@ def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options)
                 options.ledger.append(ledger_entry(audit.result, audit.entry))
             except OSError as error:  # the findings are reported all the same
                 audit.result.unreadable = audit.result.unreadable or f"the ledger cannot be written: {error}"
+    for audit in audits:
+        audit.result.unreadable = audit.result.unreadable or audit.unstored
     return [audit.result for audit in audits]
 
 
@@ -193,13 +212,10 @@ def _read_and_judge(spark: SparkSession, audits: Sequence[_Audit], options: Opti
     try:
         for row in judged_rows.where("listed").select("job", "copy", "kind", "payload").collect():
             asked[row["job"]].answer.take(row["copy"], row["kind"], json.loads(row["payload"]))
-        if options.parquet is not None:
+        if (tables := options.tables) is not None:
             for number, audit in enumerate(asked):
-                store_counts(
-                    judged_rows.where(F.col("job") == number),
-                    tuple(audit.group.places),
-                    options.parquet / audit.group.name,
-                )
+                rows = judged_rows.where(F.col("job") == number)
+                audit.store(partial(store_counts, rows, audit.group.name, tuple(audit.group.places), tables))
     except Exception as error:
         for audit in asked:
             audit.result.unreadable = _cause(error)
@@ -285,9 +301,12 @@ def _account_for_delays(spark: SparkSession, audit: _Audit, groups: Sequence[Gro
     targets = [Source(group.name, group.places[MASTER]) for group in groups if MASTER in group.places]
     now_ms = None if "path" in place else audit.result.until_ms - AHEAD_MS_MAX
     closed = {group.name: group.closed for group in groups if group.closed}
-    account = account_for(
-        spark, Source(audit.group.name, place), targets, now_ms=now_ms, parquet=options.parquet, closed=closed
-    )
+
+    def store(hours: DataFrame) -> None:
+        if options.tables is not None:
+            audit.store(partial(options.tables.write_by_day, hours, audit.group.name, "delayed"))
+
+    account = account_for(spark, Source(audit.group.name, place), targets, now_ms=now_ms, store=store, closed=closed)
     audit.result.delayed = account.rows
     audit.result.notes += account.notes
     for row in account.findings:
@@ -315,8 +334,8 @@ def _finish(spark: SparkSession, audit: _Audit, options: Options) -> None:
     describe_findings(group.name, group.places, result.logs, result.findings)
     count_repaired(result)
     note_unlisted(result)
-    if options.parquet is not None:
-        store_findings(spark, result, options.parquet)
+    if options.tables is not None:
+        audit.store(partial(store_findings, spark, result, options.tables))
     if options.ledger is not None:
         audit.entry = verified(audit.answer, result, audit.history, options.piece_bytes)
 
@@ -325,4 +344,5 @@ def _cause(error: Exception) -> str:
     """Return the line with the worker's error out of Spark's many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith(("audit.", "qmq.", "OSError", "PermissionError"))]
-    return (named or lines or [type(error).__name__])[-1 if named else 0]
+    java = [text for line in lines if line.startswith(("Caused by: ", ": ")) for text in [line.partition(": ")[2]]]
+    return (named or java or lines[:1] or [type(error).__name__])[-1]

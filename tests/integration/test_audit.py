@@ -20,6 +20,7 @@ from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, Result
 from qmq.log.frame import Frame, FrameKind
 from qmq.types import Epoch
+from tests.support.small_disk import fill, small_disk
 from tests.support.spark import local_spark
 from tests.unit.audit.forged import derive
 from tests.unit.audit.logs import LogWriter
@@ -68,6 +69,33 @@ def test_equal_copies_are_proven_equal(spark: SparkSession, tmp_path: Path, monk
     assert sum(row["messages"] for row in hours if row["copy"] == "slave") == 800
     assert len(hours) > len(result.hours) == 5 and any("first 5 counts" in note for note in result.notes)
     assert "Every byte of [0, " in as_markdown([result], 1.0)
+
+
+def test_tables_keep_the_rows_of_each_run(spark: SparkSession, tmp_path: Path) -> None:
+    """Rows of version 0.2, which had no runs, count as an earlier one; a repeated run replaces its own."""
+    out, log = tmp_path / "out", write(tmp_path / "master")
+    write(tmp_path / "slave")
+    spark.range(1).selectExpr("'lost' AS what").coalesce(1).write.parquet(str(out / "g1/findings"))
+    flip(tmp_path / "slave", log.frames[50].end - 30)
+    for second in (0, 1, 1):
+        audit(spark, tmp_path, parquet=out, at_ms=1_800_000_000_000 + 1000 * second)
+    runs = ["2027-01-15T080000Z", "2027-01-15T080001Z"]
+    hours = spark.read.parquet(str(out / "g1/hours")).where("copy = 'slave'").groupBy("run").sum("messages").collect()
+    assert sorted(hours) == [(run, 800) for run in runs]
+    found = spark.read.parquet(str(out / "g1/findings")).selectExpr("run", "cast(day AS string)", "what").collect()
+    assert sorted(found, key=str) == [*((run, "2027-01-15", "damaged") for run in runs), ("earlier", None, "lost")]
+
+
+def test_full_disk_of_the_tables_hides_no_finding(spark: SparkSession, tmp_path: Path) -> None:
+    """The reason is the disk's own."""
+    log = write(tmp_path / "master")
+    write(tmp_path / "slave")
+    flip(tmp_path / "slave", log.frames[50].end - 30)
+    with small_disk(tmp_path / "out", mib=1):
+        fill(tmp_path / "out")
+        result = audit(spark, tmp_path, parquet=tmp_path / "out")
+    assert result.unreadable == "tables of --parquet cannot be written: java.io.IOException: No space left on device"
+    assert named(result) == {("damaged", "slave", log.frames[50].offset)}
 
 
 def _flip_body(log: LogWriter, data: Path) -> tuple[str, str, int]:

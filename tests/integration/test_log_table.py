@@ -226,5 +226,5 @@ def test_every_delayed_message_has_a_single_state(
     monkeypatch.setattr("qmq.audit.delay_groups.FINDINGS_MAX", 1)
     few = account_for(spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS)
     assert (few.findings, few.more) == (later.findings[:1], {"unsent": 1})
-    kept = sorted(path.name for path in (tmp_path / "parquet/d1/delayed").glob("day=*"))
+    kept = sorted(path.name for path in (tmp_path / "parquet/d1/delayed").glob("run=*/day=*"))
     assert kept == ["day=2023-11-14", "day=2023-11-15"]
