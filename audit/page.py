@@ -45,7 +45,11 @@ td,th{padding:5px 12px 5px 0;vertical-align:top;border-bottom:1px solid #f0f2f5}
 td.n{text-align:right;white-space:nowrap}
 th.n{text-align:right}td>code:only-child{display:inline-block;min-width:12em}
 code{font:13px ui-monospace,monospace;background:#f5f7fa;padding:1px 4px;overflow-wrap:anywhere}
-.why{color:#616e7c}.key span{display:inline-block;width:11px;height:11px;margin:0 5px 0 14px}svg{display:block}
+@media(max-width:640px){body{padding:12px}table,tbody,tr,td,td.n{display:block;text-align:left;white-space:normal}th{display:none}
+tr{border-bottom:1px solid #c3ccd5;padding:6px 0}td{border:0;padding:1px 0;overflow-wrap:anywhere}td:empty{display:none}
+td[data-name]::before{content:attr(data-name)": ";color:#616e7c}}
+.why{color:#616e7c}.key span{display:inline-block;width:11px;height:11px;margin:0 5px 0 14px}
+svg{display:block;max-width:100%}
 """
 
 
@@ -59,7 +63,8 @@ def page(groups: dict[str, list[Entry]], now_ms: int, why: str = "") -> str:
     )
     worst = NOT_READ if why else worst
     parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq audit</title>',
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>qmq audit</title>',
         f"<style>{_STYLE}</style><h1>Audit: {_badge(worst)}</h1>",
         f'<p class="when">{len(last)} broker groups; written {_moment(now_ms)}; {_summary(last)}</p>',
         *([f"<p><b>{escape(why)}</b></p>"] if why else []),
@@ -143,8 +148,8 @@ def _verified(groups: dict[str, list[Entry]], now_ms: int) -> Iterable[str]:
         colour = COLOURS[NOT_READ] if is_old else "#1f2933"
         yield (
             f'<tr><td><b>{escape(name)}</b><td>{_badge(last.verdict)} <span class="why">{escape(last.run)}</span>{gone}'
-            f'<td>{_bar(last.start, verified, _end_of(entries))}<td class="n">{verified:,}'
-            f'<td class="n" style="color:{colour}">{age}'
+            f'<td>{_bar(last.start, verified, _end_of(entries))}<td class="n" data-name="offset">{verified:,}'
+            f'<td class="n" data-name="verified" style="color:{colour}">{age}'
         )
     yield "</table>"
 
@@ -173,7 +178,7 @@ def _boxes(parts: Iterable[tuple[float, float, str]], width: int, title: str) ->
         for low, high, colour in parts
         if high > low
     )
-    return f'<svg width="{width}" height="20"><title>{escape(title)}</title>{boxes}</svg>'
+    return f'<svg width="{width}" height="20" viewBox="0 0 {width} 20"><title>{escape(title)}</title>{boxes}</svg>'
 
 
 def _nights(groups: dict[str, list[Entry]]) -> Iterable[str]:
@@ -197,8 +202,8 @@ def _nights(groups: dict[str, list[Entry]]) -> Iterable[str]:
             for place in range(NIGHTS - len(nights))
         )
         read = _size(sum(nights[-1].read.values())) if nights else ""
-        picture = f'<svg width="{NIGHTS * 20}" height="40">{empty}{"".join(boxes)}</svg>'
-        yield f'<tr><td><b>{escape(name)}</b><td>{picture}<td class="n">{read}'
+        picture = f'<svg width="{NIGHTS * 20}" viewBox="0 0 {NIGHTS * 20} 40">{empty}{"".join(boxes)}</svg>'
+        yield f'<tr><td><b>{escape(name)}</b><td>{picture}<td class="n" data-name="last read">{read}'
     yield "</table>"
 
 
@@ -216,8 +221,8 @@ def _conserved(last: Sequence[Entry]) -> Iterable[str]:
         return
     yield '<table><tr><th>broker group<th>subject<th>consumer group<th class="n">stored<th>became'
     for group, row in rows:
-        cell = f"<td>{escape(row['consumer_group'])}"
-        yield _equation(group, row, cell, row["stored"], STATE_NAMES, STATE_COLOURS)
+        cell = f"<td data-name='consumer group'>{escape(row['consumer_group'])}"
+        yield _equation(group, row, cell, ("stored", row["stored"]), STATE_NAMES, STATE_COLOURS)
     yield "</table>"
 
 
@@ -230,16 +235,16 @@ def _delayed(last: Sequence[Entry]) -> Iterable[str]:
     yield _key(((DELAY_COLOURS[state], DELAY_NAMES[state]) for state in DELAY_STATES), "taken =")
     yield '<table><tr><th>delay group<th>subject<th class="n">late<th class="n">taken<th>became'
     for group, row in rows:
-        late = f'<td class="n">{row["late"]:,}'
-        yield _equation(group, row, late, row["taken"], DELAY_NAMES, DELAY_COLOURS)
+        late = f'<td class="n" data-name="late">{row["late"]:,}'
+        yield _equation(group, row, late, ("taken", row["taken"]), DELAY_NAMES, DELAY_COLOURS)
     yield "</table>"
 
 
 def _equation(
-    group: str, row: dict[str, Any], cell: str, whole: int, names: dict[str, str], colours: dict[str, str]
+    group: str, row: dict[str, Any], cell: str, named: tuple[str, int], names: dict[str, str], colours: dict[str, str]
 ) -> str:
-    """Draw a row: the states of `whole` messages, and whether their sum is right."""
-    parts, at = [], 0.0
+    """Draw a row: the states of this many messages, and whether their sum is right."""
+    (name, whole), parts, at = named, [], 0.0
     for state in names:
         wide = 320 * row[state] / max(whole, 1)
         parts.append((at, at + wide, colours[state]))
@@ -250,7 +255,8 @@ def _equation(
     style = "" if holds else f' style="color:{COLOURS[FINDINGS]};font-weight:600"'
     return (
         f"<tr><td>{escape(group)}<td><code>{escape(row['subject'])}</code>{cell}"
-        f'<td class="n">{whole:,}<td>{_boxes(parts, 320, text)}<span class="why"{style}>{text}</span>'
+        f'<td class="n" data-name="{name}">{whole:,}<td>{_boxes(parts, 320, text)}'
+        f'<span class="why"{style}>{text}</span>'
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -112,10 +113,24 @@ def lines(rows: Rows) -> Iterable[str]:
     return ("\t".join("" if value is None else str(value) for value in row.values()) for row in rows)
 
 
+def columns_in(sql: str, rows: str) -> str:
+    """Return the columns of a view that a query can mean, with commas; at least one.
+
+    Spark does not pass them to the source, which decodes what it yields. Whole rows, named by `*`, and joins over
+    unnamed columns mean all of them.
+    """
+    words = {word.lower() for word in re.findall(r"\w+", sql)}
+    names = [name for name in SCHEMAS[rows].names if name not in ("message", "problem")]
+    if "*" not in re.sub(r"(?i)count\s*\(\s*\*\s*\)", "", sql) and not words & {"natural", "describe", "desc", "table"}:
+        names = [name for name in names if name in words] or ["subject"]
+    return ",".join(names)
+
+
 def run_query(spark: SparkSession, places: Sequence[Place], sql: str, **options: str) -> Rows:
     """Return the rows of the answer. Spark raises its own error for an invalid query. `options`: of the data source."""
     for view in ("messages", "progress"):
-        table(spark, places, view, **options).createOrReplaceTempView(view)
+        columns = columns_in(sql, view)
+        table(spark, places, view, columns=columns, **options).createOrReplaceTempView(view)
     return [row.asDict(recursive=True) for row in spark.sql(sql).collect()]
 
 

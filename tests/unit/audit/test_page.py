@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from qmq.audit.delays import DELAY_STATES
 from qmq.audit.findings import FindingKind
 from qmq.audit.page import advice_for, page, page_json
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
@@ -76,6 +77,15 @@ def test_page_is_self_contained_and_shows_verified_offsets() -> None:
     ):
         assert part in read.text
     assert "subject <b>" in read.text and "b" in read.tags, "names are text, never markup"
+
+
+def test_numbers_have_names_on_narrow_screens() -> None:
+    """Rows are stacked there, without the heads of the columns, and pictures shrink."""
+    delayed = [{"subject": "a", "taken": 1, "late": 0} | dict.fromkeys(DELAY_STATES, 0) | {"stored": 1}]
+    text = page({"g1": [GOOD, replace(BAD, delayed=delayed)]}, NOW_MS)
+    assert '<meta name="viewport" content="width=device-width">' in text
+    assert text.count('<td class="n"') == text.count('<td class="n" data-name="') == 6
+    assert text.count("<svg ") == text.count(" viewBox=") == 4
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes
 
 from qmq.audit.copies import CannotRead
 from qmq.audit.data_source import TableReader, TableStream
+from qmq.audit.jobs.query import columns_in
 from qmq.audit.selection import WrongOption
 from qmq.audit.tables import SCHEMAS
 from qmq.errors import CorruptFrame
@@ -266,3 +267,20 @@ def test_invalid_options_are_refused(tmp_path: Path, options: dict[str, str], te
 def test_invalid_stream_options_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
     with pytest.raises(WrongOption):
         TableStream({"path": str(tmp_path)} | options, ["id"])
+
+
+@pytest.mark.parametrize(
+    "sql, columns",
+    [
+        ("SELECT count(*) FROM messages", "subject"),
+        ("SELECT Properties['a'], count( * ) FROM messages WHERE id = 'x' GROUP BY 1", "id,properties"),
+        ("SELECT m.sequence + 1 FROM messages m", "sequence"),
+        ("SELECT * FROM messages", None),
+        ("SELECT m.* FROM messages m", None),
+        ("SELECT count(*) FROM messages NATURAL JOIN progress", None),
+        ("DESCRIBE messages", None),
+    ],
+)
+def test_query_decodes_only_the_named_columns(sql: str, columns: str | None) -> None:
+    every = [name for name in SCHEMAS["messages"].names if name not in ("message", "problem")]
+    assert columns_in(sql, "messages") == (columns or ",".join(every))
