@@ -16,6 +16,7 @@ from qmq.access import token_text
 from qmq.errors import AccessError, MissingRight, NotServed, QmqError
 from qmq.http_port import HEADERS, shown_token
 from qmq.rights import Caller, TokenRole
+from qmq.settings import shown
 from qmq.watchdog.leader import Leader
 from qmq.watchdog.meta_link import MetaLink
 from qmq.watchdog.metrics import Metrics
@@ -46,6 +47,7 @@ class Acceptor:
         self._metrics = metrics
         self._link = link
         self._own = settings.token
+        self._settings = shown(settings)
         self._known: dict[str, tuple[float, Caller]] = {}
 
     def app(self) -> Starlette:
@@ -54,6 +56,7 @@ class Acceptor:
             ("/health/ready", "GET", self._health),
             ("/health/live", "GET", self._live),
             ("/metrics", "GET", self._guarded(TokenRole.VIEWER, self._show_metrics)),
+            ("/settings", "GET", self._guarded(TokenRole.OPERATOR, self._show_settings)),
             ("/outbox/stuck", "GET", self._guarded(TokenRole.VIEWER, self._stuck)),
             ("/outbox/reconcile", "GET", self._guarded(TokenRole.VIEWER, self._reconcile)),
             ("/outbox/retry", "POST", self._guarded(TokenRole.OPERATOR, self._retry)),
@@ -82,6 +85,9 @@ class Acceptor:
 
     async def _show_metrics(self, _: Request) -> Response:
         return PlainTextResponse(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def _show_settings(self, _: Request) -> Response:
+        return JSONResponse(self._settings)
 
     async def _stuck(self, request: Request) -> Response:
         older_s, limit = _number(request, "older", 60), _number(request, "limit", 20)

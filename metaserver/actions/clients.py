@@ -1,4 +1,4 @@
-"""Shell. Clients of all metaservers: each metaserver has its own, and asks the others."""
+"""Shell. What each metaserver has alone: its clients, refusals and settings. Each asks the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import http.client
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlencode
 
@@ -55,7 +56,7 @@ class Clients:
         """Count clients that may still use the group as writable, for a subject or for any (`*`)."""
         question = pb.OldRoutesQuestion(broker_group=group, subject=subject)
         answers, unasked = await self._ask_others(lambda row: self._count(row, question))
-        counts: list[Counts | pb.OldRoutesAnswer] = [self._hub.old_routes(group, subject), *answers]
+        counts: list[Counts | pb.OldRoutesAnswer] = [self._hub.old_routes(group, subject), *answers.values()]
         return OldRoutes(
             producers=sum(count.producers for count in counts),
             consumers=sum(count.consumers for count in counts),
@@ -73,15 +74,22 @@ class Clients:
         rows = [_client_json(client) for client in chosen]
         unasked: tuple[str, ...] = ()
         if not here:
-            words = {"action": "Clients", "subject": subject, "app": app, "limit": str(limit), "here": "true"}
-            answers, unasked = await self._ask_others(lambda row: asyncio.to_thread(self._fetch, row, words))
-            rows += [client for answer in answers for client in answer]
+            words = {"subject": subject, "app": app, "limit": str(limit)}
+            answers, unasked = await self.elsewhere("Clients", words)
+            rows += [client for answer in answers.values() for client in answer["clients"]]
         return sorted(rows, key=lambda row: (str(row["app"]), str(row["clientId"])))[:limit], unasked
 
-    async def _ask_others(self, ask: Callable[[MetaserverRow], Awaitable[T]]) -> tuple[list[T], tuple[str, ...]]:
+    async def elsewhere(
+        self, action: str, words: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return what the other metaservers answer about themselves, by address, and those without an answer."""
+        asked = {"action": action, **words, "here": "true"}
+        return await self._ask_others(lambda row: asyncio.to_thread(self._fetch, row, asked))
+
+    async def _ask_others(self, ask: Callable[[MetaserverRow], Awaitable[T]]) -> tuple[dict[str, T], tuple[str, ...]]:
         rows = list(self._others())
         results = await asyncio.gather(*(ask(row) for row in rows), return_exceptions=True)
-        answers, unasked = [], []
+        answers, unasked = {}, []
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, (grpc.aio.AioRpcError, OSError, http.client.HTTPException, ValueError)):
                 log.warning("metaserver not asked address=%s reason=%s", row.http_address, result)
@@ -89,7 +97,7 @@ class Clients:
             elif isinstance(result, BaseException):
                 raise result
             else:
-                answers.append(result)
+                answers[row.http_address] = result
         return answers, tuple(unasked)
 
     async def _count(self, row: MetaserverRow, question: pb.OldRoutesQuestion) -> pb.OldRoutesAnswer:
@@ -100,8 +108,8 @@ class Clients:
             )
             return answer
 
-    def _fetch(self, row: MetaserverRow, words: dict[str, str]) -> list[dict[str, object]]:
-        """Return another metaserver's own clients."""
+    def _fetch(self, row: MetaserverRow, words: dict[str, str]) -> Any:
+        """Return the data of another metaserver's answer."""
         address = row.http_address.removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=self._timeout_s)
         headers = {"X-Api-Token": token_text(self._token), "Content-Type": "application/x-www-form-urlencoded"}
@@ -112,7 +120,7 @@ class Clients:
             connection.close()
         if not isinstance(answer, dict) or answer.get("status") != 0:
             raise ValueError(f"it answered {str(answer)[:200]}")
-        return list(answer["data"]["clients"])
+        return answer["data"]
 
 
 def _client_json(client: ClientInfo) -> dict[str, object]:

@@ -108,13 +108,15 @@ class OldRoutes:
 
 
 class ClientsPort(Protocol):
-    """Clients of all metaservers of the installation."""
+    """The other metaservers of the installation: their clients, and what else each has alone."""
 
     async def old_routes(self, group: str, subject: str) -> OldRoutes: ...
 
     async def connected(
         self, *, subject: str, app: str, limit: int, here: bool
     ) -> tuple[list[dict[str, object]], tuple[str, ...]]: ...
+
+    async def elsewhere(self, action: str) -> tuple[dict[str, Any], tuple[str, ...]]: ...
 
 
 class WatchdogsPort(Protocol):

@@ -180,18 +180,22 @@ Ask = Callable[[Broker], Awaitable[ReplicaState]]
 
 async def _doctor(desk: Desk, words: Words, caller: Caller) -> Any:
     """The tool checks from its own side and combines both."""
-    checks = await examine(desk, desk.brokers.replica_status)
+    own, here = own_refusals(desk), words.flag("here")
+    checks = [_routes(own["routes"])] if here else await examine(desk, desk.brokers.replica_status)
     return {
         "version": desk.version,
         "time": wall_ms(),
         "caller": {"name": caller.name, "role": str(caller.role)},
         "healthy": all(check["ok"] for check in checks),
         "checks": checks,
+        "refusals": own,
     }
 
 
-async def examine_reported(desk: Desk) -> list[Check]:
-    """Run all checks without asking a broker: cheap enough to repeat all day."""
+async def examine_reported(desk: Desk, *, everywhere: bool = False) -> list[Check]:
+    """Run all checks without asking a broker: cheap enough to repeat all day. `everywhere`: with the refusals of the
+    other metaservers, which each have their own.
+    """
 
     async def reported(broker: Broker) -> ReplicaState:
         state = desk.registry.state(broker)
@@ -199,13 +203,27 @@ async def examine_reported(desk: Desk) -> list[Check]:
             raise NotServed(f"{broker.key} sends no heartbeats")
         return state
 
-    return await examine(desk, reported)
+    return await examine(desk, reported, everywhere=everywhere)
 
 
-async def examine(desk: Desk, ask: Ask) -> list[Check]:
-    database, brokers = await asyncio.gather(_database(desk), _brokers(desk, ask))
+async def examine(desk: Desk, ask: Ask, *, everywhere: bool = True) -> list[Check]:
+    others = (await desk.clients.elsewhere("Doctor"))[0].values() if everywhere else ()
+    refusals = [own_refusals(desk), *(other["refusals"] for other in others if "refusals" in other)]
+    places = {name: text for refused in refusals for name, text in refused["brokers"].items()}
+    database, brokers = await asyncio.gather(_database(desk), _brokers(desk, ask, places))
     groups, tokens, metaservers = await _groups(desk), await _tokens(desk), _metaservers(desk)
-    return one_per_cause([database, *brokers, *groups, *tokens, _passwords(desk), _routes(desk), metaservers])
+    routes = _routes({text for refused in refusals for text in refused["routes"]})
+    return one_per_cause([database, *brokers, *groups, *tokens, _passwords(desk), routes, metaservers])
+
+
+def own_refusals(desk: Desk) -> dict[str, Any]:
+    """Return what this metaserver refused and no other metaserver has: routes of clients, places of brokers."""
+    registry = desk.registry
+    texts = {str(broker.key): registry.registration.refused_lately(broker) for broker in registry.directory.brokers()}
+    return {
+        "routes": list(desk.refusals().values()),
+        "brokers": {name: text for name, text in texts.items() if text},
+    }
 
 
 async def _database(desk: Desk) -> Check:
@@ -224,15 +242,15 @@ async def _database(desk: Desk) -> Check:
     return _check(CheckKind.DATABASE, True, f"answers in {took_ms} ms")
 
 
-async def _brokers(desk: Desk, ask: Ask) -> list[Check]:
+async def _brokers(desk: Desk, ask: Ask, places: Mapping[str, str]) -> list[Check]:
     brokers = sorted(desk.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
     checks: list[Check] = []
     for begin in range(0, len(brokers), AT_ONCE):
-        checks += await together([_broker(desk, broker, ask) for broker in brokers[begin : begin + AT_ONCE]])
+        checks += await together([_broker(desk, broker, ask, places) for broker in brokers[begin : begin + AT_ONCE]])
     return checks
 
 
-async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
+async def _broker(desk: Desk, broker: Broker, ask: Ask, places: Mapping[str, str]) -> Check:
     facts = broker_json(broker, up=desk.registry.is_up(broker)) | {"incarnation": broker.incarnation, "answers": False}
     facts["minCopies"] = desk.find_group(broker.group).min_copies
     of = f"{broker.key} ({broker.part.name} of {broker.group})"
@@ -248,7 +266,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
         rules.check_registration(broker, state.incarnation or broker.incarnation)
     except OperatorError as other_disk:
         return check(False, "runs on another data directory than before", str(other_disk))
-    if refused := desk.registry.registration.refused_lately(broker):
+    if refused := places.get(str(broker.key)):
         return check(False, "another process with its name is refused", refused)
     if not facts["up"]:
         return check(False, "answers, but sends no heartbeats", NOT_HEARD)
@@ -345,11 +363,10 @@ def _passwords(desk: Desk) -> Check:
     return _check(CheckKind.PASSWORDS, True, text, of="of databases")
 
 
-def _routes(desk: Desk) -> Check:
-    refusals = list(desk.refusals().values())
+def _routes(refusals: Collection[str]) -> Check:
     if not refusals:
         return _check(CheckKind.ROUTES, True, "every client gets its routes")
-    text = f"new subjects or clients are refused: {'; '.join(refusals[:REFUSALS_SHOWN])}"
+    text = f"new subjects or clients are refused: {'; '.join(sorted(refusals)[:REFUSALS_SHOWN])}"
     return _check(CheckKind.ROUTES, False, text, "raise the named setting, or reduce the number")
 
 

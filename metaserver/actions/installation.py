@@ -17,7 +17,7 @@ from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import NAMED_MAX
 from qmq.metaserver.actions.shapes import audit_json, metaserver_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.model import DELAY, Broker, MetaserverRow, TokenRow
+from qmq.metaserver.model import DELAY, WATCHDOGS, Broker, MetaserverRow, TokenRow
 from qmq.metaserver.storage.backup import header_fault, lost_masters
 from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, RestoreAll, RevokeToken
 
@@ -219,7 +219,11 @@ SETTINGS_MAX = 40
 
 
 async def _settings(desk: Desk, words: Words) -> Any:
+    """Return the settings of brokers; without a broker group, also of metaservers and active watchdogs."""
+    if words.flag("here"):
+        return {"processes": [_own_settings(desk)], "unasked": {}, "more": 0}
     directory, group = desk.registry.directory, words["brokerGroup"]
+    others, unasked = ([], {}) if group else await _settings_of_others(desk)
     named = desk.find_group(group).brokers if group else directory.brokers()
     brokers = sorted(named, key=lambda broker: broker.key)
     answers = await together([_settings_of(desk, broker) for broker in brokers[:SETTINGS_MAX]])
@@ -229,12 +233,41 @@ async def _settings(desk: Desk, words: Words) -> Any:
         for broker, answer in shown
         if isinstance(answer, dict)
     ]
-    own = [] if group else [{"process": "this metaserver", "kind": "metaserver", "settings": dict(desk.settings)}]
     return {
-        "processes": own + processes,
-        "unasked": {str(broker.key): answer for broker, answer in shown if isinstance(answer, str)},
+        "processes": others + processes,
+        "unasked": unasked | {str(broker.key): answer for broker, answer in shown if isinstance(answer, str)},
         "more": max(len(brokers) - SETTINGS_MAX, 0),
     }
+
+
+async def _settings_of_others(desk: Desk) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the settings of all metaservers and of active watchdogs, and the reason for each missing answer."""
+    answers, silent = await desk.clients.elsewhere("Settings")
+    found = [_own_settings(desk), *(process for answer in answers.values() for process in answer["processes"])]
+    found.sort(key=lambda process: str(process["process"]))
+    unasked = dict.fromkeys(silent, "it does not answer, or has an older version")
+    for address in await active_watchdogs(desk):
+        try:
+            answer = await desk.watchdogs.ask(address, "/settings", {})
+            found.append({"process": address, "kind": "watchdog", "settings": answer})
+        except QmqError as error:
+            unasked[address] = str(error)
+    return found, unasked
+
+
+def _own_settings(desk: Desk) -> dict[str, Any]:
+    addresses = {row.id: row.http_address for row in desk.registry.peers()}
+    name = addresses.get(desk.own_id, "this metaserver")
+    return {"process": name, "kind": "metaserver", "settings": dict(desk.settings)}
+
+
+async def active_watchdogs(desk: Desk) -> list[str]:
+    """Return the addresses of the active watchdogs, one per room; none while the database is away."""
+    try:
+        leases = await desk.database.read(lambda repository: repository.leases())
+    except QmqError:
+        return []
+    return [row.address for row in leases if row.name.startswith(WATCHDOGS) and row.address]
 
 
 async def _settings_of(desk: Desk, broker: Broker) -> dict[str, str] | str:

@@ -21,11 +21,12 @@ from qmq.dead_letters import REDRIVER
 from qmq.errors import QmqError
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
 from qmq.metaserver.actions.doctor import Check, examine_reported
+from qmq.metaserver.actions.installation import active_watchdogs
 from qmq.metaserver.console import burning
 from qmq.metaserver.console.burning import Finding, Movements, Progress
 from qmq.metaserver.console.front import RATES, Process, Survey
 from qmq.metaserver.console.history import LONG_MS, History, Key
-from qmq.metaserver.model import DELAY, NORMAL, WATCHDOGS, Broker, Directory, Group, Routes
+from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, Routes
 from qmq.process_metrics import process_figures
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import is_dead_letter_subject
@@ -106,7 +107,7 @@ class Surveyor:
         self._count(survey, answers.values(), groups)
         late = await self._ask_delays(survey, directory.groups_of(DELAY), masters)
         closed, count = await closed_subjects(directory, self._desk.registry.routes, self._takes(directory))
-        survey.checks = await examine_reported(self._desk)
+        survey.checks = await examine_reported(self._desk, everywhere=True)
         survey.findings = [
             *of_checks(survey.checks),
             *self._movements.look(places, survey.at_ms),
@@ -180,13 +181,11 @@ class Surveyor:
         return processes
 
     async def _watchdogs(self) -> list[Process]:
-        leases = await self._caught(self._desk.database.read(lambda repository: repository.leases()))
         processes = []
-        for row in leases or ():
-            if row.name.startswith(WATCHDOGS) and row.address:
-                figures = await asyncio.to_thread(self._scrape, row.address)
-                process = Process("watchdog", row.address, "", "", figures is not None)
-                processes.append(self._with_figures(process, figures) if figures else process)
+        for address in await active_watchdogs(self._desk):
+            figures = await asyncio.to_thread(self._scrape, address)
+            process = Process("watchdog", address, "", "", figures is not None)
+            processes.append(self._with_figures(process, figures) if figures else process)
         return processes
 
     def _scrape(self, address: str) -> pb.ProcessFigures | None:

@@ -22,6 +22,7 @@ SUBJECT_FIELDS = ("name", "tag", "updateTime")
 
 _GROUP = Parameter("brokerGroup", "name of the broker group", required=True, kind=Kind.NAME)
 _ANY_GROUP = Parameter("brokerGroup", "only this broker group", kind=Kind.NAME)
+_HERE = Parameter("here", "only what the answering metaserver has alone", kind=Kind.FLAG, default="false")
 _SUBJECT = Parameter("subject", "name of the subject", required=True, kind=Kind.NAME)
 _ANY_SUBJECT = Parameter("subject", "only this subject", kind=Kind.NAME)
 _SUBJECTS = Parameter("subject", "one subject, or * for all", kind=Kind.PATTERN, default="*")
@@ -476,7 +477,7 @@ _CONSUMERS = (
         (
             _ANY_SUBJECT,
             Parameter("app", "only clients of this application"),
-            Parameter("here", "only clients of the metaserver that answers", kind=Kind.FLAG, default="false"),
+            _HERE,
             Parameter("limit", "at most this many", kind=Kind.NUMBER, default="1000", least=1, most=100_000),
         ),
     ),
@@ -810,10 +811,10 @@ _UPKEEP = (
         "Settings",
         "list the settings in force of all processes, without secrets",
         OPERATOR,
-        (_ANY_GROUP,),
+        (_ANY_GROUP, _HERE),
         installation=True,
     ),
-    Action("Doctor", "check this metaserver and its brokers", VIEWER, wait_ms=30_000),
+    Action("Doctor", "check the metaservers and their brokers", VIEWER, (_HERE,), wait_ms=30_000),
 )
 
 ACTIONS: Mapping[str, Action] = MappingProxyType(

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from qmq.settings import SECRET
 from tests.integration.cluster_world import WAIT_S, consume_all, running, until
 from tests.integration.tools_world import DONE, run
 from tests.integration.watchdog_world import Application, WatchdogProcess, register
@@ -38,6 +39,10 @@ def test_leftover_rows_are_sent_once_and_deleted(tmp_path, application):
         until(lambda: watchdog.metrics().get(f'qmq_watchdog_rows{{database="{url}",state="parked"}}') == 1, "counted")
         assert watchdog.metrics()[f'qmq_watchdog_sent_total{{database="{url}"}}'] == 2_501
         assert "no JSON" not in watchdog.log.read_text()
+        settings = watchdog.ask("/settings")
+        assert settings["token"] == SECRET and cluster.token not in str(settings)
+        [shown] = [row for row in cluster.manage("Settings")["processes"] if row["kind"] == "watchdog"]
+        assert shown["settings"] == settings
 
 
 def _register_as_documented(cluster, source, password):

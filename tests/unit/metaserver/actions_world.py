@@ -51,7 +51,7 @@ class World:
         self.hub = Hub()
         self.watchdogs = Watchdogs("a secret of all")
         self.settings = settings = MetaserverSettings(cluster_token="a secret of all", swap_finish_ms=1000)
-        clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
+        clients = self.clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
         swaps = Swaps(self.registry, self.brokers, settings)
         self.desk = Desk(
             self.registry,

@@ -138,6 +138,8 @@ class PlayedWatchdogs:
             if self.fails:
                 raise self.fails
             return {"databases": [self.answer]}
+        if path == "/settings":
+            return {"room": "default", "token": "set, not shown"}
         row = {"id": 17, "state": "parked", "age": 61.5, "errors": 3, "subject": "order.new", "messageId": "m-1"}
         database = {"database": URL, "parked": 1, "pending": 0, "claimed": 0, "oldest": 0.0}
         return {

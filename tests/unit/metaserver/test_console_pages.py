@@ -13,6 +13,7 @@ from qmq.ledger import FINDINGS, Ledger
 from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console import pages
 from qmq.metaserver.console.nights import Nights
+from qmq.metaserver.model import MetaserverRow
 from qmq.metaserver.rpc.access import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import left
@@ -396,6 +397,29 @@ async def test_settings_show_values_that_differ(console):
     assert "cluster_token set, not shown" in text and "host 10.0.0.1" in text
     console.stop("g1-b")
     assert "g1-b:20881 did not answer" in await console.read("/settings", group="g1")
+
+
+async def test_settings_of_other_metaservers_and_watchdogs_are_shown(console, monkeypatch):
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    await console.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
+    other, silent = (MetaserverRow(name, f"{name}:8080", f"{name}:8081", 1, "0.3.0") for name in ("m2", "m3"))
+    own = {"processes": [{"process": "m2:8080", "kind": "metaserver", "settings": {"poll_ms": "99"}}]}
+
+    def fetch(row, words):
+        if row is silent:
+            raise OSError("no route to host")
+        return own if words == {"action": "Settings", "here": "true"} else {}
+
+    monkeypatch.setattr(console.clients, "_others", lambda: [other, silent])
+    monkeypatch.setattr(console.clients, "_fetch", fetch)
+    settings = {"poll_ms": "250", "cluster": "shop"}
+    console.actions._desk = replace(console.desk, settings=settings, watchdogs=PlayedWatchdogs(""))
+    text = await console.read("/settings")
+    assert "poll_ms 99 m2:8080 250 this metaserver" in text and "cluster shop" in text
+    assert "Watchdog Setting Value room default token set, not shown" in text and "m3:8080 did not answer" in text
+    shown = await console.done("Settings", here="true")
+    assert [process["settings"] for process in shown["processes"]] == [settings]
 
 
 async def test_tokens_are_listed_and_revoked(console):

@@ -93,6 +93,11 @@ async def client_refused(world):
     world.refusals["shop"] = "token 'shop' has 3 watches, the most that one token may have"
 
 
+async def client_refused_elsewhere(world):
+    refusals = {"routes": ["token 'shop' has 3 watches"], "brokers": {"g1-b:20881": "a copy of its directory"}}
+    world.clients._others, world.clients._fetch = lambda: [OTHER], lambda *_: {"refusals": refusals}
+
+
 async def slave_behind(world):
     world.beat("g1-a", log_end=GIB)
     world.beat("g1-b", log_end=0)
@@ -233,6 +238,14 @@ SITUATIONS = [
         verdict=(
             "FAIL routes: new subjects or clients are refused: token 'shop' has 3 watches, the most that one "
             "token may have",
+        ),
+    ),
+    Situation(
+        "another metaserver refuses",
+        client_refused_elsewhere,
+        verdict=(
+            "FAIL brokers: g1-b:20881 (SLAVE of g1) another process with its name is refused",
+            "FAIL routes: new subjects or clients are refused: token 'shop' has 3 watches",
         ),
     ),
     Situation(
