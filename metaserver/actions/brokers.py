@@ -455,9 +455,13 @@ async def _list_broker_groups(desk: Desk, words: Words) -> Any:
 
 
 async def _current_states(desk: Desk, brokers: Sequence[Broker]) -> dict[BrokerKey, ReplicaState | None]:
-    """Return the states of brokers. Brokers whose heartbeats another metaserver has are asked, if they are few."""
+    """Return the states of brokers. If another metaserver has the heartbeats of a copy, all copies of its group are
+    asked, if they are few: beside a heartbeat of a second ago, a copy would seem to be behind.
+    """
     states = {broker.key: desk.registry.state(broker) for broker in brokers}
-    asked = [broker for broker in brokers if (state := states[broker.key]) is not None and not state.has_offsets]
+    up = [(broker, state) for broker in brokers if (state := states[broker.key]) is not None]
+    elsewhere = {broker.group for broker, state in up if not state.has_offsets}
+    asked = [broker for broker, _ in up if broker.group in elsewhere]
     if len(asked) <= ASKED_AT_ONCE:
         for broker, answer in zip(asked, await together([_asked(desk, broker) for broker in asked]), strict=True):
             states[broker.key] = answer or states[broker.key]

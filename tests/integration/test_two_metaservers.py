@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import signal
 import time
 
 import httpx
 import pytest
+from sqlalchemy import text
 
+import qmq
 from qmq.deploy.control import broker_state, manage
 from qmq.deploy.processes import suspend
+from qmq.metaserver.console.pages import PAGES
+from qmq.metaserver.storage.engine import connect
 from tests.integration.cluster_world import until
-from tests.integration.installation_world import STEADY_S, TOKEN, Observers, end, installation
+from tests.integration.installation_world import STEADY_S, SUBJECT, TOKEN, Observers, end, installation
 from tests.support.promises import Tries
 
 
@@ -150,3 +156,89 @@ def test_ended_metaserver_leaves_the_live_list(world):
     until(lambda: not listed(), "it is not listed any more")
     first.start()
     until(lambda: world.answers(first.url), "it is back")
+
+
+# Both show the same cluster.
+
+PASSING = {"time", "updateTime", "ageSeconds", "answersThis", "rates", "refusals", "peer"}
+"""Fields of an answer that differ from one moment to the next, or name the metaserver that answers."""
+PATHS = {"/group": "?name=g1", "/messages": f"?subject={SUBJECT}&dead=billing", "/consumers": f"?subject={SUBJECT}"}
+
+
+@pytest.fixture(scope="module")
+def apart(world):
+    """Each metaserver has the heartbeats of one broker; a consumer group has a lag and a dead letter."""
+    engine = connect(world.database)
+
+    def heard_at():
+        with engine.connect() as connection:
+            return set(connection.scalars(text("SELECT metaserver FROM broker_sighting")))
+
+    until(lambda: world.writable(world.url), "g1 is writable")
+    while len(heard_at()) < 2:
+        end(world.brokers[1], signal.SIGTERM)
+        world.brokers[1].start()
+        for service in world.metaservers:
+            until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
+    engine.dispose()
+    asyncio.run(_leave_some(world))
+    return world
+
+
+async def _leave_some(world):
+    async with qmq.Producer(metaserver=world.url, app="test", token=TOKEN) as producer:
+        await producer.send_many(qmq.Message(SUBJECT, {"number": str(number)}) for number in range(10))
+    client = qmq.Consumer(metaserver=world.url, app="test", token=TOKEN)
+    async with client.pull(SUBJECT, group="billing", start="earliest") as puller:
+        first, second, *_ = await puller.pull(4, timeout=20)
+        await first.ack()
+        await second.dead_letter("no such order")
+
+
+def lasting(data):
+    if isinstance(data, dict):
+        return {name: lasting(value) for name, value in data.items() if name not in PASSING}
+    return [lasting(value) for value in data] if isinstance(data, list) else data
+
+
+def test_metaservers_answer_alike(apart):
+    def answers(action, **words):
+        return [lasting(apart.look(service.url, action, **words)) for service in apart.metaservers]
+
+    def ends():
+        return [copy for (group,) in answers("ListBrokerGroups") for copy in group["copies"]]
+
+    until(lambda: all(copy["lagBytes"] == 0 and copy["logEnd"] for copy in ends()), "no copy is behind")
+    for action in ("ListBrokerGroups", "ReplicaStatus", "ListBrokers", "ListMetaservers", "Settings", "Clients"):
+        first, second = answers(action)
+        assert first == second, action
+    for action, words in (("Consumers", {"subject": SUBJECT}), ("Lag", {}), ("Browse", {"subject": SUBJECT})):
+        first, second = answers(action, **words)
+        assert first == second, action
+    (lag,) = [row for row in answers("Lag")[0]["lag"] if row["subject"] == SUBJECT]
+    assert (lag["messages"], lag["deadLetters"]) == (8, 1)
+    for answer in answers("Doctor"):
+        assert [check["name"] for check in answer["checks"] if not check["ok"]] == []
+
+
+def test_pages_show_the_same_at_both(apart):
+    """One session, as behind a balancer: each page is right, whichever metaserver is asked."""
+    first, second = (service.url for service in apart.metaservers)
+    token = manage(first, TOKEN, "AddToken", name="anna", role="admin")["token"]
+    with httpx.Client(trust_env=False, timeout=20) as browser:
+        until(lambda: browser.post(f"{second}/console/login", data={"token": token, "next": ""}).status_code == 303, "")
+        for page in PAGES:
+            texts = [page_text(browser, url, page.path) for url in (first, second)]
+            assert texts[0] == texts[1], page.title
+        for url in (first, second):
+            until(lambda url=url: "1 dead letter of billing" in page_text(browser, url, ""), "the overview counts it")
+            shown = page_text(browser, url, "")
+            assert "2 of 2 up" in shown and "Lag 8 msg" in shown and "lacks" not in shown
+
+
+def page_text(browser, url, path):
+    """Return a page's text without what passes: rates, ages, and figures of processes."""
+    answer = browser.get(f"{url}/console{path}{PATHS.get(path, '')}")
+    assert answer.status_code == 200, answer.text
+    text = " ".join(re.sub(r"<[^>]*>", " ", answer.text).split())
+    return re.sub(r"\d[\d.]*( %|%| [KMG]B| m?s\b| min| h\b)|\d+\.\d\b|\d\d:\d\d:\d\d", "N", text)

@@ -270,6 +270,17 @@ async def test_slave_of_another_metaserver_shows_no_false_lag(world):
     assert [replica["logEnd"] for replica in status["replicas"]] == [4096, None]
 
 
+async def test_copies_are_compared_at_one_moment(world):
+    """Beside the master's new end, the slave's heartbeat of a second ago seemed 5 KB behind."""
+    await world.running_copies("g1")
+    master, slave = BrokerKey("g1-a", 20881), BrokerKey("g1-b", 20881)
+    for key in (master, slave):
+        world.brokers.states[key] = replace(world.brokers.states[key], log_end=9000)
+    world.liveness._sightings[master].state = replace(world.liveness.last_state(master), has_offsets=False)
+    [group] = await world.done("ListBrokerGroups")
+    assert [(copy["logEnd"], copy["lagBytes"]) for copy in group["copies"]] == [(9000, 0), (9000, 0)]
+
+
 async def test_status_compares_copies(world):
     await world.running_copies("g1")
     key = BrokerKey("g1-b", 20881)
