@@ -250,13 +250,28 @@ class Control(CopyControl[BrokerMaster]):
                 keys, sums = behind.keys(), pb.GroupSums(**behind.sums._asdict())
             async for some in _in_parts(keys, GROUPS_AT_A_TIME):
                 groups += positions.of_groups(node.log, master.connected_to, some, lacking)
+            lengths = node.log.lengths(request.subject) if request.subject and not request.behind_max else []
+            subject_bytes = await asyncio.to_thread(lambda: sum(map(sum, lengths)))
             causes = [master.causes.of((group.subject, group.group)) for group in groups]
             oldest_ms = await asyncio.to_thread(self._timestamps, [group.oldest_offset for group in groups])
         except CorruptFrame as problem:
             await self._being_repaired(problem, context)
         except QmqError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return pb.ConsumersAnswer(groups=map(_group_message, groups, oldest_ms, causes), sums=sums)
+        return pb.ConsumersAnswer(
+            groups=map(_group_message, groups, oldest_ms, causes),
+            sums=sums,
+            subject_bytes=subject_bytes,
+            producers=self._producers(request.subject),
+        )
+
+    def _producers(self, subject: str) -> list[pb.ProducerProgress]:
+        connected = [(acceptor.app, acceptor.connection) for acceptor in self._service.acceptors]
+        return [
+            pb.ProducerProgress(app=app, peer=link.peer, messages=link.produced[subject])
+            for app, link in connected
+            if subject in link.produced
+        ]
 
     def _timestamps(self, offsets: list[int | None]) -> list[int]:
         message_log, found = self._service.node.log, []

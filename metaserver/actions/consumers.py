@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -315,16 +315,27 @@ def _reset_json(answer: pb.ResetOffsetAnswer) -> dict[str, int]:
 
 
 async def _consumers(desk: Desk, words: Words) -> Any:
-    rows, unasked = await _progress(desk, words)
-    offline = desk.registry.directory.offline
-    return {"groups": [_progress_json(name, row, offline) for name, row in rows], "unasked": unasked}
+    answers, unasked = await _answers(desk, words)
+    offline, subject = desk.registry.directory.offline, words["subject"]
+    found = {
+        "groups": [_progress_json(name, row, offline) for name, row in _rows(answers)],
+        "unasked": unasked,
+    }
+    if not subject:
+        return found
+    producers = [
+        {"brokerGroup": name, "app": row.app, "peer": row.peer, "messages": row.messages}
+        for name, answer in sorted(answers.items())
+        for row in answer.producers
+    ]
+    return found | {"bytes": {name: answer.subject_bytes for name, answer in answers.items()}, "producers": producers}
 
 
 async def _lag(desk: Desk, words: Words) -> Any:
     """Sum the progress over broker groups."""
-    rows, unasked = await _progress(desk, words, behind_max=words.number("limit"))
+    answers, unasked = await _answers(desk, words, behind_max=words.number("limit"))
     now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
-    for name, row in rows:
+    for name, row in _rows(answers):
         fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0, "deadLetters": 0}
         fresh |= {"brokerGroups": {}, "causes": {}}
         lag = lags.setdefault((row.subject, row.group), fresh)
@@ -339,17 +350,20 @@ async def _lag(desk: Desk, words: Words) -> Any:
     return {"lag": sorted(lags.values(), key=lambda lag: (-lag["messages"], -lag["deadLetters"])), "unasked": unasked}
 
 
-async def _progress(
+async def _answers(
     desk: Desk, words: Words, *, behind_max: int = 0
-) -> tuple[list[tuple[str, pb.GroupProgress]], dict[str, str]]:
+) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
     subject = words["subject"]
     if subject:
         groups = groups_of_subject(desk, subject, "")
     else:
         groups = [group for _, group in sorted(desk.registry.directory.groups_of(NORMAL).items()) if group.master]
-    answers, unasked = await desk.ask_all(groups, subject, words["group"], behind_max=behind_max)
+    return await desk.ask_all(groups, subject, words["group"], behind_max=behind_max)
+
+
+def _rows(answers: Mapping[str, pb.ConsumersAnswer]) -> list[tuple[str, pb.GroupProgress]]:
     rows = [(name, row) for name, answer in answers.items() for row in answer.groups]
-    return sorted(rows, key=lambda pair: (pair[1].subject, pair[1].group, pair[0])), unasked
+    return sorted(rows, key=lambda pair: (pair[1].subject, pair[1].group, pair[0]))
 
 
 def _progress_json(name: str, row: pb.GroupProgress, offline: frozenset[Offline]) -> dict[str, Any]:

@@ -113,23 +113,36 @@ async def subject_rates(asking: Asking, subject: str, group: str) -> dict[str, A
 
 
 def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer) -> dict[str, Any]:
-    """Return the values of `subject_live.html`, from an answer of Consumers: rates, and each consumer with its own."""
+    """Return the values of `subject_live.html`, from an answer of Consumers: rates, also of each connection."""
     looks: list[Look] = []
     rows, speed = (consumers.data or {}).get("groups", ()), dict[str, float]()
     each = [(row, consumer) for row in rows for consumer in row["consumers"]]
+    producers = [] if group else sorted((consumers.data or {}).get("producers", ()), key=lambda row: -row["messages"])
     if consumers.done and not consumers.data["unasked"]:  # a partial sum would look like a fall
         now = wall_ms()
         looks = asking.looks.note(f"{subject} {group}", Look(now, counts_of(rows)))
         given = {_connection(*pair): pair[1]["delivered"] for pair in each[:CONSUMERS_MAX]}
+        given |= {_sender(row): row["messages"] for row in producers[:CONSUMERS_MAX]}
         steps = per_second(asking.looks.note(f"{subject} {group} consumers", Look(now, given))) if given else []
         speed = dict(steps[-1].values) if steps else {}
     elif consumers.done:
         consumers = Answer(Status.WAIT, "not every broker group answers", data=consumers.data)
     empty = "Counting begins now; the first values come in five seconds."
     shown = [(row, consumer, speed.get(_connection(row, consumer))) for row, consumer in each[:CONSUMERS_MAX]]
-    more = max(len(each) - CONSUMERS_MAX, 0)
-    chart = chart_of(per_second(looks), wall_ms())
-    return {"answer": consumers, "chart": chart, "empty": empty, "each": shown, "more_consumers": more}
+    return {
+        "answer": consumers,
+        "chart": chart_of(per_second(looks), wall_ms()),
+        "empty": empty,
+        "each": shown,
+        "more_consumers": max(len(each) - CONSUMERS_MAX, 0),
+        "producers": [(row, speed.get(_sender(row))) for row in producers[:CONSUMERS_MAX]],
+        "more_producers": max(len(producers) - CONSUMERS_MAX, 0),
+        "subject": subject,
+    }
+
+
+def _sender(row: Mapping[str, Any]) -> str:
+    return f"{row['brokerGroup']} {row['peer']}"
 
 
 def _connection(row: Mapping[str, Any], consumer: Mapping[str, Any]) -> str:
@@ -266,7 +279,8 @@ async def _subject(asking: Asking, subject: str, group: str) -> dict[str, Any]:
     return {
         "lag": lag,
         "count": 0,
-        "facts": facts_of((consumers.data or {}).get("groups", ()), rows),
+        "facts": facts_of((consumers.data or {}).get("groups", ()), rows)
+        | {"bytes": sum((consumers.data or {}).get("bytes", {}).values())},
         "limits": [row for row in limits.data or () if row["group"] in ("*", group) or not group],
         "route": route,
         "clients": clients,

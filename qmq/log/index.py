@@ -23,6 +23,7 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from qmq.codec import Buffer
@@ -95,6 +96,11 @@ class SegmentIndex:
         entries = self._subjects.get(subject)
         return _refs(entries.sequences, entries.offsets, entries.lengths, sequence, most) if entries else []
 
+    def lengths(self, subject: str) -> Sequence[int]:
+        """Return the lengths of all frames of `subject`, for use on a thread."""
+        entries = self._subjects.get(subject)
+        return entries.lengths[:] if entries else ()
+
     def encode(self, end: int) -> bytes:
         """Pack the index of a segment that is complete and ends at `end`."""
         names = sorted(self._subjects, key=str.encode)
@@ -161,6 +167,11 @@ class ClosedIndex:
             sequences, self._offsets[entry : entry + count], self._lengths[entry : entry + count], sequence, most
         )
 
+    def lengths(self, subject: str) -> Sequence[int]:
+        """Return the lengths of all frames of `subject`."""
+        found = self._find(subject)
+        return () if found is None else self._lengths[found[1] : found[1] + found[2]]
+
 
 class Chapters:
     """The segments in which one subject occurs, oldest first. Made by a read far behind, dropped at a roll."""
@@ -219,6 +230,11 @@ class ConsumeLog:
             if len(refs) >= most:
                 return refs
         return refs + self.newest.frames(subject, sequence, most - len(refs))
+
+    def lengths(self, subject: str, base: int) -> list[Sequence[int]]:
+        """Return the lengths of all frames of `subject` in each segment from `base` on."""
+        closed = self._bases[bisect_left(self._bases, base) : -1]
+        return [*(self._closed_index(other).lengths(subject) for other in closed), self.newest.lengths(subject)]
 
     def first_sequence(self, subject: str, base: int) -> int | None:
         """Return the subject's first sequence in the segment at `base` or later ones; None if there is none."""

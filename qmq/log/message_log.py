@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -371,6 +372,15 @@ class MessageLog:
             kept = [ref for ref in refs if ref.offset >= kept_from]
             refs = kept or self._consume_log.frames(subject, refs[-1].end, most)
         return refs
+
+    def lengths(self, subject: str) -> list[Sequence[int]]:
+        """Return the lengths of the subject's frames in each segment, to be summed on a thread.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
+        bases = self.stored.bases
+        return self._consume_log.lengths(subject, segment_at(bases, max(self.state.kept.start, bases[0])))
 
     def first_kept(self, subject: str, base: int) -> int:
         """Return the subject's first sequence in the segment at `base` or behind; its next one if there is none.

@@ -55,6 +55,7 @@ class Connection(asyncio.BufferedProtocol):
         self.received_bytes = 0
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.produced: dict[str, int] = {}
         self.ration = Ration()
         """For a broker's core (qmq.replication.ports.Link)."""
         self._is_read = True

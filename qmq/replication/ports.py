@@ -31,6 +31,8 @@ class Link(Protocol):
 
     sends_on: bool
     """Another process of the installation accepted its messages before, and cannot refuse them any more."""
+    produced: dict[str, int]
+    """Messages stored over it, by subject; kept by `qmq.server.producing`."""
     ration: Ration
     """Remaining allowance of its token for writes."""
 

@@ -43,6 +43,8 @@ _EMPTY = memoryview(b"")
 FSYNC = Durability.FSYNC
 NOT_WITH_IT = "it was not stored with its batch, by the limits of then: send it anew"
 REASON_CHARS = 300
+SUBJECTS_COUNTED = 64
+"""Of each connection: 8 KB."""
 PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
 
@@ -131,6 +133,7 @@ class Producing:
             link.answer(packet, commands.encode_produced(Produced(0, 0, FSYNC, refused)))
             return
         frame = self._append(produce, batch)
+        _count(link.produced, produce.subject, batch.count)
         produced = Produced(frame.first_sequence, batch.count, FSYNC, refused)
         self._hold(link, packet, len(produce.body), frame.end, commands.encode_produced(produced))
 
@@ -250,6 +253,13 @@ class Producing:
         window = self._mastership.settings.window_bytes
         if link.unacked_bytes >= window + min(window, PacketReader.STAGING_BYTES):
             raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait", "window_bytes")
+
+
+def _count(produced: dict[str, int], subject: str, messages: int) -> None:
+    """Count messages of a connection; of many subjects, one that began long ago gives way."""
+    if subject not in produced and len(produced) >= SUBJECTS_COUNTED:
+        del produced[next(iter(produced))]
+    produced[subject] = produced.get(subject, 0) + messages
 
 
 def _ids(batch: Buffer, count: int) -> list[str | None]:

@@ -141,6 +141,7 @@ class Wire:
         self.is_open = True
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.produced: dict[str, int] = {}
         self.ration = Ration()
         self.other: Wire
 

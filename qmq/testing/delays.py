@@ -98,6 +98,7 @@ class Hatch:
         self._opaque = 0
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.produced: dict[str, int] = {}
         self.ration = Ration()
 
     # For the delay servers.

@@ -59,9 +59,18 @@ def _consumers(data: Any) -> Iterable[Block]:
     if consumers:
         yield ""
         yield Table(_CONSUMER, consumers)
+    if data.get("producers"):
+        yield ""
+        yield Table(_PRODUCER, data["producers"])
     yield from _unasked(data)
 
 
+_PRODUCER = (
+    Column("PRODUCER", "app"),
+    Column("BROKER GROUP", "brokerGroup", drop=1),
+    Column("MESSAGES", "messages"),
+    Column("FROM", "peer", drop=2),
+)
 _CONSUMER = (
     Column("CONSUMER", "consumer"),
     Column("SUBJECT", "subject"),

@@ -5,7 +5,7 @@ const RENEW_MS = 5000;
 
 // On a telephone a row becomes a card; each cell then shows the heading of its column.
 function label(root) {
-  for (const table of root.querySelectorAll("table")) {
+  for (const table of root.querySelectorAll("table:not(.pairs)")) {
     const names = [...table.querySelectorAll("thead th")].map(cell => cell.textContent.trim());
     if (!names.length || table.querySelector("[rowspan]")) continue;
     table.classList.add("cards");

@@ -54,6 +54,7 @@ class End:
         self.writable = True
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.produced: dict[str, int] = {}
         self.ration = Ration()
         self.is_open = True
         self.is_dead = False

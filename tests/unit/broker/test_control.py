@@ -14,6 +14,7 @@ from qmq.dead_letters import REDRIVER
 from qmq.errors import DiskFailed
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, Scope, TokenRole
+from qmq.server.producing import SUBJECTS_COUNTED
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
 from tests.unit.broker.limited import hours_pass
@@ -41,7 +42,7 @@ class Port:
         self.ended: list[Exception] = []
         self.caller = Caller("t", TokenRole.CLIENT, Scope(subjects))
         self.service = SimpleNamespace(
-            node=broker.node, guarded=lambda call: (call(), then())[0], fail=self.ended.append
+            acceptors={}, node=broker.node, guarded=lambda call: (call(), then())[0], fail=self.ended.append
         )
 
     def ask(self, name: str, request):
@@ -330,6 +331,35 @@ def test_groups_are_counted_without_an_index(monkeypatch):
     look = group.a.log.frames
     monkeypatch.setattr(group.a.log, "frames", lambda *at: frames.append(at) or look(*at))
     assert len(consumers(group, behind_max=2)) == 2 and len(frames) <= 2 * 3
+
+
+def test_size_of_a_subject_is_that_of_its_frames():
+    group = stored(tail_bytes=0)
+
+    def size(**fields) -> int:
+        return Port(group.a).ask("Consumers", pb.ConsumersRequest(**fields)).subject_bytes
+
+    lengths = [ref.length for ref in group.a.log.frames("s", 0, COUNT)]
+    assert size(subject="s") == sum(lengths) > 900 * COUNT
+    assert size(subject="t") == size() == size(subject="s", behind_max=5) == 0
+    group.a.log.state.kept.start = group.a.log.bases[1]
+    left = len(group.a.log.frames("s", 0, COUNT))
+    assert size(subject="s") == sum(lengths[-left:]) < sum(lengths), "without what retention decided to delete"
+    drop_old_segments(group)
+    assert size(subject="s") == sum(ref.length for ref in group.a.log.frames("s", 0, COUNT))
+
+
+def test_producers_are_listed_with_their_messages():
+    group = stored()
+    port, (shop, quiet) = Port(group.a), (group.client("shop"), group.client("quiet"))
+    shop.store("x1", "x2")
+    shop.store("x3", subject="t")
+    port.service.acceptors = [SimpleNamespace(app=link.peer, connection=link) for link in (shop.link, quiet.link)]
+    (row,) = port.ask("Consumers", pb.ConsumersRequest(subject="s")).producers
+    assert (row.app, row.peer, row.messages) == ("shop", shop.link.peer, 2)
+    for number in range(SUBJECTS_COUNTED):
+        shop.store("y", subject=f"t{number}")
+    assert len(shop.link.produced) == SUBJECTS_COUNTED and "s" not in shop.link.produced
 
 
 def test_listing_many_groups_yields(monkeypatch):

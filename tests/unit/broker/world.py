@@ -64,6 +64,7 @@ class FakeLink:
         self.peer, self.writable, self.is_open, self.reason = peer, True, True, ""
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.produced: dict[str, int] = {}
         self.ration = Ration()
         self.answers: dict[int, tuple[int, bytes]] = {}
         self.order: list[int] = []

@@ -160,7 +160,7 @@ class Brokers:
     def __init__(self):
         self.states = {}
         self.progress = {}
-        self.sums = None
+        self.sums, self.subject_bytes, self.producers = None, 0, []
         self.silent = set()
         self.resets = []
         self.cancelled = []
@@ -222,7 +222,12 @@ class Brokers:
         if behind_max:
             rows = [row for row in rows if row.lag or row.dead_letters]
             rows = sorted(rows, key=lambda row: (-row.lag, -row.dead_letters))[:behind_max]
-        return pb.ConsumersAnswer(groups=rows, sums=self.sums if behind_max else None)
+        return pb.ConsumersAnswer(
+            groups=rows,
+            sums=self.sums if behind_max else None,
+            subject_bytes=self.subject_bytes,
+            producers=self.producers,
+        )
 
     async def dead_letters(self, broker, *, subject, group, to="", at=(), source=""):
         self._reach(broker)

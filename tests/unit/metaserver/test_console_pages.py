@@ -217,7 +217,7 @@ async def test_delayed_page_shows_late_messages(console):
     assert "Nothing is late" in page and "Not asked: d2" in page and "2001-09-09 01:46:40" in page
     assert "<script>" not in page and "/change?action=CancelDelayed" in page
     text = await console.read("/delayed")
-    assert "2001-09-09 01:46:40 report nightly end… nightly shop 0 3 * * * Europe/Berlin d1" in text
+    assert "2001-09-09 01:46:40 report nightly shop 0 3 * * * Europe/Berlin d1 end… nightly" in text
     assert "ids=recurring%3Anightly" in page and "There are more: name a subject or an owner" in text
     group |= {"dueMessages": 1500, "dueAgeMs": 61_000}
     assert "1,500 messages are due and not sent yet, the oldest for 1 min 1 s" in await console.read("/delayed")
@@ -364,6 +364,23 @@ async def test_subject_page_draws_its_lag(console):
     page = await console.see("/consumers", subject="s", group="billing")
     assert "Lag in messages in the last" in page and "Consumer group of" in page
     assert "expire after 1 h" in text_of(page) and "billing: 41" in text_of(page)
+
+
+async def test_subject_page_shows_its_size_and_producers(console, monkeypatch):
+    await console.running_copies("g1")
+    await console.routed("s")
+    console.brokers.progress = {"g1": [left("s", "billing", 40)]}
+    console.brokers.subject_bytes = 5_210_000
+    shop = pb.ProducerProgress(app="shop", peer="10.0.0.5:4711", messages=100)
+    console.brokers.producers = [pb.ProducerProgress(app="cron", peer="10.0.0.6:1", messages=7), shop]
+    now = [wall_ms()]
+    monkeypatch.setattr("qmq.metaserver.console.pages.wall_ms", lambda: now[0])
+    assert "Size of each copy 5.21 MB" in await console.read("/consumers", subject="s")
+    shop.messages, now[0] = 400, now[0] + 10_000
+    answer = await console.browser.get("/console/rates", params={"subject": "s"})
+    text = text_of(answer.text)
+    assert "10.0.0.5:4711 shop g1 30.0 400 10.0.0.6:1 cron g1 0.0 7" in text
+    assert "shop" not in await console.read("/consumers", subject="s", group="billing"), "they produce for all groups"
 
 
 async def test_definitions_are_exported_and_imported(console):
