@@ -16,11 +16,11 @@ from qmq.types import Endpoint
 TEMPLATE = Path(__file__).with_name("nginx.conf")
 
 
-def nginx_conf(listen: str, metaservers: Iterable[str]) -> str:
+def nginx_conf(listen: str | Iterable[str], metaservers: Iterable[str]) -> str:
     """Return the configuration.
 
     Args:
-        listen: nginx' port, or address:port.
+        listen: nginx' port, or address:port; several for IPv4 and IPv6.
         metaservers: HTTP address:port of each.
 
     Raises:
@@ -29,18 +29,26 @@ def nginx_conf(listen: str, metaservers: Iterable[str]) -> str:
     addresses = [str(Endpoint.parse(address)) for address in metaservers]
     if not addresses:
         raise QmqError("name at least one metaserver, better two: --metaserver HOST:PORT")
-    Endpoint.parse(listen if ":" in listen else f"any:{listen}")
+    listens = [listen] if isinstance(listen, str) else list(listen)
+    for place in listens:
+        Endpoint.parse(place if ":" in place else f"any:{place}")
     servers = "\n".join(f"    server {address} max_fails=1 fail_timeout=2s;" for address in addresses)
-    return TEMPLATE.read_text().replace("{{servers}}", servers).replace("{{listen}}", listen)
+    return (
+        TEMPLATE.read_text()
+        .replace("{{servers}}", servers)
+        .replace("{{listens}}", "\n".join(f"    listen {place};" for place in listens))
+    )
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="qmq nginx", description="nginx in front of the metaservers.")
-    parser.add_argument("--listen", default="8080", help="port, or address:port; default: 8080")
+    parser.add_argument(
+        "--listen", action="append", help="port, or address:port; repeat it for IPv6, as in [::]:8080; default: 8080"
+    )
     parser.add_argument("--metaserver", action="append", default=[], help="HTTP address:port of one; repeat it")
     options = parser.parse_args(arguments)
     try:
-        print(nginx_conf(options.listen, options.metaserver), end="")
+        print(nginx_conf(options.listen or "8080", options.metaserver), end="")
     except (QmqError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

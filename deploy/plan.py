@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from qmq.crc import of_known_fields
 from qmq.errors import NotServed
+from qmq.http_port import listen
 from qmq.types import Endpoint
 
 HOST = "127.0.0.1"
@@ -79,12 +79,10 @@ class Plan:
 
 
 def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
+    try:
+        listen(HOST, port).close()
+    except OSError:
+        return False
     return True
 
 

@@ -20,7 +20,7 @@ from qmq.client.producer import Producer
 from qmq.control_plane import NO_PROBE, SERVER_OPTIONS
 from qmq.descriptors import limit, meta_ports, raise_limit, report
 from qmq.errors import OperatorError, QmqError
-from qmq.http_port import HttpPort, listen
+from qmq.http_port import HttpPort, bind_address, listen
 from qmq.logs import configure
 from qmq.memory import collect_by_the_clock
 from qmq.message import Message
@@ -164,7 +164,7 @@ class Metaserver:
         )
 
     async def _send(self, message: Message) -> Receipt:
-        address = f"http://{self._at(self.http_port)}"
+        address = f"http://{self._http}"
         token = self._settings.cluster_token
         async with Producer(metaserver=address, token=token, app="console", timeout_s=SEND_S) as producer:
             return await producer.send(message)
@@ -176,7 +176,7 @@ class Metaserver:
             CannotServe, DatabaseUnusable: the text holds the reason and the remedy.
         """
         await self._learn()
-        rpc_server, http = self._open_ports()
+        rpc_server, http = await self._open_ports()
         upkeep = Upkeep(self.registry, self._brokers, self._snapshots, self._row(), poll_ms=self._settings.poll_ms)
         rpc = MetaserverRpc(
             self.registry,
@@ -250,18 +250,19 @@ class Metaserver:
             return  # another metaserver was first, and prints its own token
         print(f"first admin token, shown only now: {text}", flush=True)
 
-    def _open_ports(self) -> tuple[grpc.aio.Server, HttpPort]:
+    async def _open_ports(self) -> tuple[grpc.aio.Server, HttpPort]:
         settings = self._settings
         acceptor = make_acceptor(self._access, self._refusals)
         ports = meta_ports(limit(), CLIENTS_MAX)
         bound = ("grpc.max_allowed_incoming_connections", ports.clients)
         rpc_server = grpc.aio.server(interceptors=[acceptor], options=[*RPC_OPTIONS, bound])
         try:
-            self.grpc_port = rpc_server.add_insecure_port(str(Endpoint(settings.host, settings.grpc_port)))
-        except RuntimeError as error:
+            host = await bind_address(settings.host)
+            self.grpc_port = rpc_server.add_insecure_port(str(Endpoint(host, settings.grpc_port)))
+        except (RuntimeError, OSError) as error:
             raise CannotServe(_port_taken(settings.host, settings.grpc_port, "grpc_port")) from error
         try:
-            listener = listen(settings.host, settings.http_port)
+            listener = listen(host, settings.http_port)
         except OSError as error:
             raise CannotServe(_port_taken(settings.host, settings.http_port, "http_port")) from error
         self.http_port = listener.getsockname()[1]
@@ -278,10 +279,16 @@ class Metaserver:
         await asyncio.gather(rpc_server.stop(STOP_S), asyncio.sleep(MOVE_S))
 
     def _row(self) -> MetaserverRow:
-        return MetaserverRow(self.id, self._at(self.http_port), self._at(self.grpc_port), 0, VERSION)
+        return MetaserverRow(self.id, str(self._http), str(self._grpc), 0, VERSION)
 
-    def _at(self, port: int) -> str:
-        return str(Endpoint(self._settings.advertised, port))
+    @property
+    def _http(self) -> Endpoint:
+        """Return the address that others connect to."""
+        return Endpoint(self._settings.advertised, self._settings.advertised_http_port or self.http_port)
+
+    @property
+    def _grpc(self) -> Endpoint:
+        return Endpoint(self._settings.advertised, self._settings.advertised_grpc_port or self.grpc_port)
 
     @property
     def is_hanging(self) -> bool:
@@ -307,7 +314,7 @@ class Metaserver:
             self._access,
             self._metrics,
             self._refusals,
-            address=self._at(self.grpc_port),
+            address=str(self._grpc),
             database_trouble=lambda: self._database.trouble,
             is_stopping=lambda: self.registry.is_stopping,
             limits=limits,

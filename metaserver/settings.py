@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from qmq.access import Token, token_text
 from qmq.logs import FORMATS, LEVELS
-from qmq.settings import InvalidSettings, setting
+from qmq.settings import InvalidSettings, advertising_complaints, setting
+from qmq.types import Host
 
 CLUSTER_TOKEN_CHARS_MIN = 8
 CLUSTER_NAME = r"[A-Za-z0-9._-]{1,64}"
@@ -22,10 +23,16 @@ CLUSTER_NAME = r"[A-Za-z0-9._-]{1,64}"
 class MetaserverSettings:
     """Settings of one metaserver process."""
 
-    host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
+    host: Host = setting("127.0.0.1", why="address to listen on; 0.0.0.0 or :: for all")
     http_port: int = setting(8080, least=0, most=65535, why="/meta/address, /management, /metrics; 0: a free port")
     grpc_port: int = setting(8081, least=0, most=65535, why="brokers and clients; 0: a free port")
-    advertised_ip: str = setting("", why="address that /meta/address gives to brokers and clients; default: host")
+    advertised_ip: Host = setting(
+        "", why="host name or IP address that /meta/address gives to brokers and clients; default: host"
+    )
+    advertised_http_port: int = setting(
+        0, least=0, most=65535, why="port that others connect to instead, as behind NAT; 0: http_port"
+    )
+    advertised_grpc_port: int = setting(0, least=0, most=65535, why="the same for grpc_port")
     database: str = setting(
         "sqlite:///metaserver.db", secret=True, why="SQLAlchemy URL; tables are made and migrated at start"
     )
@@ -63,7 +70,7 @@ class MetaserverSettings:
     )
     oidc_name_claim: str = setting("preferred_username", why="claim that names a person in the audit trail; else sub")
     trusted_proxies: tuple[str, ...] = setting(
-        ("127.0.0.1",), why="addresses and networks of nginx: whose X-Forwarded-For counts, for the audit trail"
+        ("127.0.0.1", "::1"), why="addresses and networks of nginx: whose X-Forwarded-For counts, for the audit trail"
     )
     new_subjects_per_minute: int = setting(
         10_000, least=1, most=10_000_000, why="of one token's clients, so that none fills the tables"
@@ -127,8 +134,7 @@ class MetaserverSettings:
             token = token_text(key)
             if token and (len(token) < CLUSTER_TOKEN_CHARS_MIN or not token.isascii() or not token.isprintable()):
                 complaints.append(f"{name}: fewer than {CLUSTER_TOKEN_CHARS_MIN} characters, or others than ASCII's")
-        if not self.advertised_ip and self.host in ("0.0.0.0", "::"):
-            complaints.append(f"advertised_ip: missing; with host {self.host} it must say which address others use")
+        complaints += advertising_complaints(self.host, self.advertised_ip)
         if not re.fullmatch(CLUSTER_NAME, self.cluster):
             complaints.append(f"cluster: {self.cluster!r} is no name; use 1 to 64 letters, digits, '.', '_' and '-'")
         if self.groups_per_subject_new < self.groups_per_subject_min:

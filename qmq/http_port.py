@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qmq.descriptors import HTTP_MAX
+from qmq.types import Host, plain_peer
 
 HEAD_S = 10.0
 """A client sends the head of a request within milliseconds."""
@@ -46,6 +47,8 @@ class Connection(H11Protocol):
             transport.abort()
             return
         super().connection_made(transport)
+        if self.client is not None:
+            self.client = (plain_peer(self.client[0]), self.client[1])  # compared with the trusted proxies
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -91,8 +94,21 @@ class Connection(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0: a free one. Raises OSError: another program has the port."""
-    return socket.create_server((host, port), backlog=1024)
+    """Return a listening socket; port 0: a free one; `::` takes IPv4 too. Raises OSError: the port is taken.
+
+    Args:
+        host: an IP address; see `bind_address`.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=host == "::")
+
+
+async def bind_address(host: str) -> str:
+    """Return the IP address of a host to listen on; of a name, an IPv4 one if there is any. Raises OSError."""
+    if Host(host).address is not None:
+        return host
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 class HttpPort:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from qmq.access import Token, TokenFile, read_token_file
 from qmq.errors import AccessError, CallError
+from qmq.types import Host
 
 T = TypeVar("T")
 REQUIRED: Any = dataclasses.MISSING
@@ -42,6 +43,14 @@ def setting(
     """Declare a field of a settings dataclass; `why`: its purpose, and the origin of the default."""
     metadata = {"why": why, "unit": unit, "least": least, "most": most, "one_of": one_of, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
+
+
+def advertising_complaints(host: str, advertised: str) -> Iterator[str]:
+    """Yield why others cannot connect to a process that listens on `host` and advertises `advertised`, or `host`."""
+    if not advertised and Host(host).is_any:
+        yield f"advertised_ip: missing; host {host} stands for all addresses: set the one that others connect to"
+    if advertised and Host(advertised).is_any:
+        yield f"advertised_ip: others cannot connect to {advertised}; set the address of this machine"
 
 
 SECRET = "set, not shown"

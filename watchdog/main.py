@@ -14,10 +14,9 @@ from qmq.access import keep_private
 from qmq.client.numbered_sender import NumberedSender
 from qmq.descriptors import limit, raise_limit, watchdog_ports
 from qmq.errors import QmqError
-from qmq.http_port import HttpPort, listen
+from qmq.http_port import HttpPort, bind_address, listen
 from qmq.logs import configure
 from qmq.settings import InvalidSettings, load
-from qmq.types import Endpoint
 from qmq.watchdog.acceptor import Acceptor
 from qmq.watchdog.leader import Leader
 from qmq.watchdog.meta_link import MetaLink
@@ -32,8 +31,8 @@ APP = "watchdog"
 
 async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
     """Run until `stop`; return whether a call to a database still hangs. Raise OSError if the port is taken."""
-    listener, ports = listen(settings.host, settings.http_port), watchdog_ports(limit())
-    address = str(Endpoint(settings.advertised, listener.getsockname()[1]))
+    listener, ports = listen(await bind_address(settings.host), settings.http_port), watchdog_ports(limit())
+    address = settings.advertised(listener.getsockname()[1])
     link = MetaLink(settings)
     async with NumberedSender(metaserver=settings.metaserver, token=settings.token, app=APP) as sender:
         leader = Leader(settings, link, sender, address)

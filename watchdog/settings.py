@@ -10,9 +10,10 @@ from qmq.errors import CallError, InvalidName
 from qmq.logs import FORMATS, LEVELS
 from qmq.outbox.drain_plan import Limits
 from qmq.outbox.table import DEFAULT_TABLE, table_name
-from qmq.settings import InvalidSettings, setting
+from qmq.settings import InvalidSettings, advertising_complaints, setting
 from qmq.sql_drivers import Tls
 from qmq.subjects import check_name
+from qmq.types import Endpoint, Host
 
 MARIADB, POSTGRESQL, SQLITE = "mariadb", "postgresql", "sqlite"
 KINDS = {"mmm": MARIADB, "mysql": MARIADB, "mariadb": MARIADB, "postgresql": POSTGRESQL, "sqlite": SQLITE}
@@ -71,9 +72,14 @@ class WatchdogSettings:
         secret=True, why="key of the installation: the metaserver gives passwords of databases only to its holders"
     )
     room: str = setting("default", why="namespace: it scans the databases registered with this room")
-    host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
+    host: Host = setting("127.0.0.1", why="address to listen on; 0.0.0.0 or :: for all")
     http_port: int = setting(8090, least=0, most=65535, why="/metrics, /health, requests of tools.sh; 0: a free port")
-    advertised_ip: str = setting("", why="address for tools.sh; default: host")
+    advertised_ip: Host = setting(
+        "", why="host name or IP address that metaservers and Prometheus connect to; default: host"
+    )
+    advertised_http_port: int = setting(
+        0, least=0, most=65535, why="port that they connect to instead, as behind NAT; 0: http_port"
+    )
     log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
     log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
@@ -113,11 +119,10 @@ class WatchdogSettings:
     )
 
     def __post_init__(self) -> None:
-        complaints = []
+        complaints: list[str] = []
         if self.beat_ms * 3 > self.lease_ms:
             complaints.append("beat_ms: a lease must outlast three beats, or one that is late loses it")
-        if not self.advertised_ip and self.host in ("0.0.0.0", "::"):
-            complaints.append(f"advertised_ip: missing; with host {self.host} it must say which address others use")
+        complaints += advertising_complaints(self.host, self.advertised_ip)
         try:
             check_name("room", self.room)
         except InvalidName as error:
@@ -125,9 +130,9 @@ class WatchdogSettings:
         if complaints:
             raise InvalidSettings(complaints)
 
-    @property
-    def advertised(self) -> str:
-        return self.advertised_ip or self.host
+    def advertised(self, http_port: int) -> str:
+        """Return the address that others connect to. `http_port`: the port it listens on."""
+        return str(Endpoint(self.advertised_ip or self.host, self.advertised_http_port or http_port))
 
     def limits(self, rate: int) -> Limits:
         """Return the bounds of one drain."""

@@ -60,7 +60,7 @@ class Node(Generic[M]):
         self.identity = identity
         self._settings = settings
         self._promote = promote
-        self._name = f"{settings.hostname}:{settings.serve_port}"
+        self._name = f"{settings.hostname}:{settings.advertised.serve_port}"
         self.clocks = Clocks(settings.clock_difference_ms_max)
         self._disagreement = ""
         self.is_disk_full = False

@@ -7,19 +7,28 @@ from pathlib import Path
 
 from qmq.access import Token
 from qmq.logs import FORMATS, LEVELS
-from qmq.settings import setting
+from qmq.replication.assignment import Address
+from qmq.settings import InvalidSettings, setting
+from qmq.types import Host
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CopySettings:
-    hostname: str = setting(why="name under which AddBroker knows this process, together with serve_port")
-    ip: str = setting("127.0.0.1", why="address that clients and the other broker connect to; also listened on")
+    hostname: str = setting(why="name under which AddBroker knows this process, together with its serve port")
+    ip: Host = setting("127.0.0.1", why="host name or IP address that all others connect to; AddBroker's --ip")
+    bind: Host = setting("", why="IP address to listen on; 0.0.0.0 or :: for all; default: ip, if that is no name")
     serve_port: int = setting(20881, least=1, most=65535, why="TCP port for clients; QMQ's default")
     sync_port: int = setting(20882, least=1, most=65535, why="TCP port for the slave; QMQ's default")
     control_port: int = setting(20883, least=1, most=65535, why="gRPC port for metaserver, tools, repair and Spark")
     metrics_port: int = setting(20884, least=1, most=65535, why="HTTP port of /metrics")
+    advertised_serve_port: int = setting(
+        0, least=0, most=65535, why="port that others connect to instead, as behind NAT; AddBroker's; 0: serve_port"
+    )
+    advertised_sync_port: int = setting(0, least=0, most=65535, why="the same for sync_port")
+    advertised_control_port: int = setting(0, least=0, most=65535, why="the same for control_port")
+    advertised_metrics_port: int = setting(0, least=0, most=65535, why="the same for metrics_port")
     metrics_subjects_max: int = setting(
         2000, least=0, most=1_000_000, why="subjects and consumer groups on that page, those with most; all are counted"
     )
@@ -96,3 +105,28 @@ class CopySettings:
     inline_sync_us_max: float = setting(
         500.0, unit="us", least=0, why="fsyncs known to be faster than this run on the loop: no thread hop"
     )
+
+    def __post_init__(self) -> None:
+        ip, complaints = Host(self.ip), []
+        if ip.is_any:
+            complaints.append(f"ip: others cannot connect to {ip}; set bind = {ip}, and ip to this machine's address")
+        if self.bind and Host(self.bind).address is None:
+            complaints.append(f"bind: {self.bind} is a name; use an IP address, or 0.0.0.0 or :: for all")
+        if not self.bind and ip.address is None:
+            complaints.append(f"bind: missing; ip is a name, {ip}. Set the address to listen on, or 0.0.0.0 or ::")
+        if complaints:
+            raise InvalidSettings(complaints)
+
+    @property
+    def listen_on(self) -> str:
+        return str(self.bind or self.ip)
+
+    @property
+    def advertised(self) -> Address:
+        """Return the address that others connect to; its serve port is part of the broker's name."""
+        return Address(
+            str(self.ip),
+            self.advertised_serve_port or self.serve_port,
+            self.advertised_sync_port or self.sync_port,
+            self.advertised_control_port or self.control_port,
+        )

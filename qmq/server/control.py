@@ -60,11 +60,13 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._service.bounds.control)],
         )
         self.add_to(server)
-        address = str(Endpoint(self._settings.ip, self._settings.control_port))
+        address = str(Endpoint(self._settings.listen_on, self._settings.control_port))
         try:
             server.add_insecure_port(address)
         except RuntimeError as error:
-            raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None
+            raise NotServed(
+                f"cannot listen on {address}: {error}; stop its user, or set another port or bind"
+            ) from None
         await server.start()
         try:
             await server.wait_for_termination()

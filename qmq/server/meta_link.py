@@ -63,7 +63,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         chain=message_log.chain,
         readonly_reasons=node.readonly_reasons,
         hostname=settings.hostname,
-        serve_port=settings.serve_port,
+        serve_port=settings.advertised.serve_port,
         writable=node.writable,
         durability=settings.durability,
         incarnation=node.identity.value.incarnation,
@@ -162,15 +162,15 @@ class MetaLink:
             raise NotServed(cause_of(error)) from None
 
     async def _live(self, stub: MetaserverStub) -> None:
-        settings = self._settings
+        settings, at = self._settings, self._settings.advertised
         identity = pb.BrokerIdentity(
             broker_group=self._service.node.identity.value.group,
             hostname=settings.hostname,
-            ip=settings.ip,
-            serve_port=settings.serve_port,
-            sync_port=settings.sync_port,
-            control_port=settings.control_port,
-            metrics_port=settings.metrics_port,
+            ip=at.ip,
+            serve_port=at.serve_port,
+            sync_port=at.sync_port,
+            control_port=at.control_port,
+            metrics_port=settings.advertised_metrics_port or settings.metrics_port,
             incarnation=self._service.node.identity.value.incarnation,
             version=VERSION,
             kind=self._kind,

@@ -286,7 +286,9 @@ def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySe
             collector.readiness,
             lambda: states(service.node, now_ms=service.monotonic_ms()),
         )
-        return HttpPort(http.app(), listen(settings.ip, settings.metrics_port), connections_max=service.bounds.http)
+        return HttpPort(
+            http.app(), listen(settings.listen_on, settings.metrics_port), connections_max=service.bounds.http
+        )
     except OSError as error:
-        address = Endpoint(settings.ip, settings.metrics_port)
-        raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None
+        address = Endpoint(settings.listen_on, settings.metrics_port)
+        raise NotServed(f"cannot listen on {address}: {error}; stop its user, or set another port or bind") from None

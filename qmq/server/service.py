@@ -169,11 +169,13 @@ class Service(Generic[M]):
                 tasks.create_task(self._sweep(disk))
 
     async def _listen(self, port: Port) -> asyncio.Server:
-        at = Endpoint(self._settings.ip, port.number)
+        host = self._settings.listen_on
+        hosts = ["0.0.0.0", host] if host == "::" else host  # asyncio's socket for `::` takes no IPv4
         try:
-            server = await self._loop.create_server(lambda: self._accept(port), self._settings.ip, port.number)
+            server = await self._loop.create_server(lambda: self._accept(port), hosts, port.number)
         except OSError as error:
-            raise NotServed(f"cannot listen on {at}: {error}; stop what uses it, or set another port") from None
+            at = Endpoint(host, port.number)
+            raise NotServed(f"cannot listen on {at}: {error}; stop its user, or set another port or bind") from None
         for sock in server.sockets:
             notice_dead_peers(sock)
         return server

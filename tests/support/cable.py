@@ -13,9 +13,9 @@ PIECE_BYTES = 65_536
 class Cable:
     """Listens on its own port and carries every connection to the server's port."""
 
-    def __init__(self, server_port: int) -> None:
-        self._server_port = server_port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, server_port: int, server_host: str = "127.0.0.1", port: int = 0) -> None:
+        self._server = (server_host, server_port)
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
         self.cut_questions = False
         """Cut a connection once, before the client's next bytes reach the server."""
@@ -33,6 +33,7 @@ class Cable:
         self._is_delivered = threading.Event()
         self._is_lost = False
         self._carried: set[tuple[socket.socket, socket.socket]] = set()
+        self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def deliver(self, *, lost: bool = False) -> None:
@@ -61,7 +62,7 @@ class Cable:
             except OSError:
                 return
             try:
-                server = socket.create_connection(("127.0.0.1", self._server_port))
+                server = socket.create_connection(self._server)
             except OSError:
                 client.close()  # no server at this moment
                 continue
@@ -73,6 +74,7 @@ class Cable:
         """
         with client, server:
             generation = self._generation
+            self.connections += 1
             self._carried.add((client, server))
             answers = threading.Thread(target=self._answers, args=(client, server, generation), daemon=True)
             answers.start()
@@ -123,8 +125,8 @@ class Cable:
 
 
 @contextmanager
-def cable_to(server_port: int) -> Iterator[Cable]:
-    cable = Cable(server_port)
+def cable_to(server_port: int, server_host: str = "127.0.0.1", port: int = 0) -> Iterator[Cable]:
+    cable = Cable(server_port, server_host, port)
     try:
         yield cable
     finally:

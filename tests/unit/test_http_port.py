@@ -17,17 +17,18 @@ from starlette.routing import Route
 
 from qmq import http_port
 from qmq.errors import AccessError, NotServed
-from qmq.http_port import HttpPort, listen, shown_token
+from qmq.http_port import HttpPort, bind_address, listen, shown_token
 from qmq.rights import Caller, TokenRole
 from qmq.server.http import CopyHttp
+from qmq.types import Endpoint
 
 HALF_OPEN = 300
 WAIT_S = 30
 
 
 @asynccontextmanager
-async def port_of(app, **options):
-    listener = listen("127.0.0.1", 0)
+async def port_of(app, host="127.0.0.1", **options):
+    listener = listen(host, 0)
     running = asyncio.create_task(HttpPort(app, listener, **options).run())
     try:
         yield listener.getsockname()[1]
@@ -37,9 +38,9 @@ async def port_of(app, **options):
             await running
 
 
-async def get(port, path="/", **headers):
+async def get(port, path="/", host="127.0.0.1", **headers):
     async with httpx.AsyncClient(trust_env=False, timeout=WAIT_S) as client:
-        return await client.get(f"http://127.0.0.1:{port}{path}", headers=headers)
+        return await client.get(f"http://{Endpoint(host, port)}{path}", headers=headers)
 
 
 async def opened(port, begun=b"GET / HT"):
@@ -50,6 +51,23 @@ async def opened(port, begun=b"GET / HT"):
 
 async def ok(request):
     return PlainTextResponse("ok")
+
+
+async def peer(request):
+    return PlainTextResponse(request.client.host)
+
+
+async def test_any_ipv6_address_takes_ipv4_too():
+    """The caller has its IPv4 address, which is compared with `trusted_proxies`."""
+    async with port_of(Starlette(routes=[Route("/", peer)]), "::", trusted_proxies=["127.0.0.1"]) as port:
+        forwarded = {"x-forwarded-for": "fd00::9"}
+        shown = [(await get(port, host=host, **forwarded)).text for host in ("127.0.0.1", "::1")]
+    assert shown == ["fd00::9", "::1"], "only the first is a trusted proxy"
+
+
+@pytest.mark.parametrize(("host", "address"), [("localhost", "127.0.0.1"), ("::", "::"), ("10.0.0.1", "10.0.0.1")])
+async def test_name_to_listen_on_is_looked_up(host, address):
+    assert await bind_address(host) == address
 
 
 async def test_each_answer_has_a_date():

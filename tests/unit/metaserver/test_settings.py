@@ -20,7 +20,7 @@ def test_only_the_cluster_token_must_be_given():
 
 
 def test_local_proxy_is_trusted():
-    assert read(**TOKEN).trusted_proxies == ("127.0.0.1",)
+    assert read(**TOKEN).trusted_proxies == ("127.0.0.1", "::1")
     more = read(**TOKEN, QMQ_METASERVER_TRUSTED_PROXIES="10.0.0.7, 10.1.0.0/16,::1")
     assert more.trusted_proxies == ("10.0.0.7", "10.1.0.0/16", "::1")
     assert read(**TOKEN, QMQ_METASERVER_TRUSTED_PROXIES="").trusted_proxies == ()
@@ -33,6 +33,10 @@ def test_local_proxy_is_trusted():
         pytest.param({"QMQ_METASERVER_CLUSTER_TOKEN": ""}, "cluster_token: '' is no text", id="empty token"),
         pytest.param({"QMQ_METASERVER_CLUSTER_TOKEN": "short"}, "cluster_token: fewer", id="short token"),
         pytest.param(TOKEN | {"QMQ_METASERVER_HOST": "0.0.0.0"}, "advertised_ip", id="any host, no address"),
+        pytest.param(TOKEN | {"QMQ_METASERVER_HOST": "[::]"}, "advertised_ip: missing", id="any IPv6 host"),
+        pytest.param(TOKEN | {"QMQ_METASERVER_ADVERTISED_IP": "::"}, "others cannot connect to ::", id="any address"),
+        pytest.param(TOKEN | {"QMQ_METASERVER_ADVERTISED_IP": "a b"}, "advertised_ip: 'a b' is no host", id="no host"),
+        pytest.param(TOKEN | {"QMQ_METASERVER_HOST": "::1:8080:"}, "host: .* is no IPv6 address", id="no address"),
         pytest.param(TOKEN | {"QMQ_METASERVER_SWAP_HOLD_MS": "1000"}, "swap_hold_ms", id="hold too short"),
         pytest.param(TOKEN | {"QMQ_METASERVER_CLUSTER": 'a"b'}, "cluster: .* is no name", id="no label"),
         pytest.param(TOKEN | {"QMQ_METASERVER_HTTP_PORT": "70000"}, "http_port", id="port too large"),
