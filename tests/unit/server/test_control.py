@@ -103,7 +103,7 @@ async def test_control_port_bounds_its_connections():
     """Foreign connections must not use up the file descriptors of a process that writes a log."""
     (port,) = free_ports(1)
     settings = SimpleNamespace(
-        ip="127.0.0.1", control_port=port, read_log_bytes_per_s=1_024, catch_up_bytes_per_s=1_024
+        listen_on="127.0.0.1", control_port=port, read_log_bytes_per_s=1_024, catch_up_bytes_per_s=1_024
     )
 
     serving = asyncio.create_task(CopyControl(SimpleNamespace(bounds=Ports(0, control=2)), settings, None).serve())
