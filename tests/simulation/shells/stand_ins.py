@@ -21,6 +21,7 @@ from unittest import mock
 import grpc.aio
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, event
 
 from qmq.client.batch import BatchLife
 from qmq.client.session_life import SessionLife
@@ -205,9 +206,27 @@ def _patches(loop: VirtualLoop, network: Network, make_disk: Any, dice: Random) 
         mock.patch("qmq.metaserver.main.build_app", Nothing),
         mock.patch("qmq.metaserver.main.listen", Nothing),
         mock.patch("qmq.metaserver.storage.engine.ScriptDirectory", Scripts),
+        mock.patch("qmq.client.lifetime._open", set()),  # killed clients stay in it
         _watched(loop, SessionLife),
         _watched(loop, BatchLife),
     ]
+
+
+@contextlib.contextmanager
+def _closed_connections() -> Iterator[None]:
+    """Close the databases' connections at the end: killed processes leave theirs open, and descriptors run out."""
+    connections: list[sqlite3.Connection] = []
+
+    def keep(connection: sqlite3.Connection, record: object) -> None:
+        connections.append(connection)
+
+    event.listen(Engine, "connect", keep)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "connect", keep)
+        for connection in connections:
+            connection.close()
 
 
 @contextlib.contextmanager
@@ -219,7 +238,7 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
     gc.disable()
     try:
         with contextlib.ExitStack() as stack:
-            for patch in patches:
+            for patch in [*patches, _closed_connections()]:
                 stack.enter_context(patch)
             yield
     finally:
