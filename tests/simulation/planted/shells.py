@@ -150,7 +150,7 @@ plant(
     "shells",
     "watchdog releases an unknown batch",
     patch.object(DrainPlan, "_repeat_delay_ms", lambda self, claim: self._release(claim, "?") or 0),
-    first=45,
+    first=66,
     favoured="kill",
 )
 plant(

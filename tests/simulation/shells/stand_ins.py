@@ -206,6 +206,7 @@ def _patches(loop: VirtualLoop, network: Network, make_disk: Any, dice: Random) 
         mock.patch("qmq.metaserver.main.build_app", Nothing),
         mock.patch("qmq.metaserver.main.listen", Nothing),
         mock.patch("qmq.metaserver.storage.engine.ScriptDirectory", Scripts),
+        mock.patch("qmq.client.blocked_loop.LoopMonitor._run", lambda monitor: None),  # its thread has another clock
         mock.patch("qmq.client.lifetime._open", set()),  # killed clients stay in it
         _watched(loop, SessionLife),
         _watched(loop, BatchLife),
