@@ -155,7 +155,7 @@ SCENARIOS = {
         shell_nemesis.MUST_OCCUR,
         shell_world.STATES,
         of_bugs={"is_plain": True},
-        bug_seeds=20,
+        bug_seeds=40,
     ),
 }
 
