@@ -243,6 +243,8 @@ class Control(CopyControl[BrokerMaster]):
             begins = {(entry.subject, entry.group): _begin(entry.begin) for entry in request.known}
             lacking = {key: master.begins_at(key, at) for key, at in begins.items() if key not in node.log.state.groups}
             keys = positions.keys_of(node.log, subject=request.subject, group=request.group, lacking=lacking)
+            if before_ms := request.unused_before_ms:
+                keys = [key for key in keys if 0 < master.unused_since_ms(key) < before_ms]
             if request.behind_max:
                 behind = positions.Behind(node.log, request.behind_max, lacking, master.chosen_dead_letters)
                 async for some in _in_parts(keys, COUNTED_AT_A_TIME):
@@ -253,13 +255,14 @@ class Control(CopyControl[BrokerMaster]):
             lengths = node.log.lengths(request.subject) if request.subject and not request.behind_max else []
             subject_bytes = await asyncio.to_thread(lambda: sum(map(sum, lengths)))
             causes = [master.causes.of((group.subject, group.group)) for group in groups]
+            unused = [master.unused_since_ms((group.subject, group.group)) for group in groups]
             oldest_ms = await asyncio.to_thread(self._timestamps, [group.oldest_offset for group in groups])
         except CorruptFrame as problem:
             await self._being_repaired(problem, context)
         except QmqError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.ConsumersAnswer(
-            groups=map(_group_message, groups, oldest_ms, causes),
+            groups=map(_group_message, groups, oldest_ms, causes, unused),
             sums=sums,
             subject_bytes=subject_bytes,
             producers=self._producers(request.subject),
@@ -366,7 +369,9 @@ def _begin(message: pb.GroupBegin) -> Begin:
     return Begin(message.since_ms, message.mark, message.began_ms)
 
 
-def _group_message(progress: positions.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:
+def _group_message(
+    progress: positions.GroupProgress, oldest_ms: int, causes: list[Cause], unused_since_ms: int
+) -> pb.GroupProgress:
     consumers = [
         pb.ConsumerProgress(
             consumer=consumer.consumer,
@@ -389,4 +394,5 @@ def _group_message(progress: positions.GroupProgress, oldest_ms: int, causes: li
         consumers=consumers,
         causes=causes,
         dead_letters=progress.dead_letters,
+        unused_since_ms=unused_since_ms,
     )

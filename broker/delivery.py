@@ -44,6 +44,11 @@ from qmq.replication.ports import Link
 from qmq.subjects import is_dead_letter_subject, real_subject, retry_subject
 
 FORGET_EVERY_MS = 60_000
+RECORD_AFTER_MS = 86_400_000
+"""Age of a group's newest departure at which its connected consumers are written to the log."""
+RECORDED_AT_ONCE = 1_000
+KNOWN_AFTER_MS = 3_600_000
+"""Age of a mastership at which consumers that did not come back count as gone."""
 
 
 class Delivery:
@@ -71,11 +76,13 @@ class Delivery:
         self._forgot_ms = 0
         self._makers: dict[Key, Ration] = {}
         """Rations that count the groups begun in this mastership."""
+        self._began_ms = mastership.host.monotonic_ms()
         self.causes = group_status.Causes(self._facts)
         self.backlogs = Backlogs(mastership, settings.metrics_subjects)
 
     def _begin_mastership(self) -> None:
-        self.consumption.begin_mastership(self._mastership.host.monotonic_ms())
+        self._began_ms = self._mastership.host.monotonic_ms()
+        self.consumption.begin_mastership(self._began_ms)
         self.pruning.begin_mastership()
 
     # Requests.
@@ -467,11 +474,20 @@ class Delivery:
     def _forget_idle(self) -> None:
         """Forget broadcast consumers that stay away: they would pin the log and fill the memory (W20). Also the empty
         mailboxes of removed groups.
+
+        A consumer that is connected for a day is written to the log, so its departure is, too: `unused_since_ms` is
+        right to a day, also for consumers without messages and after a change of masters.
         """
-        mastership = self._mastership
-        oldest_ms = mastership.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
+        mastership, recorded = self._mastership, 0
+        now_ms = mastership.host.now_ms()
+        oldest_ms = now_ms - int(self._settings.broadcast_forget_hours * 3_600_000)
         for (subject, name), group in list(mastership.log.state.groups.items()):
             if _has_consumer(group):
+                continue
+            if connected := self.consumption.connected_to(subject, name):
+                if group.left_ms <= now_ms - RECORD_AFTER_MS and recorded < RECORDED_AT_ONCE:
+                    mastership.append_progress(FrameKind.PULL, connected[0].key, [])
+                    recorded += 1
                 continue
             is_away = group.is_broadcast and group.left_ms < oldest_ms
             if is_away or self._is_removed_mailbox(subject, name):
@@ -484,8 +500,18 @@ class Delivery:
             return False
         with suppress(NotServed):
             first, end = self._kept(subject)
-            return first == end and not self.consumption.connected_to(subject, name)
+            return first == end
         return False
+
+    def unused_since_ms(self, key: Key) -> int:
+        """Return the time at which the last consumer of a group left, or the group began; 0: it has one, or this
+        mastership is too short to tell.
+        """
+        mastership, group = self._mastership, self._mastership.log.state.groups.get(key)
+        is_young = mastership.host.monotonic_ms() - self._began_ms < KNOWN_AFTER_MS
+        if group is None or is_young or _has_consumer(group) or self.consumption.connected_to(*key):
+            return 0
+        return group.left_ms
 
     def step_down(self, error: QmqError) -> None:
         """End the mastership: refuse all waiting requests, which go to the next master."""

@@ -115,6 +115,10 @@ class BrokerMaster(Master):
         """Return the connected consumers of a group."""
         return self._delivery.consumption.connected_to(subject, group)
 
+    def unused_since_ms(self, key: Key) -> int:
+        """Return since when a group has no consumer: see `Delivery.unused_since_ms`."""
+        return self._delivery.unused_since_ms(key)
+
     @property
     def chosen_dead_letters(self) -> Collection[Key]:
         """Groups with a chosen subject for their dead letters."""

@@ -29,6 +29,7 @@ from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.actions.databases import Watchdogs
 from qmq.metaserver.actions.desk import Desk, Vault
 from qmq.metaserver.actions.doctor import examine_reported
+from qmq.metaserver.actions.expiry import GroupExpiry
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
 from qmq.metaserver.cluster.registry import Registry
@@ -111,6 +112,8 @@ class Metaserver:
         self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)
         desk = self._make_desk()
         self._actions = Actions(desk, self._metrics)
+        self._expiry = GroupExpiry(desk, self._actions, settings.group_expiry_days)
+        self._metrics.observe(self._expiry.read)
         self._surveyor = Surveyor(desk, token=settings.cluster_token)
         doctor = DoctorMetrics(lambda: examine_reported(desk))
         self._metrics.observe(doctor.read)
@@ -194,6 +197,7 @@ class Metaserver:
         await rpc_server.start()
         self.registry.liveness.serve(self.registry.directory.brokers(), now_ms=self.registry.now_ms())
         works = [upkeep.run(), self.hubs.run(), rpc.visits.run(), self._failovers.run(), self._surveyor.run()]
+        works += [self._expiry.run()]
         works += [scrapes.run() for scrapes in self._scrapes]
         tasks = [asyncio.create_task(work) for work in works]
         serving = asyncio.create_task(http.run())

@@ -124,6 +124,9 @@ class MetaserverSettings:
     token_watches_max: int = setting(
         50_000, least=1, most=1_000_000, why="clients of a token that watch routes at once"
     )
+    group_expiry_days: int = setting(
+        0, unit="days", least=0, most=3650, why="consumer groups without a consumer for so long are removed; 0: never"
+    )
     request_bytes_max: int = setting(
         65_536, unit="bytes", least=1024, most=16_777_216, why="an operator's request has a few hundred bytes"
     )

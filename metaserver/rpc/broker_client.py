@@ -110,12 +110,16 @@ class Brokers:
         group: str = "",
         behind_max: int = 0,
         known: Iterable[pb.KnownGroup] = (),
+        unused_before_ms: int = 0,
     ) -> pb.ConsumersAnswer:
         """Return the progress of a master's consumer groups; empty: all. `behind_max`: so many, the largest lag first.
 
-        Groups that are `known` count where they have no position yet.
+        Groups that are `known` count where they have no position yet. With `unused_before_ms`: only those without a
+        consumer since before that time.
         """
-        request = pb.ConsumersRequest(subject=subject, group=group, behind_max=behind_max, known=known)
+        request = pb.ConsumersRequest(
+            subject=subject, group=group, behind_max=behind_max, known=known, unused_before_ms=unused_before_ms
+        )
         async with self._stub(broker) as (stub, metadata):
             call = stub.Consumers(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.ConsumersAnswer = await self._call(broker, call)

@@ -745,16 +745,18 @@ class KnownGroup(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., begin: _Optional[_Union[GroupBegin, _Mapping]] = ...) -> None: ...
 
 class ConsumersRequest(_message.Message):
-    __slots__ = ("subject", "group", "behind_max", "known")
+    __slots__ = ("subject", "group", "behind_max", "known", "unused_before_ms")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     BEHIND_MAX_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_BEFORE_MS_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     behind_max: int
     known: _containers.RepeatedCompositeFieldContainer[KnownGroup]
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., behind_max: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownGroup, _Mapping]]] = ...) -> None: ...
+    unused_before_ms: int
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., behind_max: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownGroup, _Mapping]]] = ..., unused_before_ms: _Optional[int] = ...) -> None: ...
 
 class ConsumerProgress(_message.Message):
     __slots__ = ("consumer", "connected", "unacked", "peer", "delivered")
@@ -771,7 +773,7 @@ class ConsumerProgress(_message.Message):
     def __init__(self, consumer: _Optional[str] = ..., connected: _Optional[bool] = ..., unacked: _Optional[int] = ..., peer: _Optional[str] = ..., delivered: _Optional[int] = ...) -> None: ...
 
 class GroupProgress(_message.Message):
-    __slots__ = ("subject", "group", "first_sequence", "next_sequence", "position", "returned", "lag", "oldest_ms", "consumers", "causes", "dead_letters")
+    __slots__ = ("subject", "group", "first_sequence", "next_sequence", "position", "returned", "lag", "oldest_ms", "consumers", "causes", "dead_letters", "unused_since_ms")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -783,6 +785,7 @@ class GroupProgress(_message.Message):
     CONSUMERS_FIELD_NUMBER: _ClassVar[int]
     CAUSES_FIELD_NUMBER: _ClassVar[int]
     DEAD_LETTERS_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_SINCE_MS_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     first_sequence: int
@@ -794,7 +797,8 @@ class GroupProgress(_message.Message):
     consumers: _containers.RepeatedCompositeFieldContainer[ConsumerProgress]
     causes: _containers.RepeatedScalarFieldContainer[str]
     dead_letters: int
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., position: _Optional[int] = ..., returned: _Optional[int] = ..., lag: _Optional[int] = ..., oldest_ms: _Optional[int] = ..., consumers: _Optional[_Iterable[_Union[ConsumerProgress, _Mapping]]] = ..., causes: _Optional[_Iterable[str]] = ..., dead_letters: _Optional[int] = ...) -> None: ...
+    unused_since_ms: int
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., position: _Optional[int] = ..., returned: _Optional[int] = ..., lag: _Optional[int] = ..., oldest_ms: _Optional[int] = ..., consumers: _Optional[_Iterable[_Union[ConsumerProgress, _Mapping]]] = ..., causes: _Optional[_Iterable[str]] = ..., dead_letters: _Optional[int] = ..., unused_since_ms: _Optional[int] = ...) -> None: ...
 
 class ConsumersAnswer(_message.Message):
     __slots__ = ("groups", "sums", "subject_bytes", "producers")

@@ -100,6 +100,7 @@ METASERVER = dict.fromkeys(
     ("new_subjects_per_minute", "new_subjects_max", "watch_subjects_max", "token_subjects_max", "token_watches_max"),
     WATCHES,
 )
+METASERVER["group_expiry_days"] = Nobody("groups without a consumer alone; QmqConsumerGroupExpires comes before")
 WATCHDOG = dict.fromkeys(
     (
         "lease_ms",

@@ -396,6 +396,53 @@ def test_damage_at_a_groups_oldest_message_is_repaired(is_oldest):
     assert "corrupt" in group.a.node.readonly_reasons
 
 
+def days_pass(group: Group, days: int = 2) -> None:
+    """Let days pass in which connected consumers keep their leases."""
+    for _ in range(days):
+        hours_pass(group, 24.1)
+
+
+def unused(group: Group) -> dict[str, int]:
+    """Return the days for which groups of the subject s are unused."""
+    now_ms = group.a.host.now_ms()
+    found = consumers(group, unused_before_ms=now_ms)
+    return {row.group: (now_ms - row.unused_since_ms) // 86_400_000 for row in found}
+
+
+def test_groups_without_consumers_are_listed_as_unused():
+    group = stored()
+    consumed(group, "left", 1).leave()
+    consumed(group, "idle", 0)
+    assert unused(group) == {}, "the mastership is too young"
+    days_pass(group)
+    assert unused(group) == {"left": 2}
+    since_ms = group.a.host.now_ms() - 3 * 86_400_000
+    assert consumers(group, unused_before_ms=since_ms) == []
+    assert {row.group: row.unused_since_ms > 0 for row in consumers(group)} == {"left": True, "idle": False}
+
+
+@pytest.mark.parametrize("end", ["leave", "lost", "promotion"])
+def test_group_of_an_idle_consumer_is_unused_since_its_end(end):
+    """It got no message for days, so only its record in the log shows its departure, also after a promotion."""
+    group = stored()
+    client = consumed(group, "idle", 0)
+    days_pass(group)
+    assert group.b.log.state.groups["s", "idle"].consumers.keys() == {"c"}
+    if end == "leave":
+        client.done(client.leave())
+    elif end == "lost":
+        client.lost()
+    else:
+        group.a.assign(Role.SLAVE, 2)
+        group.b.assign(Role.MASTER, 2)
+        group.a, group.b = group.b, group.a
+        group.connect()
+        group.settle()
+    group.wait(1_000, times=40)  # its lease ends
+    hours_pass(group, 1.1)
+    assert unused(group) == {"idle": 0}
+
+
 # ResetOffset.
 
 

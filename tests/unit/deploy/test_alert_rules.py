@@ -104,6 +104,7 @@ WELL = {
     'qmq_metaserver_database_set_aside{instance="m1"}': "0",
     'qmq_metaserver_token_expiry_timestamp_seconds{name="shop",id="old"}': "900",
     'qmq_metaserver_token_expiry_timestamp_seconds{name="shop",id="new"}': "31536000",
+    'qmq_metaserver_consumer_group_removal_timestamp_seconds{subject="s",consumer_group="old"}': "31536000",
     'qmq_metaserver_management_actions_total{action="SwapRoles",result="done"}': "0+1x3000",
     'qmq_metaserver_management_actions_total{action="SwapRoles",result="unknown"}': "1",
     'qmq_metaserver_doctor_findings{check="group",instance="m1"}': "0",
@@ -301,6 +302,11 @@ STORIES = [
         },
     ),
     Story("QmqTokenExpires", 60, {'qmq_metaserver_token_expiry_timestamp_seconds{name="shop",id="new"}': "600000"}),
+    Story(
+        "QmqConsumerGroupExpires",
+        60,
+        {'qmq_metaserver_consumer_group_removal_timestamp_seconds{subject="s",consumer_group="g"}': "600000"},
+    ),
     Story("QmqTokensRefused", 11, {"qmq_metaserver_refused_tokens_total": "0+60x500"}),
     Story(
         "QmqActionUnknown",

@@ -212,12 +212,14 @@ class Brokers:
         self.cancelled.append(broker.hostname)
         return self._reach(broker)
 
-    async def consumers(self, broker, *, subject="", group="", behind_max=0, known=()):
+    async def consumers(self, broker, *, subject="", group="", behind_max=0, known=(), unused_before_ms=0):
         self._reach(broker)
         rows = [
             row
             for row in self.progress.get(broker.group, [])
-            if subject in ("", row.subject) and group in ("", row.group)
+            if subject in ("", row.subject)
+            and group in ("", row.group)
+            and (not unused_before_ms or 0 < row.unused_since_ms < unused_before_ms)
         ]
         if behind_max:
             rows = [row for row in rows if row.lag or row.dead_letters]

@@ -1,0 +1,115 @@
+"""Shell. Consumer groups without a consumer for `group_expiry_days`: reported for a day, then removed."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.errors import NotServed
+from qmq.metaserver.actions.expiry import DAY_MS, WARNED_S, GroupExpiry
+from tests.unit.metaserver.actions_world import left
+
+NOW_MS = 1_800_000_000_000
+DAYS = 30
+
+
+def unused(subject, group, days, messages=5):
+    row = left(subject, group, messages)
+    row.unused_since_ms = NOW_MS - int(days * DAY_MS) if days else 0
+    return row
+
+
+async def cluster(world, **progress):
+    """Make broker groups with these rows, and a subject that the first two of them serve."""
+    for group, rows in progress.items():
+        await world.running_copies(group)
+        world.brokers.progress[group] = rows
+    await world.routed("s1", groups=tuple(progress)[:2])
+    return GroupExpiry(world.desk, world.actions, DAYS)
+
+
+async def looks(expiry, *, days_later=1.0):
+    """Look twice, a day apart; the ages of the rows are those of the second look."""
+    now_s = days_later * WARNED_S
+    await expiry.look(now_ms=NOW_MS - int(days_later * DAY_MS), now_s=1.0)
+    await expiry.look(now_ms=NOW_MS, now_s=1.0 + now_s)
+
+
+def shown(expiry):
+    (metric,) = expiry.read()
+    return {sample.labels["consumer_group"]: (sample.value - NOW_MS / 1000) / 86_400 for sample in metric.samples}
+
+
+def removed(world):
+    return {reset[0:4] for reset in world.brokers.resets}
+
+
+async def test_unused_group_is_reported_for_a_day_then_removed(world):
+    """With the plan of the command, and its rows in the trail."""
+    expiry = await cluster(world, g1=[unused("s1", "shop", 90)], g2=[unused("s1", "shop", 40)])
+    await expiry.look(now_ms=NOW_MS, now_s=1.0)
+    assert not world.brokers.resets and shown(expiry) == {"shop": pytest.approx(1.0)}
+    await expiry.look(now_ms=NOW_MS + DAY_MS // 2, now_s=1.0 + WARNED_S / 2)
+    assert not world.brokers.resets
+    await expiry.look(now_ms=NOW_MS + DAY_MS, now_s=1.0 + WARNED_S)
+    assert removed(world) == {(group, "s1", "shop", "removed") for group in ("g1", "g2")}
+    trail = [(row.who, row.result) for row in await world.audit() if row.action == "RemoveConsumerGroup"]
+    assert trail == [("metaserver", "done"), ("metaserver", "begun")] and shown(expiry) == {}
+
+
+@pytest.mark.parametrize(
+    ("of_g2", "of_g3"),
+    [
+        (unused("s1", "shop", 22), unused("s1", "other", 90)),
+        (unused("s1", "shop", 0), unused("s1", "other", 90)),
+        (unused("s1", "shop", 90), unused("s1", "shop", 3)),
+    ],
+    ids=["used lately", "in use", "used off the route"],
+)
+async def test_group_used_anywhere_is_kept(world, of_g2, of_g3):
+    expiry = await cluster(world, g1=[unused("s1", "shop", 90)], g2=[of_g2], g3=[of_g3])
+    await looks(expiry)
+    assert not any(reset[2] == "shop" for reset in world.brokers.resets) and "shop" not in shown(expiry)
+
+
+async def test_removal_is_shown_a_week_before(world):
+    rows = [unused("s1", name, days) for name, days in (("a", 22.9), ("b", 23.1), ("c", 29))]
+    expiry = await cluster(world, g1=rows, g2=[])
+    await looks(expiry)
+    assert shown(expiry) == {"b": pytest.approx(6.9), "c": pytest.approx(1.0)} and not world.brokers.resets
+
+
+async def test_group_that_came_back_is_reported_for_a_day_again(world):
+    row = unused("s1", "shop", 90)
+    expiry = await cluster(world, g1=[row], g2=[])
+    await expiry.look(now_ms=NOW_MS - DAY_MS, now_s=1.0)
+    since_ms, row.unused_since_ms = row.unused_since_ms, 0
+    await expiry.look(now_ms=NOW_MS - DAY_MS // 2, now_s=WARNED_S / 2)
+    row.unused_since_ms = since_ms
+    await expiry.look(now_ms=NOW_MS, now_s=2 * WARNED_S)
+    assert not world.brokers.resets and shown(expiry) == {"shop": pytest.approx(1.0)}
+
+
+async def test_derived_subjects_keep_their_groups(world):
+    """Their positions tell which dead letters went back; a mailbox goes with its group."""
+    rows = [unused(f"{kind}%s1%shop", "qmq.redrive", 90) for kind in ("%DEAD_RETRY", "%RETRY")]
+    await looks(await cluster(world, g1=rows, g2=[]))
+    assert not world.brokers.resets
+
+
+async def test_silent_broker_group_stops_the_removal(world):
+    expiry = await cluster(world, g1=[unused("s1", "shop", 90)], g2=[], g3=[])
+    await expiry.look(now_ms=NOW_MS - DAY_MS, now_s=1.0)
+    world.brokers.silent.add("g3")
+    with pytest.raises(NotServed):
+        await expiry.look(now_ms=NOW_MS, now_s=1.0 + WARNED_S)
+    assert not world.brokers.resets
+
+
+async def test_refused_removal_is_logged_and_tried_again(world, caplog):
+    expiry = await cluster(world, g1=[unused("s1", "shop", 90)], g2=[unused("s1", "shop", 90)])
+    world.brokers.fail_for_real = frozenset({"g2"})
+    await looks(expiry)
+    assert "unused consumer group not removed subject=s1 group=shop" in caplog.text
+    world.brokers.fail_for_real = frozenset()
+    await expiry.look(now_ms=NOW_MS + 1, now_s=3 * WARNED_S)
+    assert removed(world) == {(group, "s1", "shop", "removed") for group in ("g1", "g2")}
