@@ -413,6 +413,7 @@ def test_groups_without_consumers_are_listed_as_unused():
     group = stored()
     consumed(group, "left", 1).leave()
     consumed(group, "idle", 0)
+    group.wait(1_000)
     assert unused(group) == {}, "the mastership is too young"
     days_pass(group)
     assert unused(group) == {"left": 2}
