@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -88,6 +88,9 @@ class Copy(Storage, Protocol):
 
     def describe(self) -> Description:
         """Return the present contents; raise CannotRead."""
+
+    def bases_now(self) -> Sequence[int]:
+        """Return the present segments; raise CannotRead."""
 
     def read_until(self, limit: int) -> None:
         """Replace the limit given to `open_copy`: read frames that begin below `limit`."""
@@ -201,6 +204,9 @@ class PathCopy:
         gone = tuple((base, base + 8, GONE) for base in self._gone)
         return Description(self.bases[0], end, watermark, chain, tuple(self.bases), torn, gone)
 
+    def bases_now(self) -> Sequence[int]:
+        return self.bases
+
     def _acknowledged(self) -> int:
         """Return the acknowledged point that the broker stored beside its log; 0 without one."""
         life, own = self._json_beside(COPY).get("life", 0), self._json_beside(POINTS)
@@ -309,6 +315,9 @@ class BrokerCopy:
         return Description(
             answer.log_start, answer.log_end, answer.high_watermark, chain, tuple(answer.segments), damaged=damaged
         )
+
+    def bases_now(self) -> Sequence[int]:
+        return self.describe().segments
 
     def index(self, base: int) -> ClosedIndex | None:
         try:

@@ -364,7 +364,7 @@ def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
         conf.setAll([*asked.items(), ("spark.app.name", name)])
         spark: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
-    if _is_submitted() or not str(spark.sparkContext.master).startswith("local"):
+    if is_submitted() or not str(spark.sparkContext.master).startswith("local"):
         _ship(spark)
     _register(spark)
     return spark
@@ -395,7 +395,7 @@ def _submitted(asked: dict[str, str]) -> SparkConf:
     return SparkConf()
 
 
-def _is_submitted() -> bool:
+def is_submitted() -> bool:
     """Return whether spark-submit started this process. Its JVM was there before and lacks our PYTHONPATH."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 

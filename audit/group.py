@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
-from pyspark.storagelevel import StorageLevel
 
 from qmq.audit.copies import CannotRead
 from qmq.audit.delay_groups import Source, account_for, is_delay_group
+from qmq.audit.executors import Executor, Executors, Failed, Start
 from qmq.audit.facts import LogRange, Reading
 from qmq.audit.findings import BOTH, MASTER, SLAVE, FindingKind
 from qmq.audit.frame_order import AHEAD_MS_MAX
@@ -32,10 +32,9 @@ from qmq.audit.freeze import (
 )
 from qmq.audit.history import SHARE, History, ledger_entry, run_name, verified
 from qmq.audit.inspection import Pair, compare_pair, describe_findings
-from qmq.audit.journal import check_journal, first_sequences
-from qmq.audit.on_spark import Failed, run_tasks
+from qmq.audit.journal import check_journal, due_of_logs, due_since
 from qmq.audit.places import check_places
-from qmq.audit.plan import Job, judged
+from qmq.audit.plan import Job, tasks_of
 from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.audit.selection import PIECE_BYTES
 from qmq.audit.store import Tables, store_counts, store_findings
@@ -53,6 +52,12 @@ from qmq.ledger import Entry, Ledger, known_from
 
 AGAIN_MAX = 3
 """Repetitions of an audit while its brokers recover."""
+THREADS = 16
+"""Broker groups that the driver prepares and judges at once."""
+WAVE_BYTES, WAVE_GROUPS = 512 << 30, 256
+"""Bytes of all copies and groups that are read in one Spark action: minutes of a small cluster, so retention waits for
+minutes, and the driver holds the answers of one wave.
+"""
 
 
 @dataclass(slots=True)
@@ -75,6 +80,18 @@ class _Audit:
             step()
         except Exception as error:
             self.unstored = self.unstored or f"tables of --parquet cannot be written: {_cause(error)}"
+
+    @property
+    def due_bytes(self) -> int:
+        """Return the bytes to read, of all copies."""
+        pieces = self.job.pieces if self.job is not None else ()
+        return len(self.group.places) * sum(end - begin for begin, end in pieces)
+
+    def let_go(self) -> None:
+        """End the hold on the copies, and forget all but the result: a run may have a thousand groups."""
+        self.held.close()
+        self.job, self.answer = None, GroupAnswer(())
+        self.history = History(known_from([]), 0)
 
     def differing(self, piece_bytes: int) -> list[tuple[int, int]]:
         """Return the pieces in which the copies differ."""
@@ -101,21 +118,23 @@ class Options:
         return None if self.parquet is None else Tables(self.parquet, run_name(self.at_ms).replace(":", ""))
 
 
-def audit_group(spark: SparkSession, group: Group, **options: Any) -> Result:
+def audit_group(spark: SparkSession | Start | None, group: Group, **options: Any) -> Result:
     """Compare the copies of one broker group; see `audit_groups`."""
     return audit_groups(spark, [group], Options(**options))[0]
 
 
-def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options) -> list[Result]:
+def audit_groups(spark: SparkSession | Start | None, groups: Sequence[Group], options: Options) -> list[Result]:
     """Compare the copies of each broker group; errors are stored in `unreadable` and not raised.
 
-    Groups with absent brokers, or with changed roles, are audited again once they have recovered.
+    Groups with absent brokers, or with changed roles, are audited again once they have recovered. `spark`: of
+    `Executors`.
     """
-    audits = _audit_all(spark, groups, options, groups)
+    executors = Executors(spark)
+    audits = _audit_all(executors, groups, options, groups)
     for _ in range(AGAIN_MAX):
         unread = {number: groups[number] for number, audit in enumerate(audits) if audit.result.unreadable}
         well = wait_until_well(unread)
-        for number, audit in zip(well, _audit_all(spark, [*well.values()], options, groups)):
+        for number, audit in zip(well, _audit_all(executors, [*well.values()], options, groups)):
             audit.result.notes.append(
                 f"read again, because of what happened before: {audits[number].result.unreadable}"
             )
@@ -133,21 +152,48 @@ def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options)
     return [audit.result for audit in audits]
 
 
-def _audit_all(spark: SparkSession, groups: Sequence[Group], options: Options, known: Sequence[Group]) -> list[_Audit]:
+def _audit_all(executors: Executors, groups: Sequence[Group], options: Options, known: Sequence[Group]) -> list[_Audit]:
     """Audit groups once. `known`: groups with logs to search for messages of delay groups."""
     audits = [_Audit(group, _new(group)) for group in groups]
     try:
-        _each(audits, lambda audit: _prepare(audit, options))
-        _read_and_judge(spark, audits, options)
-        _each(audits, lambda audit: _judge(audit, options))
-        _compare(spark, audits, options)
-        _each(audits, lambda audit: _conclude(audit, options))
-        _each(audits, lambda audit: _account_for_delays(spark, audit, known, options))
-        _each(audits, lambda audit: _finish(spark, audit, options))
+        for wave in _waves(audits, options):
+            _audit_wave(executors, wave, options, known)
     finally:
         for audit in audits:
             audit.held.close()
     return audits
+
+
+def _waves(audits: Sequence[_Audit], options: Options) -> Iterator[list[_Audit]]:
+    """Prepare the audits, and yield them in waves: a group's retention waits only while its own wave is audited."""
+    wave: list[_Audit] = []
+    size = 0
+    for begin in range(0, len(audits), THREADS):
+        some = audits[begin : begin + THREADS]
+        _each(some, lambda audit: _prepare(audit, options))
+        wave += some
+        size += sum(audit.due_bytes for audit in some)
+        if size >= WAVE_BYTES or len(wave) >= WAVE_GROUPS:
+            yield wave
+            wave, size = [], 0
+    if wave:
+        yield wave
+
+
+def _audit_wave(executors: Executors, wave: Sequence[_Audit], options: Options, known: Sequence[Group]) -> None:
+    executor = executors.of(sum(audit.due_bytes for audit in wave), stores=options.parquet is not None)
+    _read_and_judge(executor, wave, options)
+    _each(wave, lambda audit: _judge(audit, options))
+    _compare(executor, wave, options)
+    _each(wave, lambda audit: _conclude(audit, options))
+    for audit in wave:  # each with Spark's own tasks, so one after the other
+        _each([audit], lambda audit: _account_for_delays(executors, audit, known, options))
+        _each([audit], lambda audit: _check_journal(executors, audit, options))
+    _each(wave, lambda audit: _finish(audit, options))
+    for audit in wave:
+        if options.tables is not None and audit.result.unreadable is None:
+            audit.store(partial(store_findings, executors.session(), audit.result, options.tables))
+        audit.let_go()
 
 
 def _new(group: Group) -> Result:
@@ -157,16 +203,25 @@ def _new(group: Group) -> Result:
 
 
 def _each(audits: Sequence[_Audit], step: Callable[[_Audit], None]) -> None:
-    """Take one step of each running audit. An error ends only its own audit."""
-    for audit in audits:
-        if audit.result.unreadable is None:
-            try:
-                step(audit)
-            except CannotRead as error:
-                audit.result.unreadable = str(error)
-            except Exception as error:
-                # Spark wraps errors of workers in many classes; all mean that the group was not read.
-                audit.result.unreadable = _cause(error)
+    """Take one step of each running audit, some at a time: most of it is waiting for brokers and disks."""
+    running = [audit for audit in audits if audit.result.unreadable is None]
+    if len(running) < 2:
+        for audit in running:
+            _take(audit, step)
+        return
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(lambda audit: _take(audit, step), running))
+
+
+def _take(audit: _Audit, step: Callable[[_Audit], None]) -> None:
+    """Take one step of an audit. An error ends only its own audit."""
+    try:
+        step(audit)
+    except CannotRead as error:
+        audit.result.unreadable = str(error)
+    except Exception as error:
+        # Spark wraps errors of workers in many classes; all mean that the group was not read.
+        audit.result.unreadable = _cause(error)
 
 
 def _prepare(audit: _Audit, options: Options) -> None:
@@ -197,30 +252,28 @@ def _prepare(audit: _Audit, options: Options) -> None:
     )
 
 
-def _read_and_judge(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
-    """Read and judge all groups in one Spark action, and collect each group's answer. Storing takes two more
-    actions."""
+def _read_and_judge(executor: Executor, audits: Sequence[_Audit], options: Options) -> None:
+    """Read and judge all groups of a wave at once, and collect each group's answer."""
     asked = [audit for audit in audits if audit.job is not None and audit.result.unreadable is None]
     jobs = [audit.job for audit in asked if audit.job is not None]
     for audit in asked:
         audit.answer = GroupAnswer(tuple(audit.group.places))
     if not any(job.pieces for job in jobs):
         return
-    judged_rows = judged(spark, jobs, options.piece_bytes)
-    if options.parquet is not None:
-        judged_rows = judged_rows.persist(StorageLevel.MEMORY_AND_DISK)
+
+    def store(judged: DataFrame) -> None:
+        for number, audit in enumerate(asked):
+            if (tables := options.tables) is not None:
+                names = tuple(audit.group.places)
+                audit.store(partial(store_counts, judged, number, audit.group.name, names, tables))
+
     try:
-        for row in judged_rows.where("listed").select("job", "copy", "kind", "payload").collect():
-            asked[row["job"]].answer.take(row["copy"], row["kind"], json.loads(row["payload"]))
-        if (tables := options.tables) is not None:
-            for number, audit in enumerate(asked):
-                rows = judged_rows.where(F.col("job") == number)
-                audit.store(partial(store_counts, rows, audit.group.name, tuple(audit.group.places), tables))
+        tasks = tasks_of(jobs, options.piece_bytes)
+        for job, copy, kind, payload, _ in executor.judge(tasks, store if options.tables is not None else None):
+            asked[job].answer.take(copy, kind, json.loads(payload))
     except Exception as error:
         for audit in asked:
             audit.result.unreadable = _cause(error)
-    finally:
-        judged_rows.unpersist()
 
 
 def _judge(audit: _Audit, options: Options) -> None:
@@ -241,12 +294,12 @@ def _judge(audit: _Audit, options: Options) -> None:
         check_kept(audit.group, result)  # else a copy being seeded is compared in vain
 
 
-def _compare(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
+def _compare(executor: Executor, audits: Sequence[_Audit], options: Options) -> None:
     """Compare the differing pieces of all groups frame by frame, one task per pair, and take the findings."""
     asked = [audit for audit in audits if audit.answer.differing and audit.result.unreadable is None]
     of = [(audit, name) for audit in asked for name in list(audit.group.places)[1:]]
     pairs = [_pair(audit, name, options) for audit, name in of]
-    for (audit, name), found in zip(of, run_tasks(spark, compare_pair, pairs)):
+    for (audit, name), found in zip(of, executor.run(compare_pair, pairs)):
         result = audit.result
         if isinstance(found, Failed):
             result.unreadable = f"the copies could not be compared: {found.reason}"
@@ -290,7 +343,7 @@ def _conclude(audit: _Audit, options: Options) -> None:
     check_all_was_read(result)
 
 
-def _account_for_delays(spark: SparkSession, audit: _Audit, groups: Sequence[Group], options: Options) -> None:
+def _account_for_delays(executors: Executors, audit: _Audit, groups: Sequence[Group], options: Options) -> None:
     """Account for the messages of a delay group; look for sent messages in the logs of all groups of this run.
 
     A directory does not record when it was copied, so its last frame sets the time by which messages were due.
@@ -306,7 +359,8 @@ def _account_for_delays(spark: SparkSession, audit: _Audit, groups: Sequence[Gro
         if options.tables is not None:
             audit.store(partial(options.tables.write_by_day, hours, audit.group.name, "delayed"))
 
-    account = account_for(spark, Source(audit.group.name, place), targets, now_ms=now_ms, store=store, closed=closed)
+    source = Source(audit.group.name, place)
+    account = account_for(executors.session(), source, targets, now_ms=now_ms, store=store, closed=closed)
     audit.result.delayed = account.rows
     audit.result.notes += account.notes
     for row in account.findings:
@@ -315,27 +369,27 @@ def _account_for_delays(spark: SparkSession, audit: _Audit, groups: Sequence[Gro
         audit.result.count(kind, times)
 
 
-def _finish(spark: SparkSession, audit: _Audit, options: Options) -> None:
+def _check_journal(executors: Executors, audit: _Audit, options: Options) -> None:
     group, result = audit.group, audit.result
-    if options.journal is not None:
-        subjects = {name: audit.answer.subjects[name] for name in group.places}
-        ends = {name: {subject: row["end"] for subject, row in rows.items()} for name, rows in subjects.items()}
-        if (anchor := audit.history.anchor) is not None:
-            ends = {name: dict(anchor.ends) | rows for name, rows in ends.items()}
-        known = {name: first_sequences(place, result.logs[name].start) for name, place in group.places.items()}
-        if are_all := None not in known.values():
-            firsts = {name: found or {} for name, found in known.items()}
-        else:
-            firsts = {name: {subject: row["first"] for subject, row in rows.items()} for name, rows in subjects.items()}
-        check_journal(spark, group, firsts, ends, result, options.journal, are_all=are_all)
+    if options.journal is None:
+        return
+    subjects = {name: audit.answer.subjects[name] for name in group.places}
+    ends = {name: {subject: row["end"] for subject, row in rows.items()} for name, rows in subjects.items()}
+    if (anchor := audit.history.anchor) is not None:
+        ends = {name: dict(anchor.ends) | rows for name, rows in ends.items()}
+    due = None if anchor is None or options.ledger is None else due_since(options.ledger, group, result)
+    due = due or due_of_logs(group, result, subjects)
+    check_journal(executors.in_use(), group, due, ends, result, options.journal)
+
+
+def _finish(audit: _Audit, options: Options) -> None:
+    group, result = audit.group, audit.result
     add_reported_damage(group, result)
     if result.found:
         check_kept(group, result)
     describe_findings(group.name, group.places, result.logs, result.findings)
     count_repaired(result)
     note_unlisted(result)
-    if options.tables is not None:
-        audit.store(partial(store_findings, spark, result, options.tables))
     if options.ledger is not None:
         audit.entry = verified(audit.answer, result, audit.history, options.piece_bytes)
 

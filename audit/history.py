@@ -231,4 +231,5 @@ def ledger_entry(result: Result, entry: Entry | None) -> Entry:
         read={name: read["bytes"] for name, read in result.read.items()},
         conserved=result.conserved[:CONSERVED_KEPT],
         delayed=result.delayed[:CONSERVED_KEPT],
+        journal=result.journal,
     )

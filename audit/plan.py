@@ -1,11 +1,12 @@
-"""Shell. One Spark plan for all broker groups: each piece is read once, its facts are sorted, and judged.
+"""Core. Plan of an audit: tasks that read pieces, and judges that take their facts in order.
 
-    facts    job: number of the broker group, key: names the judge, piece: offset where it begins, copy: its name, or
-             empty for all copies, payload: a pickled object
-    judged   the same job and copy; kind and payload: an `audit.findings.JudgeRow` as JSON; listed: for the driver
+    task     pieces and segments of some broker groups, with all that reading them takes
+    fact     (job: number of the broker group, key: names the judge, piece: offset where it begins, copy: its name, or
+             empty for all copies, payload: pickled context and facts); of piece SETUP, a judge's setup
+    judged   (job, copy, kind, payload, listed): a `JudgeRow` as JSON; listed: for the driver
 
-Message bytes stay where they are read. Spark shuffles a few rows per piece and subject, a hash per message, and the
-pulls and acks. It joins and compiles nothing: the plan is one sort with two functions of ours around it.
+Message bytes stay where they are read. Between tasks and judges travel a few rows per piece and subject, a hash per
+message, and the pulls and acks. `qmq.audit.executors` runs both, in this process or on Spark.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
-
-import pyarrow as pa
-from pyspark.sql import DataFrame, SparkSession
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
 
 from qmq.audit.consumption import CONSERVED
 from qmq.audit.copies import CannotRead, Copy, open_copy
@@ -37,28 +36,18 @@ HOURS_MAX = 20_000
 BUCKET_BYTES = 2 << 30
 """Log bytes per task that compares ids: messages of 1 KiB take 40 MB of memory, the smallest ones 300."""
 ROWS_MAX = 10_000
+SETUPS_MAX = 5_000
+"""Verified ends of subjects in one task."""
+SEGMENT_SHARE = 8
+"""The check of the files beside a segment skips messages: it counts as this part of the segment's bytes."""
+SETUP = -1
 
 GROUP, PROBLEM, DERIVED, LETTERS, BATCHES = "group", "unread", "derived", "letters", "batches"
 SUBJECT, STORED, DELAYED = "subject:", "stored:", "delayed:"
 """Keys, or their prefixes."""
 
-_FACTS = "job int, key string, piece long, copy string, payload binary"
-_FACT_ROWS = pa.schema(
-    [("job", pa.int32()), ("key", pa.string()), ("piece", pa.int64()), ("copy", pa.string()), ("payload", pa.binary())]
-)
-_JUDGED = "job int, copy string, kind string, payload string, listed boolean"
-_JUDGED_ROWS = pa.schema(
-    [
-        ("job", pa.int32()),
-        ("copy", pa.string()),
-        ("kind", pa.string()),
-        ("payload", pa.string()),
-        ("listed", pa.bool_()),
-    ]
-)
-
-Task = tuple[int, int, int | None]
-"""(job, begin, end) of a piece; (job, base, None) for the files beside a segment."""
+Fact = tuple[int, str, int, str, bytes]
+Judged = tuple[int, str, str, str, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,52 +75,106 @@ class Job:
         return sum(end - begin for begin, end in self.pieces) // BUCKET_BYTES + 1
 
 
-def judged(spark: SparkSession, jobs: Sequence[Job], piece_bytes: int) -> DataFrame:
-    """Return the judges' rows of all broker groups; see the module's docstring."""
-    tasks = tasks_of(jobs, piece_bytes)
-    parts = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
-    facts = spark.range(0, len(tasks), 1, len(tasks)).mapInArrow(partial(_read, tuple(jobs), tasks), _FACTS)
-    ordered = facts.repartition(parts, "job", "key").sortWithinPartitions("job", "key", "piece", "copy")
-    return ordered.mapInArrow(partial(_judge, tuple(jobs)), _JUDGED)
+class Context(NamedTuple):
+    """The group's part in the judgement of any key, beside the facts: names of the copies, and `Job`."""
+
+    names: tuple[str, ...]
+    until_ms: int
+    begin: int
+    watermark: int
+    is_continued: bool
+    """Whether earlier runs verified the ends of all subjects."""
 
 
-def tasks_of(jobs: Sequence[Job], piece_bytes: int) -> list[list[Task]]:
-    """Return the pieces and segments of each Spark task."""
-    tasks: list[list[Task]] = [[(number, base, None)] for number, job in enumerate(jobs) for base in job.segments]
-    return [*tasks, *_tasks(jobs, piece_bytes)]
+class GroupPart(NamedTuple):
+    """All that a task takes from the job of one broker group."""
+
+    job: int
+    context: Context
+    places: Mapping[str, Mapping[str, str]]
+    reading: Reading
+    buckets: int
 
 
-def _tasks(jobs: Sequence[Job], piece_bytes: int) -> Iterator[list[Task]]:
-    """Yield pieces per task. Small pieces share a task, which costs more than they do."""
-    task: list[Task] = []
+class Piece(NamedTuple):
+    part: GroupPart
+    begin: int
+    end: int
+
+
+class Segment(NamedTuple):
+    """A segment with index and snapshot."""
+
+    part: GroupPart
+    base: int
+
+
+class Setup(NamedTuple):
+    """Setups of some keys' judges."""
+
+    job: int
+    keys: Sequence[tuple[str, Any]]
+
+
+Step = Piece | Segment | Setup
+Task = list[Step]
+
+
+class LogSetup(NamedTuple):
+    begins: frozenset[int]
+    before: Frame | None
+    kept: int | None
+
+
+def tasks_of(jobs: Sequence[Job], piece_bytes: int) -> list[Task]:
+    """Return the tasks; small pieces and segments share one, because a task costs more than they do."""
+    tasks: list[Task] = []
+    task: Task = []
     size = 0
+    for step, weight in _steps(jobs):
+        if task and size + weight > piece_bytes:
+            tasks.append(task)
+            task, size = [], 0
+        task.append(step)
+        size += weight
+    return [*tasks, task] if task else tasks
+
+
+def _steps(jobs: Sequence[Job]) -> Iterator[tuple[Step, int]]:
+    """Yield steps of tasks with the number of bytes that each reads of a copy."""
     for number, job in enumerate(jobs):
+        reading = job.reading
+        context = Context(tuple(job.places), reading.until_ms, reading.begin, job.watermark, job.ends is not None)
+        part = GroupPart(number, context, job.places, reading, job.buckets)
+        yield Setup(number, [(GROUP, LogSetup(job.begins, job.before, job.kept))]), 0
+        ends = iter((job.ends or {}).items())
+        while some := [(f"{SUBJECT}{subject}", end) for subject, end in islice(ends, SETUPS_MAX)]:
+            yield Setup(number, some), 0
+        sizes = {begin: end - begin for bases in job.bases.values() for begin, end in pairwise(bases)}
+        for base in job.segments:
+            yield Segment(part, base), sizes.get(base, 0) // SEGMENT_SHARE
         for begin, end in job.pieces:
-            task.append((number, begin, end))
-            size += end - begin
-            if size >= piece_bytes:
-                yield task
-                task, size = [], 0
-    if task:
-        yield task
+            yield Piece(part, begin, end), end - begin
 
 
-def _read(jobs: Sequence[Job], tasks: list[list[Task]], batches: Iterable[Any]) -> Iterator[Any]:
-    for batch in batches:
-        for number in batch.column(0).to_pylist():
-            for job, begin, end in tasks[number]:
-                rows = _rows_of(jobs[job], begin, end)
-                packed = ((job, key, begin, copy, pickle.dumps(payload, 5)) for key, copy, payload in rows)
-                columns = list(zip(*packed)) or [()] * len(_FACT_ROWS)
-                arrays = [pa.array(column, field.type) for column, field in zip(columns, _FACT_ROWS)]
-                yield pa.RecordBatch.from_arrays(arrays, schema=_FACT_ROWS)
+def read_task(task: Task) -> Iterator[Fact]:
+    """Yield the facts of a task."""
+    for step in task:
+        if isinstance(step, Setup):
+            job, keys = step
+            yield from ((job, key, SETUP, ALL, pickle.dumps(setup, 5)) for key, setup in keys)
+            continue
+        begin = step.begin if isinstance(step, Piece) else step.base
+        for key, copy, payload in _rows_of(step):
+            yield step.part.job, key, begin, copy, pickle.dumps((tuple(step.part.context), payload), 5)
 
 
-def _rows_of(job: Job, begin: int, end: int | None) -> list[tuple[str, str, Any]]:
-    """Return (key, copy, facts) of a task. An error becomes a fact of this broker group; the others are still
+def _rows_of(step: Piece | Segment) -> list[tuple[str, str, Any]]:
+    """Return (key, copy, facts) of a step. An error becomes a fact of this broker group; the others are still
     judged."""
+    begin = step.begin if isinstance(step, Piece) else step.base
     try:
-        return list(_derived_of(job, begin) if end is None else _facts_of(job, begin, end))
+        return list(_facts_of(step.part, begin, step.end) if isinstance(step, Piece) else _derived_of(step))
     except Exception as error:
         return [(PROBLEM, ALL, JudgeRow(UNREAD, {"text": _reason(error, f"read at {begin}")}))]
 
@@ -140,7 +183,7 @@ def _reason(error: Exception, what: str) -> str:
     return str(error) if isinstance(error, CannotRead) else f"it could not be {what}: {type(error).__name__}: {error}"
 
 
-def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
+def _facts_of(job: GroupPart, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
     """Yield (key, copy, facts) of one piece."""
     with ExitStack() as stack:
         copies = {name: stack.enter_context(closing(open_copy(place, limit=end))) for name, place in job.places.items()}
@@ -161,83 +204,102 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
 
 
 def _dead_letters_of(
-    job: Job, copies: Mapping[str, Copy], found: Mapping[str, PieceFacts]
+    job: GroupPart, copies: Mapping[str, Copy], found: Mapping[str, PieceFacts]
 ) -> Iterator[tuple[str, str, Any]]:
     """Yield problems of one piece's dead letters, as `_facts_of`, for each copy that has them."""
     for copy, facts in found.items():
         if letters := facts.letters():
             for name in copies if copy == ALL else (copy,):
-                for wrong in check_dead_letters(copies[name], job.bases[name], letters):
+                for wrong in check_dead_letters(copies[name], _bases_of(job, copies[name]), letters):
                     yield LETTERS, name, finding(wrong.pop("what"), wrong.pop("text"), **wrong)
 
 
-def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:
+def _bases_of(part: GroupPart, copy: Copy) -> list[int]:
+    """Return the bases of a copy's segments up to the watermark. A task asks for them, as a log may have thousands."""
+    return [base for base in copy.bases_now() if base <= part.context.watermark]
+
+
+def _derived_of(segment: Segment) -> Iterator[tuple[str, str, Any]]:
     """Yield problems of the files beside one segment, as `_facts_of`."""
+    part = segment.part
     with ExitStack() as stack:
-        copies = {name: stack.enter_context(closing(open_copy(place))) for name, place in job.places.items()}
-        for name, wrong in check_segment(copies, job.bases, base):
+        copies = {name: stack.enter_context(closing(open_copy(place))) for name, place in part.places.items()}
+        bases = {name: _bases_of(part, copy) for name, copy in copies.items()}
+        for name, wrong in check_segment(copies, bases, segment.base):
             yield DERIVED, name, wrong
 
 
-def _judge_of(job: Job, key: str) -> Judge:
+def _judge_of(about: Context, key: str, setup: Any) -> Judge:
     if key == GROUP:
-        return LogJudge(job.reading.until_ms, job.begins, job.reading.begin, before=job.before, kept=job.kept)
+        begins, before, kept = setup
+        return LogJudge(about.until_ms, begins, about.begin, before=before, kept=kept)
     if key in (PROBLEM, LETTERS):
         return PassOn()
     if key == DERIVED:
         return DerivedFilesJudge()
     if key == BATCHES:
-        return BatchJudge(is_whole=job.reading.begin == 0)
+        return BatchJudge(is_whole=about.begin == 0)
     if key.startswith(STORED):
         return DuplicateJudge()
     if key.startswith(DELAYED):
         return DelayJudge()
     subject = key.removeprefix(SUBJECT)
-    known = None if job.ends is None else job.ends.get(subject, 0)
-    return SubjectJudge(subject, job.reading.begin, known, job.watermark)
+    known = (setup or 0) if about.is_continued else None
+    return SubjectJudge(subject, about.begin, known, about.watermark)
 
 
-def _judge(jobs: Sequence[Job], batches: Iterable[Any]) -> Iterator[Any]:
+def judge_facts(facts: Iterable[Fact]) -> Iterator[list[Judged]]:
+    """Judge facts that are sorted by job, key, piece and copy; yield rows, some thousand at a time."""
     listing = _Listing()
     judge: _KeyJudge | None = None
-    for batch in batches:
-        numbers, keys, pieces, copies = (batch.column(column).to_pylist() for column in range(4))
-        for place, here in enumerate(zip(numbers, keys)):
-            if judge is None or here != judge.at:
-                if judge is not None:
-                    judge.finish()
-                judge = _KeyJudge(here, jobs[here[0]], listing)
-            judge.take(copies[place], pieces[place], batch.column(4)[place].as_py())
-            if len(listing.rows) >= ROWS_MAX:
-                yield listing.batch()
+    for job, key, piece, copy, payload in facts:
+        if judge is None or judge.at != (job, key):
+            if judge is not None:
+                judge.finish()
+            judge = _KeyJudge((job, key), listing)
+        judge.take(copy, piece, payload)
+        if len(listing.rows) >= ROWS_MAX:
+            yield listing.taken()
     if judge is not None:
         judge.finish()
     listing.end()
-    yield listing.batch()
+    yield listing.taken()
 
 
 class _KeyJudge:
     """Judges one key of a broker group. A failure leaves this group unproven, and only this one."""
 
-    def __init__(self, at: tuple[int, str], job: Job, listing: _Listing) -> None:
+    def __init__(self, at: tuple[int, str], listing: _Listing) -> None:
         self.at = at
         self._listing = listing
-        self._judge: JudgePerCopy | None = JudgePerCopy(tuple(job.places), partial(_judge_of, job, at[1]))
+        self._setup: Any = None
+        self._judge: JudgePerCopy | None = None
+        self._has_failed = False
 
     def take(self, copy: str, piece: int, packed: bytes) -> None:
-        self._add(lambda judge: judge.take(copy, piece, pickle.loads(packed)))
+        if piece == SETUP:
+            self._setup = pickle.loads(packed)
+        else:
+            self._add(lambda: self._judged(copy, piece, *pickle.loads(packed)))
+
+    def _judged(self, copy: str, piece: int, context: Any, facts: Any) -> Iterable[tuple[str, JudgeRow]]:
+        if self._judge is None:
+            about = Context(*context)
+            self._judge = JudgePerCopy(about.names, partial(_judge_of, about, self.at[1], self._setup))
+        return self._judge.take(copy, piece, facts)
 
     def finish(self) -> None:
-        self._add(lambda judge: judge.finish())
+        if (judge := self._judge) is not None:
+            self._add(judge.finish)
 
-    def _add(self, step: Callable[[JudgePerCopy], Iterable[tuple[str, JudgeRow]]]) -> None:
-        if self._judge is None:
+    def _add(self, step: Callable[[], Iterable[tuple[str, JudgeRow]]]) -> None:
+        if self._has_failed:
             return
         number, key = self.at
         try:
-            self._listing.add(number, step(self._judge))
+            self._listing.add(number, step())
         except Exception as error:
-            self._judge = None
+            self._has_failed = True
             self._listing.add(number, [(ALL, JudgeRow(UNREAD, {"text": _reason(error, f"judged ({key})")}))])
 
 
@@ -245,7 +307,7 @@ class _Listing:
     """Rows of one task's judges. Findings and counts beyond the driver's lists are only counted."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, str, str, str, bool]] = []
+        self.rows: list[Judged] = []
         self._listed: Counter[tuple[int, str]] = Counter()
         self._more: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
 
@@ -265,8 +327,7 @@ class _Listing:
     def end(self) -> None:
         self.rows += [(job, copy, MORE, json.dumps(more), True) for (job, copy), more in self._more.items()]
 
-    def batch(self) -> Any:
-        columns = list(zip(*self.rows)) or [()] * len(_JUDGED_ROWS)
-        self.rows = []
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, _JUDGED_ROWS)]
-        return pa.RecordBatch.from_arrays(arrays, schema=_JUDGED_ROWS)
+    def taken(self) -> list[Judged]:
+        """Return the rows, and begin anew."""
+        rows, self.rows = self.rows, []
+        return rows

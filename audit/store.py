@@ -46,10 +46,10 @@ def _keep_earlier(folder: Path) -> None:
             path.rename(place / path.name)
 
 
-def store_counts(judged_rows: DataFrame, group: str, names: tuple[str, ...], tables: Tables) -> None:
-    """Store counts per subject and hour, and the equations. in: rows of one group."""
+def store_counts(judged: DataFrame, job: int, group: str, names: tuple[str, ...], tables: Tables) -> None:
+    """Store counts per subject and hour, and the equations. in: `audit.executors`."""
     copies = F.explode(F.when(F.col("copy") == "", F.array(*map(F.lit, names))).otherwise(F.array("copy")))
-    rows = judged_rows.withColumn("copy", copies)
+    rows = judged.where(F.col("job") == job).withColumn("copy", copies)
     of = F.from_json("payload", "subject string, hour long, messages long, bytes long")
     hours = rows.where(F.col("kind") == HOUR).select("copy", of.alias("of"))
     hour = F.timestamp_seconds(F.col("of.hour") * 3600).alias("hour")

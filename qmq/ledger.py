@@ -24,6 +24,7 @@ and an operator reads it with any tool; a Parquet file is written whole, and by 
     by         caller: user@host
     unverified bytes that retention deleted since the run before, and that no run had verified
     conserved  [{subject, group, stored, …}]: the equation of each consumer group (docs/audit.md)
+    journal    number of lines of the producers' journal that were compared; null without one
     kept       offset from which frames are kept, by the retention frames so far; null if none was read
 """
 
@@ -91,6 +92,7 @@ class Entry:
     conserved: list[dict[str, Any]] = field(default_factory=list)
     delayed: list[dict[str, Any]] = field(default_factory=list)
     kept: int | None = None
+    journal: int | None = None
 
 
 @dataclass(frozen=True)

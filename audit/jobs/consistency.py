@@ -14,11 +14,14 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+from pyspark.sql import SparkSession
 
 from qmq.access import add_token_options, find_token
 from qmq.audit.copies import CannotRead, place_options
-from qmq.audit.data_source import start_spark
+from qmq.audit.data_source import is_submitted, start_spark
 from qmq.audit.group import Options, audit_groups
 from qmq.audit.history import SHARE
 from qmq.audit.page import page, page_json
@@ -49,7 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--page", type=Path, help="with --ledger: write the morning page here (HTML), and beside it the same as JSON"
     )
-    parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")
+    parser.add_argument(
+        "--spark-master",
+        help="spark://host:port, yarn, …; by default spark-submit's, or local[*] for logs of more than 1 GiB",
+    )
     parser.add_argument("--piece-bytes", type=_positive, default=PIECE_BYTES, help="bytes of log per task")
     parser.add_argument("--report", type=Path, help="write the report for people here (Markdown)")
     parser.add_argument("--result", type=Path, help="write the machine-readable result here (JSON)")
@@ -117,13 +123,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _audit(options: argparse.Namespace, groups: list[Group]) -> list[Result]:
-    spark = start_spark(options.spark_master, "qmq audit")
-    try:
-        ledger = Ledger(options.ledger) if options.ledger else None
-        asked = Options(options.journal, options.piece_bytes, options.parquet, ledger, options.share)
-        return audit_groups(spark, groups, asked)
-    finally:
-        spark.stop()
+    """Audit the groups: small logs in this process; others, or with a given Spark master, on Spark."""
+    ledger = Ledger(options.ledger) if options.ledger else None
+    asked = Options(options.journal, options.piece_bytes, options.parquet, ledger, options.share)
+    with ExitStack() as stack:
+
+        def start() -> SparkSession:
+            spark = start_spark(options.spark_master, "qmq audit")
+            stack.callback(spark.stop)
+            return spark
+
+        return audit_groups(start() if options.spark_master or is_submitted() else start, groups, asked)
 
 
 def _check_files(options: argparse.Namespace) -> None:

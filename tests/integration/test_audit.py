@@ -45,7 +45,12 @@ def spark() -> Iterator[SparkSession]:
         yield session
 
 
-def audit(spark: SparkSession, folder: Path, **options: Any) -> Result:
+@pytest.fixture(scope="module", params=["in this process", "on Spark"])
+def executor(request: pytest.FixtureRequest) -> SparkSession | None:
+    return request.getfixturevalue("spark") if request.param == "on Spark" else None
+
+
+def audit(spark: SparkSession | None, folder: Path, **options: Any) -> Result:
     places = {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")}
     return audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES, **options)
 
@@ -207,8 +212,8 @@ Cases = dict[Callable[[Path], Any], Case]
 
 
 @pytest.fixture(scope="module")
-def cases(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """Audit all cases and two brokers in one run, as Spark's plan of a comparison takes longer than the comparison."""
+def cases(executor: SparkSession | None, tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Audit all cases and two brokers in one run."""
     root = tmp_path_factory.mktemp("different")
     folders = {plant: root / plant.__name__ for plant in (*DIFFERENT, of_brokers)}
     planted = {plant: plant(folder) for plant, folder in folders.items()}
@@ -221,7 +226,7 @@ def cases(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Case
                 addresses = {copy: stack.enter_context(serving(broker)) for copy, broker in brokers.items()}
                 places = {copy: place_options(address, "secret") for copy, address in addresses.items()}
             groups.append(Group("g1" if plant == of_brokers else plant.__name__, places))
-        results = audit_groups(spark, groups, Options(piece_bytes=PIECE_BYTES))
+        results = audit_groups(executor, groups, Options(piece_bytes=PIECE_BYTES))
     return {plant: Case(folders[plant], planted[plant], result) for plant, result in zip(folders, results)}
 
 
@@ -313,18 +318,18 @@ def _no_batch(log: LogWriter) -> None:
     log.sequences[A] = 1200
 
 
-def test_invalid_batch_is_a_finding_with_a_journal(spark: SparkSession, tmp_path: Path) -> None:
+def test_invalid_batch_is_a_finding_with_a_journal(executor: SparkSession | None, tmp_path: Path) -> None:
     """Its CRC is right: a faulty master wrote it."""
     log, _ = both(tmp_path, plant=_no_batch)
     broken = next(frame for frame in log.frames if frame.count == 1000)
     journal = tmp_path / "acknowledged.ndjson"
     journal.write_text(json.dumps({"subject": A, "group": "g1", "sequence": 7, "id": f"{A}-7"}) + "\n")
-    result = audit(spark, tmp_path, journal=journal)
+    result = audit(executor, tmp_path, journal=journal)
     assert (result.status, result.unreadable) == (1, None)
     assert named(result) == {("damaged", "both", broken.offset)}
 
 
-def test_messages_wrong_on_both_copies_are_found(spark: SparkSession, tmp_path: Path) -> None:
+def test_messages_wrong_on_both_copies_are_found(executor: SparkSession | None, tmp_path: Path) -> None:
     """Both logs are equal and whole: only the journal shows it. Its last line is torn by a crash."""
     both(tmp_path)
     reader = TableReader({"path": str(tmp_path / "slave"), "subject": A}, ["sequence", "message"])
@@ -340,7 +345,7 @@ def test_messages_wrong_on_both_copies_are_found(spark: SparkSession, tmp_path: 
     journal.mkdir()
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (journal / "shop-1.ndjson").write_text(text + '{"subject": "torn", "gro')
-    result = audit(spark, tmp_path, journal=journal)
+    result = audit(executor, tmp_path, journal=journal)
     assert (result.unreadable, result.found) == (None, {"lost": 2, "altered": 1})
     assert {(row["what"], row["copy"], row["subject"], row["id"]) for row in result.findings} == {
         ("lost", "both", A, "never stored"),
@@ -349,7 +354,7 @@ def test_messages_wrong_on_both_copies_are_found(spark: SparkSession, tmp_path: 
     }
 
 
-def test_journal_older_than_the_log_is_not_counted(spark: SparkSession, tmp_path: Path) -> None:
+def test_journal_older_than_the_log_is_not_counted(executor: SparkSession | None, tmp_path: Path) -> None:
     logs, snapshots = both(tmp_path, plant=give_up_the_first_segment), dict[Path, bytes]()
     for log in logs:
         derive(log.folder.parent)
@@ -361,13 +366,13 @@ def test_journal_older_than_the_log_is_not_counted(spark: SparkSession, tmp_path
     lines.append({"subject": "older", "group": "g1", "sequence": 0, "id": "x"})
     journal = tmp_path / "acknowledged.ndjson"
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = audit(spark, tmp_path, journal=journal)
+    result = audit(executor, tmp_path, journal=journal)
     assert (result.status, result.found, result.journal) == (0, {}, 3)
     assert any(note.startswith("2 of the journal's messages") for note in result.notes)
     # A snapshot lists the subjects before the begin of the log.
     for path, content in snapshots.items():
         path.write_bytes(content)
-    result = audit(spark, tmp_path, journal=journal)
+    result = audit(executor, tmp_path, journal=journal)
     assert [(row["what"], row["copy"], row["subject"]) for row in result.findings] == [("lost", "both", "older")]
     assert any(note.startswith("1 of the journal's messages") for note in result.notes)
 
@@ -429,16 +434,16 @@ def test_stream_reads_batches_within_the_limit(spark: SparkSession, tmp_path: Pa
     assert rows_of_batches() == []
 
 
-def test_journal_that_has_grown_is_read_again(spark: SparkSession, tmp_path: Path) -> None:
+def test_journal_that_has_grown_is_read_again(executor: SparkSession | None, tmp_path: Path) -> None:
     """A fixed bug: a later audit of the session judged the journal's first lines only."""
     both(tmp_path)
     journal = tmp_path / "acknowledged.ndjson"
     lines = [json.dumps({"subject": A, "group": "g1", "sequence": s, "id": f"{A}-{s}"}) + "\n" for s in range(400)]
     journal.write_text("".join(lines[:10]))
-    assert audit(spark, tmp_path, journal=journal).journal == 10
+    assert audit(executor, tmp_path, journal=journal).journal == 10
     lines.append(json.dumps({"subject": A, "group": "g1", "sequence": 5_000, "id": "planted"}) + "\n")
     journal.write_text("".join(lines))
-    result = audit(spark, tmp_path, journal=journal)
+    result = audit(executor, tmp_path, journal=journal)
     assert (result.journal, [row["id"] for row in result.findings]) == (401, ["planted"])
 
 

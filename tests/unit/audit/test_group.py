@@ -10,6 +10,7 @@ import pytest
 
 from qmq.audit.copies import CannotRead, is_same_place, place_options
 from qmq.audit.delay_groups import Account
+from qmq.audit.executors import Executors
 from qmq.audit.findings import FINDINGS
 from qmq.audit.freeze import check_kept, freeze
 from qmq.audit.group import Options, _account_for_delays, _Audit, audit_group
@@ -89,5 +90,5 @@ def test_delay_group_between_masterships_is_accounted_for(
     monkeypatch.setattr("qmq.audit.group.account_for", lambda *about, **options: unsent)
     group = Group("d1", {"master": {"broker": "a"}, "slave": {"broker": "b"}}, is_delay=known)
     audit = _Audit(group, Result("d1", {}))
-    _account_for_delays(NO_SPARK, audit, [group], Options())
+    _account_for_delays(Executors(lambda: NO_SPARK), audit, [group], Options())
     assert audit.result.found == ({"unsent": 1} if is_accounted else {})

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from qmq.audit import plan
 from qmq.audit.copies import PathCopy
 from qmq.audit.facts import LogRange, PieceFacts, Reading
-from qmq.audit.findings import PIECE, UNREAD
+from qmq.audit.findings import PIECE, SUBJECT, UNREAD
 from qmq.audit.rules import LogJudge
 from tests.unit.audit.forged import write_world
 
@@ -31,19 +31,17 @@ def job_of(data: Path) -> plan.Job:
     return plan.Job(places, Reading(logs), [(0, end)], frozenset({0}), end, bases=dict.fromkeys(places, bases))
 
 
-def facts(jobs: list[plan.Job]) -> list[Any]:
-    tasks: list[list[plan.Task]] = [[(number, *job.pieces[0])] for number, job in enumerate(jobs)]
-    numbers = pa.RecordBatch.from_arrays([pa.array(range(len(tasks)), pa.int64())], ["id"])
-    return list(plan._read(jobs, tasks, [numbers]))
+def facts(jobs: list[plan.Job]) -> list[plan.Fact]:
+    return sorted(fact for task in plan.tasks_of(jobs, 1 << 20) for fact in plan.read_task(task))
 
 
-def judged_rows(jobs: list[plan.Job], batches: list[Any]) -> dict[int, list[tuple[str, Any]]]:
+def judged_rows(jobs: list[plan.Job], found: list[plan.Fact]) -> dict[int, list[tuple[str, Any]]]:
     """Return (kind, row) of each broker group."""
-    found: dict[int, list[tuple[str, Any]]] = {number: [] for number in range(len(jobs))}
-    for batch in plan._judge(jobs, batches):
-        for row in batch.to_pylist():
-            found[row["job"]].append((row["kind"], json.loads(row["payload"])))
-    return found
+    rows: dict[int, list[tuple[str, Any]]] = {number: [] for number in range(len(jobs))}
+    for judged in plan.judge_facts(found):
+        for job, _, kind, payload, _ in judged:
+            rows[job].append((kind, json.loads(payload)))
+    return rows
 
 
 def test_reader_that_fails_makes_its_own_group_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +69,43 @@ def test_judge_that_fails_makes_its_own_group_unread(tmp_path: Path, monkeypatch
             raise KeyError("of the audit itself")
 
     monkeypatch.setattr(LogJudge, "take", fails)
-    batches = facts(jobs)
-    rows = [row for batch in batches for row in batch.to_pylist()]
-    for row in rows:
-        if row["job"] == 1 and row["key"] == plan.GROUP:
-            row["payload"] = pickle.dumps(PieceFacts())
-    found = judged_rows(jobs, [pa.RecordBatch.from_pylist(rows, batches[0].schema)])
+    changed = [
+        (*fact[:4], _with_no_frame(fact[4])) if fact[:2] == (1, plan.GROUP) and fact[2] != plan.SETUP else fact
+        for fact in facts(jobs)
+    ]
+    found = judged_rows(jobs, changed)
     assert UNREAD not in dict(found[0])
     [text] = [row["text"] for kind, row in found[1] if kind == UNREAD]
     assert text == "it could not be judged (group): KeyError: 'of the audit itself'"
+
+
+def _with_no_frame(packed: bytes) -> bytes:
+    context, _ = pickle.loads(packed)
+    return pickle.dumps((context, PieceFacts()))
+
+
+def part_of(tasks: list[plan.Task], kind: type) -> list[int]:
+    return [sum(isinstance(step, kind) for step in task) for task in tasks]
+
+
+def test_task_holds_nothing_of_other_groups(tmp_path: Path) -> None:
+    """A task of a cluster with a thousand groups is as small as one of a single group."""
+    job = job_of(tmp_path / "data")
+    one, many = (plan.tasks_of([job] * groups, 1) for groups in (1, 1_000))
+    assert len(many) == 1_000 * len(one)
+    assert max(len(pickle.dumps(task, 5)) for task in many) <= max(len(pickle.dumps(task, 5)) for task in one) + 8
+
+
+def test_small_segments_share_a_task(tmp_path: Path) -> None:
+    job = replace(job_of(tmp_path / "data"), segments=range(0, 37_000, 1_000))
+    job = replace(job, bases=dict.fromkeys(job.places, range(0, 38_000, 1_000)), pieces=[(0, 38_000)])
+    assert part_of(plan.tasks_of([job], 64 << 20), plan.Segment) == [37]
+    assert part_of(plan.tasks_of([job], 1), plan.Piece).count(1) == 1
+
+
+def test_verified_ends_reach_their_judges(tmp_path: Path) -> None:
+    """They are facts of their own, so no task receives the ends of a hundred thousand subjects."""
+    job = replace(job_of(tmp_path / "data"), ends={"order.changed": 7, "other": 3})
+    found = judged_rows([job], facts([job]))[0]
+    assert not [row for kind, row in found if kind == SUBJECT and row["subject"] == "other"]
+    assert [row["text"] for kind, row in found if kind == "finding" and row.get("subject") == "order.changed"]
