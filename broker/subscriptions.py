@@ -6,7 +6,7 @@ concerns connections only. `broker.choice` decides which messages a pull gets.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -67,6 +67,8 @@ def _is_word(tag: object) -> bool:
     return isinstance(tag, str) and tag != "" and not any("\ud800" <= letter <= "\udfff" for letter in tag)
 
 
+NAMES_MAX = 100
+"""Consumers of one group on one connection; clients have one. Each takes 2 KB and 12 us a tick."""
 PULLS_IN_FLIGHT_MAX = 64
 """Per subscription; more are refused, so one consumer cannot fill the broker's memory."""
 
@@ -139,6 +141,8 @@ class Subscriptions:
         self._ticked_ms = now_ms
         self._next_id = 1
         self._by_link: dict[Link, dict[int, Subscription]] = {}
+        self._names: Counter[tuple[Link, tuple[str, str]]] = Counter()
+        """(connection, group) -> subscriptions."""
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
         self._by_group: dict[tuple[str, str], dict[Subscription, None]] = {}
         """(subject, group) -> its subscriptions."""
@@ -190,8 +194,11 @@ class Subscriptions:
         Raises:
             InvalidAck: the consumer has messages not delivered in this history, or given to others. It must
                 forget them, or messages with the same pull sequences would never reach it.
+            Overloaded: the connection has too many consumers of this group.
         """
         key = (subject, group, consumer)
+        if key not in self._by_consumer and self._names[link, key[:2]] >= NAMES_MAX:
+            raise Overloaded(f"this connection has {NAMES_MAX} consumers of group {group!r}; use further connections")
         self._check_held_end(*key, held_end)
         subscription = Subscription(
             self._next_id, link, subject, group, consumer, held_end, deliveries_max, begins, rule, exclusive_ms
@@ -202,13 +209,14 @@ class Subscriptions:
                 older.link.refuse(waiting.packet, _replaced(consumer))
             self._stop_waiting(older)
             if older.link is link:
-                del self._by_link[link][older.id]
+                self._unlink(older)
             self._leave_group(older)
         self._by_consumer[key] = subscription
         self._by_group.setdefault(key[:2], {})[subscription] = None
         if exclusive_ms:
             self._exclusive[subscription] = None
         self._by_link.setdefault(link, {})[subscription.id] = subscription
+        self._names[link, key[:2]] += 1
         self._seen[key] = now_ms
         return subscription
 
@@ -242,11 +250,18 @@ class Subscriptions:
 
     def forget(self, subscription: Subscription) -> None:
         """Stop serving this subscription; its consumer's lease continues."""
-        self._by_link.get(subscription.link, {}).pop(subscription.id, None)
+        self._unlink(subscription)
         if self._by_consumer.get(subscription.key) is subscription:
             del self._by_consumer[subscription.key]
             self._leave_group(subscription)
         self._stop_waiting(subscription)
+
+    def _unlink(self, subscription: Subscription) -> None:
+        link, key = subscription.link, subscription.key[:2]
+        if self._by_link.get(link, {}).pop(subscription.id, None) is not None:
+            self._names[link, key] -= 1
+            if not self._names[link, key]:
+                del self._names[link, key]
 
     def _leave_group(self, subscription: Subscription) -> None:
         self._exclusive.pop(subscription, None)

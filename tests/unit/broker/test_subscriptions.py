@@ -10,6 +10,7 @@ import pytest
 from qmq.broker.subscriptions import (
     LOOKING_MS,
     LOOKS_WITHIN_MS,
+    NAMES_MAX,
     PULLS_IN_FLIGHT_MAX,
     Subscription,
     Subscriptions,
@@ -347,6 +348,20 @@ def test_nothing_is_due_before_the_first_deadline():
 
 
 # Waiting pulls.
+
+
+def test_consumers_of_a_connection_are_bounded():
+    """One connection with any number of names took 2 KB each, and its leases stopped the broker. Names free places."""
+    consumers, link = Consumers(), FakeLink("many")
+    first, *_ = [consumers.joined(f"c{number}", link) for number in range(NAMES_MAX)]
+    with pytest.raises(Overloaded, match=f"this connection has {NAMES_MAX} consumers of group 'g'"):
+        consumers.joined("more", link)
+    consumers.joined("c5", link), consumers.joined("elsewhere")
+    consumers.now.subscribe(link, subject="s", group="other", consumer="more", now_ms=0, held_end=0)
+    consumers.now.forget(first)
+    consumers.joined("more", link)
+    consumers.now.link_lost(link)
+    assert [name for name, _ in consumers.now._names] == [consumers.now._by_consumer["s", "g", "elsewhere"].link]
 
 
 def test_pulls_of_a_subscription_are_bounded():
