@@ -375,7 +375,8 @@ def _metaservers(desk: Desk) -> Check:
     peers = registry.liveness.peers
     if peers.is_unread(now_ms=registry.now_ms()):
         return check(True, "this one answers; without the database the others are unknown")
-    silent = sorted(row.http_address for row in peers.rows if peers.is_silent(row.id, now_ms=registry.now_ms()))
+    alive = {row.http_address for row in registry.peers()}  # one that was killed and restarted has its old row, too
+    silent = sorted({row.http_address for row in peers.rows} - alive)
     stopped = [address for address in peers.stopped(now_ms=registry.now_ms()) if address not in silent]
     found = [f"{word}: {', '.join(rows)}" for word, rows in (("silent", silent), ("stopped", stopped)) if rows]
     if found:

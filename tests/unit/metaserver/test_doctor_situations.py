@@ -7,7 +7,7 @@ brokers are given as text.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -48,6 +48,12 @@ async def other_stops(world):
 async def other_is_silent(world):
     for ago_ms in (8000, 6000, 4000, 2000, 0):
         world.liveness.peers.read([OTHER], now_ms=world.registry.now_ms() - ago_ms)
+
+
+async def other_was_killed_and_restarted(world):
+    for ago_ms in (8000, 6000, 4000, 2000, 0):
+        again = replace(OTHER, id="m3", beat=10_000 - ago_ms)
+        world.liveness.peers.read([OTHER, again], now_ms=world.registry.now_ms() - ago_ms)
 
 
 async def database_away(world):
@@ -119,6 +125,7 @@ SITUATIONS = [
     Situation("healthy", fine=("metaservers: 1 up", "versions: all run 0.3.0", "copies: the slave of g1 is in sync")),
     Situation("another metaserver was stopped", other_stops, verdict=("WARN metaservers: stopped: 10.0.0.2:8080",)),
     Situation("another metaserver is silent", other_is_silent, verdict=("WARN metaservers: silent: 10.0.0.2:8080",)),
+    Situation("another metaserver was killed and restarted", other_was_killed_and_restarted),
     Situation(
         "database away",
         database_away,
