@@ -33,6 +33,7 @@ from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
 from qmq.log.progress_frame import EXPIRED, NOT_BEGUN, Entry
 from qmq.operator_limits import OperatorLimits, by_key
+from qmq.plain import first_of
 from qmq.rations import Ration
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Verdict
@@ -374,11 +375,9 @@ class Delivery:
             if key in known and _has_consumer(known[key]):
                 names |= known[key].consumers.keys() - {PRUNER}
         if names:
-            shown = ", ".join(sorted(names)[:NAMED_MAX])
-            more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
             raise OperatorError(
-                f"consumer group {group!r} has consumers: {shown}{more}. Stop them; one that vanished leaves when its "
-                "lease ends"
+                f"consumer group {group!r} has consumers: {first_of(sorted(names), 5)}. Stop them; one that vanished "
+                "leaves when its lease ends"
             )
 
     def _remove_group(self, subject: str, group: str) -> None:
@@ -534,9 +533,6 @@ class Delivery:
         mastership.append_progress(FrameKind.POSITION, key, self.consumption.departure(key, begun_none=begun_none))
         self.serving.wake(key[0])
         self._counters.returned_consumers += 1
-
-
-NAMED_MAX = 5
 
 
 def _with_mailbox(subject: str, group: str) -> list[Key]:

@@ -1,11 +1,13 @@
-"""Core. Plain values of application arguments: `Color.RED` of `class Color(str, Enum)` becomes "red", as on the wire.
+"""Core. Plain values, and names as text.
 
-`str`, f-strings and `Path` use a subclass's own spelling, such as 'Color.RED'. So each value of an application is made
-plain before it is stored or becomes part of a name.
+`Color.RED` of `class Color(str, Enum)` becomes "red", as on the wire: `str`, f-strings and `Path` use a subclass's own
+spelling, such as 'Color.RED'. So each value of an application is made plain before it is stored or becomes part of a
+name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -45,3 +47,9 @@ def plain_text(noun: str, value: str, *, is_blank_allowed: bool = True) -> str:
         remedy = f"write {secret} behind it" if secret else "write str() around it if its text is meant"
         raise InvalidRequest(f"{noun} is a str, not {type(value).__name__}: {remedy}")
     return str.__str__(value)
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names as text, and the number of the others: `a, b, c and 4 more`."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from qmq.plain import first_of
 from qmq.tools.table import size
 
 CLOCK_WARN_MS, CLOCK_FAIL_MS = 2_000, 60_000
@@ -270,9 +271,11 @@ def judge_causes(process: str, text: str) -> Iterator[Finding]:
         slowed.setdefault(labels["cause"], []).append(f"{labels['consumer_group']} of {labels['subject']}")
     for cause, groups in slowed.items():
         if cause in GROUP_CAUSES:
-            yield warn("consumer groups", f"{process} delivers less to {_first(groups)}: {cause}", GROUP_CAUSES[cause])
+            yield warn(
+                "consumer groups", f"{process} delivers less to {first_of(groups)}: {cause}", GROUP_CAUSES[cause]
+            )
         else:
-            yield ok("consumer groups", f"{process} has messages that wait for {_first(groups)}: {cause}")
+            yield ok("consumer groups", f"{process} has messages that wait for {first_of(groups)}: {cause}")
 
 
 def judge_limits(process: str, text: str) -> Iterator[Finding]:
@@ -285,14 +288,9 @@ def judge_limits(process: str, text: str) -> Iterator[Finding]:
         found = f"{process} stopped or refused clients within the last minute: {', '.join(sorted(settings))}"
         yield warn("limits", found, "its log names them (limit reached): let them send less, or raise the setting")
     for setting, subjects in full.items():
-        lately = f"{process} refused producers of {_first(subjects)} within the last minute"
+        lately = f"{process} refused producers of {first_of(subjects)} within the last minute"
         found = f"{lately}: as much waits for a consumer group as may ({setting})"
         yield warn("limits", found, f"Lag shows the group: let it catch up, or raise SetLimits --{setting}")
-
-
-def _first(names: list[str]) -> str:
-    """Name three of the names and count the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def parse_metrics(text: str) -> dict[str, float]:

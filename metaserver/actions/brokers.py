@@ -11,7 +11,7 @@ from typing import Any
 from qmq.errors import OperatorError, QmqError
 from qmq.metaserver.actions.desk import ASKED_AT_ONCE, Desk, Handler, together
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.actions.routes import NAMED_MAX, take_out_of_routes
+from qmq.metaserver.actions.routes import take_out_of_routes
 from qmq.metaserver.actions.shapes import broker_json, group_json, parts_json, state_json
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster import old_database
@@ -29,6 +29,7 @@ from qmq.metaserver.storage.changes import (
     StoreAddresses,
 )
 from qmq.metaserver.storage.database import DatabaseAway
+from qmq.plain import first_of
 from qmq.replication.assignment import FillOrder
 from qmq.replication.points import Point
 from qmq.replication.readonly import Reason
@@ -188,10 +189,10 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
     moves, subjects = take_out_of_routes(directory, routes, change.group)
     objections = []
     if subjects:
-        named = ", ".join(subjects[:NAMED_MAX]) + (", …" if len(subjects) > NAMED_MAX else "")
         objections.append(
-            f"{len(subjects):,} subject{'s use' if len(subjects) > 1 else ' uses'} {change.group} ({named}), and what "
-            "is not consumed there cannot be consumed any more; DrainGroup and RemoveSubjectBrokerGroup first"
+            f"{len(subjects):,} subject{'s use' if len(subjects) > 1 else ' uses'} {change.group} "
+            f"({first_of(subjects)}), and what is not consumed there cannot be consumed any more; DrainGroup and "
+            "RemoveSubjectBrokerGroup first"
         )
     group, after = change.before, None
     if group and group.kind == DELAY and any(member.incarnation for member in group.brokers):

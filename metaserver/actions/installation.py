@@ -20,6 +20,7 @@ from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import DELAY, WATCHDOGS, Broker, MetaserverRow, TokenRow
 from qmq.metaserver.storage.backup import header_fault, lost_masters
 from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, RestoreAll, RevokeToken
+from qmq.plain import first_of
 
 KEPT = ("api_token", "audit_trail")
 """Tables whose rows do not make a metaserver count as used: the first admin token is there from the start."""
@@ -81,9 +82,9 @@ def adopt_database(
     if keeps_memory:
         memory = dump_memory()
         if missing := sorted(lost.keys() - _column(memory["tables"], *_GROUP)):
-            named = ", ".join(missing[:NAMED_MAX])
             return refused(
-                f"this metaserver has {named} not in memory either; ask one that has it, or Restore a backup"
+                f"this metaserver has {first_of(missing)} not in memory either; ask one that has it, or Restore "
+                "a backup"
             )
         changes, after = (RestoreAll(memory, is_newer=True),), _count(memory["tables"])
     else:

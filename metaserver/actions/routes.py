@@ -16,6 +16,7 @@ from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, Routes, SubjectInfo, has_route
 from qmq.metaserver.routes.placement import sources_left
 from qmq.metaserver.storage.changes import AddSubject, Change, ForgetConsumerGroups, NoRouteSince, RemoveRoute, SetRoute
+from qmq.plain import first_of
 from qmq.subjects import parse_derived, real_subject
 
 NAMED_MAX = 3
@@ -169,7 +170,7 @@ def _objections(
         if open_ones:
             count = f"{len(open_ones):,} subject{'s' if len(open_ones) > 1 else ''}"
             yield (
-                f"producers of {count} ({_named(open_ones)}) may send to {group} until the last moment; first "
+                f"producers of {count} ({first_of(open_ones)}) may send to {group} until the last moment; first "
                 f"DrainGroup, or MarkReadonly with waitMs"
             )
     yield from _left(group, contents)
@@ -227,7 +228,7 @@ def _last(subject: str, group: str) -> str:
 
 def _takes_dead_letters(subject: str, group: str, sources: list[str]) -> str:
     return (
-        f"{group} stores dead letters of {_named(sources)} in {subject}, and would serve it again at once; take it "
+        f"{group} stores dead letters of {first_of(sources)} in {subject}, and would serve it again at once; take it "
         f"out of the routes of these first, or set another --deadLettersTo with LimitGroup"
     )
 
@@ -243,10 +244,6 @@ def _no_group(group: str) -> str:
 def _first(texts: list[str]) -> list[str]:
     rest = len(texts) - NAMED_MAX
     return texts[:NAMED_MAX] + ([f"and {rest:,} more subjects"] if rest > 0 else [])
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:NAMED_MAX]) + (", …" if len(names) > NAMED_MAX else "")
 
 
 async def _add_new_subject(desk: Desk, words: Words) -> Plan:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from qmq.errors import OperatorError
 from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
 from qmq.metaserver.roles.rules import RoleChange
+from qmq.plain import first_of
 from qmq.types import Role
 
 StateOf = Callable[[Broker], ReplicaState | None]
@@ -190,7 +191,6 @@ class ReportedTerms:
         return {name: term for name, term in sorted(self._newest.items()) if name not in known}
 
 
-NAMED_MAX = 3
 COMMANDS = (
     "Restore puts a backup into it; AdoptDatabase --keep=memory fills it with what this metaserver has in memory; "
     "AdoptDatabase --keep=database forgets these groups"
@@ -217,9 +217,7 @@ def find_lost(known: Collection[str], reported: Mapping[str, int], rows: Collect
 
 def describe(lost: Collection[str]) -> str:
     """Return the problem and the commands that decide, as text."""
-    names = sorted(lost)
-    listed = ", ".join(names[:NAMED_MAX]) + (f" and {len(names) - NAMED_MAX} more" if names[NAMED_MAX:] else "")
     return (
-        f"the database is not used: it has no row of {listed}, whose brokers are registered, so it was emptied or "
-        "replaced. Memory still answers; changes wait until Restore or AdoptDatabase decides"
+        f"the database is not used: it has no row of {first_of(sorted(lost))}, whose brokers are registered, so it was "
+        "emptied or replaced. Memory still answers; changes wait until Restore or AdoptDatabase decides"
     )

@@ -22,6 +22,7 @@ from qmq.idempotence.tables import HandledTable
 from qmq.message import text_of
 from qmq.outbox.row import decode_row, encode_row
 from qmq.outbox.table import table_name
+from qmq.plain import first_of
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.testing.conditions import consumed
 
@@ -195,3 +196,8 @@ def test_value_without_plain_form_is_rejected(value):
 
 def retry_subject_of(group: Any) -> None:
     qmq.Consumer(metaserver="http://h:1", app="a", token="t", consumer_id="c").listen(group, group="g")
+
+
+def test_first_names_are_listed_and_the_others_counted():
+    assert first_of(["a", "b", "c"]) == "a, b, c" and first_of([]) == ""
+    assert first_of(list("abcdefg"), 5) == "a, b, c, d, e and 2 more"
