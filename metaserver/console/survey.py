@@ -80,10 +80,13 @@ class Surveyor:
             await self._until_seen(began + ROUND_UNSEEN_S)
 
     def see(self) -> Survey | None:
-        """Return the newest survey, for a page that somebody looks at."""
+        """Return the newest survey, for a page that somebody looks at; None while none is new enough."""
         self._seen_s = time.monotonic()
         self._seen.set()
-        return self._newest
+        survey = self._newest
+        if survey is None or wall_ms() - survey.at_ms > 1000 * (SEEN_S + 2 * survey.took_s):
+            return None
+        return survey
 
     async def _until_seen(self, end_s: float) -> None:
         """Wait until a page of the console is open; at most until `end_s`."""

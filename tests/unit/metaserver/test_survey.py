@@ -87,6 +87,17 @@ async def test_rounds_are_rare_while_no_page_is_open(world, monkeypatch):
     await surveyor._until_seen(time.monotonic())  # the history's turn
 
 
+async def test_old_survey_is_not_shown(world, monkeypatch):
+    """The first page after a quiet hour showed findings of five minutes ago."""
+    surveyor = Surveyor(world.desk, token="t")
+    found = await surveyor.look()
+    assert surveyor.see() is found
+    found.at_ms -= int(survey.SEEN_S * 1000) + 5_000
+    assert surveyor.see() is None
+    found.took_s = 10.0
+    assert surveyor.see() is found, "a large installation's round takes minutes"
+
+
 async def test_survey_names_silent_masters(world):
     await world.running_copies("g1")
     world.brokers.silent = {"g1"}
