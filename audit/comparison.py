@@ -1,6 +1,7 @@
 """Core. Frame-by-frame comparison of two copies, piece by piece, in the order of offsets.
 
 Two frames are the same if all fields of their headers but high watermark, epoch and chain are, wherever they stand.
+A batch is the same under other sequences, too: all later ones of its subject change where one copy has a batch more.
 Frames moved by one distance are one finding, and so are neighbours that one copy lacks; frames below and above the high
 watermark are kept apart. Frames missing within a damaged range are not reported again. A frame is `reordered` if the
 other copy has its messages elsewhere.
@@ -50,7 +51,8 @@ class Copied(NamedTuple):
         """Return the fields that a moved frame keeps."""
         frame = self.frame
         about = frame.kind, frame.flags, frame.timestamp_ms, frame.producer, frame.batch
-        return *self.messages, *about, frame.body_crc, frame.body_bytes
+        first = None if frame.producer else frame.first_sequence
+        return frame.subject, first, frame.count, *about, frame.body_crc, frame.body_bytes
 
 
 Side = dict[int, Copied]
@@ -119,7 +121,7 @@ class Comparison:
             listed.add(_uncompared(rest), 1)
         return listed.differences()
 
-    def _split_shifted(self) -> tuple[dict[int, list[Copied]], dict[str, Side]]:
+    def _split_shifted(self) -> tuple[dict[int, list[_Moved]], dict[str, Side]]:
         """Return the master's moved frames by distance, and the other frames of each copy."""
         places: dict[str, defaultdict[tuple[Any, ...], list[int]]] = {name: defaultdict(list) for name in COPIES}
         for offset, ours in self._sides[MASTER].items():
@@ -131,14 +133,15 @@ class Comparison:
             if ours_there is None or ours_there.same != theirs.same:
                 places[SLAVE][theirs.same].append(offset)
         by_distance = _distances(places[MASTER], places[SLAVE])
-        shifts: dict[int, list[Copied]] = defaultdict(list)
+        shifts: dict[int, list[_Moved]] = defaultdict(list)
         gone: dict[str, set[int]] = {name: set() for name in COPIES}
         for key, offsets in places[MASTER].items():
             there = set(places[SLAVE].get(key, ()))
             for offset in offsets if there else ():
                 by = next((by for by in by_distance if offset + by in there), None)
                 if by is not None:
-                    shifts[by].append(self._sides[MASTER][offset])
+                    theirs = self._sides[SLAVE][offset + by]
+                    shifts[by].append(_Moved(self._sides[MASTER][offset].frame, theirs.frame.first_sequence))
                     gone[MASTER].add(offset)
                     gone[SLAVE].add(offset + by)
         left = {
@@ -183,6 +186,13 @@ class Comparison:
         is_moved = ours.messages in moved or ours.messages in self._staying
         what = FindingKind.REORDERED if is_other and is_moved else FindingKind.DIFFERENT
         listed.add(_row(what, ours.frame, f"the copies differ in {', '.join(differing)}"), 1)
+
+
+class _Moved(NamedTuple):
+    """The master's frame, and the first sequence of the slave's."""
+
+    frame: Frame
+    sequence: int
 
 
 class _Run(NamedTuple):
@@ -254,12 +264,14 @@ def _row(what: FindingKind, frame: Frame, text: str, *, end: int | None = None) 
     }
 
 
-def _shift(by: int, moved: list[Copied]) -> Row:
-    frames = [copied.frame for copied in moved]
+def _shift(by: int, moved: list[_Moved]) -> Row:
+    frames = [frame for frame, _ in moved]
     where = "on" if by > 0 else "back"
     text = f"{len(frames)} frames with {sum(frame.count for frame in frames)} messages"
     first = min(frames, key=lambda frame: frame.offset)
     text = f"{text} stand {abs(by)} bytes further {where} in the slave"
+    if others := sum(frame.first_sequence != sequence for frame, sequence in moved):
+        text += f"; {others} of them have other sequences there"
     return _row(FindingKind.SHIFTED, first, text, end=max(frame.end for frame in frames))
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from qmq.audit.conservation import Account, broken_at, per_hour, skipped_at
 from qmq.audit.dead_letters import DeadLetter, DeadLetterHistory
-from qmq.audit.findings import FindingKind, Row
+from qmq.audit.findings import MOVED, FindingKind, Row
 from qmq.audit.passing import Complaint, Passing
 from qmq.errors import QmqError
 from qmq.log.fold import State, apply
@@ -93,6 +94,7 @@ class ConsumptionJudge:
         kind = fact["kind"]
         if kind == "progress":
             frame = Frame._make(fact["frame"])
+            yield from self._moved(frame, fact["body"])
             for complaint in self._complaints(frame, fact["body"], fact["last"]):
                 yield self._row(frame, complaint)
         elif kind == "run":
@@ -101,6 +103,18 @@ class ConsumptionJudge:
             self._passing.tags(fact["body"])
         elif kind == "letter":
             yield from self._letter(fact["letter"])
+
+    def _moved(self, frame: Frame, body: bytes) -> Iterator[Row]:
+        """Yield a row of MOVED for a group that was moved or removed; brokers forget broadcast consumers themselves."""
+        if frame.kind != FrameKind.POSITION:
+            return
+        with suppress(ValueError):  # judged below
+            name, consumer, entries = decode_progress(body)
+            group = self._state.groups.get((frame.subject, name))
+            if not consumer and group is not None and (entries or not (group.is_broadcast or name in self._old)):
+                text = f"group {name} was " + (f"moved to sequence {entries[0][0]}" if entries else "removed")
+                about = {"subject": frame.subject, "consumer_group": name, "at_ms": frame.timestamp_ms}
+                yield {"what": MOVED, "offset": frame.offset, "end": frame.end, "text": text} | about
 
     def _row(self, frame: Frame, complaint: Complaint) -> Row:
         return {

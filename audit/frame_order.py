@@ -31,18 +31,24 @@ which is not ahead of all of them.
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
-    """The first messages frame that no later one states to be safe: their number, and the time of the last."""
+    """The first messages frame that no later one states to be safe: their number, the time of the last, and the
+    watermark meanwhile.
+    """
 
     first: Frame
+    watermark: int
+    last_ms: int
     frames: int = 1
-    last_ms: int = 0
 
     @property
     def is_still(self) -> bool:
         return self.frames >= STILL_FRAMES and self.last_ms > self.first.timestamp_ms + STILL_MS
 
-    def with_more(self, frames: int, last_ms: int) -> Uncovered:
-        return replace(self, frames=self.frames + frames, last_ms=last_ms)
+    def and_then(self, more: Uncovered) -> Uncovered:
+        """Return this one with the frames of `more`, if the watermark still is below it."""
+        if more.watermark >= self.first.end:
+            return more
+        return replace(more, first=self.first, frames=self.frames + more.frames)
 
 
 @dataclass(slots=True)
@@ -65,8 +71,10 @@ class FrameOrder:
     """The piece's first frame with a time, and the next one: one of them is wrong, and the piece before decides which.
     """
     uncovered: Uncovered | None = None
+    head: Uncovered | None = None
+    """The first one of this piece, once it is covered: it may go on from the piece before."""
     still: list[Uncovered] = field(default_factory=list)
-    """Uncovered frames of this piece at which the watermark stood still, and moved on."""
+    """Later ones at which the watermark stood still, and moved on."""
     _before_ms: int = 0
     _timed: Frame | None = None
     """The frame with time `time_ms`; `_before_ms` is the time before it."""
@@ -79,23 +87,30 @@ class FrameOrder:
             epoch=max(before.epoch, self.epoch),
             watermark=max(before.watermark, self.watermark),
             uncovered=self.uncovered_since(before.uncovered),
+            head=None,
             still=[],
             _before_ms=self._before_ms or (before._before_ms if self.begins else 0),
         )
 
     def uncovered_since(self, before: Uncovered | None) -> Uncovered | None:
         """Return the first uncovered frame at the end of this piece, given the one at its beginning."""
-        if before is None or self.watermark >= before.first.end:
+        if before is None or self.head is not None:
             return self.uncovered
-        more = self.uncovered
-        return before if more is None else before.with_more(more.frames, more.last_ms)
+        if self.uncovered is None:
+            return before if self.watermark < before.first.end else None
+        return before.and_then(self.uncovered)
 
     def stills(self, before: Uncovered | None) -> list[Uncovered]:
-        """Return the frames at which the watermark began to stand still, once each."""
-        now = self.uncovered_since(before)
-        if before is not None and now is not None and now.first is before.first:
-            return [now] if now.is_still and not before.is_still else []
-        return [*self.still, now] if now is not None and now.is_still else self.still
+        """Return the frames at which the watermark stood still, once each: when that is known."""
+        found = self.still.copy()
+        first = self.head or self.uncovered
+        if first is not None:
+            first = first if before is None else before.and_then(first)
+            if first.is_still and not (before is not None and first.first is before.first and before.is_still):
+                found.append(first)
+        if self.head is not None and self.uncovered is not None and self.uncovered.is_still:
+            found.append(self.uncovered)
+        return found
 
     def check(self, frame: Frame) -> Iterator[Problem]:
         """Take the next frame; yield its problems, or those of the frame before it."""
@@ -135,13 +150,16 @@ class FrameOrder:
         """Take messages frames; the last one states the watermark."""
         known = self.uncovered
         if known is not None and self.watermark < known.first.end:
-            self.uncovered = known.with_more(frames, last.timestamp_ms)
+            self.uncovered = Uncovered(known.first, self.watermark, last.timestamp_ms, known.frames + frames)
             return
         self._end_uncovered()
-        self.uncovered = Uncovered(first if self.watermark < first.end else last, 1, last.timestamp_ms)
+        since = first if self.watermark < first.end else last
+        self.uncovered = Uncovered(since, self.watermark, last.timestamp_ms, frames if since is first else 1)
 
     def _end_uncovered(self) -> None:
-        if self.uncovered is not None and self.uncovered.is_still:
+        if self.head is None:
+            self.head = self.uncovered
+        elif self.uncovered is not None and self.uncovered.is_still:
             self.still.append(self.uncovered)
         self.uncovered = None
 

@@ -33,7 +33,7 @@ from qmq.audit.freeze import (
 from qmq.audit.history import SHARE, History, ledger_entry, run_name, verified
 from qmq.audit.inspection import Pair, compare_pair, describe_findings
 from qmq.audit.journal import check_journal, due_of_logs, due_since
-from qmq.audit.places import check_places
+from qmq.audit.places import Change, check_places
 from qmq.audit.plan import Job, tasks_of
 from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.audit.selection import PIECE_BYTES
@@ -41,9 +41,11 @@ from qmq.audit.store import Tables, store_counts, store_findings
 from qmq.audit.verdict import (
     check_against_history,
     check_all_was_read,
+    check_trail,
     count_read,
     count_repaired,
     explain_pieces,
+    leave_out_consequences,
     note_unlisted,
     take_accounts,
     take_differences,
@@ -111,6 +113,8 @@ class Options:
     share: int = SHARE
     at_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     """Begin of the run, which names its rows of `parquet`."""
+    trail: Callable[[], Sequence[Change]] | None = None
+    """Returns the commands that moved or removed consumer groups, after the logs were read; None: unknown."""
 
     @property
     def tables(self) -> Tables | None:
@@ -290,6 +294,11 @@ def _judge(audit: _Audit, options: Options) -> None:
         result.count(kind, times)
     take_accounts(answer, result)
     check_against_history(answer, result, audit.history)
+    if options.trail is not None and answer.moved:
+        try:
+            check_trail(answer, result, options.trail())
+        except CannotRead as error:
+            result.notes.append(f"moved consumer groups are not compared with the audit trail: {error}")
     if answer.differing:
         check_kept(audit.group, result)  # else a copy being seeded is compared in vain
 
@@ -340,6 +349,7 @@ def _conclude(audit: _Audit, options: Options) -> None:
     result, differing = audit.result, audit.differing(options.piece_bytes)
     if differing:
         explain_pieces(differing, result)
+        leave_out_consequences(result)
     check_all_was_read(result)
 
 

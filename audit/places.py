@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from contextlib import closing
@@ -109,6 +110,34 @@ def find_group_status(metaserver: str, token: str) -> dict[str, GroupStatus]:
     return {str(row["groupName"]): _group_status(row) for row in _list_groups(metaserver, token)}
 
 
+class Change(NamedTuple):
+    """Command of the audit trail about a consumer group's position."""
+
+    at_ms: int
+    subject: str
+    consumer_group: str
+
+
+POSITIONING = ("ResetOffset", "RemoveConsumerGroup")
+
+
+def find_changes(metaserver: str, token: str) -> list[Change]:
+    """Return the commands that moved or removed consumer groups. Raise CannotRead if the trail cannot be read."""
+    found = []
+    for name in POSITIONING:
+        asked: dict[str, object] | None = {"name": name, "limit": 1000}
+        while asked is not None:
+            answer = _ask("AuditTrail", metaserver, token, **asked)
+            if not isinstance(answer, dict) or answer.get("status") != 0:
+                raise CannotRead(f"AuditTrail at {metaserver}: {answer}")
+            page = answer["data"]
+            for row in page["rows"]:
+                about = row["parameters"]
+                found.append(Change(row["time"], about.get("subject", ""), about.get("group", "")))
+            asked = None if page["next"] is None else asked | {"before": page["next"]}
+    return found
+
+
 def _group_status(row: Mapping[str, Any]) -> GroupStatus:
     closed = row.get("writable") is False
     reasons = tuple(row.get("why") or ("unknown",)) if closed else ()
@@ -116,24 +145,23 @@ def _group_status(row: Mapping[str, Any]) -> GroupStatus:
 
 
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:
-    result = _ask("ListBrokers", metaserver, token)
+    result = _ask("ListBrokers", metaserver, token, details="true")
     if not isinstance(result, dict) or result.get("status") != 0:
         raise CannotRead(f"ListBrokers at {metaserver}: {result}")
     return list(result["data"])
 
 
 def _list_groups(metaserver: str, token: str) -> list[dict[str, Any]]:
-    result = _ask("ListBrokerGroups", metaserver, token)
+    result = _ask("ListBrokerGroups", metaserver, token, details="true")
     if not isinstance(result, list):
         raise CannotRead(f"ListBrokerGroups at {metaserver}: {result}")
     return result
 
 
-def _ask(action: str, metaserver: str, token: str) -> Any:
+def _ask(action: str, metaserver: str, token: str, **parameters: object) -> Any:
     url = metaserver if "://" in metaserver else f"http://{metaserver}"
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/management?action={action}&details=true", data=b"", headers={"X-Api-Token": token}
-    )
+    query = urllib.parse.urlencode({"action": action} | parameters)
+    request = urllib.request.Request(f"{url.rstrip('/')}/management?{query}", data=b"", headers={"X-Api-Token": token})
     try:
         with DIRECT.open(request, timeout=CALL_TIMEOUT_S) as answer:
             return json.load(answer)

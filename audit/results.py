@@ -22,6 +22,7 @@ from qmq.audit.findings import (
     KEPT,
     MASTER,
     MORE,
+    MOVED,
     PIECE,
     SUBJECT,
     UNACKED_MS,
@@ -157,6 +158,8 @@ class GroupAnswer:
         self.subjects: dict[str, dict[str, Row]] = {name: {} for name in names}
         self.hours: list[Row] = []
         self.accounts: list[Row] = []
+        self.moved: dict[int, Row] = {}
+        """Offset -> group that was moved or removed there."""
         self.epochs: dict[str, int] = {}
         self.kept_from: int | None = None
         self.last_ms = 0
@@ -182,6 +185,8 @@ class GroupAnswer:
             self.hours += [row | {"copy": name} for name in copies]
         elif kind == ACCOUNT and MASTER in copies:
             self.accounts.append(row)
+        elif kind == MOVED:
+            self.moved[row["offset"]] = row
         elif kind == EPOCHS:
             for epoch, offset in row.items():
                 self.epochs[epoch] = min(offset, self.epochs.get(epoch, offset))

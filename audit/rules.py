@@ -25,6 +25,7 @@ from qmq.audit.findings import (
     HOUR,
     KEPT,
     MORE,
+    MOVED,
     PIECE,
     SUBJECT,
     FindingKind,
@@ -189,6 +190,8 @@ class SubjectJudge:
     def _judge_row(self, row: Row, seen: int | None) -> JudgeRow:
         if row["what"] == CONSERVED:
             return JudgeRow(CONSERVED, {"subject": self._subject, "equation": row["text"]})
+        if row["what"] == MOVED:
+            return JudgeRow(MOVED, row)
         fields = {name: row[name] for name in ("offset", "end", "subject", "sequence", "id")}
         fields |= {name: row[name] for name in ("about", "since") if row.get(name) is not None}
         return finding(FindingKind(row["what"]), row["text"], seen=seen, **fields)

@@ -3,7 +3,7 @@ difference."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
@@ -20,22 +20,24 @@ from qmq.audit.findings import (
 from qmq.audit.history import (
     History,
 )
+from qmq.audit.places import Change
 from qmq.audit.plan import HOURS_MAX
 from qmq.audit.results import GroupAnswer, Result, digests_of, kept_from
+from qmq.subjects import real_subject
 
 ACCOUNTS_MAX = 5_000
 """Listed equations of consumer groups."""
 
-_SHORT = UNVERIFIED | {
-    FindingKind.DAMAGED,
-    FindingKind.REPAIRED,
-    FindingKind.MISSING,
-    FindingKind.EXTRA,
-    FindingKind.SHIFTED,
-    FindingKind.DIFFERENT,
-    FindingKind.REORDERED,
-    FindingKind.HISTORY,
-}
+DIFFERENCES = frozenset(
+    {
+        FindingKind.MISSING,
+        FindingKind.EXTRA,
+        FindingKind.SHIFTED,
+        FindingKind.DIFFERENT,
+        FindingKind.REORDERED,
+    }
+)
+_SHORT = UNVERIFIED | DIFFERENCES | {FindingKind.DAMAGED, FindingKind.REPAIRED, FindingKind.HISTORY}
 """Kinds that explain why fewer bytes were read than due; other kinds concern bytes that were read."""
 
 
@@ -108,6 +110,23 @@ def check_against_history(answer: GroupAnswer, result: Result, history: History)
         result.add(FindingKind.REWRITTEN, copy=BOTH, text="it is not what was read here before", offset=begin, end=end)
 
 
+RECORDED_MS, CLOCKS_MS = 86_400_000, 600_000
+"""A command may reach an absent broker group later. / Difference between clocks of brokers and metaservers."""
+
+
+def check_trail(answer: GroupAnswer, result: Result, trail: Iterable[Change]) -> None:
+    """Add a finding for each consumer group that was moved or removed without a command in the audit trail."""
+    times: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for change in trail:
+        times[change.subject, change.consumer_group].append(change.at_ms)
+    for offset, row in sorted(answer.moved.items()):
+        known = times[real_subject(row["subject"]), row["consumer_group"]]
+        if not any(-CLOCKS_MS <= row["at_ms"] - at_ms <= RECORDED_MS for at_ms in known):
+            text = f"{row['text']}, and the audit trail has no command for it"
+            about = {"offset": offset, "end": row["end"], "subject": row["subject"]}
+            result.add(FindingKind.UNRECORDED, copy=BOTH, text=text, **about)
+
+
 def _together(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the ranges with neighbours joined."""
     found: list[tuple[int, int]] = []
@@ -154,6 +173,62 @@ def explain_pieces(pieces: list[tuple[int, int]], result: Result) -> None:
             continue
         text = "bytes differ, the frames' headers do not"
         result.add(FindingKind.DIFFERENT, copy=SLAVE, text=text, offset=begin, end=until)
+
+
+_FOLLOWING = frozenset(
+    {
+        FindingKind.SEQUENCE,
+        FindingKind.PROGRESS,
+        FindingKind.PASSED,
+        FindingKind.UNACKED,
+        FindingKind.CONSERVATION,
+        FindingKind.DEAD_MISSING,
+        FindingKind.DEAD_UNFOUNDED,
+        FindingKind.UNPLANNED,
+    }
+)
+"""Kinds that one copy has behind frames that it lacks, or has more."""
+
+
+def leave_out_consequences(result: Result) -> None:
+    """Leave out what follows from the differences between the copies, and note it.
+
+    A frame that one copy alone has twice is named by that. Behind a difference, a copy's judges meet gaps and acks of
+    nothing. Findings about differing frames themselves stay: they tell which copy is wrong.
+    """
+    differences = [row for row in result.findings if row["what"] in DIFFERENCES]
+    twice = {(row["copy"], row["offset"]) for row in result.findings if row["what"] == FindingKind.BATCH_TWICE}
+    kept, left = [], Counter[str]()
+    for row in result.findings:
+        is_twice = row["what"] in (FindingKind.EXTRA, FindingKind.MISSING) and (_has(row), row["offset"]) in twice
+        if is_twice or (row["what"] in _FOLLOWING and _follows(row, differences)):
+            left[row["what"]] += 1
+        else:
+            kept.append(row)
+    result.findings[:] = kept
+    for kind, times in left.items():
+        result.count(kind, -times)
+        if not result.found[kind]:
+            del result.found[kind]
+        if kind in _FOLLOWING:
+            result.notes.append(f"{times} findings of one copy alone are left out, as they follow a difference: {kind}")
+
+
+def _has(row: Row) -> str:
+    """Return the copy that has the frames that the other one lacks."""
+    return MASTER if row["what"] == FindingKind.MISSING else str(row["copy"])
+
+
+def _follows(row: Row, differences: Sequence[Row]) -> bool:
+    """Return whether a finding lies behind a difference of its copy, and not in the differing frames."""
+    ours = [other for other in differences if row["copy"] in (MASTER, other["copy"])]
+    if row["copy"] == BOTH or not ours or row["offset"] is None:
+        return row["copy"] != BOTH and bool(ours)
+    theirs = {FindingKind.SHIFTED, FindingKind.EXTRA if row["copy"] == MASTER else FindingKind.MISSING}
+    is_inside = any(
+        other["offset"] <= row["offset"] < (other["end"] or 0) for other in ours if other["what"] not in theirs
+    )
+    return not is_inside and min(other["offset"] for other in ours) <= row["offset"]
 
 
 def _of_log(findings: Sequence[Row]) -> list[Row]:

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -25,7 +26,7 @@ from qmq.audit.data_source import is_submitted, start_spark
 from qmq.audit.group import Options, audit_groups
 from qmq.audit.history import SHARE
 from qmq.audit.page import page, page_json
-from qmq.audit.places import GroupStatus, find_group_status, find_places
+from qmq.audit.places import GroupStatus, find_changes, find_group_status, find_places
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
 from qmq.audit.results import Group, Result
 from qmq.audit.selection import PIECE_BYTES
@@ -125,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _audit(options: argparse.Namespace, groups: list[Group]) -> list[Result]:
     """Audit the groups: small logs in this process; others, or with a given Spark master, on Spark."""
     ledger = Ledger(options.ledger) if options.ledger else None
-    asked = Options(options.journal, options.piece_bytes, options.parquet, ledger, options.share)
+    trail = partial(find_changes, options.metaserver, options.token) if options.metaserver else None
+    asked = Options(options.journal, options.piece_bytes, options.parquet, ledger, options.share, trail=trail)
     with ExitStack() as stack:
 
         def start() -> SparkSession:

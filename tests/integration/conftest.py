@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from qmq.audit.places import find_changes
 from tests.integration import cluster_world, real_logs
 from tests.integration.metaserver_world import World
 from tests.support.waiting import until
@@ -26,8 +27,8 @@ async def world(request, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def real_directories(tmp_path_factory):
-    """Data directories of a stopped cluster with the groups g1 and d1; copy them before a change."""
+def lived(tmp_path_factory):
+    """A stopped cluster with the groups g1 and d1; copy its directories before a change."""
     with cluster_world.running(tmp_path_factory.mktemp("real"), delay_groups=("d1",)) as cluster:
         cluster.wait_writable("g1", "d1")
         asyncio.run(real_logs.live(cluster))
@@ -35,4 +36,5 @@ def real_directories(tmp_path_factory):
         until(lambda: real_logs.is_settled(places["d1"]["master"]), "each batch has an outcome")
         for group in places:
             until(lambda group=group: cluster_world.are_equal(cluster, group), f"both copies of {group} are equal")
-    return places
+        trail = find_changes(cluster.metaserver, cluster.token)
+    return real_logs.Lived(places, trail)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from typing import NamedTuple
 
 import qmq
 from qmq import DelayOutcome, Message
+from qmq.audit.places import Change
 from qmq.deploy.cluster import Cluster
 from qmq.log.delay_frames import decode_settled
 from qmq.log.frame import FrameKind
@@ -19,6 +21,13 @@ OVERDUE = timedelta(hours=2)
 """Delayed messages are this late, so that an unsent one is a finding."""
 Places = dict[str, dict[str, Path]]
 """{broker group: {copy: data directory}}"""
+
+
+class Lived(NamedTuple):
+    """Directories of a cluster, and its operators' commands about consumer groups."""
+
+    places: Places
+    trail: list[Change]
 
 
 async def live(cluster: Cluster) -> None:
@@ -36,6 +45,7 @@ async def live(cluster: Cluster) -> None:
         for subject in DELAYED:
             await producer.send_many([Message(subject, {"n": n}) for n in range(LATE)], at=due)
         await _consume(client, SUBJECT, SENT - 10)
+        cluster.manage("ResetOffset", subject=SUBJECT, group="g", to="latest")
         for subject in DELAYED:
             await _consume(client, subject, LATE + (subject == DELAYED[0]))
 

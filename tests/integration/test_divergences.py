@@ -15,7 +15,7 @@ from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.group import Options, audit_groups
 from qmq.audit.results import Group, Result
 from qmq.ledger import Ledger
-from tests.integration.real_logs import Places, copied
+from tests.integration.real_logs import SUBJECT, Lived, Places, copied
 from tests.support.spark import actions, local_spark
 from tests.unit.audit.beside import WRONG, bases_of
 from tests.unit.audit.divergences import (
@@ -258,8 +258,9 @@ def audit_directories(spark: SparkSession, places: Places, **options: Any) -> li
     return audit_groups(spark, groups, Options(piece_bytes=PIECE_BYTES, **options))
 
 
-def test_real_directories_have_no_findings(spark: SparkSession, real_directories: Places) -> None:
-    results = audit_directories(spark, real_directories)
+def test_real_directories_have_no_findings(spark: SparkSession, lived: Lived) -> None:
+    """An operator moved a consumer group: without its command in the trail, that is one."""
+    results = audit_directories(spark, lived.places, trail=lambda: lived.trail)
     assert [(result.group, result.unreadable, result.findings) for result in results] == [
         ("d1", None, []),
         ("g1", None, []),
@@ -268,13 +269,14 @@ def test_real_directories_have_no_findings(spark: SparkSession, real_directories
         row["subject"]: (row["taken"], row["stored"], row["cancelled"], row["pending"]) for row in results[0].delayed
     }
     assert sums == {"order.unpaid": (9, 6, 1, 1), "order.unseen": (5, 5, 0, 0), "order.lost": (5, 5, 0, 0)}
+    brokers = {"g1": lived.places["g1"]}
+    (unrecorded,) = audit_directories(spark, brokers, trail=list)[0].findings
+    assert (unrecorded["what"], unrecorded["copy"], unrecorded["subject"]) == ("unrecorded", "both", SUBJECT)
 
 
-def test_delay_faults_of_real_directories_are_named(
-    spark: SparkSession, real_directories: Places, tmp_path: Path
-) -> None:
+def test_delay_faults_of_real_directories_are_named(spark: SparkSession, lived: Lived, tmp_path: Path) -> None:
     """Each fault lies in both copies of the delay group."""
-    places = copied(real_directories, tmp_path)
+    places = copied(lived.places, tmp_path)
     for copy in places["d1"].values():
         with forged(copy) as frames:
             planted = [row for plant in DELAYED.values() for row in plant(frames)]

@@ -441,6 +441,56 @@ def one_frame_less(frames: list[Draft]) -> Expected:
     return [("missing", frame, None), ("shifted", frames[at], None)]
 
 
+def batch_twice_amid(frames: list[Draft]) -> Expected:
+    """All later batches of the subject have other sequences."""
+    there = frame_of(frames, A, 150)
+    again = in_place_of(there, frame_of(frames, A, 70), first_sequence=150)
+    frames.insert(frames.index(there), again)
+    for frame in frames[frames.index(there) :]:
+        frame.first_sequence += again.count * (frame.kind == FrameKind.MESSAGES and frame.subject == A)
+    return [("batch_twice", again, None), ("shifted", again, None)]
+
+
+def batch_less(frames: list[Draft]) -> Expected:
+    """Its pulls and acks are there."""
+    return _less(frames, frame_of(frames, B, 150))
+
+
+def pull_less(frames: list[Draft]) -> Expected:
+    return _less(frames, nth(frames, FrameKind.PULL, A, 15))
+
+
+def _less(frames: list[Draft], gone: Draft) -> Expected:
+    """Remove a frame. The finding of the later ones is at the other copy's place of the next one."""
+    at = frames.index(gone)
+    del frames[at]
+    return [("missing", gone, None), ("shifted", replace(frames[at]), None)]
+
+
+MOVED: dict[str, Plant] = {
+    "a batch twice": batch_twice_amid,
+    "a batch too few": batch_less,
+    "a pull too few": pull_less,
+}
+"""Each alone: all later frames move."""
+
+
+def _position_at_the_end(*entries: tuple[int, int, int]) -> Plant:
+    def plant(frames: list[Draft]) -> Expected:
+        body = encode_progress("g", "", entries)
+        frames.append(in_place_of(frames[-1], nth(frames, FrameKind.POSITION, A, 0), body=body))
+        return [("unrecorded", frames[-1], None)]
+
+    return plant
+
+
+WITHOUT_A_COMMAND: dict[str, Plant] = {
+    "a group forgotten": _position_at_the_end(),
+    "a group put to its end": _position_at_the_end((200, 0, 0)),
+}
+"""Wrong on both copies, by the metaserver's audit trail."""
+
+
 RIGHT_BUT_OTHER: dict[str, Plant] = {
     "another payload": other_payload(A, 206),
     "another text of one CRC": other_text_of_one_crc,

@@ -29,7 +29,9 @@ BEGIN_MS = 1_700_000_000_000 // HOUR_MS * HOUR_MS
 
 
 class LogWriter:
-    """Writes a log's segments, and the indexes of closed ones. The high watermark of a frame is its own offset."""
+    """Writes a log's segments, and the indexes of closed ones. The high watermark of a frame is its own offset, or
+    `watermark`.
+    """
 
     def __init__(self, data: Path, *, segment_bytes: int = 1 << 62, preallocate: int = 1 << 16, start: int = 0):
         self.folder = data / "log"
@@ -40,6 +42,7 @@ class LogWriter:
         self.chain = NO_CHAIN
         self.end = start
         self.timestamp_ms = BEGIN_MS
+        self.watermark: int | None = None
         self.sequences: dict[str, int] = {}
         self.frames: list[Frame] = []
         self._open(start)
@@ -77,7 +80,7 @@ class LogWriter:
             body_crc=crc32(body),
             epoch=self.epoch,
             offset=self.end,
-            high_watermark=self.end,
+            high_watermark=self.end if self.watermark is None else self.watermark,
             timestamp_ms=self.timestamp_ms,
             first_sequence=first,
             producer=producer,

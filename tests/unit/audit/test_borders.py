@@ -48,3 +48,17 @@ def test_wrong_time_is_found_across_any_borders(tmp_path: Path, apart_ms: int) -
     for begins in chain.from_iterable(combinations(range(1, frames), size) for size in range(frames)):
         borders = [0, *(log.frames[number].offset for number in begins), log.end]
         assert named(tmp_path, pairwise(borders)) == [("time", log.frames[wrong].offset)], begins
+
+
+@pytest.mark.parametrize("moves_on", [False, True])
+def test_still_watermark_is_named_once_for_any_borders(tmp_path: Path, moves_on: bool) -> None:
+    log, still = LogWriter(tmp_path), range(3, 12)
+    log.mastership(Epoch(2, 1))
+    for number in range(14):
+        log.timestamp_ms = BEGIN_MS + 60_000 * number
+        log.watermark = log.frames[3].offset if number in still or (number > 3 and not moves_on) else None
+        log.batch("s", 1)
+    log.close()
+    for begins in combinations(range(1, len(log.frames)), 3):
+        borders = [0, *(log.frames[number].offset for number in begins), log.end]
+        assert named(tmp_path, pairwise(borders)) == [("watermark", log.frames[3].offset)], begins

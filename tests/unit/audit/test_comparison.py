@@ -62,6 +62,17 @@ def test_equal_empty_frames_match_at_their_distance() -> None:
     assert sum(row["frames"] for row in shifts) == 1_000
 
 
+def test_batches_with_other_sequences_are_shifted() -> None:
+    def batch(number: int, sequence: int, at: int) -> Copied:
+        return copied(number, at, producer=7, batch=number, first_sequence=sequence)
+
+    master = [batch(number, number, number * SIZE) for number in range(5)]
+    slave = [batch(90, 0, 0), *(batch(number, number + 1, (number + 1) * SIZE) for number in range(5))]
+    found = compared(master, slave)
+    assert told(found) == [("shifted", 0, 5), ("extra", 0, 1)]
+    assert found.rows[0]["text"].endswith("; 5 of them have other sequences there")
+
+
 def test_lacking_neighbours_are_one_finding() -> None:
     master = [copied(number) for number in range(8)]
     slave = [frame for frame in master if frame.frame.first_sequence not in (2, 3, 6)]

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from qmq.audit.copies import PathCopy
+from qmq.audit.copies import CannotRead, PathCopy
+from qmq.audit.places import Change
 from qmq.crc import encode_checked
 from qmq.log.manifest import encode_manifest
 from qmq.types import Epoch
 from tests.unit.audit.beside import bases_of
+from tests.unit.audit.divergences import MOVED, WITHOUT_A_COMMAND, Plant
+from tests.unit.audit.forged import A, forged, write_world
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import change
 from tests.unit.audit.without_spark import COPIES, audit, named
@@ -113,3 +116,41 @@ def test_log_of_many_segments_is_read_whole(tmp_path):
             assert len(list(copy.files())) == 80
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("plant", MOVED.values(), ids=MOVED.keys())
+def test_one_frame_is_named_without_its_consequences(tmp_path: Path, plant: Plant) -> None:
+    for copy in COPIES:
+        write_world(tmp_path / copy, rounds=20)
+    with forged(tmp_path / "slave") as frames:
+        expected = plant(frames)
+    result = audit(tmp_path)
+    assert result.unreadable is None
+    assert named(result) == {(what, "slave", frame.at) for what, frame, _ in expected}
+
+
+@pytest.mark.parametrize("plant", WITHOUT_A_COMMAND.values(), ids=WITHOUT_A_COMMAND.keys())
+def test_moved_group_needs_a_command_in_the_trail(tmp_path: Path, plant: Plant) -> None:
+    for copy in COPIES:
+        write_world(tmp_path / copy, rounds=20)
+        with forged(tmp_path / copy) as frames:
+            expected = plant(frames)
+    (at_ms,) = {frame.timestamp_ms for _, frame, _ in expected}
+    found = {(what, "both", frame.at) for what, frame, _ in expected}
+    other = Change(at_ms, A, "f"), Change(at_ms - 2 * 86_400_000, A, "g"), Change(at_ms + 3_600_000, A, "g")
+    assert named(audit(tmp_path, trail=lambda: other)) == found
+    assert named(audit(tmp_path, trail=lambda: [Change(at_ms - 5_000, A, "g")])) == named(audit(tmp_path)) == set()
+
+
+def test_unreadable_trail_is_a_note(tmp_path: Path) -> None:
+    for copy in COPIES:
+        write_world(tmp_path / copy, rounds=4)
+        with forged(tmp_path / copy) as frames:
+            WITHOUT_A_COMMAND["a group forgotten"](frames)
+
+    def trail() -> list[Change]:
+        raise CannotRead("403")
+
+    result = audit(tmp_path, trail=trail)
+    assert (result.unreadable, result.findings) == (None, [])
+    assert "moved consumer groups are not compared with the audit trail: 403" in result.notes
