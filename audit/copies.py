@@ -1,7 +1,7 @@
 """Shell. Copies of a message log, read from a broker's data directory or from a running broker.
 
     path     <data>/log/<base offset, 20 digits>.log, or the directory `log` itself
-    broker   "ip:control_port", over gRPC `DescribeLog` and `ReadLog`; no disk is shared with the Spark cluster
+    broker   "host:control_port", over gRPC `DescribeLog` and `ReadLog`; no disk is shared with the Spark cluster
 
 Both are a `Storage` for `audit.walk`, and report the range of their log as a `Description`.
 """
@@ -106,7 +106,7 @@ def open_copy(options: Mapping[str, str], limit: int = OFFSET_MAX) -> Copy:
     """
     path, broker = options.get("path"), options.get("broker")
     if bool(path) == bool(broker):
-        raise CannotRead("give either option 'path' (a data directory) or 'broker' (ip:control_port)")
+        raise CannotRead("give either option 'path' (a data directory) or 'broker' (host:control_port)")
     if path:
         return PathCopy(Path(path))
     try:
@@ -117,7 +117,7 @@ def open_copy(options: Mapping[str, str], limit: int = OFFSET_MAX) -> Copy:
 
 
 def place_options(place: str, token: str) -> dict[str, str]:
-    """Return options of the data source for a user's input: a directory or `ip:port`."""
+    """Return options of the data source for a user's input: a directory or `host:port`."""
     if not Path(place).exists():
         with suppress(ValueError):
             return {"broker": str(Endpoint.parse(place)), "token": token}

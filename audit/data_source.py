@@ -5,7 +5,7 @@
 
     option             meaning
     path               data directory; every executor must see it
-    broker, token      "ip:control_port" of a running broker and an API token; no shared disk is needed
+    broker, token      "host:control_port" of a running broker and an API token; no shared disk is needed
     metaserver, token  all its broker groups; of each, the slave's copy if it answers, else the master's
     rows               "messages" (default), "frames" or "progress" (audit.tables)
     columns            names with commas, all by default; properties of messages are decoded only if named

@@ -160,9 +160,7 @@ class MetaserverSettings:
             yield "oidc_client_id: missing, and oidc_issuer is set"
         for name, address in (("oidc_issuer", self.oidc_issuer), ("oidc_redirect", self.oidc_redirect)):
             parts = urlsplit(address)
-            if parts.scheme != "https" and not (
-                parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost")
-            ):
+            if parts.scheme != "https" and not (parts.scheme == "http" and _is_own(parts.hostname or "")):
                 yield f"{name}: {address!r} is no https:// address; http:// is for this machine alone"
         if not self.oidc_roles:
             yield "oidc_roles: empty, so no user could log in; such as operator=on-call"
@@ -184,6 +182,13 @@ class MetaserverSettings:
     @property
     def advertised(self) -> str:
         return self.advertised_ip or self.host
+
+
+def _is_own(host: str) -> bool:
+    try:
+        return Host(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _is_key(text: str) -> bool:

@@ -69,7 +69,7 @@ class Host(str):
         bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         if "%" in bare:
             raise ValueError(f"{text!r} has a zone, which other machines do not have; use an address without %")
-        address = _address(bare)
+        address = ip_address_of(bare)
         if address is not None:
             return super().__new__(cls, str(address))
         if text.count(":") == 1:
@@ -85,7 +85,7 @@ class Host(str):
     @property
     def address(self) -> IPv4Address | IPv6Address | None:
         """Return the IP address; None: a name."""
-        return _address(self)
+        return ip_address_of(self)
 
     @property
     def is_any(self) -> bool:
@@ -97,7 +97,8 @@ class Host(str):
         return self == "localhost" if self.address is None else self.address.is_loopback
 
 
-def _address(text: str) -> IPv4Address | IPv6Address | None:
+def ip_address_of(text: str) -> IPv4Address | IPv6Address | None:
+    """Return the IP address of a text; None: it is a name, or wrong."""
     try:
         address = ip_address(text)
     except ValueError:

@@ -39,7 +39,9 @@ UNFINISHED = "The run that wrote this has not ended yet, or it failed: what is b
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qmq audit", description=__doc__.splitlines()[0])
     parser.add_argument("--group", action="append", default=[], help="broker group; repeat with --master and --slave")
-    parser.add_argument("--master", action="append", default=[], help="data directory, or ip:control_port of a broker")
+    parser.add_argument(
+        "--master", action="append", default=[], help="data directory, or HOST:CONTROL_PORT of a broker"
+    )
     parser.add_argument(
         "--slave", action="append", default=[], help="the same of the other copy; of several, with commas between them"
     )

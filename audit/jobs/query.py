@@ -37,7 +37,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ask`."""
     parser.add_argument("--metaserver", default="", help="its URL: read the logs of all broker groups")
     parser.add_argument(
-        "--source", action="append", default=[], help="instead: a data directory, or ip:control_port; once per group"
+        "--source", action="append", default=[], help="instead: a data directory, or HOST:CONTROL_PORT; once per group"
     )
     add_token_options(parser)
     parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")

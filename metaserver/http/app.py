@@ -52,7 +52,7 @@ def build_app(
     """Build the application.
 
     Args:
-        address: `ip:port` of the gRPC server, as others reach it.
+        address: `host:port` of the gRPC server, as others reach it.
         more: further routes; each endpoint declares its roles with `needs`.
     """
     app = FastAPI(
@@ -100,7 +100,7 @@ def _own_routes(
     whether = "whether it serves, and whether its database answers"
     return [
         make_route(
-            "GET", "/meta/address", meta_address, summary="ip:port of the gRPC service", content=TEXT, responses=STOPS
+            "GET", "/meta/address", meta_address, summary="host:port of the gRPC service", content=TEXT, responses=STOPS
         ),
         make_route(
             "GET", "/metrics", read_metrics, summary="metrics for Prometheus", role=TokenRole.VIEWER, content=TEXT

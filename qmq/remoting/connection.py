@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol, cast
 
 from qmq.codec import Buffer
@@ -16,7 +19,7 @@ from qmq.rations import Ration
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, PacketTooLarge, packet_header
-from qmq.types import Endpoint, plain_peer
+from qmq.types import Endpoint, ip_address_of, plain_peer
 
 log = bounded(__name__)
 
@@ -237,7 +240,6 @@ async def connect(
         AccessError: the token is invalid.
         NotServed: no answer at `endpoint`.
     """
-    loop = asyncio.get_running_loop()
 
     def make() -> Connection:
         return Connection(handler, packet_bytes_max)
@@ -245,7 +247,7 @@ async def connect(
     connection: Connection | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            transport, connection = await loop.create_connection(make, endpoint.host, endpoint.port)
+            transport, connection = await _open(make, endpoint, timeout_s)
             notice_dead_peers(transport.get_extra_info("socket"))
             request = commands.encode_json(token=token, app=app, wall_ms=time.time_ns() // 1_000_000)
             body = await connection.request(Command.AUTHENTICATE, request)
@@ -258,3 +260,62 @@ async def connect(
         if isinstance(error, OSError | TimeoutError):
             raise NotServed(f"{endpoint}: {cause_of(error)}") from None
         raise
+
+
+async def _open(
+    make: Callable[[], Connection], endpoint: Endpoint, timeout_s: float
+) -> tuple[asyncio.Transport, Connection]:
+    """Connect to the first address of a host that answers; each has its share of the time, as one may be silent."""
+    addresses = [endpoint.host] if ip_address_of(endpoint.host) else await look_up(endpoint.host)
+    lost = OSError(f"{endpoint.host} has no address")
+    for address in addresses:
+        try:
+            async with asyncio.timeout(timeout_s / len(addresses)):
+                return await asyncio.get_running_loop().create_connection(make, address, endpoint.port)
+        except OSError as error:  # TimeoutError is one
+            lost = error
+    raise lost
+
+
+_look_ups: dict[str, Future[list[str]]] = {}
+"""Look-ups that have begun, by name."""
+os.register_at_fork(after_in_child=_look_ups.clear)
+
+
+async def look_up(name: str) -> list[str]:
+    """Return the addresses of a name. Raises OSError.
+
+    A silent name server takes 40 s. Callers that connect again meanwhile wait for the same look-up, which has a thread
+    of its own: they would use up the loop's threads, and the loop would wait for these at its end.
+    """
+    future = _look_ups.get(name)
+    if future is None:
+        future = _look_ups[name] = Future()
+        threading.Thread(target=_resolve, args=(name, future), name=f"look-up {name}", daemon=True).start()
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def pass_on(found: Future[list[str]]) -> None:
+        if answer.done():  # the caller has given up
+            return
+        if error := found.exception():
+            answer.set_exception(error)
+        else:
+            answer.set_result(found.result())
+
+    def found(future: Future[list[str]]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(pass_on, future)
+
+    future.add_done_callback(found)
+    return await answer
+
+
+def _resolve(name: str, future: Future[list[str]]) -> None:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        future.set_result(list(dict.fromkeys(str(entry[4][0]) for entry in found)))
+    except (OSError, UnicodeError) as error:
+        future.set_exception(OSError(str(error)))
+    finally:
+        del _look_ups[name]

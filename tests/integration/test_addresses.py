@@ -15,13 +15,12 @@ from tests.integration.cluster_world import consume_all, running, send_all, unti
 from tests.support.cable import cable_to
 from tests.support.ports import free_ports
 
-BEHIND = "127.0.0.2"
 PORTS = ("serve_port", "sync_port", "control_port", "metrics_port", "http_port", "grpc_port")
 
 
 @contextmanager
 def forwarded(monkeypatch):
-    """Let clusters listen at another address and on other ports than they advertise; yield {setting: cables}."""
+    """Let clusters listen on all addresses and on other ports than they advertise; yield {setting: cables}."""
     cables = defaultdict(list)
 
     class Behind(Cluster):
@@ -29,8 +28,8 @@ def forwarded(monkeypatch):
             advertised = {key: settings[key] for key in PORTS if key in settings}
             listening = dict(zip(advertised, free_ports(len(advertised)), strict=True))
             for key, port in advertised.items():
-                cables[key].append(stack.enter_context(cable_to(listening[key], BEHIND, port)))
-            address = {"bind": BEHIND} if "ip" in settings else {"host": BEHIND, "advertised_ip": plan.HOST}
+                cables[key].append(stack.enter_context(cable_to(listening[key], port)))
+            address = {"bind": "::"} if "ip" in settings else {"host": "::", "advertised_ip": plan.HOST}
             words = {f"advertised_{key}": port for key, port in advertised.items()}
             return super()._service(name, module, settings | listening | words | address)
 

@@ -13,8 +13,8 @@ PIECE_BYTES = 65_536
 class Cable:
     """Listens on its own port and carries every connection to the server's port."""
 
-    def __init__(self, server_port: int, server_host: str = "127.0.0.1", port: int = 0) -> None:
-        self._server = (server_host, server_port)
+    def __init__(self, server_port: int, port: int = 0) -> None:
+        self._server_port = server_port
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
         self.cut_questions = False
@@ -62,7 +62,7 @@ class Cable:
             except OSError:
                 return
             try:
-                server = socket.create_connection(self._server)
+                server = socket.create_connection(("127.0.0.1", self._server_port))
             except OSError:
                 client.close()  # no server at this moment
                 continue
@@ -125,8 +125,8 @@ class Cable:
 
 
 @contextmanager
-def cable_to(server_port: int, server_host: str = "127.0.0.1", port: int = 0) -> Iterator[Cable]:
-    cable = Cable(server_port, server_host, port)
+def cable_to(server_port: int, port: int = 0) -> Iterator[Cable]:
+    cable = Cable(server_port, port)
     try:
         yield cable
     finally:

@@ -92,6 +92,8 @@ LOOK_UPS = {
     for name in ("gethostbyname", "gethostbyname_ex", "gethostbyaddr", "getfqdn", "getaddrinfo", "create_connection")
 }
 """They wait for a name server. The loop's own `getaddrinfo` runs in a thread."""
+LOOKING_UP = "qmq.remoting.connection"
+"""`look_up` has a thread per name. No loop waits for it, and no other look-up."""
 
 PAIRS = {"qmq.metaserver.http.app": "subject:version", "qmq.testing.metaserver": "subject:version"}
 """Modules that split a text at its last colon which is no address."""
@@ -314,7 +316,7 @@ def blocking_look_ups(modules: list[Module]) -> list[str]:
     return [
         f"{module.name} looks up a name with {call}"
         for module in modules
-        if not module.name.startswith(("qmq.tools.", "benchmarks."))
+        if not module.name.startswith(("qmq.tools.", "benchmarks.")) and module.name != LOOKING_UP
         for call in module.look_ups
     ]
 

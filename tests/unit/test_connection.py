@@ -7,16 +7,19 @@ import gc
 import os
 import socket
 import struct
+import threading
 import tracemalloc
 from types import SimpleNamespace
 
 import pytest
 import uvloop
 
+from qmq.errors import NotServed
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection, connect, notice_dead_peers
 from qmq.remoting.packet import MAGIC
 from qmq.types import Endpoint
+from tests.support.waiting import WAIT_S
 
 COUNT = 40
 PACKET_BYTES = 1 << 20
@@ -119,3 +122,62 @@ def test_empty_packet_parts_are_not_written():
     connection._transport = SimpleNamespace(writelines=lambda parts: written.extend(parts))
     connection.push(Command.HEARTBEAT, b"", b"x" * 5000, memoryview(b""), b"")
     assert [len(part) for part in written] == [24, 5000]
+
+
+class Names:
+    """Name server of this process: `addresses` by name. A name without any has no answer until `answer`."""
+
+    def __init__(self, monkeypatch, **addresses):
+        self.asked, self._addresses, self._answered = [], addresses, threading.Event()
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def answer(self, **addresses):
+        self._addresses |= addresses
+        self._answered.set()
+
+    def _look_up(self, name, *_, **__):
+        self.asked.append(name)
+        if name not in self._addresses:
+            self._answered.wait(WAIT_S)
+        if not self._addresses[name]:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in self._addresses[name]]
+
+
+async def connect_to(host, port, timeout_s=WAIT_S):
+    return await connect(
+        Endpoint(host, port), handler=Owner([]), token="t", app="a", packet_bytes_max=PACKET_BYTES, timeout_s=timeout_s
+    )
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_second_address_of_a_name_is_tried(make_loop, monkeypatch):
+    Names(monkeypatch, mq1=["127.0.0.9", "127.0.0.1"], gone=[])
+
+    async def run():
+        server = await asyncio.get_running_loop().create_server(lambda: Guest([]).connection, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        connection, _ = await connect_to("mq1", port)
+        connection.close()
+        with pytest.raises(NotServed, match=f"gone:{port}: Name or service not known"):
+            await connect_to("gone", port)
+        server.close()
+        await server.wait_closed()
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(run())
+
+
+def test_silent_name_server_takes_one_thread_per_name(monkeypatch):
+    """Asyncio's own look-ups use up the loop's threads, and the loop waits for them at its end."""
+    names = Names(monkeypatch)
+
+    async def run():
+        for host in 20 * ["mq1"]:
+            with pytest.raises(NotServed):
+                await connect_to(host, 1, timeout_s=0.01)
+        asked = list(names.asked)
+        names.answer(mq1=["127.0.0.1"])
+        return asked
+
+    assert asyncio.run(run()) == ["mq1"]

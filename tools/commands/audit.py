@@ -94,7 +94,7 @@ def show_scrubs(rows: list[dict[str, Any]]) -> Iterable[Block]:
 _SOURCES = (
     Option(
         "source",
-        "instead of a metaserver: data directories, or ip:controlPort of brokers, with commas; "
+        "instead of a metaserver: data directories, or HOST:CONTROLPORT of brokers, with commas; "
         "one copy per broker group",
         default="",
         local=True,

@@ -26,6 +26,19 @@ def test_local_proxy_is_trusted():
     assert read(**TOKEN, QMQ_METASERVER_TRUSTED_PROXIES="").trusted_proxies == ()
 
 
+OIDC = TOKEN | {
+    f"QMQ_METASERVER_OIDC_{name}": value
+    for name, value in (("CLIENT_ID", "qmq"), ("REDIRECT", "https://m/console/oidc/callback"), ("ROLES", "viewer=x"))
+}
+
+
+def test_plain_http_is_for_this_machine():
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        assert read(**OIDC, QMQ_METASERVER_OIDC_ISSUER=f"http://{host}:8180/realm").oidc_issuer
+    with pytest.raises(InvalidSettings, match="oidc_issuer: .* is no https:// address"):
+        read(**OIDC, QMQ_METASERVER_OIDC_ISSUER="http://login.example")
+
+
 @pytest.mark.parametrize(
     "environ, complaint",
     [
