@@ -92,7 +92,7 @@ MESSAGES = (
             Option("tag", "tags of the messages: a,b", default=""),
             Option("orderKey", "messages of one key are consumed in order", default=""),
             Option("count", "number of copies to send, each with its own id", "1", Kind.NUMBER),
-            Option("wait", "time limit per message, in seconds", "30000", Kind.SECONDS),
+            Option("wait", "time limit per message, in seconds; default: 30", "30000", Kind.SECONDS),
             Option("dry-run", "check the messages, send none", "", Kind.FLAG, alone="true"),
         ),
         runs="qmq.tools.messages.client:produce",
