@@ -196,7 +196,7 @@ def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
     try:
         loop.run_until_complete(test())
     finally:
-        loop.close()
+        loop.abandon()
     return found
 
 
@@ -258,7 +258,7 @@ def test_heartbeat_every_second_and_on_change(monkeypatch):
     try:
         loop.run_until_complete(test())
     finally:
-        loop.close()
+        loop.abandon()
     assert beats == [1000, 1001, 1001.4, 1002, 1003], "and at once on a state change"
 
 
