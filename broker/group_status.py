@@ -153,7 +153,7 @@ CAUSES: dict[Cause, Rule] = {
     Cause.POSTPONED: Rule(
         lambda f: len(f.group.requeued) >= REQUEUED_RANGES_MAX,
         True,
-        f"{REQUEUED_RANGES_MAX} ranges wait for their time; what is more waits at a delay group, or with "
+        f"{REQUEUED_RANGES_MAX} ranges wait for their time; more of them wait at a delay group, or with "
         "its consumers: without a delay group, or the right redrive:, they get nothing new when they have too many",
     ),
     Cause.NOT_READ: Rule(

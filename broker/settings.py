@@ -13,7 +13,7 @@ class BrokerSettings(CopySettings):
     unconsumed: str = setting(
         "keep",
         one_of=("keep", "drop"),
-        why="what becomes of old messages that a group has not consumed; kept ones end producing when the disk is full",
+        why="keep or drop old messages that a group has not consumed; kept ones end producing when the disk is full",
     )
     unconsumed_hours: float = setting(
         168.0, unit="h", least=0.01, why="age at which they are dropped, if so set; retention_bytes drops them earlier"

@@ -240,7 +240,7 @@ class DelayMaster(Master):
                     "clock is wrong group=%s by_ms=%d: messages come due by %s; set it right, and run a time service",
                     self._mastership.group,
                     off_ms,
-                    self._due_clock.heard or "what it was before",
+                    self._due_clock.heard or "unchanged",
                 )
             else:
                 log.warning("clock agrees again group=%s", self._mastership.group)

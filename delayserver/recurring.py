@@ -364,7 +364,7 @@ class Recurring:
         if not named and count >= self._settings.recurring_max:
             raise InvalidRequest(
                 f"{subject!r} has {count} recurring schedules, and may have no more (recurring_max): delete some, or "
-                "let one of them send what several do"
+                "let one of them send the messages of several"
             )
         if any(map(self._is_about_to_fire, named)):
             self._again()

@@ -26,7 +26,10 @@ class DelaySettings(CopySettings):
         8_000_000, least=1000, why="loaded messages, 40 bytes each, above which those due last are loaded later"
     )
     sent_hours: float = setting(
-        72.0, unit="h", least=0.01, why="how long a cancel is told that a message was sent or cancelled, then: unknown"
+        72.0,
+        unit="h",
+        least=0.01,
+        why="how long a cancel is answered that a message was sent or cancelled, then: unknown",
     )
     unknown_ms: int = setting(
         60_000, unit="ms", least=1000, why="time after which messages without an answer may go to another broker group"

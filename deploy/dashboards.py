@@ -217,7 +217,7 @@ CLUSTER = Page(
             advice="Each has a section in docs/runbook.md.",
         ),
         panel(
-            "What Doctor finds",
+            "Findings of Doctor",
             (f"max by (cluster, check) (qmq_metaserver_doctor_findings{{{HERE}}})", "{{check}}"),
             kind=PanelKind.NOW,
             advice="0: all is well. `qmq Doctor` names each, and the command that ends it.",
@@ -289,7 +289,7 @@ BROKER_GROUP = Page(
             (f"max by (cluster, broker_group, reason) ({both('readonly')})", "{{broker_group}} {{reason}}"),
             unit=Unit.UP,
         ),
-        panel("Who is master", (both("is_master"), "{{broker_group}} {{hostname}}"), unit=Unit.UP),
+        panel("Masters", (both("is_master"), "{{broker_group}} {{hostname}}"), unit=Unit.UP),
         panel("Bytes that the slave has not confirmed", (both("sync_lag_bytes"), "{{broker_group}}"), unit=Unit.BYTES),
         panel(
             "Produce: time to acknowledgement",
@@ -527,7 +527,7 @@ AUDIT = Page(
             ),
         ),
         panel(
-            "What both disks have",
+            "Bytes on both disks",
             (f"max by (cluster, broker_group) (qmq_broker_high_watermark_bytes{{{HERE}}})", "{{broker_group}}"),
             unit=Unit.BYTES,
             advice="The audit reads up to here.",

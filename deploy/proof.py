@@ -326,4 +326,4 @@ def _run_job(
 
 
 def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")

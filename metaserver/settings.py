@@ -37,7 +37,7 @@ class MetaserverSettings:
         "sqlite:///metaserver.db", secret=True, why="SQLAlchemy URL; tables are made and migrated at start"
     )
     database_timeout_ms: int = setting(
-        3000, unit="ms", least=100, most=60_000, why="a call takes a few ms; what takes longer counts as not answered"
+        3000, unit="ms", least=100, most=60_000, why="a call takes a few ms; a longer one counts as not answered"
     )
     poll_ms: int = setting(250, unit="ms", least=20, most=10_000, why="how soon changes of other metaservers are seen")
     snapshot: str = setting(
@@ -59,11 +59,11 @@ class MetaserverSettings:
         "", why="directory of the audit's ledger, on this machine or mounted: the console shows its nights"
     )
     oidc_issuer: str = setting("", why="OpenID provider by which people log in to the console; docs/access.md")
-    oidc_client_id: str = setting("", why="what the provider calls this console")
+    oidc_client_id: str = setting("", why="this console's name at the provider")
     oidc_client_secret: str = setting("", secret=True, why="given with the id; empty: the provider wants none")
     oidc_redirect: str = setting("", why="the console as browsers reach it: https://HOST/console/oidc/callback")
     oidc_roles: tuple[str, ...] = setting(
-        (), why="who may what: viewer=VALUE, operator=VALUE, admin=VALUE, of the claim that oidc_roles_claim names"
+        (), why="roles: viewer=VALUE, operator=VALUE, admin=VALUE, of the claim that oidc_roles_claim names"
     )
     oidc_roles_claim: str = setting(
         "groups", why="claim with a person's groups or roles; dots lead into objects, or are part of its name"
@@ -76,7 +76,7 @@ class MetaserverSettings:
         10_000, least=1, most=10_000_000, why="of one token's clients, so that none fills the tables"
     )
     new_subjects_max: int = setting(
-        200_000, least=1, most=100_000_000, why="of one token's clients while it runs: what a minute's bound adds up to"
+        200_000, least=1, most=100_000_000, why="of one token's clients while it runs: the sum of a minute's bound"
     )
     cluster: str = setting(
         "qmq",

@@ -84,11 +84,14 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         "inspect": Program(
             "qmq.tools.inspect",
             "",
-            "say what a data directory of a stopped broker holds",
+            "show the content of a stopped broker's data directory",
             ("--json", "--verify", "--subjects=", "--above="),
         ),
         "give-up": Program(
-            "qmq.tools.give_up", "", "let a damaged log be whole without what no copy has any more", ("--accept-loss",)
+            "qmq.tools.give_up",
+            "",
+            "make a damaged log whole without frames that no copy has any more",
+            ("--accept-loss",),
         ),
         "nightly": Program(
             "qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended", ("--name=", "--textfile=")

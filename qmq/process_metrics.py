@@ -32,7 +32,7 @@ def register_process(registry: CollectorRegistry) -> None:
 
 def version_of(process: str) -> Metric:
     """Running build, as a gauge that is always 1."""
-    info = GaugeMetricFamily(f"qmq_{process}_info", "Always 1; says what runs.", labels=["version"])
+    info = GaugeMetricFamily(f"qmq_{process}_info", "Always 1; its labels name the version.", labels=["version"])
     info.add_metric([VERSION], 1)
     return info
 

@@ -125,7 +125,7 @@ def examine(address: Address, ask: Ask, token: str = "", *, transitions: bool = 
         yield fail(
             "operators' actions",
             str(error),
-            "does the balancer pass POST /management on? The metaserver's log says more",
+            "does the balancer pass POST /management on? The metaserver's log has the cause",
         )
 
 
@@ -174,7 +174,7 @@ def _pages(address: Address) -> Steps:
     try:
         live, ready, grpc = (read_page(address, path) for path in ("/health/live", "/health/ready", "/meta/address"))
     except Unreachable as error:
-        yield fail("HTTP", str(error), "is it a metaserver's port? The metaserver's log says more")
+        yield fail("HTTP", str(error), "is it a metaserver's port? The metaserver's log has the cause")
         return False
     if live.status != 200 or grpc.status == 404:  # every process answers /health/live, a metaserver also /health/ready
         path, page = ("/health/live", live) if live.status != 200 else ("/meta/address", grpc)

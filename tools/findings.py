@@ -212,7 +212,7 @@ def _judge_clocks(
         do = f"{prefix}_clock_ahead_seconds shows by how much; run a time service (chrony, systemd-timesyncd) on all"
         yield fail("clocks", found, do)
     if clients := int(metrics.get(f"{prefix}_client_clocks_off", 0)):
-        found = f"{process} and {clients} {'client' if clients == 1 else 'clients'} differ about what time it is"
+        found = f"{process} and {clients} {'client' if clients == 1 else 'clients'} have different clocks"
         yield warn(
             "clocks", found, "delayed messages of these clients are off by that; the log names them; run NTP there"
         )
@@ -228,7 +228,7 @@ def judge_broker(
         found = f"{process} acts as {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
         yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
     if refused := int(metrics.get(f"{prefix}_refused_routes", 0)):
-        found = f"{process} is refused the routes of {refused} subjects; what is due for these waits"
+        found = f"{process} is refused the routes of {refused} subjects; due messages of these wait"
         yield warn("routes", found, "the metaserver's check `routes`, and blocked_messages of its metrics, show why")
     yield from _judge_clocks(process, prefix, metrics, ahead_s)
     if (age_s := metrics.get("qmq_delayserver_due_age_seconds", 0.0)) > DUE_AGE_S_MAX:

@@ -53,7 +53,9 @@ def _give_up(directory: Path, *, accept_loss: bool) -> int:
             print("nothing was changed; if no copy of the group has this, add --accept-loss")
             return Exit.REFUSED
         give_up(log, loss)
-    print(f"the log is whole from {log.start} to {log.end}" + ("; what went is in quarantine/" if steps else ""))
+    print(
+        f"the log is whole from {log.start} to {log.end}" + ("; the removed bytes are in quarantine/" if steps else "")
+    )
     return Exit.DONE
 
 

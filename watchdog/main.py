@@ -67,7 +67,9 @@ async def _run(settings: WatchdogSettings) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a watchdog; return its exit status: 0 stopped in order, 1 cannot serve, 2 invalid settings."""
-    parser = argparse.ArgumentParser(prog="qmq watchdog", description="qmq's watchdog: sends what outboxes still have.")
+    parser = argparse.ArgumentParser(
+        prog="qmq watchdog", description="qmq's watchdog: sends the rows that outboxes still have."
+    )
     parser.add_argument("--config", type=Path, help="TOML file; QMQ_WATCHDOG_<NAME> in the environment overrides it")
     options = parser.parse_args(arguments)
     try:

@@ -92,7 +92,9 @@ class _Watchdog(Collector):
             for step, count in stats.by_age.items():
                 aged.add_metric([url, str(step)], count)
         looked = GaugeMetricFamily(
-            "qmq_watchdog_reconciled_rows", "Rows of the last look, by what the logs say.", labels=["database", "state"]
+            "qmq_watchdog_reconciled_rows",
+            "Rows of the last look, by their state in the logs.",
+            labels=["database", "state"],
         )
         for url, states in self._metrics.reconciled.items():
             for state, count in states.items():

@@ -219,7 +219,7 @@ class Watcher:
     async def _each(self, database: str, work: Callable[[Source], Any]) -> dict[str, Any]:
         """Run `work` for each database, or the named one; a failure becomes its `problem`."""
         if not self._leader.is_leader:
-            raise NotServed("this watchdog is not the active one; ListWatchdogs says which one is")
+            raise NotServed("this watchdog is not the active one; ListWatchdogs names the active one")
         sources = [source for source in self._leader.sources if database in ("", source.url)]
         if database and not sources:
             known = ", ".join(source.url for source in self._leader.sources) or "none"

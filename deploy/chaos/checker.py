@@ -75,14 +75,14 @@ def _lost(history: History) -> Iterator[str]:
             continue
         place = message.place
         if not any(subject == place.subject for subject, _ in groups):
-            yield f"nobody consumes its subject: {message}"
+            yield f"no group consumes its subject: {message}"
         for (subject, group), tags in groups.items():
             if subject != place.subject or (tags and not tags & set(message.sending.tags)):
                 continue
             track = Track(subject, group, place.broker_group)
             handovers = history.handovers[track].get(place.sequence, [])
             if place.sequence not in history.dead[track] and not _is_handled(handovers):
-                yield f"for {group}: {message}; {_list(handovers) or 'given to nobody'}"
+                yield f"for {group}: {message}; {_list(handovers) or 'given to no consumer'}"
 
 
 def _is_handled(handovers: list[Handover]) -> bool:
@@ -158,13 +158,13 @@ def _places(history: History) -> dict[str, set[Place]]:
 def _wrong(history: History, handover: Handover, places: set[Place], tags: frozenset[str]) -> str | None:
     message = history.messages.get(handover.got.id)
     if message is None:
-        return "nobody sent it"
+        return "no producer sent it"
     if message.outcome == REFUSED:
-        return "its producer was told that it is not stored"
+        return "its producer's answer was that it is not stored"
     if handover.got.subject != message.sending.subject:
         return "of another subject"
     if handover.got.content != message.sending.content:
-        return "its content is not what was sent"
+        return "its content differs from the sent one"
     if len(places) > 1:
         return f"it lies in more than one place, {sorted(places)}"
     if tags and not tags & set(message.sending.tags):
@@ -251,7 +251,7 @@ def _skipped(history: History) -> Iterator[str]:
         for given in sorted(places.keys() | history.dead[track].keys()):
             if given > next_sequence:
                 skipped = f"{next_sequence} to {given - 1}"
-                yield f"sequences {skipped} of {track} were given to nobody, but {_list(places.get(given, []))}"
+                yield f"sequences {skipped} of {track} were given to no consumer, but {_list(places.get(given, []))}"
             next_sequence = given + 1
 
 

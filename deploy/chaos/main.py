@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", help="only these, separated by commas; default: all that this machine can make")
     parser.add_argument("--settings", type=Path, help="a broker's settings file, whose settings all brokers get")
     parser.add_argument("--dir", type=Path, default=Path(".run/chaos"), help="made anew; default: .run/chaos")
-    parser.add_argument("--list", action="store_true", help="say which faults there are, and what is missing for them")
+    parser.add_argument("--list", action="store_true", help="list the faults, and the tools that they lack here")
     return parser
 
 
@@ -126,7 +126,7 @@ def _run(options: argparse.Namespace, only: list[str], settings: Mapping[str, An
         outcome = asyncio.run(trial)
         _report(folder, outcome, seed)
         if outcome.findings:
-            print(f"what all processes wrote is kept in {folder}")
+            print(f"the files of all processes are kept in {folder}")
             return 1
         shutil.rmtree(folder / "cluster")
         left_s, seed = left_s - round_s, seed + 1

@@ -81,7 +81,7 @@ def _ordered(slave: Broker, order: FillOrder) -> Plan:
 
 def _word(slave: Broker, fill_id: str) -> str:
     if slave.fill_id != fill_id:
-        return "as the group's mode says"
+        return "by the group's mode"
     return "allowed" if slave.fill_allowed else "stopped"
 
 
@@ -143,7 +143,7 @@ def _with_loss(plan: Plan, change: RoleChange, remembered: Point | None) -> Plan
     lost = f"what {change.group} acknowledged {up_to}, and the copy that goes on does not have"
     accepted = AcceptLoss(change.group, change.new_term)
     after = {**plan.after, "acceptedLoss": lost}
-    objection = f"lost for good: {lost}. ReplicaStatus and `qmq inspect` show what each copy has"
+    objection = f"lost for good: {lost}. ReplicaStatus and `qmq inspect` show the log of each copy"
     return replace(plan, changes=(*plan.changes, accepted), after=after, objections=(objection,), forced=True)
 
 
@@ -196,11 +196,11 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
         )
     group, after = change.before, None
     if group and group.kind == DELAY and any(member.incarnation for member in group.brokers):
-        after = {"neverSent": f"what pends at {group.name}: DelayStats said how much, while it ran"}
+        after = {"neverSent": f"messages that pend at {group.name}: DelayStats counted them while it ran"}
         if not group.draining:
             objections.append(
                 f"delayed messages that {change.group} still has would never be sent; start it again, DrainGroup, and "
-                "wait until DelayStats says that nothing pends there"
+                "wait until DelayStats counts nothing there"
             )
     changes: tuple[Change, ...] = (*moves, SetRoles(change), RemoveGroup(change.group, change.new_term))
     return Plan(
@@ -343,7 +343,7 @@ async def _plan_filling(desk: Desk, words: Words, plan: Callable[..., Plan]) -> 
     except OperatorError as refusal:
         return refused(str(refusal))
     except QmqError as error:
-        return refused(f"{words['host']} does not answer, so what it lacks is not known: {error}. Start it first")
+        return refused(f"{words['host']} does not answer, so it is unknown what it lacks: {error}. Start it first")
     master = desk.registry.state(group.master) if group.master else None
     return plan(slave, report, counts=master is not None and report.incarnation in master.in_step)
 

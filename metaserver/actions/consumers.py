@@ -275,7 +275,7 @@ def _target(words: Words) -> str:
     """Return the target: QMQ's code, or our word."""
     to = _QMQ_CODES.get(words["code"], "")
     if words["to"] and to and words["to"] != to:
-        raise OperatorError(f"code {words['code']} means {to}, and to says {words['to']}; give one of them")
+        raise OperatorError(f"code {words['code']} means {to}, and to is {words['to']}; give one of them")
     to = words["to"] or to
     if not to:
         raise OperatorError(
@@ -420,7 +420,7 @@ async def _limit_subject(desk: Desk, words: Words) -> Plan:
     if words.is_given("whenFull"):
         limits = limits._replace(drops_oldest=words["whenFull"] == DROP_OLDEST)
     if limits.expired_die and is_dead_letter_subject(subject):
-        return refused(f"{subject} has dead letters: what expires there can only be dropped")
+        return refused(f"{subject} has dead letters: expired ones can only be dropped")
     return limit(registry.directory, registry.routes, limits)
 
 

@@ -202,7 +202,7 @@ async def _carry_out_retry(desk: Desk, words: Words, plan: Plan, audit: AuditRow
     await _record(desk, replace(audit, after=data, result="partly done" if problems else "done"))
     if problems:  # a slow database's outcome is unknown
         text = "; ".join(f"{url}: {why}" for url, why in problems.items())
-        raise PartlyDone(f"not of every database: {text}. OutboxStuck tells what is parked still", data)
+        raise PartlyDone(f"not of every database: {text}. OutboxStuck lists the rows that are parked still", data)
     return data
 
 

@@ -312,7 +312,7 @@ def _loss(group: Group) -> Check:
         CheckKind.LOSS,
         False,
         f"an operator accepted the loss of acknowledged messages in term {group.lost_term}",
-        f"qmq AuditTrail --brokerGroup={group.name} says which; "
+        f"qmq AuditTrail --brokerGroup={group.name} lists them; "
         f"qmq AcknowledgeLoss --brokerGroup={group.name} ends this",
         of=f"of {group.name}",
     )

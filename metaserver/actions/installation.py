@@ -47,7 +47,7 @@ def restore(backup: Any, present: Mapping[str, Any], *, forced: bool) -> Plan:
     objections = []
     if used:
         held = ", ".join(f"{count:,} rows of {name}" for name, count in used.items())
-        objections.append(f"this metaserver is in use, and would lose what is not in the backup: {held}")
+        objections.append(f"this metaserver is in use, and would lose rows that the backup lacks: {held}")
     return Plan(
         (RestoreAll(backup),),
         objections=tuple(objections),

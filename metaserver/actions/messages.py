@@ -226,7 +226,9 @@ def _as_shown(receipt: Receipt, counts: dict[str, int], *, is_whole: bool) -> An
     if is_whole:
         return shown
     if receipt.moved or receipt.unknown:
-        raise PartlyDone(f"{counts['moved']} went back, not all: {why}. What may have gone back may go twice", shown)
+        raise PartlyDone(
+            f"{counts['moved']} went back, not all: {why}. Messages with an unknown outcome may go back twice", shown
+        )
     raise NotServed(f"no dead letter went back: {why}")
 
 

@@ -172,7 +172,7 @@ class Actions:
             return
         raise OutcomeUnknown(
             f"the change is stored as a whole or not at all ({error}). Once the database is back, AuditTrail with "
-            f"request={request} tells: the row is there exactly if the change is"
+            f"request={request} shows it: the row is there exactly if the change is"
         ) from error
 
     def _note(self, action: Action, answer: Answer, caller: Caller) -> None:

@@ -192,7 +192,7 @@ class ReportedTerms:
 
 
 COMMANDS = (
-    "Restore puts a backup into it; AdoptDatabase --keep=memory fills it with what this metaserver has in memory; "
+    "Restore puts a backup into it; AdoptDatabase --keep=memory fills it from this metaserver's memory; "
     "AdoptDatabase --keep=database forgets these groups"
 )
 

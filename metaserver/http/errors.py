@@ -37,7 +37,7 @@ WHAT_TO_DO = {
     NOT_FOUND: "/api/v1/openapi.json lists the addresses",
     METHOD: "use one of the methods in the header Allow",
     TOO_SLOW: "send the whole request at once",
-    REFUSED: "nothing was changed; correct what the message names, then repeat",
+    REFUSED: "nothing was changed; correct the fault that the message names, then repeat",
     TOO_LARGE: "send less at once",
     INTERNAL: "the metaserver's log has the cause under this reference",
     NOT_SERVED: "nothing was changed; wait, then repeat",

@@ -227,7 +227,9 @@ def _check(connection: Connection, known: list[str], newest: str) -> str | None:
     if _unfinished.name in tables:
         _check_unfinished(connection, present)
     if len(versions) > 1 or (present and present not in known):
-        made = f"The database has version {', '.join(versions)}, this program knows versions {known[-1]} to {newest}. "
+        made = (
+            f"The database has version {', '.join(versions)}, this program supports versions {known[-1]} to {newest}. "
+        )
         raise DatabaseUnusable(
             made + "No migration leads from the database's version: use an empty database."
             if present and present < known[-1]

@@ -49,7 +49,7 @@ def try_backup(path: Path) -> dict[str, int]:
 def main() -> int:
     """Try each file; return 0 if all can be restored, else 1."""
     parser = argparse.ArgumentParser(prog="qmq try-backup", description="Restore backups into an empty database.")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what `qmq Backup --file=FILE` wrote")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="files of `qmq Backup --file=FILE`")
     failed = False
     for path in parser.parse_args().files:
         try:

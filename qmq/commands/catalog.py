@@ -22,7 +22,7 @@ SUBJECT_FIELDS = ("name", "tag", "updateTime")
 
 _GROUP = Parameter("brokerGroup", "name of the broker group", required=True, kind=Kind.NAME)
 _ANY_GROUP = Parameter("brokerGroup", "only this broker group", kind=Kind.NAME)
-_HERE = Parameter("here", "only what the answering metaserver has alone", kind=Kind.FLAG, default="false")
+_HERE = Parameter("here", "only facts that the answering metaserver has alone", kind=Kind.FLAG, default="false")
 _SUBJECT = Parameter("subject", "name of the subject", required=True, kind=Kind.NAME)
 _ANY_SUBJECT = Parameter("subject", "only this subject", kind=Kind.NAME)
 _SUBJECTS = Parameter("subject", "one subject, or * for all", kind=Kind.PATTERN, default="*")

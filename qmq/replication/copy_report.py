@@ -99,7 +99,7 @@ def _damaged_files(disk: Disk) -> Iterator[Trouble]:
         try:
             decode_checked(disk.read(name, 0, disk.size(name)))
         except ValueError as error:
-            effect = "it does not start" if name == identity.NAME else "what it remembered is lost"
+            effect = "it does not start" if name == identity.NAME else "its content is lost"
             yield Trouble("file_damaged", f"{name} is damaged ({error}): {effect}")
 
 

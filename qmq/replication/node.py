@@ -107,7 +107,7 @@ class Node(Generic[M]):
         if self.is_of_another and assignment.term <= self.identity.value.known_term:
             raise OperatorError(
                 f"this data directory belongs to {self.owner}; this is {self._name}: were directories exchanged? Put "
-                "each back where it was. If this broker is to take the other's place for good, ReplaceBroker says so"
+                "each back where it was. If this broker is to take the other's place for good, run ReplaceBroker"
             )
         if assignment.term < self.identity.value.known_term:
             newer = self.identity.value.known_term

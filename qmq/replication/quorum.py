@@ -144,7 +144,7 @@ class Slaves:
     def restore(self, link: Link, packet: Packet) -> None:
         """Append frames that we lost and a slave still has."""
         if (watch := self._restoring_on(link)) is None:
-            link.close("nobody asked for these frames")
+            link.close("no slave is restoring from this link: frames refused")
         else:
             watch.restore(packet)
 
@@ -152,7 +152,7 @@ class Slaves:
         mastership, watch = self._mastership, self._restoring_on(link)
         base, snapshot = commands.split_offset(packet.body)
         if watch is None or base <= mastership.log.end:
-            link.close("nobody asked for this snapshot")
+            link.close("no slave is restoring from this link: snapshot refused")
             return
         if not mastership.log.is_idle:
             link.close("what an earlier link sent is still being written: say hello again")

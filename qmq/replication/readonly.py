@@ -34,7 +34,7 @@ WAY_OUT = {
         "its master has restarted and waits, for rejoin_wait_s at most, for each copy that was in sync before: start "
         "them; RemoveBroker ends the wait for one that is gone for good"
     ),
-    Reason.UNFILLED: "a slave that is not whole waits until it may be filled: SyncReplica, as Doctor says",
+    Reason.UNFILLED: "a slave that is not whole waits until it may be filled: SyncReplica, as Doctor shows",
     Reason.DISK: "a disk is nearly full, its own or a slave's: make room on the one that Doctor's line `disks` names",
     Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ask Doctor",
     Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",

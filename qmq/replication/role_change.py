@@ -204,7 +204,7 @@ class RoleChange:
         node.identity.promise(promised_term)
         node.move(NodeEvent.HOLD_BEGAN)
         self._until_ms = node.host.monotonic_ms() + hold_ms
-        slave.leave_master("the metaserver says that the master is gone")
+        slave.leave_master("the metaserver reports that the master is gone")
         node.host.role_changed()
 
     def end_hold(self) -> None:

@@ -40,9 +40,11 @@ class CopySettings:
     token: Token = setting(
         secret=True, why="key of the installation, the metaservers' cluster_token; others' are checked there"
     )
-    durability: str = setting("fsync", one_of=("fsync",), why="what an acknowledgement stands for")
+    durability: str = setting("fsync", one_of=("fsync",), why="when a frame counts as stored")
 
-    segment_bytes: int = setting(1 << 30, unit="bytes", least=4096, why="size of a log segment; what a restart replays")
+    segment_bytes: int = setting(
+        1 << 30, unit="bytes", least=4096, why="size of a log segment; a restart replays the last one"
+    )
     tail_bytes: int = setting(32 * MIB, unit="bytes", least=0, why="newest frames kept in memory")
     cached_bytes: int = setting(256 * MIB, unit="bytes", least=0, why="newest bytes of the log in the page cache")
     retention_hours: float = setting(72.0, unit="h", least=0.01, why="age at which a segment goes; QMQ's default")
@@ -55,7 +57,7 @@ class CopySettings:
         0,
         unit="bytes",
         least=0,
-        why="what is kept of bytes that left the log; 0: as much as the log has, a segment at least",
+        why="bytes that are kept after they left the log; 0: as many as the log has, a segment at least",
     )
 
     clock_difference_ms_max: int = setting(

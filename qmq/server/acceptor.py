@@ -114,7 +114,7 @@ class Acceptor:
             reason = f"port {port.number} has {port.connections_max} connections, and may have no more"
             loop.call_soon(last.connection.close, reason)
             loop.call_soon(last.limit_reached, "connections_max", reason)
-        self._login_timer = loop.call_later(LOGIN_S, self.connection.close, "it did not say who it is in time")
+        self._login_timer = loop.call_later(LOGIN_S, self.connection.close, "it did not authenticate in time")
 
     def limit_reached(self, setting: str, text: str, subject: str = "") -> None:
         self._service.limit_reached(setting, self.connection.peer, text, subject)
@@ -135,11 +135,13 @@ class Acceptor:
                 elif packet.code == Command.SUBSCRIBE:
                     self.flow.consumes = True
         elif packet.code == Command.AUTHENTICATE and self._is_in:
-            connection.refuse(packet, InvalidRequest("this connection has said who it is; open another to be another"))
+            connection.refuse(
+                packet, InvalidRequest("this connection is authenticated already; open another one for another token")
+            )
         elif packet.code == Command.AUTHENTICATE and self._login is None:
             self._authenticate(connection, packet)
         elif not self._is_in:
-            self._turn_away(connection, packet, AccessError("say who you are first: AUTHENTICATE with an API token"))
+            self._turn_away(connection, packet, AccessError("authenticate first: AUTHENTICATE with an API token"))
         else:
             connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
 
@@ -155,7 +157,7 @@ class Acceptor:
         if flow.follow(unacked_bytes, share_bytes=share_bytes, memory_is_short=service.memory_alarm.is_on):
             service.stops[flow.state] += 1
             if flow.state is ConnectionState.FLOW:
-                self.limit_reached("window_bytes", f"{self.app!r} has more under way than it was told to")
+                self.limit_reached("window_bytes", f"{self.app!r} has more under way than its window allows")
         self.connection.read(flow.state is ConnectionState.RUNNING)
 
     def _is_within_limits(self, limits: Limits, connection: Connection, packet: Packet) -> bool:

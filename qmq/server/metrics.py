@@ -85,14 +85,14 @@ class CopyCollector(Collector, Generic[M]):
         """Metrics of the subclass's process follow these."""
         yield from map(self.gauge, self._gauges())
         yield from map(self.count, self._counts())
-        info = self.gauges("info", "Always 1; says what runs", "version")
+        info = self.gauges("info", "Always 1; its labels name the version", "version")
         info.add_metric([self.group, VERSION], 1)
         yield info
         readonly = self.gauges("readonly", "1 while this is a reason to take no new messages", "reason")
         for reason in Reason:
             readonly.add_metric([self.group, reason.value], float(reason.value in self._service.node.readonly_reasons))
         yield readonly
-        ahead = self.gauges("clock_ahead_seconds", "This machine's clock minus another's, as heard lately", "of")
+        ahead = self.gauges("clock_ahead_seconds", "This machine's clock minus another's, by recent messages", "of")
         for clock, ms in self._service.node.clocks_ahead_ms().items():
             ahead.add_metric([self.group, clock], ms / 1000)
         yield ahead
@@ -178,7 +178,11 @@ class CopyCollector(Collector, Generic[M]):
         limit = service.disk_free_limit
         yield "disk_free_limit_bytes", "Free space below which no message is taken", limit
         yield "quarantine_bytes", "Bytes that left the log and are kept", service.quarantine.bytes
-        yield "quarantine_limit_bytes", "What is over it and no evidence of a loss is deleted", service.quarantine.limit
+        yield (
+            "quarantine_limit_bytes",
+            "Bound of those bytes; over it, all but evidence of a loss is deleted",
+            service.quarantine.limit,
+        )
         apart = bool(self._service.node.clocks_disagreement())
         yield "clocks_disagree", "1 while clocks differ by more than clock_difference_ms_max: nothing is deleted", apart
         yield "metaserver_connected", "1 while a metaserver answers this process", float(service.is_registered)

@@ -217,7 +217,7 @@ class Producing:
         found: list[tuple[Frame, Buffer]] | LogError,
     ) -> None:
         if isinstance(found, LogError) or not self._mastership.may_progress:
-            link.refuse(packet, OutcomeUnknown("what was stored under this number is not known here: repeat the batch"))
+            link.refuse(packet, OutcomeUnknown("it is unknown here if this number was stored: repeat the batch"))
             if isinstance(found, CorruptFrame):
                 self._mastership.found_damage(found)
             return

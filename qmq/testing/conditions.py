@@ -38,7 +38,7 @@ class GroupProgress(NamedTuple):
         """Return this progress as text, for a timeout."""
         name = f"group {self.group!r} of subject {self.subject!r}"
         if not self.is_known:
-            return f"{name}: nobody has subscribed"
+            return f"{name}: no consumer has subscribed"
         if self.is_consumed:
             return f"{name}: everything is settled"
         delay = f", the first for {(self.next_due_ms - now_ms) / 1000:.1f} s" if self.delayed else ""

@@ -214,7 +214,7 @@ def test_second_dead_letter_is_a_duplicate():
 @pytest.mark.parametrize(
     "handed",
     [
-        pytest.param(given("x", 1, 3), id="nobody sent it"),
+        pytest.param(given("x", 1, 3), id="no producer sent it"),
         pytest.param(given("bb", 1, 3, content=7), id="other content"),
         pytest.param(given("refused", 1, 3), id="said to be not stored"),
         pytest.param([*given("twice", 1, 3), *given("twice", 2, 4)], id="stored twice"),

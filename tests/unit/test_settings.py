@@ -18,7 +18,7 @@ class Settings:
     pause_s: float = setting(0.5, unit="s", least=0.0, why="how long it waits")
     eager: bool = setting(False, why="whether it waits at all")
     tokens: tuple[str, ...] = setting((), why="who may come in")
-    mode: str = setting("fsync", one_of=("fsync", "replicated"), why="what an acknowledgement stands for")
+    mode: str = setting("fsync", one_of=("fsync", "replicated"), why="when a frame counts as stored")
     folder: Path = setting(Path("data"), why="where it keeps things")
     key: str = setting("", secret=True, why="what opens it")
 

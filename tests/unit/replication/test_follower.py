@@ -388,7 +388,11 @@ def test_restored_frames_of_another_link_are_refused():
     for command in (Command.FRAMES, Command.SNAPSHOT):
         body = memoryview(bytes(commands.offset_header(0)) + data)
         copies.a.node.packet_received(stranger, Packet(command, 0, ONE_WAY, command, body))
-    assert not stranger.is_open and stranger.reason == "nobody asked for these frames" and copies.a.log.end == 0
+    assert (
+        not stranger.is_open
+        and stranger.reason == "no slave is restoring from this link: frames refused"
+        and copies.a.log.end == 0
+    )
 
 
 def test_slaves_of_older_versions_have_incarnation_names():

@@ -127,7 +127,7 @@ def test_unrequested_snapshot_of_a_slave_is_refused():
         assert end == bases[2] < bases[3]
         link = group.at_master if at is not None else FakeLink("a stranger")
         sends_snapshot(group, link, bases[3 if at is None else at])
-        assert link.reason == "nobody asked for this snapshot" and group.a.log.end == end
+        assert link.reason == "no slave is restoring from this link: snapshot refused" and group.a.log.end == end
         assert not group.a.disk.names("quarantine")
 
 

@@ -267,7 +267,7 @@ async def test_second_authenticate_is_refused(metaserver, access):
     async with server:
         endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
         mine, _ = await connect(endpoint, handler=Silent(), token="a", app="t", packet_bytes_max=1 << 20, timeout_s=5)
-        with pytest.raises(CallError, match="has said who it is"):
+        with pytest.raises(CallError, match="is authenticated already"):
             await mine.request(Command.AUTHENTICATE, encode_json(token="b", app="t"))
         assert (access.connections_of("a"), access.connections_of("b")) == (1, 0)
         mine.close("done")

@@ -291,7 +291,7 @@ async def test_timeout_reports_the_progress(broker):
 
     async with producing(broker) as producer:
         await producer.send_many(message(n) for n in range(2))
-        with pytest.raises(TimeoutError, match="not consumed within 0.05 s; group 'g' of subject 's': nobody has"):
+        with pytest.raises(TimeoutError, match="not consumed within 0.05 s; group 'g' of subject 's': no consumer has"):
             await broker.wait_until_consumed("s", "g", 0.05)
         async with listening(broker, handle):
             await broker.wait_until_delayed("s", "g")

@@ -147,7 +147,7 @@ def spoil(name):
         pytest.param(remove_oldest, "file_gone", "are gone: 0", id="a file that is gone"),
         pytest.param(tear, "tail_cut", "may have been acknowledged", id="a torn tail"),
         pytest.param(spoil("broker.json"), "file_damaged", "it does not start", id="a damaged identity"),
-        pytest.param(spoil("points.json"), "file_damaged", "remembered is lost", id="a damaged memory"),
+        pytest.param(spoil("points.json"), "file_damaged", "content is lost", id="a damaged memory"),
         pytest.param(spoil(manifest.NAME), "file_damaged", "made anew", id="a damaged manifest"),
         pytest.param(lambda data: os.unlink(data / "broker.json"), "incomplete", "never", id="no identity"),
         pytest.param(lambda data: shutil.rmtree(data / "log"), "rolled_back", "lacks", id="no log"),
