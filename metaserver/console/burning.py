@@ -12,7 +12,9 @@ from typing import NamedTuple
 STALLED_MS = 60_000
 """A group with a backlog stalls when nothing was acked for this time."""
 HUNG_MS = 120_000
-"""A handler hangs when the oldest message stays with connected consumers for this time."""
+"""A handler hangs when a consumer has had the same first unacked message for this time."""
+PASSING = frozenset({"later", "away"})
+"""Causes with which a standstill is no finding: all messages are postponed, or a broadcast's only consumer left."""
 LATE_MS = 5_000
 """A delayed message is late when it is due for this time; a busy server takes a second."""
 LISTED_MAX = 5
@@ -47,8 +49,8 @@ class Progress:
     """When the oldest message that is not acked was stored; 0: none."""
     done: int = 0
     """Messages acked so far; only its growth means something."""
-    returned: int = 0
-    held_by_connected: int = 0
+    held_ms: int = 0
+    """For how long a consumer has had the same first unacked message."""
     causes: list[str] = field(default_factory=list)
 
     @property
@@ -59,8 +61,6 @@ class Progress:
 class _Movement(NamedTuple):
     done: int
     moved_ms: int
-    oldest_ms: int
-    oldest_since_ms: int
 
 
 class Movements:
@@ -82,17 +82,13 @@ class Movements:
             if not row.messages or len(known) >= FOLLOWED_MAX:
                 continue
             key = place, *row.key
-            before = self._known.get(key) or _Movement(row.done, now_ms, row.oldest_ms, now_ms)
-            moved = known[key] = _Movement(
-                row.done,
-                before.moved_ms if row.done == before.done else now_ms,
-                row.oldest_ms,
-                before.oldest_since_ms if row.oldest_ms == before.oldest_ms else now_ms,
-            )
-            held_ms, still_ms = now_ms - moved.oldest_since_ms, now_ms - moved.moved_ms
-            if row.held_by_connected and not row.returned and held_ms >= HUNG_MS:
-                hung.setdefault(row.key, []).append((place, row, held_ms))
-            elif still_ms >= STALLED_MS:
+            before = self._known.get(key)
+            is_same = before is not None and row.done == before.done
+            moved = known[key] = before if before is not None and is_same else _Movement(row.done, now_ms)
+            still_ms = now_ms - moved.moved_ms
+            if row.held_ms >= HUNG_MS:
+                hung.setdefault(row.key, []).append((place, row, row.held_ms))
+            elif still_ms >= STALLED_MS and not PASSING.intersection(row.causes):
                 still.setdefault(row.key, []).append((place, row, still_ms))
         self._known = known
         standing = [_standing(*item) for item in still.items() if item[0] not in hung]
@@ -107,7 +103,7 @@ _Places = dict[tuple[str, str], list[_Place]]
 def _hung(key: tuple[str, str], places: list[_Place]) -> Finding:
     subject, group = key
     for_s = max(ms for _, _, ms in places) // 1000
-    detail = f"{subject} on {_names(places)}: the oldest message is with a consumer for {_minutes(for_s)}"
+    detail = f"{subject} on {_names(places)}: a consumer has had the same first message for {_minutes(for_s)}"
     words = {"subject": subject, "group": group}
     return Finding("handlers", BAD, f"A handler of {group} hangs", detail, "/consumers", words)
 
@@ -117,7 +113,8 @@ def _standing(key: tuple[str, str], places: list[_Place]) -> Finding:
     messages, for_s = sum(row.messages for _, row, _ in places), min(ms for _, _, ms in places) // 1000
     causes = dict.fromkeys(cause for _, row, _ in places for cause in row.causes)
     why = f" ({', '.join(causes).replace('_', ' ')})" if causes else ""
-    detail = f"{subject} on {_names(places)}: {messages:,} messages wait, none was acked for {_minutes(for_s)}{why}"
+    count = _counted(messages, "message")
+    detail = f"{subject} on {_names(places)}: {count} not acked, and none was for {_minutes(for_s)}{why}"
     words = {"subject": subject, "group": group}
     return Finding("stalled", BAD, f"{group} stands still", detail, "/consumers", words)
 

@@ -124,7 +124,7 @@ def _line(row: Mapping[str, Any], survey: Survey | None, history: History, now_m
 
 def _processes(survey: Survey | None) -> list[dict[str, Any]]:
     shown = sorted(survey.processes, key=lambda process: process.up)[:PROCESSES_MAX] if survey else []
-    versions = {process.version for process in shown if process.version}
+    versions = {process.version for process in survey.processes if process.version} if survey else set()
     return [_process(process, len(versions) > 1) for process in shown]
 
 

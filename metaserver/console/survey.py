@@ -307,12 +307,11 @@ def summed(rows: Iterable[pb.GroupProgress]) -> list[Progress]:
         progress.messages += row.lag
         progress.dead_letters += row.dead_letters
         progress.done += row.next_sequence - row.lag
-        progress.returned += row.returned
+        progress.held_ms = max(progress.held_ms, row.held_ms)
         progress.oldest_ms = min(filter(None, (progress.oldest_ms, row.oldest_ms)), default=0)
         progress.causes += [cause for cause in row.causes if cause not in progress.causes]
         for consumer in row.consumers:
             progress.unacked += consumer.unacked
-            progress.held_by_connected += consumer.unacked if consumer.connected else 0
     return list(found.values())
 
 

@@ -333,6 +333,19 @@ def test_groups_are_counted_without_an_index(monkeypatch):
     assert len(consumers(group, behind_max=2)) == 2 and len(frames) <= 2 * 3
 
 
+def test_group_has_its_consumer_hold_a_message():
+    group = stored()
+    client = consumed(group, "a", 0)
+    client.take(most=2)
+    group.a.wait(1_000)
+    group.a.wait(20_000)
+    (row,) = consumers(group, group="a")
+    assert row.held_ms >= 20_000
+    client.done(client.ack(client.first, client.first + 1))
+    group.a.wait(1_000)
+    assert consumers(group, group="a")[0].held_ms <= 1_000
+
+
 def test_size_of_a_subject_is_that_of_its_frames():
     group = stored(tail_bytes=0)
 
