@@ -256,14 +256,14 @@ class Control(CopyControl[BrokerMaster]):
             subject_bytes = await asyncio.to_thread(lambda: sum(map(sum, lengths)))
             found = [(group.subject, group.group) for group in groups]
             causes = [master.causes.of(key) for key in found]
-            held_ms, unused = map(master.backlogs.held_ms, found), map(master.unused_since_ms, found)
+            first_unacked_ms, unused = map(master.backlogs.first_unacked_of, found), map(master.unused_since_ms, found)
             oldest_ms = await asyncio.to_thread(self._timestamps, [group.oldest_offset for group in groups])
         except CorruptFrame as problem:
             await self._being_repaired(problem, context)
         except QmqError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.ConsumersAnswer(
-            groups=map(_group_message, groups, oldest_ms, causes, unused, held_ms),
+            groups=map(_group_message, groups, oldest_ms, causes, unused, first_unacked_ms),
             sums=sums,
             subject_bytes=subject_bytes,
             producers=self._producers(request.subject),
@@ -371,7 +371,7 @@ def _begin(message: pb.GroupBegin) -> Begin:
 
 
 def _group_message(
-    progress: positions.GroupProgress, oldest_ms: int, causes: list[Cause], unused_since_ms: int, held_ms: int
+    progress: positions.GroupProgress, oldest_ms: int, causes: list[Cause], unused_since_ms: int, first_unacked_ms: int
 ) -> pb.GroupProgress:
     consumers = [
         pb.ConsumerProgress(
@@ -396,5 +396,5 @@ def _group_message(
         causes=causes,
         dead_letters=progress.dead_letters,
         unused_since_ms=unused_since_ms,
-        held_ms=held_ms,
+        first_unacked_ms=first_unacked_ms,
     )

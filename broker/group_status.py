@@ -387,7 +387,7 @@ class Backlogs:
         found += [entry for entry in self._oldest.items() if self._is_always(entry[0][0])]
         return {key: max(0, now_ms - oldest.stored_ms) for key, oldest in found}
 
-    def held_ms(self, key: Key) -> int:
+    def first_unacked_of(self, key: Key) -> int:
         """Return for how long a consumer of the group has had the same first unacked message; 0: none has one."""
         firsts, now_ms = self._firsts.get(key, {}).values(), self._mastership.host.now_ms()
         return max(0, now_ms - min((first.since_ms for first in firsts), default=now_ms))

@@ -49,7 +49,7 @@ class Progress:
     """When the oldest message that is not acked was stored; 0: none."""
     done: int = 0
     """Messages acked so far; only its growth means something."""
-    held_ms: int = 0
+    first_unacked_ms: int = 0
     """For how long a consumer has had the same first unacked message."""
     causes: list[str] = field(default_factory=list)
 
@@ -86,8 +86,8 @@ class Movements:
             is_same = before is not None and row.done == before.done
             moved = known[key] = before if before is not None and is_same else _Movement(row.done, now_ms)
             still_ms = now_ms - moved.moved_ms
-            if row.held_ms >= HUNG_MS:
-                hung.setdefault(row.key, []).append((place, row, row.held_ms))
+            if row.first_unacked_ms >= HUNG_MS:
+                hung.setdefault(row.key, []).append((place, row, row.first_unacked_ms))
             elif still_ms >= STALLED_MS and not PASSING.intersection(row.causes):
                 still.setdefault(row.key, []).append((place, row, still_ms))
         self._known = known

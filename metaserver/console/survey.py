@@ -307,7 +307,7 @@ def summed(rows: Iterable[pb.GroupProgress]) -> list[Progress]:
         progress.messages += row.lag
         progress.dead_letters += row.dead_letters
         progress.done += row.next_sequence - row.lag
-        progress.held_ms = max(progress.held_ms, row.held_ms)
+        progress.first_unacked_ms = max(progress.first_unacked_ms, row.first_unacked_ms)
         progress.oldest_ms = min(filter(None, (progress.oldest_ms, row.oldest_ms)), default=0)
         progress.causes += [cause for cause in row.causes if cause not in progress.causes]
         for consumer in row.consumers:

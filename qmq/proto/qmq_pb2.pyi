@@ -773,7 +773,7 @@ class ConsumerProgress(_message.Message):
     def __init__(self, consumer: _Optional[str] = ..., connected: _Optional[bool] = ..., unacked: _Optional[int] = ..., peer: _Optional[str] = ..., delivered: _Optional[int] = ...) -> None: ...
 
 class GroupProgress(_message.Message):
-    __slots__ = ("subject", "group", "first_sequence", "next_sequence", "position", "returned", "lag", "oldest_ms", "consumers", "causes", "dead_letters", "unused_since_ms", "held_ms")
+    __slots__ = ("subject", "group", "first_sequence", "next_sequence", "position", "returned", "lag", "oldest_ms", "consumers", "causes", "dead_letters", "unused_since_ms", "first_unacked_ms")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -786,7 +786,7 @@ class GroupProgress(_message.Message):
     CAUSES_FIELD_NUMBER: _ClassVar[int]
     DEAD_LETTERS_FIELD_NUMBER: _ClassVar[int]
     UNUSED_SINCE_MS_FIELD_NUMBER: _ClassVar[int]
-    HELD_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_UNACKED_MS_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     first_sequence: int
@@ -799,8 +799,8 @@ class GroupProgress(_message.Message):
     causes: _containers.RepeatedScalarFieldContainer[str]
     dead_letters: int
     unused_since_ms: int
-    held_ms: int
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., position: _Optional[int] = ..., returned: _Optional[int] = ..., lag: _Optional[int] = ..., oldest_ms: _Optional[int] = ..., consumers: _Optional[_Iterable[_Union[ConsumerProgress, _Mapping]]] = ..., causes: _Optional[_Iterable[str]] = ..., dead_letters: _Optional[int] = ..., unused_since_ms: _Optional[int] = ..., held_ms: _Optional[int] = ...) -> None: ...
+    first_unacked_ms: int
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., position: _Optional[int] = ..., returned: _Optional[int] = ..., lag: _Optional[int] = ..., oldest_ms: _Optional[int] = ..., consumers: _Optional[_Iterable[_Union[ConsumerProgress, _Mapping]]] = ..., causes: _Optional[_Iterable[str]] = ..., dead_letters: _Optional[int] = ..., unused_since_ms: _Optional[int] = ..., first_unacked_ms: _Optional[int] = ...) -> None: ...
 
 class ConsumersAnswer(_message.Message):
     __slots__ = ("groups", "sums", "subject_bytes", "producers")

@@ -340,10 +340,10 @@ def test_group_has_its_consumer_hold_a_message():
     group.a.wait(1_000)
     group.a.wait(20_000)
     (row,) = consumers(group, group="a")
-    assert row.held_ms >= 20_000
+    assert row.first_unacked_ms >= 20_000
     client.done(client.ack(client.first, client.first + 1))
     group.a.wait(1_000)
-    assert consumers(group, group="a")[0].held_ms <= 1_000
+    assert consumers(group, group="a")[0].first_unacked_ms <= 1_000
 
 
 def test_size_of_a_subject_is_that_of_its_frames():

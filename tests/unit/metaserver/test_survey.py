@@ -173,7 +173,7 @@ def test_hung_handler_is_found_in_a_busy_group():
         return movements.look([("g1", Progress("s", "g", messages=9, done=at_ms, oldest_ms=7, **more))], at_ms)
 
     assert look(0) == look(burning.HUNG_MS) == []
-    (finding,) = look(burning.HUNG_MS + 1, held_ms=burning.HUNG_MS)
+    (finding,) = look(burning.HUNG_MS + 1, first_unacked_ms=burning.HUNG_MS)
     assert (finding.kind, finding.detail) == (
         "handlers",
         "s on g1: a consumer has had the same first message for 2 min",
