@@ -42,6 +42,10 @@ class _Delivered(NamedTuple):
     frame: Frame
 
 
+def _named(progress: Progress) -> str:
+    return f"group {progress.group}" + (f", consumer {progress.consumer}" if progress.consumer else "")
+
+
 def _number_of(delivered: _Delivered) -> int:
     return delivered.number
 
@@ -94,7 +98,8 @@ class ConsumptionJudge:
         kind = fact["kind"]
         if kind == "progress":
             frame = Frame._make(fact["frame"])
-            yield from self._moved(frame, fact["body"])
+            if frame.kind == FrameKind.POSITION:
+                yield from self._moved(frame, fact["body"])
             for complaint in self._complaints(frame, fact["body"], fact["last"]):
                 yield self._row(frame, complaint)
         elif kind == "run":
@@ -106,8 +111,6 @@ class ConsumptionJudge:
 
     def _moved(self, frame: Frame, body: bytes) -> Iterator[Row]:
         """Yield a row of MOVED for a group that was moved or removed; brokers forget broadcast consumers themselves."""
-        if frame.kind != FrameKind.POSITION:
-            return
         with suppress(ValueError):  # judged below
             name, consumer, entries = decode_progress(body)
             group = self._state.groups.get((frame.subject, name))
@@ -153,17 +156,16 @@ class ConsumptionJudge:
         except ValueError as error:
             yield Complaint(FindingKind.PROGRESS, str(error))
             return
-        name = f"group {progress.group}" + (f", consumer {progress.consumer}" if progress.consumer else "")
         subject_end = last if last is not None else self._subject_end
         if frame.kind == FrameKind.PULL:
             for complaint in self._pull_complaints(frame, progress, subject_end):
-                yield complaint._replace(text=f"{name}: {complaint.text}")
-        if frame.kind == FrameKind.POSITION:
+                yield complaint._replace(text=f"{_named(progress)}: {complaint.text}")
+        elif frame.kind == FrameKind.POSITION:
             self._passing.forget(progress.group, progress.consumer, frame.epoch)
-        if frame.kind == FrameKind.POSITION and not progress.consumer and progress.entries and subject_end is not None:
-            if (position := progress.entries[0][0]) > subject_end:
-                text = f"{name}: put at sequence {position}, the subject ends at {subject_end}"
-                yield Complaint(FindingKind.POSITION, text)
+            if not progress.consumer and progress.entries and subject_end is not None:
+                if (position := progress.entries[0][0]) > subject_end:
+                    text = f"{_named(progress)}: put at sequence {position}, the subject ends at {subject_end}"
+                    yield Complaint(FindingKind.POSITION, text)
         if progress.group in self._given_up and not (frame.kind == FrameKind.POSITION and not progress.consumer):
             return
         if self._start != 0:
@@ -171,8 +173,9 @@ class ConsumptionJudge:
         group = self._state.groups.get((frame.subject, progress.group))
         for sequence, text in self._letters.progress(frame, progress, group):
             yield Complaint(FindingKind.DEAD_MISSING, text, sequence)
-        for text in self._impossible_numbers(frame, progress, group):
-            yield Complaint(FindingKind.PROGRESS, f"{name}: {text}")
+        if frame.kind in (FrameKind.PULL, FrameKind.NACK):
+            for text in self._impossible_numbers(frame, progress, group):
+                yield Complaint(FindingKind.PROGRESS, f"{_named(progress)}: {text}")
         is_doubted = progress.group in self._doubted
         self._doubted.discard(progress.group)
         try:
@@ -182,11 +185,11 @@ class ConsumptionJudge:
             self._given_up.discard(progress.group)
         except (QmqError, ValueError, LookupError) as error:
             self._given_up.add(progress.group)
-            text = f"{name}: {getattr(error, 'reason', error)}; the rest of this group is not judged"
+            text = f"{_named(progress)}: {getattr(error, 'reason', error)}; the rest of this group is not judged"
             if not is_doubted:
                 yield Complaint(FindingKind.PROGRESS, text)
             return
-        self._note_delivered(frame, progress)
+        self._note_delivered(frame, progress, group)
 
     def _pull_complaints(self, frame: Frame, progress: Progress, subject_end: int | None) -> Iterator[Complaint]:
         """Yield complaints about the messages of a pull: not stored yet, or passed over without reason."""
@@ -221,20 +224,21 @@ class ConsumptionJudge:
                 yield f"pull sequence {number} where {due} is due"
             due = number + messages
 
-    def _note_delivered(self, frame: Frame, progress: Progress) -> None:
-        """Note when messages were delivered, and forget pulls whose messages are all settled."""
+    def _note_delivered(self, frame: Frame, progress: Progress, group: Group | None) -> None:
+        """Note when messages were delivered, and forget pulls whose messages are all settled. `group`: before it."""
         key = progress.group, progress.consumer
-        if frame.kind == FrameKind.POSITION:
+        if frame.kind == FrameKind.PULL:
+            for number, _, _ in progress.entries:
+                if number < NUMBERS_END:
+                    self._delivered.setdefault(key, []).append(_Delivered(number, frame))
+                    return
+        elif frame.kind == FrameKind.POSITION:
             for gone in [key] if progress.consumer else [known for known in self._delivered if known[0] == key[0]]:
                 self._delivered.pop(gone, None)
-            return
-        if frame.kind == FrameKind.PULL:
-            numbers = [number for number, _, _ in progress.entries if number < NUMBERS_END]
-            if numbers:
-                self._delivered.setdefault(key, []).append(_Delivered(numbers[0], frame))
-        elif (pulls := self._delivered.get(key)) is not None:
-            end = self._state.groups[frame.subject, progress.group].consumers[progress.consumer].acked_end
-            del pulls[: max(0, bisect_right(pulls, end, key=_number_of) - 1)]
+        elif group is not None and len(pulls := self._delivered.get(key, [])) > 1:
+            end = group.consumers[progress.consumer].acked_end
+            if pulls[1].number <= end:
+                del self._delivered[key][: bisect_right(pulls, end, key=_number_of) - 1]
 
     def _unacked(self) -> Iterator[Row]:
         """Yield the first unacked messages of each consumer, with the time of their delivery."""

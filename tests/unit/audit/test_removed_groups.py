@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from qmq.audit.consumption import CONSERVED, ConsumptionJudge
+from qmq.audit.findings import MOVED
 from qmq.broker.positions import To
 from qmq.subjects import dead_letter_subject, retry_subject
 from tests.unit.audit.test_consumption import facts
@@ -88,5 +89,7 @@ def found_from_any_frame(group: Group) -> list[str]:
         for start in [fact["frame"].offset for fact in facts(copy, subject) if "frame" in fact]:
             judge = ConsumptionJudge(subject, start)
             rows = [row for fact in facts(copy, subject, start) for row in judge.judge(fact)] + [*judge.finish()]
-            found += [f"from {start}: {row['text']}" for row in rows if row["what"] not in (CONSERVED, "dead_missing")]
+            found += [
+                f"from {start}: {row['text']}" for row in rows if row["what"] not in (CONSERVED, MOVED, "dead_missing")
+            ]
     return found
