@@ -121,7 +121,7 @@ class MetaLink:
                 self.failed(error)
             if self._served_since is not None and loop.time() - self._served_since >= STEADY_S:
                 self._failures = 0
-            self._served_since = self.stub = None
+            self._served_since = None
             wait_s = RETRIES_S[min(self._failures, len(RETRIES_S) - 1)]
             self._failures += 1
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.5))
@@ -184,7 +184,8 @@ class MetaLink:
         self._patience.begin()
         try:
             async with asyncio.timeout(None) as silence:
-                async for assignment in stub.Heartbeat(self._beats(silence), metadata=token_metadata(self._token)):
+                beats = self._beats(stub, silence)
+                async for assignment in stub.Heartbeat(beats, metadata=token_metadata(self._token)):
                     self._patience.answered(loop.time())
                     self.served(loop.time())
                     self._heard(assignment)
@@ -192,6 +193,7 @@ class MetaLink:
             self._patience.leave()
             raise NotServed("the metaserver does not answer heartbeats") from None
         finally:
+            self.stub = None
             if self._look is not None:
                 self._look.cancel()
                 self._look = None
@@ -207,9 +209,9 @@ class MetaLink:
                 self._patience.leave()
             raise
 
-    async def _beats(self, silence: asyncio.Timeout) -> AsyncIterator[pb.BrokerState]:
+    async def _beats(self, stub: MetaserverStub, silence: asyncio.Timeout) -> AsyncIterator[pb.BrokerState]:
         changed, loop = self._service.state_changed, asyncio.get_running_loop()
-        while True:
+        while self.stub is stub:  # gRPC's task goes on reading these for a while after the stream has failed
             changed.clear()
             self._patience.asked(loop.time())
             if self._look is None:

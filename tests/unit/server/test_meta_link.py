@@ -172,9 +172,9 @@ class Meta:
             yield pb.Assignment(clock_ms=1)
 
 
-def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
-    """Return how long a broker stays with each metaserver, beginning at 1000 s."""
-    loop, found = VirtualLoop(1), []
+def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0, after_s=0.0, loop=None):
+    """Return how long a broker stays with each metaserver, beginning at 1000 s; run for `after_s` more."""
+    loop, found = loop or VirtualLoop(1), []
 
     async def test() -> None:
         monkeypatch.setattr(meta_link, "state_message", lambda *_: pb.BrokerState())
@@ -192,6 +192,7 @@ def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
                     await link._live(meta)
             except (NotServed, TimeoutError):
                 found.append(loop.time() - began)
+        await asyncio.sleep(after_s)
 
     try:
         loop.run_until_complete(test())
@@ -239,6 +240,28 @@ def test_patience_shrinks_after_quick_answers():
     assert limits[-1] == SILENT_S
 
 
+def test_heartbeats_end_with_their_stream(monkeypatch):
+    """As in gRPC, a task of its own reads them. A late heartbeat would start a timer for the ended stream."""
+    loop, beats_s, errors = VirtualLoop(1), [], []
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+
+    class Failing(Meta):
+        async def read(self, beats):
+            async for _ in beats:
+                beats_s.append(loop.time())
+
+        async def Heartbeat(self, beats, **words):
+            self.reader = loop.create_task(self.read(beats))
+            await asyncio.sleep(0.5)
+            yield pb.Assignment(clock_ms=1)
+
+    meta = Failing(loop)
+    leaves(monkeypatch, lambda _: meta, loop=loop, after_s=10.0)
+    assert beats_s == [1000]
+    assert errors == []
+    assert meta.reader.done()
+
+
 def test_heartbeat_every_second_and_on_change(monkeypatch):
     loop, beats = VirtualLoop(1), []
 
@@ -246,7 +269,7 @@ def test_heartbeat_every_second_and_on_change(monkeypatch):
         service = SimpleNamespace(state_changed=asyncio.Event())
         link = MetaLink(service, SETTINGS)
         monkeypatch.setattr(meta_link, "state_message", lambda *_: pb.BrokerState())
-        async with asyncio.timeout(None) as silence, aclosing(link._beats(silence)) as states:
+        async with asyncio.timeout(None) as silence, aclosing(link._beats(link.stub, silence)) as states:
             async for _ in states:
                 beats.append(loop.time())
                 link._patience.answered(loop.time())
