@@ -132,11 +132,11 @@ def tasks_of(jobs: Sequence[Job], piece_bytes: int) -> list[Task]:
     task: Task = []
     size = 0
     for step, weight in _steps(jobs):
-        if task and size + weight > piece_bytes:
-            tasks.append(task)
-            task, size = [], 0
         task.append(step)
         size += weight
+        if size >= piece_bytes:
+            tasks.append(task)
+            task, size = [], 0
     return [*tasks, task] if task else tasks
 
 
