@@ -259,7 +259,7 @@ def run(source: Input, run_dir: Path) -> int:
             asyncio.run(demo.run())
         # A consumer handles SIGTERM and then restores the default: end without cleaning up.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        print("both logs are audited with Spark; starting it takes some seconds", flush=True)
+        print("both logs are compared, and counted with Spark SQL; starting it takes some seconds", flush=True)
         proof = prove(cluster, source, expected, run_dir)
     complaints = demo.tally.complaints() + proof.complaints
     print(f"\n{summary(demo, proof)}\n")
