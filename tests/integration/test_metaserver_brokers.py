@@ -91,7 +91,7 @@ async def test_broker_with_wrong_group_or_words_is_refused(world):
     broker.control_port = 5
     wrong_group = await refusal(world.rpc.Register(broker.identity(broker_group="g2"), metadata=METADATA))
     assert "belongs to g1" in wrong_group.details()
-    for changes in ({"ip": "nowhere"}, {"incarnation": ""}, {"sync_port": 70000}, {"hostname": "a/b"}):
+    for changes in ({"ip": "no where"}, {"incarnation": ""}, {"sync_port": 70000}, {"hostname": "a/b"}):
         error = await refusal(world.rpc.Register(broker.identity(**changes), metadata=METADATA))
         assert error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 
