@@ -80,7 +80,7 @@ def metaserver_url(address: str) -> str:
     """Return the URL of a metaserver given by an application; `http://` may be left out.
 
     Raises:
-        InvalidRequest: it is no URL, as with a missing environment variable.
+        InvalidRequest: it is no URL, as with a missing environment variable, or several.
     """
     if isinstance(address, str):
         address = plain(address)
@@ -88,10 +88,11 @@ def metaserver_url(address: str) -> str:
         with suppress(ValueError):  # brackets without an IPv6 address, or a port that is no number
             parts = urlsplit(url)
             is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-            if is_web and not set(url) & set(" \t\r\n"):
+            if is_web and not set(url) & set(" \t\r\n,"):
                 return url
     raise InvalidRequest(
-        f"metaserver= is its HTTP address, such as http://mq1:8080 or http://[fd00::2]:8080, not {address!r:.100}"
+        f"metaserver= is its HTTP address, such as http://mq1:8080 or http://[fd00::2]:8080, not {address!r:.100}. "
+        "Several metaservers have one address, their nginx's"
     )
 
 

@@ -49,6 +49,12 @@ def test_bad_metaserver_is_refused_with_remedy(text):
         metaserver_url(text)
 
 
+@pytest.mark.parametrize("text", ["http://mq1:8080,http://mq2:8080", "http://mq1,mq2"])
+def test_list_of_metaservers_is_refused(text):
+    with pytest.raises(InvalidRequest, match="Several metaservers have one address, their nginx's"):
+        metaserver_url(text)
+
+
 @contextmanager
 def answering(data: bytes) -> Iterator[str]:
     """Answer the next connection with these bytes."""
