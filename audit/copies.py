@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
-from qmq.audit.walk import NOTHING, Derived, Storage, tail_of
+from qmq.audit.walk import NOTHING, Derived, Storage, is_empty, tail_of
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.crc import decode_checked
 from qmq.descriptors import raise_limit
@@ -243,8 +243,8 @@ class PathCopy:
         """Count the bytes from `end` to the last nonzero one."""
         torn, at = 0, end
         while at < limit and (data := self.window(at, 16 << 20)):
-            if kept := len(data.rstrip(b"\0")):
-                torn = at + kept - end
+            if not is_empty(data):
+                torn = at + len(data.rstrip(b"\0")) - end
             at += len(data)
         return torn
 
