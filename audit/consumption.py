@@ -46,6 +46,12 @@ def _named(progress: Progress) -> str:
     return f"group {progress.group}" + (f", consumer {progress.consumer}" if progress.consumer else "")
 
 
+def _is_next(group: Group | None, progress: Progress) -> bool:
+    """Return whether this is a pull of one range with the next number, as most are."""
+    consumer = group.consumers.get(progress.consumer) if group is not None else None
+    return consumer is not None and len(progress.entries) == 1 and progress.entries[0][0] == consumer.next_pull
+
+
 def _number_of(delivered: _Delivered) -> int:
     return delivered.number
 
@@ -85,7 +91,7 @@ class ConsumptionJudge:
         self._doubted: set[str] = set()
         """Groups of a dead letter without a held original: the ack behind it contradicts the log, too."""
         self._beyond: dict[str, int] = {}
-        """Group -> end of the subject behind which it was said to pull."""
+        """Group -> end of the subject at its first pull past that end."""
         self._first = ANY
         """First message of the subject in this log."""
 
@@ -173,7 +179,7 @@ class ConsumptionJudge:
         group = self._state.groups.get((frame.subject, progress.group))
         for sequence, text in self._letters.progress(frame, progress, group):
             yield Complaint(FindingKind.DEAD_MISSING, text, sequence)
-        if frame.kind in (FrameKind.PULL, FrameKind.NACK):
+        if frame.kind != FrameKind.ACK and not _is_next(group, progress):
             for text in self._impossible_numbers(frame, progress, group):
                 yield Complaint(FindingKind.PROGRESS, f"{_named(progress)}: {text}")
         is_doubted = progress.group in self._doubted
@@ -193,7 +199,10 @@ class ConsumptionJudge:
 
     def _pull_complaints(self, frame: Frame, progress: Progress, subject_end: int | None) -> Iterator[Complaint]:
         """Yield complaints about the messages of a pull: not stored yet, or passed over without reason."""
-        end = max((sequence + messages for _, sequence, messages in progress.entries), default=0)
+        end = 0
+        for _, sequence, messages in progress.entries:
+            if sequence + messages > end:
+                end = sequence + messages
         if subject_end is not None and end > subject_end:
             if self._beyond.get(progress.group) != subject_end:
                 self._beyond[progress.group] = subject_end
@@ -225,17 +234,19 @@ class ConsumptionJudge:
             due = number + messages
 
     def _note_delivered(self, frame: Frame, progress: Progress, group: Group | None) -> None:
-        """Note when messages were delivered, and forget pulls whose messages are all settled. `group`: before it."""
+        """Record the time of a delivery, and forget settled pulls. `group`: its state before this frame."""
         key = progress.group, progress.consumer
         if frame.kind == FrameKind.PULL:
             for number, _, _ in progress.entries:
                 if number < NUMBERS_END:
-                    self._delivered.setdefault(key, []).append(_Delivered(number, frame))
+                    if (known := self._delivered.get(key)) is None:
+                        known = self._delivered[key] = []
+                    known.append(_Delivered(number, frame))
                     return
         elif frame.kind == FrameKind.POSITION:
-            for gone in [key] if progress.consumer else [known for known in self._delivered if known[0] == key[0]]:
+            for gone in [key] if progress.consumer else [of for of in self._delivered if of[0] == key[0]]:
                 self._delivered.pop(gone, None)
-        elif group is not None and len(pulls := self._delivered.get(key, [])) > 1:
+        elif group is not None and (pulls := self._delivered.get(key)) is not None and len(pulls) > 1:
             end = group.consumers[progress.consumer].acked_end
             if pulls[1].number <= end:
                 del self._delivered[key][: bisect_right(pulls, end, key=_number_of) - 1]

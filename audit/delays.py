@@ -146,7 +146,7 @@ UNSENT_MS = 3_600_000
 """Grace period: a group without master, or a full disk, delays messages until it recovers; longer is a finding."""
 LATE_MS = 60_000
 GIVEN_UP_MS = 10_000
-"""A batch whose outcome stays unknown is settled later than this: `unknown_ms` is 60 s by default."""
+"""Batches of unknown outcome are settled later than this: `unknown_ms` is 60 s by default."""
 MESSAGES = 1
 """FrameKind.MESSAGES."""
 
@@ -283,11 +283,11 @@ def denied_batches(delays: DataFrame, frames: DataFrame) -> DataFrame:
     A delay server gives up a batch without an answer after `unknown_ms`, and its messages go to another group. A
     refusal recorded sooner was a broker's answer. out: as `absent_batches`, and numbers array<long>: its messages.
     """
-    refused = delays.where("event = 'not_stored'").select("producer", "batch", F.col("timestamp_ms").alias("said_ms"))
+    refused = delays.where("event = 'not_stored'").select("producer", "batch", F.col("timestamp_ms").alias("settled_ms"))
     batches = (
         delays.where("event = 'planned'")
         .join(refused, ["producer", "batch"])
-        .where(F.col("said_ms") < F.col("timestamp_ms") + GIVEN_UP_MS)
+        .where(F.col("settled_ms") < F.col("timestamp_ms") + GIVEN_UP_MS)
         .groupBy(F.col("target").alias("broker_group"), "subject", "producer", "batch", "offset")
         .agg(F.collect_set("number").alias("numbers"))
     )

@@ -191,10 +191,10 @@ _FOLLOWING = frozenset(
 
 
 def leave_out_consequences(result: Result) -> None:
-    """Leave out what follows from the differences between the copies, and note it.
+    """Leave out the consequences of differences between the copies, and note them.
 
     A frame that one copy alone has twice is named by that. Behind a difference, a copy's judges meet gaps and acks of
-    nothing. Findings about differing frames themselves stay: they tell which copy is wrong.
+    nothing. Findings about differing frames themselves stay: they name the wrong copy.
     """
     differences = [row for row in result.findings if row["what"] in DIFFERENCES]
     twice = {(row["copy"], row["offset"]) for row in result.findings if row["what"] == FindingKind.BATCH_TWICE}
