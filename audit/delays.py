@@ -283,7 +283,9 @@ def denied_batches(delays: DataFrame, frames: DataFrame) -> DataFrame:
     A delay server gives up a batch without an answer after `unknown_ms`, and its messages go to another group. A
     refusal recorded sooner was a broker's answer. out: as `absent_batches`, and numbers array<long>: its messages.
     """
-    refused = delays.where("event = 'not_stored'").select("producer", "batch", F.col("timestamp_ms").alias("settled_ms"))
+    refused = delays.where("event = 'not_stored'").select(
+        "producer", "batch", F.col("timestamp_ms").alias("settled_ms")
+    )
     batches = (
         delays.where("event = 'planned'")
         .join(refused, ["producer", "batch"])
