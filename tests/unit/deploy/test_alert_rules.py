@@ -63,6 +63,7 @@ WELL = {
     'qmq_metaserver_group_row_old{broker_group="g1"}': "0",
     f"qmq_broker_lag_messages{{{AWAY}}}": "50+1x3000",
     f'qmq_broker_group_cause{{{AWAY},cause="away"}}': "1",
+    'qmq_broker_lag_messages{broker_group="g1",subject="dead",consumer_group="qmq.redrive",instance="b1"}': "3+0x3000",
     'qmq_broker_oldest_delivered_seconds{broker_group="g1",subject="b",consumer_group="h1-ab",instance="b1"}': "9999",
     'qmq_broker_group_cause{broker_group="g1",subject="b",consumer_group="h1-ab",instance="b1",cause="away"}': "1",
     **{f'qmq_broker_readonly{{broker_group="g1",reason="{reason}",instance="b1"}}': "0" for reason in REASONS},
