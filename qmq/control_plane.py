@@ -103,7 +103,7 @@ def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
         OSError: no answer.
         ValueError: the answer is not a metaserver's.
     """
-    answer = get(f"{url.rstrip('/')}/meta/address", timeout_s=timeout_s, bytes_max=1000)
+    answer = get(f"{metaserver_url(url)}/meta/address", timeout_s=timeout_s, bytes_max=1000)
     return str(Endpoint.parse(str(answer, "utf-8").strip()))
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from qmq.access import Token
-from qmq.errors import CallError, InvalidName
+from qmq.control_plane import metaserver_url
+from qmq.errors import CallError, InvalidName, InvalidRequest
 from qmq.logs import FORMATS, LEVELS
 from qmq.outbox.drain_plan import Limits
 from qmq.outbox.table import DEFAULT_TABLE, table_name
@@ -125,7 +126,8 @@ class WatchdogSettings:
         complaints += advertising_complaints(self.host, self.advertised_ip)
         try:
             check_name("room", self.room)
-        except InvalidName as error:
+            metaserver_url(self.metaserver)
+        except (InvalidName, InvalidRequest) as error:
             complaints.append(str(error))
         if complaints:
             raise InvalidSettings(complaints)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qmq.access import Token
+from qmq.control_plane import metaserver_url
+from qmq.errors import InvalidRequest
 from qmq.logs import FORMATS, LEVELS
 from qmq.replication.assignment import Address
 from qmq.settings import InvalidSettings, setting
@@ -116,6 +118,10 @@ class CopySettings:
             complaints.append(f"bind: {self.bind} is a name; use an IP address, or 0.0.0.0 or :: for all")
         if not self.bind and ip.address is None:
             complaints.append(f"bind: missing; ip is a name, {ip}. Set the address to listen on, or 0.0.0.0 or ::")
+        try:
+            metaserver_url(self.metaserver)
+        except InvalidRequest as error:
+            complaints.append(str(error))
         if complaints:
             raise InvalidSettings(complaints)
 

@@ -31,3 +31,8 @@ def test_watchdog_listens_and_advertises_separately(words, address):
 def test_all_addresses_are_not_advertised(words):
     with pytest.raises(InvalidSettings, match="advertised_ip: "):
         read(**words)
+
+
+def test_watchdog_refuses_a_list_of_metaservers():
+    with pytest.raises(InvalidSettings, match="Several metaservers have one address"):
+        read(metaserver="http://a,http://b")
