@@ -14,7 +14,7 @@ from qmq.errors import NotServed
 from qmq.outbox.schema import create_statements
 from qmq.watchdog.acceptor import Acceptor
 from qmq.watchdog.database import Questions
-from qmq.watchdog.settings import Source
+from qmq.watchdog.settings import Source, WatchdogSettings
 from qmq.watchdog.watcher import Reconciliation, Watcher
 
 
@@ -83,6 +83,7 @@ def test_retry_accepts_only_numeric_ids(ids, wanted):
         asked.append(words["ids"])
         return {}
 
-    acceptor = Acceptor(SimpleNamespace(token=""), None, SimpleNamespace(retry=retry), None, None)
+    settings = WatchdogSettings(metaserver="http://nowhere", token="t")
+    acceptor = Acceptor(settings, None, SimpleNamespace(retry=retry), None, None)
     answer = asyncio.run(acceptor._retry(SimpleNamespace(query_params={"database": "d", "ids": ids})))
     assert (answer.status_code, asked) == ((400, []) if wanted == "wrong" else (200, [wanted]))
