@@ -205,6 +205,7 @@ def reader(tmp_path):
         machines.end()
 
 
+@pytest.mark.timeout(1200)  # four minutes beside a busy suite
 def test_install_guide_works_on_three_machines(reader):
     first, second, third = reader.shells.values()
     for step in (2, 4, 5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import contextlib
 import contextvars
 import threading
@@ -211,7 +212,7 @@ def test_mismatched_filters_are_refused(handler, filters):
 
 def test_filter_may_be_an_object():
     assert not FilteredHandler(coroutine_handler, [Filter()]).is_blocking
-    assert asyncio.iscoroutinefunction(Filter().__call__)
+    assert inspect.iscoroutinefunction(Filter().__call__)
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
