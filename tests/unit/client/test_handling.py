@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import contextlib
 import contextvars
+import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
