@@ -279,7 +279,8 @@ async def _open(
 
 _look_ups: dict[str, Future[list[str]]] = {}
 """Look-ups that have begun, by name."""
-os.register_at_fork(after_in_child=_look_ups.clear)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_look_ups.clear)
 
 
 async def look_up(name: str) -> list[str]:
