@@ -37,7 +37,7 @@ async def handler(message: qmq.ReceivedMessage) -> None: ...
 @pytest.mark.parametrize("make", [qmq.Producer, qmq.Consumer, qmq.blocking.Producer, qmq.blocking.Consumer])
 @pytest.mark.parametrize("address", [None, "", "ftp://10.0.0.1", "http://", 8080])
 def test_invalid_metaserver_address_shows_an_example(make, address):
-    with pytest.raises(qmq.InvalidRequest, match="http://127.0.0.1:8080"):
+    with pytest.raises(qmq.InvalidRequest, match="http://mq1:8080"):
         make(metaserver=address, app="test", token=TOKEN)
 
 

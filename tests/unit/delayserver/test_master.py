@@ -244,7 +244,7 @@ def test_reschedule_counts_towards_the_token_ration():
     producer.delayed(copies.now_ms + HOUR_MS, "m")
     copies.run(200)
     sent, shop, host = SentBytes(10_000), Caller("shop", TokenRole.CLIENT), copies.a.host
-    producer.link.ration = TokenRation(shop, NewSubjects(1, 1, "consumer groups"), sent, host.monotonic_ms)
+    producer.link.ration = TokenRation(shop, NewSubjects(1, 1), sent, host.monotonic_ms)
 
     def moved(hours, id="", key=""):
         end, asked = copies.a.log.end, producer.reschedule(id, copies.now_ms + hours * HOUR_MS, key=key)
