@@ -176,7 +176,9 @@ class Surveyor:
     async def _metaservers(self) -> list[Process]:
         own, processes = self._desk.own_id, []
         rows = sorted(self._desk.registry.peers(), key=lambda row: row.id == own)
-        for row in {row.http_address: row for row in rows}.values():  # one that restarted has two rows for a while
+        for _, row in sorted(
+            {row.http_address: row for row in rows}.items()
+        ):  # one that restarted has two rows for a while
             process = Process("metaserver", row.http_address, "", "", True, row.version)
             here = row.id == own
             figures = process_figures() if here else await asyncio.to_thread(self._scrape, row.http_address)
