@@ -12,6 +12,8 @@ QUICK := $(addprefix tests/unit/,log replication server broker delayserver metas
 AREA ?= qmq/log
 TESTS ?= tests/unit/log tests/unit/replication tests/unit/broker tests/transcripts
 
+PYTEST = $(PY) -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder
+
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
@@ -32,7 +34,8 @@ demo: $(STAMP) ## produce, consume, lose a master, swap, audit; INPUT=file.csv o
 
 test: $(STAMP) ## all tests, JOBS (default 4) files at a time; ARGS="-k name" for some of them
 	@deploy/test_packages.sh
-	@$(PY) -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) $(or $(ARGS),--ignore tests/simulation)
+	@$(if $(ARGS),,$(PYTEST) --dist load tests/simulation) # in processes without threads of other tests
 
 quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cases than `make test`: a minute and a half
 	@QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(QUICK) $(ARGS)

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 
 from qmq.crc import of_known_fields
 from qmq.errors import NotServed
-from qmq.http_port import listen
 from qmq.types import Endpoint
 
 HOST = "127.0.0.1"
@@ -80,7 +80,7 @@ class Plan:
 
 def is_free(port: int) -> bool:
     try:
-        listen(HOST, port).close()
+        socket.create_server((HOST, port), family=socket.AF_INET6 if ":" in HOST else socket.AF_INET).close()
     except OSError:
         return False
     return True

@@ -155,7 +155,7 @@ def test_requests_before_authenticate_are_rejected(cluster, master, unchanged, h
         answer = wire.ask(code, produce_body("s", {"a": 1}))
         assert answer.code == ErrorCode.UNAUTHORIZED and b"AUTHENTICATE" in bytes(answer.body)
         assert wire.is_closed()
-    logged_once(heard, "say who you are first")
+    logged_once(heard, "authenticate first")
 
 
 @pytest.mark.parametrize("port", ["serve_port", "sync_port"])

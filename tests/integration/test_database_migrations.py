@@ -125,7 +125,7 @@ def test_every_name_is_compared_byte_by_byte(database_url):
 def test_unknown_version_is_refused(empty, database_url, stored, remedy):
     open_database(database_url).dispose()
     run(empty, f"UPDATE alembic_version SET version_num = '{stored}'")
-    with pytest.raises(DatabaseUnusable, match=f"version {stored}, this program knows .*{remedy}"):
+    with pytest.raises(DatabaseUnusable, match=f"version {stored}, this program supports .*{remedy}"):
         open_database(database_url)
     assert version(empty) == stored
 

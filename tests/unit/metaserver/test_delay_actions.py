@@ -164,7 +164,7 @@ async def test_last_delay_server_requires_drain_or_force(world):
     await world.done("DrainGroup", brokerGroup="d2")
     words = {"hostname": "d2-a", "servePort": 20881}
     shown = await world.done("RemoveBroker", **words, dryRun="true")
-    assert shown["after"]["neverSent"].startswith("what pends at d2"), "no server is left to count them"
+    assert shown["after"]["neverSent"].startswith("messages that pend at d2"), "no server is left to count them"
     await world.done("RemoveBroker", **words)
     assert (await world.audit())[0].after == shown["after"]
     assert world.registry.directory.groups.keys() == {"d3"}
