@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qmq.audit.findings import COPIES, FINDINGS, FINDINGS_MAX, MASTER, SLAVE, FindingKind, Row
+from qmq.audit.findings import COPIES, FINDINGS_MAX, MASTER, SLAVE, FindingKind, Row, finding_row
 from qmq.log.frame import Frame
 
 SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
@@ -124,21 +124,18 @@ class Comparison:
     def _split_shifted(self) -> tuple[dict[int, list[_Moved]], dict[str, Side]]:
         """Return the master's moved frames by distance, and the other frames of each copy."""
         places: dict[str, defaultdict[tuple[Any, ...], list[int]]] = {name: defaultdict(list) for name in COPIES}
-        for offset, ours in self._sides[MASTER].items():
-            theirs = self._sides[SLAVE].get(offset)
-            if theirs is None or theirs.same != ours.same:
-                places[MASTER][ours.same].append(offset)
-        for offset, theirs in self._sides[SLAVE].items():
-            ours_there = self._sides[MASTER].get(offset)
-            if ours_there is None or ours_there.same != theirs.same:
-                places[SLAVE][theirs.same].append(offset)
+        for name, other in ((MASTER, SLAVE), (SLAVE, MASTER)):
+            for offset, copied in self._sides[name].items():
+                there = self._sides[other].get(offset)
+                if there is None or there.same != copied.same:
+                    places[name][copied.same].append(offset)
         by_distance = _distances(places[MASTER], places[SLAVE])
         shifts: dict[int, list[_Moved]] = defaultdict(list)
         gone: dict[str, set[int]] = {name: set() for name in COPIES}
         for key, offsets in places[MASTER].items():
-            there = set(places[SLAVE].get(key, ()))
-            for offset in offsets if there else ():
-                by = next((by for by in by_distance if offset + by in there), None)
+            moved_to = set(places[SLAVE].get(key, ()))
+            for offset in offsets if moved_to else ():
+                by = next((by for by in by_distance if offset + by in moved_to), None)
                 if by is not None:
                     theirs = self._sides[SLAVE][offset + by]
                     shifts[by].append(_Moved(self._sides[MASTER][offset].frame, theirs.frame.first_sequence))
@@ -252,16 +249,15 @@ def _differing(ours: Copied, theirs: Copied) -> list[str]:
 
 
 def _row(what: FindingKind, frame: Frame, text: str, *, end: int | None = None) -> Row:
-    row: Row = dict.fromkeys(FINDINGS)
-    return row | {
-        "what": what.value,
-        "copy": SLAVE,
-        "offset": frame.offset,
-        "end": frame.end if end is None else end,
-        "subject": frame.subject,
-        "sequence": frame.first_sequence,
-        "text": text,
-    }
+    return finding_row(
+        what,
+        copy=SLAVE,
+        offset=frame.offset,
+        end=frame.end if end is None else end,
+        subject=frame.subject,
+        sequence=frame.first_sequence,
+        text=text,
+    )
 
 
 def _shift(by: int, moved: list[_Moved]) -> Row:
@@ -283,6 +279,4 @@ def _alone(run: _Run, lacking: str) -> Row:
 
 def _uncompared(rest: Sequence[tuple[int, int]]) -> Row:
     text = f"the copies differ in {len(rest)} more pieces, which are not compared frame by frame"
-    row: Row = dict.fromkeys(FINDINGS)
-    about = {"what": FindingKind.DIFFERENT.value, "copy": SLAVE, "text": text}
-    return row | about | {"offset": rest[0][0], "end": rest[-1][1]}
+    return finding_row(FindingKind.DIFFERENT, copy=SLAVE, offset=rest[0][0], end=rest[-1][1], text=text)

@@ -1,7 +1,7 @@
 """Shell. The two ways to run the tasks of an audit: in this process, or on Spark.
 
-Both run the same readers, judges and comparisons. This process is faster while the logs are smaller than what Spark
-reads during its own start. On Spark, each task is a row, so a task receives nothing of the others:
+Both run the same readers, judges and comparisons. This process is faster for logs smaller than those that
+Spark could read during its own start. On Spark, each task is a row, so a task receives nothing of the others:
 
     facts    job int, key string, piece long, copy string, payload binary (`audit.plan`)
     judged   job int, copy string, kind string, payload string, listed boolean
@@ -57,7 +57,7 @@ class Failed(NamedTuple):
 
 
 def outcome_of(step: Callable[[Any], Any], task: Any) -> Any:
-    """Return what `step` returns, or `Failed`."""
+    """Return the result of `step`, or `Failed` if it raises an error."""
     try:
         return step(task)
     except Exception as error:
@@ -71,7 +71,7 @@ class Executor(Protocol):
         """Read all tasks, judge their facts, and return the listed rows. `store` takes the table of all rows."""
 
     def run(self, step: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
-        """Return what `step` returns for each task, or `Failed`."""
+        """Run `step` on each task; return the results in order, `Failed` for a step that raised an error."""
 
 
 class InProcess:

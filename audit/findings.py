@@ -187,6 +187,11 @@ class Judge(Protocol):
     def finish(self) -> Iterable[JudgeRow]: ...
 
 
+def finding_row(what: FindingKind, **fields: Any) -> Row:
+    """Return a row of FINDINGS; fields that are not given are null."""
+    return dict.fromkeys(FINDINGS) | {"what": what.value} | fields
+
+
 def finding(what: FindingKind, text: str, *, seen: int | None = None, **fields: Any) -> JudgeRow:
     row: Row = dict.fromkeys(("offset", "end", "subject", "sequence", "id"))
     return JudgeRow(FINDING, row | fields | {"what": what.value, "text": text, "seen": seen})

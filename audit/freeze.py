@@ -10,15 +10,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from qmq.audit.copies import CannotRead, Copy, open_copy
-from qmq.audit.findings import (
-    BOTH,
-    FindingKind,
-    Row,
-)
-from qmq.audit.history import (
-    History,
-    find_verified,
-)
+from qmq.audit.findings import BOTH, FindingKind, Row
+from qmq.audit.history import History, find_verified
 from qmq.audit.places import places_now
 from qmq.audit.results import Group, Result
 from qmq.ledger import Ledger, known_from, lies_in

@@ -19,7 +19,7 @@ from pyspark.storagelevel import StorageLevel
 from qmq.audit.copies import CannotRead, open_copy
 from qmq.audit.data_source import TableReader, read_copy
 from qmq.audit.derived import read_snapshot
-from qmq.audit.findings import FINDINGS, FindingKind, Row
+from qmq.audit.findings import FINDINGS, FindingKind, Row, finding_row
 from qmq.audit.results import Group, Result, merge_copies
 from qmq.ledger import PROVEN, Ledger
 
@@ -231,9 +231,8 @@ def _check_here(group: Group, due: Due, journal: Path) -> _Checked:
 
 
 def _broken_promise(what: FindingKind, copy: str, key: Key) -> Row:
-    row: Row = dict.fromkeys(FINDINGS)
-    about = dict(zip(("subject", "sequence", "id"), key))
-    return row | about | {"what": what.value, "copy": copy, "text": TEXTS[what]}
+    subject, sequence, id = key
+    return finding_row(what, copy=copy, subject=subject, sequence=sequence, id=id, text=TEXTS[what])
 
 
 def _read_lines(journal: Path, group: str) -> tuple[list[tuple[Key, str | None]], int]:

@@ -29,6 +29,7 @@ from qmq.audit.findings import (
     UNREAD,
     FindingKind,
     Row,
+    finding_row,
 )
 from qmq.audit.frame_order import FOREVER_MS
 from qmq.audit.selection import split_range
@@ -81,7 +82,7 @@ class Result:
         """Add a finding made on the driver."""
         self.count(what, 1)
         if self.found[what] <= FINDINGS_MAX:
-            self.findings.append(dict.fromkeys(FINDINGS) | {"what": what.value} | fields)
+            self.findings.append(finding_row(what, **fields))
 
     def take(self, found: Iterable[Row]) -> None:
         """Count the findings by kind, and list the first ones of each."""

@@ -153,7 +153,7 @@ class Behind:
         state, sums = self._log.state, self.sums
         groups = lags = unacked = letters = 0
         for key in keys:
-            known = state.groups.get(key) or _known(self._log, key, self._lacking)
+            known = _known(self._log, key, self._lacking)
             if known is None or (key[1] == REDRIVER and is_dead_letter_subject(key[0])):
                 continue
             waiting, delivered = Backlog.of(known, state.next_sequence.get(key[0], 0))

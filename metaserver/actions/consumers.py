@@ -13,7 +13,7 @@ from qmq.metaserver.actions.desk import DATABASE, Desk, Handler, PartlyDone, wal
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.group_starts import begin_at
-from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Directory, Group, Offline, Routes
+from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, Directory, Group, Offline, Routes
 from qmq.metaserver.routes.placement import dead_letters_refusal, wider_routes
 from qmq.metaserver.storage.changes import (
     Change,
@@ -140,9 +140,8 @@ async def _plan_removal(desk: Desk, words: Words) -> Plan:
     or missing answer refuses all.
     """
     subject, name = key = words["subject"], words["group"]
-    every = [group for _, group in sorted(desk.registry.directory.groups_of(NORMAL).items()) if group.master]
     sources = [subject] if is_dead_letter_subject(subject) else [subject, retry_subject(subject, name)]
-    asked = [await desk.ask_all(every, source, name) for source in sources]
+    asked = [await desk.ask_all(desk.groups_with_master(), source, name) for source in sources]
     having = {
         broker_group
         for answers, _ in asked
@@ -357,7 +356,7 @@ async def _answers(
     if subject:
         groups = groups_of_subject(desk, subject, "")
     else:
-        groups = [group for _, group in sorted(desk.registry.directory.groups_of(NORMAL).items()) if group.master]
+        groups = desk.groups_with_master()
     return await desk.ask_all(groups, subject, words["group"], behind_max=behind_max)
 
 

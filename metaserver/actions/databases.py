@@ -126,8 +126,7 @@ def _tls(words: Words) -> Tls:
 
 
 async def _watchdogs(desk: Desk, words: Words) -> Any:
-    rows = await desk.database.read(lambda repository: repository.leases())
-    return [watchdog_json(row, room=row.name.removeprefix(WATCHDOGS)) for row in rows if row.name.startswith(WATCHDOGS)]
+    return [watchdog_json(row, room=_room(row)) for row in await watchdog_leases(desk)]
 
 
 log = logging.getLogger("qmq.metaserver")
@@ -139,7 +138,7 @@ SHOWN_MAX = 20
 
 async def _stuck(desk: Desk, words: Words) -> Any:
     """List the stuck rows of each room's watchdog, and the rooms without an active or answering one."""
-    rows = [row for row in await _rooms(desk) if words["room"] in ("", _room(row))]
+    rows = [row for row in await watchdog_leases(desk) if words["room"] in ("", _room(row))]
     asked = {name: words[name] for name in ("database", "older", "limit")}
     results = await together([_caught(desk, row, asked) for row in rows])
     databases: list[dict[str, Any]] = []
@@ -213,13 +212,14 @@ async def _record(desk: Desk, audit: AuditRow) -> None:
         log.warning("end of OutboxRetry not recorded reason=%s", error)
 
 
-async def _rooms(desk: Desk) -> list[LeaseRow]:
+async def watchdog_leases(desk: Desk) -> list[LeaseRow]:
+    """Return the leases of watchdogs, one per room. Raises DatabaseAway."""
     leases = await desk.database.read(lambda repository: repository.leases())
     return [row for row in leases if row.name.startswith(WATCHDOGS)]
 
 
 async def _active(desk: Desk, words: Words) -> str:
-    row = next((row for row in await _rooms(desk) if _room(row) == words["room"]), None)
+    row = next((row for row in await watchdog_leases(desk) if _room(row) == words["room"]), None)
     if row is None:
         raise OperatorError(f"no watchdog of the room {words['room']!r} was ever active; ListWatchdogs names the rooms")
     return _address(row)

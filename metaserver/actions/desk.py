@@ -20,6 +20,7 @@ from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
     DELAY,
+    NORMAL,
     AuditRow,
     Broker,
     ConsumerGroupRow,
@@ -267,6 +268,11 @@ class Desk:
         except OperatorError:
             pass  # it may reject our token only, for example
         return True
+
+    def groups_with_master(self) -> list[Group]:
+        """Return the groups of brokers that can be asked for consumer groups, by name."""
+        groups = self.registry.directory.groups_of(NORMAL)
+        return [groups[name] for name in sorted(groups) if groups[name].master]
 
     def master_of(self, group: Group) -> Broker:
         if group.master is None:

@@ -17,7 +17,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from qmq.errors import QmqError
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
 from qmq.metaserver.actions.runner import Actions
-from qmq.metaserver.model import NORMAL
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, TokenRole
 from qmq.subjects import real_subject
@@ -110,11 +109,10 @@ class GroupExpiry:
 
     async def _ask(self, *, subject: str = "", group: str = "", unused_before_ms: int = 0) -> list[pb.GroupProgress]:
         desk = self._desk
-        groups = [group for group in desk.registry.directory.groups_of(NORMAL).values() if group.master]
         asked = [
             desk.brokers.consumers(
                 desk.master_of(asked), subject=subject, group=group, unused_before_ms=unused_before_ms
             )
-            for asked in groups
+            for asked in desk.groups_with_master()
         ]
         return [row for answer in await together(asked) for row in answer.groups]

@@ -12,12 +12,13 @@ from typing import Any
 
 from qmq.errors import NotServed, QmqError
 from qmq.metaserver.access import is_valid, new_token
+from qmq.metaserver.actions.databases import watchdog_leases
 from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import NAMED_MAX
 from qmq.metaserver.actions.shapes import audit_json, metaserver_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.model import DELAY, WATCHDOGS, Broker, MetaserverRow, TokenRow
+from qmq.metaserver.model import DELAY, Broker, MetaserverRow, TokenRow
 from qmq.metaserver.storage.backup import header_fault, lost_masters
 from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, RestoreAll, RevokeToken
 from qmq.plain import first_of
@@ -265,10 +266,9 @@ def _own_settings(desk: Desk) -> dict[str, Any]:
 async def active_watchdogs(desk: Desk) -> list[str]:
     """Return the addresses of the active watchdogs, one per room; none while the database is away."""
     try:
-        leases = await desk.database.read(lambda repository: repository.leases())
+        return [row.address for row in await watchdog_leases(desk) if row.address]
     except QmqError:
         return []
-    return [row.address for row in leases if row.name.startswith(WATCHDOGS) and row.address]
 
 
 async def _settings_of(desk: Desk, broker: Broker) -> dict[str, str] | str:

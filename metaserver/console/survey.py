@@ -80,7 +80,7 @@ class Surveyor:
             await self._until_seen(began + ROUND_UNSEEN_S)
 
     def see(self) -> Survey | None:
-        """Return the newest survey, for a page that somebody looks at; None while none is new enough."""
+        """Return the newest survey, for an open page; None while none is new enough."""
         self._seen_s = time.monotonic()
         self._seen.set()
         survey = self._newest
@@ -176,9 +176,8 @@ class Surveyor:
     async def _metaservers(self) -> list[Process]:
         own, processes = self._desk.own_id, []
         rows = sorted(self._desk.registry.peers(), key=lambda row: row.id == own)
-        for _, row in sorted(
-            {row.http_address: row for row in rows}.items()
-        ):  # one that restarted has two rows for a while
+        by_address = {row.http_address: row for row in rows}  # one that restarted has two rows for a while
+        for _, row in sorted(by_address.items()):
             process = Process("metaserver", row.http_address, "", "", True, row.version)
             here = row.id == own
             figures = process_figures() if here else await asyncio.to_thread(self._scrape, row.http_address)

@@ -319,4 +319,4 @@ def _resolve(name: str, future: Future[list[str]]) -> None:
     except (OSError, UnicodeError) as error:
         future.set_exception(OSError(str(error)))
     finally:
-        del _look_ups[name]
+        _look_ups.pop(name, None)  # loops of two threads may have begun at once

@@ -283,13 +283,18 @@ def test_largest_lags_are_listed_first():
     assert [row.group for row in everybody] == ["a", "b", "c", "d"] and everybody[0].oldest_ms == 0
 
 
-def test_group_with_dead_letters_counts_as_behind():
-    group = stored()
+def make_dead(group: Group, letters: int) -> None:
+    """Let consumer group `a` make dead letters of its first messages, and ack the others."""
     client = consumed(group, "a", 0)
     client.take(most=COUNT)
     first = client.first
-    client.nack(first, first + 1, dead=True)
-    client.done(client.ack(first + 1, first + COUNT))
+    client.nack(first, first + letters, dead=True)
+    client.done(client.ack(first + letters, first + COUNT))
+
+
+def test_group_with_dead_letters_counts_as_behind():
+    group = stored()
+    make_dead(group, 1)
     (shown,) = consumers(group, behind_max=5, subject="s")
     assert (shown.group, shown.lag, shown.dead_letters) == ("a", 0, 1)
 
@@ -297,11 +302,7 @@ def test_group_with_dead_letters_counts_as_behind():
 def with_dead_letters() -> Group:
     """A group `a` with two dead letters, one redriven, and nothing else to do; `b` and `c` with a backlog."""
     group = stored()
-    client = consumed(group, "a", 0)
-    client.take(most=COUNT)
-    first = client.first
-    client.nack(first, first + 2, dead=True)
-    client.done(client.ack(first + 2, first + COUNT))
+    make_dead(group, 2)
     consumed(group, REDRIVER, 1, subject=dead_letter_subject("s", "a"))
     consumed(group, "b", 3)
     consumed(group, "c", 5).take(most=2)

@@ -216,7 +216,7 @@ def test_only_groups_that_begin_count():
 
 
 def test_forgotten_groups_count_no_more():
-    """Broadcast consumers come and go for years, and an operator removes what nobody uses."""
+    """Broadcast consumers come and go for years, and an operator removes unused groups."""
     world = Group.made(broadcast_forget_hours=1.0).start()
     granted = ration(100, 2)
     client = rationed(world.a, granted)
