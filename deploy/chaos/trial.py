@@ -209,13 +209,18 @@ def _metrics(cluster: Cluster, broker_group: str) -> dict[str, float]:
 
 
 async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
-    """Read the dead letters of all groups."""
+    """Read the dead letters of all groups; leave those that no master delivers for `DRAIN_S`, as a slave is down."""
     found = []
     for subject, group in GROUPS:
         reader = qmq.Consumer(metaserver=cluster.metaserver, token=cluster.token, app="chaos", drain_s=5.0)
         letters = dead_letter_subject(subject, group)
         async with reader.pull(letters, group="look", start="earliest") as puller:
-            while (messages := await puller.pull(500, timeout=DEAD_LETTERS_S)) or _unread(cluster, letters):
+            until = time.monotonic() + DRAIN_S
+            while (messages := await puller.pull(500, timeout=DEAD_LETTERS_S)) or (
+                time.monotonic() < until and _unread(cluster, letters)
+            ):
+                if messages:
+                    until = time.monotonic() + DRAIN_S
                 found += [
                     DeadLetter(
                         now(),
