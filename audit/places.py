@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from qmq.audit.copies import Away, CannotRead, Owner, PathCopy, is_same_place, open_copy
 from qmq.audit.findings import COPIES, COPIES_MIN
-from qmq.control_plane import DIRECT
+from qmq.control_plane import DIRECT, first_answer, metaserver_urls
+from qmq.errors import InvalidRequest
 from qmq.types import MASTERS, Endpoint
 
 
@@ -159,11 +160,14 @@ def _list_groups(metaserver: str, token: str) -> list[dict[str, Any]]:
 
 
 def _ask(action: str, metaserver: str, token: str, **parameters: object) -> Any:
-    url = metaserver if "://" in metaserver else f"http://{metaserver}"
     query = urllib.parse.urlencode({"action": action} | parameters)
-    request = urllib.request.Request(f"{url.rstrip('/')}/management?{query}", data=b"", headers={"X-Api-Token": token})
-    try:
+
+    def ask(url: str) -> Any:
+        request = urllib.request.Request(f"{url}/management?{query}", data=b"", headers={"X-Api-Token": token})
         with DIRECT.open(request, timeout=CALL_TIMEOUT_S) as answer:
             return json.load(answer)
-    except (OSError, ValueError) as error:
-        raise CannotRead(f"{action} at {url}: {error}") from None
+
+    try:
+        return first_answer(metaserver_urls(metaserver), ask)
+    except (OSError, ValueError, InvalidRequest) as error:
+        raise CannotRead(f"{action} at {metaserver}: {error}") from None

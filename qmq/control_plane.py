@@ -1,17 +1,22 @@
-"""Shell. gRPC channels and servers of the control ports, and the metaserver's address."""
+"""Shell. gRPC channels and servers of the control ports; addresses of metaservers."""
 
 from __future__ import annotations
 
 import http.client
 import os
+import random
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from qmq.errors import InvalidRequest
-from qmq.plain import plain
+from qmq.errors import InvalidRequest, NotServed
+from qmq.plain import plain, plain_text
 from qmq.types import Endpoint
+
+T = TypeVar("T")
 
 HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
 IDLE_MS = "grpc.max_connection_idle_ms"
@@ -76,35 +81,88 @@ def use_older_engine() -> None:
     os.environ.setdefault(EXPERIMENTS, OLDER_ENGINE)
 
 
-def metaserver_url(address: str) -> str:
-    """Return the URL of a metaserver given by an application; `http://` may be left out.
+METASERVER_VARIABLE, APP_VARIABLE = "QMQ_METASERVER", "QMQ_APP"
+_EXAMPLE = "http://mq1:8080 or http://[fd00::2]:8080, or several separated by commas"
+
+
+def metaserver_urls(addresses: str | Sequence[str] | None = None) -> str:
+    """Return the URLs of an installation's metaservers, separated by commas; `http://` may be left out.
+
+    Args:
+        addresses: one address, a text of several with commas, or a list; by default the value of QMQ_METASERVER.
 
     Raises:
-        InvalidRequest: it is no URL, as with a missing environment variable, or several.
+        InvalidRequest: there is none, or one of them is no URL.
     """
-    if isinstance(address, str):
-        address = plain(address)
-        url = (address if "://" in address else f"http://{address}").rstrip("/")
-        with suppress(ValueError):  # brackets without an IPv6 address, or a port that is no number
-            parts = urlsplit(url)
-            is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-            if is_web and not set(url) & set(" \t\r\n,"):
-                return url
-    raise InvalidRequest(
-        f"metaserver= is its HTTP address, such as http://mq1:8080 or http://[fd00::2]:8080, not {address!r:.100}. "
-        "Several metaservers have one address, their nginx's"
-    )
+    name = "metaserver="
+    if addresses is None:
+        name, addresses = METASERVER_VARIABLE, os.environ.get(METASERVER_VARIABLE)
+        if not addresses:
+            raise InvalidRequest(f"no metaserver: set {name} to its HTTP address, {_EXAMPLE}, or give metaserver=")
+    texts = [addresses] if isinstance(addresses, str) else addresses
+    if isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts):
+        urls = [_url(address.strip()) for text in texts for address in plain(text).split(",")]
+        if all(urls):
+            return ",".join(dict.fromkeys(urls))
+    raise InvalidRequest(f"{name} is the metaserver's HTTP address, such as {_EXAMPLE}, not {addresses!r:.100}")
 
 
-def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
-    """Return the gRPC `host:port` that the metaserver at the HTTP address `url` names. Blocks.
+def _url(address: str) -> str:
+    """Return the URL of one metaserver; "" if it is none."""
+    url = (address if "://" in address else f"http://{address}").rstrip("/")
+    with suppress(ValueError):  # brackets without an IPv6 address, or a port that is no number
+        parts = urlsplit(url)
+        is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        return url if is_web and not set(url) & set(" \t\r\n") else ""
+    return ""
+
+
+def app_name(given: str | None = None) -> str:
+    """Return the application's name: `given`, else the value of QMQ_APP. A program's name would often be "python".
 
     Raises:
-        OSError: no answer.
-        ValueError: the answer is not a metaserver's.
+        InvalidRequest: there is none, or it is no text.
     """
-    answer = get(f"{metaserver_url(url)}/meta/address", timeout_s=timeout_s, bytes_max=1000)
-    return str(Endpoint.parse(str(answer, "utf-8").strip()))
+    if given is None and not (given := os.environ.get(APP_VARIABLE)):
+        raise InvalidRequest(
+            f"the application has no name: set {APP_VARIABLE}, or give app=, as operators shall see it"
+        )
+    return plain_text("app", given, is_blank_allowed=False)
+
+
+def first_answer(addresses: str, ask: Callable[[str], T]) -> T:
+    """Return `ask(url)` of the first metaserver that answers, in random order. Blocks.
+
+    Raises:
+        OSError: none answers. ValueError: the one answer is not a metaserver's.
+    """
+    urls = addresses.split(",")
+    if len(urls) == 1:
+        return ask(urls[0])
+    random.shuffle(urls)  # clients spread over the metaservers, and leave one of which only the web port works
+    failures = []
+    for url in urls:
+        try:
+            return ask(url)
+        except (OSError, ValueError, NotServed) as error:
+            failures.append(f"{url}: {error}")
+    raise OSError("no metaserver answers: " + "; ".join(failures))
+
+
+def find_metaserver(addresses: str, *, timeout_s: float = 3.0) -> str:
+    """Return the gRPC `host:port` that a metaserver of these HTTP addresses names. Blocks.
+
+    Args:
+        timeout_s: for each of them.
+
+    Raises: see `first_answer`.
+    """
+
+    def ask(url: str) -> str:
+        answer = get(f"{url}/meta/address", timeout_s=timeout_s, bytes_max=1000)
+        return str(Endpoint.parse(str(answer, "utf-8").strip()))
+
+    return first_answer(metaserver_urls(addresses), ask)
 
 
 def get(request: str | urllib.request.Request, *, timeout_s: float, bytes_max: int) -> bytes:

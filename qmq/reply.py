@@ -20,6 +20,7 @@ from typing import Protocol
 from qmq.client.batch import Outcome, Receipt
 from qmq.client.consumer import Consumer
 from qmq.client.lifetime import no_pickle
+from qmq.client.producer import Producer
 from qmq.client.puller import Puller
 from qmq.client.received import ReceivedMessage
 from qmq.errors import ClientClosed, InvalidRequest, NoAnswer, NotServed, QmqError
@@ -42,14 +43,17 @@ class Requester:
     """Requester for one event loop: sends requests and returns their answers. An async context manager.
 
     Args:
-        producer: sends the requests; stays open afterwards.
-        consumer: receives the answers, beside its listeners.
+        producer: sends the requests; stays open afterwards. By default one of its own, with the settings of the
+            environment: `qmq.Producer()`.
+        consumer: receives the answers, beside its listeners. The default is `qmq.Consumer()`.
         reply_subject: subject of the answers of all requests of an application, for instance "shop.answers".
     """
 
-    def __init__(self, producer: Sends, consumer: Consumer, *, reply_subject: str) -> None:
-        self._producer = producer
-        self._consumer = consumer
+    def __init__(self, producer: Sends | None = None, consumer: Consumer | None = None, *, reply_subject: str) -> None:
+        self._own: Producer | None = None
+        self._makes_own = producer is None
+        self._producer: Sends = Producer() if producer is None else producer
+        self._consumer = Consumer() if consumer is None else consumer
         self._reply_subject = reply_subject
         self._name_anew()
         self._numbers = count(1)
@@ -66,6 +70,8 @@ class Requester:
     async def __aenter__(self) -> Requester:
         self._name_anew()  # forked workers would take each other's answers
         await self._puller.__aenter__()
+        if self._makes_own:
+            self._own = self._producer = await Producer().__aenter__()
         self._reader = asyncio.create_task(self._read(self._puller))
         return self
 
@@ -79,6 +85,8 @@ class Requester:
                 await asyncio.wait([reader])
         finally:
             self._fail(ClientClosed("the requester is closed"))
+            if self._own is not None:
+                await self._own.close()
             await self._puller.__aexit__(kind, error, trace)
 
     def __getstate__(self) -> None:

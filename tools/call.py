@@ -6,7 +6,8 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -39,6 +40,11 @@ class Address:
             raise ValueError(f"{text!r}: 0 is no port")
         secure = url.scheme == "https"
         return cls(url.hostname, port or (443 if secure else DEFAULT_PORT), secure)
+
+    @classmethod
+    def parse_several(cls, text: str) -> tuple[Address, ...]:
+        """Parse addresses separated by commas; raises ValueError."""
+        return tuple(cls.parse(address.strip()) for address in text.split(","))
 
     def __str__(self) -> str:
         """Return the address as it can be typed."""
@@ -120,6 +126,14 @@ class CallFailed(Exception):
     def __init__(self, text: str, *, sent: bool) -> None:
         super().__init__(text)
         self.sent = sent
+
+
+def reachable(addresses: Sequence[Address]) -> Address:
+    """Return the first address that accepts a connection; without any, the first."""
+    for address in addresses if len(addresses) > 1 else ():
+        with suppress(CallFailed), closing(_connect(address)):
+            return address
+    return addresses[0]
 
 
 def post(address: Address, token: str, words: Mapping[str, str], *, timeout_s: float) -> Answer:

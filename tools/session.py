@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from qmq.access import Token, token_text
-from qmq.tools.call import Address, Answer, CallFailed, Exit, post
+from qmq.tools.call import Address, Answer, CallFailed, Exit, post, reachable
 from qmq.tools.command import Command, Kind
 from qmq.tools.doctor import examine
 from qmq.tools.files import STANDARD_STREAM, NoInput, PrivateFile, read_document, read_password, read_token
@@ -61,7 +61,8 @@ class Session:
         if (command.changes or command.runs) and not token and not command.is_local:
             raise NoInput(f"{command.name} needs a token: {TOKEN_PLACES}")
         values = _values(command, options)
-        return cls(command, options.metaserver, token, values, options.json, dry_run, yes)
+        metaserver = options.metaserver and reachable(options.metaserver)
+        return cls(command, metaserver, token, values, options.json, dry_run, yes)
 
     def run(self) -> Exit:
         """Run the command; return the exit status. Raises OSError if a file cannot be written."""

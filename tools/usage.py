@@ -180,11 +180,11 @@ def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping
     common.add_argument(
         "--metaserver",
         action=_Once,
-        type=_address,
+        type=_addresses,
         required=default is None and not command.is_local,
         metavar="HOST:PORT",
         default=default,
-        help="host:port or URL of a metaserver, or of the balancer before them; "
+        help="host:port or URL of a metaserver, of the balancer before them, or several separated by commas; "
         f"default: the variable {METASERVER_VARIABLE}",
     )
     common.add_argument(
@@ -266,9 +266,9 @@ def _start(text: str, *, now_ms: int) -> str:
     return text if text in ("latest", "earliest") else _moment(text, now_ms=now_ms)
 
 
-def _address(text: str) -> Address:
+def _addresses(text: str) -> tuple[Address, ...]:
     try:
-        return Address.parse(text)
+        return Address.parse_several(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

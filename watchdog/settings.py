@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from qmq.access import Token
-from qmq.control_plane import metaserver_url
+from qmq.control_plane import metaserver_urls
 from qmq.errors import CallError, InvalidName, InvalidRequest
 from qmq.logs import FORMATS, LEVELS
 from qmq.outbox.drain_plan import Limits
@@ -68,7 +68,7 @@ class Source:
 class WatchdogSettings:
     """Settings of a watchdog at its start. AddDb sets the databases and their rates."""
 
-    metaserver: str = setting(why="HTTP address of the metaservers")
+    metaserver: str = setting(why="HTTP address of the metaservers, or several with commas")
     token: Token = setting(
         secret=True, why="key of the installation: the metaserver gives passwords of databases only to its holders"
     )
@@ -126,7 +126,7 @@ class WatchdogSettings:
         complaints += advertising_complaints(self.host, self.advertised_ip)
         try:
             check_name("room", self.room)
-            metaserver_url(self.metaserver)
+            metaserver_urls(self.metaserver)
         except (InvalidName, InvalidRequest) as error:
             complaints.append(str(error))
         if complaints:

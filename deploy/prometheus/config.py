@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qmq.access import add_token_options, find_token
+from qmq.control_plane import first_answer, metaserver_urls
 from qmq.deploy.control import manage
 from qmq.deploy.plan import write_atomically
 from qmq.errors import QmqError
@@ -108,8 +109,8 @@ def main(arguments: list[str]) -> int:
         if not scrape_token:
             raise QmqError("Prometheus reads its token from a file: name it with --scrape-token-file")
         token = find_token(options.token, token_file=options.token_file)
-        metaserver = options.metaserver if "://" in options.metaserver else f"http://{options.metaserver}"
-        targets = find_targets(partial(manage, metaserver, token), options.watchdog)
+        urls = metaserver_urls(options.metaserver)
+        targets = first_answer(urls, lambda url: find_targets(partial(manage, url, token), options.watchdog))
         path = write_config(options.out, targets, token_file=Path(scrape_token), node_exporters=options.node_exporter)
     except (QmqError, OSError, ValueError) as error:
         print(f"qmq prometheus: {error}", file=sys.stderr)

@@ -26,9 +26,12 @@ class Requester:
     Args: see `qmq.reply.Requester`.
     """
 
-    def __init__(self, producer: Producer, consumer: Consumer, *, reply_subject: str) -> None:
-        self._producer = producer
-        self._consumer = consumer
+    def __init__(
+        self, producer: Producer | None = None, consumer: Consumer | None = None, *, reply_subject: str
+    ) -> None:
+        self._producer = Producer() if producer is None else producer
+        self._is_own = producer is None
+        self._consumer = Consumer() if consumer is None else consumer
         self._reply_subject = reply_subject
         self._open: tuple[Background, AsyncRequester] | None = None
         self._is_closed = False
@@ -54,6 +57,8 @@ class Requester:
             background, requester = opened
             background.clients.discard(self)
             background.run(requester.__aexit__(None, None, None))
+        if self._is_own:
+            self._producer.close()
 
     def flush_at_exit(self) -> None:
         """Do nothing at the end of the process: each request has its answer or timeout."""

@@ -21,10 +21,9 @@ from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
 from qmq.client.puller import Puller
 from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, check_whole, make_terms
-from qmq.control_plane import metaserver_url
+from qmq.control_plane import app_name, metaserver_urls
 from qmq.errors import ClientClosed, InvalidRequest
 from qmq.logs import bounded
-from qmq.plain import plain_text
 from qmq.subjects import check_name
 
 log = bounded(__name__)
@@ -39,8 +38,9 @@ class Consumer:
     """Consumer for one event loop, with listeners (`listen`, `run`), pullers (`pull`), or both.
 
     Args:
-        metaserver: HTTP address, for instance "http://127.0.0.1:8080".
-        app: application name, shown to operators.
+        metaserver: HTTP address, for instance "http://127.0.0.1:8080"; several as a list or separated by commas. One
+            that answers is used, and another one when it fails. By default the value of QMQ_METASERVER.
+        app: application name, shown to operators; by default the value of QMQ_APP.
         token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names. That
             file is read again for each connection.
         consumer_id: unique name of this consumer in its groups. A broadcast uses it as its group, so a fixed id also
@@ -53,16 +53,16 @@ class Consumer:
     def __init__(
         self,
         *,
-        metaserver: str,
-        app: str,
+        metaserver: str | Sequence[str] | None = None,
+        app: str | None = None,
         token: Token | None = None,
         consumer_id: str | None = None,
         drain_s: float = 20.0,
         online: bool = True,
     ) -> None:
         check_not_patched()
-        self._metaserver = metaserver_url(metaserver)
-        self._app = plain_text("app", app, is_blank_allowed=False)
+        self._metaserver = metaserver_urls(metaserver)
+        self._app = app_name(app)
         self._token = token_source(token)
         self._id = check_name("consumer id", _default_id() if consumer_id is None else consumer_id)
         self._has_default_id = consumer_id is None

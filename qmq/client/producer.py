@@ -9,7 +9,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -29,13 +29,13 @@ from qmq.client.numbered_sender import NumberedSender
 from qmq.client.sender import Sender, Senders
 from qmq.client.terms import check_seconds
 from qmq.codec import batch_encoder, label_of_message
-from qmq.control_plane import metaserver_url
+from qmq.control_plane import app_name, metaserver_urls
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.message import Message, not_a_message
 from qmq.outbox.courier import Courier, find_database
 from qmq.outbox.relay import LeftBehind, Relays
 from qmq.outbox.table import DEFAULT_TABLE, table_name
-from qmq.plain import plain, plain_text
+from qmq.plain import plain
 from qmq.remoting.commands import RecurringSchedule
 from qmq.types import GroupKind
 
@@ -46,8 +46,9 @@ class Producer:
     A message without an id gets one, and keeps it when the application sends it again.
 
     Args:
-        metaserver: HTTP address, for instance "http://127.0.0.1:8080".
-        app: application name, shown to operators.
+        metaserver: HTTP address, for instance "http://127.0.0.1:8080"; several as a list or separated by commas. One
+            that answers is used, and another one when it fails. By default the value of QMQ_METASERVER.
+        app: application name, shown to operators; by default the value of QMQ_APP.
         token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names. That
             file is read again for each connection.
         timeout_s: time until a message without an outcome is given up, retries included.
@@ -70,8 +71,8 @@ class Producer:
     def __init__(
         self,
         *,
-        metaserver: str,
-        app: str,
+        metaserver: str | Sequence[str] | None = None,
+        app: str | None = None,
         token: Token | None = None,
         timeout_s: float = 30.0,
         answer_timeout_s: float = 5.0,
@@ -90,8 +91,8 @@ class Producer:
         if readonly_wait_s is not None and not readonly_wait_s >= 0:
             raise InvalidRequest("readonly_wait_s must be 0 or more; leave it out to wait for timeout_s")
         self.id = 0
-        self._metaserver = metaserver_url(metaserver)
-        self._app = plain_text("app", app, is_blank_allowed=False)
+        self._metaserver = metaserver_urls(metaserver)
+        self._app = app_name(app)
         self._token = token_source(token)
         self._timeout_ms = int(check_seconds("timeout_s", timeout_s, is_zero_allowed=False) * 1000)
         self._answer_timeout_s = check_seconds("answer_timeout_s", answer_timeout_s, is_zero_allowed=False)
@@ -569,7 +570,7 @@ def _id_prefix(metaserver: str) -> str:
 
     With a counter appended, it has the form of QMQ's ids.
     """
-    url = urlsplit(metaserver if "://" in metaserver else f"http://{metaserver}")
+    url = urlsplit(metaserver.partition(",")[0])
     own_ip, digits = _own_ip(url.hostname or ""), secrets.randbelow(9 * 10**9) + 10**9
     return f"{time.strftime('%y%m%d.%H%M%S')}.{own_ip}.{os.getpid()}.{digits}"
 

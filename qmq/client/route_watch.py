@@ -1,10 +1,10 @@
 """Shell. Watch on the metaserver's routes, over restarts of the metaserver and networks that block gRPC.
 
-`GET {metaserver}/meta/address` returns the gRPC endpoint. A `WatchRoutes` stream then brings the routes of the
-requested subjects and all their changes. A new stream, at any metaserver, states the versions in use and brings only
-routes that differ. The client confirms routes in use, so operators see when no client uses an old one. Without a
-stream, routes are polled over HTTP while gRPC is retried. Without any metaserver, the last routes stay in use. A
-process that must not use gRPC (qmq.grpc_forks) always polls.
+`GET {metaserver}/meta/address`, at the first metaserver that answers, returns a gRPC endpoint. A `WatchRoutes` stream
+then brings the routes of the requested subjects and all their changes. A new stream, at any metaserver, states the
+versions in use and brings only routes that differ. The client confirms routes in use, so operators see when no client
+uses an old one. Without a stream, routes are polled over HTTP while gRPC is retried. Without any metaserver, the last
+routes stay in use. A process that must not use gRPC (qmq.grpc_forks) always polls.
 
 A process may use 100,000 subjects: requests and updates are bounded, and above `KEPT` routes unused ones are forgotten.
 A subject that the metaserver refuses is requested again; the others go on.
@@ -18,6 +18,7 @@ import logging
 import random
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 from urllib.error import HTTPError
@@ -28,7 +29,7 @@ import grpc.aio
 
 from qmq.access import Token, TokenFile, token_text
 from qmq.client.routes import GroupRoute, SubjectRoute
-from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, get, metaserver_url
+from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, first_answer, get, metaserver_urls
 from qmq.errors import AccessError, MissingRight, QmqError
 from qmq.grpc_forks import HAS_HANDLERS, grpc_begins, why_no_grpc
 from qmq.logs import bounded
@@ -97,7 +98,7 @@ class RouteWatch:
         on_rejected: Callable[[AccessError], None] | None = None,
         kind: GroupKind = GroupKind.NORMAL,
     ) -> None:
-        self._metaserver = metaserver_url(metaserver)
+        self._metaserver = metaserver_urls(metaserver)
         self._token = token
         self._app = app
         self._client_id = client_id
@@ -510,10 +511,14 @@ def poll(
         words += [("kind", kind.name)] if kind != GroupKind.NORMAL else []
         words += [("subject", name) for name in names]
         words += [("held", f"{name}:{held[name]:016x}") for name in names if name in held]
-        request = urllib.request.Request(f"{metaserver}/meta/routes?{urlencode(words)}")
-        request.add_header("X-Api-Token", token)
-        routes += _parse(_read(request, timeout_s))
+        routes += first_answer(metaserver, partial(_ask, urlencode(words), token, timeout_s))
     return routes
+
+
+def _ask(words: str, token: str, timeout_s: float, url: str) -> list[SubjectRoute]:
+    return _parse(
+        _read(urllib.request.Request(f"{url}/meta/routes?{words}", headers={"X-Api-Token": token}), timeout_s)
+    )
 
 
 def _read(request: urllib.request.Request, timeout_s: float) -> bytes:

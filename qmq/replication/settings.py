@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qmq.access import Token
-from qmq.control_plane import metaserver_url
+from qmq.control_plane import metaserver_urls
 from qmq.errors import InvalidRequest
 from qmq.logs import FORMATS, LEVELS
 from qmq.replication.assignment import Address
@@ -38,7 +38,9 @@ class CopySettings:
         (), why="subjects that are always on that page; one that ends in * stands for all that begin so"
     )
     data: Path = setting(why="directory of the message log; one broker, one directory")
-    metaserver: str = setting("http://127.0.0.1:8080", why="HTTP address of the metaserver, or of nginx before several")
+    metaserver: str = setting(
+        "http://127.0.0.1:8080", why="HTTP address of the metaserver, of nginx before several, or several with commas"
+    )
     token: Token = setting(
         secret=True, why="key of the installation, the metaservers' cluster_token; others' are checked there"
     )
@@ -119,7 +121,7 @@ class CopySettings:
         if not self.bind and ip.address is None:
             complaints.append(f"bind: missing; ip is a name, {ip}. Set the address to listen on, or 0.0.0.0 or ::")
         try:
-            metaserver_url(self.metaserver)
+            metaserver_urls(self.metaserver)
         except InvalidRequest as error:
             complaints.append(str(error))
         if complaints:

@@ -24,8 +24,9 @@ from qmq.control_plane import (
     NO_PROBE,
     OLDER_ENGINE,
     SERVER_OPTIONS,
+    app_name,
     find_metaserver,
-    metaserver_url,
+    metaserver_urls,
 )
 from qmq.errors import InvalidRequest
 from qmq.metaserver.main import RPC_OPTIONS
@@ -40,19 +41,63 @@ from qmq.metaserver.main import RPC_OPTIONS
     ],
 )
 def test_metaserver_is_a_name_or_ipv6(text, url):
-    assert metaserver_url(text) == url
+    assert metaserver_urls(text) == url
 
 
 @pytest.mark.parametrize("text", ["::1", "fd00::2:8080", "http://[::1", "[mq1]:80", "mq1:http", "mq1:70000", "mq1:0"])
 def test_bad_metaserver_is_refused_with_remedy(text):
     with pytest.raises(InvalidRequest, match=r"such as http://mq1:8080 or http://\[fd00::2\]:8080"):
-        metaserver_url(text)
+        metaserver_urls(text)
 
 
-@pytest.mark.parametrize("text", ["http://mq1:8080,http://mq2:8080", "http://mq1,mq2"])
-def test_list_of_metaservers_is_refused(text):
-    with pytest.raises(InvalidRequest, match="Several metaservers have one address, their nginx's"):
-        metaserver_url(text)
+@pytest.mark.parametrize(
+    "given", ["http://mq1:8080, mq2:8080/", ["mq1:8080", "http://mq2:8080"], ("mq1:8080,mq2:8080",)]
+)
+def test_several_metaservers_are_a_list_or_commas(given):
+    assert metaserver_urls(given) == "http://mq1:8080,http://mq2:8080"
+
+
+@pytest.mark.parametrize("given", ["mq1,", ",", [], ["mq1", None], {"mq1"}, 8080, ["mq1", "a b"]])
+def test_bad_list_of_metaservers_is_refused(given):
+    with pytest.raises(InvalidRequest, match=r"metaserver= is .* or several separated by commas"):
+        metaserver_urls(given)
+
+
+def test_environment_names_metaservers_and_app(monkeypatch):
+    monkeypatch.setenv("QMQ_METASERVER", "mq1:8080,mq2:8080")
+    monkeypatch.setenv("QMQ_APP", "shop")
+    assert (metaserver_urls(), app_name()) == ("http://mq1:8080,http://mq2:8080", "shop")
+
+
+def test_missing_variable_is_named(monkeypatch):
+    monkeypatch.delenv("QMQ_METASERVER", raising=False)
+    monkeypatch.setenv("QMQ_APP", "")
+    with pytest.raises(InvalidRequest, match="set QMQ_METASERVER to its HTTP address"):
+        metaserver_urls()
+    with pytest.raises(InvalidRequest, match="set QMQ_APP, or give app="):
+        app_name()
+    monkeypatch.setenv("QMQ_METASERVER", "mq1:x")
+    with pytest.raises(InvalidRequest, match="^QMQ_METASERVER is"):
+        metaserver_urls()
+
+
+def test_next_metaserver_answers_for_a_dead_one():
+    for _ in range(5):  # the order is random
+        with closed_port() as dead, answering(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nmq1:99") as url:
+            assert find_metaserver(f"{dead},{url}") == "mq1:99"
+
+
+def test_error_names_each_metaserver_without_answer():
+    with closed_port() as one, closed_port() as other, pytest.raises(OSError) as raised:
+        find_metaserver(f"{one},{other}")
+    assert one in str(raised.value) and other in str(raised.value)
+
+
+@contextmanager
+def closed_port() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    yield url
 
 
 @contextmanager
@@ -94,9 +139,7 @@ def test_silent_metaserver_is_an_os_error():
 
 
 def test_refused_connection_keeps_the_systems_text():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(ConnectionRefusedError, match=r"^\[Errno 111\] Connection refused$"):
+    with closed_port() as url, pytest.raises(ConnectionRefusedError, match=r"^\[Errno 111\] Connection refused$"):
         find_metaserver(url)
 
 

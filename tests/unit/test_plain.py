@@ -17,7 +17,7 @@ from qmq.access import find_token
 from qmq.client.delay import delay_of, schedule_request
 from qmq.client.terms import RetryPolicy, make_terms, refused_by_error
 from qmq.codec import encode_message
-from qmq.control_plane import metaserver_url
+from qmq.control_plane import metaserver_urls
 from qmq.idempotence.tables import HandledTable
 from qmq.message import text_of
 from qmq.outbox.row import decode_row, encode_row
@@ -122,8 +122,8 @@ def test_names_are_made_of_values():
 
 
 def test_addresses_tokens_tables_and_reasons_are_values():
-    assert is_plain(metaserver_url(Word.URL), "http://10.0.0.1:8080")
-    assert metaserver_url(Loud("h:1")) == "http://h:1"
+    assert is_plain(metaserver_urls(Word.URL), "http://10.0.0.1:8080")
+    assert metaserver_urls(Loud("h:1")) == "http://h:1"
     assert is_plain(find_token(Word.A), "a") and is_plain(table_name(Word.A), "a")
     assert str(HandledTable(Loud("keys")).table.name) == "keys"
     message: Any = SimpleNamespace(times=1, properties={})
@@ -187,7 +187,7 @@ def test_value_without_plain_form_is_rejected(value):
             encode_message(message, 0)
     with pytest.raises(qmq.InvalidName, match="give its text"):
         retry_subject_of(value)
-    with pytest.raises(qmq.InvalidRequest, match=r"str\(\)|get_secret_value\(\)"):
+    with pytest.raises(qmq.InvalidRequest, match=r"str\(\)|get_secret_value\(\)|set QMQ_APP"):
         qmq.Producer(metaserver="http://h:1", app=value)
     if value is not None:
         with pytest.raises(qmq.InvalidRequest, match=r"str\(\)|get_secret_value\(\)"):

@@ -188,3 +188,14 @@ async def test_only_requests_are_answered():
         assert not is_request(message)
         with pytest.raises(qmq.InvalidRequest, match="message id-1 is no request"):
             await reply(world.producer, message, qmq.Message("", {}))
+
+
+async def test_requester_makes_its_clients_of_the_environment(monkeypatch):
+    async with shop() as service:
+        monkeypatch.setenv("QMQ_METASERVER", service.broker.metaserver)
+        monkeypatch.setenv("QMQ_APP", "shop")
+        requester = Requester(reply_subject=ANSWERS)
+        for number in (3, 4):  # each time with another producer
+            async with requester:
+                answer = await requester.request(qmq.Message(QUERY, {"n": number}), timeout=LONG_S)
+                assert int(answer["square"]) == number * number

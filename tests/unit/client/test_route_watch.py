@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -381,3 +382,29 @@ async def test_idle_routes_are_forgotten(monkeypatch):
         for name in names:
             assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
         assert {name for request in metaserver.requests for name in request.forgotten} == {"s1", "s2", "s3"}
+
+
+@pytest.mark.parametrize("is_streaming", [True, False], ids=["gRPC", "polls"])
+async def test_another_metaserver_follows_a_dead_one(is_streaming):
+    async with cluster("g1") as (first, [broker]), cluster("g1") as (second, _):
+        if not is_streaming:
+            await first.block_grpc()
+            await second.block_grpc()
+        both = SimpleNamespace(url=f"{first.url},{second.url}")
+        second.set_group(broker, writable=True)
+        async with watching(both, "a") as client:
+            await until_async(lambda: client.brought)
+            used, other = (first, second) if first.requests or not is_streaming else (second, first)
+            await used.stop()
+            other.set_group(broker, writable=False)
+            await until_async(lambda: client.writable("a") == {"g1": False})
+
+
+async def test_clients_without_arguments_use_the_environment(monkeypatch):
+    async with cluster("g1") as (metaserver, [broker]):
+        for name, value in {"METASERVER": metaserver.url, "APP": "shop", "TOKEN": TOKEN}.items():
+            monkeypatch.setenv(f"QMQ_{name}", value)
+        async with qmq.Producer() as producer:
+            assert (await producer.send(qmq.Message("a"))).is_stored
+        assert metaserver.requests[0].app == "shop"
+        assert qmq.Consumer() and qmq.blocking.Producer() and qmq.blocking.Consumer()

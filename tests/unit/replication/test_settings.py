@@ -50,7 +50,7 @@ def test_copy_listens_and_advertises_separately(words, listen_on, advertised):
         pytest.param({"bind": "mq1"}, "bind: mq1 is a name; use an IP address", id="name to listen on"),
         pytest.param({"ip": "fd00::2%eth0"}, "ip: .*use an address without %", id="zone"),
         pytest.param({"ip": "mq1:20801"}, "ip: .*use the host alone", id="port in ip"),
-        pytest.param({"metaserver": "http://a,http://b"}, "Several metaservers have one address", id="list"),
+        pytest.param({"metaserver": "http://a,b c"}, "several separated by commas", id="bad list"),
     ],
 )
 def test_wrong_addresses_are_refused(words, complaint):

@@ -117,7 +117,7 @@ def test_unknown_outcome_names_a_readonly_command(command):
     values = {option.name: f"its {option.name}" for option in command.options}
     _, *typed = shlex.split(command.look_with("m:1", values))
     options = parse(typed, {}, now_ms=0)
-    assert not options.command.changes and str(options.metaserver) == "m:1"
+    assert not options.command.changes and str(options.metaserver[0]) == "m:1"
 
 
 @every_command

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from qmq.tools.call import Address
+from qmq.tools.call import Address, reachable
 from qmq.tools.usage import WrongUsage, build_parser, parse
 
 NOW_MS = 1_800_000_000_000
@@ -44,7 +46,7 @@ def test_other_addresses_are_refused(text):
 def test_option_values_follow_equals_or_blank(words):
     options = read("MarkReadonly", *words)
     assert options.values == {"brokerGroup": "g", "subject": "*", "wait": ""}
-    assert options.metaserver == Address("m", 1)
+    assert options.metaserver == (Address("m", 1),)
 
 
 def test_wrong_metaserver_in_the_environment_is_reported():
@@ -53,8 +55,8 @@ def test_wrong_metaserver_in_the_environment_is_reported():
 
 
 def test_metaserver_may_come_from_the_environment():
-    assert read("ListBrokers", QMQ_METASERVER="m:1").metaserver == Address("m", 1)
-    assert read("ListBrokers", "--metaserver=n:2", QMQ_METASERVER="m:1").metaserver == Address("n", 2)
+    assert read("ListBrokers", QMQ_METASERVER="m:1").metaserver == (Address("m", 1),)
+    assert read("ListBrokers", "--metaserver=n:2", QMQ_METASERVER="m:1").metaserver == (Address("n", 2),)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +154,12 @@ def test_options_may_stand_before_the_command():
 def test_empty_required_option_is_wrong_usage():
     with pytest.raises(WrongUsage, match="--subject is empty"):
         parse(["Produce", "--metaserver=127.0.0.1:8080", "--subject=", "--property=a=1"], {}, now_ms=0)
+
+
+def test_first_metaserver_that_accepts_is_used():
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+        gone = Address("127.0.0.1", dead.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        up = Address("127.0.0.1", listener.getsockname()[1])
+        assert reachable(Address.parse_several(f"{gone}, {up}")) == up
+    assert reachable((gone, up)) == gone

@@ -33,6 +33,7 @@ def test_all_addresses_are_not_advertised(words):
         read(**words)
 
 
-def test_watchdog_refuses_a_list_of_metaservers():
-    with pytest.raises(InvalidSettings, match="Several metaservers have one address"):
-        read(metaserver="http://a,http://b")
+def test_watchdog_takes_several_metaservers():
+    assert read(metaserver="http://a,b:1").metaserver
+    with pytest.raises(InvalidSettings, match="several separated by commas"):
+        read(metaserver="http://a,b c")
