@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -357,8 +358,8 @@ def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
     asked = {key.replace("__", "."): value for key, value in config.items()}
     if master is not None:
         asked["spark.master"] = master
-    with _our_path():
-        conf = _submitted(asked)
+    with _environment(asked):
+        conf = _submitted()
         for key, value in _defaults(conf.get("spark.master")).items():
             conf.setIfMissing(key, value)
         conf.setAll([*asked.items(), ("spark.app.name", name)])
@@ -371,27 +372,35 @@ def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
 
 
 @contextmanager
-def _our_path() -> Iterator[None]:
-    """Put our modules on PYTHONPATH for a JVM started here: it starts the process that plans a Python data source."""
-    before = os.environ.get("PYTHONPATH")
-    paths = [str(_ROOT), *filter(None, (before or "").split(os.pathsep))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+def _environment(asked: Mapping[str, str]) -> Iterator[None]:
+    """Set the environment of a JVM started here.
+
+    It gets our modules on PYTHONPATH, as it starts the process that plans a Python data source, and the settings that
+    count only at its start, such as its memory.
+    """
+    # A JVM started for Python behaves as a shell and draws progress bars.
+    launched = {"spark.ui.showConsoleProgress": "false"} | dict(asked)
+    confs = [shlex.join(["--conf", f"{name}={value}"]) for name, value in launched.items()]
+    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    given = {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYSPARK_SUBMIT_ARGS": " ".join([*confs, os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell")]),
+    }
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
-def _submitted(asked: dict[str, str]) -> SparkConf:
-    """Return the settings of spark-submit, spark-defaults.conf and `asked`. Only a JVM reads them, so it is started
-    here.
-    """
-    # A JVM started for Python behaves as a shell and draws progress bars.
-    launched = {"spark.ui.showConsoleProgress": "false"} | asked
-    SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(launched.items())))
+def _submitted() -> SparkConf:
+    """Return the settings of spark-submit, spark-defaults.conf and the environment."""
+    SparkContext.getSystemProperty("spark.master")  # starts the JVM, which alone reads them
     return SparkConf()
 
 

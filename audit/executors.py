@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +29,7 @@ HERE_BYTES_MAX = 1 << 30
 """Bytes of all copies that are read in this process; beyond, Spark pays for its start of 7 CPU seconds on two cores."""
 JUDGES_PER_CORE = 2
 """Judges' tasks: their work is uneven, as a task takes whole subjects."""
+ROWS_AT_ONCE = 10_000
 
 _TASK = pa.schema([("number", pa.int32()), ("task", pa.binary())])
 _OUTCOME = pa.schema([("number", pa.int32()), ("outcome", pa.binary())])
@@ -45,7 +45,6 @@ _JUDGED = pa.schema(
         ("listed", pa.bool_()),
     ]
 )
-_SETTINGS = ("spark.sql.leafNodeDefaultParallelism", "spark.sql.execution.arrow.localRelationThreshold")
 
 Start = Callable[[], SparkSession]
 
@@ -88,34 +87,47 @@ class InProcess:
 
 
 class OnSpark:
-    """Runs tasks in a Spark session, all of them in one action."""
+    """Runs tasks in a Spark session of its own, all of them in one action.
+
+    Each action takes settings of the session. The caller's session keeps its own, and runs other audits meanwhile.
+    """
 
     def __init__(self, spark: SparkSession) -> None:
-        self._spark = spark
+        self._spark = spark.newSession()
+        for name, value in spark.conf.getAll.items():
+            if self._spark.conf.isModifiable(name):
+                self._spark.conf.set(name, value)
 
     def judge(self, tasks: Sequence[Task], store: Callable[[DataFrame], None] | None = None) -> Iterator[Judged]:
         parts = _judges(self._spark, len(tasks))
-        with _task_rows(self._spark, tasks) as rows:
-            facts = rows.mapInArrow(_read, from_arrow_schema(_FACTS))
-            ordered = facts.repartition(parts, "job", "key").sortWithinPartitions("job", "key", "piece", "copy")
-            judged = ordered.mapInArrow(_judge, from_arrow_schema(_JUDGED))
+        facts = self._task_rows(tasks).mapInArrow(_read, from_arrow_schema(_FACTS))
+        ordered = facts.repartition(parts, "job", "key").sortWithinPartitions("job", "key", "piece", "copy")
+        judged = ordered.mapInArrow(_judge, from_arrow_schema(_JUDGED))
+        if store is not None:
+            judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
+        try:
+            listed = judged.where("listed").toArrow()
             if store is not None:
-                judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
-            try:
-                listed = judged.where("listed").collect()
-                if store is not None:
-                    store(judged)
-            finally:
-                judged.unpersist()
-        yield from (tuple(row) for row in listed)
+                store(judged)
+        finally:
+            judged.unpersist()
+        yield from rows_of(listed)
 
     def run(self, step: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
         found: list[Any] = [None] * len(tasks)
         if tasks:
-            with _task_rows(self._spark, tasks) as rows:
-                for row in rows.mapInArrow(partial(_run, step), from_arrow_schema(_OUTCOME)).collect():
-                    found[row["number"]] = pickle.loads(row["outcome"])
+            rows = self._task_rows(tasks).mapInArrow(partial(_run, step), from_arrow_schema(_OUTCOME))
+            for row in rows.collect():
+                found[row["number"]] = pickle.loads(row["outcome"])
         return found
+
+    def _task_rows(self, tasks: Sequence[Any]) -> DataFrame:
+        """Return a row per task, each in a partition of its own. out: number int, task binary."""
+        packed = [pickle.dumps(task, 5) for task in tasks]
+        settings = self._spark.conf
+        settings.set("spark.sql.leafNodeDefaultParallelism", str(len(packed)))
+        settings.set("spark.sql.execution.arrow.localRelationThreshold", str(2 * sum(map(len, packed)) + (64 << 20)))
+        return self._spark.createDataFrame(pa.table([range(len(packed)), packed], schema=_TASK))
 
 
 def _judges(spark: SparkSession, tasks: int) -> int:
@@ -124,21 +136,10 @@ def _judges(spark: SparkSession, tasks: int) -> int:
     return max(int(str(spark.conf.get("spark.sql.shuffle.partitions"))), min(JUDGES_PER_CORE * cores, tasks))
 
 
-@contextmanager
-def _task_rows(spark: SparkSession, tasks: Sequence[Any]) -> Iterator[DataFrame]:
-    """Return a row per task, each in a partition of its own while the context lasts. out: number int, task binary."""
-    packed = [pickle.dumps(task, 5) for task in tasks]
-    before = {name: spark.conf.get(name, None) for name in _SETTINGS}
-    try:
-        for name, number in zip(_SETTINGS, (len(packed), 2 * sum(map(len, packed)) + (64 << 20))):
-            spark.conf.set(name, str(number))
-        yield spark.createDataFrame(pa.table([range(len(packed)), packed], schema=_TASK))
-    finally:
-        for name, value in before.items():
-            if value is None:
-                spark.conf.unset(name)
-            else:
-                spark.conf.set(name, value)
+def rows_of(table: pa.Table) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of a table, a bounded number at a time: as columns they take a fifth of the memory."""
+    for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
+        yield from zip(*(column.to_pylist() for column in batch.columns))
 
 
 def _batch(rows: Sequence[Sequence[Any]], schema: pa.Schema) -> pa.RecordBatch:

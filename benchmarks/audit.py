@@ -19,12 +19,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import place_options
@@ -288,29 +286,33 @@ def measure_progress(folder: Path, copy_bytes: int) -> Iterator[Skew]:
     for subjects in (1, SPREAD):
         counted[subjects] = write_progress(folder / f"{subjects}" / "master", copy_bytes, subjects)
         shutil.copytree(folder / f"{subjects}" / "master", folder / f"{subjects}" / "slave")
-    spark = start_spark("local[*]", "qmq audit benchmark")
+    events = folder / "events"
+    events.mkdir()
+    logged = {"spark__eventLog__enabled": "true", "spark__eventLog__dir": events.as_uri()}
+    plain = {"spark__eventLog__rolling__enabled": "false", "spark__eventLog__compress": "false"}
+    spark = start_spark("local[*]", "qmq audit benchmark", **logged, **plain)
+    costs: list[tuple[int, float, float, float]] = []
     try:
         _cost(spark, folder / "1")  # starts the workers and warms the JVM
-        for subjects, frames in counted.items():
-            known = set(_task_seconds(spark))
+        for subjects in counted:
+            began = time.time()
             _, seconds, cpu = _cost(spark, folder / f"{subjects}")
-            tasks = [seconds for stage, of in _task_seconds(spark).items() if stage not in known for seconds in of]
-            yield Skew(subjects, frames, seconds, cpu, max(tasks), sum(tasks))
+            costs.append((subjects, began, seconds, cpu))
     finally:
         spark.stop()
+    for subjects, began, seconds, cpu in costs:
+        tasks = [took for launched, took in _task_times(events) if began <= launched <= began + seconds]
+        yield Skew(subjects, counted[subjects], seconds, cpu, max(tasks), sum(tasks))
 
 
-def _task_seconds(spark: SparkSession) -> dict[int, list[float]]:
-    """Return the times of each stage's finished tasks, which Spark's tracker lacks."""
-    store = spark.sparkContext._jsc.sc().statusStore()
-    stages: dict[int, list[float]] = {}
-    with suppress(Py4JJavaError):  # no stage has that number yet
-        while True:
-            tasks = store.taskList(len(stages), 0, 10_000)
-            ended = [tasks.apply(at) for at in range(tasks.size())]
-            stages[len(stages)] = [task.duration().get() / 1000 for task in ended if task.duration().isDefined()]
-            store.lastStageAttempt(len(stages))
-    return stages
+def _task_times(events: Path) -> Iterator[tuple[float, float]]:
+    """Yield (launch time, seconds) of each ended task, from Spark's event log, written once the session has ended."""
+    for path in events.iterdir():
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event["Event"] == "SparkListenerTaskEnd":
+                info = event["Task Info"]
+                yield info["Launch Time"] / 1000, (info["Finish Time"] - info["Launch Time"]) / 1000
 
 
 def _audit_all(spark: SparkSession, folders: list[Path]) -> list[Result]:

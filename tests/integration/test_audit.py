@@ -14,6 +14,7 @@ from pyspark.sql import SparkSession
 
 from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.data_source import TableReader, read_copy
+from qmq.audit.executors import OnSpark
 from qmq.audit.group import Options, audit_group, audit_groups
 from qmq.audit.jobs import query
 from qmq.audit.report import as_markdown
@@ -74,6 +75,14 @@ def test_equal_copies_are_proven_equal(spark: SparkSession, tmp_path: Path, monk
     assert sum(row["messages"] for row in hours if row["copy"] == "slave") == 800
     assert len(hours) > len(result.hours) == 5 and any("first 5 counts" in note for note in result.notes)
     assert "Every byte of [0, " in as_markdown([result], 1.0)
+
+
+def test_audits_at_once_share_a_session(spark: SparkSession) -> None:
+    """Settings of one audit's action reach neither the other audit nor the caller's session."""
+    before = spark.conf.getAll
+    both_at_once = [OnSpark(spark)._task_rows(range(tasks)) for tasks in (3, 5)]
+    assert [rows.rdd.getNumPartitions() for rows in both_at_once] == [3, 5]
+    assert spark.conf.getAll == before
 
 
 def test_tables_keep_the_rows_of_each_run(spark: SparkSession, tmp_path: Path) -> None:

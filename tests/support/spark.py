@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from uuid import uuid4
 
 from pyspark.sql import SparkSession
 
@@ -48,6 +50,13 @@ def local_spark(name: str) -> Iterator[SparkSession]:
 
 
 def actions(session: SparkSession) -> int:
-    """Return the number of executed plans of a session."""
-    session.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
-    return int(session._jsparkSession.sharedState().statusStore().executionsCount())
+    """Return the number of jobs of this session's context; without adaptive plans, an action is one."""
+    context = session.sparkContext
+    group = f"marker {uuid4()}"
+    context.setJobGroup(group, "")
+    context.parallelize([0], 1).count()
+    context.setLocalProperty("spark.jobGroup.id", cast("str", None))  # as its documentation removes a property
+    tracker = context.statusTracker()
+    while not tracker.getJobIdsForGroup(group):  # Spark records jobs in their order, a moment later
+        time.sleep(0.01)
+    return len(tracker.getJobIdsForGroup())
