@@ -10,6 +10,7 @@ Judges also report facts about pieces and subjects to the driver. All rows can b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -167,6 +168,33 @@ KEPT = "kept"
 """from: first offset kept, by the retention frames"""
 UNREAD = "unread"
 """text: the reason why a piece was not read"""
+
+HOURS_MAX, ACCOUNTS_MAX = 20_000, 5_000
+"""Counts per subject and hour, and equations of consumer groups, that the driver takes of one broker group. With
+100,000 subjects, a week has 17 million counts per copy.
+"""
+FULL_GROUPS = 10
+"""Broker groups of a run that each have so many; those of a larger run share as many rows, as the driver keeps all
+results.
+"""
+
+
+class Share(NamedTuple):
+    """Rows that the driver takes of one broker group. `takes_ends`: also a row per subject, for ledger and journal."""
+
+    hours: int = HOURS_MAX
+    accounts: int = ACCOUNTS_MAX
+    takes_ends: bool = True
+
+
+FULL_SHARE = Share()
+
+
+def share_of(groups: int, *, takes_ends: bool) -> Share:
+    """Return each group's share of the driver's rows in a run of `groups` broker groups."""
+    parts = max(1.0, groups / FULL_GROUPS)
+    return Share(math.ceil(HOURS_MAX / parts), math.ceil(ACCOUNTS_MAX / parts), takes_ends)
+
 
 Row = dict[str, Any]
 HOUR_MS = 3_600_000

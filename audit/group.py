@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
@@ -19,7 +15,7 @@ from qmq.audit.copies import CannotRead
 from qmq.audit.delay_groups import Source, account_for, is_delay_group
 from qmq.audit.executors import Executor, Executors, Failed, Start
 from qmq.audit.facts import LogRange, Reading
-from qmq.audit.findings import BOTH, MASTER, SLAVE, FindingKind
+from qmq.audit.findings import BOTH, MASTER, SLAVE, FindingKind, share_of
 from qmq.audit.frame_order import AHEAD_MS_MAX
 from qmq.audit.freeze import (
     add_reported_damage,
@@ -30,14 +26,13 @@ from qmq.audit.freeze import (
     segments_to_check,
     wait_until_well,
 )
-from qmq.audit.history import SHARE, History, ledger_entry, run_name, verified
+from qmq.audit.history import ledger_entry, verified
 from qmq.audit.inspection import Pair, compare_pair, describe_findings
 from qmq.audit.journal import check_journal, due_of_logs, due_since
-from qmq.audit.places import Change, check_places
+from qmq.audit.places import check_places
 from qmq.audit.plan import Job, tasks_of
 from qmq.audit.results import Group, GroupAnswer, Result
-from qmq.audit.selection import PIECE_BYTES
-from qmq.audit.store import Tables, store_counts, store_findings
+from qmq.audit.store import store_counts, store_findings
 from qmq.audit.verdict import (
     check_against_history,
     check_all_was_read,
@@ -50,76 +45,10 @@ from qmq.audit.verdict import (
     take_accounts,
     take_differences,
 )
-from qmq.ledger import Entry, Ledger, known_from
+from qmq.audit.wave import Audit, Options, cause, each, waves
 
 AGAIN_MAX = 3
 """Repetitions of an audit while its brokers recover."""
-THREADS = 16
-"""Broker groups that the driver prepares and judges at once."""
-WAVE_BYTES, WAVE_GROUPS = 512 << 30, 256
-"""Bytes of all copies and groups that are read in one Spark action: minutes of a small cluster, so retention waits for
-minutes, and the driver holds the answers of one wave.
-"""
-
-
-@dataclass(slots=True)
-class _Audit:
-    """The audit of one broker group, step by step."""
-
-    group: Group
-    result: Result
-    held: ExitStack = field(default_factory=ExitStack)
-    history: History = field(default_factory=lambda: History(known_from([]), 0))
-    job: Job | None = None
-    answer: GroupAnswer = field(default_factory=lambda: GroupAnswer(()))
-    entry: Entry | None = None
-    unstored: str | None = None
-    """The reason why its tables are not whole. Its findings are reported all the same."""
-
-    def store(self, step: Callable[[], None]) -> None:
-        """Write a table. The first error is kept for the end of the audit."""
-        try:
-            step()
-        except Exception as error:
-            self.unstored = self.unstored or f"tables of --parquet cannot be written: {_cause(error)}"
-
-    @property
-    def due_bytes(self) -> int:
-        """Return the bytes to read, of all copies."""
-        pieces = self.job.pieces if self.job is not None else ()
-        return len(self.group.places) * sum(end - begin for begin, end in pieces)
-
-    def let_go(self) -> None:
-        """End the hold on the copies, and forget all but the result: a run may have a thousand groups."""
-        self.held.close()
-        self.job, self.answer = None, GroupAnswer(())
-        self.history = History(known_from([]), 0)
-
-    def differing(self, piece_bytes: int) -> list[tuple[int, int]]:
-        """Return the pieces in which the copies differ."""
-        return [piece for piece in self.result.pieces(piece_bytes) if piece[0] in self.answer.differing]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of an audit. With a `ledger`, only new bytes and one part in `share` of the verified ones are read, and a
-    line is added to it.
-    """
-
-    journal: Path | None = None
-    piece_bytes: int = PIECE_BYTES
-    parquet: Path | None = None
-    ledger: Ledger | None = None
-    share: int = SHARE
-    at_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
-    """Begin of the run, which names its rows of `parquet`."""
-    trail: Callable[[], Sequence[Change]] | None = None
-    """Returns the commands that moved or removed consumer groups, after the logs were read; None: unknown."""
-
-    @property
-    def tables(self) -> Tables | None:
-        # Without colons, which folders' names escape, and Spark takes for times.
-        return None if self.parquet is None else Tables(self.parquet, run_name(self.at_ms).replace(":", ""))
 
 
 def audit_group(spark: SparkSession | Start | None, group: Group, **options: Any) -> Result:
@@ -145,22 +74,18 @@ def audit_groups(spark: SparkSession | Start | None, groups: Sequence[Group], op
             audits[number] = audit
         if not well:
             break
-    if options.ledger is not None:
-        for audit in audits:
-            try:
-                options.ledger.append(ledger_entry(audit.result, audit.entry))
-            except OSError as error:  # the findings are reported all the same
-                audit.result.unreadable = audit.result.unreadable or f"the ledger cannot be written: {error}"
     for audit in audits:
+        if audit.result.unreadable is not None:
+            _record(audit, options)
         audit.result.unreadable = audit.result.unreadable or audit.unstored
     return [audit.result for audit in audits]
 
 
-def _audit_all(executors: Executors, groups: Sequence[Group], options: Options, known: Sequence[Group]) -> list[_Audit]:
+def _audit_all(executors: Executors, groups: Sequence[Group], options: Options, known: Sequence[Group]) -> list[Audit]:
     """Audit groups once. `known`: groups with logs to search for messages of delay groups."""
-    audits = [_Audit(group, _new(group)) for group in groups]
+    audits = [Audit(group, _new(group)) for group in groups]
     try:
-        for wave in _waves(audits, options):
+        for wave in waves(audits, lambda audit: _prepare(audit, options, len(known))):
             _audit_wave(executors, wave, options, known)
     finally:
         for audit in audits:
@@ -168,36 +93,31 @@ def _audit_all(executors: Executors, groups: Sequence[Group], options: Options, 
     return audits
 
 
-def _waves(audits: Sequence[_Audit], options: Options) -> Iterator[list[_Audit]]:
-    """Prepare the audits, and yield them in waves: a group's retention waits only while its own wave is audited."""
-    wave: list[_Audit] = []
-    size = 0
-    for begin in range(0, len(audits), THREADS):
-        some = audits[begin : begin + THREADS]
-        _each(some, lambda audit: _prepare(audit, options))
-        wave += some
-        size += sum(audit.due_bytes for audit in some)
-        if size >= WAVE_BYTES or len(wave) >= WAVE_GROUPS:
-            yield wave
-            wave, size = [], 0
-    if wave:
-        yield wave
-
-
-def _audit_wave(executors: Executors, wave: Sequence[_Audit], options: Options, known: Sequence[Group]) -> None:
+def _audit_wave(executors: Executors, wave: Sequence[Audit], options: Options, known: Sequence[Group]) -> None:
     executor = executors.of(sum(audit.due_bytes for audit in wave), stores=options.parquet is not None)
     _read_and_judge(executor, wave, options)
-    _each(wave, lambda audit: _judge(audit, options))
+    each(wave, lambda audit: _judge(audit, options))
     _compare(executor, wave, options)
-    _each(wave, lambda audit: _conclude(audit, options))
+    each(wave, lambda audit: _conclude(audit, options))
     for audit in wave:  # each with Spark's own tasks, so one after the other
-        _each([audit], lambda audit: _account_for_delays(executors, audit, known, options))
-        _each([audit], lambda audit: _check_journal(executors, audit, options))
-    _each(wave, lambda audit: _finish(audit, options))
+        each([audit], lambda audit: _account_for_delays(executors, audit, known, options))
+        each([audit], lambda audit: _check_journal(executors, audit, options))
+    each(wave, lambda audit: _finish(audit, options))
     for audit in wave:
         if options.tables is not None and audit.result.unreadable is None:
             audit.store(partial(store_findings, executors.session(), audit.result, options.tables))
+        if audit.result.unreadable is None:  # others are audited again
+            _record(audit, options)
         audit.let_go()
+
+
+def _record(audit: Audit, options: Options) -> None:
+    """Add the run's line to the ledger. If that fails, the findings are reported all the same."""
+    if options.ledger is not None:
+        try:
+            options.ledger.append(ledger_entry(audit.result, audit.entry))
+        except OSError as error:
+            audit.unstored = audit.unstored or f"the ledger cannot be written: {error}"
 
 
 def _new(group: Group) -> Result:
@@ -206,29 +126,8 @@ def _new(group: Group) -> Result:
     return Result(group.name, places, until_ms=until_ms, min_copies=group.min_copies)
 
 
-def _each(audits: Sequence[_Audit], step: Callable[[_Audit], None]) -> None:
-    """Take one step of each running audit, some at a time: most of it is waiting for brokers and disks."""
-    running = [audit for audit in audits if audit.result.unreadable is None]
-    if len(running) < 2:
-        for audit in running:
-            _take(audit, step)
-        return
-    with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(lambda audit: _take(audit, step), running))
-
-
-def _take(audit: _Audit, step: Callable[[_Audit], None]) -> None:
-    """Take one step of an audit. An error ends only its own audit."""
-    try:
-        step(audit)
-    except CannotRead as error:
-        audit.result.unreadable = str(error)
-    except Exception as error:
-        # Spark wraps errors of workers in many classes; all mean that the group was not read.
-        audit.result.unreadable = _cause(error)
-
-
-def _prepare(audit: _Audit, options: Options) -> None:
+def _prepare(audit: Audit, options: Options, groups: int) -> None:
+    """Freeze the range to read, and plan the job. `groups`: number of the run's broker groups."""
     group, result = audit.group, audit.result
     check_places(group.name, group.places)
     hold_copies(group, audit.held)
@@ -238,6 +137,7 @@ def _prepare(audit: _Audit, options: Options) -> None:
     begins = {begin for begin, _ in reads} - {until for _, until in reads}
     anchor = history.anchor
     bases = {name: [base for base in log.segments if base <= result.watermark] for name, log in result.logs.items()}
+    audit.share = share_of(groups, takes_ends=options.ledger is not None or options.journal is not None)
     audit.job = Job(
         group.places,
         Reading(
@@ -253,15 +153,16 @@ def _prepare(audit: _Audit, options: Options) -> None:
         kept=history.known.kept if anchor is not None and result.begin == anchor.verified else None,
         bases=bases,
         segments=segments_to_check(result, bases),
+        share=audit.share,
     )
 
 
-def _read_and_judge(executor: Executor, audits: Sequence[_Audit], options: Options) -> None:
+def _read_and_judge(executor: Executor, audits: Sequence[Audit], options: Options) -> None:
     """Read and judge all groups of a wave at once, and collect each group's answer."""
     asked = [audit for audit in audits if audit.job is not None and audit.result.unreadable is None]
     jobs = [audit.job for audit in asked if audit.job is not None]
     for audit in asked:
-        audit.answer = GroupAnswer(tuple(audit.group.places))
+        audit.answer = GroupAnswer(tuple(audit.group.places), audit.share)
     if not any(job.pieces for job in jobs):
         return
 
@@ -277,10 +178,10 @@ def _read_and_judge(executor: Executor, audits: Sequence[_Audit], options: Optio
             asked[job].answer.take(copy, kind, json.loads(payload))
     except Exception as error:
         for audit in asked:
-            audit.result.unreadable = _cause(error)
+            audit.result.unreadable = cause(error)
 
 
-def _judge(audit: _Audit, options: Options) -> None:
+def _judge(audit: Audit, options: Options) -> None:
     result, answer = audit.result, audit.answer
     if answer.unread:
         raise CannotRead(answer.unread[0])
@@ -303,7 +204,7 @@ def _judge(audit: _Audit, options: Options) -> None:
         check_kept(audit.group, result)  # else a copy being seeded is compared in vain
 
 
-def _compare(executor: Executor, audits: Sequence[_Audit], options: Options) -> None:
+def _compare(executor: Executor, audits: Sequence[Audit], options: Options) -> None:
     """Compare the differing pieces of all groups frame by frame, one task per pair, and take the findings."""
     asked = [audit for audit in audits if audit.answer.differing and audit.result.unreadable is None]
     of = [(audit, name) for audit in asked for name in list(audit.group.places)[1:]]
@@ -321,7 +222,7 @@ def _compare(executor: Executor, audits: Sequence[_Audit], options: Options) -> 
             result.count(kind, times)
 
 
-def _pair(audit: _Audit, name: str, options: Options) -> Pair:
+def _pair(audit: Audit, name: str, options: Options) -> Pair:
     """Return master and the slave `name` as a pair for `differences`."""
     sides, result = {MASTER: MASTER, SLAVE: name}, audit.result
     damaged = [
@@ -344,7 +245,7 @@ def _pair(audit: _Audit, name: str, options: Options) -> Pair:
     )
 
 
-def _conclude(audit: _Audit, options: Options) -> None:
+def _conclude(audit: Audit, options: Options) -> None:
     """Check that every difference has a finding, and that all due bytes were read."""
     result, differing = audit.result, audit.differing(options.piece_bytes)
     if differing:
@@ -353,7 +254,7 @@ def _conclude(audit: _Audit, options: Options) -> None:
     check_all_was_read(result)
 
 
-def _account_for_delays(executors: Executors, audit: _Audit, groups: Sequence[Group], options: Options) -> None:
+def _account_for_delays(executors: Executors, audit: Audit, groups: Sequence[Group], options: Options) -> None:
     """Account for the messages of a delay group; look for sent messages in the logs of all groups of this run.
 
     A directory does not record when it was copied, so its last frame sets the time by which messages were due.
@@ -379,12 +280,12 @@ def _account_for_delays(executors: Executors, audit: _Audit, groups: Sequence[Gr
         audit.result.count(kind, times)
 
 
-def _check_journal(executors: Executors, audit: _Audit, options: Options) -> None:
+def _check_journal(executors: Executors, audit: Audit, options: Options) -> None:
     group, result = audit.group, audit.result
     if options.journal is None:
         return
     subjects = {name: audit.answer.subjects[name] for name in group.places}
-    ends = {name: {subject: row["end"] for subject, row in rows.items()} for name, rows in subjects.items()}
+    ends = {name: {subject: range.end for subject, range in rows.items()} for name, rows in subjects.items()}
     if (anchor := audit.history.anchor) is not None:
         ends = {name: dict(anchor.ends) | rows for name, rows in ends.items()}
     due = None if anchor is None or options.ledger is None else due_since(options.ledger, group, result)
@@ -392,7 +293,7 @@ def _check_journal(executors: Executors, audit: _Audit, options: Options) -> Non
     check_journal(executors.in_use(), group, due, ends, result, options.journal)
 
 
-def _finish(audit: _Audit, options: Options) -> None:
+def _finish(audit: Audit, options: Options) -> None:
     group, result = audit.group, audit.result
     add_reported_damage(group, result)
     if result.found:
@@ -402,11 +303,3 @@ def _finish(audit: _Audit, options: Options) -> None:
     note_unlisted(result)
     if options.ledger is not None:
         audit.entry = verified(audit.answer, result, audit.history, options.piece_bytes)
-
-
-def _cause(error: Exception) -> str:
-    """Return the line with the worker's error out of Spark's many."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if line.startswith(("audit.", "qmq.", "OSError", "PermissionError"))]
-    java = [text for line in lines if line.startswith(("Caused by: ", ": ")) for text in [line.partition(": ")[2]]]
-    return (named or java or lines[:1] or [type(error).__name__])[-1]

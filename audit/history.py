@@ -179,7 +179,7 @@ def verified(answer: GroupAnswer, result: Result, history: History, piece_bytes:
     if until < result.begin:
         return Entry("", 0, result.group, "", start=result.start, begin=result.begin, pieces=again)
     ends = dict(anchor.ends) if anchor is not None and anchor.verified == result.begin else {}
-    for subject, end in answer.ends("due_end").items():
+    for subject, end in answer.ends(due=True).items():
         ends[subject] = max(end, ends.get(subject, 0))
     read = digests_of(answer, result)
     pieces = [

@@ -20,7 +20,7 @@ from qmq.audit.copies import CannotRead, open_copy
 from qmq.audit.data_source import TableReader, read_copy
 from qmq.audit.derived import read_snapshot
 from qmq.audit.findings import FINDINGS, FindingKind, Row, finding_row
-from qmq.audit.results import Group, Result, merge_copies
+from qmq.audit.results import Group, Result, Sequences, merge_copies
 from qmq.ledger import PROVEN, Ledger
 
 HASH_DIGITS = 16
@@ -53,12 +53,15 @@ class Due:
         return sequence >= first if first is not None else self.are_all
 
 
-def due_of_logs(group: Group, result: Result, subjects: Mapping[str, Mapping[str, Row]]) -> Due:
+def due_of_logs(group: Group, result: Result, subjects: Mapping[str, Mapping[str, Sequences]]) -> Due:
     """Return what is due on each copy: messages that its retention cannot have deleted."""
     known = {name: first_sequences(place, result.logs[name].start) for name, place in group.places.items()}
     if None not in known.values():
         return Due({name: found or {} for name, found in known.items()}, are_all=True)
-    firsts = {name: {subject: row["first"] for subject, row in rows.items()} for name, rows in subjects.items()}
+    firsts = {
+        name: {subject: range.first for subject, range in rows.items() if range.first is not None}
+        for name, rows in subjects.items()
+    }
     return Due(firsts, are_all=False)
 
 

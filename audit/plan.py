@@ -27,12 +27,23 @@ from qmq.audit.dead_letters import check_dead_letters
 from qmq.audit.delays import BatchJudge, DelayJudge, spread_batches, spread_delayed
 from qmq.audit.derived import DerivedFilesJudge, check_segment
 from qmq.audit.facts import ALL, PieceFacts, Reading
-from qmq.audit.findings import FINDING, FINDINGS_MAX, HOUR, MORE, UNREAD, Judge, JudgeRow, finding
+from qmq.audit.findings import (
+    ACCOUNT,
+    FINDING,
+    FINDINGS_MAX,
+    FULL_SHARE,
+    HOUR,
+    MORE,
+    UNREAD,
+    Judge,
+    JudgeRow,
+    Share,
+    finding,
+)
+from qmq.audit.findings import SUBJECT as SUBJECT_ENDS
 from qmq.audit.rules import DuplicateJudge, JudgePerCopy, LogJudge, PassOn, SubjectJudge, spread_stored
 from qmq.log.frame import Frame
 
-HOURS_MAX = 20_000
-"""Listed counts per subject and hour: with 100,000 subjects, a week has 17 million per copy."""
 BUCKET_BYTES = 2 << 30
 """Log bytes per task that compares ids: messages of 1 KiB take 40 MB of memory, the smallest ones 300."""
 ROWS_MAX = 10_000
@@ -69,6 +80,8 @@ class Job:
     """Offsets of each copy's segments, up to the watermark."""
     segments: Sequence[int] = ()
     """Segments with index and snapshot to check."""
+    share: Share = FULL_SHARE
+    """Rows for the driver."""
 
     @property
     def buckets(self) -> int:
@@ -76,7 +89,7 @@ class Job:
 
 
 class Context(NamedTuple):
-    """The group's part in the judgement of any key, beside the facts: names of the copies, and `Job`."""
+    """The group's part in the judgement of any key, beside the facts: names of the copies, `Job` and `Share`."""
 
     names: tuple[str, ...]
     until_ms: int
@@ -84,6 +97,9 @@ class Context(NamedTuple):
     watermark: int
     is_continued: bool
     """Whether earlier runs verified the ends of all subjects."""
+    hours: int
+    accounts: int
+    takes_ends: bool
 
 
 class GroupPart(NamedTuple):
@@ -144,7 +160,8 @@ def _steps(jobs: Sequence[Job]) -> Iterator[tuple[Step, int]]:
     """Yield steps of tasks with the number of bytes that each reads of a copy."""
     for number, job in enumerate(jobs):
         reading = job.reading
-        context = Context(tuple(job.places), reading.until_ms, reading.begin, job.watermark, job.ends is not None)
+        is_continued = job.ends is not None
+        context = Context(tuple(job.places), reading.until_ms, reading.begin, job.watermark, is_continued, *job.share)
         part = GroupPart(number, context, job.places, reading, job.buckets)
         yield Setup(number, [(GROUP, LogSetup(job.begins, job.before, job.kept))]), 0
         ends = iter((job.ends or {}).items())
@@ -273,6 +290,7 @@ class _KeyJudge:
         self.at = at
         self._listing = listing
         self._setup: Any = None
+        self._share = FULL_SHARE
         self._judge: JudgePerCopy | None = None
         self._has_failed = False
 
@@ -285,6 +303,7 @@ class _KeyJudge:
     def _judged(self, copy: str, piece: int, context: Any, facts: Any) -> Iterable[tuple[str, JudgeRow]]:
         if self._judge is None:
             about = Context(*context)
+            self._share = Share(about.hours, about.accounts, about.takes_ends)
             self._judge = JudgePerCopy(about.names, partial(_judge_of, about, self.at[1], self._setup))
         return self._judge.take(copy, piece, facts)
 
@@ -297,10 +316,11 @@ class _KeyJudge:
             return
         number, key = self.at
         try:
-            self._listing.add(number, step())
+            self._listing.add(number, step(), self._share)
         except Exception as error:
             self._has_failed = True
-            self._listing.add(number, [(ALL, JudgeRow(UNREAD, {"text": _reason(error, f"judged ({key})")}))])
+            unread = JudgeRow(UNREAD, {"text": _reason(error, f"judged ({key})")})
+            self._listing.add(number, [(ALL, unread)], self._share)
 
 
 class _Listing:
@@ -311,12 +331,13 @@ class _Listing:
         self._listed: Counter[tuple[int, str]] = Counter()
         self._more: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
 
-    def add(self, job: int, rows: Iterable[tuple[str, JudgeRow]]) -> None:
+    def add(self, job: int, rows: Iterable[tuple[str, JudgeRow]], share: Share) -> None:
+        limits = {HOUR: share.hours, ACCOUNT: share.accounts}
         for copy, (kind, row) in rows:
-            is_listed = kind != CONSERVED
-            if kind == HOUR:
+            is_listed = kind != CONSERVED and (kind != SUBJECT_ENDS or share.takes_ends)
+            if kind in limits:
                 self._listed[job, kind] += 1
-                is_listed = self._listed[job, kind] <= HOURS_MAX + 1
+                is_listed = self._listed[job, kind] <= limits[kind] + 1  # the last one shows that there are more
             elif kind == FINDING:
                 self._listed[job, row["what"]] += 1
                 if self._listed[job, row["what"]] > 20 * FINDINGS_MAX:

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from qmq.audit.copies import Description
 from qmq.audit.facts import ALL
@@ -18,6 +19,7 @@ from qmq.audit.findings import (
     FINDING,
     FINDINGS,
     FINDINGS_MAX,
+    FULL_SHARE,
     HOUR,
     KEPT,
     MASTER,
@@ -29,6 +31,7 @@ from qmq.audit.findings import (
     UNREAD,
     FindingKind,
     Row,
+    Share,
     finding_row,
 )
 from qmq.audit.frame_order import FOREVER_MS
@@ -146,19 +149,51 @@ class Group:
     """Whether it is a group of delay servers; a broker between two masterships does not report that itself."""
 
 
+class Sequences(NamedTuple):
+    """Sequences of a subject: the first one, and the end; `due_end`: below the high watermark."""
+
+    first: int | None
+    end: int
+    due_end: int
+
+
+class FirstRows:
+    """The first rows by subject and other columns, up to a limit; more are dropped, and `is_cut` is set."""
+
+    def __init__(self, limit: int, *columns: str) -> None:
+        self._limit = limit
+        self._order = itemgetter("subject", *columns)
+        self._rows: list[Row] = []
+        self.is_cut = False
+
+    def add(self, row: Row) -> None:
+        self._rows.append(row)
+        if len(self._rows) > 2 * self._limit + 100:
+            self.rows()
+
+    def rows(self) -> list[Row]:
+        self._rows.sort(key=self._order)
+        self.is_cut |= len(self._rows) > self._limit
+        del self._rows[self._limit :]
+        return self._rows
+
+
 class GroupAnswer:
-    """Judges' rows of one broker group, as (copy, kind, row) of `audit.findings`. `names`: its copies, the master
-    first.
+    """Judges' rows of one broker group, as (copy, kind, row) of `audit.findings`.
+
+    Args:
+        names: its copies, the master first.
+        share: rows that are kept.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], share: Share = FULL_SHARE) -> None:
         self.names = tuple(names)
         self.unread: list[str] = []
         self.pieces: dict[int, dict[str, Row]] = {}
         """Begin of a piece -> counts by copy."""
-        self.subjects: dict[str, dict[str, Row]] = {name: {} for name in names}
-        self.hours: list[Row] = []
-        self.accounts: list[Row] = []
+        self.subjects: dict[str, dict[str, Sequences]] = {name: {} for name in names}
+        self.hours = FirstRows(share.hours, "hour", "copy")
+        self.accounts = FirstRows(share.accounts, "consumer_group")
         self.moved: dict[int, Row] = {}
         """Offset -> group that was moved or removed there."""
         self.epochs: dict[str, int] = {}
@@ -180,12 +215,14 @@ class GroupAnswer:
             if row["apart"]:
                 self.differing.add(row["begin"])
         elif kind == SUBJECT:
+            found = Sequences(row["first"], row["end"], row["due_end"])
             for name in copies:
-                self.subjects[name][row["subject"]] = row
+                self.subjects[name][row["subject"]] = found
         elif kind == HOUR:
-            self.hours += [row | {"copy": name} for name in copies]
+            for name in copies:
+                self.hours.add(row | {"copy": name})
         elif kind == ACCOUNT and MASTER in copies:
-            self.accounts.append(row)
+            self.accounts.add(row)
         elif kind == MOVED:
             self.moved[row["offset"]] = row
         elif kind == EPOCHS:
@@ -210,13 +247,13 @@ class GroupAnswer:
                     found[name]["due_bytes"] += row["bytes"]
         return found
 
-    def ends(self, key: str = "end") -> dict[str, int]:
-        """Return the end of each subject on the longer copy; `due_end`: below the watermark."""
+    def ends(self, *, due: bool = False) -> dict[str, int]:
+        """Return the end of each subject on the longer copy; `due`: below the watermark."""
         found: dict[str, int] = {}
         for subjects in self.subjects.values():
-            for subject, row in subjects.items():
-                if row[key]:
-                    found[subject] = max(found.get(subject, 0), row[key])
+            for subject, known in subjects.items():
+                if end := known.due_end if due else known.end:
+                    found[subject] = max(found.get(subject, 0), end)
         return found
 
     def findings(self) -> tuple[list[Row], Counter[str]]:

@@ -21,12 +21,8 @@ from qmq.audit.history import (
     History,
 )
 from qmq.audit.places import Change
-from qmq.audit.plan import HOURS_MAX
 from qmq.audit.results import GroupAnswer, Result, digests_of, kept_from
 from qmq.subjects import real_subject
-
-ACCOUNTS_MAX = 5_000
-"""Listed equations of consumer groups."""
 
 DIFFERENCES = frozenset(
     {
@@ -48,10 +44,10 @@ def count_read(answer: GroupAnswer, result: Result) -> None:
         raise CannotRead("not one frame was read: nothing is proven")
     epochs = sorted(answer.epochs.items(), key=lambda pair: pair[1])
     result.epochs = [f"{epoch} from {offset}" for epoch, offset in epochs]
-    hours = sorted(answer.hours, key=lambda row: (row["subject"], row["hour"], row["copy"]))
-    result.hours = [row | {"hour": _hour(row["hour"])} for row in hours[:HOURS_MAX]]
-    if len(hours) > HOURS_MAX:
-        result.notes.append(f"only the first {HOURS_MAX} counts per subject and hour are listed; --parquet keeps all")
+    result.hours = [row | {"hour": _hour(row["hour"])} for row in answer.hours.rows()]
+    if answer.hours.is_cut:
+        shown = f"only the first {len(result.hours)} counts per subject and hour are listed"
+        result.notes.append(f"{shown}; --parquet keeps all")
 
 
 def _hour(hours: int) -> str:
@@ -62,10 +58,10 @@ def take_accounts(answer: GroupAnswer, result: Result) -> None:
     """Take the equation of each consumer group, over all hours, from the master's copy."""
     if answer.is_master_damaged():
         return
-    result.conserved = sorted(answer.accounts, key=lambda row: (row["subject"], row["consumer_group"]))
-    if len(result.conserved) > ACCOUNTS_MAX:
-        del result.conserved[ACCOUNTS_MAX:]
-        result.notes.append(f"only the first {ACCOUNTS_MAX} consumer groups are accounted for here; --parquet has all")
+    result.conserved = answer.accounts.rows()
+    if answer.accounts.is_cut:
+        shown = f"only the first {len(result.conserved)} consumer groups are accounted for here"
+        result.notes.append(f"{shown}; --parquet keeps all")
 
 
 def take_differences(found: Sequence[Row], result: Result) -> None:

@@ -27,8 +27,9 @@ from pyspark.sql import SparkSession
 
 from qmq.audit.copies import place_options
 from qmq.audit.data_source import start_spark
-from qmq.audit.group import Options, audit_groups
+from qmq.audit.group import audit_groups
 from qmq.audit.results import Group, Result
+from qmq.audit.wave import Options
 from qmq.codec import encode_message, join_batch
 from qmq.log.fold import State, apply, encode_snapshot
 from qmq.log.frame import FrameKind, encode_header, subject_field

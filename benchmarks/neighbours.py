@@ -168,9 +168,10 @@ class Noise:
     async def audit(self) -> None:
         """The nightly job, which reads both copies of everything, repeatedly, at the priority of its unit."""
         from qmq.audit.data_source import start_spark
-        from qmq.audit.group import Options, audit_groups  # only this neighbour needs Spark
+        from qmq.audit.group import audit_groups  # only this neighbour needs Spark
         from qmq.audit.places import find_places
         from qmq.audit.results import Group
+        from qmq.audit.wave import Options
 
         os.nice(10)
         await self._backlog(300_000)

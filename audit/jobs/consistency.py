@@ -23,13 +23,14 @@ from pyspark.sql import SparkSession
 from qmq.access import add_token_options, find_token
 from qmq.audit.copies import CannotRead, place_options
 from qmq.audit.data_source import is_submitted, start_spark
-from qmq.audit.group import Options, audit_groups
+from qmq.audit.group import audit_groups
 from qmq.audit.history import SHARE
 from qmq.audit.page import page, page_json
 from qmq.audit.places import GroupStatus, find_changes, find_group_status, find_places
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
 from qmq.audit.results import Group, Result
 from qmq.audit.selection import PIECE_BYTES
+from qmq.audit.wave import Options
 from qmq.errors import QmqError
 from qmq.ledger import Entry, Ledger, LedgerDamaged, write_gauges
 

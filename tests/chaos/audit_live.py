@@ -27,9 +27,10 @@ from pyspark.sql import SparkSession
 
 import qmq
 from qmq.audit.copies import CannotRead
-from qmq.audit.group import Options, audit_groups
+from qmq.audit.group import audit_groups
 from qmq.audit.places import GroupStatus, find_group_status, find_places
 from qmq.audit.results import Group, Result
+from qmq.audit.wave import Options
 from qmq.deploy.chaos import faults
 from qmq.deploy.chaos.faults import Target
 from qmq.deploy.cluster import Cluster

@@ -15,10 +15,11 @@ from pyspark.sql import SparkSession
 from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.data_source import TableReader, read_copy
 from qmq.audit.executors import OnSpark
-from qmq.audit.group import Options, audit_group, audit_groups
+from qmq.audit.group import audit_group, audit_groups
 from qmq.audit.jobs import query
 from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, Result
+from qmq.audit.wave import Options
 from qmq.log.frame import Frame, FrameKind
 from qmq.types import Epoch
 from tests.support.small_disk import fill, small_disk
@@ -62,7 +63,7 @@ def named(result: Result) -> set[tuple[str, str, int | None]]:
 
 def test_equal_copies_are_proven_equal(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parquet has all counts per hour, the result the first ones."""
-    monkeypatch.setattr("qmq.audit.verdict.HOURS_MAX", 5)
+    monkeypatch.setattr("qmq.audit.findings.HOURS_MAX", 5)
     log = write(tmp_path / "master")
     write(tmp_path / "slave", segment_bytes=23_000)
     result = audit(spark, tmp_path, parquet=tmp_path / "out")

@@ -12,8 +12,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import PathCopy, place_options
-from qmq.audit.group import Options, audit_groups
+from qmq.audit.group import audit_groups
 from qmq.audit.results import Group, Result
+from qmq.audit.wave import Options
 from qmq.ledger import Ledger
 from tests.integration.real_logs import SUBJECT, Lived, Places, copied
 from tests.support.spark import actions, local_spark

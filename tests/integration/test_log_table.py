@@ -14,10 +14,11 @@ from pyspark.sql.streaming import StreamingQuery
 
 from qmq.audit.delay_groups import Source, account_for
 from qmq.audit.delays import DELAY_STATES
-from qmq.audit.group import Options, audit_groups
+from qmq.audit.group import audit_groups
 from qmq.audit.jobs.find import find
 from qmq.audit.jobs.trail import find_trail
 from qmq.audit.results import Group
+from qmq.audit.wave import Options
 from qmq.codec import FLAG_DELAYED, encode_message, join_batch, with_properties
 from qmq.delayserver.messages import with_due
 from qmq.log.delay_frames import SCHEDULE_FOLDER, Outcome, encode_dispatch, encode_places, encode_settled

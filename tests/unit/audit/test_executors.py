@@ -6,20 +6,22 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from qmq.audit import freeze, group
+from qmq.audit import freeze, group, wave
 from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.executors import HERE_BYTES_MAX, Executors, InProcess, OnSpark
-from qmq.audit.group import Options, audit_groups
+from qmq.audit.group import audit_groups
 from qmq.audit.jobs import consistency
 from qmq.audit.results import Group
-from qmq.ledger import Ledger
+from qmq.audit.wave import Options
+from qmq.ledger import Entry, Ledger
 from tests.unit.audit.test_audited_range import A, both
 from tests.unit.audit.without_spark import audit
 
-SESSION: Any = object()
+SESSION: Any = MagicMock()
 
 
 def no_start() -> Any:
@@ -68,12 +70,38 @@ def test_retention_waits_for_one_wave_only(monkeypatch: pytest.MonkeyPatch, tmp_
             self.is_held = False
             close(self)
 
-    monkeypatch.setattr(group, "THREADS", 2)
-    monkeypatch.setattr(group, "WAVE_GROUPS", 2)
+    monkeypatch.setattr(wave, "THREADS", 2)
+    monkeypatch.setattr(wave, "WAVE_GROUPS", 2)
     monkeypatch.setattr(freeze, "open_copy", lambda place: Held(Path(place["path"])))
     results = audit_groups(None, [Group(f"g{number}", places) for number in range(6)], Options())
     assert [result.status for result in results] == [0] * 6
     assert held == [0, 4]
+
+
+def test_ledger_lines_are_written_wave_by_wave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The driver holds the ends of all subjects for one wave only."""
+    both(tmp_path)
+    places = {copy: place_options(str(tmp_path / copy), "") for copy in ("master", "slave")}
+    steps: list[str] = []
+    look_back, append = group.look_back, Ledger.append
+
+    def prepared(*about: Any) -> Any:
+        steps.append("prepared")
+        return look_back(*about)
+
+    def written(ledger: Ledger, entry: Entry) -> None:
+        steps.append(entry.group)
+        append(ledger, entry)
+
+    monkeypatch.setattr(wave, "THREADS", 2)
+    monkeypatch.setattr(wave, "WAVE_SUBJECTS", 1)
+    monkeypatch.setattr(group, "look_back", prepared)
+    monkeypatch.setattr(Ledger, "append", written)
+    ledger, groups = Ledger(tmp_path / "ledger"), [Group(f"g{number}", places) for number in range(4)]
+    for _ in range(2):  # the second run's waves are bounded by the subjects that the first one found
+        assert [result.status for result in audit_groups(None, groups, Options(ledger=ledger))] == [0] * 4
+    assert steps[:8] == ["prepared"] * 4 + ["g0", "g1", "g2", "g3"]
+    assert steps[8:] == ["prepared", "prepared", "g0", "g1", "prepared", "prepared", "g2", "g3"]
 
 
 def lines_of(sequences: range) -> str:

@@ -13,9 +13,10 @@ from qmq.audit.delay_groups import Account
 from qmq.audit.executors import Executors
 from qmq.audit.findings import FINDINGS
 from qmq.audit.freeze import check_kept, freeze
-from qmq.audit.group import Options, _account_for_delays, _Audit, audit_group
+from qmq.audit.group import _account_for_delays, audit_group
 from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, Result
+from qmq.audit.wave import Audit, Options
 from tests.unit.audit.forged import write_world
 
 NO_SPARK: Any = None
@@ -89,6 +90,6 @@ def test_delay_group_between_masterships_is_accounted_for(
     monkeypatch.setattr("qmq.audit.group.is_delay_group", lambda place: place["broker"] == says)
     monkeypatch.setattr("qmq.audit.group.account_for", lambda *about, **options: unsent)
     group = Group("d1", {"master": {"broker": "a"}, "slave": {"broker": "b"}}, is_delay=known)
-    audit = _Audit(group, Result("d1", {}))
+    audit = Audit(group, Result("d1", {}))
     _account_for_delays(Executors(lambda: NO_SPARK), audit, [group], Options())
     assert audit.result.found == ({"unsent": 1} if is_accounted else {})

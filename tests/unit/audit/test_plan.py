@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from qmq.audit import plan
 from qmq.audit.copies import PathCopy
 from qmq.audit.facts import LogRange, PieceFacts, Reading
-from qmq.audit.findings import PIECE, SUBJECT, UNREAD
+from qmq.audit.findings import ACCOUNT, HOUR, PIECE, SUBJECT, UNREAD, Share, share_of
+from qmq.audit.results import FirstRows
 from qmq.audit.rules import LogJudge
 from tests.unit.audit.forged import write_world
 
@@ -101,6 +103,28 @@ def test_small_segments_share_a_task(tmp_path: Path) -> None:
     job = replace(job, bases=dict.fromkeys(job.places, range(0, 38_000, 1_000)), pieces=[(0, 38_000)])
     assert part_of(plan.tasks_of([job], 64 << 20), plan.Segment) == [37]
     assert part_of(plan.tasks_of([job], 1), plan.Piece).count(1) == 1
+
+
+def test_groups_of_a_large_run_share_the_listed_rows() -> None:
+    assert [share_of(groups, takes_ends=True).hours for groups in (1, 10, 100, 1_000)] == [20_000, 20_000, 2_000, 200]
+
+
+@pytest.mark.parametrize("takes_ends", [True, False])
+def test_driver_takes_no_more_than_its_share(tmp_path: Path, takes_ends: bool) -> None:
+    """A row above the share shows that there are more. Ends of subjects serve ledger and journal alone."""
+    job = replace(job_of(tmp_path / "data"), share=Share(hours=2, accounts=0, takes_ends=takes_ends))
+    rows = [row for judged in plan.judge_facts(facts([job])) for row in judged]
+    listed, all_rows = Counter(kind for _, _, kind, _, is_listed in rows if is_listed), Counter(row[2] for row in rows)
+    assert (listed[HOUR], listed[ACCOUNT]) == (3, 1) and min(all_rows[HOUR], all_rows[SUBJECT]) > 3
+    assert listed[SUBJECT] == (all_rows[SUBJECT] if takes_ends else 0)
+
+
+def test_first_rows_are_kept_in_their_order() -> None:
+    found = FirstRows(2, "hour")
+    for hour in range(1_000, 0, -1):
+        found.add({"subject": "s", "hour": hour})
+        assert len(found._rows) <= 104
+    assert ([row["hour"] for row in found.rows()], found.is_cut) == ([1, 2], True)
 
 
 def test_verified_ends_reach_their_judges(tmp_path: Path) -> None:
