@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from qmq.client.batch import Outcome, Receipt, Receipts
     from qmq.client.consumer import Consumer
     from qmq.client.delay import DelayOutcome
+    from qmq.client.health import Health, HealthState
     from qmq.client.journal import Journal
     from qmq.client.listener import Listener
     from qmq.client.membership import MasterChanged
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Consumer": "client.consumer",
     "DelayOutcome": "client.delay",
+    "Health": "client.health",
+    "HealthState": "client.health",
     "Journal": "client.journal",
     "Listener": "client.listener",
     "MasterChanged": "client.membership",
@@ -76,6 +79,8 @@ __all__ = [
     "Consumer",
     "DeadLetter",
     "DelayOutcome",
+    "Health",
+    "HealthState",
     "InvalidMessage",
     "InvalidName",
     "InvalidRequest",

@@ -19,6 +19,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from qmq.client.consumer import Consumer
+from qmq.client.health import Health, HealthState, worst
 from qmq.logs import bounded
 
 log = bounded(__name__)
@@ -54,12 +55,17 @@ class Clients:
         """
         self.check_running()
         for consumer in self._running:
-            if consumer.cut_off:
-                raise HTTPException(503, f"consumer {consumer.id} is not connected: {consumer.cut_off}")
+            if consumer.health.state is HealthState.NOT_CONNECTED:
+                raise HTTPException(503, f"consumer {consumer.id} is {consumer.health}")
         for client in self._clients:
             for left in getattr(client, "left_behind", ()):
                 if left.is_degraded:
                     raise HTTPException(503, str(left))
+
+    @property
+    def health(self) -> Health:
+        """Health of all clients, the worst state with its reasons."""
+        return worst(client.health for client in self._clients if hasattr(client, "health"))
 
     def check_running(self) -> None:
         """Raise HTTP 503 if a consumer does not run; a dependency for an orchestrator, which restarts the application.

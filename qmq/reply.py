@@ -19,6 +19,7 @@ from typing import Protocol
 
 from qmq.client.batch import Outcome, Receipt
 from qmq.client.consumer import Consumer
+from qmq.client.health import Health, not_connected, worst
 from qmq.client.lifetime import no_pickle
 from qmq.client.producer import Producer
 from qmq.client.puller import Puller
@@ -96,6 +97,13 @@ class Requester:
     def waiting(self) -> int:
         """Number of requests without an answer."""
         return len(self._waiting)
+
+    @property
+    def health(self) -> Health:
+        """State of the answers' connections, and of the requester's own producer."""
+        if self._reader is None:
+            return not_connected("the requester is not open")
+        return worst([self._puller.health, *([self._own.health] if self._own is not None else [])])
 
     async def request(self, message: Message, *, timeout: float) -> ReceivedMessage:
         """Send a message and return the answer; `timeout`, in seconds, includes sending.

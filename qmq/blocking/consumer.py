@@ -16,6 +16,7 @@ from qmq.blocking import background as process
 from qmq.blocking.background import Background, arguments_of, waits_for
 from qmq.client.consumer import Consumer as AsyncConsumer
 from qmq.client.handler import BlockingBatchHandler, BlockingHandler, check_callable
+from qmq.client.health import Health
 from qmq.client.lifetime import no_pickle, sigterm_calls
 from qmq.client.listener import Listener
 from qmq.client.membership import MasterChanged
@@ -169,6 +170,11 @@ class Consumer:
     def cut_off(self) -> str:
         """Reason why a listener or puller is connected to no broker group: see `qmq.Consumer.cut_off`."""
         return self._own.cut_off
+
+    @property
+    def health(self) -> Health:
+        """State of all listeners and pullers, with the reason: see `qmq.Consumer.health`."""
+        return self._own.health
 
     def on_master_changed(self, callback: C) -> C:
         """Call `callback` with each `MasterChanged`, on the background thread, where it must not wait.

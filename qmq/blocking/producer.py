@@ -18,6 +18,7 @@ from qmq.blocking.background import Background, arguments_of, waits_for
 from qmq.client.batch import OnReceipt, Receipt, Receipts
 from qmq.client.delay import Delay, DelayArguments
 from qmq.client.handler import check_callable
+from qmq.client.health import CONNECTED, Health, not_connected
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
@@ -145,6 +146,16 @@ class Producer:
         """Unsent outbox rows of this process: see `qmq.Producer.left_behind`. Empty before the first use."""
         session = self._open_here()
         return session.producer.left_behind if session is not None else []
+
+    @property
+    def health(self) -> Health:
+        """State of this process's connections and outbox: see `qmq.Producer.health`. Before the first use it is
+        connected: nothing was needed yet.
+        """
+        if self._is_closed:
+            return not_connected("the producer is closed")
+        session = self._open_here()
+        return session.producer.health if session is not None else CONNECTED
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait for the outcomes of all earlier messages of `send_nowait` and of transactions.

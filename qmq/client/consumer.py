@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from qmq.access import Token, token_source
 from qmq.client.handler import Filter, FilteredHandler, Handler, call_back, check_plain
+from qmq.client.health import Health, not_connected, worst
 from qmq.client.lifetime import check_loop, check_not_patched, no_pickle, on_sigterm
 from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
@@ -250,6 +251,13 @@ class Consumer:
         """
         reasons = ((member, member.cut_off) for member in dict.fromkeys(list(self._members.values())))
         return "; ".join(f"{member.subject}: {reason}" for member, reason in reasons if reason)
+
+    @property
+    def health(self) -> Health:
+        """State of all listeners and pullers, with the reason; from any thread."""
+        if not self._users:
+            return not_connected("the consumer does not run")
+        return worst(member.health for member in dict.fromkeys(list(self._members.values())))
 
     async def run(self) -> None:
         """Call handlers until `stop`, SIGTERM or cancellation; then finish running handlers, send acks, return the

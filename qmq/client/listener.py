@@ -27,6 +27,7 @@ from typing import cast
 
 from qmq.client.blocked_loop import MONITOR, Call
 from qmq.client.handler import FilteredHandler, Given, HandlerCall, HungThreads, WorkerThread, finished, within
+from qmq.client.health import Health, degraded, worst
 from qmq.client.membership import Membership, announce
 from qmq.client.prefetch import LOOK_S, MEASURED_EVERY, Pacer, Prefetch
 from qmq.client.received import ReceivedMessage
@@ -97,6 +98,12 @@ class Listener(Membership):
         waits.
         """
         return self._hung.count
+
+    @property
+    def health(self) -> Health:
+        """State of the connections and of the handler's threads, from any thread."""
+        hung = f"{self.subject}: {self.hung_threads} threads of the handler hang" if self.hung_threads else ""
+        return worst((super().health, degraded(hung)))
 
     @property
     def _at_once(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from qmq.access import Token
 from qmq.client.backlog import Backlog
+from qmq.client.health import Health, degraded, not_connected
 from qmq.client.lifetime import logged_task, no_pickle
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
@@ -250,6 +251,17 @@ class Membership:
     def cut_off(self) -> str:
         """Reason why no broker group is connected: since the start, or for ten seconds; "" otherwise."""
         return self._subscription.cut_off if self._subscription is not None else ""
+
+    @property
+    def health(self) -> Health:
+        """State of the connections to broker groups, from any thread."""
+        if self._is_ended:
+            return not_connected(f"{self.subject}: it leaves its group")
+        if not self._is_wanted:
+            return degraded(f"{self.subject}: stopped by the application")
+        if reason := self.cut_off if self._subscription is not None else "it has not joined its group yet":
+            return not_connected(f"{self.subject}: {reason}")
+        return degraded(f"{self.subject}: {reason}" if (reason := self.trouble) else "")
 
     def stop(self) -> None:
         """Take no more messages. Running handlers finish; the rest goes back to the group."""

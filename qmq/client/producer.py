@@ -23,6 +23,7 @@ from qmq.client.batch import MessageIds, OnReceipt, Outcome, Receipt, Receipts, 
 from qmq.client.bulk import CHUNK_MESSAGES, BulkSend
 from qmq.client.delay import Delay, DelayGroups, DelayOutcome, delay_of, due_of_call, schedule_request, target_of
 from qmq.client.handler import after_commit, call_back, check_callable
+from qmq.client.health import Health, degraded, not_connected, worst
 from qmq.client.journal import Journal, JournalWriter
 from qmq.client.lifetime import check_loop, check_not_patched, closed, no_pickle, opened
 from qmq.client.numbered_sender import NumberedSender
@@ -171,6 +172,14 @@ class Producer:
         if all rows are sent.
         """
         return self._relays.left_behind if self._relays is not None and not self._is_parents else []
+
+    @property
+    def health(self) -> Health:
+        """State of the connections and of the outbox, with the reason; from any thread."""
+        senders = self._open_senders
+        if senders is None or self._is_closing:
+            return not_connected(str(self._not_open()))
+        return worst((senders.health, *(degraded(str(left)) for left in self.left_behind if left.is_degraded)))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

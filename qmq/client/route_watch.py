@@ -75,6 +75,9 @@ or two.
 """
 
 
+NO_ROUTE_YET = "the metaserver has sent no route yet"
+
+
 class RouteWatch:
     """Route watch of one producer or consumer. `run` is its task; it calls its owner on the event loop.
 

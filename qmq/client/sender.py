@@ -23,10 +23,11 @@ from qmq.client.batch import (
     stored,
     unknown,
 )
+from qmq.client.health import CONNECTED, Health, of_groups, worst
 from qmq.client.journal import JournalWriter
 from qmq.client.lifetime import logged_task, report_lost
 from qmq.client.link import Link
-from qmq.client.route_watch import RouteWatch
+from qmq.client.route_watch import NO_ROUTE_YET, RouteWatch
 from qmq.client.routes import FAILURES_MAX, Breaker, BreakerState, RefusalClock, Routing, SubjectRoute
 from qmq.errors import (
     AccessError,
@@ -176,6 +177,18 @@ class Sender:
         """Number of messages without an outcome."""
         waiting = sum(len(queue.waiting) + sum(map(len, queue.ready)) for queue in self._order.waiting)
         return waiting + sum(len(batch) for group in self._groups.values() for batch in group.batches.unresolved())
+
+    @property
+    def health(self) -> Health:
+        """Health of the connections to the groups of all subjects in use; from any thread."""
+        if not self._queues:
+            return CONNECTED
+        links = [group.link for group in list(self._groups.values())]
+        missing = {link.broker_group: link.failure or "connecting" for link in links if not link.is_open}
+        routes = str(self._watch.refused or self._watch.silence)
+        if not links and not routes:
+            routes = next(iter([*self._watch.refusals.values()]), "") or NO_ROUTE_YET
+        return of_groups(missing, connected=len(links) - len(missing), routes=routes)
 
     def now_ms(self) -> int:
         return int(self._loop.time() * 1000)
@@ -639,6 +652,10 @@ class Senders:
     def open_messages(self) -> int:
         """Number of messages without an outcome."""
         return sum(sender.open_messages for sender in self._all)
+
+    @property
+    def health(self) -> Health:
+        return worst(sender.health for sender in self._all)
 
     async def _guard_end(self) -> None:
         """Refuse all messages when the event loop ends without closing the producer."""

@@ -19,7 +19,7 @@ from qmq.client.batch import OnReceipt, Outcome, unstored
 from qmq.client.group_session import GroupSession, Parcel
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
-from qmq.client.route_watch import TROUBLE_S, RouteWatch
+from qmq.client.route_watch import NO_ROUTE_YET, TROUBLE_S, RouteWatch
 from qmq.client.sender import Sender
 from qmq.client.terms import Terms
 from qmq.codec import delayed_copy
@@ -31,7 +31,6 @@ from qmq.remoting.commands import Verdict
 log = bounded(__name__)
 
 UNSUBSCRIBE_TIMEOUT_S = 2.0
-NO_ROUTE_YET = "the metaserver has sent no route yet"
 
 
 class Subscription:
