@@ -44,7 +44,8 @@ EXIT_S = 5.0
 
 
 class Producer:
-    """Producer for any number of threads, such as the workers of a web server. A context manager.
+    """Producer for any number of threads, such as the workers of a web server. A context manager, which may be entered
+    again after its end.
 
     It connects on first use. A forked process connects on its first use as a producer of its own; messages in flight in
     the parent stay the parent's. The end of the process waits for all outcomes, at most `timeout_s` and five seconds,
@@ -67,6 +68,7 @@ class Producer:
         self._is_closed = False
 
     def __enter__(self) -> Self:
+        self._is_closed = False
         self._session()
         return self
 
@@ -168,7 +170,12 @@ class Producer:
 
     def close(self) -> None:
         """Wait for all outcomes (at most `timeout_s`), and disconnect."""
-        session, self._is_closed = self._open_here(), True
+        self._is_closed = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Do the same, but connect again on the next use."""
+        session, self._open = self._open_here(), None
         if session is not None:
             session.close()
 

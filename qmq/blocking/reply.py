@@ -52,7 +52,12 @@ class Requester:
 
     def close(self) -> None:
         """Stop waiting for answers; waiting requests raise ClientClosed."""
-        opened, self._open, self._is_closed = self._open_here(), None, True
+        self._is_closed = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Do the same, but connect again on the next use."""
+        opened, self._open = self._open_here(), None
         if opened is not None:
             background, requester = opened
             background.clients.discard(self)

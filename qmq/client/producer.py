@@ -42,7 +42,7 @@ from qmq.types import GroupKind
 
 
 class Producer:
-    """Producer for one event loop; an async context manager.
+    """Producer for one event loop; an async context manager, which may be entered again after its end.
 
     A message without an id gets one, and keeps it when the application sends it again.
 
@@ -125,9 +125,15 @@ class Producer:
     # Opening and closing.
 
     async def __aenter__(self) -> Producer:
-        if self._open_senders is not None or self._is_closing:
-            raise ClientClosed("a producer is opened once: make another one")
+        if self._open_senders is not None:
+            raise ClientClosed("the producer is open already: make another one for a second event loop or task")
+        if self._is_parents:
+            raise self._not_open()
         check_not_patched()
+        self._is_closing = False
+        self._backlog = Backlog(self._backlog.messages_max, self._backlog.bytes_max)
+        self._outbox = self._relays = self._journal = None
+        self._callbacks = set()
         self._loop = asyncio.get_running_loop()
         # The id is made here: workers forked from a process that made the producer would share an earlier id, and
         # brokers would take the first batch of each worker for a repeat.
@@ -273,7 +279,7 @@ class Producer:
         if self._is_parents:
             return ClientClosed("the producer was opened before this process was forked: open another one here")
         if self._is_closing:
-            return ClientClosed("the producer was closed: open a new one")
+            return ClientClosed("the producer was closed: use it within `async with producer:`")
         return ClientClosed("the producer is not open: use it within `async with producer:`")
 
     # Sending.

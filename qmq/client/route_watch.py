@@ -43,6 +43,9 @@ V = TypeVar("V")
 
 HTTP_TIMEOUT_S = 3.0
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 3.0
+redirect: Callable[[str], str] | None = None
+"""Replaces the metaserver's address of each new watch; `qmq.testing` sets it while an application is under test."""
+
 ANSWER_TIMEOUT_S = 5.0
 """Time for an answer to a request for routes, after which the metaserver counts as gone. It doubles with each failure,
 up to a minute: all clients may have reconnected to one metaserver at the same time.
@@ -101,7 +104,8 @@ class RouteWatch:
         on_rejected: Callable[[AccessError], None] | None = None,
         kind: GroupKind = GroupKind.NORMAL,
     ) -> None:
-        self._metaserver = metaserver_urls(metaserver)
+        urls = metaserver_urls(metaserver)
+        self._metaserver = urls if redirect is None else redirect(urls)
         self._token = token
         self._app = app
         self._client_id = client_id

@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from qmq.blocking import Producer, Requester
+from qmq.blocking import background as process
 from qmq.broker.settings import BrokerSettings
+from qmq.client import route_watch
 from qmq.errors import ClientClosed, InvalidRequest, QmqError
 from qmq.message import Message
 from qmq.plain import plain, plain_text
 from qmq.subjects import dead_letter_subject
-from qmq.testing.conditions import Condition, consumed, delayed, subscribed
+from qmq.testing.conditions import Condition, consumed, delayed, stored, subscribed
 from qmq.testing.machine import Machine
 
 T = TypeVar("T")
 
 CLOSE_S = 5.0
 ADVANCE_S = 300.0
-"""Steps of the clock, in which leases are renewed; a year passes in about a minute."""
+"""For `advance`: each message, retry and recurring schedule that comes due takes a step of the clock."""
+_urls: set[str] = set()
+"""Addresses of all brokers of this process: their clients are never redirected."""
 WAIT_S = 20.0
 """Default timeout of the `wait_until` functions: far longer than needed, for machines that pause."""
+
+
+def _blocking_clients() -> set[process.Client]:
+    background = process.current()
+    return set() if background is None else set(background.clients)
 
 
 class _Broker:
@@ -72,6 +83,7 @@ class _Broker:
         except BaseException:
             self._end_loop(self._loop)
             raise
+        _urls.add(self.metaserver)
 
     async def _start(self) -> Machine:
         machine = Machine(self._group, self._settings)
@@ -118,6 +130,26 @@ class _Broker:
     def metaserver(self) -> str:
         """HTTP address for `Producer(metaserver=…)` and `Consumer(metaserver=…)`. Any token is accepted."""
         return self._running.metaserver.url
+
+    @contextmanager
+    def redirected(self) -> Iterator[None]:
+        """Connect all clients that open meanwhile to this broker: those at the top of the application's modules, too.
+
+        Clients with the address of an in-memory broker keep it. On leaving, blocking clients that were opened meanwhile
+        disconnect; on their next use they connect again.
+        """
+        address, outer, older = self.metaserver, route_watch.redirect, _blocking_clients()
+        route_watch.redirect = lambda url: url if url in _urls else address
+        try:
+            yield
+        finally:
+            if self._machine is not None:
+                self.writable()  # the last messages need no timeout
+            opened = _blocking_clients() - older
+            for client in sorted(opened, key=lambda client: isinstance(client, Producer)):  # handlers end first
+                with suppress(QmqError):  # of a consumer, which its own thread reports
+                    client.disconnect() if isinstance(client, Producer | Requester) else client.close()
+            route_watch.redirect = outer
 
     # Stored messages.
 
@@ -213,6 +245,17 @@ class Broker(_Broker):
         """
         await self._wait(consumed(subject, group, skip_delays), timeout)
 
+    async def wait_until_stored(self, subject: str, messages: int = 1, timeout: float = WAIT_S) -> list[Message]:
+        """Wait until the broker has at least `messages` of the subject, and return all of them, as `messages` does.
+
+        A delayed message counts when it is due.
+
+        Raises:
+            TimeoutError: with the number of messages.
+        """
+        await self._wait(stored(subject, messages), timeout)
+        return self.messages(subject)
+
     async def wait_until_delayed(self, subject: str, group: str, messages: int = 1, timeout: float = WAIT_S) -> None:
         """Wait until at least `messages` wait for their retry; `advance` then makes them due.
 
@@ -248,6 +291,11 @@ class BlockingBroker(_Broker):
     ) -> None:
         """Wait until a group has settled all messages; see `Broker.wait_until_consumed`."""
         self._wait(consumed(subject, group, skip_delays), timeout)
+
+    def wait_until_stored(self, subject: str, messages: int = 1, timeout: float = WAIT_S) -> list[Message]:
+        """Wait until messages are stored, and return them; see `Broker.wait_until_stored`."""
+        self._wait(stored(subject, messages), timeout)
+        return self.messages(subject)
 
     def wait_until_delayed(self, subject: str, group: str, messages: int = 1, timeout: float = WAIT_S) -> None:
         """Wait for delayed retries; see `Broker.wait_until_delayed`."""

@@ -29,6 +29,8 @@ class GroupProgress(NamedTuple):
     """Messages delivered and neither acked nor nacked."""
     next_due_ms: int = 0
     """Due time of the first delayed message, on the broker's clock; 0 without any."""
+    stored: int = 0
+    """Messages of the subject, settled ones included."""
 
     @property
     def is_consumed(self) -> bool:
@@ -36,6 +38,8 @@ class GroupProgress(NamedTuple):
 
     def text(self, now_ms: int) -> str:
         """Return this progress as text, for a timeout."""
+        if not self.group:
+            return f"subject {self.subject!r} has {self.stored} messages"
         name = f"group {self.group!r} of subject {self.subject!r}"
         if not self.is_known:
             return f"{name}: no consumer has subscribed"
@@ -54,7 +58,8 @@ def progress_of(state: State, subject: str, group: str, *, consumers: int, now_m
     Args:
         consumers: number of connected ones.
     """
-    found = GroupProgress(subject, group, (subject, group) in state.groups, consumers)
+    stored = state.next_sequence.get(subject, 0)
+    found = GroupProgress(subject, group, (subject, group) in state.groups, consumers, stored=stored)
     names = [subject] if parse_derived(subject) else [subject, retry_subject(subject, group)]
     for name in names:
         if (known := state.groups.get((name, group))) is None:
@@ -74,7 +79,7 @@ def progress_of(state: State, subject: str, group: str, *, consumers: int, now_m
 
 @dataclass(eq=False)
 class Condition:
-    """Condition that a test waits for; resolves the future `met`."""
+    """Condition that a test waits for; resolves the future `met`. One without a group is about the subject alone."""
 
     subject: str
     group: str
@@ -99,3 +104,7 @@ def delayed(subject: str, group: str, messages: int) -> Condition:
 def subscribed(subject: str, group: str, consumers: int) -> Condition:
     text = f"{consumers} consumers subscribed"
     return Condition(subject, group, text, lambda found: found.is_known and found.consumers >= consumers)
+
+
+def stored(subject: str, messages: int) -> Condition:
+    return Condition(subject, "", f"{messages} stored", lambda found: found.stored >= messages)

@@ -71,10 +71,7 @@ class Machine:
             copy: Acceptor(copy, group=group, settings=settings, commands=COMMANDS, refusals=self.refusals)
             for copy in self._copies.copies
         }
-        self._step_ms = settings.lease_ms // LOOKS_IN_LEASE
-        """The clock advances in steps, with a renewal of all leases at each: consumers could not send heartbeats that
-        fast.
-        """
+        self._lease_ms = settings.lease_ms
         self._looks_soon = False
         self._ticking = asyncio.ensure_future(self._tick())
 
@@ -154,13 +151,28 @@ class Machine:
         self.skip(ms)
 
     def skip(self, ms: int) -> None:
+        """Advance the clock, with a renewal of connected consumers' leases at each step: their heartbeats are slower.
+
+        In steps of a part of a lease at first, as the core counts no longer silence between two ticks. Once the leases
+        of vanished consumers have ended, from one retry to the next.
+        """
+        step_ms, leases_end_ms = self._lease_ms // LOOKS_IN_LEASE, self._clock.skipped_ms + self._lease_ms
         while ms > 0:
-            step = min(ms, self._step_ms)
+            step = step_ms
+            if self._clock.skipped_ms > leases_end_ms:
+                step = max(step_ms, self._next_retry_ms(ms))
+            step = min(ms, step)
             self._clock.skipped_ms += step
             for acceptor in self._acceptors.values():
                 acceptor.renew_leases()
             self._copies.tick()
             ms -= step
+
+    def _next_retry_ms(self, within_ms: int) -> int:
+        """Return the ms until the next retry is due, at most `within_ms`."""
+        now_ms = self._clock.now_ms()
+        dues = [group.requeued.next_due_ms(now_ms) for group in self._copies.log.state.groups.values()]
+        return min((due_ms - now_ms for due_ms in dues if due_ms is not None), default=within_ms)
 
     def mark(self, *, readonly: str | None) -> None:
         self._readonly = frozenset() if readonly is None else self._readonly | {readonly}

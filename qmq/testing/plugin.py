@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def qmq_broker() -> Iterator[Broker]:
-    """In-memory broker for a test of coroutines; see docs/testing.md."""
+    """In-memory broker for a test of coroutines, to which all clients of the process connect; see docs/testing.md."""
     from qmq.testing.broker import Broker
 
-    with Broker() as broker:
+    with Broker() as broker, broker.redirected():
         yield broker
 
 
 @pytest.fixture
 def qmq_blocking_broker() -> Iterator[BlockingBroker]:
-    """In-memory broker for a test of plain functions; see docs/testing.md."""
+    """In-memory broker for a test of plain functions, to which all clients connect; see docs/testing.md."""
     from qmq.testing.broker import BlockingBroker
 
-    with BlockingBroker() as broker:
+    with BlockingBroker() as broker, broker.redirected():
         yield broker

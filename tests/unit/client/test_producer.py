@@ -436,12 +436,22 @@ async def test_close_waits_for_outcomes():
         async with producer_of(metaserver) as producer:
             for message in numbered(3000):
                 producer.send_nowait(message, receipts.append)
+            with pytest.raises(qmq.ClientClosed, match="open already"):
+                await producer.__aenter__()
         assert len(receipts) == 3000 and len(broker.subjects["a"]) == 3000
         for call in (producer.send(Message("a")), producer.send_many([])):
             with pytest.raises(qmq.ClientClosed):
                 await _awaited(call)
-        with pytest.raises(qmq.ClientClosed):
-            await producer.__aenter__()
+
+
+async def test_closed_producer_opens_again_as_another_one():
+    async with cluster("g1") as (metaserver, [broker]):
+        producer, ids = producer_of(metaserver), []
+        for n in range(2):
+            async with producer:
+                ids.append(producer.id)
+                assert (await producer.send(Message("a", {"n": n}))).is_stored
+        assert ids[0] != ids[1] and len(broker.subjects["a"]) == 2
 
 
 async def _awaited(call: Awaitable[object]) -> object:

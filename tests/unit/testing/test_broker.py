@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
 import qmq
+import qmq.blocking
 from qmq.client.batch import Outcome
 from qmq.errors import InvalidMessage, NotServed, OutcomeUnknown, Overloaded
 from qmq.testing import BlockingBroker, Broker
+from qmq.testing.copies import Copies
 from tests.support.waiting import until_async
 
 APP = {"app": "test"}
@@ -49,7 +52,55 @@ async def listening(broker, handler, *, subject="s", group="g", consumer_id=None
         await task
 
 
+# Clients at the top of an application's modules, as in each of these tests again.
+
+PRODUCER = qmq.Producer(metaserver="http://metaserver.invalid:8080", app="shop")
+CONSUMER = qmq.Consumer(metaserver="http://metaserver.invalid:8080", app="shop")
+BLOCKING = qmq.blocking.Producer(metaserver="http://metaserver.invalid:8080", app="shop")
+HANDLED = []
+
+
+@CONSUMER.listen("s", group="g", start="earliest")
+async def on_message(message):
+    HANDLED.append(message["n"])
+
+
+@pytest.mark.parametrize("n", ["1", "2"])
+async def test_clients_of_modules_reach_the_broker(broker, n):
+    HANDLED.clear()
+    task = asyncio.create_task(CONSUMER.run())
+    async with PRODUCER:
+        await PRODUCER.send(message(n))
+        await broker.wait_until_consumed("s", "g")
+    CONSUMER.stop()
+    await task
+    assert HANDLED == [n]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_blocking_clients_of_modules_reach_the_broker(qmq_blocking_broker, n):
+    BLOCKING.send_nowait(message(n))
+    assert numbers(qmq_blocking_broker.wait_until_stored("s")) == [n]
+
+
+def test_redirected_clients_return_to_their_address(monkeypatch):
+    monkeypatch.setattr(BLOCKING, "_make", partial(BLOCKING._make, timeout_s=0.3))
+    with BlockingBroker() as broker, broker.redirected():
+        assert BLOCKING.send(message(1)).is_stored
+    assert "metaserver.invalid" in BLOCKING.send(message(2)).reason
+    BLOCKING.disconnect()
+
+
 # Stored messages.
+
+
+async def test_wait_until_stored_counts_all_messages(broker):
+    async with producing(broker) as producer:
+        with pytest.raises(TimeoutError, match="not 1 stored within 0.05 s; subject 's' has 0 messages"):
+            await broker.wait_until_stored("s", timeout=0.05)
+        waiting = asyncio.create_task(broker.wait_until_stored("s", 3))
+        await producer.send_many(message(n) for n in (1, 2, 3))
+        assert numbers(await waiting) == [1, 2, 3]
 
 
 async def test_messages_are_stored_with_all_that_they_carry(broker):
@@ -301,6 +352,24 @@ async def test_timeout_reports_the_progress(broker):
             with pytest.raises(TimeoutError, match="not 2 consumers subscribed"):
                 await broker.wait_until_subscribed("s", "g", 2, 0.05)
             release.set()
+
+
+async def test_a_month_takes_a_few_ticks(broker, monkeypatch):
+    ticks, tick = [], Copies.tick
+    monkeypatch.setattr(Copies, "tick", lambda self: [ticks.append(self.group), tick(self)])
+
+    async def handle(message):
+        raise qmq.RetryLater(3600)
+
+    async with producing(broker) as producer, listening(broker, handle):
+        await producer.send(message(1))
+        await broker.wait_until_delayed("s", "g")
+        ticks.clear()
+        broker.advance(3500)
+        assert ticks.count("test") < 10
+        broker.advance(30 * 86_400)
+        assert ticks.count("test") < 20  # it ticks by itself, too; in steps of 7.5 s there were 345,000
+        await broker.wait_until_delayed("s", "g")
 
 
 async def test_time_does_not_go_back(broker):

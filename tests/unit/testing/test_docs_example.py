@@ -13,14 +13,14 @@ FILE = re.compile(r"^```python (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def test_printed_example_passes(tmp_path):
     files = dict(FILE.findall(PAGE.read_text()))
-    assert list(files) == ["billing.py", "test_billing.py", "test_blocking_billing.py"]
+    assert list(files) == ["billing.py", "test_billing.py", "test_blocking_billing.py", "shop.py", "test_shop.py"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     without = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest"]  # slow to load
     ran = subprocess.run([sys.executable, "-m", "pytest", "-q", *without], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.search(r"^7 passed", ran.stdout, re.MULTILINE), ran.stdout
+    assert re.search(r"^9 passed", ran.stdout, re.MULTILINE), ran.stdout
 
 
 def test_the_page_names_every_function_of_the_broker():
