@@ -48,6 +48,7 @@ CLIENTS = {
     "qmq.idempotence",
     "qmq.blocking",
     "qmq.redrive",
+    "qmq.django",
     "qmq.fastapi",
     "qmq.otel",
     "qmq.reply",

@@ -1,1 +1,1 @@
-"""Shell. Django app that creates the outbox's table: add "qmq.outbox.django_app" to INSTALLED_APPS, then migrate."""
+"""Shell. Name of the Django app until 0.3, which settings of applications still have; the app is `qmq.django`."""

@@ -1,12 +1,3 @@
-"""Shell. Name and label of the app."""
+"""Shell. The app under its name until 0.3: Django installs `qmq.django` for either entry of INSTALLED_APPS."""
 
-from __future__ import annotations
-
-from django.apps import AppConfig
-
-
-class OutboxConfig(AppConfig):  # type: ignore[misc]
-    name = "qmq.outbox.django_app"
-    label = "qmq_outbox"
-    verbose_name = "QMQ outbox"
-    default_auto_field = "django.db.models.BigAutoField"
+from qmq.django.apps import QmqConfig as QmqConfig

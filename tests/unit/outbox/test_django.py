@@ -8,8 +8,8 @@ from django.db import OperationalError, connections, transaction
 from django.utils.connection import ConnectionProxy
 
 from qmq import Outcome
+from qmq.django.models import Row
 from qmq.errors import InvalidRequest
-from qmq.outbox.django_app.models import Row
 from tests.unit.outbox.test_transactions import Failed, paid, sent
 from tests.unit.outbox.worlds import TABLE, DjangoWorld
 

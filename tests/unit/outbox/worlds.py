@@ -26,7 +26,7 @@ BACKENDS = {"mariadb": "mysql", "sqlite": "sqlite3"}
 """Django's names, where they differ."""
 
 django.conf.settings.configure(
-    DATABASES={"default": {}}, USE_TZ=True, LOGGING_CONFIG=None, INSTALLED_APPS=["qmq.outbox.django_app"]
+    DATABASES={"default": {}}, USE_TZ=True, LOGGING_CONFIG=None, INSTALLED_APPS=["qmq.django"]
 )
 pymysql.version_info = (2, 2, 1, "final", 0)  # called by Django on its driver
 pymysql.install_as_MySQLdb()
