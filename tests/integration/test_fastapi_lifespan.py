@@ -44,8 +44,10 @@ def application(broker, handle, *, consumer_id=None):
     async def on_order(message):
         await handle(producer, message)
 
+    provided = Depends(clients.producer)
+
     @app.post("/orders/{number}")
-    async def order(number: int) -> str:
+    async def order(number: int, producer: qmq.Producer = provided) -> str:
         return (await producer.send(qmq.Message("order", {"n": number}))).outcome
 
     @app.get("/health", dependencies=[Depends(clients.check)])

@@ -50,6 +50,7 @@ CLIENTS = {
     "qmq.redrive",
     "qmq.django",
     "qmq.fastapi",
+    "qmq.litestar",
     "qmq.otel",
     "qmq.reply",
 }
