@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live clones delay-ledger history proto oldest lock clean
+.PHONY: help venv run stop demo test quick site lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live clones delay-ledger history proto oldest lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -39,6 +39,9 @@ test: $(STAMP) ## all tests, JOBS (default 4) files at a time; ARGS="-k name" fo
 
 quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cases than `make test`: a minute and a half
 	@QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(QUICK) $(ARGS)
+
+site: $(STAMP) ## the documentation as pages, in .run/site
+	@deploy/site/build.sh $(VENV)
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(PY) -m ruff check .
