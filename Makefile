@@ -41,7 +41,7 @@ quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cas
 	@QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(QUICK) $(ARGS)
 
 site: $(STAMP) ## the documentation as pages, in .run/site
-	@deploy/site/build.sh $(VENV)
+	@docs/site/build.sh $(VENV)
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(PY) -m ruff check .

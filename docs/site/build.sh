@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the documentation as pages: deploy/site/build.sh VENV
+# Build the documentation as pages: docs/site/build.sh VENV
 # The script that draws diagrams comes from npm's registry, once; without npm the pages show diagrams as text.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -18,6 +18,6 @@ if [ ! -f "$script" ] && command -v npm >/dev/null; then
     rm -r "$folder"
 fi
 [ -f "$script" ] || echo "diagrams are shown as text: $script is missing, and npm cannot fetch it" >&2
-cd deploy/site # beside the repository's folder `watchdog`, mkdocs would import that one
+cd docs/site # beside the repository's folder `watchdog`, mkdocs would import that one
 # Not --quiet: warnings that are not logged do not fail the build.
 NO_MKDOCS_2_WARNING=1 "$venv/bin/python" -m mkdocs build --strict --config-file mkdocs.yml 2>&1 | { grep -vE '^INFO' || true; }

@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in files:
         if file.src_uri.startswith("decisions/"):
             file.inclusion = InclusionLevel.NOT_IN_NAV
-        if file.src_uri.startswith("examples/"):
+        if file.src_uri.startswith(("examples/", "site/")):
             file.inclusion = InclusionLevel.EXCLUDED
     return files
 

@@ -1,0 +1,102 @@
+"""Shell. Program of a reader: pastes the Python snippets of a page, one after the other, into `python -m asyncio`.
+
+    python -m tests.support.snippets PAGE
+
+Snippets with a file's name are not pasted; a program that calls `asyncio.run` runs as `python FILE`. A consumer
+that runs is stopped as by Ctrl-C once it is connected, and if it starts at the earliest message, once it has decided
+one. Warnings and errors in the log fail the page.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import gc
+import inspect
+import logging
+import re
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+from unittest.mock import patch
+
+import qmq
+from qmq.client.health import HealthState
+from qmq.client.received import UnackedPiece
+
+SNIPPET = re.compile(r"^( *)```python *\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+TICK_S = 0.05
+
+
+def snippets(page):
+    """Return (line, text) of the unnamed Python snippets of a page."""
+    text = page.read_text()
+    return [(text.count("\n", 0, found.start(2)) + 1, dedent(found[2])) for found in SNIPPET.finditer(text)]
+
+
+def is_program(text):
+    return "asyncio.run(" in text or "__name__" in text
+
+
+@contextmanager
+def consumers_stop(text):
+    """Stop each consumer as by Ctrl-C, when it has done what its page shows."""
+    ended, decided = threading.Event(), threading.Event()
+
+    def decide(of):
+        return lambda piece, at: decided.set() or of(piece, at)
+
+    def stop():
+        while not ended.wait(TICK_S):
+            for consumer in [found for found in gc.get_objects() if isinstance(found, qmq.Consumer)]:
+                is_connected = consumer.listeners and consumer.health.state is HealthState.CONNECTED
+                if is_connected and (decided.is_set() or "earliest" not in text):
+                    consumer.stop()
+
+    watcher = threading.Thread(target=stop)
+    with (
+        patch.object(UnackedPiece, "mark", decide(UnackedPiece.mark)),
+        patch.object(UnackedPiece, "refuse", decide(UnackedPiece.refuse)),
+    ):
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
+async def paste(names, text, place):
+    result = eval(compile(text, place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    if inspect.isawaitable(result):
+        await result
+
+
+def run(text, place):
+    """Run a program as its own `__main__`."""
+    exec(compile(text, place, "exec"), {"__name__": "__main__"})
+
+
+def main(page):
+    names = vars(sys.modules["__main__"])  # SQLAlchemy looks up annotations in the module
+    records: list[logging.LogRecord] = []
+    listening = logging.Handler(logging.WARNING)
+    listening.emit = records.append
+    logging.getLogger("qmq").addHandler(listening)
+    with asyncio.Runner() as runner:
+        for line, text in snippets(page):
+            place = f"{page.name}:{line}"
+            print(place, flush=True)
+            with consumers_stop(text):
+                if is_program(text):
+                    run(text, place)
+                else:
+                    runner.run(paste(names, text, place))
+            if records:
+                sys.exit(f"{place}: {records[0].getMessage()}: {records[0].exc_info}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
