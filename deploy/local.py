@@ -117,7 +117,7 @@ def _welcome(cluster: Cluster) -> str:
         + "".join(f"{name:12}{url}\n" for name, url in cluster.others.items())
         + f"addresses   {cluster.run_dir / 'cluster.json'}\n\n"
         f"for commands and programs in another terminal:\n"
-        f"  export QMQ_METASERVER={cluster.metaserver}\n  export QMQ_TOKEN={cluster.token}\n\n"
+        f"  export QMQ_METASERVER={cluster.metaserver}\n  export QMQ_TOKEN={cluster.token}\n  export QMQ_APP=shop\n\n"
         f"Ctrl-C or `qmq dev stop` ends it; what dies is started again"
     )
 

@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 import qmq
+import qmq.blocking
 from qmq.client import route_watch
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import Routing
