@@ -70,6 +70,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         "broker": Program("qmq.broker", "server", "run a broker", _CONFIG),
         "delayserver": Program("qmq.delayserver", "server", "run a delay server", _CONFIG),
         "watchdog": Program("qmq.watchdog", "server", "run a watchdog", _CONFIG),
+        "gateway": Program("qmq.gateway", "gateway", "run an HTTP gateway for applications without a client", _CONFIG),
     },
     "proof": {
         "audit": Program(

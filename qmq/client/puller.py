@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -168,15 +168,15 @@ class Puller(Membership):
         for message in messages:
             message.dead_letter_nowait(reason)
 
-    async def flush(self) -> None:
-        """Wait until brokers have stored all decisions.
+    async def flush(self, messages: Collection[ReceivedMessage] | None = None) -> None:
+        """Wait until brokers have stored all decisions, or those on `messages` that this consumer has not lost.
 
         Raises:
             QmqError: the subscription ended; whether they are stored is not known.
         """
         check_loop("the puller", self._loop)
         if (subscription := self._subscription) is not None:
-            await subscription.flush()
+            await subscription.flush(messages)
             if subscription.error is not None:
                 raise subscription.error
         elif self._task is not None and self._task.done():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from qmq.client.backlog import QueuedMessage
 from qmq.client.batch import OnReceipt, Outcome, unstored
@@ -352,10 +352,16 @@ class Subscription:
         """Number of messages that were taken and are not decided."""
         return sum(session.unacked.open for session in self._sessions.values()) - self.waiting_messages
 
-    async def flush(self) -> None:
-        """Wait until brokers have stored all decisions."""
+    async def flush(self, messages: Collection[ReceivedMessage] | None = None) -> None:
+        """Wait until brokers have stored all decisions, or those on `messages` that are not dropped."""
+
+        def are_stored() -> bool:
+            if messages is not None:
+                return all(message.is_settled or message.is_dropped for message in messages)
+            return all(session.unacked.is_settled for session in self._sessions.values())
+
         try:
-            while self.error is None and not all(session.unacked.is_settled for session in self._sessions.values()):
+            while self.error is None and not are_stored():
                 for session in self._sessions.values():
                     session.flush()
                 await self.progress()

@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "qmq.delayserver": {"qmq", "qmq.server"},
     "qmq.metaserver": {"qmq"},
     "qmq.watchdog": {"qmq"},
+    "qmq.gateway": {"qmq"},
     "qmq.tools": {"qmq"},
     "qmq.audit": {"qmq"},
     "qmq.deploy": {"qmq"},

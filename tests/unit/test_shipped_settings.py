@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from qmq.broker.settings import BrokerSettings
+from qmq.gateway.settings import GatewaySettings
 from qmq.metaserver.settings import MetaserverSettings
 from qmq.settings import load
 from qmq.watchdog.settings import WatchdogSettings
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"broker": BrokerSettings, "metaserver": MetaserverSettings, "watchdog": WatchdogSettings}
-SHARED = {"broker": ("qmq/replication", "qmq/server")}
+KINDS = {
+    "broker": BrokerSettings,
+    "gateway": GatewaySettings,
+    "metaserver": MetaserverSettings,
+    "watchdog": WatchdogSettings,
+}
+SHARED = {"broker": ("qmq/replication", "qmq/server"), "gateway": ("qmq/gateway",)}
 """Packages that these processes run beside their own."""
 
 

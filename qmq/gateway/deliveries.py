@@ -1,0 +1,97 @@
+"""Core. Delivered messages of one session, from their handle to their decision.
+
+A message is open until a request decides it or its lease ends. Then the session forgets it: its handle is gone. Decided
+handles are remembered, so that a repeated ack, whose first answer was lost, has the same outcome.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+M = TypeVar("M")
+REMEMBERED_MAX = 10_000
+"""Decided handles of a session."""
+
+
+class Decision(StrEnum):
+    """Decisions on a message."""
+
+    ACK = "ack"
+    NACK = "nack"
+    DEAD_LETTER = "dead-letter"
+
+
+@dataclass(slots=True)
+class Delivery(Generic[M]):
+    """A delivered message; None once its decision is stored. `until_s`: end of its lease. `decision`: None while it is
+    open.
+    """
+
+    message: M | None
+    until_s: float
+    decision: Decision | None = None
+
+
+class Deliveries(Generic[M]):
+    """Deliveries of one session. `session` begins each handle, and no caller can guess it."""
+
+    def __init__(self, session: str, *, remembered_max: int = REMEMBERED_MAX) -> None:
+        self._session = session
+        self._remembered_max = remembered_max
+        self._count = 0
+        self._open: dict[str, Delivery[M]] = {}
+        self._decided: OrderedDict[str, Delivery[M]] = OrderedDict()
+        self._next_s = math.inf
+        """No lease ends before."""
+
+    def __len__(self) -> int:
+        """Number of open messages."""
+        return len(self._open)
+
+    def add(self, message: M, until_s: float) -> str:
+        """Return the handle of a new delivery."""
+        self._count += 1
+        handle = f"{self._session}.{self._count}"
+        self._open[handle] = Delivery(message, until_s)
+        self._next_s = min(self._next_s, until_s)
+        return handle
+
+    def find(self, handle: str) -> Delivery[M] | None:
+        """Return an open or decided delivery; None: its handle is gone."""
+        return self._open.get(handle) or self._decided.get(handle)
+
+    def decide(self, handle: str, decision: Decision) -> None:
+        """Mark an open delivery as decided."""
+        delivery = self._open.pop(handle)
+        delivery.decision = decision
+        self._decided[handle] = delivery
+        while len(self._decided) > self._remembered_max:
+            self._decided.popitem(last=False)
+
+    def stored(self, handle: str) -> None:
+        """Drop the content of a decided message, whose decision a broker has stored."""
+        if (delivery := self._decided.get(handle)) is not None:
+            delivery.message = None
+
+    def renew(self, handle: str, until_s: float) -> None:
+        """Set the end of an open delivery's lease."""
+        self._open[handle].until_s = until_s
+        self._next_s = min(self._next_s, until_s)
+
+    def expired(self, now_s: float) -> list[M]:
+        """Forget the deliveries whose lease has ended; return their messages."""
+        if now_s < self._next_s:
+            return []
+        over = [handle for handle, delivery in self._open.items() if delivery.until_s <= now_s]
+        found = [self._open.pop(handle).message for handle in over]
+        self._next_s = min((delivery.until_s for delivery in self._open.values()), default=math.inf)
+        return [message for message in found if message is not None]
+
+
+def session_of(handle: str) -> str:
+    """Return the part of a handle that names its session."""
+    return handle.partition(".")[0]

@@ -1,0 +1,244 @@
+"""Core. JSON of requests and answers as pydantic models, to messages and from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from hashlib import sha256
+from typing import Annotated, Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from qmq.client.batch import Receipt
+from qmq.client.received import ReceivedMessage
+from qmq.client.terms import DELAY_S_MAX
+from qmq.gateway.outcomes import Code, error_of_receipt
+from qmq.message import Message, Value
+
+BATCH_MAX = 1_000
+"""Messages of one request, handles of one decision."""
+HANDLE_CHARS_MAX = 64
+REASON_CHARS_MAX = 1_000
+YEARS_S = DELAY_S_MAX
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=YEARS_S, allow_inf_nan=False)]
+Word = Annotated[StrictStr, Field(min_length=1, max_length=100)]
+Property = StrictBool | StrictInt | Number | StrictStr
+
+
+class Given(BaseModel):
+    """Base of requests: unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class MessageIn(Given):
+    """A message to store."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"properties": {"orderNo": "17", "seats": 2}, "tags": ["paid"]}]}
+    )
+
+    properties: dict[StrictStr, Property] = Field(
+        default_factory=dict, description='Content. Names that begin with "qmq_" are reserved.'
+    )
+    tags: list[Word] = Field(default_factory=list, max_length=10, description="Words that consumers may filter by.")
+    id: Word | None = Field(
+        None, description="Unique id, kept through every retry; by default the Idempotency-Key, or a new one."
+    )
+    order_key: Word | None = Field(
+        None, description="Messages with the same key are delivered one at a time, in the order of sending."
+    )
+    retries_max: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] | None = Field(
+        None, description="Attempts until it becomes a dead letter; by default the consumer's number."
+    )
+    expires_after_s: Seconds | None = Field(None, description="Time after which it is not delivered any more.")
+    delay_s: Seconds | None = Field(None, description="Deliver it after so many seconds.")
+    at: AwareDatetime | None = Field(None, description="Deliver it at a moment, instead of the delay.")
+    key: Word | None = Field(None, description="Word by which a delayed message is cancelled.")
+
+    @property
+    def is_delayed(self) -> bool:
+        return not (self.delay_s is None and self.at is None and self.key is None)
+
+    def fingerprint(self) -> bytes:
+        """Return a hash of the content, by which a repeat is compared."""
+        return sha256(self.model_dump_json().encode()).digest()
+
+    def message(self, subject: str, default_id: str | None) -> Message:
+        return Message(
+            subject,
+            dict[str, Value](self.properties),
+            tags=self.tags,
+            id=default_id if self.id is None else self.id,
+            order_key=self.order_key,
+            retries_max=self.retries_max,
+            expires_after=self.expires_after_s,
+        )
+
+
+class BatchIn(Given):
+    """Messages to store."""
+
+    messages: list[MessageIn] = Field(min_length=1, max_length=BATCH_MAX)
+
+
+class ErrorBody(BaseModel):
+    """An error, for programs and for people."""
+
+    code: Code
+    message: str
+    remedy: str
+
+
+class Error(BaseModel):
+    """Body of every error."""
+
+    error: ErrorBody
+
+
+class Sent(BaseModel):
+    """Outcome of one message."""
+
+    outcome: Literal["stored", "refused", "unknown"] = Field(
+        description="`stored`: fsynced on enough copies. `refused`: not stored. `unknown`: possibly stored."
+    )
+    id: str
+    subject: str
+    broker_group: str = Field("", description="Where it is stored.")
+    sequence: int = Field(-1, description="Number among the messages of the subject there; -1 if it is not stored.")
+    due_ms: int | None = Field(None, description="Due time of a delayed message, in ms since 1970 UTC.")
+    error: ErrorBody | None = None
+
+
+class BatchSent(BaseModel):
+    """Outcomes in the order of the messages."""
+
+    outcomes: list[Sent]
+    error: ErrorBody | None = Field(None, description="Present if some messages are not stored: see `outcomes`.")
+
+
+class Delivered(BaseModel):
+    """A message for the consumer group."""
+
+    handle: str = Field(description="Names this delivery, for ack, nack, dead-letter and renew.")
+    id: str
+    subject: str
+    properties: dict[str, Any]
+    tags: list[str]
+    order_key: str | None = None
+    attempt: int = Field(description="Number of this attempt of the group, from 1.")
+    is_suspected: bool = Field(description="A consumer that vanished had it before; that delivery is not counted.")
+    created_ms: int = Field(description="When it was sent, by the producer's clock, in ms since 1970 UTC.")
+    due_ms: int | None = Field(None, description="Due time of a delayed message.")
+    broker_group: str
+    sequence: int
+    lease_s: float = Field(description="Time to decide it, or to renew the lease.")
+
+
+class Pulled(BaseModel):
+    """Messages for the consumer group."""
+
+    messages: list[Delivered]
+    trouble: str = Field(description="Broker groups whose messages do not come now; empty if all are connected.")
+
+
+Handles = Annotated[
+    list[Annotated[StrictStr, Field(min_length=1, max_length=HANDLE_CHARS_MAX)]],
+    Field(min_length=1, max_length=BATCH_MAX),
+]
+
+
+class AckIn(Given):
+    """Messages that are done."""
+
+    handles: Handles
+
+
+class NackIn(AckIn):
+    """Messages to be delivered again."""
+
+    reason: StrictStr = Field("", max_length=REASON_CHARS_MAX)
+    delay_s: Seconds | None = Field(None, description="Time until the next delivery; by default the session's.")
+
+
+class DeadLetterIn(AckIn):
+    """Messages to give up."""
+
+    reason: StrictStr = Field(min_length=1, max_length=REASON_CHARS_MAX)
+
+
+class RenewIn(AckIn):
+    """Messages that need more time."""
+
+    lease_s: Annotated[float, Field(strict=True, gt=0, le=YEARS_S)] | None = Field(
+        None, description="Time from now; by default that of the gateway."
+    )
+
+
+class Result(BaseModel):
+    """Outcome of a decision on one handle."""
+
+    handle: str
+    outcome: Literal["stored", "renewed", "gone", "decided", "unknown"] = Field(
+        description="`stored`: by the broker. `gone`: its lease or session has ended. `decided`: otherwise, before. "
+        "`unknown`: no broker has answered; repeat the request."
+    )
+
+
+class Decided(BaseModel):
+    """Outcomes in the order of the handles."""
+
+    results: list[Result]
+    error: ErrorBody | None = Field(None, description="Present if some handles have another outcome: see `results`.")
+
+
+def sent_of(receipt: Receipt) -> tuple[Sent, Code | None]:
+    """Return the outcome of a message, and the code of its error."""
+    error = error_of_receipt(receipt)
+    body = ErrorBody.model_validate(error.as_json()) if error else None
+    outcome: Any = str(receipt.outcome)
+    sent = Sent(
+        outcome=outcome,
+        id=receipt.message_id,
+        subject=receipt.subject,
+        broker_group=receipt.broker_group,
+        sequence=receipt.sequence,
+        due_ms=receipt.due_ms,
+        error=body,
+    )
+    return sent, error.code if error else None
+
+
+def delivered_of(message: ReceivedMessage, handle: str, lease_s: float) -> Delivered:
+    """Return the JSON of a message; raises InvalidMessage for bytes of a foreign producer."""
+    return Delivered(
+        handle=handle,
+        id=str(message.id),
+        subject=message.subject,
+        properties=_plain(message.properties),
+        tags=sorted(message.tags),
+        order_key=message.order_key,
+        attempt=message.times,
+        is_suspected=message.is_suspected,
+        created_ms=message.created_ms,
+        due_ms=message.due_ms,
+        broker_group=message.broker_group,
+        sequence=message.sequence,
+        lease_s=lease_s,
+    )
+
+
+def _plain(properties: Mapping[str, Value]) -> dict[str, Any]:
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in properties.items()}
+
+
+PROBLEMS_MAX = 5
+
+
+def describe(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return one sentence about the problems of a request that does not match its model."""
+    texts = [f"{'.'.join(str(part) for part in error['loc'])[:200]}: {error['msg']}" for error in found]
+    more = f" and {len(texts) - PROBLEMS_MAX} more" if len(texts) > PROBLEMS_MAX else ""
+    return "; ".join(texts[:PROBLEMS_MAX]) + more

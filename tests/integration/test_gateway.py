@@ -1,0 +1,251 @@
+"""Shell. Gateway process on a real cluster: crashes, tokens, the examples of its page, generated requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.integration import cluster_world
+from tests.integration.cluster_world import WAIT_S, begin, consume_all, end, running
+from tests.support.ports import free_ports
+from tests.support.waiting import until
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples" / "gateway"
+SENT = 30
+
+
+def authorization(token):
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class Gateway:
+    """Gateway process; its requests have the token of the cluster, unless another is given."""
+
+    def __init__(self, cluster, directory, **settings):
+        [self.port] = free_ports(1)
+        self.token = cluster.token
+        words = {"metaserver": cluster.metaserver, "http_port": self.port, "session_idle_s": 3600, **settings}
+        config = directory / f"gateway{self.port}.toml"
+        config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in words.items()))
+        self.log = directory / f"gateway{self.port}.log"
+        self._file = self.log.open("ab")
+        command = [sys.executable, "-m", "qmq", "gateway", "--config", str(config)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self._file, stderr=self._file)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self):
+        until(lambda: self.is_ready() or self.process.poll() is not None, "the gateway answers")
+        assert self.process.poll() is None, self.log.read_text()
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(WAIT_S)
+        finally:
+            self.process.kill()
+            self._file.close()
+
+    def is_ready(self):
+        try:
+            return httpx.get(f"{self.url}/ready", trust_env=False, timeout=WAIT_S).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def post(self, path, body=None, token=None, **headers):
+        headers |= authorization(self.token if token is None else token)
+        return httpx.post(f"{self.url}/v1/subjects/{path}", json=body, headers=headers, trust_env=False, timeout=WAIT_S)
+
+    def pull(self, subject, count, **query):
+        """Return `count` messages of the group g."""
+        messages = []
+
+        def is_complete():
+            words = "".join(f"&{name}={value}" for name, value in query.items())
+            answer = self.post(f"{subject}/groups/g/pull?start=earliest&wait_s=5{words}&max={count - len(messages)}")
+            assert answer.status_code == 200, answer.text
+            messages.extend(answer.json()["messages"])
+            return len(messages) == count
+
+        until(is_complete, f"{count} messages are delivered")
+        return messages
+
+    def ack(self, subject, messages):
+        return self.post(f"{subject}/groups/g/ack", {"handles": [message["handle"] for message in messages]})
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster"), lease_ms=5000) as started:
+        yield started
+
+
+@pytest.fixture
+def gateway(cluster, tmp_path):
+    with Gateway(cluster, tmp_path, send_s=5) as started:
+        yield started
+
+
+def send(gateway, subject, count):
+    messages = [{"properties": {"n": number}, "id": f"m-{number}"} for number in range(count)]
+    answer = gateway.post(f"{subject}/messages:batch", {"messages": messages})
+    assert answer.status_code == 201, answer.text
+
+
+def ids(messages):
+    return Counter(message["id"] for message in messages)
+
+
+ALL = Counter(f"m-{number}" for number in range(SENT))
+
+
+def test_killed_gateway_loses_no_message(cluster, tmp_path):
+    with Gateway(cluster, tmp_path) as first:
+        send(first, "killed", SENT)
+        pulled = first.pull("killed", SENT)
+        acked, held = pulled[:10], pulled[10:]
+        assert first.ack("killed", acked).status_code == 200
+        first.process.kill()
+        first.process.wait(WAIT_S)
+    with Gateway(cluster, tmp_path) as second:
+        assert second.ack("killed", held).status_code == 410
+        again = second.pull("killed", len(held))
+        assert ids(again) == ids(held) and all(message["is_suspected"] for message in again)
+        assert second.ack("killed", again).status_code == 200
+
+
+def test_terminated_gateway_returns_messages_at_once(cluster, tmp_path):
+    with Gateway(cluster, tmp_path) as first:
+        send(first, "ended", SENT)
+        assert first.ack("ended", first.pull("ended", SENT)[:10]).status_code == 200
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(WAIT_S) == 0, first.log.read_text()
+    left = consume_all(cluster, "ended", "g", SENT - 10)
+    assert Counter(id for _, id in left) == Counter(f"m-{number}" for number in range(10, SENT))
+
+
+def test_producer_gets_its_outcome_after_an_outage(cluster, gateway):
+    key = {"Idempotency-Key": "the-key-of-one-order"}
+    send(gateway, "outage", 1)
+    end(cluster, cluster.broker("g1", "slave").hostname)
+    answer = gateway.post("outage/messages", {"properties": {"n": 1}}, **key)
+    assert (answer.status_code, answer.json()["outcome"]) in ((503, "refused"), (504, "unknown"))
+    begin(cluster, cluster.broker("g1", "slave").hostname)
+    until(lambda: gateway.post("outage/messages", {"properties": {"n": 1}}, **key).status_code == 201)
+    repeated = gateway.post("outage/messages", {"properties": {"n": 1}}, **key)
+    assert repeated.headers["Idempotent-Replayed"] == "true"
+    found = Counter(id for _, id in consume_all(cluster, "outage", "g", 2))
+    assert set(found) == {"m-0", key["Idempotency-Key"]}
+
+
+def test_rights_are_those_of_the_token(cluster, gateway):
+    words = {"role": "client", "subjects": "produce:mine,consume:other*"}
+    token = cluster.manage("AddToken", name="limited", **words)["token"]
+    assert gateway.post("mine/messages", {}, token=token).status_code == 201
+    for path, body in (("other.a/messages", {}), ("mine/groups/g/pull?wait_s=5", None)):
+        answer = gateway.post(path, body, token=token)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "MISSING_RIGHT"), answer.text
+    viewer = cluster.manage("AddToken", name="viewer", role="viewer")["token"]
+    assert gateway.post("mine/messages", {}, token=viewer).status_code == 403
+    assert gateway.post("mine/messages", {}, token="wrong").status_code == 401
+    assert gateway.post("mine/messages", {}, token="").status_code == 401
+    for text, status in ((viewer, 200), (token, 403), ("", 401)):
+        assert httpx.get(f"{gateway.url}/metrics", headers=authorization(text), trust_env=False).status_code == status
+    assert not any(secret in gateway.log.read_text() for secret in (token, viewer, cluster.token, "wrong"))
+
+
+def run_example(gateway, *command, **environ):
+    """Run an example of the page; return its output."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(
+            f"{command[0]} is not installed: apt-get install {'nodejs' if command[0] == 'node' else command[0]}"
+        )
+    given = {"GATEWAY": gateway.url, "TOKEN": gateway.token, **environ}
+    ran = subprocess.run(
+        command, cwd=EXAMPLES, env=os.environ | given, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
+def test_curl_example_handles_a_message(gateway):
+    sent, pulled, acked = (json.loads(line) for line in run_example(gateway, "sh", "orders.sh").splitlines())
+    assert sent["outcome"] == "stored" and pulled["messages"][0]["id"] == sent["id"]
+    assert acked["results"][0]["outcome"] == "stored"
+
+
+def test_node_example_handles_each_message(gateway):
+    lines = run_example(gateway, "node", "orders.mjs", COUNT="20").splitlines()
+    assert sum(line.startswith("stored ") for line in lines) == 20
+    assert {f"handled {number} attempt 1" for number in range(20)} <= set(lines)
+
+
+def test_generated_requests_get_described_answers(cluster, tmp_path):
+    with Gateway(cluster, tmp_path, send_s=1, session_idle_s=1) as gateway:
+        try_generated(gateway)
+        assert cluster_world.count_lines(gateway.log.read_text(), "request failed") == 0
+
+
+def make_quick(case):
+    """Use one subject and no waits: each new subject waits for its route."""
+    if "subject" in (case.path_parameters or {}):
+        case.path_parameters["subject"] = "generated"
+    if isinstance(case.query, dict) and "wait_s" in case.query:
+        case.query["wait_s"] = 0
+    messages = case.body.get("messages", [case.body]) if isinstance(case.body, dict) else []
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, dict):
+            for name in ("delay_s", "at", "key"):  # this cluster has no delay group
+                message.pop(name, None)
+
+
+def try_generated(gateway):
+    document = httpx.get(f"{gateway.url}/openapi.json", trust_env=False).json()
+    schema = schemathesis.openapi.from_dict(document)
+    checks = [content_type_conformance, response_schema_conformance, status_code_conformance]
+    statuses = Counter()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if operation.path.endswith("/stream"):
+            continue  # it has no end
+
+        @settings(
+            max_examples=8,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def try_one(case):
+            make_quick(case)
+            headers = authorization(gateway.token)
+            answer = case.call(base_url=gateway.url, headers=headers, timeout=WAIT_S)
+            case.validate_response(answer, checks=checks, headers=headers)
+            if answer.status_code not in (503, 504):
+                case.validate_response(answer, checks=[not_a_server_error])
+            statuses[answer.status_code] += 1
+
+        try_one()
+    assert {200, 201, 400, 410} <= set(statuses), statuses
