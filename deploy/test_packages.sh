@@ -17,6 +17,7 @@ command -v nft >/dev/null || [ -x /usr/sbin/nft ] || packages+=(nftables)
 compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null || packages+=(faketime)
 command -v zsh >/dev/null || packages+=(zsh)
 command -v curl >/dev/null || packages+=(curl) # docs/install.md uses it, and a test does what that says
+command -v node >/dev/null || packages+=(nodejs) # runs the JavaScript example of docs/gateway.md
 [ ${#packages[@]} -gt 0 ] || exit 0
 
 install="apt-get install -y --no-install-recommends ${packages[*]}"

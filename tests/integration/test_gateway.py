@@ -210,8 +210,8 @@ def make_quick(case):
     """Use one subject and no waits: each new subject waits for its route."""
     if "subject" in (case.path_parameters or {}):
         case.path_parameters["subject"] = "generated"
-    if isinstance(case.query, dict) and "wait_s" in case.query:
-        case.query["wait_s"] = 0
+    if case.path.endswith("/pull"):
+        case.query = {**(case.query or {}), "wait_s": 0}
     messages = case.body.get("messages", [case.body]) if isinstance(case.body, dict) else []
     for message in messages if isinstance(messages, list) else []:
         if isinstance(message, dict):

@@ -86,14 +86,25 @@ async def test_repeated_ack_has_the_same_outcome(world):
 
 
 async def test_ended_lease_returns_the_message(world):
-    await world.send(THREE[0])
-    (message,) = await world.pull(lease_s=60)
+    await world.send(*THREE[:2])
+    message, kept = await all_of(world, 2, lease_s=60)
+    await world.decide("renew", kept, lease_s=600)
     world.tick(59)
     assert world.counted("expired_total") == 0
     world.tick(61)
     assert await world.decide("ack", message) == (410, ["gone"])
     (again,) = await world.pull()
     assert (again["id"], again["attempt"], world.counted("expired_total")) == (message["id"], 2, 1)
+    assert await world.decide("ack", kept) == (200, ["stored"])
+
+
+async def test_message_that_the_session_lost_is_gone(world):
+    await world.send(THREE[0])
+    (message,) = await world.pull()
+    (session,) = world.clients.sessions
+    session.deliveries.find(message["handle"]).message._piece.is_dropped = True  # as after a lease at the broker
+    for action in ("ack", "renew"):
+        assert await world.decide(action, message) == (410, ["gone"])
 
 
 async def test_renewed_lease_begins_anew(world):
@@ -151,6 +162,16 @@ async def test_idle_session_ends(world):
     assert len(world.clients.sessions) == 1
     world.tick(11)
     assert world.clients.sessions == []
+
+
+async def test_stream_that_begins_keeps_its_session(world):
+    await world.pull(wait_s=0)
+    (session,) = world.clients.sessions
+    session.used_s -= 3600
+    with world.clients.of("shop") as mine:
+        assert await mine.session(session.place, session.terms, is_full=False) is session
+    world.tick()
+    assert world.clients.sessions == [session]
 
 
 async def test_session_with_undecided_messages_stays(world):

@@ -41,6 +41,10 @@ def test_leases_end_in_any_order():
     deliveries = Deliveries("s")
     late, early = deliveries.add("late", until_s=60), deliveries.add("early", until_s=5)
     deliveries.renew(late, until_s=20)
+    sooner = deliveries.add("sooner", until_s=90)
+    assert deliveries.expired(4) == []
+    deliveries.renew(sooner, until_s=4.5)
+    assert deliveries.expired(4.5) == ["sooner"]
     assert (deliveries.expired(4.9), deliveries.expired(5), deliveries.expired(6)) == ([], ["early"], [])
     assert deliveries.find(early) is None and deliveries.expired(20) == ["late"] and len(deliveries) == 0
 

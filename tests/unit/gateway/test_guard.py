@@ -83,7 +83,9 @@ async def test_cors_admits_the_configured_origin():
 
 async def test_unused_tokens_give_way_to_new_ones():
     async with gateway(tokens_max=2) as world:
-        for number in range(4):
-            answer = await world.http.post(ORDERS, json={}, headers={"Authorization": f"Bearer shop{number}"})
+        key = {"Idempotency-Key": "a-key-of-shop-0"}
+        for number in (0, 1, 0, 2, 0):
+            token = {"Authorization": f"Bearer shop{number}"}
+            answer = await world.http.post(ORDERS, json={}, headers=token | (key if number == 0 else {}))
             assert answer.status_code == 201
-        assert world.clients.tokens == 2
+        assert world.clients.tokens == 2 and answer.headers["Idempotent-Replayed"] == "true"
