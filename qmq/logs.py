@@ -16,6 +16,9 @@ import logging
 import re
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import partial
 from types import FrameType
@@ -70,6 +73,27 @@ class Bounded(logging.Filter):
         return True
 
 
+HANDLED: ContextVar[Sequence[Any]] = ContextVar("messages of the running handler", default=())
+"""Received messages; set by listeners for each call. Tasks and threads of a handler inherit it."""
+MESSAGE_FIELDS = ("message_id", "subject", "group", "attempt")
+
+
+class MessageFields(logging.Filter):
+    """Adds the handled message to each record that a handler logs, as attributes named in `MESSAGE_FIELDS`; of a list,
+    the first one. Other records get empty texts.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        values: Sequence[object] = ("",) * len(MESSAGE_FIELDS)
+        if taken := HANDLED.get():
+            first = taken[0]
+            with suppress(Exception):  # bytes of a foreign producer have no id
+                values = first.id, first.subject, first.group, first.times
+        for name, value in zip(MESSAGE_FIELDS, values):
+            record.__dict__.setdefault(name, value)
+        return True
+
+
 LIBRARY = Bounded()
 """For library modules: the handlers are the application's, so each logger has the bound."""
 
@@ -86,6 +110,7 @@ class Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name} {record.getMessage()}"
+        line += "".join(f" {name}={value}" for name, value in _message_fields(record).items())
         if record.exc_info:
             line += f" traceback={self.formatException(record.exc_info)}"
         return line.replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n") if "\n" in line else line
@@ -101,17 +126,25 @@ class Json(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": message,
-            "fields": dict(_FIELD.findall(message)),
+            "fields": dict(_FIELD.findall(message)) | _message_fields(record),
         }
         if record.exc_info:
             event["traceback"] = self.formatException(record.exc_info)
         return json.dumps(event, ensure_ascii=False)
 
 
+def _message_fields(record: logging.LogRecord) -> dict[str, str]:
+    """Return the fields of `MessageFields`, unless the message has them itself."""
+    if not getattr(record, "message_id", "") or "id=" in record.getMessage():
+        return {}
+    return {name: str(getattr(record, name)) for name in MESSAGE_FIELDS}
+
+
 def configure(level: str = "INFO", format: str = "text") -> None:
     """Log to stderr. Called by a process's main, in its first thread, once its settings are read."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(Bounded())
+    handler.addFilter(MessageFields())
     handler.setFormatter(Json() if format == "json" else Text())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for chatty in ("alembic", "uvicorn", "httpx"):

@@ -1,4 +1,4 @@
-"""Shell. OpenTelemetry: spans of messages that are sent, handled and acked, in one trace from end to end.
+"""Shell. OpenTelemetry: spans of messages that are sent, handled and acked, in one trace from end to end; numbers.
 
     Qmq.Produce.Send        a message, or a `send_many`, until its outcome: subject, messageId, outcome
       Qmq.QueueSender.Send  its transport to a broker group: broker
@@ -18,13 +18,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Unpack, overload
 
-from opentelemetry import propagate, trace
+from opentelemetry import metrics, propagate, trace
 from opentelemetry.context import Context
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, TracerProvider
 
 from qmq.client.batch import OnReceipt, Outcome, Receipt, Receipts
 from qmq.client.delay import DelayArguments
 from qmq.client.handler import check_callable
+from qmq.client.numbers import FAMILIES, METRIC_PREFIX, SUM, Kind, read
 from qmq.client.producer import Producer, read_delay
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, RetryLater
@@ -222,6 +224,31 @@ def note(receipt: Receipt, span: Span, carrying: Span) -> None:
     if not receipt.is_stored:
         for failed in (span, carrying):
             failed.set_status(StatusCode.ERROR, receipt.reason)
+
+
+def observe(meter_provider: MeterProvider | None = None) -> None:
+    """Export the numbers of this process's clients (qmq.client.numbers) as instruments of OpenTelemetry, read when the
+    provider collects. A histogram is two counters: its number of calls and its seconds.
+    """
+    meter = metrics.get_meter("qmq", VERSION, meter_provider)
+    for name, family in FAMILIES.items():
+        if family.kind is Kind.HISTOGRAM:
+            seconds, calls = partial(_observed, name, is_sum=True), partial(_observed, name, is_sum=False)
+            meter.create_observable_counter(METRIC_PREFIX + name, [seconds], "s", family.help)
+            meter.create_observable_counter(METRIC_PREFIX + name.replace("seconds", "calls"), [calls], "", family.help)
+            continue
+        create = meter.create_observable_counter if family.kind is Kind.COUNTER else meter.create_observable_gauge
+        create(METRIC_PREFIX + name, [partial(_observed, name)], "", family.help)
+
+
+def _observed(name: str, _: CallbackOptions, *, is_sum: bool | None = None) -> list[Observation]:
+    """Return one instrument's values; of a histogram, of the buckets or the sum."""
+    values: dict[tuple[str, ...], float] = {}
+    for sample in read():
+        if sample.name == name and (is_sum is None or (sample.labels[-1] == SUM) is is_sum):
+            labels = sample.labels if is_sum is None else sample.labels[:-1]
+            values[labels] = values.get(labels, 0.0) + sample.value
+    return [Observation(value, dict(zip(FAMILIES[name].labels, labels))) for labels, value in values.items()]
 
 
 def _tracer(provider: TracerProvider | None) -> Tracer:

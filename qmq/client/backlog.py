@@ -22,6 +22,7 @@ from qmq.client.batch import (
     BatchState,
     OnReceipt,
     Outcome,
+    Result,
     refused,
     unstored,
     with_labels,
@@ -48,6 +49,20 @@ class Backlog:
         self.messages = self.bytes = 0
         self.waiters: list[Callable[[], None]] = []
         """Called once on progress: a batch left a queue, was resolved, or was given up."""
+        self.outcomes = dict.fromkeys(Outcome, 0)
+        """Number of messages by outcome, for `qmq.client.numbers`."""
+        self.repeats = 0
+        """Number of batches that were sent again, to the same group or to another one."""
+
+    def resolve(self, batch: Batch, result: Result) -> None:
+        """Resolve a batch and count its messages."""
+        self.outcomes[result.outcome] += len(batch) - len(result.refused)
+        self.outcomes[Outcome.REFUSED] += len(result.refused)
+        batch.resolve(result)
+
+    def count_refused(self) -> None:
+        """Count a message that was refused without a batch."""
+        self.outcomes[Outcome.REFUSED] += 1
 
     def has_room(self, queue: SubjectQueue, size: int) -> bool:
         """Return whether `queue` has room for a message of `size` bytes; an empty backlog takes any size."""
@@ -169,12 +184,13 @@ class SubjectQueue:
         for _ in range(len(self.ready)):
             if not self.ready or self.ready[0].deadline_ms > now_ms:
                 break
-            self.ready.popleft().resolve(refused("", error))
+            self._backlog.resolve(self.ready.popleft(), refused("", error))
         for _ in range(len(self.waiting)):
             if not self.waiting or self.waiting[0].deadline_ms > now_ms:
                 break
             message = self.waiting.popleft()
             self._count(-1, -len(message.data))
+            self._backlog.count_refused()
             message.done(unstored(Outcome.REFUSED, message.id, self.subject, "", error))
 
     def take_all(self) -> Iterable[QueuedMessage]:

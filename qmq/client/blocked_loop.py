@@ -105,7 +105,7 @@ class LoopMonitor:
         blocks = self._blocks | {_key(message): text for message in call.taken[:REMEMBERED_MAX]}
         self._blocks = dict([*blocks.items()][-REMEMBERED_MAX:])
         first, messages = call.taken[0], len(call.taken)
-        place = f"id={_id(first)} sequence={first.sequence} messages={messages} broker_group={first.broker_group}"
+        place = f"id={id_of(first)} sequence={first.sequence} messages={messages} broker_group={first.broker_group}"
         line = "handler blocks its event loop, make it a plain function (def) %s %s blocked_s=%.0f at=%s"
         log.warning(line, call.about, place, age_s, at)
 
@@ -137,7 +137,8 @@ def _key(message: ReceivedMessage) -> tuple[str, str, str, int]:
     return message.source, message.group, message.broker_group, message.sequence
 
 
-def _id(message: ReceivedMessage) -> str:
+def id_of(message: ReceivedMessage) -> str:
+    """Return the message's id for the log; "" if its bytes have none."""
     try:
         return str(message.id)
     except InvalidMessage:  # bytes of a foreign producer

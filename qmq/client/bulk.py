@@ -28,7 +28,6 @@ from qmq.client.batch import (
     Outcome,
     Receipt,
     Receipts,
-    refused,
     unstored,
     with_labels,
 )
@@ -320,6 +319,7 @@ class BulkSend:
         if isinstance(queue, QmqError) or self._is_over():
             error = queue if isinstance(queue, QmqError) else self._sender.too_late(subject)
             receipt = unstored(Outcome.REFUSED, message.id, subject, "", error, self._due_ms)
+            self._sender.count_refused()
             return lambda: receipt
         later, flight = _Later(), self._flight()
         self._unresolved += 1
@@ -340,7 +340,7 @@ class BulkSend:
         batch = Batch(queue.subject, ids, blocks, deadline_ms, partial(self._resolved, flight), flags, self._due_ms)
         self._unresolved += 1
         if self._is_over():
-            batch.resolve(refused("", self._sender.too_late(queue.subject)))
+            self._sender.refuse_late(batch)
         else:
             self._sender.add_batch(queue, batch)
             if queue.subject in self._stuck:
@@ -356,6 +356,7 @@ class BulkSend:
 
     def _refused(self, message: Message, error: QmqError) -> Callable[[], Receipt]:
         receipt = unstored(Outcome.REFUSED, str(message.id or ""), message.subject, "", error, self._due_ms)
+        self._sender.count_refused()
         return lambda: receipt
 
     def _resolved(self, flight: Flight, batch: Batch) -> None:

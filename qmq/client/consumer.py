@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from qmq.client.health import Health, not_connected, worst
 from qmq.client.lifetime import check_loop, check_not_patched, no_pickle, on_sigterm
 from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
+from qmq.client.numbers import Sample, register, state_samples
 from qmq.client.puller import Puller
 from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, check_whole, make_terms
 from qmq.control_plane import app_name, metaserver_urls
@@ -259,6 +260,12 @@ class Consumer:
             return not_connected("the consumer does not run")
         return worst(member.health for member in dict.fromkeys(list(self._members.values())))
 
+    def numbers(self) -> Iterator[Sample]:
+        """Return the numbers of all listeners and pullers, for `qmq.client.numbers`."""
+        for member in dict.fromkeys(list(self._members.values())):
+            yield from member.numbers(self._app)
+        yield from state_samples(self._app, "consumer", self.health)
+
     async def run(self) -> None:
         """Call handlers until `stop`, SIGTERM or cancellation; then finish running handlers, send acks, return the
         rest.
@@ -438,6 +445,7 @@ class Consumer:
                 client_id=self.id,
                 on_master_changed=self._master_changed,
             )
+            register(self)
         self._users += 1
         return self._connections
 

@@ -13,7 +13,7 @@ from itertools import pairwise, repeat
 from typing import Protocol
 
 from qmq.client.batch import OnReceipt, Receipt
-from qmq.client.blocked_loop import MONITOR
+from qmq.client.blocked_loop import MONITOR, id_of
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage, UnackedPiece
 from qmq.client.session_life import (
@@ -461,9 +461,10 @@ class GroupSession:
                 continue
             decision = MONITOR.explained(message, decision)
             log.warning(
-                "message is a dead letter subject=%s group=%s sequence=%d broker_group=%s times=%d reason=%s",
+                "message is a dead letter subject=%s group=%s id=%s sequence=%d broker_group=%s times=%d reason=%s",
                 self.source,
                 self.group,
+                id_of(message),
                 message.sequence,
                 message.broker_group,
                 message.times,

@@ -21,19 +21,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from typing import cast
 
-from qmq.client.blocked_loop import MONITOR, Call
+from qmq.client.blocked_loop import MONITOR, Call, id_of
 from qmq.client.handler import FilteredHandler, Given, HandlerCall, HungThreads, WorkerThread, finished, within
 from qmq.client.health import Health, degraded, worst
 from qmq.client.membership import Membership, announce
+from qmq.client.numbers import Sample
 from qmq.client.prefetch import LOOK_S, MEASURED_EVERY, Pacer, Prefetch
 from qmq.client.received import ReceivedMessage
 from qmq.client.subscription import Subscription, is_over
 from qmq.client.terms import Refused, Terms, batch_of, check_concurrency, refused_by_error
-from qmq.logs import bounded
+from qmq.logs import HANDLED, bounded
 from qmq.remoting.commands import Verdict
 
 log = bounded(__name__)
@@ -42,6 +44,8 @@ HANDLED_IN_A_ROW = 64
 """Calls after which a worker yields to the event loop; a handler that never awaits would keep it from reading."""
 WORKER_REST_S = 1.0
 """Pause before a failed worker is replaced: where no thread can be started, the next one fails too."""
+SLOW_S = 0.001
+"""Duration of a call from which each next one is measured: timing each fast one cost a twentieth of the throughput."""
 CANCEL_S = 5.0
 """Time for a cancelled handler to end."""
 
@@ -104,6 +108,15 @@ class Listener(Membership):
         """State of the connections and of the handler's threads, from any thread."""
         hung = f"{self.subject}: {self.hung_threads} threads of the handler hang" if self.hung_threads else ""
         return worst((super().health, degraded(hung)))
+
+    def numbers(self, app: str) -> Iterator[Sample]:
+        """Return the numbers of this listener, from any thread."""
+        labels = app, self.subject, self.group
+        yield from super().numbers(app)
+        yield Sample("handlers_running", labels, self._gate.running)
+        yield Sample("handlers", labels, self._concurrency)
+        yield Sample("hung_threads", labels, self.hung_threads)
+        yield from self.handled.samples(*labels)
 
     @property
     def _at_once(self) -> int:
@@ -182,7 +195,7 @@ class Listener(Membership):
         self, subscription: Subscription, handle: HandlerCall, thread: WorkerThread | None, call: Call
     ) -> None:
         gate, priorities, is_batch = self._gate, self._priorities, self._batch is not None
-        auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
+        auto_ack, handled, is_slow, clock = self._auto_ack, 0, True, asyncio.get_running_loop().time
         task = cast(asyncio.Task[None], asyncio.current_task())
         while not subscription.is_closing:
             if task.cancelling():  # by a handler that returned all the same; the next call would be cancelled
@@ -196,15 +209,15 @@ class Listener(Membership):
             if thread is not None and thread.is_hung:
                 await thread.ready()  # before a message is taken, whose time would begin
                 continue
-            taken = self._take(subscription)
-            if not taken:
+            if not (taken := self._take(subscription)):
                 await subscription.wait()
                 continue
             is_alone = taken[0]._piece.suspected
             if (is_alone or not gate.enter()) and not (taken := await _entered(gate, taken, is_alone)):
                 continue
             call.taken = taken
-            began_s = clock() if is_batch or handled % MEASURED_EVERY == 0 else None
+            HANDLED.set(taken)
+            began = (clock(), time.perf_counter()) if is_slow or handled % MEASURED_EVERY == 0 else None
             try:
                 if (result := await handle(taken if is_batch else taken[0])) is not None:
                     await finished(result)
@@ -227,17 +240,29 @@ class Listener(Membership):
             except BaseException as error:
                 self._failed(taken, error)
             else:
+                self.handled.done += len(taken)
                 if auto_ack:
                     for message in taken:
                         message._done()
             finally:
                 gate.leave(alone=is_alone)
-            if began_s is not None:
-                self._prefetch.record_call((clock() - began_s) * (self._batch or 1) / len(taken))
-                subscription.prefetch_messages = self._prefetch.messages
+            if began is not None:
+                is_slow = self._measured(subscription, began, len(taken), handled, is_slow=is_slow)
             handled += 1
             if handled % HANDLED_IN_A_ROW == 0:
                 await asyncio.sleep(0)
+
+    def _measured(
+        self, subscription: Subscription, began: tuple[float, float], messages: int, handled: int, *, is_slow: bool
+    ) -> bool:
+        """Record the duration of a call; return whether the next one is measured, too."""
+        seconds = time.perf_counter() - began[1]
+        self.handled.measured(seconds, 1 if is_slow else MEASURED_EVERY)
+        if self._batch is not None or handled % MEASURED_EVERY == 0:
+            call_s = asyncio.get_running_loop().time() - began[0]
+            self._prefetch.record_call(call_s * (self._batch or 1) / messages)
+            subscription.prefetch_messages = self._prefetch.messages
+        return self._batch is not None or seconds >= SLOW_S
 
     def _take(self, subscription: Subscription) -> list[ReceivedMessage]:
         """Take the messages of the next call, if any."""
@@ -256,10 +281,11 @@ class Listener(Membership):
         undecided = [message for message in taken if not (message.is_decided or message.is_dropped)]
         if not undecided:
             log.warning(
-                "handler failed after deciding its messages subject=%s group=%s sequence=%d messages=%d "
+                "handler failed after deciding its messages subject=%s group=%s id=%s sequence=%d messages=%d "
                 "broker_group=%s",
                 self.subject,
                 self.group,
+                id_of(taken[0]),
                 taken[0].sequence,
                 len(taken),
                 taken[0].broker_group,
@@ -268,6 +294,10 @@ class Listener(Membership):
         noted: set[Verdict] = set()
         for message in undecided:
             decision = self._decided_by(message, error)
+            if decision.verdict == Verdict.DEAD_LETTER:
+                self.handled.dead_letter += 1
+            else:
+                self.handled.retry += 1
             if decision.verdict not in noted:  # once per call: a list of thousands would fill the log
                 noted.add(decision.verdict)
                 self._note(message, len(undecided), decision, error)
@@ -284,10 +314,11 @@ class Listener(Membership):
         """Log the decision on a message, the first of `messages` of its call."""
         if decision.verdict == Verdict.DEAD_LETTER:
             log.warning(
-                "message is a dead letter subject=%s group=%s sequence=%d messages=%d broker_group=%s times=%d "
+                "message is a dead letter subject=%s group=%s id=%s sequence=%d messages=%d broker_group=%s times=%d "
                 "reason=%s",
                 self.subject,
                 self.group,
+                id_of(message),
                 message.sequence,
                 messages,
                 message.broker_group,
@@ -297,10 +328,11 @@ class Listener(Membership):
             )
         elif decision.is_failure:
             log.warning(
-                "handler failed, message is retried subject=%s group=%s sequence=%d messages=%d broker_group=%s "
+                "handler failed, message is retried subject=%s group=%s id=%s sequence=%d messages=%d broker_group=%s "
                 "times=%d after_s=%.1f",
                 self.subject,
                 self.group,
+                id_of(message),
                 message.sequence,
                 messages,
                 message.broker_group,
@@ -355,17 +387,18 @@ def _may_have_begun(message: ReceivedMessage) -> bool:
 class SuspectGate:
     """Gate of a listener's handlers: a suspected message passes alone. Used on its event loop."""
 
-    __slots__ = ("_running", "_wanted", "_waiting")
+    __slots__ = ("running", "_wanted", "_waiting")
 
     def __init__(self) -> None:
-        self._running = self._wanted = 0
+        self.running = 0
+        self._wanted = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def enter(self) -> bool:
         """Begin with an unsuspected message; return False to wait with `enter_later`."""
         if self._wanted:
             return False
-        self._running += 1
+        self.running += 1
         return True
 
     async def enter_later(self) -> None:
@@ -388,13 +421,13 @@ class SuspectGate:
         """Wait until no other handler runs, and announce the suspected `message` to its broker."""
         self._wanted += 1
         try:
-            while self._running:
+            while self.running:
                 await self._change()
         except BaseException:
             self._wanted -= 1
             self._wake()
             raise
-        self._running = 1
+        self.running = 1
         try:
             await announce(message)
         except BaseException:
@@ -402,7 +435,7 @@ class SuspectGate:
             raise
 
     def leave(self, *, alone: bool) -> None:
-        self._running -= 1
+        self.running -= 1
         self._wanted -= alone
         if self._waiting:
             self._wake()

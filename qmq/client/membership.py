@@ -6,7 +6,8 @@ import asyncio
 import math
 import random
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from qmq.client.backlog import Backlog
 from qmq.client.health import Health, degraded, not_connected
 from qmq.client.lifetime import logged_task, no_pickle
 from qmq.client.link import Link
+from qmq.client.numbers import Handled, Sample
 from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import Routing, SubjectRoute
@@ -229,6 +231,7 @@ class Membership:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._changed = asyncio.Event()
+        self.handled = Handled()
 
     def __getstate__(self) -> None:
         raise no_pickle(f"A {type(self).__name__.lower()}")
@@ -262,6 +265,20 @@ class Membership:
         if reason := self.cut_off if self._subscription is not None else "it has not joined its group yet":
             return not_connected(f"{self.subject}: {reason}")
         return degraded(f"{self.subject}: {reason}" if (reason := self.trouble) else "")
+
+    def numbers(self, app: str) -> Iterator[Sample]:
+        """Return the numbers of this listener or puller, from any thread."""
+        labels, subscription = (app, self.subject, self.group), self._subscription
+        gauges: dict[str, float] = {"delivered": self.handled.delivered}
+        if subscription is not None:
+            gauges |= {
+                "delivered": self.handled.delivered + subscription.arrived_messages,
+                "waiting_messages": subscription.waiting_messages,
+                "unacked_messages": subscription.taken_open,
+                "prefetch_messages": subscription.prefetch_messages,
+                "lag_seconds": subscription.lag_s(time.time()),
+            }
+        return (Sample(name, labels, value) for name, value in gauges.items())
 
     def stop(self) -> None:
         """Take no more messages. Running handlers finish; the rest goes back to the group."""
@@ -334,6 +351,8 @@ class Membership:
                 await self._leaving(subscription, deadline)
             finally:
                 await connections.leave(subscription, max(deadline - clock(), min(FLUSH_S_MIN, self.drain_s)))
+                self.handled.delivered += subscription.arrived_messages
+                subscription.arrived_messages = 0
         if subscription.error is not None:
             raise subscription.error
 

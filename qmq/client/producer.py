@@ -9,7 +9,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -27,6 +27,7 @@ from qmq.client.health import Health, degraded, not_connected, worst
 from qmq.client.journal import Journal, JournalWriter
 from qmq.client.lifetime import check_loop, check_not_patched, closed, no_pickle, opened
 from qmq.client.numbered_sender import NumberedSender
+from qmq.client.numbers import Sample, register, state_samples
 from qmq.client.sender import Sender, Senders
 from qmq.client.terms import check_seconds
 from qmq.codec import batch_encoder, label_of_message
@@ -153,6 +154,7 @@ class Producer:
         if self._outbox_database is not None:
             self._open_relays().use(self._outbox_database, wait_s=0.0)
         opened(self)
+        register(self)
         return self
 
     def _open_relays(self) -> Relays:
@@ -186,6 +188,25 @@ class Producer:
         if senders is None or self._is_closing:
             return not_connected(str(self._not_open()))
         return worst((senders.health, *(degraded(str(left)) for left in self.left_behind if left.is_degraded)))
+
+    def numbers(self) -> Iterator[Sample]:
+        """Return the numbers of an opened producer, for `qmq.client.numbers`."""
+        if (senders := self._open_senders) is None or self._is_parents:
+            return
+        backlog, left = self._backlog, self.left_behind
+        gauges = {
+            "open_messages": senders.open_messages,
+            "queue_messages": backlog.messages,
+            "queue_bytes": backlog.bytes,
+            "requests_in_flight": senders.requests_in_flight,
+            "repeats": backlog.repeats,
+            "outbox_rows": sum(entry.rows for entry in left),
+            "outbox_parked": sum(entry.parked for entry in left),
+            "outbox_oldest_seconds": max((entry.oldest_s for entry in left), default=0.0),
+        }
+        yield from (Sample(name, (self._app,), value) for name, value in gauges.items())
+        yield from (Sample("outcomes", (self._app, str(which)), count) for which, count in backlog.outcomes.items())
+        yield from state_samples(self._app, "producer", self.health)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -333,6 +354,7 @@ class Producer:
         if not self._backlog.has_room(queue, len(data)):
             room = await sender.room(message.subject, label, len(data), deadline_ms)
             if isinstance(room, QueueFull):
+                sender.count_refused()
                 return _due(unstored(Outcome.REFUSED, str(message.id), message.subject, "", room), later)
             queue = room
         future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()

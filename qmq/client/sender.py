@@ -179,6 +179,10 @@ class Sender:
         return waiting + sum(len(batch) for group in self._groups.values() for batch in group.batches.unresolved())
 
     @property
+    def requests_in_flight(self) -> int:
+        return sum(group.batches.load for group in list(self._groups.values()))
+
+    @property
     def health(self) -> Health:
         """Health of the connections to the groups of all subjects in use; from any thread."""
         if not self._queues:
@@ -229,7 +233,7 @@ class Sender:
     def add_batch(self, queue: SubjectQueue, batch: Batch) -> None:
         """Queue a whole batch, and send it if there is room."""
         if self._closed is not None:
-            batch.resolve(refused("", self._closed))
+            self._backlog.resolve(batch, refused("", self._closed))
             return
         queue.add_batch(batch)
         self._note(queue)
@@ -239,13 +243,21 @@ class Sender:
         """Return the error of a message whose deadline passed before there was room for it."""
         return self._closed or self._why_not(subject)
 
+    def refuse_late(self, batch: Batch) -> None:
+        """Refuse a batch whose deadline passed before it was queued."""
+        self._backlog.resolve(batch, refused("", self.too_late(batch.subject)))
+
+    def count_refused(self) -> None:
+        """Count a message that was refused before it was queued."""
+        self._backlog.count_refused()
+
     def refuse_stuck(self, queue: SubjectQueue, batch: Batch) -> None:
         """Refuse a queued batch if no group of its subject takes requests now."""
         if batch in queue.ready:
             if not any(self._takes(group.broker_group) for group in self._routing.groups_of(queue.subject)):
                 queue.ready.remove(batch)
                 self._settle(queue)
-                batch.resolve(refused("", self._why_not(queue.subject)))
+                self._backlog.resolve(batch, refused("", self._why_not(queue.subject)))
 
     def _why_not(self, subject: str) -> QmqError:
         """Return the error of a message that no group took."""
@@ -350,6 +362,7 @@ class Sender:
         for name, group in self._groups.items():
             if group.batches.has_repeats and self._takes(name):
                 while group.can_send and (batch := group.batches.next_repeat()):
+                    self._backlog.repeats += 1
                     self._transmit(group, batch)
         left = BATCHES_AT_ONCE
         while (queue := self._order.first()) is not None:
@@ -450,7 +463,7 @@ class Sender:
         group.batches.release(batch)
         if self._journal is not None:
             self._journal.stored(batch, result)
-        batch.resolve(result)
+        self._backlog.resolve(batch, result)
         self._lane_is_free(batch)
 
     def _give_up(self, group: _Group, batch: Batch, reason: str) -> None:
@@ -477,6 +490,7 @@ class Sender:
             group.batches.release(batch)
             queue = self._queue_of(group, batch)
             queue.put_back(batch)
+            self._backlog.repeats += 1
             self._note(queue)
             self._lane_is_free(batch)
         is_readonly = isinstance(error, BrokerReadOnly)
@@ -656,6 +670,10 @@ class Senders:
     @property
     def health(self) -> Health:
         return worst(sender.health for sender in self._all)
+
+    @property
+    def requests_in_flight(self) -> int:
+        return sum(sender.requests_in_flight for sender in self._all)
 
     async def _guard_end(self) -> None:
         """Refuse all messages when the event loop ends without closing the producer."""

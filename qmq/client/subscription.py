@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from qmq.client.backlog import QueuedMessage
 from qmq.client.batch import OnReceipt, Outcome, unstored
@@ -22,8 +23,8 @@ from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import NO_ROUTE_YET, TROUBLE_S, RouteWatch
 from qmq.client.sender import Sender
 from qmq.client.terms import Terms
-from qmq.codec import delayed_copy
-from qmq.errors import QmqError
+from qmq.codec import decode_envelope, delayed_copy
+from qmq.errors import InvalidMessage, QmqError
 from qmq.logs import bounded
 from qmq.message import EXPIRES_AFTER, TIMES
 from qmq.remoting.commands import Verdict
@@ -300,8 +301,20 @@ class Subscription:
     @property
     def waiting_messages(self) -> int:
         """Number of messages in the buffer."""
-        here = sum(session.buffered for session in self._sessions.values())
-        return here - self._parcels[0].at if self._parcels else 0
+        here = sum(session.buffered for session in list(self._sessions.values()))
+        with suppress(IndexError):  # taken meanwhile, seen from another thread
+            return here - self._parcels[0].at
+        return 0
+
+    def lag_s(self, now_s: float) -> float:
+        """Return the age of the next waiting message since it was created or due, by the producer's clock; 0 without
+        one. From any thread.
+        """
+        with suppress(IndexError, InvalidMessage):  # taken meanwhile, or bytes of a foreign producer
+            if (message := self.next_message()) is not None:
+                _, created_ms, *_ = decode_envelope(message._data)
+                return max(0.0, now_s - max(created_ms, message.due_ms or 0) / 1000)
+        return 0.0
 
     def release_excess(self) -> None:
         """Release the newest messages of sessions far above their share, as never delivered.
@@ -350,7 +363,7 @@ class Subscription:
     @property
     def taken_open(self) -> int:
         """Number of messages that were taken and are not decided."""
-        return sum(session.unacked.open for session in self._sessions.values()) - self.waiting_messages
+        return sum(session.unacked.open for session in list(self._sessions.values())) - self.waiting_messages
 
     async def flush(self, messages: Collection[ReceivedMessage] | None = None) -> None:
         """Wait until brokers have stored all decisions, or those on `messages` that are not dropped."""

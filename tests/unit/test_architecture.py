@@ -52,7 +52,9 @@ CLIENTS = {
     "qmq.django",
     "qmq.fastapi",
     "qmq.litestar",
+    "qmq.metrics",
     "qmq.otel",
+    "qmq.worker",
     "qmq.reply",
 }
 """Beside the layers: these import the wire only. The last three add to the client what some applications use."""

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import urllib.error
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import qmq
 from qmq.errors import NotServed, cause_of
-from qmq.logs import LINES_MAX, REPEAT_S, Bounded, Json, Text, bounded
+from qmq.logs import HANDLED, LINES_MAX, REPEAT_S, Bounded, Json, MessageFields, Text, bounded
 
 
 def record(text, *values, lineno=1, at=1000.0, exc_info=None):
@@ -115,3 +116,19 @@ def test_signal_toggles_full_logging():
         "second",
         "log level is now WARNING, by SIGUSR1",
     ]
+
+
+def test_records_of_a_handler_name_its_message():
+    message = SimpleNamespace(id="m1", subject="a", group="g", times=2)
+    token = HANDLED.set([message])
+    try:
+        inside, own = record("saved order=%s", "42"), record("handler failed id=%s", "m1")
+        assert MessageFields().filter(inside) and MessageFields().filter(own)
+    finally:
+        HANDLED.reset(token)
+    fields = {"message_id": "m1", "subject": "a", "group": "g", "attempt": "2"}
+    assert json.loads(Json().format(inside))["fields"] == {"order": "42"} | fields
+    assert Text().format(inside).endswith("saved order=42 message_id=m1 subject=a group=g attempt=2")
+    assert json.loads(Json().format(own))["fields"] == {"id": "m1"}, "it names the message itself"
+    outside = record("idle")
+    assert MessageFields().filter(outside) and outside.message_id == "" and Text().format(outside).endswith(" idle")
