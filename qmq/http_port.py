@@ -100,7 +100,11 @@ def listen(host: str, port: int) -> socket.socket:
         host: an IP address; see `bind_address`.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=host == "::")
+    listener = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=host == "::")
+    # asyncio sets it on sockets of its own only. Without it the second answer of a connection waits 40 ms: its body is
+    # sent once the client has confirmed the head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 async def bind_address(host: str) -> str:

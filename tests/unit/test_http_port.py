@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from contextlib import asynccontextmanager, suppress
 from email.utils import parsedate_to_datetime
@@ -55,6 +56,14 @@ async def ok(request):
 
 async def peer(request):
     return PlainTextResponse(request.client.host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_answers_are_not_delayed(host):
+    with listen(host, 0) as listener, socket.create_connection(listener.getsockname()[:2]):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_any_ipv6_address_takes_ipv4_too():
