@@ -10,6 +10,7 @@ import pytest
 from qmq.errors import AccessError, MissingRight, NotServed, RolledBack, SubjectFull
 from qmq.gateway.access import CLIENT, VIEWER, Access
 from qmq.gateway.deliveries import Decision, Deliveries
+from qmq.gateway.main import main
 from qmq.gateway.outcomes import Code, code_of, worst
 from qmq.gateway.repeats import RepeatDiffers, Repeats
 from qmq.gateway.settings import GatewaySettings
@@ -79,6 +80,12 @@ def test_class_of_an_error_determines_its_code():
 def test_wrong_settings_name_the_remedy(wrong, text):
     with pytest.raises(InvalidSettings, match=text):
         GatewaySettings(**{"metaserver": "http://mq1:8080"} | wrong)
+
+
+def test_wrong_file_ends_the_process_with_2(tmp_path, capsys):
+    (tmp_path / "gateway.toml").write_text('metaserver = "http://mq1:8080"\nlease = 5\n')
+    assert main(["--config", str(tmp_path / "gateway.toml")]) == 2
+    assert "lease: unknown setting; known are metaserver, app" in capsys.readouterr().err
 
 
 @asynccontextmanager
