@@ -63,7 +63,7 @@ async def test_stream_delivers_messages_as_events(world):
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"200 OK" in head and b"content-type: text/event-stream" in head
         for number in range(3):
-            await world.send({"properties": {"n": number}})
+            await world.send({"properties": {"n": str(number)}})
             message = await next_event(reader)
             assert message["properties"] == {"n": str(number)}
             assert await world.decide("ack", message) == (200, ["stored"])
@@ -71,7 +71,7 @@ async def test_stream_delivers_messages_as_events(world):
 
 
 async def test_stream_pauses_at_undecided_messages(world):
-    await world.send(*({"properties": {"n": number}} for number in range(3)))
+    await world.send(*({"properties": {"n": str(number)}} for number in range(3)))
     async with request(world, f"GET {STREAM}&unacked_max=2") as (reader, _):
         first, _ = await next_event(reader), await next_event(reader)
         (session,) = world.clients.sessions
