@@ -14,20 +14,19 @@ Each message is in one state:
 A delay group takes a message by storing it, or by writing it again in place of another. Under way: the outcome of its
 batch is unknown, for `UNSENT_MS` at most. Unsent: due for that long, and in no other state. Batches acknowledged by a
 target must be in that group's log; they are found by producer id and batch number.
-
-    delays     the table `delays` of one delay group (audit.tables)
-    frames     the table `frames` of the broker groups that it sends to
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
-from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from qmq.audit.findings import HOUR_MS, FindingKind, JudgeRow, finding
+from qmq.audit.findings import HOUR_MS, FindingKind, JudgeRow, Row, finding
 from qmq.audit.headers import NUMBER_MAX
 from qmq.codec import Buffer
 from qmq.log.delay_frames import Outcome, decode_dispatch, decode_places, decode_settled
@@ -147,164 +146,168 @@ UNSENT_MS = 3_600_000
 LATE_MS = 60_000
 GIVEN_UP_MS = 10_000
 """Batches of unknown outcome are settled later than this: `unknown_ms` is 60 s by default."""
-MESSAGES = 1
-"""FrameKind.MESSAGES."""
+DELAYED_HOUR = "delayed_hour"
+"""Kind of a judged row: subject, hour since 1970 UTC, taken, each of DELAY_STATES, late, late_ms_max."""
+
+_BATCH = ["producer", "batch"]
+EVENTS = pa.schema(
+    [
+        ("event", pa.string()),
+        ("subject", pa.string()),
+        ("offset", pa.int64()),
+        ("number", pa.int64()),
+        ("due_ms", pa.int64()),
+        ("timestamp_ms", pa.int64()),
+        ("target", pa.string()),
+        ("producer", pa.string()),
+        ("batch", pa.int64()),
+    ]
+)
+"""Decisions, as in the table `delays`; and batches in the logs of broker groups (event `logged`), by target."""
+TRIES = pa.schema(
+    [*EVENTS, ("sent_ms", pa.int64()), ("open_ms", pa.int64()), ("is_denied", pa.bool_())],
+)
 
 
-def message_states(delays: DataFrame, now_ms: int) -> DataFrame:
-    """Return each taken message with its state.
+class Waiting(NamedTuple):
+    """Broker groups that take no messages, and the subjects whose delayed messages all go to such groups."""
 
-    out: subject string, number long, due_ms long, offset long, late_ms long (null unless sent), open_ms long (plan time
-    of a batch with unknown outcome), targets array<string>: the broker group of that batch, or those of the subject's
-    other messages, or null; state string.
+    closed: frozenset[str] = frozenset()
+    subjects: Mapping[str, tuple[str, ...]] = {}
+
+
+def tries_of(events: pa.Table, since: Mapping[str, int]) -> tuple[pa.Table, list[tuple[FindingKind, Row]]]:
+    """Return the outcome of each plan in one bucket of batches, and findings about the batches.
+
+    A batch that a broker group acknowledged must be in its log. A batch recorded as refused must not be: after
+    `unknown_ms` a delay server gives up a batch without an answer, a refusal recorded sooner was a broker's answer.
+
+    Args:
+        events: EVENTS `planned`, `stored`, `not_stored` and `logged`.
+        since: broker groups whose logs were read, with the time from which on they have all frames.
+
+    Returns:
+        Plans as TRIES. sent_ms: time of a plan whose batch was stored; open_ms: of one without an outcome; is_denied:
+        whether the batch was refused and is in the log.
     """
-    planned = delays.where("event = 'planned'").select("number", "producer", "batch", "target", "timestamp_ms")
-    settled = delays.where("event in ('stored', 'not_stored')").select("producer", "batch", F.col("event").alias("as"))
-    tries = (
-        planned.join(settled, ["producer", "batch"], "left")
-        .groupBy("number")
-        .agg(
-            F.min(F.when(F.col("as") == "stored", F.col("timestamp_ms"))).alias("sent_ms"),
-            F.max(F.when(F.col("as").isNull(), F.col("timestamp_ms"))).alias("open_ms"),
-            F.max_by("target", "timestamp_ms").alias("target"),
-        )
+    planned, logged = _only(events, "planned"), _only(events, "logged").select(["target", *_BATCH])
+    stored, refused = (
+        _only(events, event).group_by(_BATCH).aggregate([("timestamp_ms", "min")]).rename_columns([*_BATCH, name])
+        for event, name in (("stored", "stored_ms"), ("not_stored", "refused_ms"))
     )
-    gone = delays.where("event in ('cancelled', 'replaced')").groupBy("number").agg(F.max("event").alias("gone"))
-    usual = delays.where("event = 'planned'").groupBy("subject").agg(F.collect_set("target").alias("usual"))
-    taken = delays.where("event = 'taken'").select("subject", "number", "due_ms", "offset")
-    found = taken.join(tries, "number", "left").join(gone, "number", "left").join(F.broadcast(usual), "subject", "left")
-    targets = F.when(F.col("open_ms").isNotNull(), F.array("target")).otherwise(F.col("usual"))
-    state = (
-        F.when(F.col("sent_ms").isNotNull(), "stored")
-        .when(F.col("gone").isNotNull(), F.col("gone"))
-        .when(F.col("open_ms") >= now_ms - UNSENT_MS, "under_way")
-        .when(F.col("due_ms") >= now_ms - UNSENT_MS, "pending")
-        .otherwise("unsent")
-    )
-    return found.select(
-        "subject",
-        "number",
-        "due_ms",
-        "offset",
-        (F.col("sent_ms") - F.col("due_ms")).alias("late_ms"),
-        "open_ms",
-        targets.alias("targets"),
-        state.alias("state"),
-    )
+    logged = logged.group_by(["target", *_BATCH]).aggregate([])
+    logged = logged.append_column("is_logged", pa.repeat(True, len(logged)))
+    tries = planned.join(stored, _BATCH).join(refused, _BATCH).join(logged, ["target", *_BATCH])
+    is_stored, is_refused, is_logged = (pc.is_valid(tries[name]) for name in ("stored_ms", "refused_ms", "is_logged"))
+    at_ms, none = tries["timestamp_ms"], pa.scalar(None, pa.int64())
+    soon = pc.fill_null(pc.less(tries["refused_ms"], pc.add(at_ms, GIVEN_UP_MS)), False)
+    is_denied = pc.and_(pc.and_(is_refused, is_logged), soon)
+    names, times = pa.array(list(since), pa.string()), pa.array(list(since.values()), pa.int64())
+    kept = pc.take(times, pc.index_in(tries["target"], names))
+    is_due = pc.and_(is_stored, pc.fill_null(pc.greater(at_ms, kept), False))
+    found = [
+        *_batches(tries.filter(pc.and_not(is_due, is_logged)), FindingKind.LOST, "acknowledged, and not in the log of"),
+        *_batches(tries.filter(is_denied), FindingKind.TWICE, "recorded as not stored, and in the log of"),
+    ]
+    is_open = pc.invert(pc.or_(is_stored, is_refused))
+    tries = tries.append_column("sent_ms", pc.if_else(is_stored, at_ms, none))
+    tries = tries.append_column("open_ms", pc.if_else(is_open, at_ms, none)).append_column("is_denied", is_denied)
+    return tries.select(TRIES.names).cast(TRIES), found
 
 
-def account_per_hour(found: DataFrame) -> DataFrame:
-    """Return the equation per subject and hour of the due time: the number of messages in each state.
+def _batches(tries: pa.Table, what: FindingKind, problem: str) -> Iterator[tuple[FindingKind, Row]]:
+    """Yield a finding for each batch, at its first message."""
+    by = ["target", "subject", "producer", "batch", "offset"]
+    for row in tries.group_by(by).aggregate([("number", "min"), ("number", "count_distinct")]).to_pylist():
+        text = f"{row['number_count_distinct']} messages, batch {row['batch']} of producer {row['producer']}: {problem}"
+        about = {"subject": row["subject"], "sequence": row["number_min"], "offset": row["offset"]}
+        yield what, about | {"text": f"{text} {row['target']}"}
 
-    in: `message_states`; out: subject string, hour timestamp, taken long, a long for each of DELAY_STATES, late long
-    (sent more than LATE_MS after the due time), late_ms_max long.
+
+def message_states(events: pa.Table, tries: pa.Table, now_ms: int) -> pa.Table:
+    """Return each taken message with its state, in one bucket of message numbers.
+
+    Args:
+        events: EVENTS `taken`, `cancelled` and `replaced`.
+        tries: as of `tries_of`.
+
+    Returns:
+        subject string, number long, due_ms long, offset long, late_ms long (null unless sent), open_ms long (time of a
+        plan without an outcome), target string (of the last plan), is_denied bool, state string.
     """
-    hour = F.timestamp_millis(F.floor(F.col("due_ms") / HOUR_MS) * HOUR_MS).alias("hour")
-    counts = [F.count_if(F.col("state") == state).alias(state) for state in DELAY_STATES]
-    late = F.count_if(F.col("late_ms") > LATE_MS).alias("late")
-    return found.groupBy("subject", hour).agg(
-        F.count("*").alias("taken"), *counts, late, F.max("late_ms").alias("late_ms_max")
+    last = tries.sort_by("timestamp_ms").group_by("number", use_threads=False)
+    plans = last.aggregate([("sent_ms", "min"), ("open_ms", "max"), ("target", "last"), ("is_denied", "max")])
+    plans = plans.rename_columns(["number", "sent_ms", "open_ms", "target", "is_denied"])
+    gone = pa.concat_tables([_only(events, "cancelled"), _only(events, "replaced")])
+    gone = gone.group_by("number").aggregate([("event", "max")]).rename_columns(["number", "gone"])
+    taken = _only(events, "taken").select(["subject", "number", "due_ms", "offset"])
+    found = taken.join(plans, "number").join(gone, "number")
+    since_ms = now_ms - UNSENT_MS
+    cases = pc.make_struct(
+        pc.is_valid(found["sent_ms"]),
+        pc.is_valid(found["gone"]),
+        pc.greater_equal(found["open_ms"], since_ms),
+        pc.greater_equal(found["due_ms"], since_ms),
     )
+    state = pc.case_when(cases, "stored", found["gone"], "under_way", "pending", "unsent")
+    late = pc.subtract(found["sent_ms"], found["due_ms"])
+    found = found.drop_columns(["sent_ms", "gone"])
+    return found.append_column("late_ms", late).append_column("state", state)
 
 
-def unsent_messages(found: DataFrame) -> DataFrame:
-    """Return messages due long ago and never sent.
+def account_per_hour(found: pa.Table) -> Iterator[Row]:
+    """Yield the equation per subject and hour of the due time: DELAYED_HOUR. in: `message_states`."""
+    hour = pc.divide(found["due_ms"], HOUR_MS)
+    columns = {"subject": found["subject"], "hour": hour, "late_ms_max": found["late_ms"]}
+    columns |= {state: pc.equal(found["state"], state).cast(pa.int64()) for state in DELAY_STATES}
+    columns["late"] = pc.fill_null(pc.greater(found["late_ms"], LATE_MS), False).cast(pa.int64())
+    names = (*DELAY_STATES, "late")
+    asked = [("state", "count"), *((name, "sum") for name in names), ("late_ms_max", "max")]
+    table = pa.table(columns | {"state": found["state"]}).group_by(["subject", "hour"]).aggregate(asked)
+    yield from table.rename_columns(["subject", "hour", "taken", *names, "late_ms_max"]).to_pylist()
 
-    in: `message_states`; out: subject string, sequence long (message number), offset long, text string, targets
-    array<string>.
+
+def unsent_messages(found: pa.Table, waiting: Waiting) -> tuple[pa.Table, Counter[tuple[str, ...]]]:
+    """Return messages due long ago and never sent, and the number of those that wait for closed broker groups.
+
+    A refused batch that is in the log of its broker group is a finding of its own. in, and out: `message_states`.
     """
-    due = F.concat(F.lit("due at "), _moment(F.col("due_ms")))
-    planned = F.concat(
-        F.lit(", planned for "),
-        F.col("targets")[0],
-        F.lit(" at "),
-        _moment(F.col("open_ms")),
-        F.lit(", and what became of that is unknown"),
-    )
-    text = F.concat(due, F.coalesce(planned, F.lit(", and neither sent nor cancelled")))
-    return found.where("state = 'unsent'").select(
-        "subject", F.col("number").alias("sequence"), "offset", text.alias("text"), "targets"
-    )
+    unsent = found.filter(pc.equal(found["state"], "unsent"))
+    is_open = pc.is_valid(unsent["open_ms"])
+    closed = pc.is_in(unsent["target"], pa.array(list(waiting.closed), pa.string()))
+    idle = pc.is_in(unsent["subject"], pa.array(list(waiting.subjects), pa.string()))
+    waits = pc.if_else(is_open, closed, idle)
+    waits_for: Counter[tuple[str, ...]] = Counter()
+    groups = unsent.append_column("is_open", is_open).filter(waits).group_by(["subject", "target", "is_open"])
+    for row in groups.aggregate([([], "count_all")]).to_pylist():
+        waits_for[(row["target"],) if row["is_open"] else waiting.subjects[row["subject"]]] += row["count_all"]
+    is_denied = pc.fill_null(unsent["is_denied"], False)
+    return unsent.filter(pc.invert(pc.or_(waits, is_denied))), waits_for
 
 
-def early_messages(delays: DataFrame) -> DataFrame:
-    """Return messages planned before their own due time, regardless of the due time in the plan.
-
-    in: `message_states`; out: as `unsent_messages`, without targets.
-    """
-    planned = delays.where("event = 'planned'").select(
-        "subject", F.col("number").alias("sequence"), "offset", F.col("due_ms").alias("said_ms"), "timestamp_ms"
-    )
-    taken = delays.where("event = 'taken'").select(F.col("number").alias("sequence"), "due_ms")
-    found = planned.join(taken, "sequence").where("timestamp_ms < due_ms and said_ms != due_ms")
-    text = F.format_string("planned %d ms before it is due by itself", F.col("due_ms") - F.col("timestamp_ms"))
-    return found.select("subject", "sequence", "offset", text.alias("text"))
+def unsent_finding(row: Row) -> Row:
+    """Return the finding about a message of `unsent_messages`."""
+    text = f"due at {_moment(row['due_ms'])}"
+    if row["open_ms"] is None:
+        text += ", and neither sent nor cancelled"
+    else:
+        text += f", planned for {row['target']} at {_moment(row['open_ms'])}, and its outcome is unknown"
+    return {"subject": row["subject"], "sequence": row["number"], "offset": row["offset"], "text": text}
 
 
-def waits_for(closed: Collection[str]) -> Column:
-    """Return whether all `targets`, at least one, are among these closed broker groups."""
-    if not closed:
-        return F.lit(False)
-    are_closed = F.forall("targets", lambda name: name.isin(list(closed)))
-    return F.coalesce((F.size("targets") > 0) & are_closed, F.lit(False))
+def early_messages(events: pa.Table, tries: pa.Table) -> Iterator[Row]:
+    """Yield findings about messages planned before their own due time, regardless of the due time in the plan."""
+    taken = _only(events, "taken").select(["number", "due_ms"]).rename_columns(["number", "own_ms"])
+    found = tries.join(taken, "number", join_type="inner")
+    early = pc.and_(pc.less(found["timestamp_ms"], found["own_ms"]), pc.not_equal(found["due_ms"], found["own_ms"]))
+    for row in found.filter(early).to_pylist():
+        text = f"planned {row['own_ms'] - row['timestamp_ms']} ms before it is due by itself"
+        yield {"subject": row["subject"], "sequence": row["number"], "offset": row["offset"], "text": text}
 
 
-def absent_batches(delays: DataFrame, frames: DataFrame, since: DataFrame) -> DataFrame:
-    """Return batches that a broker group acknowledged and its log lacks.
-
-    Batches planned before the oldest frame of that log are left out. in: since: target string, since_ms long; out: as
-    `unsent_messages`, of the first message.
-    """
-    stored = delays.where("event = 'stored'").select("producer", "batch").distinct()
-    batches = (
-        delays.where("event = 'planned'")
-        .groupBy("target", "subject", "producer", "batch", "offset")
-        .agg(F.min("number").alias("sequence"), F.count("*").alias("messages"), F.min("timestamp_ms").alias("at_ms"))
-    )
-    due = batches.join(stored, ["producer", "batch"]).join(since, "target").where("at_ms > since_ms")
-    kept = (
-        frames.where(f"kind = {MESSAGES}").select(F.col("broker_group").alias("target"), "producer", "batch").distinct()
-    )
-    text = F.format_string(
-        "%d messages, batch %d of producer %s: acknowledged, and not in the log of %s",
-        "messages",
-        "batch",
-        "producer",
-        "target",
-    )
-    return due.join(kept, ["target", "producer", "batch"], "left_anti").select(
-        "subject", "sequence", "offset", text.alias("text")
-    )
+def _only(events: pa.Table, event: str) -> pa.Table:
+    return events.filter(pc.equal(events["event"], event))
 
 
-def denied_batches(delays: DataFrame, frames: DataFrame) -> DataFrame:
-    """Return batches recorded as not stored, and in the log of their broker group.
-
-    A delay server gives up a batch without an answer after `unknown_ms`, and its messages go to another group. A
-    refusal recorded sooner was a broker's answer. out: as `absent_batches`, and numbers array<long>: its messages.
-    """
-    refused = delays.where("event = 'not_stored'").select(
-        "producer", "batch", F.col("timestamp_ms").alias("settled_ms")
-    )
-    batches = (
-        delays.where("event = 'planned'")
-        .join(refused, ["producer", "batch"])
-        .where(F.col("settled_ms") < F.col("timestamp_ms") + GIVEN_UP_MS)
-        .groupBy(F.col("target").alias("broker_group"), "subject", "producer", "batch", "offset")
-        .agg(F.collect_set("number").alias("numbers"))
-    )
-    text = F.format_string(
-        "%d messages, batch %d of producer %s: recorded as not stored, and in the log of %s",
-        F.size("numbers"),
-        "batch",
-        "producer",
-        "broker_group",
-    )
-    stored = frames.where(f"kind = {MESSAGES}").select("broker_group", "producer", "batch")
-    return batches.join(stored, ["broker_group", "producer", "batch"], "left_semi").select(
-        "subject", F.array_min("numbers").alias("sequence"), "offset", text.alias("text"), "numbers"
-    )
-
-
-def _moment(ms: Column) -> Column:
-    return F.date_format(F.timestamp_millis(ms), "yyyy-MM-dd HH:mm:ss")
+def _moment(ms: int) -> str:
+    return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"

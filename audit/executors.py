@@ -6,24 +6,27 @@ Spark could read during its own start. On Spark, each task is a row, so a task r
     facts    job int, key string, piece long, copy string, payload binary (`audit.plan`)
     judged   job int, copy string, kind string, payload string, listed boolean
 
-Spark joins and compiles nothing: the plan is one sort with two functions of ours around it.
+Spark joins and compiles nothing: the plan is a sort between functions of ours.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
+import pyarrow.dataset
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.storagelevel import StorageLevel
 
 from qmq.audit.copies import CannotRead
-from qmq.audit.plan import Fact, Judged, Task, judge_facts, read_task
+from qmq.audit.plan import Fact, Judged
 
 HERE_BYTES_MAX = 1 << 30
 """Bytes of all copies that are read in this process; beyond, Spark pays for its start of 7 CPU seconds on two cores."""
@@ -47,6 +50,23 @@ _JUDGED = pa.schema(
 )
 
 Start = Callable[[], SparkSession]
+Read = Callable[[Any], Iterator[Fact]]
+"""Yields the facts of a task."""
+Stage = Callable[[Iterable[Fact]], Iterator[list[Any]]]
+"""Takes facts that are sorted by job, key, piece and copy. The last stage yields judged rows, others yield facts."""
+Make = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+"""Makes rows of a table out of judged rows."""
+
+
+class Rows(Protocol):
+    """All judged rows of a fold, listed or not."""
+
+    def write(self, make: Make, schema: pa.Schema, folder: Path, totals: Mapping[str, str] | None = None) -> None:
+        """Write a table as Parquet, one folder per `day`, in place of `folder`. Raises OSError.
+
+        Args:
+            totals: columns to add up, with "sum" or "max"; the others name the row.
+        """
 
 
 class Failed(NamedTuple):
@@ -66,21 +86,29 @@ def outcome_of(step: Callable[[Any], Any], task: Any) -> Any:
 class Executor(Protocol):
     """Runs the tasks of one wave of broker groups."""
 
-    def judge(self, tasks: Sequence[Task], store: Callable[[DataFrame], None] | None = None) -> Iterable[Judged]:
-        """Read all tasks, judge their facts, and return the listed rows. `store` takes the table of all rows."""
+    def fold(
+        self, tasks: Sequence[Any], read: Read, stages: Sequence[Stage], store: Callable[[Rows], None] | None = None
+    ) -> Iterable[Judged]:
+        """Read all tasks, pass their facts through the stages, and return the listed rows. `store` takes all rows."""
 
     def run(self, step: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
         """Run `step` on each task; return the results in order, `Failed` for a step that raised an error."""
 
 
 class InProcess:
-    """Runs tasks one after the other in this process. It stores no tables."""
+    """Runs tasks one after the other in this process."""
 
-    def judge(self, tasks: Sequence[Task], store: Callable[[DataFrame], None] | None = None) -> Iterator[Judged]:
-        facts: list[Fact] = [fact for task in tasks for fact in read_task(task)]
-        facts.sort(key=itemgetter(0, 1, 2, 3))
-        for rows in judge_facts(facts):
-            yield from (row for row in rows if row[4])
+    def fold(
+        self, tasks: Sequence[Any], read: Read, stages: Sequence[Stage], store: Callable[[Rows], None] | None = None
+    ) -> Iterator[Judged]:
+        facts: Iterable[Fact] = (fact for task in tasks for fact in read(task))
+        for stage in stages[:-1]:
+            facts = [fact for some in stage(_sorted(facts)) for fact in some]
+        judged: Iterable[Judged] = (row for some in stages[-1](_sorted(facts)) for row in some)
+        if store is not None:
+            judged = [*judged]
+            store(_RowsHere(judged))
+        yield from (row for row in judged if row[4])
 
     def run(self, step: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
         return [outcome_of(step, task) for task in tasks]
@@ -98,19 +126,23 @@ class OnSpark:
             if self._spark.conf.isModifiable(name):
                 self._spark.conf.set(name, value)
 
-    def judge(self, tasks: Sequence[Task], store: Callable[[DataFrame], None] | None = None) -> Iterator[Judged]:
+    def fold(
+        self, tasks: Sequence[Any], read: Read, stages: Sequence[Stage], store: Callable[[Rows], None] | None = None
+    ) -> Iterator[Judged]:
         parts = _judges(self._spark, len(tasks))
-        facts = self._task_rows(tasks).mapInArrow(_read, from_arrow_schema(_FACTS))
-        ordered = facts.repartition(parts, "job", "key").sortWithinPartitions("job", "key", "piece", "copy")
-        judged = ordered.mapInArrow(_judge, from_arrow_schema(_JUDGED))
+        rows = self._task_rows(tasks).mapInArrow(partial(_read, read), from_arrow_schema(_FACTS))
+        for stage in stages:
+            ordered = rows.repartition(parts, "job", "key").sortWithinPartitions("job", "key", "piece", "copy")
+            schema = _JUDGED if stage is stages[-1] else _FACTS
+            rows = ordered.mapInArrow(partial(_stage, stage, schema), from_arrow_schema(schema))
         if store is not None:
-            judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
+            rows = rows.persist(StorageLevel.MEMORY_AND_DISK)
         try:
-            listed = judged.where("listed").toArrow()
+            listed = rows.where("listed").toArrow()
             if store is not None:
-                store(judged)
+                store(_RowsOnSpark(rows))
         finally:
-            judged.unpersist()
+            rows.unpersist()
         yield from rows_of(listed)
 
     def run(self, step: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -159,15 +191,15 @@ def _run(step: Callable[[Any], Any], batches: Iterable[pa.RecordBatch]) -> Itera
         yield _batch([(number, pickle.dumps(outcome_of(step, task), 5))], _OUTCOME)
 
 
-def _read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _read(read: Read, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for _, task in _tasks(batches):
         for step in task:
-            yield _batch([*read_task([step])], _FACTS)
+            yield _batch([*read([step])], _FACTS)
 
 
-def _judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for rows in judge_facts(_facts(batches)):
-        yield _batch(rows, _JUDGED)
+def _stage(stage: Stage, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for rows in stage(_facts(batches)):
+        yield _batch(rows, schema)
 
 
 def _facts(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:
@@ -176,6 +208,52 @@ def _facts(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:
         columns = [batch.column(column).to_pylist() for column in range(4)]
         for place, about in enumerate(zip(*columns)):
             yield *about, batch.column(4)[place].as_py()
+
+
+def _sorted(facts: Iterable[Fact]) -> list[Fact]:
+    return sorted(facts, key=itemgetter(0, 1, 2, 3))
+
+
+class _RowsHere:
+    """Judged rows in this process."""
+
+    def __init__(self, rows: Sequence[Judged]) -> None:
+        self._rows = rows
+
+    def write(self, make: Make, schema: pa.Schema, folder: Path, totals: Mapping[str, str] | None = None) -> None:
+        table = pa.Table.from_batches(make([_batch(self._rows, _JUDGED)]), schema)
+        if totals:
+            keys = [name for name in schema.names if name not in totals]
+            table = table.group_by(keys).aggregate([*totals.items()]).rename_columns([*keys, *totals])
+        write_table(table, folder)
+
+
+class _RowsOnSpark:
+    """Judged rows in a Spark session."""
+
+    def __init__(self, rows: DataFrame) -> None:
+        self._rows = rows
+
+    def write(self, make: Make, schema: pa.Schema, folder: Path, totals: Mapping[str, str] | None = None) -> None:
+        table = self._rows.mapInArrow(make, from_arrow_schema(schema))
+        if totals:
+            keys = [name for name in schema.names if name not in totals]
+            table = table.groupBy(*keys).agg(dict(totals))
+            table = table.select(*keys, *(table[f"{how}({name})"].alias(name) for name, how in totals.items()))
+        table.write.mode("overwrite").partitionBy("day").parquet(str(folder))
+
+
+def write_table(table: pa.Table, folder: Path) -> None:
+    """Write a table as `Rows.write` does."""
+    shutil.rmtree(folder, ignore_errors=True)
+    pyarrow.dataset.write_dataset(
+        table,
+        folder,
+        format="parquet",
+        partitioning=["day"],
+        partitioning_flavor="hive",
+        existing_data_behavior="overwrite_or_ignore",
+    )
 
 
 class Executors:
@@ -189,9 +267,9 @@ class Executors:
         self._start = spark if callable(spark) else None
         self._session = None if callable(spark) else spark
 
-    def of(self, size: int, *, stores: bool = False) -> Executor:
-        """Return the executor for `size` bytes of logs; `stores`: tables are stored."""
-        if self._session is None and (self._start is None or (size <= HERE_BYTES_MAX and not stores)):
+    def of(self, size: int) -> Executor:
+        """Return the executor for `size` bytes of logs."""
+        if self._session is None and (self._start is None or size <= HERE_BYTES_MAX):
             return InProcess()
         return OnSpark(self.session())
 
@@ -202,7 +280,6 @@ class Executors:
     def session(self) -> SparkSession:
         """Return the session; start it if need be."""
         if self._session is None:
-            if self._start is None:
-                raise CannotRead("this needs Spark, and the audit runs without it")
+            assert self._start is not None
             self._session = self._start()
         return self._session

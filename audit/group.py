@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
 from qmq.audit.copies import CannotRead
 from qmq.audit.delay_groups import Source, account_for, is_delay_group
-from qmq.audit.executors import Executor, Executors, Failed, Start
+from qmq.audit.executors import Executor, Executors, Failed, Rows, Start
 from qmq.audit.facts import LogRange, Reading
 from qmq.audit.findings import BOTH, MASTER, SLAVE, FindingKind, share_of
 from qmq.audit.frame_order import AHEAD_MS_MAX
@@ -30,9 +30,9 @@ from qmq.audit.history import ledger_entry, verified
 from qmq.audit.inspection import Pair, compare_pair, describe_findings
 from qmq.audit.journal import check_journal, due_of_logs, due_since
 from qmq.audit.places import check_places
-from qmq.audit.plan import Job, tasks_of
+from qmq.audit.plan import Job, judge_facts, read_task, tasks_of
 from qmq.audit.results import Group, GroupAnswer, Result
-from qmq.audit.store import store_counts, store_findings
+from qmq.audit.store import store_counts, store_delays, store_findings
 from qmq.audit.verdict import (
     check_against_history,
     check_all_was_read,
@@ -94,7 +94,7 @@ def _audit_all(executors: Executors, groups: Sequence[Group], options: Options, 
 
 
 def _audit_wave(executors: Executors, wave: Sequence[Audit], options: Options, known: Sequence[Group]) -> None:
-    executor = executors.of(sum(audit.due_bytes for audit in wave), stores=options.parquet is not None)
+    executor = executors.of(sum(audit.due_bytes for audit in wave))
     _read_and_judge(executor, wave, options)
     each(wave, lambda audit: _judge(audit, options))
     _compare(executor, wave, options)
@@ -105,7 +105,7 @@ def _audit_wave(executors: Executors, wave: Sequence[Audit], options: Options, k
     each(wave, lambda audit: _finish(audit, options))
     for audit in wave:
         if options.tables is not None and audit.result.unreadable is None:
-            audit.store(partial(store_findings, executors.session(), audit.result, options.tables))
+            audit.store(partial(store_findings, audit.result, options.tables))
         if audit.result.unreadable is None:  # others are audited again
             _record(audit, options)
         audit.let_go()
@@ -166,7 +166,7 @@ def _read_and_judge(executor: Executor, audits: Sequence[Audit], options: Option
     if not any(job.pieces for job in jobs):
         return
 
-    def store(judged: DataFrame) -> None:
+    def store(judged: Rows) -> None:
         for number, audit in enumerate(asked):
             if (tables := options.tables) is not None:
                 names = tuple(audit.group.places)
@@ -174,7 +174,8 @@ def _read_and_judge(executor: Executor, audits: Sequence[Audit], options: Option
 
     try:
         tasks = tasks_of(jobs, options.piece_bytes)
-        for job, copy, kind, payload, _ in executor.judge(tasks, store if options.tables is not None else None):
+        wanted = store if options.tables is not None else None
+        for job, copy, kind, payload, _ in executor.fold(tasks, read_task, [judge_facts], wanted):
             asked[job].answer.take(copy, kind, json.loads(payload))
     except Exception as error:
         for audit in asked:
@@ -257,21 +258,24 @@ def _conclude(audit: Audit, options: Options) -> None:
 def _account_for_delays(executors: Executors, audit: Audit, groups: Sequence[Group], options: Options) -> None:
     """Account for the messages of a delay group; look for sent messages in the logs of all groups of this run.
 
-    A directory does not record when it was copied, so its last frame sets the time by which messages were due.
+    A directory does not record when it was copied, so its newest frame sets the time by which messages were due.
     """
     place = audit.group.places[MASTER]
     if not audit.group.is_delay and not any(map(is_delay_group, audit.group.places.values())):
         return
     targets = [Source(group.name, group.places[MASTER]) for group in groups if MASTER in group.places]
-    now_ms = None if "path" in place else audit.result.until_ms - AHEAD_MS_MAX
+    before = audit.history.before
+    newest_ms = max(audit.answer.last_ms, before.timestamp_ms if before is not None else 0)
+    now_ms = newest_ms if "path" in place else audit.result.until_ms - AHEAD_MS_MAX
     closed = {group.name: group.closed for group in groups if group.closed}
 
-    def store(hours: DataFrame) -> None:
+    def store(judged: Rows) -> None:
         if options.tables is not None:
-            audit.store(partial(options.tables.write_by_day, hours, audit.group.name, "delayed"))
+            audit.store(partial(store_delays, judged, audit.group.name, options.tables))
 
     source = Source(audit.group.name, place)
-    account = account_for(executors.session(), source, targets, now_ms=now_ms, store=store, closed=closed)
+    wanted = store if options.tables is not None else None
+    account = account_for(executors, source, targets, now_ms=now_ms, store=wanted, closed=closed)
     audit.result.delayed = account.rows
     audit.result.notes += account.notes
     for row in account.findings:

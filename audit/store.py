@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
+import pyarrow as pa
 
 from qmq.audit.conservation import STATES
 from qmq.audit.consumption import CONSERVED
-from qmq.audit.findings import FINDINGS, HOUR
+from qmq.audit.delays import DELAY_STATES, DELAYED_HOUR
+from qmq.audit.executors import Rows, write_table
+from qmq.audit.facts import ALL
+from qmq.audit.findings import FINDINGS, HOUR, HOUR_MS, Row
+from qmq.audit.plan import Judged
 from qmq.audit.results import Result
 
-_FINDINGS = ", ".join(f"{name} {'long' if name in ('offset', 'end', 'sequence') else 'string'}" for name in FINDINGS)
+_MOMENT = pa.timestamp("us", "UTC")
+_DAY = ("day", pa.string())
+_NUMBERS = ("stored", *STATES, "nacked")
+_DELAYED = ("taken", *DELAY_STATES, "late")
+
+_HOURS = pa.schema(
+    [
+        ("copy", pa.string()),
+        ("subject", pa.string()),
+        ("hour", _MOMENT),
+        ("messages", pa.int64()),
+        ("bytes", pa.int64()),
+        _DAY,
+    ]
+)
+_CONSERVED = pa.schema(
+    [
+        ("copy", pa.string()),
+        ("subject", pa.string()),
+        ("consumer_group", pa.string()),
+        ("hour", _MOMENT),
+        *((name, pa.int64()) for name in _NUMBERS),
+        _DAY,
+    ]
+)
+_OF_DELAYS = pa.schema(
+    [
+        ("subject", pa.string()),
+        ("hour", _MOMENT),
+        *((name, pa.int64()) for name in (*_DELAYED, "late_ms_max")),
+        _DAY,
+    ]
+)
+_FINDINGS = pa.schema(
+    [(name, pa.int64() if name in ("offset", "end", "sequence") else pa.string()) for name in FINDINGS] + [_DAY]
+)
 
 
 class Tables(NamedTuple):
@@ -26,15 +68,11 @@ class Tables(NamedTuple):
     folder: Path
     run: str
 
-    def write(self, rows: DataFrame, group: str, table: str) -> None:
-        """Write rows with a `day`. Raises OSError."""
+    def place(self, group: str, table: str) -> Path:
+        """Return the folder of this run's rows."""
         folder = self.folder / group / table
         _keep_earlier(folder)
-        rows.write.mode("overwrite").partitionBy("day").parquet(str(folder / f"run={self.run}"))
-
-    def write_by_day(self, hours: DataFrame, group: str, table: str) -> None:
-        """Write rows with an `hour`. Raises OSError."""
-        self.write(hours.withColumn("day", F.to_date("hour")), group, table)
+        return folder / f"run={self.run}"
 
 
 def _keep_earlier(folder: Path) -> None:
@@ -46,26 +84,64 @@ def _keep_earlier(folder: Path) -> None:
             path.rename(place / path.name)
 
 
-def store_counts(judged: DataFrame, job: int, group: str, names: tuple[str, ...], tables: Tables) -> None:
-    """Store counts per subject and hour, and the equations. in: `audit.executors`."""
-    copies = F.explode(F.when(F.col("copy") == "", F.array(*map(F.lit, names))).otherwise(F.array("copy")))
-    rows = judged.where(F.col("job") == job).withColumn("copy", copies)
-    of = F.from_json("payload", "subject string, hour long, messages long, bytes long")
-    hours = rows.where(F.col("kind") == HOUR).select("copy", of.alias("of"))
-    hour = F.timestamp_seconds(F.col("of.hour") * 3600).alias("hour")
-    tables.write_by_day(hours.select("copy", "of.subject", hour, "of.messages", "of.bytes"), group, "hours")
-    numbers = ("stored", *STATES, "nacked")
-    inner = "hour long, group string, " + ", ".join(f"{name} long" for name in numbers)
-    outer = F.from_json("payload", "subject string, equation string")
-    kept = rows.where(F.col("kind") == CONSERVED).select("copy", outer.alias("by"))
-    kept = kept.select("copy", F.col("by.subject").alias("subject"), F.from_json("by.equation", inner).alias("of"))
-    columns = [F.col(f"of.{name}").alias(name) for name in numbers]
-    consumers = F.col("of.group").alias("consumer_group")
-    tables.write_by_day(kept.select("copy", "subject", consumers, hour, *columns), group, "conserved")
+def store_counts(judged: Rows, job: int, group: str, names: tuple[str, ...], tables: Tables) -> None:
+    """Store counts per subject and hour, and the equations, of one broker group. Raises OSError."""
+    for table, make, schema in (("hours", _hours, _HOURS), ("conserved", _conserved, _CONSERVED)):
+        judged.write(partial(_made, make, schema, (job, names)), schema, tables.place(group, table))
 
 
-def store_findings(spark: SparkSession, result: Result, tables: Tables) -> None:
-    """Store the findings of one group."""
-    rows = [{name: row.get(name) for name in FINDINGS} for row in result.findings]
-    day = F.to_date(F.lit(tables.run[:10])).alias("day")
-    tables.write(spark.createDataFrame(rows, _FINDINGS).select("*", day), result.group, "findings")
+def store_delays(judged: Rows, group: str, tables: Tables) -> None:
+    """Store the equations of a delay group. Raises OSError."""
+    totals = dict.fromkeys(_DELAYED, "sum") | {"late_ms_max": "max"}
+    make = partial(_made, _delays, _OF_DELAYS, (0, ()))
+    judged.write(make, _OF_DELAYS, tables.place(group, "delayed"), totals)
+
+
+def store_findings(result: Result, tables: Tables) -> None:
+    """Store the findings of one group. Raises OSError."""
+    rows = [{name: row.get(name) for name in FINDINGS} | {"day": tables.run[:10]} for row in result.findings]
+    write_table(pa.Table.from_pylist(rows, _FINDINGS), tables.place(result.group, "findings"))
+
+
+Of = tuple[int, tuple[str, ...]]
+"""Job whose rows are stored, and the names of its copies."""
+
+
+def _made(
+    make: Callable[[Of, Judged], Iterable[Row]], schema: pa.Schema, of: Of, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        judged = zip(*(column.to_pylist() for column in batch.columns))
+        yield pa.RecordBatch.from_pylist([row for of_row in judged for row in make(of, of_row)], schema)
+
+
+def _hours(of: Of, judged: Judged) -> Iterator[Row]:
+    for copy, row in _of_kind(HOUR, of, judged):
+        yield row | {"copy": copy} | _at(row["hour"])
+
+
+def _conserved(of: Of, judged: Judged) -> Iterator[Row]:
+    for copy, row in _of_kind(CONSERVED, of, judged):
+        equation: Mapping[str, Any] = json.loads(row["equation"])
+        about = {"copy": copy, "subject": row["subject"], "consumer_group": equation["group"]}
+        yield about | {name: equation[name] for name in _NUMBERS} | _at(equation["hour"])
+
+
+def _delays(of: Of, judged: Judged) -> Iterator[Row]:
+    for _, row in _of_kind(DELAYED_HOUR, of, judged):
+        yield row | _at(row["hour"])
+
+
+def _of_kind(kind: str, of: Of, judged: Judged) -> Iterator[tuple[str, Row]]:
+    """Yield (copy, row) for each copy that a judged row is about."""
+    (wanted, names), (job, copy, found, payload, _) = of, judged
+    if (job, found) == (wanted, kind):
+        row = json.loads(payload)
+        for name in names if copy == ALL and names else (copy,):
+            yield name, row
+
+
+def _at(hours: int) -> Row:
+    """Return the columns of an hour since 1970."""
+    moment = datetime.fromtimestamp(hours * HOUR_MS // 1000, UTC)
+    return {"hour": moment, "day": f"{moment:%Y-%m-%d}"}

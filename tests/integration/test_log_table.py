@@ -12,22 +12,18 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from qmq.audit.delay_groups import Source, account_for
-from qmq.audit.delays import DELAY_STATES
 from qmq.audit.group import audit_groups
 from qmq.audit.jobs.find import find
 from qmq.audit.jobs.trail import find_trail
-from qmq.audit.results import Group
 from qmq.audit.wave import Options
-from qmq.codec import FLAG_DELAYED, encode_message, join_batch, with_properties
-from qmq.delayserver.messages import with_due
-from qmq.log.delay_frames import SCHEDULE_FOLDER, Outcome, encode_dispatch, encode_places, encode_settled
+from qmq.codec import encode_message, with_properties
 from qmq.log.frame import FrameKind
 from qmq.message import Message
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Epoch
 from tests.support.spark import local_spark
-from tests.unit.audit.logs import BEGIN_MS, HOUR_MS, LogWriter
+from tests.unit.audit.logs import BEGIN_MS, LogWriter
+from tests.unit.audit.test_delay_groups import write_groups
 from tests.unit.audit.test_table import A, ruin, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -146,86 +142,11 @@ def test_every_notebook_cell_runs(
     assert {f"|{A}|10|2023-11-1422:00:00|", "|g|2|0.0|", "|%DEAD_RETRY%order.changed%g|no|1|"} <= shown
 
 
-def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]]:
-    """Write a delay group's log with seven messages due at once; return their numbers.
-
-    Messages 0 to 2 are stored, 3 has an unknown outcome, 4 is cancelled, 5 is rewritten for tomorrow, 6 is not sent.
-    With `is_early` the rewritten one is dispatched at once.
-    """
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
-    due_ms = log.timestamp_ms + 1_000
-    encoded = [encode_message(Message(A, {}, id=f"m{n}"), 0) for n in range(7)]
-    messages = [with_due(bytes([data[0] | FLAG_DELAYED]) + data[1:], due_ms) for data in encoded]
-    frame = log.messages(A, messages)
-    first = frame.offset + frame.body_at + 4 * (len(messages) + 1)
-    numbers = [first + n * len(messages[0]) for n in range(7)]
-    log.timestamp_ms += 2 * HOUR_MS
-    for batch, chosen in ((1, numbers[:3]), (2, numbers[3:4])):
-        body = encode_dispatch("g1", encode_places([(number, due_ms) for number in chosen]))
-        log.frame(FrameKind.DISPATCH, A, body, count=len(chosen), numbers=(7, batch))
-    sent = log.frames[-2]
-    log.frame(FrameKind.SETTLED, "", encode_settled([(sent.producer, sent.batch, Outcome.STORED)]), count=1)
-    log.frame(FrameKind.CANCEL, A, encode_places([(numbers[4], due_ms)]), count=1)
-    tomorrow = join_batch([with_due(messages[5], due_ms + 24 * HOUR_MS)])
-    carried = log.frame(FrameKind.CARRY, A, encode_places([(numbers[5], due_ms)]) + tomorrow, count=1)
-    if is_early:
-        numbers.append(carried.offset + carried.body_at + 16 + 4 * 2)
-        body = encode_dispatch("g1", encode_places([(numbers[7], due_ms)]))
-        log.frame(FrameKind.DISPATCH, A, body, count=1, numbers=(7, 3))
-    log.close()
-    return log, numbers
-
-
-def test_every_delayed_message_has_a_single_state(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copies of both groups are equal. A directory is judged at the time of its last decision."""
-    places = {}
-    for copy in ("master", "slave"):
-        log, numbers = delayed(tmp_path / "d1" / copy)
-        (tmp_path / "d1" / copy / SCHEDULE_FOLDER).mkdir()
-        target = LogWriter(tmp_path / "g1" / copy)
-        target.mastership(Epoch(1, 1))
-        target.batch(A, 1)
-        target.close()
-    for name in ("d1", "g1"):
-        places[name] = {copy: {"path": str(tmp_path / name / copy)} for copy in ("master", "slave")}
-    groups = [Group(name, of) for name, of in places.items()]
-    result, _ = audit_groups(spark, groups, Options(parquet=tmp_path / "parquet"))
-    sums = [tuple(row[name] for name in ("subject", "taken", *DELAY_STATES, "late")) for row in result.delayed]
-    assert (result.unreadable, sums) == (None, [(A, 8, 3, 1, 1, 1, 1, 1, 3)])
-    assert [(row["what"], row["copy"], row["sequence"], row["id"], row["offset"]) for row in result.findings] == [
-        ("unsent", "both", 6, "m6", log.frames[1].offset),
-        ("lost", "both", numbers[0], None, log.frames[2].offset),
-    ]
-    assert "3 messages" in result.findings[1]["text"] and "log of g1" in result.findings[1]["text"]
-    later = account_for(
-        spark,
-        Source("d1", places["d1"]["master"]),
-        [],
-        now_ms=log.timestamp_ms + 2 * HOUR_MS,
-        closed={"g1": ["it has no slave"]},
-    )
-    assert (later.rows[0]["under_way"], later.rows[0]["unsent"], later.findings) == (0, 2, [])
-    assert later.notes == [
-        "2 messages that were due an hour ago or earlier wait for broker groups that take none: g1 (it has no slave)"
-    ]
-    later = account_for(
-        spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS, closed={"g2": ["full"]}
-    )
-    assert [("planned for g1 at" in row["text"], row["sequence"]) for row in later.findings] == [
-        (True, numbers[3]),
-        (False, numbers[6]),
-    ]
-    log, numbers = delayed(tmp_path / "d2", is_early=True)
-    early = account_for(spark, Source("d2", {"path": str(tmp_path / "d2")}), []).findings
-    assert [(row["what"], row["sequence"], row["offset"]) for row in early] == [
-        ("early", numbers[7], log.frames[-1].offset),
-        ("unsent", numbers[6], log.frames[1].offset),
-    ]
-    monkeypatch.setattr("qmq.audit.delay_groups.FINDINGS_MAX", 1)
-    few = account_for(spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS)
-    assert (few.findings, few.more) == (later.findings[:1], {"unsent": 1})
-    kept = sorted(path.name for path in (tmp_path / "parquet/d1/delayed").glob("run=*/day=*"))
-    assert kept == ["day=2023-11-14", "day=2023-11-15"]
+def test_delay_group_is_accounted_for_on_spark(spark: SparkSession, tmp_path: Path) -> None:
+    groups, _, _ = write_groups(tmp_path)
+    options = [Options(parquet=tmp_path / "out", at_ms=at_ms) for at_ms in (1_000, 2_000)]
+    expected, result = (audit_groups(at, groups, of)[0] for at, of in zip((None, spark), options))
+    assert result.unreadable is None and result.delayed == expected.delayed
+    assert result.findings == expected.findings != []
+    rows = spark.read.parquet(str(tmp_path / "out/d1/delayed")).groupBy("run").sum("taken").collect()
+    assert [row[1] for row in rows] == [8, 8]

@@ -29,16 +29,15 @@ def no_start() -> Any:
 
 
 @pytest.mark.parametrize(
-    "spark, size, stores, kind",
+    "spark, size, kind",
     [
-        pytest.param(no_start, HERE_BYTES_MAX, False, InProcess, id="small logs"),
-        pytest.param(lambda: SESSION, HERE_BYTES_MAX + 1, False, OnSpark, id="large logs"),
-        pytest.param(lambda: SESSION, 1, True, OnSpark, id="tables to store"),
-        pytest.param(None, HERE_BYTES_MAX + 1, False, InProcess, id="no Spark"),
+        pytest.param(no_start, HERE_BYTES_MAX, InProcess, id="small logs"),
+        pytest.param(lambda: SESSION, HERE_BYTES_MAX + 1, OnSpark, id="large logs"),
+        pytest.param(None, HERE_BYTES_MAX + 1, InProcess, id="no Spark"),
     ],
 )
-def test_executor_follows_the_size_of_the_logs(spark: Any, size: int, stores: bool, kind: type) -> None:
-    assert isinstance(Executors(spark).of(size, stores=stores), kind)
+def test_executor_follows_the_size_of_the_logs(spark: Any, size: int, kind: type) -> None:
+    assert isinstance(Executors(spark).of(size), kind)
 
 
 def test_small_audit_starts_no_spark(
