@@ -51,6 +51,7 @@ CLIENTS = {
     "qmq.redrive",
     "qmq.django",
     "qmq.fastapi",
+    "qmq.kombu",
     "qmq.litestar",
     "qmq.metrics",
     "qmq.otel",
