@@ -39,6 +39,7 @@ class Program:
 
 _CONFIG = ("--config=",)
 _TOKEN = ("--token-file=", "--token=")
+_LOGS = ("--log-level=", "--log-format=")
 
 SECTIONS: Mapping[str, Mapping[str, Program]] = {
     "try it": {
@@ -63,6 +64,14 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
             "strike a cluster with faults, and judge it",
             ("--minutes=", "--seed=", "--faults=", "--settings=", "--dir=", "--list"),
             starts=("uvicorn",),
+        ),
+    },
+    "applications": {
+        "worker": Program(
+            "qmq.worker",
+            "",
+            "handle messages of an application in processes of their own",
+            ("--processes=", "--concurrency=", "--reload", "--http=", "--stop-timeout=", *_LOGS),
         ),
     },
     "processes": {

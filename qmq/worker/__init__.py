@@ -1,0 +1,1 @@
+"""Processes of an application that handle messages: the command `qmq worker`."""

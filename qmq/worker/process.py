@@ -1,0 +1,212 @@
+"""Shell. One process of a worker: imports the consumers, runs them until SIGTERM, reports each second.
+
+    python -m qmq.worker.process FD OPTIONS
+
+`FD` is a socket of the parent. The process writes its reports there, one JSON object a line:
+
+    state, reason   health of its consumers and producers (qmq.client.health); `state` is missing until it runs
+    samples         its numbers (qmq.client.numbers): [name, [label, …], value]
+    is_unique       whether a consumer has a fixed id
+    error           reason of the end
+
+The end of file there tells that the parent has died: the process ends as at SIGTERM. It ignores SIGINT, which a
+terminal sends to all processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+import uvloop
+
+from qmq.blocking.consumer import Consumer as BlockingConsumer
+from qmq.client.consumer import Consumer
+from qmq.client.health import Health, worst
+from qmq.client.numbers import read
+from qmq.client.producer import Producer
+from qmq.errors import AccessError, InvalidRequest, QmqError
+from qmq.logs import configure
+from qmq.reply import Requester
+from qmq.worker.plan import Exit
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 1.0
+AnyConsumer = Consumer | BlockingConsumer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a worker that its processes need."""
+
+    targets: tuple[str, ...]
+    concurrency: int | None = None
+    processes: int = 1
+    log_level: str = "INFO"
+    log_format: str = "text"
+
+    @property
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class CannotRun(Exception):
+    """The worker cannot start; the text names the remedy."""
+
+
+def load(targets: Iterable[str]) -> list[AnyConsumer]:
+    """Return the consumers at "module:name"; of a module alone, all of its consumers.
+
+    Raises:
+        CannotRun: there is none.
+    """
+    found: list[AnyConsumer] = []
+    for target in targets:
+        module_name, _, name = target.partition(":")
+        try:
+            module = import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise CannotRun(
+                f"{module_name} cannot be imported: {error}. Start in its folder, or set PYTHONPATH"
+            ) from error
+        except Exception as error:
+            raise CannotRun(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+        here = {name: value for name, value in vars(module).items() if isinstance(value, AnyConsumer)}
+        if name and name not in here:
+            others = f"it has {', '.join(here)}" if here else "it has no consumer"
+            raise CannotRun(f"{module_name} has no consumer {name!r}: {others}. Name one as {module_name}:consumer")
+        if not here:
+            raise CannotRun(f"{module_name} has no consumer: make one with qmq.Consumer() at the top of the module")
+        found += [here[name]] if name else here.values()
+    found = list(dict.fromkeys(found))
+    for consumer in found:
+        if not consumer.listeners:
+            raise CannotRun("a consumer has no listener: decorate a handler with listen(), in an imported module")
+    return found
+
+
+def clients_of_modules() -> Iterator[Producer | Requester]:
+    """Yield the producers, then the requesters, that modules of the application have as names."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "qmq"]
+    for kind in (Producer, Requester):
+        values = (value for module in modules for value in list(getattr(module, "__dict__", {}).values()))
+        yield from dict.fromkeys(value for value in values if issubclass(type(value), kind))
+
+
+class Run:
+    """Run of the consumers on this process's event loop."""
+
+    def __init__(self, consumers: list[AnyConsumer], link: socket.socket) -> None:
+        self._consumers = consumers
+        self._link = link
+        self._clients: list[Any] = []
+        self._is_stopping = False
+
+    async def serve(self) -> Exit:
+        """Open the modules' clients and run the consumers until the end; return the exit status."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop)
+        loop.add_reader(self._link, self._parent_ended)
+        async with AsyncExitStack() as stack:
+            for client in clients_of_modules():
+                self._clients.append(await stack.enter_async_context(client))
+            running = [asyncio.ensure_future(_run(consumer)) for consumer in self._consumers]
+            reporting = asyncio.create_task(self._report_always())
+            try:
+                if self._is_stopping:
+                    self._stop()
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                self._stop()
+                ends = await asyncio.gather(*running, return_exceptions=True)
+            finally:
+                reporting.cancel()
+            send(self._link, **self._report())
+        return next((status for error in ends if (status := self._status(error)) is not Exit.ENDED), Exit.ENDED)
+
+    def _status(self, error: BaseException | None) -> Exit:
+        if error is None:
+            return Exit.ENDED
+        send(self._link, error=str(error) or repr(error))
+        log.error("consumer ended error=%r", error, exc_info=None if isinstance(error, QmqError) else error)
+        return Exit.REFUSED if isinstance(error, AccessError) else Exit.FAILED
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+        for consumer in self._consumers:
+            consumer.stop()
+
+    def _parent_ended(self) -> None:
+        try:
+            if self._link.recv(1):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        asyncio.get_running_loop().remove_reader(self._link)
+        self._stop()
+
+    async def _report_always(self) -> None:
+        while True:
+            data = json.dumps(self._report()).encode() + b"\n"
+            with suppress(OSError):  # the parent has died
+                await asyncio.get_running_loop().sock_sendall(self._link, data)
+            await asyncio.sleep(REPORT_S)
+
+    def _report(self) -> dict[str, object]:
+        health: Health = worst(client.health for client in [*self._consumers, *self._clients])
+        return {"state": health.state.value, "reason": health.reason, "samples": read()}
+
+
+async def _run(consumer: AnyConsumer) -> None:
+    if isinstance(consumer, Consumer):
+        await consumer.run()
+    else:
+        await asyncio.to_thread(consumer.run)
+
+
+def send(link: socket.socket, **report: object) -> None:
+    """Write a report and wait for it, outside the event loop's work; drop it if the parent does not read."""
+    link.settimeout(REPORT_S)
+    with suppress(OSError):
+        link.sendall(json.dumps(report).encode() + b"\n")
+    link.setblocking(False)
+
+
+def main(descriptor: int, options: Options) -> Exit:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = socket.socket(fileno=descriptor)
+    try:
+        consumers = load(options.targets)
+        asynchronous = [consumer if isinstance(consumer, Consumer) else consumer._own for consumer in consumers]
+        is_unique = not all(consumer._has_default_id for consumer in asynchronous)
+        if is_unique and options.processes > 1:
+            raise CannotRun("a consumer has a fixed consumer_id, and processes would replace each other: leave it out")
+        if options.concurrency is not None:
+            for listener in (listener for consumer in asynchronous for listener in consumer.listeners.values()):
+                if not listener.terms.exclusive_ms:
+                    listener.concurrency = options.concurrency
+    except (CannotRun, InvalidRequest) as error:
+        logging.debug("the import failed", exc_info=True)
+        send(link, error=str(error))
+        return Exit.CANNOT_START
+    if not logging.getLogger().handlers:
+        configure(options.log_level, options.log_format)
+    send(link, is_unique=is_unique)
+    status: Exit = uvloop.run(Run(consumers, link).serve())
+    return status
+
+
+if __name__ == "__main__":
+    words = json.loads(sys.argv[2])
+    sys.exit(main(int(sys.argv[1]), Options(**words | {"targets": tuple(words["targets"])})))
