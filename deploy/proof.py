@@ -40,7 +40,7 @@ NDJSON = {".ndjson", ".jsonl", ".json"}
 class Input:
     """Source of rows.
 
-    `counted`: the column for the final counts, once from the file and once with SQL over the log.
+    `counted`: the column for the final counts, once from the file and once from the log.
     """
 
     path: Path
@@ -230,21 +230,6 @@ class Tally:
 JOB_S = 900.0
 JOURNAL = "acknowledged.ndjson"
 """Journal of the producer's receipts; the audit looks for each message in both copies."""
-JAVA_MIN = 17
-
-
-def require_java() -> None:
-    """Raise InvalidRequest if Spark could not start: better before an hour of work than after it."""
-    try:
-        text = subprocess.run(["java", "-version"], capture_output=True, text=True, timeout=60).stderr
-    except OSError:
-        text = ""
-    found = re.search(r'version "(\d+)', text)
-    if found is None or int(found.group(1)) < JAVA_MIN:
-        raise InvalidRequest(
-            f"the demo counts its rows with Spark, which needs Java {JAVA_MIN} or newer on the PATH "
-            f"(Debian: apt-get install openjdk-{JAVA_MIN}-jre-headless)"
-        )
 
 
 @dataclass
@@ -258,7 +243,7 @@ class Proof:
 
 
 def prove(cluster: Cluster, source: Input, expected: Counter[str | None], run_dir: Path) -> Proof:
-    """Compare both copies of every group's log, and count the rows in the logs with Spark SQL, both at once."""
+    """Compare both copies of every group's log, and count the rows in the logs, both at once."""
     proof = Proof()
     with ThreadPoolExecutor() as threads:
         jobs = [
@@ -288,29 +273,20 @@ def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
 
 
 def _count_rows(cluster: Cluster, source: Input, expected: Counter[str | None], run_dir: Path, proof: Proof) -> None:
-    arguments = ["--sql", counting_sql(source), "--json"]
+    arguments = ["--subject", source.subject, "--property", source.counted, "--json"]
     for roles in cluster.describe()["groups"].values():
         arguments += ["--source", str(Endpoint(HOST, roles["master"]["control_port"]))]
-    job = _run_job("qmq.audit.jobs.query", arguments, cluster, run_dir, proof)
+    job = _run_job("qmq.audit.jobs.count", arguments, cluster, run_dir, proof)
     if job.returncode:
-        proof.complaints.append(f"the SQL query failed: {_last_line(job.stderr)}")
+        proof.complaints.append(f"the rows in the logs could not be counted: {_last_line(job.stderr)}")
         return
-    counted = {row.get("value"): row["messages"] for row in json.loads(job.stdout)}
+    counted = {row["value"]: row["messages"] for row in json.loads(job.stdout)}
     differing = {value for value in {*counted, *expected} if counted.get(value, 0) != expected[value]}
     proof.counts_agree = not differing
     for value in sorted(differing, key=str)[:5]:
         proof.complaints.append(
             f"{source.counted} {value}: {counted.get(value, 0)} messages logged, {expected[value]} rows in the file"
         )
-
-
-def counting_sql(source: Input) -> str:
-    """Return the query that counts the rows in the logs as the file's own counts do."""
-    column, subject = (text.replace("\\", "\\\\").replace("'", "\\'") for text in (source.counted, source.subject))
-    return (
-        f"SELECT properties['{column}'] AS value, count(*) AS messages FROM messages "
-        f"WHERE subject = '{subject}' GROUP BY 1"
-    )
 
 
 def _run_job(

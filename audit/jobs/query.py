@@ -33,14 +33,15 @@ Rows = list[dict[str, Any]]
 Place = dict[str, str]
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `ask`."""
+def add_source_options(parser: argparse.ArgumentParser, *, spark: bool = True) -> None:
+    """Add the options of `ask`; without `spark`, those of a job in its own process."""
     parser.add_argument("--metaserver", default="", help="its URL: read the logs of all broker groups")
     parser.add_argument(
         "--source", action="append", default=[], help="instead: a data directory, or HOST:CONTROL_PORT; once per group"
     )
     add_token_options(parser)
-    parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")
+    if spark:
+        parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")
     parser.add_argument("--json", action="store_true", help="print a JSON array of rows instead of text")
 
 

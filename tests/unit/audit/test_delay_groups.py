@@ -114,6 +114,14 @@ def test_unsent_messages_beyond_the_list_are_counted(tmp_path: Path, monkeypatch
     assert (few.findings, few.more) == (every.findings[:1], {"unsent": 1})
 
 
+@pytest.mark.parametrize("late_ms, state", [(HOUR_MS, "pending"), (HOUR_MS + 1, "unsent")])
+def test_message_is_unsent_an_hour_after_its_time(tmp_path: Path, late_ms: int, state: str) -> None:
+    log, _ = delayed(tmp_path)
+    due_ms = log.frames[1].timestamp_ms + 1_000
+    found = account_for(Executors(None), Source("d1", {"path": str(tmp_path)}), [], now_ms=due_ms + late_ms)
+    assert (found.rows[0]["pending"], found.rows[0]["unsent"]) == ((2, 0) if state == "pending" else (1, 1))
+
+
 def test_message_planned_before_its_own_time_is_early(tmp_path: Path) -> None:
     log, numbers = delayed(tmp_path, is_early=True)
     source = Source("d2", {"path": str(tmp_path)})
