@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import pytest
 
 from qmq.gateway.guard import access_log
 from tests.unit.gateway.gateway_world import BILLING, ORDERS, gateway
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -51,6 +55,15 @@ async def test_metrics_need_a_viewer(world):
     text = (await world.http.get("/metrics", headers={"Authorization": "Bearer viewer"})).text
     route = 'method="POST",route="/v1/subjects/{subject}/messages",status="201"'
     assert f"qmq_gateway_requests_total{{{route}}} 1.0" in text and 'sent_total{outcome="stored"} 1.0' in text
+
+
+async def test_every_metric_is_documented(world):
+    written = (ROOT / "docs" / "gateway.md").read_text()
+    text = (await world.http.get("/metrics", headers={"Authorization": "Bearer viewer"})).text
+    names = re.findall(r"(?m)^# TYPE qmq_gateway(_\w+) (?:gauge|counter|histogram)", text)
+    names = [name for name in names if not name.endswith("_created")]
+    assert len(names) > 8
+    assert [name for name in names if f"{name}{{" not in written and f"{name}`" not in written] == []
 
 
 async def test_ready_states_the_trouble(world):
