@@ -49,6 +49,8 @@ def find_database(outbox: object) -> Database:
         connections = import_module("django.db").connections
         if outbox not in connections:
             raise InvalidRequest(f"outbox={outbox!r}: Django's DATABASES has {', '.join(connections)}")
+        if connections[outbox].in_atomic_block:  # the caller's, whose first message opens the producer
+            return import_module(_FINDERS["django"]).DjangoDatabase(outbox)  # type: ignore[no-any-return]
         return find_database(connections[outbox])
     if inspect.isfunction(outbox) or inspect.ismethod(outbox) or isinstance(outbox, partial):
         return dbapi.Database(outbox)

@@ -7,6 +7,7 @@ from django.core.management import call_command
 from django.db import OperationalError, connections, transaction
 from django.utils.connection import ConnectionProxy
 
+import qmq.blocking
 from qmq import Outcome
 from qmq.django.models import Row
 from qmq.errors import InvalidRequest
@@ -46,6 +47,14 @@ def test_the_proxy_of_the_current_thread_is_a_session(world, broker, producer):
     with transaction.atomic(using=world.connection.alias):
         producer.send(paid(1), session=proxy)
     producer.flush()
+    assert (sent(broker), world.rows()) == (["paid-1"], [])
+
+
+def test_alias_may_be_first_used_in_a_transaction(world, broker):
+    producer = qmq.blocking.Producer(metaserver=broker.metaserver, app="shop", outbox=world.connection.alias)
+    with world.begin() as begun:
+        producer.send(paid(1), session=begun.session)
+    producer.close()
     assert (sent(broker), world.rows()) == (["paid-1"], [])
 
 
