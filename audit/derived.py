@@ -118,7 +118,7 @@ def _check(copy: Storage, bases: Sequence[int], is_first: bool, known: list[_Fol
         if problem is not None:
             yield problem
         if found is not None and folded.state is not None and (fields := _different(found, folded.state)):
-            text = f"it says something else of {fields} than the log from the snapshot at {since} on"
+            text = f"its {fields} differ from the log after the snapshot at {since}"
             yield Wrong(FindingKind.SNAPSHOT, end, text, since)
         if found is not None or _is_of_other_version(after.snapshot):
             return

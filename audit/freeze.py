@@ -74,7 +74,7 @@ def freeze(group: Group, result: Result) -> None:
             result.notes.append(f"{log.torn_bytes} bytes behind the {name}'s end at {log.end} are no frame (torn tail)")
         if result.is_behind(name):
             behind = result.watermark - log.end
-            result.notes.append(f"the {name} ends at {log.end}, {behind} bytes behind what was acknowledged without it")
+            result.notes.append(f"the {name} ends at {log.end}, {behind} bytes before the end that others acknowledged")
         if log.end > result.watermark:
             past = log.end - result.watermark
             result.notes.append(f"the {name} goes on to {log.end}, {past} bytes past the high watermark")

@@ -68,9 +68,7 @@ def audit_groups(spark: SparkSession | Start | None, groups: Sequence[Group], op
         unread = {number: groups[number] for number, audit in enumerate(audits) if audit.result.unreadable}
         well = wait_until_well(unread)
         for number, audit in zip(well, _audit_all(executors, [*well.values()], options, groups)):
-            audit.result.notes.append(
-                f"read again, because of what happened before: {audits[number].result.unreadable}"
-            )
+            audit.result.notes.append(f"read again; the reading before failed: {audits[number].result.unreadable}")
             audits[number] = audit
         if not well:
             break

@@ -183,7 +183,7 @@ def check_journal(
         result.notes.append(f"{checked.older} of the journal's messages were compared by {due.run} or earlier")
     elif checked.older:
         result.notes.append(
-            f"{checked.older} of the journal's messages may be older than what the copies keep: not looked for"
+            f"{checked.older} of the journal's messages may be older than the copies' logs, and are not compared"
         )
 
 

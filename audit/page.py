@@ -132,7 +132,7 @@ def _verified(groups: dict[str, list[Entry]], now_ms: int) -> Iterable[str]:
     yield _key(
         ((COLOURS[PROVEN], "verified"), (COLOURS[NOT_READ], "not verified"), (COLOURS[""], "removed by retention"))
     )
-    yield "<table><tr><th>broker group<th>last run<th>log, and what of it is verified"
+    yield "<table><tr><th>broker group<th>last run<th>log, and its verified part"
     yield '<th class="n">offset<th class="n">verified'
     for name, entries in sorted(groups.items()):
         if not entries:
@@ -212,7 +212,7 @@ def _found(entry: Entry) -> str:
 
 
 def _conserved(last: Sequence[Entry]) -> Iterable[str]:
-    yield "<h2>What became of each message</h2>"
+    yield "<h2>Outcome of each message</h2>"
     yield _key(((STATE_COLOURS[state], STATE_NAMES[state]) for state in STATES), "stored =")
     # Runs of earlier versions had fewer states.
     rows = [(entry.group, dict.fromkeys(STATES, 0) | row) for entry in last for row in entry.conserved]
@@ -231,7 +231,7 @@ def _delayed(last: Sequence[Entry]) -> Iterable[str]:
     rows = [(entry.group, row) for entry in last for row in entry.delayed]
     if not rows:
         return
-    yield "<h2>What became of each delayed message</h2>"
+    yield "<h2>Outcome of each delayed message</h2>"
     yield _key(((DELAY_COLOURS[state], DELAY_NAMES[state]) for state in DELAY_STATES), "taken =")
     yield '<table><tr><th>delay group<th>subject<th class="n">late<th class="n">taken<th>became'
     for group, row in rows:
@@ -265,7 +265,7 @@ def _findings(last: Sequence[Entry]) -> Iterable[str]:
     if not any(entry.findings or entry.why for entry in last):
         yield '<p class="why">None.</p>'
         return
-    yield "<table><tr><th>what<th>where<th>message<th>why, and what to do"
+    yield "<table><tr><th>finding<th>place<th>message<th>reason and remedy"
     for entry in last:
         if entry.why:
             yield (
@@ -317,11 +317,11 @@ def advice_for(row: dict[str, Any]) -> str:
     if what == FindingKind.REPAIRED:
         return "Done: the broker took the range from the other copy. Look at that disk."
     if what in _MOVE_ASIDE:
-        return "If it was restored on purpose, move the group's file of the ledger aside. If not, look for who did it."
+        return "If an operator restored it, move the group's file of the ledger aside. Otherwise look for the cause."
     if what == FindingKind.UNSENT:
-        return "Its delay group has no master, or what is due has nowhere to go."
+        return "Its delay group has no master, or no broker group takes its due messages."
     if what in _PROMISED:
-        return "Ask its producer for it, and stop what removes segments, until you have found when the message went:"
+        return "Ask its producer for it, and stop retention until you have found when the message went:"
     if what in _DEAD_LETTERS:
         return "Check how its group handled the message, then redrive its dead letters:"
     if row.get("copy") == "both":

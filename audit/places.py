@@ -99,7 +99,7 @@ def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, st
         places = found.setdefault(broker["group"], {})
         places[role if role not in places else f"{role}{sum(name.startswith(role) for name in places) + 1}"] = place
     if not found:
-        raise CannotRead(f"{metaserver} knows no broker group")
+        raise CannotRead(f"{metaserver} has no broker group: register one with AddBroker, or check the address")
     return {
         name: {copy: places[copy] for copy in sorted(places) if copy.startswith(COPIES)}
         for name, places in sorted(found.items())

@@ -77,9 +77,9 @@ def _section(result: Result) -> list[str]:
     if result.notes:
         lines += ["### Notes", "", *(f"- {note}" for note in result.notes), ""]
     if result.conserved:
-        lines += ["### What became of the messages", "", *_table_of_states(result), ""]
+        lines += ["### Outcome of the messages", "", *_table_of_states(result), ""]
     if result.delayed:
-        lines += ["### What became of the delayed messages", "", *_table_of_delays(result), ""]
+        lines += ["### Outcome of the delayed messages", "", *_table_of_delays(result), ""]
     return [*lines, "### Messages per subject and hour", "", *_table_of_hours(result), ""]
 
 
@@ -100,13 +100,13 @@ def _proven(result: Result) -> list[str]:
         if result.begin > result.start:
             again = sum(piece.bytes for piece in result.again)
             lines.append(
-                f"What lies before, from {result.start} on, was verified by earlier runs: the frame that ends it is "
-                f"the one that they read, and so are the {again} bytes that were read again."
+                f"Earlier runs verified the bytes before it, from {result.start} on. Their last frame, and the {again} "
+                "bytes that were read again, are unchanged."
             )
         if result.wrong_before:
             named = ", ".join(f"{row['what']} at {row['offset']}" for row in result.wrong_before[:NAMED_MAX])
             more = ", …" if len(result.wrong_before) > NAMED_MAX else ""
-            lines.append(f"Not so what they found wrong on both copies alike, and is no finding again: {named}{more}.")
+            lines.append(f"Findings of earlier runs on both copies alike, not repeated here: {named}{more}.")
     else:
         span = f"[{result.start}, {result.watermark})"
         lines = [f"{sum(result.found.values())} findings; due on both copies was {span}."]

@@ -178,7 +178,7 @@ def _message_steps(message: Row, events: list[Row], dead_at: int | None) -> Iter
             try:
                 state, text = LIFE.after(state, move), ""
             except IllegalTransition:
-                text = "not a move that its life knows"
+                text = "not a legal transition of its state"
         holder = consumer if state is MessageState.DELIVERED else ""
         if what == "pull":
             number = _number(message, event)

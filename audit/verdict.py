@@ -103,7 +103,9 @@ def check_against_history(answer: GroupAnswer, result: Result, history: History)
         kept_before = history.known.kept if history.anchor is not None else None
         _check_starts(result, max(kept, kept_before or 0))
     for begin, end in _together((piece.begin, piece.end) for piece in changed):
-        result.add(FindingKind.REWRITTEN, copy=BOTH, text="it is not what was read here before", offset=begin, end=end)
+        result.add(
+            FindingKind.REWRITTEN, copy=BOTH, text="other bytes than an earlier run read here", offset=begin, end=end
+        )
 
 
 RECORDED_MS, CLOCKS_MS = 86_400_000, 600_000

@@ -34,7 +34,7 @@ from qmq.audit.wave import Options
 from qmq.errors import QmqError
 from qmq.ledger import Entry, Ledger, LedgerDamaged, write_gauges
 
-UNFINISHED = "The run that wrote this has not ended yet, or it failed: what is below is what earlier runs said."
+UNFINISHED = "The run that wrote this page has not ended, or it failed. The page shows earlier runs."
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,8 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--metaserver", default="", help="its URL, for --all-groups")
     add_token_options(parser)
     parser.add_argument("--journal", type=Path, help="journal of acknowledged messages: a file of NDJSON, or a folder")
-    parser.add_argument("--ledger", type=Path, help="directory of what was verified: read what is new, some of the old")
-    parser.add_argument("--share", type=_positive, default=SHARE, help="with --ledger: one part in so many of the old")
+    parser.add_argument(
+        "--ledger", type=Path, help="directory of the verified ranges: read new bytes, and some of the old ones"
+    )
+    parser.add_argument(
+        "--share", type=_positive, default=SHARE, help="with --ledger: read one part in so many of the old bytes"
+    )
     parser.add_argument("--metrics", type=Path, help="with --ledger: write gauges here, for node_exporter (*.prom)")
     parser.add_argument(
         "--page", type=Path, help="with --ledger: write the morning page here (HTML), and beside it the same as JSON"

@@ -41,7 +41,7 @@ def test_group_with_one_copy_is_found(monkeypatch):
 
 
 def test_an_installation_without_groups_cannot_be_audited(monkeypatch):
-    with pytest.raises(CannotRead, match="knows no broker group"):
+    with pytest.raises(CannotRead, match="has no broker group"):
         groups(monkeypatch)
 
 

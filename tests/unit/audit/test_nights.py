@@ -136,7 +136,7 @@ def test_report_separates_earlier_nights_bytes(tmp_path: Path) -> None:
     second = night(tmp_path)
     report, again = as_markdown([second], 1.0), sum(piece.bytes for piece in second.again)
     assert f"Every byte of [{first.watermark}, {second.watermark}) was read" in report
-    assert 0 < again < first.watermark and f"the {again} bytes that were read again" in report
+    assert 0 < again < first.watermark and f"the {again} bytes that were read again, are unchanged" in report
 
 
 def test_findings_are_reported_without_a_writable_ledger(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_shared_damage_is_repeated_every_night(tmp_path: Path) -> None:
     for copy in COPIES:
         flip(tmp_path / copy, frame.end - 30)
     assert named(night(tmp_path)) == {("damaged", "both", frame.offset)}
-    sentence = f"wrong on both copies alike, and is no finding again: damaged at {frame.offset}."
+    sentence = f"on both copies alike, not repeated here: damaged at {frame.offset}."
     silent = audit(tmp_path, ledger=Ledger(tmp_path / "ledger"), piece_bytes=2_048, share=1_000)
     assert (silent.found, [row["offset"] for row in silent.wrong_before]) == ({}, [frame.offset])
     assert sentence in as_markdown([silent], 1.0)
