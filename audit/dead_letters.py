@@ -61,7 +61,7 @@ def dead_letter_of(frame: Frame, message: bytes) -> DeadLetter | None:
     derived, properties, identity = parse_derived(frame.subject), dict[str, str](), None
     try:
         envelope = decode_envelope(message)
-        identity, properties = envelope.id, decode_properties(message, envelope.body_begin)
+        identity, properties = envelope.id, decode_properties(message)
     except InvalidMessage:
         pass  # the original was invalid
     if frame.flags & FLAG_DEAD:

@@ -19,6 +19,7 @@ from qmq.audit.findings import FindingKind
 from qmq.audit.headers import TIME_MS_MAX
 from qmq.audit.walk import Problem, Window
 from qmq.codec import (
+    FLAG_BODY,
     FLAG_TAGS,
     ID_BYTES_MAX,
     MESSAGE_BYTES_MIN,
@@ -72,6 +73,8 @@ class Fields(NamedTuple):
     id_bytes: Ints
     tags_at: Ints
     tags_end: Ints
+    properties_end: Ints
+    """The body, if any, is behind them."""
     key_at: Ints
     key_bytes: Ints
     """-1 without an order key."""
@@ -186,28 +189,30 @@ class Messages:
         tags_end = at
         length = self._u16(at) << 16 | self._u16(at + 2)
         at = at + 4
-        whole &= (at <= ends) & (length < 1 << 31) & (at + length == ends)
-        key_at, key_bytes = self._walk_properties(whole, at)
-        return Fields(whole, subject_at, subject_bytes, id_at, id_bytes, tags_at, tags_end, key_at, key_bytes)
+        stop = at + length
+        has_body = data[np.minimum(begins, last)] & FLAG_BODY != 0
+        whole &= (at <= ends) & (length < 1 << 31) & (stop <= ends) & (has_body | (stop == ends))
+        key_at, key_bytes = self._walk_properties(whole, at, stop)
+        return Fields(whole, subject_at, subject_bytes, id_at, id_bytes, tags_at, tags_end, stop, key_at, key_bytes)
 
-    def _walk_properties(self, whole: npt.NDArray[np.bool_], at: Ints) -> tuple[Ints, Ints]:
+    def _walk_properties(self, whole: npt.NDArray[np.bool_], at: Ints, stop: Ints) -> tuple[Ints, Ints]:
         """Step through the properties of all messages at once; return the places of the order keys."""
         key_at, key_bytes = np.zeros_like(at), np.full_like(at, -1)
-        rows = np.flatnonzero(whole & (at < self._ends))
+        rows = np.flatnonzero(whole & (at < stop))
         at = at[rows]
         while len(rows):
             name_bytes = self._u16(at)
             value_at = at + 2 + name_bytes
             value_bytes = self._u16(value_at)
             end = value_at + 2 + value_bytes
-            fits = end <= self._ends[rows]
+            fits = end <= stop[rows]
             whole[rows[~fits]] = False
             self._lengths += [at[fits], value_at[fits]]
             maybe = np.flatnonzero(fits & (name_bytes == len(KEY)))
             is_key = (self._data[at[maybe][:, None] + 2 + np.arange(len(KEY))] == KEY).all(1)
             keyed = maybe[is_key]
             key_at[rows[keyed]], key_bytes[rows[keyed]] = value_at[keyed] + 2, value_bytes[keyed]
-            more = np.flatnonzero(fits & (end < self._ends[rows]))
+            more = np.flatnonzero(fits & (end < stop[rows]))
             rows, at = rows[more], end[more]
         return key_at, key_bytes
 
@@ -227,6 +232,9 @@ class Messages:
         text[fields.tags_end[rows][:, None] + np.arange(4)] = 0
         tagged = rows[fields.tags_end[rows] > fields.tags_at[rows]]
         text[fields.tags_at[tagged]] = 0
+        bodies = rows[fields.properties_end[rows] < self._ends[rows]]
+        for begin, end in zip(fields.properties_end[bodies].tolist(), self._ends[bodies].tolist()):
+            text[begin:end] = 0
         for places in (fields.id_at[rows] - 2, *self._lengths):
             inside = places[places < len(text) - 1]
             text[inside] = text[inside + 1] = 0
@@ -369,7 +377,8 @@ def _label(tags: bytes, key: str | None) -> int:
 def decode_error(message: bytes) -> str | None:
     """Return the reason why a message does not decode, or None."""
     try:
-        decode_properties(message, decode_envelope(message).body_begin)
+        decode_envelope(message)
+        decode_properties(message)
     except QmqError as error:
         return str(error)
     return None

@@ -15,7 +15,16 @@ from qmq.audit.conservation import SETTLED, WITHOUT_A_CONSUMER
 from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
 from qmq.audit.selection import Selection
 from qmq.audit.walk import Walk, Window
-from qmq.codec import check_batch, decode_envelope, decode_properties, due_of, labels_bytes, split_batch
+from qmq.codec import (
+    FLAG_BODY,
+    check_batch,
+    decode_envelope,
+    decode_properties,
+    due_of,
+    labels_bytes,
+    properties_span,
+    split_batch,
+)
 from qmq.errors import CorruptFrame, QmqError
 from qmq.log.delay_frames import Outcome, batch_begin, decode_dispatch, decode_places, decode_settled
 from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
@@ -26,6 +35,7 @@ from qmq.log.progress_frame import (
     Entry,
     decode_progress,
 )
+from qmq.message import CONTENT_TYPE
 
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
 """Bounds of one batch sent to Spark."""
@@ -48,6 +58,8 @@ MESSAGES = pa.schema(
         ("tags", pa.list_(pa.string())),
         ("created_at", MOMENT),
         ("properties", pa.map_(pa.string(), pa.string())),
+        ("body", pa.binary()),
+        ("content_type", pa.string()),
         ("producer", pa.string()),
         ("batch", pa.int64()),
         ("problem", pa.string()),
@@ -96,7 +108,8 @@ DELAY_ROWS = pa.schema(
     ]
 )
 SCHEMAS = {"messages": MESSAGES, "frames": FRAMES, "progress": PROGRESS_ROWS, "delays": DELAY_ROWS}
-_DECODED = ("id", "tags", "created_at", "properties")
+_DECODED = ("id", "tags", "created_at", "properties", "content_type", "body")
+_OF_PROPERTIES = ("properties", "content_type")
 
 Values = Mapping[str, Any]
 EventsOf = Callable[[Frame, memoryview], Iterator[dict[str, Any]]]
@@ -211,20 +224,23 @@ def _messages(window: Window, found: _Columns, names: frozenset[str], selection:
             messages = [bytes(view) for view in split_batch(batch, frame.count)]
             lists["message"] = messages
             if decodes:
-                lists |= _decoded(messages, "properties" in names)
+                lists |= _decoded(messages, names)
         found.add(frame.count, at, lists, len(batch))
 
 
-def _decoded(messages: list[bytes], with_properties: bool) -> dict[str, list[Any]]:
+def _decoded(messages: list[bytes], names: frozenset[str]) -> dict[str, list[Any]]:
+    reads_properties, reads_body = not names.isdisjoint(_OF_PROPERTIES), "body" in names
     rows: list[tuple[Any, ...]] = []
     for message in messages:
         try:
             envelope = decode_envelope(message)
-            pairs = list(decode_properties(message, envelope.body_begin).items()) if with_properties else None
+            texts = decode_properties(message) if reads_properties else {}
         except QmqError as error:
-            rows.append((None, None, None, None, str(error)))
+            rows.append((*(None for _ in _DECODED), str(error)))
             continue
-        rows.append((envelope.id, sorted(envelope.tags), _moment(envelope.created_ms), pairs, None))
+        body = message[properties_span(message).end :] if reads_body and envelope.flag & FLAG_BODY else None
+        moment, content_type = _moment(envelope.created_ms), texts.get(CONTENT_TYPE)
+        rows.append((envelope.id, sorted(envelope.tags), moment, list(texts.items()), content_type, body, None))
     return dict(zip((*_DECODED, "problem"), map(list, zip(*rows, strict=True)), strict=True))
 
 

@@ -166,7 +166,7 @@ def _decode(frame: Frame, sequence: int, data: bytes) -> Found:
     found = Found(sequence, frame.offset, frame.timestamp_ms, len(data))
     try:
         envelope = decode_envelope(data)
-        properties = decode_properties(data, envelope.body_begin)
+        properties = decode_properties(data)
     except InvalidMessage as error:
         return found._replace(problem=str(error))
     return found._replace(

@@ -19,7 +19,7 @@ from qmq.broker.answers import Counters
 from qmq.broker.labels import labels_of
 from qmq.broker.service_queue import ServiceQueue
 from qmq.broker.subscriptions import Subscriptions
-from qmq.codec import Buffer, decode_envelope, decode_properties, encode_labels, join_batch, slice_batch, split_batch
+from qmq.codec import Buffer, decode_properties, encode_labels, join_batch, slice_batch, split_batch
 from qmq.crc import crc32
 from qmq.dead_letters import delivered, earlier_deliveries, letters_producer, with_fate
 from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
@@ -302,7 +302,7 @@ class DeadLetters:
 def _times_before(data: bytes) -> int:
     """Return the deliveries of a mailbox's message before it came there."""
     try:
-        return earlier_deliveries(decode_properties(data, decode_envelope(data).body_begin).get(TIMES, ""))
+        return earlier_deliveries(decode_properties(data).get(TIMES, ""))
     except InvalidMessage:  # bytes of a foreign producer
         return 0
 

@@ -387,7 +387,7 @@ def _has_name(message: bytes, named: Named, by_key: bool, index: int) -> bool:
         envelope = decode_envelope(message)
         if not by_key:
             return envelope.id == named.ids[index]
-        return decode_properties(message, envelope.body_begin).get(DELAY_KEY) == named.keys[index]
+        return decode_properties(message).get(DELAY_KEY) == named.keys[index]
     except InvalidMessage:
         return False
 

@@ -168,7 +168,7 @@ def _message(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
     try:
         envelope = decode_envelope(message)
         shown.id, shown.created_ms = envelope.id, envelope.created_ms
-        shown.key = str(decode_properties(message, envelope.body_begin).get(DELAY_KEY, ""))
+        shown.key = str(decode_properties(message).get(DELAY_KEY, ""))
     except InvalidMessage as error:
         shown.problem = str(error) if message else "it was carried to another place meanwhile; ask again"
     return shown

@@ -217,7 +217,7 @@ class Template(NamedTuple):
 
     def occurrence_label(self) -> int:
         envelope = decode_envelope(self.message)
-        return label_of(envelope.tags, decode_properties(self.message, envelope.body_begin).get(ORDER_KEY))
+        return label_of(envelope.tags, decode_properties(self.message).get(ORDER_KEY))
 
 
 def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
@@ -233,7 +233,7 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
     Cron(recur.cron, recur.timezone)
     if (envelope := decode_envelope(recur.message)).subject != recur.subject:
         raise InvalidMessage(f"the message is of subject {envelope.subject!r}, not {recur.subject!r}")
-    if DELAY_KEY in decode_properties(recur.message, envelope.body_begin):
+    if DELAY_KEY in decode_properties(recur.message):
         raise InvalidMessage("the message of a recurring schedule has no key for cancelling: delete it by its name")
     own = {RECUR_NAME: recur.name, RECUR_OWNER: recur.owner, RECUR_CRON: recur.cron, RECUR_ZONE: recur.timezone}
     message = with_properties(_with_id(recur.message, ID_PREFIX + recur.name), own)
@@ -256,7 +256,7 @@ def read_template(message: bytes, subject: str) -> Template:
     envelope = decode_envelope(message)
     if envelope.subject != subject:
         raise InvalidMessage(f"the message is of subject {envelope.subject[:50]!r}, not {subject!r}")
-    found = decode_properties(message, envelope.body_begin)
+    found = decode_properties(message)
     name, owner, expression, zone = (
         found.get(property, "") for property in (RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE)
     )

@@ -2,14 +2,19 @@
 
 One message (QMQ, from the flag byte on; all integers big-endian; `str` is an i16 length and UTF-8):
 
-    0   u8    flag: 1 low reliability, 2 delayed, 4 tag section present
+    0   u8    flag: 1 low reliability, 2 delayed, 4 tag section present, 8 body present
     1   i64   created, ms
     9   i64   moment of encoding (delayed: due time), ms
     17  str   subject
         str   message id
         u8 n, n x str    tags, only if the flag says so
-        i32   length of the rest
+        i32   length of the properties
         (str name, str value)*    properties
+        bytes     body: the rest of the message, only if the flag says so
+
+QMQ's messages have no body: its readers, and ours before bodies, refuse such a message (decision 100). The properties
+`qmq_contentType` and `qmq_contentEncoding` describe the body, `qmq_types` the types of the application's properties
+(`types_of`).
 
 A batch is the body of a messages frame: the layout of an Arrow binary array, so that a part of it is a slice
 and Spark reads it without copying (all integers little-endian):
@@ -34,18 +39,34 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
 from qmq.crc import crc32
-from qmq.errors import InvalidMessage, InvalidRequest
-from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message, text_of
+from qmq.errors import InvalidMessage, InvalidRequest, MessageTooLarge
+from qmq.message import (
+    CONTENT_ENCODING,
+    CONTENT_TYPE,
+    EXPIRES_AFTER,
+    ORDER_KEY,
+    RESERVED,
+    RETRIES_MAX,
+    TYPES,
+    Message,
+    Value,
+    body_bytes,
+    text_of,
+    types_of,
+    with_types,
+)
 from qmq.plain import plain
+from qmq.zstd import ENCODING, compressed, decompressed
 
-FLAG_DELAYED, FLAG_TAGS = 2, 4
+FLAG_DELAYED, FLAG_TAGS, FLAG_BODY = 2, 4, 8
 DUE_AT = 9
 """Offset of the due time in a delayed message."""
 TAGS_MAX = 10
@@ -53,6 +74,8 @@ ID_BYTES_MAX = 100
 VALUE_BYTES_MAX = 32_767
 """A longer value has a negative length for a Java client, which acks the message and never delivers it."""
 MESSAGE_BYTES_MIN = 1 + 8 + 8 + 2 + 2 + 4
+BODY_BYTES_MAX = 64 << 20
+"""Before compression and after decompression; the largest `message_bytes_max` of a broker."""
 EXPIRES_S_MAX = 36_500 * 86_400
 """A hundred years."""
 RETRIES_MOST = 2**31 - 1
@@ -65,8 +88,11 @@ Buffer = bytes | bytearray | memoryview
 _FIXED = struct.Struct(">BqqH")
 _I32 = struct.Struct(">i")
 _U16 = struct.Struct(">H")
+_FLAGS = [bytes((flag,)) for flag in range(256)]
 _LENGTHS = [n.to_bytes(2, "big") for n in range(VALUE_BYTES_MAX + 1)]
 """A look-up is three times faster than packing, and strings take most of a producer's time."""
+CONTENT = CONTENT_TYPE, CONTENT_ENCODING, TYPES
+"""Properties that describe the content; an application receives the message without them."""
 KEPT_MAX = 10_000
 _names: dict[str, bytes] = {}
 _tags: dict[frozenset[str], TagSection] = {}
@@ -94,8 +120,9 @@ def _name(name: str) -> bytes:
     return data
 
 
-def _properties(message: Message) -> bytes:
+def _properties(message: Message, encoding: str) -> bytes:
     parts = []
+    is_typed = False
     names = _names
     try:
         properties = message.properties.items()
@@ -105,6 +132,7 @@ def _properties(message: Message) -> bytes:
     for name, value in properties:
         key = names.get(name) or _name(name)
         if value.__class__ is not str:
+            is_typed = True
             try:
                 value = text_of(value)
             except InvalidMessage as error:
@@ -118,18 +146,31 @@ def _properties(message: Message) -> bytes:
             raise InvalidMessage(
                 f"property {name!r} has {len(data)} bytes, more than {VALUE_BYTES_MAX}: set_large cuts it into parts"
             ) from None
-    if message.order_key is not None or message.retries_max is not None or message.expires_after is not None:
-        parts.append(encode_own(message))
+    parts.append(encode_own(message, is_typed=is_typed, encoding=encoding))
     return b"".join(parts)
 
 
-def encode_own(message: Message) -> bytes:
-    """Encode the properties of a message's order key and limits; raises InvalidMessage."""
-    data, key, retries = b"", message.order_key, message.retries_max
+def encode_own(message: Message, *, is_typed: bool, encoding: str) -> bytes:
+    """Encode the properties that qmq sets; raises InvalidMessage.
+
+    Args:
+        is_typed: some property is maybe no text.
+        encoding: compression of the body, or "".
+    """
+    data, key, retries, content_type = b"", message.order_key, message.retries_max, message.content_type
+    if content_type is not None:
+        if not isinstance(content_type, str) or not content_type.strip():
+            raise InvalidMessage(f"a content type is a str that is not blank, not {content_type!r:.50}")
+        if message.body is None:
+            raise InvalidMessage(f"content type {content_type!r:.50} needs a body: give body=, or leave it out")
+    if is_typed or content_type is not None:
+        data = encode_content(tuple(map(type, message.properties.values())) if is_typed else (), content_type)
+    if encoding:
+        data += _string("", CONTENT_ENCODING) + _string("", encoding)
     if key is not None:
         if not isinstance(key, str) or not key.strip():
             raise InvalidMessage(f"an order key is a str that is not blank, not {key!r:.50}: write str() around it")
-        data = _string("", ORDER_KEY) + _string("the order key", key)
+        data += _string("", ORDER_KEY) + _string("the order key", key)
     if retries is not None:
         if not isinstance(retries, int) or retries.__class__ is bool or not 0 <= retries <= RETRIES_MOST:
             raise InvalidMessage(f"retries_max is a whole number from 0 to {RETRIES_MOST}, not {retries!r}")
@@ -137,6 +178,37 @@ def encode_own(message: Message) -> bytes:
     if message.expires_after is not None:
         data += _string("", EXPIRES_AFTER) + _string("", str(expires_after_ms(message.expires_after)))
     return data
+
+
+@lru_cache(1_000)
+def encode_content(classes: tuple[type, ...], content_type: str | None) -> bytes:
+    """Encode the properties that describe the content; raises InvalidMessage.
+
+    Args:
+        classes: of the values of the application's properties; more than 32,767 are received as texts.
+    """
+    data, types = b"", types_of(classes)
+    if 0 < len(types) <= VALUE_BYTES_MAX:
+        data = _string("", TYPES) + _string("", types)
+    if content_type is not None:
+        data += _string("", CONTENT_TYPE) + _string("the content type", content_type)
+    return data
+
+
+def pack_body(body: object, compress_bytes_min: int | None) -> tuple[bytes, str]:
+    """Return a message's body as it travels, and its compression, or "".
+
+    Raises:
+        InvalidMessage: it is not bytes, or too large.
+    """
+    data = body if body.__class__ is bytes else body_bytes(body)
+    assert isinstance(data, bytes)
+    if len(data) > BODY_BYTES_MAX:
+        raise MessageTooLarge(f"a body of {len(data)} bytes is more than {BODY_BYTES_MAX}: cut it into parts")
+    if compress_bytes_min is not None and len(data) >= compress_bytes_min:
+        if len(small := compressed(data)) < len(data):
+            return small, ENCODING
+    return data, ""
 
 
 def expires_after_ms(after: float | timedelta) -> int:
@@ -171,44 +243,52 @@ def encode_tags(tags: Iterable[str]) -> TagSection:
     return section
 
 
-def batch_encoder(subject: str, now_ms: int) -> _Encoder:
-    """Return a function `(message) -> bytes` for messages of one subject, encoded at one time."""
-    return _Encoder(subject, now_ms)
+def batch_encoder(subject: str, now_ms: int, compress_bytes_min: int | None = None) -> Encoder:
+    """Return a function `(message) -> bytes` for messages of one subject, encoded at one time.
+
+    Args:
+        compress_bytes_min: size of a body from which on it is compressed; None: never.
+    """
+    return Encoder(subject, now_ms, now_ms, 0, compress_bytes_min)
 
 
-def delayed_encoder(subject: str, now_ms: int, due_ms: int) -> _Encoder:
+def delayed_encoder(subject: str, now_ms: int, due_ms: int, compress_bytes_min: int | None = None) -> Encoder:
     """Return such a function for messages that are due at one time."""
-    return _DelayedEncoder(subject, now_ms, due_ms)
+    return Encoder(subject, now_ms, due_ms, FLAG_DELAYED, compress_bytes_min)
 
 
-class _Encoder:
-    """Encoder of a batch: the common part of all its messages is packed once, which halves a producer's time."""
+class Encoder:
+    """Encoder of a batch: the common part of all its messages is packed once, which halves a producer's time.
 
-    __slots__ = ("plain", "tagged")
+    `front` follows the flag byte of every message; `flag` is common to all.
+    """
 
-    def __init__(self, subject: str, now_ms: int) -> None:
+    __slots__ = ("flag", "front", "compress_bytes_min")
+
+    def __init__(self, subject: str, now_ms: int, due_ms: int, flag: int, compress_bytes_min: int | None) -> None:
         data = subject.encode()
-        self.plain = _FIXED.pack(0, now_ms, now_ms, len(data)) + data
-        self.tagged = _FIXED.pack(FLAG_TAGS, now_ms, now_ms, len(data)) + data
+        self.flag = flag
+        self.front = _FIXED.pack(0, now_ms, due_ms, len(data))[1:] + data
+        self.compress_bytes_min = compress_bytes_min
 
     def __call__(self, message: Message) -> bytes:
         """Encode one message; raises InvalidMessage with its id, for this message alone."""
         identity = _id(message.id)
+        flag, tags, body, encoding = self.flag, b"", message.body, ""
         try:
-            body = _properties(message)
-            front, tags = (self.tagged, encode_tags(message.tags).data) if message.tags else (self.plain, b"")
+            if body is not None:
+                flag |= FLAG_BODY
+                body, encoding = pack_body(body, self.compress_bytes_min)
+            properties = _properties(message, encoding)
+            if message.tags:
+                flag |= FLAG_TAGS
+                tags = encode_tags(message.tags).data
         except InvalidMessage as error:
-            raise InvalidMessage(f"message {message.id}: {error}") from None
-        return b"".join((front, _LENGTHS[len(identity)], identity, tags, _I32.pack(len(body)), body))
-
-
-class _DelayedEncoder(_Encoder):
-    __slots__ = ()
-
-    def __init__(self, subject: str, now_ms: int, due_ms: int) -> None:
-        data = subject.encode()
-        self.plain = _FIXED.pack(FLAG_DELAYED, now_ms, due_ms, len(data)) + data
-        self.tagged = _FIXED.pack(FLAG_DELAYED | FLAG_TAGS, now_ms, due_ms, len(data)) + data
+            raise type(error)(f"message {message.id}: {error}") from None
+        length = _LENGTHS[len(identity)]
+        return b"".join(
+            (_FLAGS[flag], self.front, length, identity, tags, _I32.pack(len(properties)), properties, body or b"")
+        )
 
 
 def _id(id: str | None) -> bytes:
@@ -297,11 +377,10 @@ class Envelope(NamedTuple):
     subject: str
     id: str
     tags: frozenset[str] | tuple[()]
-    body_begin: int
 
 
 def decode_envelope(data: bytes) -> Envelope:
-    """Decode all fields of a message except its properties.
+    """Decode all fields of a message except its properties and body.
 
     Raises:
         InvalidMessage: the bytes are no message in QMQ's encoding.
@@ -323,12 +402,19 @@ def decode_envelope(data: bytes) -> Envelope:
                 words.append(data[at + 2 : at + 2 + length].decode())
                 at += 2 + length
             tags = frozenset(words)
-        (length,) = _I32.unpack_from(data, at)
+        _check_end(data, at)
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise InvalidMessage(f"not a message in QMQ's encoding: {error}") from None
-    if at + 4 + length != len(data):
-        raise InvalidMessage(f"a message of {len(data)} bytes claims to end at {at + 4 + length}")
-    return Envelope(flag, created_ms, subject, identity, tags, at + 4)
+    return Envelope(flag, created_ms, subject, identity, tags)
+
+
+def _check_end(data: bytes, at: int) -> int:
+    """Return the end of the properties, whose length stands at offset `at`; raises InvalidMessage."""
+    (length,) = _I32.unpack_from(data, at)
+    end: int = at + 4 + length
+    if end > len(data) or length < 0 or (end < len(data) and not data[0] & FLAG_BODY):
+        raise InvalidMessage(f"a message of {len(data)} bytes claims to end at {end}")
+    return end
 
 
 def due_of(data: Buffer) -> int | None:
@@ -353,8 +439,15 @@ def counts_from(data: Buffer) -> int:
     return int(due_ms if flag & FLAG_DELAYED else created_ms)
 
 
-def properties_begin(data: bytes) -> int:
-    """Return the offset of an encoded message's properties.
+class Span(NamedTuple):
+    """Place of a message's properties: offsets `[begin, end)`. The body, if any, is behind them."""
+
+    begin: int
+    end: int
+
+
+def properties_span(data: bytes) -> Span:
+    """Return the place of an encoded message's properties.
 
     Raises:
         InvalidMessage: the bytes are no message in QMQ's encoding.
@@ -367,18 +460,15 @@ def properties_begin(data: bytes) -> int:
             at += 1
             for _ in range(count):
                 at += 2 + (data[at] << 8 | data[at + 1])
-        (length,) = _I32.unpack_from(data, at)
+        return Span(at + 4, _check_end(data, at))
     except (struct.error, IndexError) as error:
         raise InvalidMessage(f"not a message in QMQ's encoding: {error}") from None
-    if at + 4 + length != len(data):
-        raise InvalidMessage(f"a message of {len(data)} bytes claims to end at {at + 4 + length}")
-    return at + 4
 
 
-def decode_properties(data: bytes, begin: int) -> dict[str, str]:
-    """Decode the properties of a message from offset `begin` on; raises InvalidMessage."""
+def decode_properties(data: bytes) -> dict[str, str]:
+    """Decode the properties of a message as texts, those of qmq included; raises InvalidMessage."""
     properties = {}
-    at, end = begin, len(data)
+    at, end = properties_span(data)
     try:
         while at < end:  # indexing is a third faster than unpacking, and this takes most of a consumer's time
             name_end = at + 2 + (data[at] << 8 | data[at + 1])
@@ -392,52 +482,96 @@ def decode_properties(data: bytes, begin: int) -> dict[str, str]:
     return properties
 
 
+class Content(NamedTuple):
+    """Properties of a message with their types, without those that describe the content."""
+
+    properties: dict[str, Value]
+    type: str | None
+    encoding: str | None
+
+
+def decode_content(data: bytes) -> Content:
+    """Decode the properties of a message for an application; raises InvalidMessage."""
+    texts = decode_properties(data)
+    kind, encoding, types = (texts.pop(name, None) for name in CONTENT)
+    properties: dict[str, Value] = {**texts} if types is None else with_types(texts, types)
+    return Content(properties, kind, encoding)
+
+
+def decode_body(data: bytes) -> bytes | None:
+    """Return the body of a message, decompressed, or None without one.
+
+    Raises:
+        InvalidMessage: it is damaged, has an unknown compression, or is larger than 64 MiB.
+        MissingExtra: the library of its compression is not installed here.
+    """
+    if not data or not data[0] & FLAG_BODY:
+        return None
+    end = properties_span(data).end
+    if (encoding := decode_content(data).encoding) is None:
+        return data[end:]
+    return decompressed(memoryview(data)[end:], encoding, BODY_BYTES_MAX)
+
+
 def encode_message(message: Message, now_ms: int) -> bytes:
     """Encode one message; raises InvalidMessage."""
     return batch_encoder(message.subject, now_ms)(message)
 
 
 def decode_message(data: bytes) -> Message:
-    """Decode one message; raises InvalidMessage."""
+    """Decode one message; raises InvalidMessage, or MissingExtra."""
     envelope = decode_envelope(data)
-    properties = decode_properties(data, envelope.body_begin)
-    message = Message(envelope.subject, properties, tags=envelope.tags, id=envelope.id)
+    texts, content = decode_properties(data), decode_content(data)
+    message = Message(
+        envelope.subject,
+        content.properties,
+        body=decode_body(data),
+        content_type=content.type,
+        tags=envelope.tags,
+        id=envelope.id,
+    )
     message.created_ms = envelope.created_ms
-    message.order_key = properties.get(ORDER_KEY)
-    retries = properties.get(RETRIES_MAX, "")
+    message.order_key = texts.get(ORDER_KEY)
+    retries = texts.get(RETRIES_MAX, "")
     message.retries_max = int(retries) if retries.isascii() and retries.isdecimal() else None
     return message
 
 
-def with_properties(data: bytes, extra: Mapping[str, str]) -> bytes:
+def with_properties(data: bytes, extra: Mapping[str, str], without: Collection[str] = ()) -> bytes:
     """Return an encoded message with added or replaced properties; the rest stays byte for byte.
+
+    Args:
+        without: names of properties to remove.
 
     Raises:
         InvalidMessage: the bytes are no message, or a name or value is longer than 32,767 bytes.
     """
-    begin = properties_begin(data)
+    begin, end = properties_span(data)
     added = {_string("a property's name", name): _string(f"property {name!r}", value) for name, value in extra.items()}
-    kept, at, end = [], begin, len(data)
+    gone = added.keys() | {_string("a property's name", name) for name in without}
+    kept, at = [], begin
     try:
         while at < end:
             name_end = at + 2 + (data[at] << 8 | data[at + 1])
             value_end = name_end + 2 + (data[name_end] << 8 | data[name_end + 1])
-            if data[at:name_end] not in added:
+            if data[at:name_end] not in gone:
                 kept.append(data[at:value_end])
             at = value_end
     except IndexError:
         raise InvalidMessage("not QMQ's encoding of properties: the last string is cut off") from None
     if at > end:
         raise InvalidMessage("a string ends past its message")
-    body = b"".join((*kept, *(name + value for name, value in added.items())))
-    return data[: begin - 4] + _I32.pack(len(body)) + body
+    properties = b"".join((*kept, *(name + value for name, value in added.items())))
+    front = memoryview(data)[: begin - 4]
+    return b"".join((front, _I32.pack(len(properties)), properties, memoryview(data)[end:]))
 
 
 def with_subject(data: bytes, subject: str) -> bytes:
     """Return an encoded message with another subject; raises InvalidMessage."""
-    properties_begin(data)  # or it is not valid
+    properties_span(data)  # or it is not valid
     begin = _FIXED.size - 2
-    return data[:begin] + _string("the subject", subject) + data[_FIXED.size + (data[begin] << 8 | data[begin + 1]) :]
+    rest = memoryview(data)[_FIXED.size + (data[begin] << 8 | data[begin + 1]) :]
+    return b"".join((data[:begin], _string("the subject", subject), rest))
 
 
 def delayed_copy(data: bytes, due_ms: int, extra: Mapping[str, str]) -> bytes:

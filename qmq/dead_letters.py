@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from qmq.codec import with_properties
+from qmq.codec import properties_span, with_properties
 from qmq.errors import InvalidMessage
 from qmq.message import EXPIRES_AFTER, TIMES
 from qmq.subjects import dead_letter_subject, parse_derived, retry_subject
@@ -63,11 +63,11 @@ def with_fate(message: bytes, times: int, reason: str, sequence: int, owner: tup
         owner: real subject and consumer group, for a copy in a chosen subject.
     """
     fate = {TIMES: str(times), REASON: reason, SEQUENCE: str(sequence)}
-    if owner is not None:
-        fate |= {SUBJECT: owner[0], GROUP: owner[1]}
-        if EXPIRES_AFTER.encode() in message:
-            fate[EXPIRES_AFTER] = ""  # otherwise it would expire again before an operator sees it
     try:
+        if owner is not None:
+            fate |= {SUBJECT: owner[0], GROUP: owner[1]}
+            if EXPIRES_AFTER.encode() in message[: properties_span(message).end]:
+                fate[EXPIRES_AFTER] = ""  # otherwise it would expire again before an operator sees it
         return with_properties(message, fate)
     except InvalidMessage:
         return message

@@ -23,6 +23,7 @@ QmqError
 │   ├── SubjectFull           a consumer group's lag is above an operator's limit
 │   ├── PostponesTooMuch      the broker's limit of delayed retries of a consumer group is reached
 │   └── QueueFull             the producer's own queue: nothing was queued, retry later
+├── MissingExtra          install the library named in the text; the message is unchanged
 ├── RolledBack            a message's transaction was rolled back: nothing was written or sent
 ├── RetryLater            raised by a handler: deliver the message again later
 ├── DeadLetter            raised by a handler: do not deliver it again, store it for operators
@@ -318,6 +319,10 @@ class BrokenInvariant(LogError):
     """A bug of qmq was stopped before it did harm."""
 
     code = ErrorCode.BROKEN_INVARIANT
+
+
+class MissingExtra(QmqError):
+    """An optional library of qmq is not installed here. Install the extra named in the text, then retry."""
 
 
 class RolledBack(QmqError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, overload
 
@@ -11,7 +11,8 @@ from qmq.errors import InvalidMessage
 from qmq.plain import plain
 
 Value = str | int | float | bool | datetime
-"""Value of a property. QMQ stores text, so it is read back as `str`, or by a getter for its type."""
+"""Value of a property. It travels as text in QMQ's spelling, and `qmq_types` restores its type."""
+Body = bytes | bytearray | memoryview
 
 RESERVED = "qmq_"
 """Prefix of the names of properties that qmq sets."""
@@ -26,6 +27,10 @@ and has no effect.
 """
 TIMES = "qmq_times"
 """Number of the first delivery from a group's mailbox."""
+CONTENT_TYPE, CONTENT_ENCODING = "qmq_contentType", "qmq_contentEncoding"
+"""Media type of the body, and its compression ("zstd"); absent without."""
+TYPES = "qmq_types"
+"""Types of the application's properties in their order, one character each (`types_of`); absent if all are texts."""
 JSON = "json"
 """Property that holds the value of `Message.of_json`."""
 
@@ -40,9 +45,12 @@ class Message:
 
     Args:
         subject: stream that the message belongs to.
-        properties: content. Values travel as text in QMQ's spelling (`True` is "true", a datetime its ms since 1970
-            UTC), at most 32,767 bytes each: see `set_large`. Names that begin with "qmq_" are reserved. An enumeration
-            based on str, int or float is sent as its value, here and in all other arguments.
+        properties: values with names. They travel as text in QMQ's spelling (`True` is "true", a datetime its ms since
+            1970 UTC), at most 32,767 bytes each (see `set_large`), and are received with their types. Names that begin
+            with "qmq_" are reserved. An enumeration based on str, int or float is sent as its value, here and in all
+            other arguments.
+        body: content as bytes, up to the message limit (docs/payloads.md). None: no body.
+        content_type: media type of the body, such as "application/json".
         tags: at most 10 words that consumers may filter by.
         id: at most 100 bytes, unique and kept through every retry; made by the producer if it is not given.
         order_key: messages with the same subject and key are delivered one at a time, in the order of sending.
@@ -52,13 +60,26 @@ class Message:
     A received message also has `created_ms`, by the producer's clock, in ms since 1970 UTC.
     """
 
-    __slots__ = ("subject", "properties", "tags", "id", "order_key", "retries_max", "expires_after", "created_ms")
+    __slots__ = (
+        "subject",
+        "properties",
+        "body",
+        "content_type",
+        "tags",
+        "id",
+        "order_key",
+        "retries_max",
+        "expires_after",
+        "created_ms",
+    )
 
     def __init__(
         self,
         subject: str,
         properties: Mapping[str, Value] | None = None,
         *,
+        body: Body | None = None,
+        content_type: str | None = None,
         tags: Iterable[str] = (),
         id: str | None = None,
         order_key: str | None = None,
@@ -67,6 +88,8 @@ class Message:
     ) -> None:
         self.subject = subject if subject.__class__ is str else plain(subject)
         self.properties = properties if properties is not None else {}
+        self.body = body if body is None or body.__class__ is bytes else body_bytes(body)
+        self.content_type = content_type if content_type is None else plain(content_type)
         self.tags = _tags(tags) if tags else ()
         self.id = id if id is None or id.__class__ is str else plain(id)
         self.order_key = order_key if order_key is None or order_key.__class__ is str else plain(order_key)
@@ -76,6 +99,8 @@ class Message:
 
     subject: str
     properties: Mapping[str, Value]
+    body: bytes | None
+    content_type: str | None
     tags: frozenset[str] | tuple[()]
     id: str | None
     order_key: str | None
@@ -131,7 +156,14 @@ class Message:
         """Return a message with the same content for `subject`, without the properties that qmq set."""
         properties = {name: value for name, value in self.properties.items() if not name.startswith(RESERVED)}
         return Message(
-            subject, properties, tags=self.tags, id=id, order_key=self.order_key, retries_max=self.retries_max
+            subject,
+            properties,
+            body=self.body,
+            content_type=self.content_type,
+            tags=self.tags,
+            id=id,
+            order_key=self.order_key,
+            retries_max=self.retries_max,
         )
 
     # Properties.
@@ -237,12 +269,58 @@ class Message:
 
     def __repr__(self) -> str:
         key = f", order_key={self.order_key!r}" if self.order_key is not None else ""
-        return f"Message({self.subject!r}, {dict(self.properties)!r}, tags={set(self.tags)!r}, id={self.id!r}{key})"
+        body = "" if self.body is None else f", body=<{len(self.body)} bytes of {self.content_type or 'no type'}>"
+        return (
+            f"Message({self.subject!r}, {dict(self.properties)!r}, tags={set(self.tags)!r}, id={self.id!r}{key}{body})"
+        )
 
 
 def not_a_message(given: object) -> InvalidMessage:
     """Return the error for a value that is not a message."""
     return InvalidMessage(f"send a qmq.Message, not a {type(given).__name__}")
+
+
+def body_bytes(body: object) -> bytes:
+    """Return a body as bytes, a copy of anything that may change; raises InvalidMessage."""
+    if isinstance(body, bytes | bytearray | memoryview):
+        return bytes(body)
+    remedy = "write .encode() behind it" if isinstance(body, str) else "use a codec or properties (docs/payloads.md)"
+    raise InvalidMessage(f"a body is bytes, not {type(body).__name__}: {remedy}")
+
+
+_TYPE_OF: dict[type, str] = {str: "s", int: "i", float: "f", bool: "b", datetime: "d"}
+_READERS: dict[str, Callable[[str], Value]] = {
+    "s": str,
+    "i": int,
+    "f": float,
+    "b": lambda text: {"true": True, "false": False}[text],
+    "d": lambda text: _EPOCH + int(text) * _MS,
+}
+
+
+def types_of(classes: tuple[type, ...]) -> str:
+    """Return the types of properties whose values have these classes, one character each: s(tr), i(nt), f(loat),
+    b(ool), d(atetime). Empty if all are texts.
+
+    The values are valid. A subclass has the type of its base class.
+    """
+    types = "".join(_TYPE_OF.get(kind) or _base_type(kind) for kind in classes)
+    return types if types.strip("s") else ""
+
+
+def _base_type(kind: type) -> str:
+    return next(character for base, character in _TYPE_OF.items() if issubclass(kind, base))
+
+
+def with_types(properties: Mapping[str, str], types: str) -> dict[str, Value]:
+    """Return properties with the types of `types_of`. Reserved ones stay texts; if `types` does not match, all do."""
+    found: dict[str, Value] = dict(properties)
+    names = [name for name in found if not name.startswith(RESERVED)]
+    try:
+        found |= {name: _READERS[kind](properties[name]) for name, kind in zip(names, types, strict=True)}
+    except (KeyError, ValueError, OverflowError):  # a foreign or changed message
+        pass
+    return found
 
 
 def text_of(value: object) -> str:

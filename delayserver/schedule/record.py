@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from qmq.codec import Buffer, decode_properties, labels_bytes, properties_begin
+from qmq.codec import Buffer, decode_properties, labels_bytes
 from qmq.crc import crc32
 from qmq.errors import InvalidMessage
 from qmq.log.frame import FLAG_LABELLED, Frame
@@ -146,7 +146,7 @@ def _key_hash(data: bytes, begin: int, end: int) -> int:
         return 0
     message = data[begin:end]
     try:
-        key = decode_properties(message, properties_begin(message)).get(DELAY_KEY)
+        key = decode_properties(message).get(DELAY_KEY)
     except InvalidMessage:
         return 0
     return key_hash(key) if key else 0

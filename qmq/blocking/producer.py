@@ -38,7 +38,7 @@ PASS_MESSAGES_MAX = 1_000
 AGAIN_S = 0.01
 """Pause before a retry when the producer's queue is full."""
 MESSAGE_BYTES = 200
-"""Estimated memory of a message beside its texts."""
+"""Estimated memory of a message beside its texts and body."""
 EXIT_S = 5.0
 """Added to `timeout_s` at the end of a process: the timeout of messages that wait for room begins late."""
 
@@ -376,7 +376,7 @@ def _as_arguments(later: Delay | None) -> DelayArguments:
 
 def _size(message: Message) -> int:
     """Return the estimated memory of a message."""
-    size = MESSAGE_BYTES
+    size = MESSAGE_BYTES + len(message.body or b"")
     for value in message.properties.values():
         size += len(value) if isinstance(value, str) else 8
     return size

@@ -6,7 +6,8 @@ and page faults of fresh buffers the other half. So
 
 - a batch is built as *text* in which one character stands for one byte (latin-1): ASCII strings, the usual case, go
   into it without an object or a copy of their own;
-- the text is encoded in blocks that stay in the processor's cache and are sent without joining them.
+- the text is encoded in blocks that stay in the processor's cache and are sent without joining them;
+- bodies stay bytes: a small one joins the block of its text, a large one is a block of its own, without a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -34,10 +35,15 @@ from qmq.client.batch import (
 from qmq.client.delay import Delay
 from qmq.client.sender import Flight, Sender
 from qmq.codec import (
+    BODY_BYTES_MAX,
+    FLAG_BODY,
+    FLAG_TAGS,
     KEPT_MAX,
     VALUE_BYTES_MAX,
+    Encoder,
     batch_encoder,
     delayed_encoder,
+    encode_content,
     encode_labels,
     encode_own,
     encode_tags,
@@ -53,6 +59,8 @@ _LENGTHS = [n.to_bytes(2, "big").decode("latin-1") for n in range(VALUE_BYTES_MA
 _SIZES = [n.to_bytes(4, "big").decode("latin-1") for n in range(4_096)]
 BLOCK_BYTES = 32 * 1024
 """Measured: 16 to 64 KiB cost the same; with 512 KiB a message of 1 KiB takes twice as long."""
+RAW_BYTES_MIN = 16 * 1024
+"""Size of a body from which on a copy costs more than a block of its own."""
 _names: dict[str, str] = {}
 """Property names with their length in front; names repeat."""
 
@@ -79,25 +87,31 @@ def encode_run(
     now_ms: int,
     due_ms: int | None = None,
     bytes_max: int = BATCH_BYTES_MAX,
+    compress_bytes_min: int | None = None,
 ) -> EncodedRun:
     """Encode messages from `begin` on until the batch is full or a message cannot be in it; sets missing ids.
 
     Args:
         due_ms: common due time of delayed messages.
         bytes_max: limit of a batch of several messages.
+        compress_bytes_min: see `batch_encoder`.
     """
     # One long function on purpose: a call per message or property would double the time.
-    encoder = batch_encoder(subject, now_ms) if due_ms is None else delayed_encoder(subject, now_ms, due_ms)
-    untagged, tagged = encoder.plain.decode("latin-1"), encoder.tagged.decode("latin-1")
-    fixed_bytes = len(untagged) + 2 + 4
+    if due_ms is None:
+        encoder = batch_encoder(subject, now_ms, compress_bytes_min)
+    else:
+        encoder = delayed_encoder(subject, now_ms, due_ms, compress_bytes_min)
+    bare, bodied = _fronts(encoder, 0), _fronts(encoder, FLAG_BODY)
+    body_bytes_end = BODY_BYTES_MAX + 1 if compress_bytes_min is None else min(BODY_BYTES_MAX + 1, compress_bytes_min)
+    fixed_bytes = len(bare[0]) + 2 + 4
     prefix, made = ids.prefix, ids.made
     lengths, small_sizes, small_sizes_end, names = _LENGTHS, _SIZES, len(_SIZES), _names
     blocks: list[bytes] = [b""]
     parts: list[str] = []
+    pieces: list[bytes] = []
     message_bytes: list[int] = []
     run_ids: list[str] = []
     labels: dict[int, int] = {}
-    fronts: dict[int, str] = {}
     total, block_end, error = 0, BLOCK_BYTES, None
     for position in range(begin, len(messages)):
         message = messages[position]
@@ -105,7 +119,7 @@ def encode_run(
             break
         identity = message.id
         mark = len(parts)
-        is_plain = True
+        is_plain, is_typed, raw = True, False, None
         if identity is None:
             made += 1
             message.id = identity = f"{prefix}{made}"
@@ -115,8 +129,10 @@ def encode_run(
             message.id, is_plain = plain(identity), False
             identity = message.id
         try:
-            if not is_plain:
+            body = message.body
+            if not is_plain or (body is not None and (body.__class__ is not bytes or len(body) >= body_bytes_end)):
                 raise InvalidMessage("left to the encoder")
+            untagged, tagged, fronts = bare if body is None else bodied
             if message.tags:
                 section, labels[len(run_ids)] = encode_tags(message.tags)
                 tags = section.decode("latin-1")
@@ -134,18 +150,28 @@ def encode_run(
             size = 0
             for name, value in message.properties.items():
                 if value.__class__ is not str:
-                    value = text_of(value)
+                    value, is_typed = text_of(value), True
                 if not value.isascii():
                     value = value.encode().decode("latin-1")
                 key = names.get(name) or _name(name)
                 length = len(value)
                 parts += (key, lengths[length], value)
                 size += len(key) + 2 + length
+            content_type = message.content_type
             if message.retries_max is not None or message.expires_after is not None:
-                parts.append(own := encode_own(message).decode("latin-1"))
+                parts.append(own := encode_own(message, is_typed=is_typed, encoding="").decode("latin-1"))
+                size += len(own)
+            elif is_typed or content_type is not None:
+                if content_type is not None and (body is None or content_type.__class__ is not str):
+                    raise InvalidMessage("left to the encoder")
+                classes = tuple(map(type, message.properties.values())) if is_typed else ()
+                parts.append(own := _content(classes, content_type))
                 size += len(own)
             parts[size_at] = small_sizes[size] if size < small_sizes_end else size.to_bytes(4, "big").decode("latin-1")
             size += front
+            if body is not None:
+                size += len(body)
+                raw = body
         except (
             InvalidMessage,
             UnicodeEncodeError,
@@ -159,8 +185,7 @@ def encode_run(
                 error = refusal
                 labels.pop(len(run_ids), None)
                 break
-            parts.append(data.decode("latin-1"))
-            size = len(data)
+            raw, size = data, len(data)
             if message.tags:
                 labels[len(run_ids)] = encode_tags(message.tags).bits
         if total + size > bytes_max and total:
@@ -170,21 +195,43 @@ def encode_run(
         total += size
         message_bytes.append(size)
         run_ids.append(identity)
-        if total >= block_end:
-            blocks.append("".join(parts).encode("latin-1"))
+        if raw is not None:
+            pieces += ("".join(parts).encode("latin-1"), raw)
             parts.clear()
+            if len(raw) >= RAW_BYTES_MIN:
+                pieces.pop()
+                blocks += (b"".join(pieces), raw)
+                pieces.clear()
+        if total >= block_end:
+            pieces.append("".join(parts).encode("latin-1"))
+            blocks.append(b"".join(pieces))
+            parts.clear()
+            pieces.clear()
             block_end = total + BLOCK_BYTES
     ids.made = made
     ends = array("I", accumulate(message_bytes, initial=0))
     parts.append("\0" * (-(4 * len(ends) + total) % 8))
     blocks[0] = ends.tobytes()
-    blocks.append("".join(parts).encode("latin-1"))
+    blocks += (*pieces, "".join(parts).encode("latin-1"))
     flags = 0
     if labels:
         every = [labels.get(position, 0) for position in range(len(run_ids))]
         flags = label_flags(every)
         blocks.append(encode_labels(every))
     return EncodedRun(run_ids, blocks, begin + len(run_ids), error, flags)
+
+
+def _fronts(encoder: Encoder, flag: int) -> tuple[str, str, dict[int, str]]:
+    """Return the text before a message's id: without tags, with them, and a cache of those with the id's length."""
+    front, flag = encoder.front.decode("latin-1"), encoder.flag | flag
+    return chr(flag) + front, chr(flag | FLAG_TAGS) + front, {}
+
+
+@lru_cache(1_000)
+def _content(classes: tuple[type, ...], content_type: str | None) -> str:
+    if content_type is not None and not content_type.strip():
+        raise InvalidMessage("left to the encoder")
+    return encode_content(classes, content_type).decode("latin-1")
 
 
 def _name(name: str) -> str:
@@ -229,8 +276,10 @@ class BulkSend:
         flight: Callable[[], Flight],
         delay: Delay | None = None,
         until_ms: int | None = None,
+        compress_bytes_min: int | None = None,
     ) -> None:
         self.receipts = Receipts()
+        self._compress_bytes_min = compress_bytes_min
         self._delay = delay
         self._due_ms = delay.due_ms if delay else None
         self._sender = sender
@@ -271,6 +320,7 @@ class BulkSend:
                 now_ms=now_ms,
                 due_ms=self._due_ms,
                 bytes_max=self._sender.batch_bytes_max(queue.subject),
+                compress_bytes_min=self._compress_bytes_min,
             )
             begin = run.end
             if run.ids:
@@ -292,8 +342,11 @@ class BulkSend:
             try:
                 self._sender.queue(message.subject)
                 message.id = next(self._ids) if message.id is None else plain(message.id)
-                delay = self._delay
-                data = delay.encode(message, now_ms) if delay else batch_encoder(message.subject, now_ms)(message)
+                delay, compress = self._delay, self._compress_bytes_min
+                if delay is None:
+                    data = batch_encoder(message.subject, now_ms, compress)(message)
+                else:
+                    data = delay.encode(message, now_ms, compress)
                 encoded = _Encoded(position, message.id, data, label_of_message(message))
                 if message.order_key is not None:
                     makers.append(await self._send_in_order(message.subject, encoded))

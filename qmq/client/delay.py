@@ -61,9 +61,9 @@ class Delay(NamedTuple):
     def at(self) -> datetime:
         return _EPOCH + self.due_ms * _MS
 
-    def encode(self, message: Message, now_ms: int) -> bytes:
+    def encode(self, message: Message, now_ms: int, compress_bytes_min: int | None = None) -> bytes:
         """Encode a message with its due time and key; raises InvalidMessage."""
-        data = delayed_encoder(message.subject, now_ms, self.due_ms)(message)
+        data = delayed_encoder(message.subject, now_ms, self.due_ms, compress_bytes_min)(message)
         return data if self.key is None else with_properties(data, {DELAY_KEY: self.key})
 
 
@@ -199,6 +199,8 @@ def schedule_request(message: Message, *, name: str, cron: str, timezone: str, o
     copy = Message(
         message.subject,
         message.properties,
+        body=message.body,
+        content_type=message.content_type,
         tags=message.tags,
         id=name,
         order_key=message.order_key,

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, overload
 from urllib.parse import urlsplit
 
+from qmq import zstd
 from qmq.access import Token, token_source
 from qmq.client.backlog import Backlog, QueuedMessage, SubjectQueue
 from qmq.client.batch import MessageIds, OnReceipt, Outcome, Receipt, Receipts, unstored
@@ -29,7 +30,7 @@ from qmq.client.lifetime import check_loop, check_not_patched, closed, no_pickle
 from qmq.client.numbered_sender import NumberedSender
 from qmq.client.numbers import Sample, register, state_samples
 from qmq.client.sender import Sender, Senders
-from qmq.client.terms import check_seconds
+from qmq.client.terms import check_seconds, check_whole
 from qmq.codec import batch_encoder, label_of_message
 from qmq.control_plane import app_name, metaserver_urls
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
@@ -68,6 +69,8 @@ class Producer:
         outbox_age_s: age after which any producer of the database sends a row. It exceeds the `timeout_s` of all these
             producers; the default is 60, or twice `timeout_s` if that is more.
         journal: local files of acknowledged messages, for the audit; none by default.
+        compress_bytes_min: bodies of so many bytes or more are compressed with zstd, if that makes them smaller (extra
+            `zstd`, for consumers also); None: no compression.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Producer:
         outbox_age_s: float | None = None,
         journal: Journal | None = None,
         readonly_wait_s: float | None = None,
+        compress_bytes_min: int | None = None,
     ) -> None:
         check_not_patched()
         if not 0 < in_flight_max <= 64:
@@ -112,6 +116,10 @@ class Producer:
         self._outbox: Courier | None = None
         self._relays: Relays | None = None
         self._journal_place = journal
+        if compress_bytes_min is not None:
+            check_whole("compress_bytes_min", compress_bytes_min, 1)
+            zstd.library()
+        self._compress_bytes_min = compress_bytes_min
         self._journal: JournalWriter | None = None
         self._callbacks: set[asyncio.Task[object]] = set()
         self._open_senders: Senders | None = None
@@ -468,7 +476,7 @@ class Producer:
         check_loop("the producer", self._loop)
         sender = senders.of(is_delayed=later is not None)
         until_ms = None if timeout_ms is None else sender.now_ms() + timeout_ms
-        many = BulkSend(sender, self._ids, self._timeout_ms, senders.board, later, until_ms)
+        many = BulkSend(sender, self._ids, self._timeout_ms, senders.board, later, until_ms, self._compress_bytes_min)
         iterator = iter(messages)
         while chunk := list(islice(iterator, CHUNK_MESSAGES)):
             await many.send(chunk)
@@ -575,8 +583,11 @@ class Producer:
             message.subject = subject = plain(subject)
         queue = sender.queue(subject)
         message.id = next(self._ids) if message.id is None else plain(message.id)
-        now_ms = _now_ms()
-        data = batch_encoder(subject, now_ms)(message) if later is None else later.encode(message, now_ms)
+        now_ms, compress = _now_ms(), self._compress_bytes_min
+        if later is None:
+            data = batch_encoder(subject, now_ms, compress)(message)
+        else:
+            data = later.encode(message, now_ms, compress)
         if not message.tags and message.order_key is None:
             return queue, data, 0
         label = label_of_message(message)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from qmq.client.terms import BROKER_DELAY_S_MAX, Refused, RetryPolicy, refused, refused_for_good
-from qmq.codec import counts_from, decode_envelope, decode_properties, due_of, properties_begin
+from qmq.codec import counts_from, decode_body, decode_content, decode_envelope, due_of
 from qmq.dead_letters import DIGITS_MAX, earlier_deliveries
 from qmq.errors import ClientClosed, InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RETRIES_MAX, TIMES, Message, Value
@@ -143,7 +143,7 @@ class UnackedPiece:
 
 
 class ReceivedMessage(Message):
-    """Message delivered to a consumer. Id, tags and properties are decoded on first access.
+    """Message delivered to a consumer. Id, tags, properties and body are decoded on first access.
 
     `sequence` counts the messages of `source` in `broker_group`. The first call of `ack`, `nack` or `dead_letter`
     decides the message. Decisions are sent in the background, several at a time; closing waits for them. The `_nowait`
@@ -310,11 +310,17 @@ class ReceivedMessage(Message):
         piece.acker.on_loop(partial(nack, piece, self._at))
 
     def __getattr__(self, name: str) -> object:
-        """Decode attributes on first access; raises InvalidMessage for bytes of another format."""
+        """Decode attributes on first access; raises InvalidMessage for bytes of another format, and MissingExtra for a
+        body whose compression this process lacks.
+        """
         if name == "properties":
-            self.properties = decode_properties(self._data, properties_begin(self._data))
+            self.properties = decode_content(self._data).properties
+        elif name == "content_type":
+            self.content_type = decode_content(self._data).type
+        elif name == "body":
+            self.body = decode_body(self._data)
         elif name in ("id", "tags", "created_ms"):
-            _, self.created_ms, _, self.id, self.tags, _ = decode_envelope(self._data)
+            _, self.created_ms, _, self.id, self.tags = decode_envelope(self._data)
         elif name == "order_key":
             key = self.properties.get(ORDER_KEY)
             self.order_key = None if key is None else str(key)

@@ -203,6 +203,8 @@ class Courier:
         copy = Message(
             message.subject,
             dict(message.properties),
+            body=message.body,
+            content_type=message.content_type,
             tags=message.tags,
             id=message.id,
             order_key=message.order_key,

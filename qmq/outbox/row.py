@@ -8,19 +8,27 @@ on the wire: QMQ's reader turns a JSON 5 into 5.0, and consumers that expect an 
 "float", "bool" or "datetime" for values other than texts. Creation time, order key and limit of retries are in `attrs`
 under QMQ's names. All characters are ASCII, whatever the table's character set.
 
+A message with a body has three differences, and `contentType` only if the message has one:
+
+    "types": [["amount", "int"]], "body": "aGVsbG8=", "contentType": "text/plain"
+
+QMQ's watchdog ignores them and sends the properties. Our readers before bodies expect an object as `types`, so they
+park the row; without that they would send the message without its body.
+
 QMQ's own rows are readable, too: an int is a JSON number there, a long is a text; both are sent as their digits.
 """
 
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from qmq.codec import expires_after_ms
 from qmq.errors import InvalidMessage
-from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message, Value, text_of
+from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message, Value, body_bytes, text_of
 from qmq.plain import plain
 
 CREATED = "qmq_createTime"
@@ -62,7 +70,7 @@ def encode_row(message: Message, now_ms: int) -> str:
         attributes[RETRIES_MAX] = str(plain(message.retries_max))
     if message.expires_after is not None:
         attributes[EXPIRES_AFTER] = str(expires_after_ms(message.expires_after))
-    row = {
+    row: dict[str, Any] = {
         "messageId": message.id,
         "subject": message.subject,
         "tags": sorted(message.tags),
@@ -71,6 +79,9 @@ def encode_row(message: Message, now_ms: int) -> str:
         "attrs": attributes,
         "types": types,
     }
+    if message.body is not None:
+        row |= {"types": list(types.items()), "body": b64encode(body_bytes(message.body)).decode()}
+        row |= {} if message.content_type is None else {"contentType": plain(message.content_type)}
     return json.dumps(row, separators=(",", ":"))
 
 
@@ -97,13 +108,16 @@ def decode_row(content: str | None) -> Message:
     attributes = _of(row, "attrs", dict, {})
     if DUE in attributes:
         raise InvalidMessage("the row is a delayed message of QMQ; sent now, it would be early")
-    types = _of(row, "types", dict, {})
+    body = _of(row, "body", str, None)
+    types = _of(row, "types", dict, {}) if body is None else _pairs(_of(row, "types", list, []))
     tags, expires_ms = _of(row, "tags", list, []), _number(attributes, EXPIRES_AFTER)
     if not all(isinstance(tag, str) for tag in tags):
         raise InvalidMessage("'tags' of the row are not all texts")
     message = Message(
         _of(row, "subject", str),
         {name: _value(name, value, types.get(name)) for name, value in attributes.items() if _is_property(name, value)},
+        body=None if body is None else _bytes(body),
+        content_type=_of(row, "contentType", str, None),
         tags=tags,
         id=_of(row, "messageId", str),
         order_key=_of(attributes, ORDER_KEY, str, None),
@@ -112,6 +126,19 @@ def decode_row(content: str | None) -> Message:
     )
     message.created_ms = _number(attributes, CREATED) or 0
     return message
+
+
+def _pairs(types: list[Any]) -> dict[str, str]:
+    if not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in types):
+        raise InvalidMessage(f"'types' of the row is {str(types)[:50]}, not pairs of texts")
+    return dict(types)
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as error:
+        raise InvalidMessage(f"the body of the row is no base64: {error}") from None
 
 
 def _is_property(name: str, value: object) -> bool:

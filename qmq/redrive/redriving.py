@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qmq.codec import decode_envelope, decode_properties, label_of, split_batch
+from qmq.codec import decode_envelope, decode_properties, label_of, split_batch, with_properties
 from qmq.dead_letters import FATE, GROUP, REASON, SUBJECT
 from qmq.errors import InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, TIMES
@@ -59,7 +59,7 @@ class Choice:
     def _chosen(self, broker_group: str, pull_sequence: int, sequence: int, data: bytes) -> Chosen | None:
         try:
             envelope = decode_envelope(data)
-            properties = decode_properties(data, envelope.body_begin)
+            properties = decode_properties(data)
         except InvalidMessage:
             return None  # no consumer could handle it next time either
         if (
@@ -77,17 +77,15 @@ class Choice:
             envelope.id,
             properties.get(TIMES, ""),
             properties.get(REASON, ""),
-            without_fate(data, envelope.body_begin, properties),
+            without_fate(data, properties),
             label_of(envelope.tags, properties.get(ORDER_KEY)),
         )
 
 
-def without_fate(data: bytes, begin: int, properties: Mapping[str, str]) -> bytes:
-    """Return an encoded message, whose properties begin at `begin`, as it was before it became a dead letter."""
+def without_fate(data: bytes, properties: Mapping[str, str]) -> bytes:
+    """Return an encoded message with these properties as it was before it became a dead letter."""
     fate = FATE if properties.get(EXPIRES_AFTER) else (*FATE, EXPIRES_AFTER)
-    kept = [text for name, value in properties.items() if name not in fate for text in (name, value)]
-    body = b"".join(len(encoded).to_bytes(2, "big") + encoded for encoded in map(str.encode, kept))
-    return data[: begin - 4] + len(body).to_bytes(4, "big") + body
+    return with_properties(data, {}, without=fate)
 
 
 def batches_of(chosen: Sequence[Chosen], *, messages_max: int, bytes_max: int) -> Iterator[Sequence[Chosen]]:

@@ -2,7 +2,7 @@
 
 The client refuses them before a send; this is for clients that do not. Many messages are checked together
 (`are_usual`): 0.1 µs each. Few messages, or a batch with a fault, are checked one by one in some places: 0.5 µs. Only
-unusual ones, all above 32 KiB among them, are parsed: 10 µs.
+unusual ones, all with properties above 32 KiB among them, are parsed: 10 µs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from qmq.codec import (
     BATCH_MESSAGES_MAX,
+    FLAG_BODY,
     FLAG_TAGS,
     ID_BYTES_MAX,
     MESSAGE_BYTES_MIN,
@@ -21,6 +22,7 @@ from qmq.codec import (
     check_batch,
     decode_envelope,
     decode_properties,
+    properties_span,
 )
 from qmq.errors import InvalidMessage
 
@@ -65,28 +67,29 @@ def _is_usual(data: memoryview, begin: int, end: int) -> bool:
         stated = data[at] << 24 | data[at + 1] << 16 | data[at + 2] << 8 | data[at + 3]
     except IndexError:
         return False
-    return at + 4 + stated == end <= begin + VALUE_BYTES_MAX
+    at += 4 + stated
+    return at <= begin + VALUE_BYTES_MAX and (at == end or (at < end and data[begin] & FLAG_BODY != 0))
 
 
 def _fault(message: bytes) -> str | None:
     """Return a message's fault, or None."""
     try:
         envelope = decode_envelope(message)
-        decode_properties(message, envelope.body_begin)
+        decode_properties(message)
     except InvalidMessage as error:
         return str(error)
     if not 0 < len(envelope.id.encode()) <= ID_BYTES_MAX:
         return f"its id has {len(envelope.id.encode())} bytes, not 1 to {ID_BYTES_MAX}"
     if len(envelope.tags) > TAGS_MAX:
         return f"{len(envelope.tags)} tags are more than {TAGS_MAX}"
-    return _long_string(message, envelope.body_begin)
+    return _long_string(message, *properties_span(message))
 
 
-def _long_string(message: bytes, at: int) -> str | None:
+def _long_string(message: bytes, at: int, end: int) -> str | None:
     """Return the fault of the first name or value longer than 32,767 bytes, or None."""
     name = ""
     is_name = True
-    while at < len(message):
+    while at < end:
         length = message[at] << 8 | message[at + 1]
         if is_name:
             name = str(message[at + 2 : at + 2 + min(length, 50)], "utf-8", "replace")
@@ -125,8 +128,8 @@ _SUBJECT_LENGTH_AT = _SUBJECT_AT - 2
 def are_usual(batch: Buffer, count: int, message_bytes_max: int) -> bool:
     """Return whether all messages are valid; False: maybe not, or they are too few to check together.
 
-    A usual message has its stated length, an id and tags within their limits, and is too small for a string that is too
-    long. Strings and properties are not parsed: they may be no UTF-8, and end anywhere.
+    A usual message has its stated length, an id and tags within their limits, and is too small before its body for a
+    string that is too long. Strings and properties are not parsed: they may be no UTF-8, and end anywhere.
     """
     data_at = 4 * (count + 1)
     if np is None or not AT_ONCE_MIN <= count <= BATCH_MESSAGES_MAX or len(batch) % 8 or len(batch) <= data_at:
@@ -137,7 +140,7 @@ def are_usual(batch: Buffer, count: int, message_bytes_max: int) -> bool:
     sizes = ends - begins
     if bounds[0] or not 0 <= len(data) - bounds[-1] < 8 or sizes.min() < MESSAGE_BYTES_MIN:
         return False
-    if sizes.max() > min(message_bytes_max, VALUE_BYTES_MAX):
+    if sizes.max() > message_bytes_max:
         return False
     at = _behind_string(data, begins + _SUBJECT_LENGTH_AT)
     if (at + 2 > ends).any():
@@ -146,7 +149,7 @@ def are_usual(batch: Buffer, count: int, message_bytes_max: int) -> bool:
     id_bytes = id_ends - at - 2
     if id_bytes.min() < 1 or id_bytes.max() > ID_BYTES_MAX:
         return False
-    return _pass_tags(data, begins, id_ends, ends) and _end_there(data, id_ends, ends)
+    return _pass_tags(data, begins, id_ends, ends) and _end_there(data, begins, id_ends, ends)
 
 
 def _length(data: Bytes, at: Ints) -> Ints:
@@ -178,8 +181,14 @@ def _pass_tags(data: Bytes, begins: Ints, at: Ints, ends: Ints) -> bool:
     return True
 
 
-def _end_there(data: Bytes, at: Ints, ends: Ints) -> bool:
-    """Return whether the rest of each message has the length in its four length bytes, of which two are 0."""
+def _end_there(data: Bytes, begins: Ints, at: Ints, ends: Ints) -> bool:
+    """Return whether the properties of each message end with it, or before its body, as its four length bytes state,
+    of which two are 0.
+    """
     if (at + 4 > ends).any() or _length(data, at).any():
         return False
-    return bool((_behind_string(data, at + 2) == ends).all())
+    stated = _behind_string(data, at + 2)
+    if (stated > begins + VALUE_BYTES_MAX).any():
+        return False
+    other = np.flatnonzero(stated != ends)
+    return bool((stated[other] < ends[other]).all() and (data[begins[other]] & FLAG_BODY).all())

@@ -54,7 +54,7 @@ def test_malformed_message_is_refused(row):
 @pytest.mark.parametrize("row", VALUES, ids=lambda row: repr(row["value"]))
 def test_value_has_golden_spelling(row):
     data = encode_message(Message("s", {"value": row["value"]}, id="1"), 0)
-    assert decode_properties(data, decode_envelope(data).body_begin) == {"value": row["text"]}
+    assert decode_properties(data)["value"] == row["text"]
 
 
 @pytest.mark.parametrize("row", BATCHES, ids=_names(BATCHES))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,34 +15,40 @@ from qmq.message import Message
 texts = st.text(max_size=40)
 names = texts.filter(lambda name: not name.startswith("qmq_"))  # reserved names
 words = st.text(min_size=1, max_size=20)
-values = st.one_of(texts, st.integers(), st.booleans(), st.floats())
+times = st.integers(-(2**40), 2**42).map(lambda ms: datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=ms))
+values = st.one_of(texts, st.integers(), st.booleans(), st.floats(allow_nan=False), times)
+bodies = st.one_of(
+    st.fixed_dictionaries({}),
+    st.fixed_dictionaries(
+        {"body": st.binary(max_size=100)}, optional={"content_type": st.sampled_from(["text/plain", "Ä/ß"])}
+    ),
+)
 messages = st.builds(
-    Message,
+    lambda subject, properties, tags, id, body: Message(subject, properties, tags=tags, id=id, **body),
     words,
     st.dictionaries(names, values, max_size=6),
-    tags=st.sets(words.filter(str.strip), max_size=codec.TAGS_MAX),  # a blank tag is refused
-    id=words,
+    st.sets(words.filter(str.strip), max_size=codec.TAGS_MAX),  # a blank tag is refused
+    words,
+    bodies,
 )
 moments = st.integers(min_value=0, max_value=2**62)
 encoded = st.builds(codec.encode_message, messages, moments)
 batches = st.lists(encoded, min_size=1, max_size=12)
 
 
-def as_text(value):
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
-
-
 @given(messages, moments)
 def test_message_survives_encoding(message, now_ms):
     back = codec.decode_message(codec.encode_message(message, now_ms))
     assert (back.subject, back.id, back.created_ms) == (message.subject, message.id, now_ms)
-    assert back.properties == {name: as_text(value) for name, value in message.properties.items()}
+    assert back.properties == message.properties
+    assert list(map(type, back.properties.values())) == list(map(type, message.properties.values()))
+    assert (back.body, back.content_type) == (message.body, message.content_type)
     assert frozenset(back.tags) == frozenset(message.tags)
 
 
 @given(encoded)
-def test_cut_message_is_refused(data):
-    for length in range(len(data)):
+def test_message_cut_before_its_body_is_refused(data):
+    for length in range(codec.properties_span(data).end):
         with pytest.raises(InvalidMessage):
             codec.decode_message(data[:length])
 
@@ -149,9 +157,10 @@ def test_longest_value_is_encoded():
 
 @given(encoded, st.dictionaries(texts, texts, max_size=4), st.dictionaries(texts, texts, max_size=4))
 def test_added_properties_replace_equal_names(data, first, second):
-    before, changed = codec.decode_message(data), codec.with_properties(codec.with_properties(data, first), second)
-    after = codec.decode_message(changed)
-    assert after.properties == {**before.properties, **first, **second}
+    changed = codec.with_properties(codec.with_properties(data, first), second)
+    assert codec.decode_properties(changed) == {**codec.decode_properties(data), **first, **second}
+    before, after = codec.decode_message(data), codec.decode_message(changed)
+    assert (after.body, after.content_type) == (before.body, before.content_type)
     assert (after.subject, after.id, after.tags, after.created_ms) == (
         before.subject,
         before.id,
@@ -159,11 +168,31 @@ def test_added_properties_replace_equal_names(data, first, second):
         before.created_ms,
     )
     assert codec.with_properties(changed, second) == changed
+    removed = codec.decode_properties(codec.with_properties(changed, {}, without=second))
+    assert removed == {name: text for name, text in codec.decode_properties(changed).items() if name not in second}
+
+
+@given(encoded, words, moments)
+def test_rewritten_message_keeps_its_body(data, subject, due_ms):
+    body = codec.decode_body(data)
+    assert codec.decode_body(codec.with_subject(data, subject)) == body
+    delayed = codec.delayed_copy(data, due_ms, {"qmq_times": "2"})
+    assert (codec.decode_body(delayed), codec.due_of(delayed)) == (body, due_ms)
+    assert codec.decode_content(delayed).properties == {**codec.decode_content(data).properties, "qmq_times": "2"}
+
+
+@given(messages, st.dictionaries(names, texts, max_size=3), st.text(max_size=6))
+def test_foreign_types_leave_texts(message, properties, types):
+    """Changed properties, or types that another program wrote, never make a message unreadable."""
+    data = codec.with_properties(codec.encode_message(message, 0), {**properties, "qmq_types": types})
+    found = codec.decode_content(data).properties
+    assert "qmq_types" not in found
+    assert list(found) == [name for name in codec.decode_properties(data) if name not in codec.CONTENT]
 
 
 @given(encoded)
 def test_adding_properties_needs_a_message(data):
-    for length in range(len(data)):
+    for length in range(codec.properties_span(data).end):
         with pytest.raises(InvalidMessage):
             codec.with_properties(data[:length], {"name": "value"})
 

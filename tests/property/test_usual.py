@@ -19,23 +19,34 @@ def string(data: bytes) -> bytes:
     return struct.pack(">H", len(data)) + data
 
 
-def encoded(flag: int, subject: bytes, id: bytes, tags: list[bytes], properties: bytes, says: int = 0) -> bytes:
+def encoded(
+    flag: int, subject: bytes, id: bytes, tags: list[bytes], properties: bytes, says: int = 0, body: bytes = b""
+) -> bytes:
     """Return a message; `says`: the excess of its stated length."""
     section = bytes([len(tags)]) + b"".join(map(string, tags)) if flag & 4 else b""
     head = struct.pack(">Bqq", flag, 1, 1) + string(subject) + string(id) + section
-    return head + struct.pack(">i", len(properties) + says) + properties
+    return head + struct.pack(">i", len(properties) + says) + properties + body
 
 
 words = st.binary(max_size=12).map(bytes.hex).map(str.encode)
 properties = st.lists(words, max_size=3).map(lambda texts: b"".join(map(string, texts * 2)))
 usual = st.builds(
-    encoded, st.sampled_from([0, 2, 4, 6]), words, words.filter(bool), st.lists(words, max_size=10), properties
+    lambda flag, *fields, body: encoded(flag, *fields, body=body if flag & 8 else b""),
+    st.sampled_from([0, 2, 4, 6, 8, 12]),
+    words,
+    words.filter(bool),
+    st.lists(words, max_size=10),
+    properties,
+    body=st.binary(max_size=40),
 )
 GOOD = encoded(0, b"s", b"id", [], b"")
 wrong = st.one_of(
     st.builds(encoded, st.just(0), words, st.sampled_from([b"", b"i" * 101, b"i" * 300]), st.just([]), properties),
     st.builds(encoded, st.just(4), words, st.just(b"id"), st.lists(words, min_size=11, max_size=14), properties),
-    st.builds(encoded, st.sampled_from([0, 4]), words, st.just(b"id"), st.just([b"t"]), properties, st.integers(-9, 9)),
+    st.builds(
+        encoded, st.sampled_from([0, 4, 8]), words, st.just(b"id"), st.just([b"t"]), properties, st.integers(-9, 9)
+    ),
+    st.builds(encoded, st.sampled_from([0, 4]), words, st.just(b"id"), st.just([]), properties, body=st.just(b"body")),
     st.binary(max_size=80),
     st.just(b"x" * (MESSAGE_BYTES_MAX + 1)),
     usual.flatmap(lambda good: st.integers(0, len(good)).map(lambda end: good[:end])),
@@ -71,6 +82,8 @@ def test_bulk_check_equals_single_checks(kinds, odd, at):
         pytest.param(encoded(4, b"s", b"id", [b"longer"], b"")[:-4], id="ends after its tags"),
         pytest.param(encoded(0, b"s", b"id", [], b"", 1 << 16), id="the length of a much larger one"),
         pytest.param(encoded(0, b"s", b"id", [], b"", -1), id="a negative length"),
+        pytest.param(encoded(0, b"s", b"id", [], b"", body=b"b"), id="a body without its flag"),
+        pytest.param(encoded(8, b"s", b"id", [], b"", 9, body=b"b" * 8), id="a body shorter than its properties"),
     ],
 )
 @pytest.mark.parametrize("is_last", [False, True])
@@ -101,6 +114,20 @@ def test_large_messages_are_checked_singly(size):
     batch = join_batch([GOOD] * AT_ONCE_MIN + [large])
     assert are_usual(batch, AT_ONCE_MIN + 1, 1 << 20) is (len(large) <= VALUE_BYTES_MAX)
     assert check_messages(batch, AT_ONCE_MIN + 1, 1 << 20) == []
+
+
+@pytest.mark.parametrize("size", [10, 20_000])
+def test_large_body_needs_no_parsing(size):
+    """Only long properties of a message with a body are parsed."""
+    large = encoded(8, b"s", b"id", [], string(b"n") + string(b"x" * size) * 3, body=b"b" * 100_000)
+    batch = join_batch([GOOD] * AT_ONCE_MIN + [large])
+    assert are_usual(batch, AT_ONCE_MIN + 1, 1 << 20) is (size == 10)
+    assert check_messages(batch, AT_ONCE_MIN + 1, 1 << 20) == []
+    assert check_messages(join_batch([large]), 1, 1 << 20) == []
+    long = encoded(8, b"s", b"id", [], string(b"n") + string(b"x" * 32_768), body=b"b" * 100_000)
+    for count in (1, AT_ONCE_MIN):
+        [(position, fault)] = check_messages(join_batch([long] + [GOOD] * (count - 1)), count, 1 << 20)
+        assert (position, "32768 bytes" in fault) == (0, True)
 
 
 def test_batch_shorter_than_its_offsets_is_refused():

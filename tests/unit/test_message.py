@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta, timezone
+from enum import IntEnum, StrEnum
 
 import pytest
 from hypothesis import given
@@ -32,11 +33,100 @@ def refusal(message: Message) -> str:
 
 
 def test_getters_return_each_type():
-    """Rule: boolean, int, long, float, double, date (as ms), string; sent as text, parsed by typed getters."""
+    """Rule: boolean, int, long, float, double, date (as ms), string; sent as text, also parsed by typed getters."""
     message = sent(Message("s", {"b": True, "i": -7, "l": 2**62, "f": 0.1, "s": "text", "d": MOMENT}))
     assert (message.get_bool("b"), message.get_int("i"), message.get_int("l")) == (True, -7, 2**62)
     assert (message.get_float("f"), message["s"], message.get_datetime("d")) == (0.1, "text", MOMENT)
-    assert message.properties["d"] == str(int(MOMENT.timestamp() * 1000))
+    assert message.properties["d"] == MOMENT
+
+
+class Color(StrEnum):
+    RED = "red"
+
+
+class Size(IntEnum):
+    LARGE = 3
+
+
+@pytest.mark.parametrize(
+    "value, received",
+    [
+        ("5", "5"),
+        (5, 5),
+        (True, True),
+        (2.0, 2.0),
+        (-(10**30), -(10**30)),
+        (float("-inf"), float("-inf")),
+        (MOMENT.astimezone(timezone(timedelta(hours=8))), MOMENT),
+        (Color.RED, "red"),
+        (Size.LARGE, 3),
+    ],
+    ids=repr,
+)
+def test_properties_keep_their_types(value, received):
+    back = sent(Message("s", {"text": "1", "x": value, "last": "true"}, order_key="k", retries_max=3))
+    assert (back["text"], back["last"]) == ("1", "true")
+    assert (back["x"], type(back["x"])) == (received, type(received))
+    assert back.copy_to("other").properties == {"text": "1", "x": received, "last": "true"}
+
+
+def test_text_properties_cost_no_types():
+    assert b"qmq_types" not in encode_message(Message("s", {"x": "1", "color": Color.RED}, id="1"), 0)
+    assert b"\x00\x09qmq_types\x00\x05sifbd" in encode_message(
+        Message("s", {"a": "1", "b": 1, "c": 1.5, "d": True, "e": MOMENT}, id="1"), 0
+    )
+
+
+def test_types_of_too_many_properties_are_left_out():
+    """The types of 32,768 properties do not fit into one property."""
+    back = sent(Message("s", {str(number): number for number in range(VALUE_BYTES_MAX + 1)}))
+    assert (back["7"], back.get_int("7")) == ("7", 7)
+
+
+@pytest.mark.parametrize("body", [b"", b"\0\xff", bytearray(b"text"), memoryview(b"0123")[::2]], ids=repr)
+def test_body_is_received_as_bytes(body):
+    back = sent(Message("s", {"n": 1}, body=body, content_type="image/png", order_key="k"))
+    assert (back.body, type(back.body), back.content_type) == (bytes(body), bytes, "image/png")
+    assert back.properties == {"n": 1, "qmq_orderKey": "k"}
+    copy = sent(back.copy_to("other"))
+    assert (copy.body, copy.content_type) == (bytes(body), "image/png")
+    assert f"<{len(bytes(body))} bytes of image/png>" in repr(back)
+
+
+def test_message_without_a_body_has_none():
+    back = sent(Message("s", {"n": "1"}))
+    assert (back.body, back.content_type, "body" in repr(back)) == (None, None, False)
+
+
+def test_body_is_a_copy_of_changing_bytes():
+    given_body = bytearray(b"before")
+    message = Message("s", body=given_body)
+    given_body[:] = b"after!"
+    assert message.body == b"before"
+
+
+@pytest.mark.parametrize("body", ["text", 7, ["x"], {"a": 1}], ids=repr)
+def test_body_must_be_bytes(body):
+    with pytest.raises(InvalidMessage, match="a body is bytes, not"):
+        Message("s", body=body)
+    message = Message("s", id="the-id")
+    message.body = body
+    assert "message the-id: a body is bytes, not" in refusal(message)
+
+
+def test_body_above_the_limit_is_refused(monkeypatch):
+    monkeypatch.setattr("qmq.codec.BODY_BYTES_MAX", 100)
+    assert sent(Message("s", body=b"x" * 100)).body == b"x" * 100
+    assert "a body of 101 bytes is more than 100" in refusal(Message("s", body=b"x" * 101))
+
+
+@pytest.mark.parametrize("content_type", [" ", "", 7, "x" * 40_000], ids=["blank", "empty", "number", "long"])
+def test_content_type_is_a_word(content_type):
+    assert "content type" in refusal(Message("s", body=b"", content_type=content_type))
+
+
+def test_content_type_needs_a_body():
+    assert "content type 'text/plain' needs a body" in refusal(Message("s", content_type="text/plain"))
 
 
 def test_unsent_message_reads_the_same():
@@ -226,9 +316,9 @@ def test_a_limit_of_retries_is_a_whole_number(retries_max):
 def test_copy_drops_qmq_properties():
     received = sent(Message("s", {"n": 1}, tags={"t"}, order_key="k", retries_max=3, id="one"))
     copy = received.copy_to("other")
-    assert copy.properties == {"n": "1"} and copy.id is None
+    assert copy.properties == {"n": 1} and copy.id is None
     back = sent(copy)
-    assert (back.subject, back["n"], back.tags, back.order_key, back.retries_max) == ("other", "1", {"t"}, "k", 3)
+    assert (back.subject, back["n"], back.tags, back.order_key, back.retries_max) == ("other", 1, {"t"}, "k", 3)
 
 
 def test_subject_is_replaced_in_the_encoding():

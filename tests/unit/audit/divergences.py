@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
-from qmq.codec import encode_message, label_of, with_properties
+from qmq.codec import FLAG_BODY, encode_message, label_of, with_properties
 from qmq.log.delay_frames import (
     Outcome,
     decode_dispatch,
@@ -76,6 +76,19 @@ def undecodable(frames: list[Draft]) -> Expected:
 
 def torn_fields(frames: list[Draft]) -> Expected:
     return [("undecodable", change_message(frames, A, 47, a_message(A, 47)[:-3]), 47)]
+
+
+def body_without_flag(frames: list[Draft]) -> Expected:
+    message = bytearray(a_message(A, 34))
+    message[0] &= ~FLAG_BODY
+    return [("undecodable", change_message(frames, A, 34, bytes(message)), 34)]
+
+
+def body_in_properties(frames: list[Draft]) -> Expected:
+    """Its stated length of properties ends in its body."""
+    message = bytearray(a_message(A, 38))
+    message[message.index(b"\0\x04text") - 1] += 1
+    return [("undecodable", change_message(frames, A, 38, bytes(message)), 38)]
 
 
 def foreign(frames: list[Draft]) -> Expected:
@@ -334,6 +347,8 @@ def _one_letter_more(frames: list[Draft]) -> Draft:
 TWO_SIDED: dict[str, Plant] = {
     "a message that is no UTF-8": undecodable,
     "a message that is cut": torn_fields,
+    "a body without its flag": body_without_flag,
+    "a body that begins in the properties": body_in_properties,
     "of another subject": foreign,
     "labels that are zero": no_labels,
     "an order key and no flag": order_untold,

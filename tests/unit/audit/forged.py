@@ -178,7 +178,8 @@ PULL = 1 << 32
 
 def a_message(subject: str, sequence: int, text: str = "x") -> bytes:
     tags = ("odd",) if sequence % 2 else ("even", "more")
-    return encode_message(Message(subject, {"text": text * 60}, id=f"{subject}-{sequence}", tags=tags), 1)
+    body = b"\xff\0\x80" if sequence % 4 == 2 else None
+    return encode_message(Message(subject, {"text": text * 60}, body=body, id=f"{subject}-{sequence}", tags=tags), 1)
 
 
 def _write_a_failure(log: LogWriter, turn: int) -> None:

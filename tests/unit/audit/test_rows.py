@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from qmq import zstd
 from qmq.audit.copies import PathCopy
 from qmq.audit.selection import Selection
 from qmq.audit.tables import table_batches
 from qmq.audit.walk import Walk
-from qmq.codec import encode_labels, encode_message, join_batch, label_of
+from qmq.codec import batch_encoder, encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags
 from qmq.message import Message
 from qmq.types import Epoch
@@ -61,6 +62,27 @@ def test_messages_with_labels_are_rows_with_their_tags(tmp_path):
     data, end = written(tmp_path, encode_labels(LABELS))
     rows = messages(data, end, "sequence", "id", "tags")
     assert [(row["id"], row["tags"]) for row in rows] == [(f"m{at}", sorted(tags)) for at, tags in enumerate(TAGS)]
+
+
+def test_body_and_its_type_are_columns(tmp_path):
+    log = LogWriter(tmp_path)
+    encode = batch_encoder("s", 1, 1_000)
+    log.messages(
+        "s",
+        [
+            encode(Message("s", {"n": 1}, id="m0", body=b"\xff\0", content_type="image/png")),
+            encode(Message("s", {"n": 1}, id="m1")),
+            encode(Message("s", id="m2", body=b"x" * 1_000)),
+        ],
+    )
+    log.close()
+    wide = messages(tmp_path, log.end, "id", "body", "content_type", "properties")
+    assert [(row["body"], row["content_type"]) for row in wide[:2]] == [(b"\xff\0", "image/png"), (None, None)]
+    assert dict(wide[0]["properties"]) == {"n": "1", "qmq_types": "i", "qmq_contentType": "image/png"}
+    assert zstd.library().decompress(wide[2]["body"]) == b"x" * 1_000
+    assert dict(wide[2]["properties"]) == {"qmq_contentEncoding": "zstd"}
+    for column in ("body", "content_type"):
+        assert [row[column] for row in messages(tmp_path, log.end, column)] == [row[column] for row in wide]
 
 
 @pytest.mark.parametrize("count", [3, 1000], ids=["ends that make no sense", "more than there is room for"])

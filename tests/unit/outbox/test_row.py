@@ -29,12 +29,14 @@ NAMES = TEXTS.filter(lambda name: not name.startswith("qmq_"))
     tags=st.sets(TEXTS, max_size=3),
     order_key=st.none() | TEXTS,
     retries_max=st.none() | st.integers(0, 1000),
+    body=st.just({}) | st.fixed_dictionaries({"body": st.binary()}, optional={"content_type": TEXTS}),
 )
-def test_row_round_trip_keeps_types(properties, tags, order_key, retries_max):
-    message = Message("s", properties, tags=tags, id="i", order_key=order_key, retries_max=retries_max)
+def test_row_round_trip_keeps_types(properties, tags, order_key, retries_max, body):
+    message = Message("s", properties, tags=tags, id="i", order_key=order_key, retries_max=retries_max, **body)
     read = decode_row(encode_row(message, NOW_MS))
     assert (read.subject, read.id, read.created_ms) == ("s", "i", NOW_MS)
     assert (set(read.tags), read.order_key, read.retries_max) == (tags, order_key, retries_max)
+    assert (read.body, read.content_type) == (body.get("body"), body.get("content_type"))
     assert dict(read.properties) == properties
     assert [type(read[name]) for name in properties] == [type(value) for value in properties.values()]
 
@@ -43,6 +45,23 @@ def test_repeated_row_encodes_identically():
     message = Message("s", {"a": 5, "b": 5.0, "c": True, "d": "é\0", "e": 1 << 62}, tags=["t"], id="i", order_key="k")
     encode = batch_encoder("s", NOW_MS)
     assert encode(decode_row(encode_row(message, NOW_MS))) == encode(message)
+
+
+def test_earlier_readers_park_a_row_with_a_body():
+    """They would send it without its body. QMQ's reader ignores `types`."""
+    row = json.loads(encode_row(Message("s", {"a": 5}, id="i", body=b"hello", content_type="text/plain"), NOW_MS))
+    assert row == {
+        "messageId": "i",
+        "subject": "s",
+        "tags": [],
+        "storeAtFailed": False,
+        "durable": True,
+        "attrs": {"qmq_createTime": str(NOW_MS), "a": "5"},
+        "types": [["a", "int"]],
+        "body": "aGVsbG8=",
+        "contentType": "text/plain",
+    }
+    assert isinstance(json.loads(encode_row(Message("s", {"a": 5}, id="i"), NOW_MS))["types"], dict)
 
 
 @given(st.integers(1, 366 * 86_400_000).map(lambda ms: ms / 1000) | st.floats(0.001, 366 * 86_400.0))
@@ -121,6 +140,11 @@ GOOD = {"messageId": "i", "subject": "s", "attrs": {}}
         pytest.param(json.dumps(GOOD | {"attrs": {"a": "x"}, "types": {"a": "eval"}}), id="unknown type"),
         pytest.param(json.dumps(GOOD | {"attrs": {"a": "9" * 30}, "types": {"a": "datetime"}}), id="no moment"),
         pytest.param(json.dumps(GOOD | {"types": 1}), id="types no object"),
+        pytest.param(json.dumps(GOOD | {"body": 7}), id="body no text"),
+        pytest.param(json.dumps(GOOD | {"body": "?"}), id="body no base64"),
+        pytest.param(json.dumps(GOOD | {"body": "", "types": {"a": "int"}}), id="types of a body no list"),
+        pytest.param(json.dumps(GOOD | {"body": "", "types": [["a", []]]}), id="types of a body no pairs"),
+        pytest.param(json.dumps(GOOD | {"body": "", "contentType": 7}), id="content type no text"),
         pytest.param(json.dumps(GOOD | {"tags": "vip"}), id="tags no list"),
         pytest.param(json.dumps(GOOD | {"tags": [1]}), id="tag no text"),
         pytest.param(json.dumps(GOOD | {"attrs": {"qmq_maxRetryNum": "x"}}), id="limit no number"),
@@ -133,7 +157,7 @@ def test_invalid_row_is_refused_with_a_reason(content):
         decode_row(content)
 
 
-KEYS = ["messageId", "subject", "attrs", "types", "tags", "a", "qmq_createTime", "qmq_orderKey"]
+KEYS = ["messageId", "subject", "attrs", "types", "body", "contentType", "tags", "a", "qmq_createTime", "qmq_orderKey"]
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 ROWS = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(KEYS), inner))
 

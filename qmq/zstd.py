@@ -1,0 +1,63 @@
+"""Core. Compression of bodies with Zstandard: Python's own from 3.14 on, else the package of the extra `zstd`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from qmq.errors import InvalidMessage, MessageTooLarge, MissingExtra
+
+ENCODING = "zstd"
+"""Value of `qmq_contentEncoding`."""
+LEVEL = 3
+"""Zstandard's default."""
+_BUILT_IN = "compression.zstd"
+
+
+@cache
+def library() -> Any:
+    """Import and return the library; raises MissingExtra."""
+    for name in (_BUILT_IN, "zstandard"):
+        try:
+            return import_module(name)
+        except ImportError:
+            continue
+    raise MissingExtra("zstandard is not installed, and a body is compressed with it: pip install 'qmq[zstd]'")
+
+
+def compressed(data: bytes) -> bytes:
+    """Return `data` as one frame of Zstandard, which states its size; raises MissingExtra."""
+    zstd = library()
+    if zstd.__name__ == _BUILT_IN:
+        return bytes(zstd.compress(data, LEVEL))
+    return bytes(zstd.ZstdCompressor(level=LEVEL).compress(data))
+
+
+def decompressed(data: memoryview, encoding: str, bytes_max: int) -> bytes:
+    """Return the bytes of a compressed body.
+
+    Raises:
+        InvalidMessage: it is damaged, or its compression is unknown.
+        MessageTooLarge: it is larger than `bytes_max`.
+        MissingExtra: the library is not installed.
+    """
+    if encoding != ENCODING:
+        raise InvalidMessage(f"compression {encoding!r:.50} of the body is unknown: upgrade this consumer")
+    zstd = library()
+    is_built_in = zstd.__name__ == _BUILT_IN
+    try:  # a few bytes may stand for gigabytes: the size is checked before memory is taken
+        if is_built_in:
+            decoder = zstd.ZstdDecompressor()
+            found = decoder.decompress(data, bytes_max + 1)
+            is_whole, size = decoder.eof, len(found)
+        else:
+            is_whole, size = True, max(zstd.frame_content_size(data), 0)
+            found = zstd.ZstdDecompressor().decompress(data, bytes_max) if size <= bytes_max else b""
+    except zstd.ZstdError as error:
+        raise InvalidMessage(f"the compressed body is damaged: {error}") from None
+    if size > bytes_max:
+        raise MessageTooLarge(f"the body has more than {bytes_max} bytes when it is decompressed")
+    if not is_whole:
+        raise InvalidMessage("the compressed body is damaged: it ends early")
+    return bytes(found)
