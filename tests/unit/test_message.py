@@ -83,7 +83,7 @@ def test_types_of_too_many_properties_are_left_out():
     assert (back["7"], back.get_int("7")) == ("7", 7)
 
 
-@pytest.mark.parametrize("body", [b"", b"\0\xff", bytearray(b"text"), memoryview(b"0123")[::2]], ids=repr)
+@pytest.mark.parametrize("body", [b"", b"\0\xff", bytearray(b"text"), memoryview(b"0123")[::2]])
 def test_body_is_received_as_bytes(body):
     back = sent(Message("s", {"n": 1}, body=body, content_type="image/png", order_key="k"))
     assert (back.body, type(back.body), back.content_type) == (bytes(body), bytes, "image/png")
