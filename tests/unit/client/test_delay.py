@@ -67,7 +67,7 @@ def test_invalid_delay_shows_the_remedy(delay, at, key, says):
 
 @pytest.mark.parametrize("tags", [(), ("a", "b")], ids=["plain", "tagged"])
 def test_delayed_encoding_differs_in_two_fields(tags):
-    message = Message("s", {"n": 1}, tags=tags, id="id")
+    message = Message("s", {"n": "1"}, tags=tags, id="id")
     plain, delayed = batch_encoder("s", NOW_MS)(message), delayed_encoder("s", NOW_MS, NOW_MS + 5)(message)
     assert due_of(plain) is None and due_of(delayed) == NOW_MS + 5
     assert decode_envelope(delayed).flag == decode_envelope(plain).flag | FLAG_DELAYED
@@ -89,7 +89,7 @@ def test_delayed_run_matches_the_encoder():
 
 def test_the_key_travels_with_the_message():
     delay = delay_of(1, None, "order-42", now_ms=NOW_MS)
-    data = delay.encode(Message("s", {"n": 1}, id="i"), NOW_MS)
+    data = delay.encode(Message("s", {"n": "1"}, id="i"), NOW_MS)
     assert decode_message(data).properties == {"n": "1", "qmq_delayKey": "order-42"} and due_of(data) == NOW_MS + 1000
 
 

@@ -28,8 +28,8 @@ def dues(server: LocalDelayServer, subject: str = "a") -> list[int | None]:
 async def test_only_delayed_messages_use_delay_groups():
     async with delay_cluster("d1") as (metaserver, broker, [server]), producer_of(metaserver) as producer:
         before_ms = time.time_ns() // 1_000_000
-        receipt = await producer.send(Message("a", {"n": 1}), delay=timedelta(minutes=30))
-        at_once = await producer.send(Message("a", {"n": 2}))
+        receipt = await producer.send(Message("a", {"n": "1"}), delay=timedelta(minutes=30))
+        at_once = await producer.send(Message("a", {"n": "2"}))
         assert receipt.is_stored and receipt.broker_group == "d1" and at_once.broker_group == "g1"
         assert receipt.due_ms is not None and at_once.due_ms is None
         assert before_ms + 1_800_000 <= receipt.due_ms <= time.time_ns() // 1_000_000 + 1_800_000

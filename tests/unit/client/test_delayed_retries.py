@@ -27,7 +27,7 @@ def consumer_of(metaserver):
 
 async def test_long_retry_goes_to_the_delay_group():
     async with delay_cluster("d1") as (metaserver, broker, [server]):
-        broker.add("a", encode_message(Message("a", {"n": 1}, tags={"t"}, id="one"), 7))
+        broker.add("a", encode_message(Message("a", {"n": "1"}, tags={"t"}, id="one"), 7))
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
             (message,) = await puller.pull(1, timeout=10)
             await message.nack("next week", delay=7 * DAY_S)
@@ -43,7 +43,7 @@ async def test_long_retry_goes_to_the_delay_group():
 
 async def test_the_count_goes_on_in_the_mailbox():
     async with delay_cluster("d1") as (metaserver, broker, [server]):
-        message = Message("a", {"n": 1}, id="one")
+        message = Message("a", {"n": "1"}, id="one")
         data = subscription.delayed_copy(encode_message(message, 7), 0, {"qmq_times": "5"})
         broker.add(MAILBOX, data)
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
@@ -58,8 +58,8 @@ async def test_without_delay_group_broker_keeps_a_day(monkeypatch, caplog):
     monkeypatch.setattr(subscription, "TIMEOUT_MS", 200)
 
     async with delay_cluster() as (metaserver, broker, _):
-        broker.add("a", encode_message(Message("a", {"n": 1}, id="one"), 7))
-        broker.add("a", encode_message(Message("a", {"n": 2}, id="two"), 7))
+        broker.add("a", encode_message(Message("a", {"n": "1"}, id="one"), 7))
+        broker.add("a", encode_message(Message("a", {"n": "2"}, id="two"), 7))
         handled = []
         consumer = consumer_of(metaserver)
 
@@ -83,7 +83,7 @@ async def test_without_delay_group_broker_keeps_a_day(monkeypatch, caplog):
 async def test_long_retry_needs_a_mailbox(arguments):
     async with delay_cluster("d1") as (metaserver, broker, _):
         subject = "a" if "broadcast" in arguments else "%DEAD_RETRY%a%g"
-        broker.add(subject, encode_message(Message(subject, {"n": 1}, id="one"), 7))
+        broker.add(subject, encode_message(Message(subject, {"n": "1"}, id="one"), 7))
         async with consumer_of(metaserver).pull(subject, start="earliest", **arguments) as puller:
             (message,) = await puller.pull(1, timeout=10)
             with pytest.raises(InvalidRequest, match="86400"):
@@ -159,7 +159,7 @@ async def test_a_group_that_postpones_everything_gets_everything(monkeypatch):
 
         task = asyncio.create_task(consumer.run())
         for number in range(200):
-            assert (await producer.send(Message("s", {"n": number}))).is_stored
+            assert (await producer.send(Message("s", {"n": str(number)}))).is_stored
         await until_async(lambda: len(seen) == 200)
         consumer.stop()
         await task

@@ -106,7 +106,7 @@ async def test_exceptions_decide_the_message():
 async def test_invalid_bytes_become_a_dead_letter():
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, [0])
-        good = batch_encoder("a", 1)(qmq.Message("a", {"n": 1}, id="bad"))
+        good = batch_encoder("a", 1)(qmq.Message("a", {"n": "1"}, id="bad"))
         bad = good[:-3] + b"\0\x09" + good[-1:]  # the value's length is wrong
         broker.add("a", bad)
         fill(broker, [2])
@@ -199,7 +199,7 @@ async def test_broadcast_has_own_group_and_no_mailbox():
 async def test_message_for_another_group_is_acked():
     async with cluster("g1") as (metaserver, [broker]):
         for at, group in enumerate(("other", "g", "")):
-            encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": at}, id=str(at)))
+            encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": str(at)}, id=str(at)))
             broker.add("a", with_properties(encoded, {"qmq_consumerGroupName": group} if group else {}))
         consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 

@@ -17,7 +17,7 @@ async def test_slow_message_delays_no_other_key(monkeypatch):
     async with cluster("g1") as (metaserver, [broker]):
         encode = batch_encoder("a", 1)
         for number in range(5):
-            broker.add("a", encode(qmq.Message("a", {"n": number}, id=f"m{number}", order_key=f"k{number}")))
+            broker.add("a", encode(qmq.Message("a", {"n": str(number)}, id=f"m{number}", order_key=f"k{number}")))
         consumer, gate = consumer_of(metaserver, consumer_id="c1"), asyncio.Event()
 
         @consumer.listen("a", group="g", start="earliest", concurrency=5)

@@ -36,7 +36,7 @@ def numbers_of_keys(broker: LocalBroker) -> dict[str, list[int]]:
 
 
 def in_order(count: int, keys: int) -> list[Message]:
-    return [Message("a", {"n": number}, order_key=f"k{number % keys}") for number in range(count)]
+    return [Message("a", {"n": str(number)}, order_key=f"k{number % keys}") for number in range(count)]
 
 
 @pytest.mark.parametrize("way", ["send_many", "send_nowait"])
@@ -61,7 +61,7 @@ async def test_key_stays_in_one_group_in_order(way):
 async def test_mixed_receipts_keep_the_order():
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
         messages = [
-            Message(f"s{number % 3 // 2}", {"n": number}, order_key=f"k{number % 5}" if number % 2 else None)
+            Message(f"s{number % 3 // 2}", {"n": str(number)}, order_key=f"k{number % 5}" if number % 2 else None)
             for number in range(2_500)
         ]
         messages[7] = Message("s0", {"n": "x" * 40_000}, order_key="k", id="bad")
@@ -77,9 +77,9 @@ async def test_mixed_receipts_keep_the_order():
 
 async def test_labels_carry_keys_and_tags():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        await producer.send(Message("a", {"n": 1}, tags={"pay"}, order_key="k"))
-        await producer.send_many([Message("a", {"n": 2}), Message("a", {"n": 3}, tags={"pay"})])
-        await producer.send(Message("a", {"n": 4}))
+        await producer.send(Message("a", {"n": "1"}, tags={"pay"}, order_key="k"))
+        await producer.send_many([Message("a", {"n": "2"}), Message("a", {"n": "3"}, tags={"pay"})])
+        await producer.send(Message("a", {"n": "4"}))
         assert [attempt.labels for attempt in broker.attempts] == [
             [label_of({"pay"}, "k")],
             [0, label_of({"pay"}, None)],
@@ -109,7 +109,7 @@ async def test_ordered_message_waits_for_its_group(error):
         first.refuse_with = error
         sends = []
         for number in range(20):
-            sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": str(number)}, order_key=key))))
             await asyncio.sleep(0)
         await until_async(lambda: len(first.attempts) >= 2)
         assert (await producer.send(Message("a", {"n": "plain"}))).broker_group == "g2"
@@ -124,8 +124,8 @@ async def test_a_readonly_group_keeps_its_keys():
     async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
         key = key_for("g1", "g1", "g2")
         metaserver.set_group(first, writable=False)
-        sending = asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key)))
-        assert (await producer.send(Message("a", {"n": 2}, order_key=key_for("g2", "g1", "g2")))).is_stored
+        sending = asyncio.create_task(producer.send(Message("a", {"n": "1"}, order_key=key)))
+        assert (await producer.send(Message("a", {"n": "2"}, order_key=key_for("g2", "g1", "g2")))).is_stored
         assert not sending.done()
         metaserver.set_group(first, writable=True)
         assert (await sending).broker_group == "g1"
@@ -134,7 +134,7 @@ async def test_a_readonly_group_keeps_its_keys():
 async def test_lost_ordered_batch_is_repeated_first():
     async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
         key = key_for("g1", "g1", "g2")
-        await producer.send(Message("a", {"n": 0}, order_key=key))
+        await producer.send(Message("a", {"n": "0"}, order_key=key))
         losses = iter([False, True, False])
 
         def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
@@ -148,7 +148,7 @@ async def test_lost_ordered_batch_is_repeated_first():
         first.on_produce = lose
         sends = []
         for number in range(1, 200):
-            sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": str(number)}, order_key=key))))
             if number % 20 == 0:
                 await settle()
         receipts = await asyncio.gather(*sends)
@@ -160,16 +160,16 @@ async def test_lost_ordered_batch_is_repeated_first():
 async def test_new_group_takes_its_keys():
     async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
         moving, staying = key_for("g2", "g1", "g2"), key_for("g1", "g1", "g2")
-        await producer.send(Message("a", {"n": 0}, order_key=moving))
+        await producer.send(Message("a", {"n": "0"}, order_key=moving))
         hold = Hold(first)
-        sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=moving)))]
+        sends = [asyncio.create_task(producer.send(Message("a", {"n": "1"}, order_key=moving)))]
         await until_async(lambda: hold.held)
         second = LocalBroker("g2")
         await second.start()
         metaserver.set_group(second)
         await until_async(lambda: second.connections)
         for key in (moving, staying):
-            sends.append(asyncio.create_task(producer.send(Message("a", {"n": 2}, order_key=key))))
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": "2"}, order_key=key))))
         await settle()
         assert not second.attempts, "the first batch of the key has no outcome yet"
         hold.release()
@@ -181,10 +181,10 @@ async def test_keys_change_groups_while_no_group_takes_anything():
     """Regression: messages waiting for an old lane stopped the producer for good, without an error."""
 
     async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
-        await producer.send(Message("a", {"n": 0}, order_key="k"))
+        await producer.send(Message("a", {"n": "0"}, order_key="k"))
         first.refuse_with = BrokerReadOnly("no slave")
         keys = key_for("g1", "g1", "g2"), key_for("g2", "g1", "g2")
-        sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key))) for key in keys]
+        sends = [asyncio.create_task(producer.send(Message("a", {"n": "1"}, order_key=key))) for key in keys]
         sender = producer._senders.of(is_delayed=False)
         await until_async(
             lambda: len(first.attempts) > 1 and any(queue.group == "g1" for queue in sender._order.active)

@@ -145,7 +145,7 @@ async def test_clients_name_why_they_stay():
     with pytest.raises(TypeError, match="A consumer with listeners or pullers"):
         pickle.dumps(used)
     with pytest.raises(TypeError, match="A requester"):
-        pickle.dumps(Requester(None, used, reply_subject="a"))
+        pickle.dumps(Requester(object(), used, reply_subject="a"))
 
 
 async def test_opened_producer_names_why_it_stays():

@@ -45,7 +45,7 @@ def properties(broker: LocalBroker, subject: str = "a") -> list[str]:
 
 
 def numbered(count: int, subject: str = "a") -> list[Message]:
-    return [Message(subject, {"n": number}) for number in range(count)]
+    return [Message(subject, {"n": str(number)}) for number in range(count)]
 
 
 class Hold:
@@ -83,7 +83,7 @@ async def test_waiting_messages_form_one_batch():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=1) as producer:
         await producer.send(Message("a", {"n": "first"}))
         hold = Hold(broker)
-        sends = [asyncio.create_task(producer.send(Message("a", {"n": 0})))]
+        sends = [asyncio.create_task(producer.send(Message("a", {"n": "0"})))]
         await until_async(lambda: hold.held)
         sends += [asyncio.create_task(producer.send(message)) for message in numbered(100)]
         await asyncio.sleep(0)
@@ -116,7 +116,7 @@ async def test_lost_answer_repeats_the_batch(is_stored):
 
         for broker in brokers:
             setattr(broker, "on_answer" if is_stored else "on_produce", lose)
-        receipt = await producer.send(Message("a", {"n": 7}))
+        receipt = await producer.send(Message("a", {"n": "7"}))
         assert receipt.is_stored
         new = [attempt for broker in brokers for attempt in broker.attempts[earlier[broker.name] :]]
         assert new == [new[0]] * 2, "the same producer, number and bytes, twice"
@@ -127,14 +127,14 @@ async def test_lost_answer_repeats_the_batch(is_stored):
 
 async def test_late_answer_reconnects_and_stores_once():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, answer_timeout_s=0.2) as producer:
-        await producer.send(Message("a", {"n": 0}))
+        await producer.send(Message("a", {"n": "0"}))
 
         def stay_silent(connection: Connection, request: Packet) -> bool:
             broker.on_answer = lambda *_: False
             return True
 
         broker.on_answer = stay_silent
-        assert (await producer.send(Message("a", {"n": 1}))).sequence == 1
+        assert (await producer.send(Message("a", {"n": "1"}))).sequence == 1
         assert broker.attempts[-1] == broker.attempts[-2]
         assert properties(broker) == ["0", "1"]
 
@@ -181,14 +181,14 @@ async def test_silent_broker_is_left():
 async def test_possibly_stored_batch_never_moves():
     async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
         second.refuse_with = BrokerReadOnly("operator")
-        await producer.send(Message("a", {"n": 0}))
+        await producer.send(Message("a", {"n": "0"}))
 
         lose_answer(first, lambda: setattr(first, "refuse_with", BrokerReadOnly("slave_down")))
         count = len(first.attempts)
-        sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
+        sending = asyncio.create_task(producer.send(Message("a", {"n": "1"})))
         await until_async(lambda: len(first.attempts) >= count + 2)  # lost, then refused as readonly
         second.refuse_with = None
-        other = await producer.send(Message("a", {"n": 2}))
+        other = await producer.send(Message("a", {"n": "2"}))
         await until_async(lambda: len(first.attempts) >= count + 3)
         first.refuse_with = None
         receipt = await sending
@@ -201,7 +201,7 @@ async def test_no_answer_makes_the_outcome_unknown():
     async with cluster("g1", "g2") as (metaserver, brokers):
         async with producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer:
             holds = [Hold(broker) for broker in brokers]
-            receipt = await producer.send(Message("a", {"n": 1}, id="mine"))
+            receipt = await producer.send(Message("a", {"n": "1"}, id="mine"))
             assert (receipt.outcome, receipt.message_id, receipt.sequence) == (qmq.Outcome.UNKNOWN, "mine", -1)
             with pytest.raises(OutcomeUnknown):
                 receipt.check()
@@ -215,7 +215,7 @@ async def test_a_final_refusal_is_not_repeated():
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
         for broker in brokers:
             broker.refuse_with = InvalidRequest("no")
-        assert (await producer.send(Message("a", {"n": 1}))).outcome is qmq.Outcome.REFUSED
+        assert (await producer.send(Message("a", {"n": "1"}))).outcome is qmq.Outcome.REFUSED
         assert sum(len(broker.attempts) for broker in brokers) == 1
 
 
@@ -262,7 +262,7 @@ async def test_send_raises_for_invalid_messages():
 async def test_ids_are_kept_through_retries():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         broker.refuse_with = BrokerReadOnly("for a moment")
-        made, given = Message("a", {"n": 1}), Message("a", {"n": 2}, id="mine")
+        made, given = Message("a", {"n": "1"}), Message("a", {"n": "2"}, id="mine")
         sending = [asyncio.create_task(producer.send(message)) for message in (made, given)]
         await until_async(lambda: len(broker.attempts) >= 2)
         broker.refuse_with = None
@@ -279,7 +279,7 @@ async def test_ids_are_kept_through_retries():
 
 async def test_receipts_keep_the_message_order():
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
-        messages = [Message(f"s{number % 3}", {"n": number}) for number in range(3000)]
+        messages = [Message(f"s{number % 3}", {"n": str(number)}) for number in range(3000)]
         receipts = await producer.send_many(message for message in messages)
         assert [receipt.subject for receipt in receipts] == [message.subject for message in messages]
         logs = {broker.name: broker.subjects for broker in brokers}
@@ -380,16 +380,16 @@ async def test_new_master_stores_repeats_once():
 
 async def test_routes_survive_a_metaserver_outage():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        await producer.send(Message("a", {"n": 0}))
+        await producer.send(Message("a", {"n": "0"}))
         port = metaserver.http_port
         await metaserver.stop()
-        assert (await producer.send(Message("a", {"n": 1}))).is_stored
+        assert (await producer.send(Message("a", {"n": "1"}))).is_stored
         moved = LocalBroker("g1", slave_of=broker)
         await moved.start()
         broker.move_to(moved)
         metaserver.set_group(moved, term=2)
         await metaserver.start(http_port=port)
-        assert (await producer.send(Message("a", {"n": 2}))).is_stored
+        assert (await producer.send(Message("a", {"n": "2"}))).is_stored
         assert [attempt.count for attempt in moved.attempts] == [1]
         await moved.stop()
 
@@ -405,7 +405,7 @@ async def test_send_nowait_raises_queue_full():
             for message in numbered(10):
                 producer.send_nowait(message, receipts.append)
             with pytest.raises(qmq.QueueFull):
-                producer.send_nowait(Message("a", {"n": 11}), receipts.append)
+                producer.send_nowait(Message("a", {"n": "11"}), receipts.append)
             waiting = asyncio.create_task(producer.send(Message("a", {"n": "waits for room"})))
             await asyncio.sleep(0)
             hold.release()
@@ -421,8 +421,8 @@ def test_raising_callback_affects_no_other(caplog):
             def fail(_: qmq.Receipt) -> None:
                 raise ValueError("mine alone")
 
-            producer.send_nowait(Message("a", {"n": 0}), fail)
-            producer.send_nowait(Message("a", {"n": 1}), receipts.append)
+            producer.send_nowait(Message("a", {"n": "0"}), fail)
+            producer.send_nowait(Message("a", {"n": "1"}), receipts.append)
             await until_async(lambda: receipts)
 
     with caplog.at_level(logging.ERROR):
@@ -450,7 +450,7 @@ async def test_closed_producer_opens_again_as_another_one():
         for n in range(2):
             async with producer:
                 ids.append(producer.id)
-                assert (await producer.send(Message("a", {"n": n}))).is_stored
+                assert (await producer.send(Message("a", {"n": str(n)}))).is_stored
         assert ids[0] != ids[1] and len(broker.subjects["a"]) == 2
 
 
@@ -461,7 +461,7 @@ async def _awaited(call: Awaitable[object]) -> object:
 async def test_wrong_token_is_refused_at_once():
     async with cluster("g1") as (metaserver, _):
         async with qmq.Producer(metaserver=metaserver.url, app="test", token="wrong") as producer:
-            receipt = await producer.send(Message("a", {"n": 1}))
+            receipt = await producer.send(Message("a", {"n": "1"}))
             assert receipt.outcome is qmq.Outcome.REFUSED
             assert "token" in receipt.reason
 
@@ -470,7 +470,7 @@ async def test_the_token_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("QMQ_TOKEN", TOKEN)
 
     async with cluster("g1") as (metaserver, _), qmq.Producer(metaserver=metaserver.url, app="test") as producer:
-        assert (await producer.send(Message("a", {"n": 1}))).is_stored
+        assert (await producer.send(Message("a", {"n": "1"}))).is_stored
 
 
 @pytest.mark.parametrize("host", ["qmq.internal", "127.0.0.1", "[::1]", "[fd00::2]"])

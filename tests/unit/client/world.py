@@ -577,7 +577,7 @@ def fill(
 ) -> None:
     """Store numbered messages as one batch, or `apart` as one batch each; `options` are those of Message."""
     encode = batch_encoder(subject, 1)
-    encoded = [encode(Message(subject, {"n": n}, id=f"{broker.name}-{n}", **options)) for n in numbers]
+    encoded = [encode(Message(subject, {"n": str(n)}, id=f"{broker.name}-{n}", **options)) for n in numbers]
     for batch in [[data] for data in encoded] if apart else [encoded]:
         if batch:
             broker.add(subject, *batch)

@@ -29,7 +29,7 @@ def broker(qmq_broker):
 
 
 def message(n, subject="s", **more):
-    return qmq.Message(subject, {"n": n}, **more)
+    return qmq.Message(subject, {"n": str(n)}, **more)
 
 
 def numbers(messages):
@@ -118,7 +118,7 @@ async def test_messages_are_stored_with_all_that_they_carry(broker):
 async def test_old_messages_are_still_returned(broker):
     async with producing(broker) as producer:
         receipts = await producer.send_many(
-            qmq.Message("s", {"n": n} | {f"part{i}": "x" * 30_000 for i in range(100)}) for n in range(14)
+            qmq.Message("s", {"n": str(n)} | {f"part{i}": "x" * 30_000 for i in range(100)}) for n in range(14)
         )
         assert receipts.all_stored  # 42 MB
     assert numbers(broker.messages("s")) == list(range(14))

@@ -29,7 +29,7 @@ def names(messages):
 
 async def test_delayed_message_arrives_when_due(broker):
     async with producer_of(broker) as producer:
-        receipt = await producer.send(Message("s", {"n": 1}), delay=timedelta(minutes=30))
+        receipt = await producer.send(Message("s", {"n": "1"}), delay=timedelta(minutes=30))
         assert receipt.is_stored and receipt.broker_group == "test-delay"
         broker.advance(1_790)
         assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
@@ -40,7 +40,7 @@ async def test_delayed_message_arrives_when_due(broker):
 async def test_messages_arrive_in_due_order(broker):
     async with producer_of(broker) as producer:
         for n, delay_s in enumerate([300, 100, 200]):
-            await producer.send(Message("s", {"n": n}), delay=delay_s)
+            await producer.send(Message("s", {"n": str(n)}), delay=delay_s)
         await producer.send(Message("s", {"n": "at once"}))
         broker.advance(DAY_S)
         assert names(broker.messages("s")) == ["at once", "1", "2", "0"]
@@ -48,7 +48,7 @@ async def test_messages_arrive_in_due_order(broker):
 
 async def test_past_due_time_is_delivered_at_once(broker):
     async with producer_of(broker) as producer:
-        await producer.send(Message("s", {"n": 1}), at=datetime(2020, 1, 1, tzinfo=UTC))
+        await producer.send(Message("s", {"n": "1"}), at=datetime(2020, 1, 1, tzinfo=UTC))
         broker.advance(0.001)
         assert names(broker.messages("s")) == ["1"]
 
@@ -56,9 +56,9 @@ async def test_past_due_time_is_delivered_at_once(broker):
 async def test_delay_starts_at_the_test_clock(broker):
     async with producer_of(broker) as producer:
         broker.advance(3_600)
-        first = await producer.send(Message("s", {"n": 1}), delay=600)
+        first = await producer.send(Message("s", {"n": "1"}), delay=600)
         broker.advance(3_600)
-        await producer.send(Message("s", {"n": 2}), delay=600)
+        await producer.send(Message("s", {"n": "2"}), delay=600)
         assert await producer.reschedule(first, delay=900) is DelayOutcome.SENT
         broker.advance(590)
         assert names(broker.messages("s")) == ["1"]
@@ -68,9 +68,9 @@ async def test_delay_starts_at_the_test_clock(broker):
 
 async def test_cancelling_answers_the_truth(broker):
     async with producer_of(broker) as producer:
-        one = await producer.send(Message("s", {"n": 1}), delay=60)
-        await producer.send(Message("s", {"n": 2}, id="two"), delay=60)
-        await producer.send(Message("s", {"n": 3}), delay=60, key="order-3")
+        one = await producer.send(Message("s", {"n": "1"}), delay=60)
+        await producer.send(Message("s", {"n": "2"}, id="two"), delay=60)
+        await producer.send(Message("s", {"n": "3"}), delay=60, key="order-3")
         assert await producer.cancel(one) is DelayOutcome.CANCELLED
         assert await producer.cancel(one) is DelayOutcome.CANCELLED, "and it stays so"
         assert await producer.cancel(subject="s", key="order-3") is DelayOutcome.CANCELLED
@@ -105,8 +105,8 @@ async def test_a_time_too_far_ahead_is_refused(broker):
 async def test_a_consumer_sees_when_a_message_was_due(broker):
     consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
     async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
-        receipt = await producer.send(Message("s", {"n": 1}, tags={"t"}, order_key="o"), delay=60)
-        await producer.send(Message("s", {"n": 2}))
+        receipt = await producer.send(Message("s", {"n": "1"}, tags={"t"}, order_key="o"), delay=60)
+        await producer.send(Message("s", {"n": "2"}))
         (first,) = await puller.pull(1, timeout=5)
         broker.advance(60)
         (second,) = await puller.pull(1, timeout=5)
@@ -118,7 +118,7 @@ async def test_a_consumer_sees_when_a_message_was_due(broker):
 
 async def test_readonly_broker_keeps_due_messages_waiting(broker):
     async with producer_of(broker) as producer:
-        await producer.send(Message("s", {"n": 1}), delay=60)
+        await producer.send(Message("s", {"n": "1"}), delay=60)
         broker.readonly("s")
         broker.advance(120)
         assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
@@ -131,7 +131,7 @@ async def test_faults_lose_no_delayed_message(broker):
     async with producer_of(broker) as producer:
         receipts = []
         for n in range(30):
-            receipts.append(await producer.send(Message("s", {"n": n}), delay=60 + n))
+            receipts.append(await producer.send(Message("s", {"n": str(n)}), delay=60 + n))
             if n == 10:
                 broker.drop_connections()
             if n == 20:
@@ -145,7 +145,7 @@ async def test_faults_lose_no_delayed_message(broker):
 
 async def test_many_days_pass_quickly(broker):
     async with producer_of(broker) as producer:
-        receipts = await producer.send_many([Message("s", {"n": n}) for n in range(2_000)], delay=timedelta(days=10))
+        receipts = await producer.send_many([Message("s", {"n": str(n)}) for n in range(2_000)], delay=timedelta(days=10))
         assert receipts.all_stored
         broker.advance(11 * DAY_S)
         assert len(broker.messages("s")) == 2_000
@@ -165,7 +165,7 @@ async def test_long_retry_waits_at_the_delay_group(broker):
         others.append(message["n"])
 
     async with producer_of(broker) as producer:
-        await producer.send(Message("s", {"n": 1}, tags={"t"}, id="one"))
+        await producer.send(Message("s", {"n": "1"}, tags={"t"}, id="one"))
         task = asyncio.create_task(consumer.run())
         for times in (1, 2, 3):
             await broker.wait_until_consumed("s", "slow")
@@ -186,7 +186,7 @@ async def test_long_retry_waits_at_the_delay_group(broker):
 async def test_a_day_is_kept_by_the_broker_itself(broker):
     consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
     async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
-        await producer.send(Message("s", {"n": 1}))
+        await producer.send(Message("s", {"n": "1"}))
         (message,) = await puller.pull(1, timeout=5)
         await message.nack("tomorrow", delay=DAY_S)
         await broker.wait_until_delayed("s", "g")
@@ -199,9 +199,9 @@ async def test_a_day_is_kept_by_the_broker_itself(broker):
 def test_blocking_programs_delay_and_cancel_too(qmq_blocking_broker):
     broker = qmq_blocking_broker
     with qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
-        one = producer.send(Message("s", {"n": 1}), delay=60)
-        future = producer.send_nowait(Message("s", {"n": 2}), delay=60, key="k")
-        assert producer.send_many([Message("s", {"n": 3}), Message("s", {"n": 4})], delay=61).all_stored
+        one = producer.send(Message("s", {"n": "1"}), delay=60)
+        future = producer.send_nowait(Message("s", {"n": "2"}), delay=60, key="k")
+        assert producer.send_many([Message("s", {"n": "3"}), Message("s", {"n": "4"})], delay=61).all_stored
         assert future.result(5).due_ms is not None
         assert producer.cancel(one) is DelayOutcome.CANCELLED
         assert producer.reschedule(subject="s", key="k", delay=90) is DelayOutcome.RESCHEDULED

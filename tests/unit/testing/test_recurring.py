@@ -24,7 +24,7 @@ def pass_first(broker, schedule):
 async def test_each_occurrence_is_one_message(broker):
     async with producer_of(broker) as producer:
         before = datetime.now(UTC)
-        schedule = await producer.put_recurring(Message("s", {"n": 1}, tags={"t"}), **MINUTELY, owner="ops")
+        schedule = await producer.put_recurring(Message("s", {"n": "1"}, tags={"t"}), **MINUTELY, owner="ops")
         assert before < schedule.next_at <= datetime.now(UTC) + timedelta(minutes=1)
         pass_first(broker, schedule)
         broker.advance(540)

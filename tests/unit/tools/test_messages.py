@@ -112,7 +112,7 @@ def test_count_repeats_the_message():
 def test_members_of_a_json_object_are_properties():
     [made] = messages('--json-body={"a": 1, "b": true, "c": [1, {"d": "é"}], "e": null, "f": "x"}', "--property=f=y")
     assert made.properties == {"a": 1, "b": True, "c": '[1, {"d": "é"}]', "f": "y"}
-    assert decode_message(encode_message(Message("s", made.properties, id="i"), 0))["b"] == "true"
+    assert decode_message(encode_message(Message("s", made.properties, id="i"), 0))["b"] is True
 
 
 def test_bad_lines_do_not_stop_the_others():
