@@ -21,8 +21,8 @@ from hashlib import sha256
 from typing import NamedTuple, Protocol
 
 from qmq.client.received import ReceivedMessage
-from qmq.errors import InvalidRequest
-from qmq.plain import plain
+from qmq.errors import InvalidMessage, InvalidRequest
+from qmq.message import text_of
 
 KeyOf = Callable[[ReceivedMessage], str]
 """Name of a message's work: a group handles messages of a subject with equal names once."""
@@ -68,12 +68,16 @@ def message_key(message: ReceivedMessage, name_of: KeyOf | None) -> str:
     A % in subject or group becomes %25, so that two different messages never share a key.
 
     Raises:
-        InvalidRequest: the name is empty, or neither a text nor an integer. The text of another object, such as a
+        InvalidRequest: the name is empty, or no value of a property. The text of another object, such as a
             coroutine, may contain its address, and other messages would count as handled.
     """
-    name = plain(message.id if name_of is None else name_of(message))
-    if not isinstance(name, str | int):
-        raise InvalidRequest(f"the key of message {message.id} is a str, not {name!r:.100}; write str() around it")
+    given = message.id if name_of is None else name_of(message)
+    try:
+        name = text_of(given)  # as the property's text on the wire, whichever client sent it
+    except InvalidMessage:
+        raise InvalidRequest(
+            f"the key of message {message.id} is a str, not {given!r:.100}; write str() around it"
+        ) from None
     if not name:
         raise InvalidRequest(f"the key of message {message.id} is empty")
     return f"{message.subject.replace('%', '%25')}%{message.group.replace('%', '%25')}%{name}"

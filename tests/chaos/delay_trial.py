@@ -99,7 +99,7 @@ async def _trial(
 async def _send(producer: qmq.Producer, begin: datetime, messages: int, spread_s: float, ledgers: Ledgers) -> None:
     """Send all messages in batches of one due time; repeat those without a receipt."""
     batches = [
-        [Message(SUBJECTS[n % len(SUBJECTS)], {"n": n}) for n in range(at, min(at + BATCH // 10, messages))]
+        [Message(SUBJECTS[n % len(SUBJECTS)], {"n": str(n)}) for n in range(at, min(at + BATCH // 10, messages))]
         for at in range(0, messages, BATCH // 10)
     ]
     for number, batch in enumerate(batches):

@@ -43,7 +43,7 @@ async def live(cluster: Cluster) -> None:
         assert await producer.cancel(far[0]) is DelayOutcome.CANCELLED
         assert await producer.reschedule(far[1], at=due) is DelayOutcome.RESCHEDULED
         for subject in DELAYED:
-            await producer.send_many([Message(subject, {"n": n}) for n in range(LATE)], at=due)
+            await producer.send_many([Message(subject, {"n": str(n)}) for n in range(LATE)], at=due)
         await _consume(client, SUBJECT, SENT - 10)
         cluster.manage("ResetOffset", subject=SUBJECT, group="g", to="latest")
         for subject in DELAYED:

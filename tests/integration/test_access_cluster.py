@@ -232,7 +232,7 @@ def test_key_is_rotated_without_restarts(tmp_path, monkeypatch):
 
         async def send() -> qmq.Receipt:
             async with qmq.Producer(metaserver=cluster.metaserver, app="shop", token=client, timeout_s=WAIT_S) as shop:
-                return await shop.send(qmq.Message("order", {"n": 1}))
+                return await shop.send(qmq.Message("order", {"n": "1"}))
 
         assert asyncio.run(send()).is_stored
         assert log_in(master.serve_port, new)[0] == ErrorCode.SUCCESS

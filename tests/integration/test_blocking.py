@@ -33,7 +33,7 @@ def numbers(messages):
 
 
 def message(n, subject="s"):
-    return qmq.Message(subject, {"n": n})
+    return qmq.Message(subject, {"n": str(n)})
 
 
 # A producer in threads.
@@ -302,7 +302,7 @@ def test_a_filter_of_coroutines_guards_a_plain_handler(broker, producer, consume
     def on_message(message):
         seen.append(message["n"])
 
-    producer.send_many([qmq.Message("s", {"n": n}, id=str(n % 3)) for n in range(9)])
+    producer.send_many([qmq.Message("s", {"n": str(n)}, id=str(n % 3)) for n in range(9)])
     with running(consumer):
         broker.wait_until_consumed("s", "g")
     assert seen == ["0", "1", "2"]

@@ -57,7 +57,7 @@ async def send_while_the_disk_fails(cluster, broker):
 
     async def send_some(sender, name):
         for n in range(200):
-            receipts.append(await sender.send(qmq.Message("s", {"n": n}, id=f"{name}-{n}")))
+            receipts.append(await sender.send(qmq.Message("s", {"n": str(n)}, id=f"{name}-{n}")))
             if not receipts[-1].is_stored:
                 return
 

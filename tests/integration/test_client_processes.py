@@ -35,7 +35,7 @@ def numbers(messages):
 
 
 def message(n):
-    return qmq.Message("s", {"n": n})
+    return qmq.Message("s", {"n": str(n)})
 
 
 HEAD = """
@@ -43,7 +43,7 @@ import os, sys, threading, time, signal, multiprocessing
 import qmq, qmq.blocking
 metaserver = sys.argv[1]
 def message(n):
-    return qmq.Message("s", {"n": n})
+    return qmq.Message("s", {"n": str(n)})
 producer = qmq.blocking.Producer(metaserver=metaserver, app="test")
 consumer = qmq.blocking.Consumer(metaserver=metaserver, app="test")
 """

@@ -92,7 +92,7 @@ def test_group_without_its_slave_is_readonly_within_a_second(tmp_path):
                 began, seen = time.monotonic(), set()
                 while seen != {"g1", "g2"}:  # a group is in the route once its slave has matched
                     assert time.monotonic() < began + WAIT_S, f"only {seen} got messages"
-                    seen.add((await sender.send(qmq.Message("s", {"n": 0}))).broker_group)
+                    seen.add((await sender.send(qmq.Message("s", {"n": "0"}))).broker_group)
                 for again in (tries := Tries(1.0, "the group is readonly")):
                     if again:
                         begin(cluster, slave.hostname)
@@ -102,14 +102,14 @@ def test_group_without_its_slave_is_readonly_within_a_second(tmp_path):
                 after = []
                 for _ in (tries := Tries(5.0, "20 messages are stored elsewhere")):
                     began = time.monotonic()
-                    after += [await sender.send(qmq.Message("s", {"n": n})) for n in range(20)]
+                    after += [await sender.send(qmq.Message("s", {"n": str(n)})) for n in range(20)]
                     tries.took(time.monotonic() - began)
                 return after
 
         after = asyncio.run(send_through_the_loss())
         assert all(receipt.is_stored and receipt.broker_group == "g2" for receipt in after), after
         with Wire(master.serve_port, token=cluster.token) as wire:
-            answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}))
+            answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": "1"}))
             assert answer.code == ErrorCode.READ_ONLY
             assert b"slave_down, its slave is missing: start it" in bytes(answer.body)
 
@@ -166,7 +166,7 @@ def test_readonly_mark_outlives_the_slave_and_a_restart(cluster, subject):
     begin(cluster, master.hostname)
     until(lambda: reasons(cluster, master) == ["operator"], "the mark is still there")
     with Wire(master.serve_port, token=cluster.token) as wire:
-        answer = wire.ask(Command.PRODUCE, produce_body(subject, {"n": 1}))
+        answer = wire.ask(Command.PRODUCE, produce_body(subject, {"n": "1"}))
         assert answer.code == ErrorCode.READ_ONLY and b"UnMarkReadonly" in bytes(answer.body)
     assert len(consume_all(cluster, subject, "g", 5)) == 5
     cluster.manage("UnMarkReadonlyBrokerGroup", brokerGroup="g1")
@@ -258,11 +258,11 @@ def test_brokers_restart_in_their_roles_without_the_metaserver(cluster, subject)
     begin(cluster, master.hostname, slave.hostname)
     until(lambda: (found := state(cluster, slave)) and found.writable, "the last master takes messages again")
     with Wire(slave.serve_port, token=cluster.token) as wire:
-        produced = commands.decode_produced(wire.ask(Command.PRODUCE, produce_body(subject, {"n": 1})).body)
+        produced = commands.decode_produced(wire.ask(Command.PRODUCE, produce_body(subject, {"n": "1"})).body)
         assert produced.first_sequence == 10
         assert sum(piece.count for piece in pull(wire, subscribe(wire, subject), timeout_ms=30_000)) == 11
     with Wire(master.serve_port, token=cluster.token) as wire:
-        assert wire.ask(Command.PRODUCE, produce_body(subject, {"n": 1})).code == ErrorCode.NOT_MASTER
+        assert wire.ask(Command.PRODUCE, produce_body(subject, {"n": "1"})).code == ErrorCode.NOT_MASTER
     begin(cluster, "metaserver")
     cluster.wait_writable()
     assert cluster.broker("g1", "master") == slave
@@ -271,13 +271,13 @@ def test_brokers_restart_in_their_roles_without_the_metaserver(cluster, subject)
 def test_clients_go_on_while_the_metaserver_is_away(cluster, subject):
     async def send_and_consume():
         async with producer(cluster) as sender:
-            assert (await sender.send(qmq.Message(subject, {"n": 1}))).is_stored
+            assert (await sender.send(qmq.Message(subject, {"n": "1"}))).is_stored
             await asyncio.to_thread(end, cluster, "metaserver")
             for n in range(50):
-                assert (await sender.send(qmq.Message(subject, {"n": n}))).is_stored
+                assert (await sender.send(qmq.Message(subject, {"n": str(n)}))).is_stored
             await asyncio.to_thread(begin, cluster, "metaserver")
             for n in range(50):
-                assert (await sender.send(qmq.Message(subject, {"n": n}))).is_stored
+                assert (await sender.send(qmq.Message(subject, {"n": str(n)}))).is_stored
 
     asyncio.run(send_and_consume())
     until(lambda: cluster.broker("g1", "master") and _answers(cluster), "the metaserver is back")

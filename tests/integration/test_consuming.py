@@ -32,7 +32,7 @@ async def send(cluster, subject, count, **options):
     """Store messages; `options` maps an argument of Message to a function of its number."""
     async with producer(cluster) as sender:
         receipts = await sender.send_many(
-            qmq.Message(subject, {"n": n}, id=f"m-{n}", **{name: of(n) for name, of in options.items()})
+            qmq.Message(subject, {"n": str(n)}, id=f"m-{n}", **{name: of(n) for name, of in options.items()})
             for n in range(count)
         )
     assert receipts.all_stored

@@ -26,7 +26,7 @@ def cluster(tmp_path_factory):
 def send(cluster, count, *, delay, key=None, subject=SUBJECT):
     async def main():
         async with qmq.Producer(metaserver=cluster.metaserver, token=cluster.token, app="shop") as producer:
-            messages = [qmq.Message(subject, {"n": n}) for n in range(count)]
+            messages = [qmq.Message(subject, {"n": str(n)}) for n in range(count)]
             receipts = [await producer.send(message, delay=delay, key=key) for message in messages]
             assert all(receipt.outcome is qmq.Outcome.STORED for receipt in receipts), receipts
             return [str(message.id) for message in messages]

@@ -15,7 +15,7 @@ COUNT = 20
 
 async def send_delayed(cluster, name):
     async with producer(cluster) as sender:
-        messages = [sender.send(qmq.Message("s", {"n": at}, id=f"{name}-{at}"), delay=3600) for at in range(COUNT)]
+        messages = [sender.send(qmq.Message("s", {"n": str(at)}, id=f"{name}-{at}"), delay=3600) for at in range(COUNT)]
         assert all(receipt.is_stored for receipt in await asyncio.gather(*messages))
 
 

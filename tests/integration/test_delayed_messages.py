@@ -45,7 +45,7 @@ async def test_delayed_messages_arrive_despite_a_killed_master(cluster):
     consumer = qmq.Consumer(**client(cluster))
     async with qmq.Producer(**client(cluster)) as producer:
         due = datetime.now(UTC) + timedelta(seconds=25)  # a busy machine restarts the master slowly
-        messages = [Message("kill.late", {"n": n}) for n in range(500)]
+        messages = [Message("kill.late", {"n": str(n)}) for n in range(500)]
         receipts = await producer.send_many(messages, at=due)
         assert receipts.all_stored and {receipt.broker_group for receipt in receipts} == {"d1"}
         moved = await producer.send(Message("kill.late", {"n": "moved"}), delay=timedelta(days=300), key="moved")

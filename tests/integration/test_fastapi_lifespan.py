@@ -48,7 +48,7 @@ def application(broker, handle, *, consumer_id=None):
 
     @app.post("/orders/{number}")
     async def order(number: int, producer: qmq.Producer = provided) -> str:
-        return (await producer.send(qmq.Message("order", {"n": number}))).outcome
+        return (await producer.send(qmq.Message("order", {"n": str(number)}))).outcome
 
     @app.get("/health", dependencies=[Depends(clients.check)])
     async def health() -> str:
@@ -127,7 +127,7 @@ async def test_application_without_its_consumer_does_not_start():
             async with serving(app):
                 pass
         with pytest.raises(qmq.ClientClosed):
-            await producer.send(qmq.Message("order", {"n": 1}))
+            await producer.send(qmq.Message("order", {"n": "1"}))
 
 
 SERVER = """
@@ -183,7 +183,7 @@ def test_sigterm_finishes_the_handler_and_its_ack(broker):
 def send(broker, subject):
     async def run():
         async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
-            assert (await producer.send(qmq.Message(subject, {"n": 1}))).is_stored
+            assert (await producer.send(qmq.Message(subject, {"n": "1"}))).is_stored
 
     asyncio.run(run())
 

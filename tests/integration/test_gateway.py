@@ -106,7 +106,7 @@ def gateway(cluster, tmp_path):
 
 
 def send(gateway, subject, count):
-    messages = [{"properties": {"n": number}, "id": f"m-{number}"} for number in range(count)]
+    messages = [{"properties": {"n": str(number)}, "id": f"m-{number}"} for number in range(count)]
     answer = gateway.post(f"{subject}/messages:batch", {"messages": messages})
     assert answer.status_code == 201, answer.text
 
@@ -147,11 +147,11 @@ def test_producer_gets_its_outcome_after_an_outage(cluster, gateway):
     key = {"Idempotency-Key": "the-key-of-one-order"}
     send(gateway, "outage", 1)
     end(cluster, cluster.broker("g1", "slave").hostname)
-    answer = gateway.post("outage/messages", {"properties": {"n": 1}}, **key)
+    answer = gateway.post("outage/messages", {"properties": {"n": "1"}}, **key)
     assert (answer.status_code, answer.json()["outcome"]) in ((503, "refused"), (504, "unknown"))
     begin(cluster, cluster.broker("g1", "slave").hostname)
-    until(lambda: gateway.post("outage/messages", {"properties": {"n": 1}}, **key).status_code == 201)
-    repeated = gateway.post("outage/messages", {"properties": {"n": 1}}, **key)
+    until(lambda: gateway.post("outage/messages", {"properties": {"n": "1"}}, **key).status_code == 201)
+    repeated = gateway.post("outage/messages", {"properties": {"n": "1"}}, **key)
     assert repeated.headers["Idempotent-Replayed"] == "true"
     found = Counter(id for _, id in consume_all(cluster, "outage", "g", 2))
     assert set(found) == {"m-0", key["Idempotency-Key"]}

@@ -26,7 +26,7 @@ async def on_order(message: qmq.ReceivedMessage) -> None:
 
 @post("/orders/{number:int}")
 async def order(number: FromPath[int], producer: NamedDependency[qmq.Producer]) -> str:
-    return (await producer.send(qmq.Message("order", {"n": number}))).outcome
+    return (await producer.send(qmq.Message("order", {"n": str(number)}))).outcome
 
 
 @get("/health", guards=[clients.check])

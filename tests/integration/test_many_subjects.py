@@ -71,9 +71,9 @@ def _producer(cluster):
 
 def _send_everywhere(producer, application, number):
     began = time.monotonic()
-    receipts = producer.send_many(qmq.Message(name, {"n": number}) for name in names("now"))
+    receipts = producer.send_many(qmq.Message(name, {"n": str(number)}) for name in names("now"))
     assert receipts.all_stored, [receipt for receipt in receipts if not receipt.is_stored][:3]
-    later = producer.send_many((qmq.Message(name, {"n": number}) for name in names("later")), delay=1)
+    later = producer.send_many((qmq.Message(name, {"n": str(number)}) for name in names("later")), delay=1)
     assert later.all_stored, [receipt for receipt in later if not receipt.is_stored][:3]
     rows = [_row(name, number) for name in names("rows")]
     _patiently(lambda: application.write_rows(rows) or True, "the rows are committed")
@@ -114,7 +114,7 @@ def _patiently(condition, what):
 
 
 def _row(subject, number):
-    return encode_row(qmq.Message(subject, {"n": number}, id=f"{subject}-{number}"), 1)
+    return encode_row(qmq.Message(subject, {"n": str(number)}, id=f"{subject}-{number}"), 1)
 
 
 def _health(broker):

@@ -173,7 +173,7 @@ def test_each_produced_message_has_its_outcome(cluster, subject):
 
 
 def test_invalid_lines_are_refused_alone(cluster, subject):
-    text = '{"n": 1}\n{bad\n{"qmq_x": 1}\n{"properties": {"n": 2}, "id": "mine", "orderKey": "k"}\n'
+    text = '{"n": "1"}\n{bad\n{"qmq_x": 1}\n{"properties": {"n": "2"}, "id": "mine", "orderKey": "k"}\n'
     ended = tool(cluster, "Produce", "--json", "--file=-", stdin=text, subject=subject)
     sent = lines(ended, REFUSED)
     assert [row["outcome"] for row in sent] == ["stored", "refused", "refused", "stored"]
@@ -184,7 +184,7 @@ def test_invalid_lines_are_refused_alone(cluster, subject):
 
 @pytest.mark.parametrize("place", ["file", "standard input"])
 def test_line_with_invalid_unicode_is_refused_alone(cluster, subject, tmp_path, place):
-    content = b'{"n": 1}\n{"n": "\xe9"}\n\xff\n{"properties": {}, "id": "\xe9"}\n{"n": 3}\n'
+    content = b'{"n": "1"}\n{"n": "\xe9"}\n\xff\n{"properties": {}, "id": "\xe9"}\n{"n": "3"}\n'
     (file := tmp_path / "lines").write_bytes(content)
     with open(file, "rb") as stdin:
         ended = subprocess.run(
@@ -215,7 +215,7 @@ def test_interrupted_produce_reports_an_unknown_outcome(cluster, subject):
         stderr=subprocess.PIPE,
         text=True,
     )
-    producing.stdin.write('{"n": 1}\n' * 1_000)
+    producing.stdin.write('{"n": "1"}\n' * 1_000)
     producing.stdin.flush()
     assert "stored" in producing.stdout.readline()
     producing.send_signal(signal.SIGINT)
@@ -298,7 +298,7 @@ def test_silent_broker_group_is_named_beside_the_others(cluster, subject):
 
 
 def test_tail_shows_new_messages_over_a_swap(cluster, subject, process):
-    send(cluster, *[qmq.Message(subject, {"n": n}, id=f"old{n}") for n in range(5)])
+    send(cluster, *[qmq.Message(subject, {"n": str(n)}, id=f"old{n}") for n in range(5)])
     tail = process(cluster, "Tail", "--last=2", "--json", subject=subject)
     first = [json.loads(tail.stdout.readline())["id"] for _ in range(2)]
     assert first == ["old3", "old4"]
@@ -317,7 +317,7 @@ def test_tail_shows_new_messages_over_a_swap(cluster, subject, process):
 def test_tail_leaves_no_consumer_group(cluster, subject, process):
     tail = process(cluster, "Tail", "--last=0", "--limit=2", "--tag=x", subject=subject)
     while tail.poll() is None:
-        send(cluster, qmq.Message(subject, {"n": 1}, tags={"x"}), qmq.Message(subject, {"n": 2}, tags={"y"}))
+        send(cluster, qmq.Message(subject, {"n": "1"}, tags={"x"}), qmq.Message(subject, {"n": "2"}, tags={"y"}))
     shown, complaints = tail.communicate()
     assert tail.returncode == DONE and complaints == ""
     assert len(shown.splitlines()) == 2 and all("[x]" in line for line in shown.splitlines())
@@ -340,7 +340,7 @@ def test_only_unacked_messages_come_again(cluster, subject):
 
 
 def test_consume_without_a_group_is_broadcast(cluster, subject):
-    send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", tags={f"t{n % 2}"}) for n in range(6)])
+    send(cluster, *[qmq.Message(subject, {"n": str(n)}, id=f"m{n}", tags={f"t{n % 2}"}) for n in range(6)])
     for _ in range(2):
         seen = tool(cluster, "Consume", "--start=earliest", "--format=properties", "--limit=6", subject=subject)
         assert sorted(json.loads(line)["n"] for line in seen.stdout.splitlines()) == list("012345"), seen.stderr
@@ -519,7 +519,7 @@ def test_redrive_passes_over_messages_above_its_memory(cluster, subject, monkeyp
 def test_dead_letters_keep_their_order_on_another_subject(cluster, subject):
     """Order holds within a broker group and for an order key; the other subject has only the other broker group."""
     elsewhere = f"{subject}.repaired"
-    send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", order_key="k") for n in range(6)])
+    send(cluster, *[qmq.Message(subject, {"n": str(n)}, id=f"m{n}", order_key="k") for n in range(6)])
     send_all(cluster, elsewhere, 1)
     assert make_dead(cluster, subject, "g", ["timeout"]) == 6
     [[here], found] = [

@@ -39,7 +39,7 @@ app = FastAPI(lifespan=clients.lifespan)
 @app.post("/orders/{number}")
 async def pay(number: int) -> str:
     async with AsyncSession(engine) as session, session.begin():
-        await producer.send(qmq.Message("order.paid", {"n": number}, id=f"order-{number}"), session=session)
+        await producer.send(qmq.Message("order.paid", {"n": str(number)}, id=f"order-{number}"), session=session)
     return "paid"
 
 @app.get("/health", dependencies=[Depends(clients.check)])

@@ -112,17 +112,17 @@ def test_memory_limit_stops_producers_only(cluster):
 
     async def send():
         async with producer(cluster, timeout_s=4 * WAIT_S) as sender:
-            assert (await sender.send(qmq.Message("s", {"n": 1}))).is_stored
+            assert (await sender.send(qmq.Message("s", {"n": "1"}))).is_stored
             with await asyncio.to_thread(Stalled, cluster):
                 until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
-                late = asyncio.create_task(sender.send(qmq.Message("s", {"n": 2})))
+                late = asyncio.create_task(sender.send(qmq.Message("s", {"n": "2"})))
                 await asyncio.to_thread(until, lambda: connections(cluster, "blocked") == 1, "the producer is blocked")
                 (blocked,) = [row for row in listed(cluster) if row["state"] == "blocked"]
                 assert blocked["app"] == "test" and blocked["produces"] and not blocked["consumes"]
                 there = await asyncio.to_thread(consume_all, cluster, "s", "g", 1201)
                 assert len(there) == 1201 and connections(cluster, "blocked") == 1 and not late.done()
                 with Wire(master.serve_port, token=cluster.token) as wire:
-                    answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": 3}))
+                    answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": "3"}))
                     assert answer.code == ErrorCode.READ_ONLY and b"memory_limit" in bytes(answer.body)
             return await late
 
@@ -141,7 +141,7 @@ def test_full_disk_refuses_producers_and_serves_consumers(cluster):
     master = cluster.broker("g1", "master")
     until(lambda: reasons(cluster, master) == ["disk"], "the disk is full")
     with Wire(master.serve_port, token=cluster.token) as wire:
-        answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}))
+        answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": "1"}))
         assert answer.code == ErrorCode.READ_ONLY and b"disk is nearly full" in bytes(answer.body)
     assert len(consume_all(cluster, "s", "g", 500)) == 500
 

@@ -202,7 +202,7 @@ async def send_and_consume(cluster):
             raise qmq.DeadLetter("an unlucky number")
 
     async with qmq.Producer(**words) as producer:
-        receipts = await producer.send_many([qmq.Message(SUBJECT, {"n": n}) for n in range(30)])
+        receipts = await producer.send_many([qmq.Message(SUBJECT, {"n": str(n)}) for n in range(30)])
         assert receipts.all_stored
         assert (await producer.send(qmq.Message(SUBJECT, {"n": "late"}), delay=1.0)).is_stored
         async with asyncio.timeout(60):

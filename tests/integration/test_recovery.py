@@ -47,7 +47,7 @@ async def send_to_all(cluster):
     """Send to each group alone, twice, so that its frames show the first part as acknowledged."""
     async with producer(cluster) as sender:
         for part in (range(COUNT - 1), range(COUNT - 1, COUNT)):
-            messages = [qmq.Message(f"s.{group}", {"n": at}, id=f"before-{at}") for group in GROUPS for at in part]
+            messages = [qmq.Message(f"s.{group}", {"n": str(at)}, id=f"before-{at}") for group in GROUPS for at in part]
             assert all(receipt.is_stored for receipt in await sender.send_many(messages))
 
 

@@ -45,7 +45,7 @@ async def send_until(cluster, is_over, stored):
         at = 0
         while not is_over.is_set():
             at += 1
-            receipt = await sender.send(qmq.Message("s", {"n": at}, id=f"{name}-{at}"))
+            receipt = await sender.send(qmq.Message("s", {"n": str(at)}, id=f"{name}-{at}"))
             assert receipt.is_stored
             stored.append(receipt.message_id)
 

@@ -463,7 +463,7 @@ def listening(
     async def test() -> None:
         async with BrokerInMemory() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
             for number in range(10):
-                await producer.send(qmq.Message("s", {"n": number}))
+                await producer.send(qmq.Message("s", {"n": str(number)}))
             consumer, ends = qmq.Consumer(metaserver=broker.metaserver, app="test", drain_s=0.1), asyncio.Event()
 
             async def handle(message: object) -> None:
@@ -474,7 +474,7 @@ def listening(
             if is_behind:
                 consumer.listen("urgent", group="g", start="earliest", priority=1)(handle)
                 for number in range(3):
-                    await producer.send(qmq.Message("urgent", {"n": number}))
+                    await producer.send(qmq.Message("urgent", {"n": str(number)}))
                 running = asyncio.create_task(consumer.run())
                 [urgent] = consumer.listeners.values()
                 await until_async(lambda: urgent._subscription and urgent._subscription.waiting_messages == 2)
@@ -482,7 +482,7 @@ def listening(
             if not is_behind:
                 running = asyncio.create_task(consumer.run())
             await until_async(lambda: until(broker))
-            await producer.send(qmq.Message("s", {"n": 10}))
+            await producer.send(qmq.Message("s", {"n": "10"}))
             assert fails or until(broker), "what stops it was there in passing only"
             ends.set()
             consumer.stop()
@@ -563,7 +563,7 @@ def messages_fail_too_often() -> Seen:
 def producing(test: Callable[[LocalBroker, qmq.Producer], Awaitable[None]], **words) -> None:
     async def run() -> None:
         async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, **words) as producer:
-            await producer.send(qmq.Message("s", {"n": 0}))
+            await producer.send(qmq.Message("s", {"n": "0"}))
             await test(broker, producer)
 
     asyncio.run(run())
@@ -579,7 +579,7 @@ def refused_at(broker_does: Callable[[LocalBroker], None], **words) -> qmq.Recei
 
     async def test(broker: LocalBroker, producer: qmq.Producer) -> None:
         broker_does(broker)
-        receipts.append(await producer.send(qmq.Message("s", {"n": 1})))
+        receipts.append(await producer.send(qmq.Message("s", {"n": "1"})))
 
     producing(test, **words)
     return receipts[0]
@@ -609,7 +609,7 @@ def a_connection_owes_an_answer() -> Seen:
 
     async def test(broker: LocalBroker, producer: qmq.Producer) -> None:
         hold_answers(broker)
-        await producer.send(qmq.Message("s", {"n": 1}))
+        await producer.send(qmq.Message("s", {"n": "1"}))
         assert len(broker.attempts) > 2, "the batch went on another connection"
 
     log, note = logging.getLogger("qmq.client"), logging.Handler(logging.WARNING)
@@ -629,7 +629,7 @@ def a_full_queue(**words) -> str:
         hold_answers(broker)
         try:
             while True:
-                producer.send_nowait(qmq.Message("s", {"n": 1}), lambda receipt: None)
+                producer.send_nowait(qmq.Message("s", {"n": "1"}), lambda receipt: None)
         except QueueFull as error:
             refusals.append(str(error))
 

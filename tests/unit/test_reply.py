@@ -26,7 +26,7 @@ class Shop:
         self.requester = requester
 
     async def ask(self, number, timeout=LONG_S):
-        answer = await self.requester.request(qmq.Message(QUERY, {"n": number}), timeout=timeout)
+        answer = await self.requester.request(qmq.Message(QUERY, {"n": str(number)}), timeout=timeout)
         return answer["square"]
 
 
@@ -52,7 +52,7 @@ async def shop(answer=None):
 
 
 async def squared(producer, message):
-    await reply(producer, message, qmq.Message("", {"square": message.get_int("n") ** 2}))
+    await reply(producer, message, qmq.Message("", {"square": str(message.get_int("n") ** 2)}))
 
 
 async def test_each_request_gets_its_own_answer():
@@ -106,7 +106,7 @@ async def test_requesters_get_their_own_answers():
         async with Requester(world.producer, other, reply_subject=ANSWERS) as second:
             answers = await asyncio.gather(
                 *(world.ask(number) for number in range(20)),
-                *(second.request(qmq.Message(QUERY, {"n": number}), timeout=LONG_S) for number in range(20)),
+                *(second.request(qmq.Message(QUERY, {"n": str(number)}), timeout=LONG_S) for number in range(20)),
             )
             assert [answer["square"] for answer in answers[20:]] == answers[:20]
             assert (world.requester.late_answers, second.late_answers) == (0, 0)
@@ -155,12 +155,12 @@ async def test_closing_ends_waiting_requests():
     async with shop(silent) as world:
         client = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
         async with Requester(world.producer, client, reply_subject=ANSWERS) as requester:
-            asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
+            asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": "1"}), timeout=LONG_S))
             await until_async(lambda: requester.waiting)
         with pytest.raises(qmq.ClientClosed, match="the requester is closed"):
             await asking
         with pytest.raises(qmq.ClientClosed, match="not open"):
-            await requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
+            await requester.request(qmq.Message(QUERY, {"n": "1"}), timeout=LONG_S)
         assert requester.waiting == 0
 
 
@@ -173,18 +173,18 @@ async def test_replaced_requester_fails_all_requests():
         requester = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
         two = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
         async with requester:
-            asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
+            asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": "1"}), timeout=LONG_S))
             await world.broker.wait_until_subscribed(ANSWERS, "same")
             async with two:
                 with pytest.raises(qmq.SubscriptionReplaced):
                     await asking
                 with pytest.raises(qmq.SubscriptionReplaced):
-                    await requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
+                    await requester.request(qmq.Message(QUERY, {"n": "1"}), timeout=LONG_S)
 
 
 async def test_only_requests_are_answered():
     async with shop() as world:
-        message = qmq.Message(QUERY, {"n": 1}, id="id-1")
+        message = qmq.Message(QUERY, {"n": "1"}, id="id-1")
         assert not is_request(message)
         with pytest.raises(qmq.InvalidRequest, match="message id-1 is no request"):
             await reply(world.producer, message, qmq.Message("", {}))
@@ -197,5 +197,5 @@ async def test_requester_makes_its_clients_of_the_environment(monkeypatch):
         requester = Requester(reply_subject=ANSWERS)
         for number in (3, 4):  # each time with another producer
             async with requester:
-                answer = await requester.request(qmq.Message(QUERY, {"n": number}), timeout=LONG_S)
+                answer = await requester.request(qmq.Message(QUERY, {"n": str(number)}), timeout=LONG_S)
                 assert int(answer["square"]) == number * number

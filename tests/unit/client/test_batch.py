@@ -136,7 +136,7 @@ def joined(blocks: list[bytes], flags: int) -> tuple[bytes, int]:
 
 
 def test_run_ends_before_an_order_key():
-    messages = [Message("a", {"n": 1}), Message("a", {"n": 2}, order_key="k"), Message("a", {"n": 3})]
+    messages = [Message("a", {"n": "1"}), Message("a", {"n": "2"}, order_key="k"), Message("a", {"n": "3"})]
     run = encode_run("a", messages, 0, ids=MessageIds("p"), now_ms=1)
     assert (run.end, run.error, run.flags) == (1, None, 0)
 

@@ -70,7 +70,7 @@ async def test_own_limit_isolates_the_last_attempt():
     async with cluster("g1") as (metaserver, [broker]):
         for n in range(20):
             own = 2 if n == 9 else None
-            broker.add("a", encode_message(qmq.Message("a", {"n": n}, id=f"m{n}", retries_max=own), 0))
+            broker.add("a", encode_message(qmq.Message("a", {"n": str(n)}, id=f"m{n}", retries_max=own), 0))
         consumer, handled = consumer_of(metaserver, consumer_id="c1"), set()
 
         @consumer.listen("a", group="g", start="earliest", batch=20, retries_max=8, retry_delay=0.0)
@@ -86,7 +86,7 @@ async def test_own_limit_isolates_the_last_attempt():
 async def test_mailbox_message_is_alone_at_last_attempt():
     async with cluster("g1") as (metaserver, [broker]):
         for n in range(10):
-            data = encode_message(qmq.Message("a", {"n": n}, id=f"m{n}"), 0)
+            data = encode_message(qmq.Message("a", {"n": str(n)}, id=f"m{n}"), 0)
             broker.add("%RETRY%a%g", with_properties(data, {"qmq_times": "4"}) if n == 1 else data)
         consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
 

@@ -30,7 +30,7 @@ def fill_expiring(broker: LocalBroker, sent_s_ago: float, expires: dict[int, flo
     """Return ten messages sent some seconds ago, some of which have expired."""
     encode = batch_encoder("a", now_ms() - int(sent_s_ago * 1000))
     for number in range(count):
-        broker.add("a", encode(Message("a", {"n": number}, id=f"m{number}", expires_after=expires.get(number))))
+        broker.add("a", encode(Message("a", {"n": str(number)}, id=f"m{number}", expires_after=expires.get(number))))
 
 
 def verdicts(broker: LocalBroker) -> list[int]:
@@ -138,7 +138,7 @@ async def test_dead_letters_do_not_expire():
     async with cluster("g1") as (metaserver, [broker]):
         dead = "%DEAD_RETRY%a%g"
         encode = batch_encoder(dead, now_ms() - 60_000)
-        broker.add(dead, encode(Message(dead, {"n": 1}, id="m1", expires_after=1)))
+        broker.add(dead, encode(Message(dead, {"n": "1"}, id="m1", expires_after=1)))
         async with consumer_of(metaserver).pull(dead, group="support", start="earliest") as puller:
             assert ns(await puller.pull(10, timeout=10)) == [1]
 
@@ -169,13 +169,13 @@ def test_a_time_that_cannot_be_is_refused(wrong):
 async def test_send_many_sets_expiry():
     async with cluster("g1") as (metaserver, [broker]):
         async with qmq.Producer(metaserver=metaserver.url, app="test", token="secret") as producer:
-            await producer.send_many(Message("a", {"n": n}, expires_after=60 if n else None) for n in range(3))
-            await producer.send(Message("a", {"n": 3}, expires_after=61))
+            await producer.send_many(Message("a", {"n": str(n)}, expires_after=60 if n else None) for n in range(3))
+            await producer.send(Message("a", {"n": "3"}, expires_after=61))
         found = [decode_message(bytes(data)) for data in broker.subjects["a"]]
         name = "qmq_consumerExpiresAfter"
         assert [one.properties.get(name) for one in found] == [None, "60000", "60000", "61000"]
 
 
 def test_outbox_keeps_expiry():
-    row = encode_row(Message("a", {"n": 1}, id="m", expires_after=1.5), 7)
+    row = encode_row(Message("a", {"n": "1"}, id="m", expires_after=1.5), 7)
     assert decode_row(row).expires_after == 1.5

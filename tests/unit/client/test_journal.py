@@ -30,8 +30,8 @@ async def test_journal_matches_stored_messages(tmp_path: Path) -> None:
 
     async with cluster("g1") as (metaserver, [broker]):
         async with producer_of(metaserver, journal=qmq.Journal(tmp_path / "made", one_in=1)) as producer:
-            sent = [Message("a", {"n": n}, tags={"t"} if n % 2 else (), order_key=f"k{n}") for n in range(5)]
-            receipts = [*await producer.send_many(sent), await producer.send(Message("b", {"n": 9}))]
+            sent = [Message("a", {"n": str(n)}, tags={"t"} if n % 2 else (), order_key=f"k{n}") for n in range(5)]
+            receipts = [*await producer.send_many(sent), await producer.send(Message("b", {"n": "9"}))]
         found = lines(tmp_path / "made")
         assert [(one["subject"], one["group"], one["sequence"], one["id"]) for one in found] == [
             (receipt.subject, "g1", receipt.sequence, receipt.message_id) for receipt in receipts

@@ -32,7 +32,7 @@ async def test_subject_without_route_is_refused():
 
     async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=1.5) as producer:
         metaserver.refuse["nowhere"] = "no broker group is allowed for it"
-        receipt = await producer.send(Message("nowhere", {"n": 1}, id="mine"))
+        receipt = await producer.send(Message("nowhere", {"n": "1"}, id="mine"))
         assert (receipt.outcome, receipt.message_id) == (qmq.Outcome.REFUSED, "mine")
         assert "no broker group is allowed" in receipt.reason
         with pytest.raises(NoRoute):
@@ -127,7 +127,7 @@ async def test_full_queue_refuses_at_the_deadline():
             for message in numbered(5):
                 producer.send_nowait(message, done.append)
             with pytest.raises(QueueFull):
-                producer.send_nowait(Message("a", {"n": 5}), done.append)
+                producer.send_nowait(Message("a", {"n": "5"}), done.append)
             patient_ms, producer._timeout_ms = producer._timeout_ms, 200  # less than the earlier ones have
             receipt = await producer.send(Message("a", {"n": "waits"}))
             assert receipt.outcome is qmq.Outcome.REFUSED and not done
@@ -143,7 +143,7 @@ async def test_producers_of_one_process_share_nothing():
 
     async with cluster("g1") as (here, [near]), cluster("g2") as (there, [far]):
         async with producer_of(here, queue_messages_max=1) as first, producer_of(there) as second:
-            receipts = await asyncio.gather(first.send(Message("a", {"n": 1})), second.send(Message("a", {"n": 2})))
+            receipts = await asyncio.gather(first.send(Message("a", {"n": "1"})), second.send(Message("a", {"n": "2"})))
             assert [receipt.broker_group for receipt in receipts] == ["g1", "g2"]
             with pytest.raises(QueueFull):
                 for message in numbered(2):
@@ -156,9 +156,9 @@ async def test_producers_of_one_process_share_nothing():
 async def test_flush_waits_for_earlier_messages_only():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=4) as producer:
         await producer.flush()
-        await producer.send(Message("a", {"n": 0}))
+        await producer.send(Message("a", {"n": "0"}))
         hold, receipts = Hold(broker), []
-        for message in (*numbered(10), Message("a", {"n": 10}, order_key="k")):
+        for message in (*numbered(10), Message("a", {"n": "10"}, order_key="k")):
             producer.send_nowait(message, receipts.append)
         many = asyncio.create_task(producer.send_many(numbered(10, "b")))
         await until_async(lambda: len(hold.held) >= 3)
@@ -194,7 +194,7 @@ async def test_cancelled_close_resolves_all_messages(cancels):
 
     async with cluster("g1") as (metaserver, [broker]):
         producer = await producer_of(metaserver, in_flight_max=1).__aenter__()
-        await producer.send(Message("a", {"n": 0}))
+        await producer.send(Message("a", {"n": "0"}))
         hold, receipts = Hold(broker), []
         sends = [asyncio.create_task(producer.send(Message("a", {"n": "under way"})))]
         await until_async(lambda: hold.held)
@@ -222,7 +222,7 @@ async def test_send_many_ends_with_its_producer():
                 for number in range(20_000):
                     if number == 5_000:
                         opened.set()
-                    yield Message("a", {"n": number}, order_key="k" if number % 5_000 == 1 else None)
+                    yield Message("a", {"n": str(number)}, order_key="k" if number % 5_000 == 1 else None)
 
             many = asyncio.create_task(producer.send_many(messages()))
             await opened.wait()
@@ -312,7 +312,7 @@ async def test_a_callback_may_send_the_next_message():
 
         def again(_: qmq.Receipt) -> None:
             if (number := next(left, None)) is not None:
-                producer.send_nowait(Message("a", {"n": number}), again)
+                producer.send_nowait(Message("a", {"n": str(number)}), again)
 
         again(None)  # type: ignore[arg-type]
         await until_async(lambda: len(broker.subjects["a"]) == 50)
@@ -331,9 +331,9 @@ async def test_resending_callback_blocks_no_other():
             nonlocal calls
             calls += 1
             if not receipt.is_stored and calls < 1_000:
-                producer.send_nowait(Message("a", {"n": 1}), again)
+                producer.send_nowait(Message("a", {"n": "1"}), again)
 
-        producer.send_nowait(Message("a", {"n": 1}), again)
+        producer.send_nowait(Message("a", {"n": "1"}), again)
         await until_async(lambda: calls)
         assert calls < 1_000, "others had no turn in between"
         broker.refuse_with = None
@@ -364,7 +364,7 @@ async def test_long_derived_subject_is_sent():
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         subject = f"%RETRY%{'s' * 100}%{'g' * 100}"
-        assert (await producer.send(Message(subject, {"n": 1}))).is_stored
+        assert (await producer.send(Message(subject, {"n": "1"}))).is_stored
         for illegal in ("s" * 101, "", "a/b", "a\nb", "a\rb", " a", "a\u2028b", f"%RETRY%{'s' * 101}%g"):
             with pytest.raises(qmq.InvalidName):
                 await producer.send(Message(illegal))

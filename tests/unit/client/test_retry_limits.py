@@ -17,7 +17,7 @@ from tests.unit.client.world import cluster, consumer_of, listening
 @pytest.mark.parametrize("own, expected", [(None, 3), (5, 5), (1, 1)])
 async def test_own_retry_limit_applies(own, expected):
     async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
-        await producer.send(qmq.Message("s", {"n": 1}, retries_max=own))
+        await producer.send(qmq.Message("s", {"n": "1"}, retries_max=own))
         consumer, times = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
 
         @consumer.listen("s", group="g", start="earliest", retries_max=3, retry_delay=0.0)
@@ -42,7 +42,7 @@ async def test_vanished_consumers_count_as_deliveries(own, given, is_handled):
     """No consumer decided it: the next client checks the limit before a handler begins."""
 
     async with cluster("g1") as (metaserver, [broker]):
-        broker.add("a", encode_message(qmq.Message("a", {"n": 0}, id="m", retries_max=own), 0))
+        broker.add("a", encode_message(qmq.Message("a", {"n": "0"}, id="m", retries_max=own), 0))
         broker.earlier = {0: given - 1}
         consumer, handled = consumer_of(metaserver), []
 

@@ -236,12 +236,12 @@ async def test_consumer_keeps_a_refused_route():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
         consumer = qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
         async with consumer.pull("a", group="g", start="earliest") as puller:
-            await producer.send(Message("a", {"n": 1}))
+            await producer.send(Message("a", {"n": "1"}))
             assert len(await puller.pull(10, timeout=60)) == 1
             metaserver.refuse["a"] = "the database does not answer"
             metaserver.notify()
             await until_async(lambda: len(metaserver.updates) >= 4)
-            await producer.send(Message("a", {"n": 2}))
+            await producer.send(Message("a", {"n": "2"}))
             assert len(await puller.pull(10, timeout=60)) == 1
 
 

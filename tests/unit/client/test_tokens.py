@@ -78,7 +78,7 @@ async def test_missing_right_of_an_old_token_is_repeated(monkeypatch, file, is_r
     """A token with more rights is in the file already, and the connection has the one before."""
     right = MissingRight("token 'shop' may not produce to 'a'")
     async with cluster("g1") as (metaserver, [broker]), qmq.Producer(metaserver=metaserver.url, app="test") as producer:
-        assert (await producer.send(qmq.Message("a", {"n": 0}))).is_stored
+        assert (await producer.send(qmq.Message("a", {"n": "0"}))).is_stored
         if is_rotated:
             file.write_text("new")
             monkeypatch.setattr(world, "TOKEN", "new")
@@ -89,7 +89,7 @@ async def test_missing_right_of_an_old_token_is_repeated(monkeypatch, file, is_r
             return True
 
         broker.on_produce = refuse_once
-        receipt = await producer.send(qmq.Message("a", {"n": 1}))
+        receipt = await producer.send(qmq.Message("a", {"n": "1"}))
         assert receipt.is_stored if is_rotated else receipt.error.args == right.args
 
 

@@ -250,7 +250,7 @@ def test_received_message_equals_the_sent_one():
         1234,
     )
     assert message.properties == {"orderNo": "42", "sum": 7}
-    assert (message["sum"], message.get("none", 1), message.get_int("sum")) == ("7", 1, 7)
+    assert (message["sum"], message.get("none", 1), message.get_int("sum")) == (7, 1, 7)
     assert (message.sequence, message.pull_sequence, message.broker_group, message.times) == (7, 7, "g1", 2)
     assert (message.order_key, message.retries_max) == (None, None)
     limited, _ = received(Message("a", {"n": "1"}, id="1", order_key="k", retries_max=4))

@@ -9,7 +9,7 @@ import pytest
 from qmq.gateway.session import Session
 from tests.unit.gateway.gateway_world import BILLING, WAIT_S, gateway, gateway_of
 
-THREE = [{"properties": {"n": n}, "tags": ["odd"] if n % 2 else []} for n in range(3)]
+THREE = [{"properties": {"n": str(n)}, "tags": ["odd"] if n % 2 else []} for n in range(3)]
 
 
 @pytest.fixture

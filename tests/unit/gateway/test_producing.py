@@ -62,7 +62,7 @@ async def test_batch_has_an_outcome_per_message(world):
 
 
 async def test_batch_keeps_its_order(world):
-    await world.send(*({"properties": {"n": n}} for n in range(300)))
+    await world.send(*({"properties": {"n": str(n)}} for n in range(300)))
     assert [int(message["n"]) for message in world.broker.messages("order")] == list(range(300))
 
 

@@ -108,7 +108,7 @@ async def test_client_that_leaves_a_pull_loses_nothing(world):
         await world.broker.wait_until_subscribed("order", "billing")
         (session,) = world.clients.sessions
     await until_async(lambda: not session._users, "the pull ended")
-    await world.send({"properties": {"n": 1}})
+    await world.send({"properties": {"n": "1"}})
     (message,) = await world.pull()
     assert message["attempt"] == 1
 

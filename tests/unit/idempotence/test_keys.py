@@ -22,6 +22,13 @@ def test_key_may_come_from_an_extractor():
     assert message_key(message, lambda message: str(message["orderNo"])) == "order.paid%stock%42"
 
 
+@pytest.mark.parametrize("value, text", [(42, "42"), (0, "0"), (True, "true"), (1.5, "1.5")])
+def test_key_of_a_property_is_its_text(value, text):
+    """Clients before types of properties delivered texts; their keys stay valid."""
+    message = Handed("id-1", properties={"orderNo": value})
+    assert message_key(message, lambda message: message["orderNo"]) == f"order.paid%stock%{text}"
+
+
 def test_an_empty_key_fails_the_message():
     with pytest.raises(qmq.InvalidRequest, match="key of message id-1 is empty"):
         message_key(Handed("id-1"), lambda _: "")

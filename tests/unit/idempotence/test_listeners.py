@@ -29,7 +29,7 @@ async def consuming(consumer):
 
 async def send(broker, *ids):
     async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
-        receipts = await producer.send_many([qmq.Message("order", {"n": at}, id=id) for at, id in enumerate(ids)])
+        receipts = await producer.send_many([qmq.Message("order", {"n": str(at)}, id=id) for at, id in enumerate(ids)])
         assert receipts.all_stored
 
 

@@ -62,7 +62,7 @@ def test_invalid_row_has_a_problem(content):
 
 
 def test_batch_has_ordered_rows_and_labels():
-    plain = [candidate(encode_row(qmq.Message("a", {"n": n}, id=f"m-{n}"), 1), n) for n in range(3)]
+    plain = [candidate(encode_row(qmq.Message("a", {"n": str(n)}, id=f"m-{n}"), 1), n) for n in range(3)]
     batch = batch_of(ClaimName(7, 8, 9, "g1"), plain)
     [body] = batch.blocks
     assert (batch.producer, batch.number, batch.subject, batch.count, batch.flags) == (7, 8, "a", 3, 0)
