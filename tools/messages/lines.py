@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import repeat
 from typing import Any
 
-from qmq.message import ORDER_KEY, Message
+from qmq.message import ORDER_KEY, Message, text_of
 from qmq.tools.table import printable, utc
 
 _WHOLE = {"id": str, "tags": list, "orderKey": str}
@@ -114,4 +114,4 @@ def line_of(message: Mapping[str, Any], form: str) -> str:
 
 def to_json(value: object) -> str:
     """Format as JSON on one line; invalid Unicode is escaped, so that it can be printed."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    return json.dumps(value, ensure_ascii=False, default=text_of).encode("utf-8", "backslashreplace").decode()
