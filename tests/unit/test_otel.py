@@ -245,7 +245,9 @@ async def test_send_many_has_one_span():
         async def handle(message):
             pass
 
-        messages = [qmq.Message("order", {"n": str(n)}) for n in range(30)] + [qmq.Message("order", {"x": "x" * 40_000})]
+        messages = [qmq.Message("order", {"n": str(n)}) for n in range(30)] + [
+            qmq.Message("order", {"x": "x" * 40_000})
+        ]
         await w.producer.send_many(iter(messages))
         await w.consume()
         (send,), processes = w.spans.named(SEND), w.spans.named(PROCESS)

@@ -76,7 +76,11 @@ def test_message_is_shown_with_its_place():
     frame = add(copy, order("m1"), order("m2", ["b", "a"], orderNo=7, paid=True), timestamp_ms=1_234)
     shown = look(copy).found[2]
     assert (shown.sequence, shown.offset, shown.stored_ms, shown.created_ms) == (2, frame.offset, 1_234, 77)
-    assert (shown.id, shown.tags, shown.properties) == ("m2", ("a", "b"), {"orderNo": "7", "paid": "true", "qmq_types": "ib"})
+    assert (shown.id, shown.tags, shown.properties) == (
+        "m2",
+        ("a", "b"),
+        {"orderNo": "7", "paid": "true", "qmq_types": "ib"},
+    )
     assert shown.bytes == len(encode_message(order("m2", ["b", "a"], orderNo=7, paid=True), 77)) and not shown.problem
 
 

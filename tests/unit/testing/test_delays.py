@@ -145,7 +145,9 @@ async def test_faults_lose_no_delayed_message(broker):
 
 async def test_many_days_pass_quickly(broker):
     async with producer_of(broker) as producer:
-        receipts = await producer.send_many([Message("s", {"n": str(n)}) for n in range(2_000)], delay=timedelta(days=10))
+        receipts = await producer.send_many(
+            [Message("s", {"n": str(n)}) for n in range(2_000)], delay=timedelta(days=10)
+        )
         assert receipts.all_stored
         broker.advance(11 * DAY_S)
         assert len(broker.messages("s")) == 2_000
