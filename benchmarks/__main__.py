@@ -22,7 +22,7 @@ from qmq.deploy.local import Cluster
 from qmq.deploy.plan import write_atomically
 from qmq.errors import QmqError
 
-SPEED = ["produce_1k", "produce_100b", "send_each", "send_one", "consume_1k", "e2e"]
+SPEED = ["produce_1k", "produce_100b", "send_each", "send_one", "consume_1k", "typed", "e2e"]
 CONSUMING, FAIRNESS = ["subjects", "crowd", "tags"], ["stalled", "big_group"]
 NAMES = [*SPEED, *CONSUMING, *FAIRNESS, "backlog", "beside_backlog", "restart", "audit"]
 HTTP_PORT, BROKER_PORT = 27_080, 27_100

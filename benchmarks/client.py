@@ -38,6 +38,8 @@ class Client:
                     "pace": self.pace,
                     "drain": self.drain,
                     "listen": self.listen,
+                    "produce_typed": self.produce_typed,
+                    "listen_typed": self.listen_typed,
                     "latency": self.latency,
                     "pace_subjects": self.pace_subjects,
                     "latency_subjects": self.latency_subjects,
@@ -158,6 +160,46 @@ class Client:
             if taken == messages:
                 everything.set()
 
+        began = time.perf_counter()
+        await _run_until(consumer, everything, 600.0)
+        return {"seconds": time.perf_counter() - began, "messages": taken}
+
+    async def produce_typed(self, subject: str, messages: int) -> dict[str, Any]:
+        """Send models of pydantic."""
+        from benchmarks.model import Order, make_order
+
+        producer = await self._opened()
+        orders = [make_order(number) for number in range(messages)]
+        began = time.perf_counter()
+        receipts = await producer.send_many(subject, orders)
+        seconds = time.perf_counter() - began
+        _require(receipts.all_stored and isinstance(orders[0], Order), "an order was not stored")
+        return {"seconds": seconds, "messages": messages}
+
+    async def listen_typed(
+        self, subject: str, group: str, messages: int, concurrency: int, is_typed: bool
+    ) -> dict[str, Any]:
+        """Consume the models, or the same messages with a handler that reads their bodies."""
+        from benchmarks.model import Order
+
+        consumer, everything = self._consumer(), asyncio.Event()
+        taken = 0
+
+        def count() -> None:
+            nonlocal taken
+            taken += 1
+            if taken == messages:
+                everything.set()
+
+        async def on_order(order: Order) -> None:
+            count()
+
+        async def on_body(body: bytes) -> None:
+            count()
+
+        consumer.listen(subject, group=group, start="earliest", concurrency=concurrency)(
+            on_order if is_typed else on_body
+        )
         began = time.perf_counter()
         await _run_until(consumer, everything, 600.0)
         return {"seconds": time.perf_counter() - began, "messages": taken}

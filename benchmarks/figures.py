@@ -37,6 +37,7 @@ GOALS: dict[str, Goal] = {
     "consume_1k_per_s": Goal(300_000, True),
     "listen_1k_per_s": Goal(50_000, True),
     "listen_wide_1k_per_s": Goal(50_000, True),
+    "listen_typed_per_s": Goal(20_000, True),
     "e2e_p50_ms": Goal(0.4, False),
     "e2e_p99_ms": Goal(2.0, False),
     "subjects_p99_ms": Goal(20.0, False),

@@ -32,6 +32,7 @@ class Sizes:
     send_each: int = 200_000
     send_one: int = 10_000
     consume: int = 1_000_000
+    typed: int = 100_000
     e2e_s: int = 15
     subjects: int = 1_000
     groups: int = 100
@@ -50,6 +51,7 @@ QUICK = Sizes(
     send_each=20_000,
     send_one=1_000,
     consume=100_000,
+    typed=10_000,
     e2e_s=3,
     subjects=100,
     groups=20,
@@ -130,6 +132,24 @@ class Speed:
                     self._add_rate(figure, measured)
                     meter.account(figure)
         return [pull, listen, wide]
+
+    def typed(self) -> list[Figure]:
+        """Drain orders with eight handlers that get models of pydantic, beside handlers that get the bodies."""
+        sends, models, bodies = (Figure(f"{name}_per_s") for name in ("send_typed", "listen_typed", "listen_body"))
+        for _ in range(max(2, self.sizes.repetitions - 2)):
+            subject = self.subject()
+            with self.worker() as client:
+                client.run("produce_typed", subject=f"{subject}.warm", messages=self.sizes.typed // 10)
+                self._add_rate(sends, Meter({}).run(client, "produce_typed", subject, self.sizes.typed))
+            for figure, is_typed in ((bodies, False), (models, True)):
+                with self.worker() as client:
+                    more: dict[str, Any] = {"group": figure.name, "concurrency": 8, "is_typed": is_typed}
+                    client.run("listen_typed", subject=f"{subject}.warm", messages=self.sizes.typed // 10, **more)
+                    meter = Meter(self.pids(client=client))
+                    self._add_rate(figure, meter.run(client, "listen_typed", subject, self.sizes.typed, **more))
+                    meter.account(figure)
+        self.say(f"typed / raw bodies   {max(models.values) / max(bodies.values):>12.2f}")
+        return [sends, bodies, models]
 
     def e2e(self) -> list[Figure]:
         """Measure from `send_nowait` in one process to the handler in another, at a steady rate."""

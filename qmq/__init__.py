@@ -9,6 +9,7 @@ from qmq import grpc_forks as _grpc_forks  # noqa: F401  # first: it decides how
 from qmq.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from qmq import payloads as payloads
     from qmq.client.batch import Outcome, Receipt, Receipts
     from qmq.client.consumer import Consumer
     from qmq.client.delay import DelayOutcome
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from qmq.client.producer import Producer
     from qmq.client.puller import Puller
     from qmq.client.received import ReceivedMessage
+    from qmq.client.router import Router
     from qmq.errors import (
         AccessError,
         ClientClosed,
         DeadLetter,
         InvalidMessage,
         InvalidName,
+        InvalidPayload,
         InvalidRequest,
         MissingExtra,
         NoRoute,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
         QueueFull,
         RetryLater,
         SubscriptionReplaced,
+        UnreadablePayload,
     )
     from qmq.message import Message
     from qmq.remoting.commands import RecurringSchedule
@@ -54,6 +58,7 @@ _PUBLIC = {
     "ReceivedMessage": "client.received",
     "Receipts": "client.batch",
     "RecurringSchedule": "remoting.commands",
+    "Router": "client.router",
 } | dict.fromkeys(
     (
         "AccessError",
@@ -61,6 +66,7 @@ _PUBLIC = {
         "DeadLetter",
         "InvalidMessage",
         "InvalidName",
+        "InvalidPayload",
         "InvalidRequest",
         "MissingExtra",
         "NoRoute",
@@ -70,6 +76,7 @@ _PUBLIC = {
         "QueueFull",
         "RetryLater",
         "SubscriptionReplaced",
+        "UnreadablePayload",
     ),
     "errors",
 )
@@ -85,6 +92,7 @@ __all__ = [
     "HealthState",
     "InvalidMessage",
     "InvalidName",
+    "InvalidPayload",
     "InvalidRequest",
     "Journal",
     "Listener",
@@ -104,12 +112,16 @@ __all__ = [
     "Receipts",
     "RecurringSchedule",
     "RetryLater",
+    "Router",
     "SubscriptionReplaced",
+    "UnreadablePayload",
     "__version__",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name == "payloads":
+        return import_module("qmq.payloads")
     if name not in _PUBLIC:
         raise AttributeError(f"qmq has no name {name!r}")
     value = globals()[name] = getattr(import_module(f"qmq.{_PUBLIC[name]}"), name)

@@ -73,6 +73,9 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
             "handle messages of an application in processes of their own",
             ("--processes=", "--concurrency=", "--reload", "--http=", "--stop-timeout=", *_LOGS),
         ),
+        "asyncapi": Program(
+            "qmq.asyncapi", "pydantic", "print the AsyncAPI document of a consumer's handlers", ("--html", "--title=")
+        ),
     },
     "processes": {
         "metaserver": Program("qmq.metaserver", "server", "run a metaserver", _CONFIG),

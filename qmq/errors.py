@@ -23,10 +23,12 @@ QmqError
 │   ├── SubjectFull           a consumer group's lag is above an operator's limit
 │   ├── PostponesTooMuch      the broker's limit of delayed retries of a consumer group is reached
 │   └── QueueFull             the producer's own queue: nothing was queued, retry later
-├── MissingExtra          install the library named in the text; the message is unchanged
 ├── RolledBack            a message's transaction was rolled back: nothing was written or sent
 ├── RetryLater            raised by a handler: deliver the message again later
 ├── DeadLetter            raised by a handler: do not deliver it again, store it for operators
+│   └── InvalidPayload        the body does not validate: the message becomes a dead letter at once
+├── UnreadablePayload     a codec or key is missing here: register it; the message stays in its group
+│   └── MissingExtra          install the library named in the text; the message is unchanged
 ├── OperatorError         an operator's action was refused; nothing changed
 ├── IllegalTransition     bug of qmq: the part whose table of states lacks the move ends, not its process
 └── LogError              this copy of a log needs repair, or its process must end
@@ -41,7 +43,7 @@ QmqError
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -321,10 +323,6 @@ class BrokenInvariant(LogError):
     code = ErrorCode.BROKEN_INVARIANT
 
 
-class MissingExtra(QmqError):
-    """An optional library of qmq is not installed here. Install the extra named in the text, then retry."""
-
-
 class RolledBack(QmqError):
     """The transaction of a message was rolled back. Nothing was written or sent."""
 
@@ -333,11 +331,13 @@ class RetryLater(QmqError):
     """Raised by a handler: deliver this message again, after `delay_s` seconds or at `at`. It is not a failure.
 
     Args:
-        delay_s: seconds from now. More than a day needs a delay group (docs/consuming.md).
+        delay_s: seconds from now, or a timedelta. More than a day needs a delay group (docs/consuming.md).
         at: a datetime with its time zone, instead of the delay.
     """
 
-    def __init__(self, delay_s: float | None = None, *, at: datetime | None = None) -> None:
+    def __init__(self, delay_s: float | timedelta | None = None, *, at: datetime | None = None) -> None:
+        if isinstance(delay_s, timedelta):
+            delay_s = delay_s.total_seconds()
         if (delay_s is None) == (at is None):
             raise InvalidRequest("RetryLater takes one of delay_s and at")
         if at is not None and at.tzinfo is None:
@@ -352,6 +352,20 @@ class RetryLater(QmqError):
 
 class DeadLetter(QmqError):
     """Raised by a handler: a retry is of no use. The message becomes a dead letter with this reason."""
+
+
+class InvalidPayload(DeadLetter):
+    """The body of a message does not validate; the text names the field and the reason. A retry is of no use."""
+
+
+class UnreadablePayload(QmqError):
+    """This process cannot decode the body: a codec, a key or a library is missing. A listener keeps the message in its
+    group, without counting an attempt, until a consumer can decode it.
+    """
+
+
+class MissingExtra(UnreadablePayload):
+    """An optional library of qmq is not installed here. Install the extra named in the text, then retry."""
 
 
 def cause_of(error: BaseException) -> str:

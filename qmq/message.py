@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 from qmq.errors import InvalidMessage
 from qmq.plain import plain
 
+if TYPE_CHECKING:
+    from qmq.payloads import Codec
+
+T = TypeVar("T")
 Value = str | int | float | bool | datetime
 """Value of a property. It travels as text in QMQ's spelling, and `qmq_types` restores its type."""
 Body = bytes | bytearray | memoryview
@@ -107,6 +111,58 @@ class Message:
     retries_max: int | None
     expires_after: float | timedelta | None
     created_ms: int
+
+    @classmethod
+    def of(
+        cls,
+        subject: str,
+        payload: Any,
+        properties: Mapping[str, Value] | None = None,
+        *,
+        codec: Codec | None = None,
+        tags: Iterable[str] = (),
+        id: str | None = None,
+        order_key: str | None = None,
+        retries_max: int | None = None,
+        expires_after: float | timedelta | None = None,
+    ) -> Message:
+        """Return a message whose body is `payload`, encoded by `codec` or by the codec of its type (docs/payloads.md).
+
+        Raises:
+            InvalidMessage: the payload cannot be encoded; the text names the remedy.
+        """
+        from qmq.payloads import encode  # an import of qmq loads no codec
+
+        body, content_type = encode(payload, codec)
+        return cls(
+            subject,
+            properties,
+            body=body,
+            content_type=content_type,
+            tags=tags,
+            id=id,
+            order_key=order_key,
+            retries_max=retries_max,
+            expires_after=expires_after,
+        )
+
+    @overload
+    def decode(self, type: type[T]) -> T: ...
+
+    @overload
+    def decode(self, type: Any) -> Any: ...
+
+    def decode(self, type: Any) -> Any:
+        """Return the payload in the body as `type`, by the codec of the content type.
+
+        Raises:
+            InvalidPayload: the body does not validate; make it a dead letter.
+            UnreadablePayload: this process cannot decode it: register a codec, or install a package.
+            InvalidRequest: no codec makes this type.
+        """
+        from qmq.payloads import decode
+
+        return decode(self, type)
 
     @classmethod
     def of_json(

@@ -15,8 +15,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from functools import partial
-from typing import Unpack, overload
+from typing import Any, Unpack, overload
 
 from opentelemetry import metrics, propagate, trace
 from opentelemetry.context import Context
@@ -27,6 +28,7 @@ from qmq.client.batch import OnReceipt, Outcome, Receipt, Receipts
 from qmq.client.delay import DelayArguments
 from qmq.client.handler import check_callable
 from qmq.client.numbers import FAMILIES, METRIC_PREFIX, SUM, Kind, read
+from qmq.client.outgoing import ABSENT, Absent, MessageFields, SendFields, payload_and_callback
 from qmq.client.producer import Producer, read_delay
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, RetryLater
@@ -131,35 +133,89 @@ class TracedProducer(Sending):
     @overload
     async def send(self, message: Message, *, session: object) -> asyncio.Future[Receipt]: ...
 
+    @overload
+    async def send(self, subject: str, payload: object, /, **fields: Unpack[SendFields]) -> Receipt: ...
+
+    @overload
     async def send(
-        self, message: Message, *, session: object = None, **delay: Unpack[DelayArguments]
+        self, subject: str, payload: object, /, *, session: object, **fields: Unpack[MessageFields]
+    ) -> asyncio.Future[Receipt]: ...
+
+    async def send(
+        self,
+        message: Message | str,
+        payload: object | Absent = ABSENT,
+        *,
+        session: object = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+        **fields: Unpack[MessageFields],
     ) -> Receipt | asyncio.Future[Receipt]:
         """Send a message; see `Producer.send`. With a session, the spans end with the outcome, after the commit."""
+        message = self._producer._outgoing.made(message, payload, fields)
         if session is not None:
-            read_delay(**delay, session=session)
+            read_delay(delay, at, key, session)
             return await self._send_in(session, message)
         with self._sending({"subject": message.subject}) as (span, carrying):
             inject(message, trace.set_span_in_context(span))
-            receipt = await self._producer.send(message, **delay)
+            receipt = await self._producer.send(message, delay=delay, at=at, key=key)
             note(receipt, span, carrying)
             return receipt
 
-    async def send_many(self, messages: Iterable[Message], **delay: Unpack[DelayArguments]) -> Receipts:
+    @overload
+    async def send_many(self, messages: Iterable[Message], **delay: Unpack[DelayArguments]) -> Receipts: ...
+
+    @overload
+    async def send_many(
+        self, subject: str, payloads: Iterable[object], /, **fields: Unpack[SendFields]
+    ) -> Receipts: ...
+
+    async def send_many(
+        self,
+        messages: Iterable[Message] | str,
+        payloads: Iterable[object] | Absent = ABSENT,
+        *,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+        **fields: Unpack[MessageFields],
+    ) -> Receipts:
         """Send messages; see `Producer.send_many`."""
-        with self._sending_many(messages) as (carrying, note_all):
-            note_all(receipts := await self._producer.send_many(carrying, **delay))
+        made = self._producer._outgoing.many_made(messages, payloads, fields)
+        with self._sending_many(made) as (carrying, note_all):
+            note_all(receipts := await self._producer.send_many(carrying, delay=delay, at=at, key=key))
             return receipts
 
-    def send_nowait(self, message: Message, on_done: OnReceipt, **delay: Unpack[DelayArguments]) -> None:
+    @overload
+    def send_nowait(self, message: Message, on_done: OnReceipt, **delay: Unpack[DelayArguments]) -> None: ...
+
+    @overload
+    def send_nowait(
+        self, subject: str, payload: object, on_done: OnReceipt, /, **fields: Unpack[SendFields]
+    ) -> None: ...
+
+    def send_nowait(
+        self,
+        message: Message | str,
+        *rest: Any,
+        on_done: Any = ABSENT,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+        **fields: Unpack[MessageFields],
+    ) -> None:
         """Queue a message; see `Producer.send_nowait`. The spans end with the outcome."""
-        check_callable("on_done", on_done)
-        with self._until_known(message) as end:
+        payload, callback = payload_and_callback(message, rest, on_done)
+        check_callable("on_done", callback)
+        made = self._producer._outgoing.made(message, payload, fields)
+        with self._until_known(made) as end:
 
             def done(receipt: Receipt) -> object:
                 end(receipt)
-                return on_done(receipt)
+                return callback(receipt)
 
-            self._producer.send_nowait(message, done, **delay)
+            self._producer.send_nowait(made, done, delay=delay, at=at, key=key)
 
     async def _send_in(self, session: object, message: Message) -> asyncio.Future[Receipt]:
         with self._until_known(message) as end:

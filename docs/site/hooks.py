@@ -21,9 +21,10 @@ PAPERS = {
 REFERENCE = {
     "client": (
         "Client",
-        "qmq.Producer qmq.Consumer qmq.Message qmq.ReceivedMessage qmq.Puller qmq.Receipt qmq.Receipts qmq.Outcome "
-        "qmq.DelayOutcome qmq.MasterChanged qmq.Journal",
+        "qmq.Producer qmq.Consumer qmq.Message qmq.ReceivedMessage qmq.Puller qmq.Router qmq.Receipt qmq.Receipts "
+        "qmq.Outcome qmq.DelayOutcome qmq.MasterChanged qmq.Journal",
     ),
+    "payloads": ("Payloads", "qmq.payloads"),
     "blocking": ("Blocking client", "qmq.blocking"),
     "exactly-once": ("Exactly once, requests", "qmq.idempotence qmq.reply qmq.otel qmq.fastapi"),
     "outbox": ("Outbox", "qmq.outbox.sqlalchemy qmq.outbox.dbapi qmq.outbox.django"),

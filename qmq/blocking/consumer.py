@@ -14,17 +14,21 @@ from typing import Any, Self, TypeVar
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background, arguments_of, waits_for
+from qmq.blocking.producer import Producer
+from qmq.client.batch import Receipts
 from qmq.client.consumer import Consumer as AsyncConsumer
-from qmq.client.handler import BlockingBatchHandler, BlockingHandler, check_callable
+from qmq.client.handler import Handler, check_callable
 from qmq.client.health import Health
 from qmq.client.lifetime import no_pickle, sigterm_calls
 from qmq.client.listener import Listener
 from qmq.client.membership import MasterChanged
 from qmq.client.puller import Puller as AsyncPuller
 from qmq.client.received import ReceivedMessage
+from qmq.client.router import Listening, Router
 from qmq.errors import ClientClosed, InvalidRequest, QmqError
+from qmq.message import Message
 
-H = TypeVar("H", bound=BlockingHandler | BlockingBatchHandler)
+H = TypeVar("H", bound=Handler)
 C = TypeVar("C", bound=Callable[[MasterChanged], object])
 
 
@@ -38,6 +42,9 @@ class Consumer:
 
     @arguments_of(AsyncConsumer.__init__)
     def __init__(self, **settings: Any) -> None:
+        self._producer = settings.get("producer")
+        if isinstance(self._producer, Producer):
+            settings["producer"] = _OnLoop(self._producer)
         self._make = partial(AsyncConsumer, **settings)
         self._asked: list[Callable[[AsyncConsumer], object]] = []
         """Registrations, repeated in a forked process."""
@@ -78,19 +85,26 @@ class Consumer:
                 options[name] = list(options[name])  # read again in a forked process
 
         def register(handler: H) -> H:
-            if check_callable("a handler", handler):
-                raise InvalidRequest("a handler here is a plain function; qmq.Consumer takes coroutine functions")
-
-            def ask(consumer: AsyncConsumer) -> None:
-                consumer.listen(subject, **options)(handler)
-
-            self._on_loop(ask)
-            self._asked.append(ask)
-            return handler
+            return self._register(handler, lambda consumer: consumer.listen(subject, **options)(handler))
 
         return register
 
-    def _on_loop(self, ask: Callable[[AsyncConsumer], None]) -> None:
+    def include(self, router: Router) -> None:
+        """Register the listeners of a router, which are plain functions: see `qmq.Consumer.include`."""
+
+        def register(handler: H, listening: Listening, /) -> H:
+            return self._register(handler, lambda consumer: consumer._register(handler, listening))
+
+        router._included_by(register)
+
+    def _register(self, handler: H, ask: Callable[[AsyncConsumer], object]) -> H:
+        if check_callable("a handler", handler):
+            raise InvalidRequest("a handler here is a plain function; qmq.Consumer takes coroutine functions")
+        self._on_loop(ask)
+        self._asked.append(ask)
+        return handler
+
+    def _on_loop(self, ask: Callable[[AsyncConsumer], object]) -> None:
         """Register a listener; on the loop if the consumer runs, where it starts at once."""
         consumer, run = self._own, self._run
         if run is None:
@@ -121,6 +135,8 @@ class Consumer:
         background.check_may_wait()
         if self._run is not None:
             raise InvalidRequest("this consumer runs already")
+        if isinstance(self._producer, Producer):
+            self._producer._connect()
         self._run = run = _Run(background, consumer)
         background.clients.add(self)
         try:
@@ -184,6 +200,16 @@ class Consumer:
         self._own.on_master_changed(callback)
         self._asked.append(lambda consumer: consumer.on_master_changed(callback))
         return callback
+
+
+class _OnLoop:
+    """Producer for threads as one for the loop's coroutines."""
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+
+    async def send_many(self, messages: Iterable[Message], /) -> Receipts:
+        return await self._producer._connect().send_many(messages)
 
 
 class _Run:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
+from datetime import datetime, timedelta
 from functools import partial
 from threading import Condition, Lock
 from types import TracebackType
@@ -19,6 +20,7 @@ from qmq.client.batch import OnReceipt, Receipt, Receipts
 from qmq.client.delay import Delay, DelayArguments
 from qmq.client.handler import check_callable
 from qmq.client.health import CONNECTED, Health, not_connected
+from qmq.client.outgoing import ABSENT, Absent, MessageFields, SendFields, payload_and_callback
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
@@ -61,6 +63,7 @@ class Producer:
         if getattr(first._outbox_database, "is_async", False):
             raise InvalidRequest("the outbox engine is for coroutines: use qmq.Producer")
         self._app = first._app
+        self._outgoing = first._outgoing
         self._timeout_s = first._timeout_ms / 1000
         self._messages_max = first._backlog.messages_max
         self._bytes_max = first._backlog.bytes_max
@@ -87,16 +90,33 @@ class Producer:
     @overload
     def send(self, message: Message, *, session: object) -> Future[Receipt]: ...
 
+    @overload
+    def send(self, subject: str, payload: object, /, **fields: Unpack[SendFields]) -> Receipt: ...
+
+    @overload
     def send(
-        self, message: Message, *, session: object = None, **delay: Unpack[DelayArguments]
+        self, subject: str, payload: object, /, *, session: object, **fields: Unpack[MessageFields]
+    ) -> Future[Receipt]: ...
+
+    def send(
+        self,
+        message: Message | str,
+        payload: object | Absent = ABSENT,
+        *,
+        session: object = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+        **fields: Unpack[MessageFields],
     ) -> Receipt | Future[Receipt]:
-        """Send one message and return its receipt: see `qmq.Producer.send`."""
-        later = read_delay(**delay, session=session)
-        if session is not None:
-            (receipt,) = self._session().stage([message], session)
-            return receipt
+        """Send one message, or a payload, and return its receipt: see `qmq.Producer.send`."""
+        later = read_delay(delay, at, key, session)
+        message = self._outgoing.one(message, payload, fields)
         own = self._session()
-        return own.background.run(own.producer.send(message, **_as_arguments(later)))
+        if session is not None:
+            (receipt,) = own.stage([message], session)
+            return receipt
+        return own.background.run(own.producer._send_made(message, later))
 
     @overload
     def send_many(self, messages: Iterable[Message], **delay: Unpack[DelayArguments]) -> Receipts: ...
@@ -104,38 +124,75 @@ class Producer:
     @overload
     def send_many(self, messages: Iterable[Message], *, session: object) -> list[Future[Receipt]]: ...
 
+    @overload
+    def send_many(self, subject: str, payloads: Iterable[object], /, **fields: Unpack[SendFields]) -> Receipts: ...
+
+    @overload
     def send_many(
-        self, messages: Iterable[Message], *, session: object = None, **delay: Unpack[DelayArguments]
+        self, subject: str, payloads: Iterable[object], /, *, session: object, **fields: Unpack[MessageFields]
+    ) -> list[Future[Receipt]]: ...
+
+    def send_many(
+        self,
+        messages: Iterable[Message] | str,
+        payloads: Iterable[object] | Absent = ABSENT,
+        *,
+        session: object = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+        **fields: Unpack[MessageFields],
     ) -> Receipts | list[Future[Receipt]]:
-        """Send messages and return their receipts, in the order of the messages: see `qmq.Producer.send_many`.
+        """Send messages, or payloads, and return their receipts in this order: see `qmq.Producer.send_many`.
 
         The iterable is read in this thread, up to 10,000 messages or 16 MiB ahead.
         """
-        later = read_delay(**delay, session=session)
-        if session is not None:
-            return self._session().stage(messages, session)
+        later = read_delay(delay, at, key, session)
+        messages = self._outgoing.many(messages, payloads, fields)
         own = self._session()
+        if session is not None:
+            return own.stage(messages, session)
         receipts = Receipts()
         for chunk in _chunks(messages):
-            receipts.extend(own.background.run(own.producer.send_many(chunk, **_as_arguments(later))))
+            receipts.extend(own.background.run(own.producer._send_all(chunk, later)))
         return receipts
 
+    @overload
     def send_nowait(
         self, message: Message, on_done: OnReceipt | None = None, **delay: Unpack[DelayArguments]
+    ) -> Future[Receipt]: ...
+
+    @overload
+    def send_nowait(
+        self, subject: str, payload: object, on_done: OnReceipt | None = None, /, **fields: Unpack[SendFields]
+    ) -> Future[Receipt]: ...
+
+    def send_nowait(
+        self,
+        message: Message | str,
+        *rest: Any,
+        on_done: OnReceipt | None = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+        **fields: Unpack[MessageFields],
     ) -> Future[Receipt]:
-        """Queue one message and return a future of its receipt, which cannot be cancelled. An invalid message sets its
-        error on the future.
+        """Queue one message, or a payload, and return a future of its receipt, which cannot be cancelled. A message
+        that brokers would refuse sets its error on the future.
 
         Args:
             on_done: called with the receipt on the background thread, where it must not wait.
-            delay: see `qmq.Producer.send`.
+            delay, at, key, and those of a payload: see `qmq.Producer.send`.
 
         Raises:
             QueueFull: nothing was queued; retry later.
+            InvalidMessage: the payload cannot be encoded.
             InvalidRequest: the delay is not valid.
             ClientClosed: the producer is closed.
         """
-        return self._session().put(message, on_done, read_delay(**delay))
+        payload, callback = payload_and_callback(message, rest, on_done, is_optional=True)
+        made = self._outgoing.one(message, payload, fields)
+        return self._session().put(made, callback, read_delay(delay, at, key))
 
     cancel = waits_for(AsyncProducer.cancel)
     reschedule = waits_for(AsyncProducer.reschedule)
@@ -199,6 +256,10 @@ class Producer:
                 session = self._open = _Session(self, process.background())
             return session
 
+    def _connect(self) -> AsyncProducer:
+        """Open this process's producer now; return it, for coroutines of its loop."""
+        return self._session().producer
+
     def _opened(self) -> tuple[Background, AsyncProducer]:
         session = self._session()
         return session.background, session.producer
@@ -250,7 +311,7 @@ class _Session:
                     return
                 sent = self._outbox.popleft()
             try:
-                self.producer.send_nowait(sent.message, partial(self._done, sent), **_as_arguments(sent.later))
+                self.producer._queue_made(sent.message, partial(self._done, sent), sent.later)
             except QueueFull:  # by its exact size, or because of other threads
                 self._outbox.appendleft(sent)
                 self.background.call_later(AGAIN_S, self._empty)
@@ -367,11 +428,6 @@ class _Receipt(Future[Receipt]):
             self._condition = Condition()  # a thread of the parent may have held the other one
             if not self.done():
                 raise ClientClosed("the parent process sent this message, and only it gets the receipt")
-
-
-def _as_arguments(later: Delay | None) -> DelayArguments:
-    """Return the delay arguments with a fixed due time, however long the message waits here."""
-    return {} if later is None else {"at": later.at, "key": later.key}
 
 
 def _size(message: Message) -> int:

@@ -8,21 +8,24 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from qmq.access import Token, token_source
-from qmq.client.handler import Filter, FilteredHandler, Handler, call_back, check_plain
+from qmq.client.handler import FilteredHandler, Handler, call_back, check_plain
 from qmq.client.health import Health, not_connected, worst
 from qmq.client.lifetime import check_loop, check_not_patched, no_pickle, on_sigterm
-from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
+from qmq.client.listener import Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
 from qmq.client.numbers import Sample, register, state_samples
+from qmq.client.publishing import Publishing, Sends, check_producer, opened_for
 from qmq.client.puller import Puller
-from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, check_whole, make_terms
+from qmq.client.received import ReceivedMessage
+from qmq.client.router import Listening, Listens, Router, Start, TagMode
+from qmq.client.terms import Terms, check_seconds, make_terms
 from qmq.control_plane import app_name, metaserver_urls
 from qmq.errors import ClientClosed, InvalidRequest
 from qmq.logs import bounded
@@ -32,11 +35,26 @@ log = bounded(__name__)
 
 H = TypeVar("H", bound=Handler)
 C = TypeVar("C", bound=Callable[[MasterChanged], object])
-Start = Literal["latest", "earliest"] | datetime
-TagMode = Literal["any", "all"]
 
 
-class Consumer:
+class PullArguments(TypedDict, total=False):
+    """Arguments of `Consumer.pull`, for functions that pass them on."""
+
+    group: str | None
+    broadcast: bool
+    tags: Iterable[str]
+    tag_mode: TagMode
+    start: Start
+    retries_max: int
+    retry_delay: float | timedelta
+    most_once: bool
+    prefetch_messages: int
+    prefetch_bytes: int
+    unacked_max: int
+    exclusive: bool
+
+
+class Consumer(Listens):
     """Consumer for one event loop, with listeners (`listen`, `run`), pullers (`pull`), or both.
 
     Args:
@@ -50,6 +68,8 @@ class Consumer:
             messages go to the other consumers when its lease ends.
         drain_s: time for handlers and acks when the consumer stops.
         online: whether it receives at once; otherwise from a call of `online` on.
+        producer: sends the messages that handlers return, and their replies, before the ack. `run` opens and closes it,
+            unless the application has opened it.
     """
 
     def __init__(
@@ -61,6 +81,7 @@ class Consumer:
         consumer_id: str | None = None,
         drain_s: float = 20.0,
         online: bool = True,
+        producer: Sends | None = None,
     ) -> None:
         check_not_patched()
         self._metaserver = metaserver_urls(metaserver)
@@ -71,6 +92,7 @@ class Consumer:
         self._pid = os.getpid()
         self._drain_s = check_seconds("drain_s", drain_s)
         self._is_online = online
+        self._producer = check_producer(producer)
         self._listeners: dict[tuple[str, str], Listener] = {}
         self._priorities = Priorities()
         self._members: dict[tuple[str, str], Membership] = {}
@@ -83,6 +105,7 @@ class Consumer:
         self._thread = 0
         self._stop: asyncio.Event | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._streams: set[Puller] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._loop is not None or self._members:
@@ -120,117 +143,27 @@ class Consumer:
 
     # Listening.
 
-    def listen(
-        self,
-        subject: str,
-        *,
-        group: str | None = None,
-        broadcast: bool = False,
-        tags: Iterable[str] = (),
-        tag_mode: TagMode = "any",
-        concurrency: int = 1,
-        batch: int | None = None,
-        start: Start = "latest",
-        retries_max: int = 32,
-        retry_delay: float = 5.0,
-        most_once: bool = False,
-        auto_ack: bool = True,
-        filters: Sequence[Filter] = (),
-        prefetch_messages: int | None = None,
-        prefetch_bytes: int = 8 << 20,
-        unacked_max: int = 100_000,
-        exclusive: bool = False,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> Callable[[H], H]:
-        """Decorate the function that handles messages of `subject` for the consumer group `group`.
-
-        A coroutine function runs on the event loop, a plain function in a thread. When it returns, the message is
-        acked. When it raises, the message is delivered again after `retry_delay`, to any consumer of the group; after
-        `retries_max` deliveries it becomes a dead letter. `RetryLater` and `DeadLetter` override this.
-
-        Args:
-            broadcast: deliver every message to every consumer, each in a group of its own; the default without `group`.
-            tags, tag_mode: deliver only messages with any, or all, of these tags.
-            concurrency: handlers that run at the same time. With 1, messages of a broker group are handled in order.
-            batch: call the handler with a list of 1 to `batch` messages; a suspected message is alone. The result of
-                the call applies to all its messages that the handler did not decide (`nack_nowait`, …). Filters are
-                rejected.
-            start: first message of a new group: "latest", "earliest", or a datetime with time zone. It applies once,
-                when the group first appears. On a broker group that joins the subject later, the group starts at the
-                first message.
-            retries_max: delivery attempts in all, at least one; a message may carry a limit of its own.
-            retry_delay: seconds, at most a day.
-            most_once: ack before the handler is called: a crash loses messages, and none is handled twice.
-            auto_ack: False leaves the decision to `ack`, `nack` or `dead_letter` of the message, at any time.
-            filters: functions around the handler, the first one outermost (see `qmq.client.handler`). A filter with the
-                attribute `needs_auto_ack` is rejected with `most_once` or without `auto_ack`.
-            prefetch_messages, prefetch_bytes: limits of messages that wait here or are requested. The default is 1,000
-                messages; with `most_once`, one per handler. Slow handlers have about half a second of work ahead.
-            unacked_max: unacked messages of a broker group at which pulling stops.
-            exclusive: deliver to one consumer of the group at a time, the longest waiting first. The next one follows
-                when it has left, or has no unacked messages. All consumers of the group should set this.
-            timeout: seconds of a call, filters included, after which its messages fail with a TimeoutError; no limit by
-                default. A coroutine function is cancelled. A thread cannot be stopped: it is left to its call, another
-                one replaces it, and `Listener.hung_threads` counts it.
-            priority: 0 to 9. The handler is not called while messages wait for a listener of this consumer with a
-                higher priority. A class of messages is a subject of its own.
-
-        Raises:
-            InvalidName: the subject or group breaks the rules of `qmq.subjects`.
-            InvalidRequest: another argument is not valid, or this consumer already has a listener or puller for both.
-        """
-        at_once = check_concurrency(concurrency) * check_batch(batch)
-        if prefetch_messages is None:
-            prefetch_messages = at_once if most_once else max(1_000, at_once)
-        _check_filters(filters, is_batch=batch is not None, acks_after_handler=auto_ack and not most_once)
-        terms = make_terms(
-            subject=subject,
-            group=group,
-            consumer=self.id,
-            has_id=not self._has_default_id,
-            broadcast=broadcast,
-            start=start,
-            tags=tags,
-            tag_mode=tag_mode,
-            retries_max=retries_max,
-            retry_delay=retry_delay,
-            most_once=most_once,
-            prefetch_messages=prefetch_messages,
-            prefetch_bytes=prefetch_bytes,
-            unacked_max=unacked_max,
-            exclusive_ms=_now_ms() if exclusive else 0,
-        )
-        if batch is not None and at_once > prefetch_messages:
-            raise InvalidRequest(
-                f"{concurrency} handlers of {batch} messages exceed prefetch_messages, {prefetch_messages}"
-            )
-        check_whole("priority", priority, 0, PRIORITY_MAX)
-        if timeout is not None:
-            check_seconds("timeout", timeout, is_zero_allowed=False)
+    def _check_listening(self, listening: Listening) -> Terms:
+        """Return the terms of a listener; raises InvalidName or InvalidRequest."""
+        listening.check()
+        if listening.reply_to is not None and self._producer is None:
+            raise InvalidRequest("reply_to needs a producer that sends the replies: Consumer(producer=…)")
+        terms = listening.terms(consumer=self.id, has_id=not self._has_default_id, now_ms=_now_ms())
         self._check_free(terms)
-        return lambda handler: self._register(handler, terms, filters, concurrency, batch, auto_ack, priority, timeout)
+        return terms
 
-    def _register(
-        self,
-        handler: H,
-        terms: Terms,
-        filters: Sequence[Filter],
-        concurrency: int,
-        batch: int | None,
-        auto_ack: bool,
-        priority: int,
-        timeout: float | None,
-    ) -> H:
+    def _register(self, handler: H, listening: Listening) -> H:
+        terms = self._check_listening(listening)
+        publish = None if self._producer is None else Publishing(self._producer, listening.reply_to)
         listener = Listener(
             terms,
-            FilteredHandler(handler, filters, is_batch=batch is not None),
-            concurrency=concurrency,
-            batch=batch,
-            auto_ack=auto_ack,
+            FilteredHandler(handler, listening.filters, is_batch=listening.batch is not None, publish=publish),
+            concurrency=listening.concurrency,
+            batch=listening.batch,
+            auto_ack=listening.auto_ack,
             priorities=self._priorities,
-            priority=priority,
-            timeout_s=timeout,
+            priority=listening.priority,
+            timeout_s=listening.timeout,
             drain_s=self._drain_s,
             is_online=self._is_online,
         )
@@ -239,6 +172,15 @@ class Consumer:
         if self._stop is not None:
             self._start(listener)
         return handler
+
+    def include(self, router: Router) -> None:
+        """Register the listeners of a router, also those that it gets later; several consumers may include it.
+
+        Raises: see `listen`.
+        """
+        if not isinstance(router, Router):
+            raise InvalidRequest(f"include takes a qmq.Router, not {router!r:.100}")
+        router._included_by(self._register)
 
     @property
     def listeners(self) -> Mapping[tuple[str, str], Listener]:
@@ -277,6 +219,10 @@ class Consumer:
             QmqError: a subscription ended, for instance because another process uses the consumer id.
             SystemExit, KeyboardInterrupt: a coroutine handler raised it; its message has failed.
         """
+        async with opened_for(self._producer):
+            await self._run()
+
+    async def _run(self) -> None:
         self._check_process()
         if not self._listeners:
             raise InvalidRequest("nothing to run: decorate a handler with listen() first")
@@ -303,13 +249,15 @@ class Consumer:
                 raise error
 
     def stop(self) -> None:
-        """End `run` as SIGTERM does; may be called from any thread, returns at once."""
+        """End `run` and streams as SIGTERM does; may be called from any thread, returns at once."""
         if threading.get_ident() == self._thread:
             self._end_run()
         elif self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_run)
 
     def _end_run(self) -> None:
+        for puller in self._streams:
+            puller.end()
         if self._stop is not None:
             self._stop.set()
             for listener in self._listeners.values():
@@ -334,7 +282,7 @@ class Consumer:
         tag_mode: TagMode = "any",
         start: Start = "latest",
         retries_max: int = 32,
-        retry_delay: float = 5.0,
+        retry_delay: float | timedelta = 5.0,
         most_once: bool = False,
         prefetch_messages: int = 8_000,
         prefetch_bytes: int = 16 << 20,
@@ -366,6 +314,26 @@ class Consumer:
         )
         self._check_free(terms)
         return Puller(terms, self, drain_s=self._drain_s, is_online=self._is_online)
+
+    def stream(self, subject: str, **options: Unpack[PullArguments]) -> AsyncIterator[ReceivedMessage]:
+        """Return the messages of `subject` for `async for`, until `stop`, SIGTERM or `break`.
+
+        The next step of the loop acks a message. One whose step raises, or ends by `break`, is delivered again, unless
+        the application has decided it. The arguments are those of `pull`; the default of `prefetch_messages` is 1,000.
+        """
+        wanted: PullArguments = {"prefetch_messages": 1_000, **options}
+        return self._stream(self.pull(subject, **wanted))
+
+    async def _stream(self, puller: Puller) -> AsyncIterator[ReceivedMessage]:
+        async with puller:
+            self._streams.add(puller)
+            take_back = on_sigterm(puller.end)
+            try:
+                async for message in puller:
+                    yield message
+            finally:
+                take_back()
+                self._streams.discard(puller)
 
     def entered(self, puller: Puller) -> Connections:
         """Register a puller that is entered."""
@@ -470,12 +438,3 @@ def _default_id() -> str:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _check_filters(filters: Sequence[Filter], *, is_batch: bool, acks_after_handler: bool) -> None:
-    if is_batch and filters:
-        raise InvalidRequest("filters take single messages: leave out filters, or batch")
-    for filter_ in filters:
-        if getattr(filter_, "needs_auto_ack", False) and not acks_after_handler:
-            name = type(filter_).__name__
-            raise InvalidRequest(f"{name} needs acks after the handler: leave out most_once, keep auto_ack")

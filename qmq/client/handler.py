@@ -22,12 +22,14 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, NoneType, WrapperDescriptorType
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from qmq.client import django_connections
+from qmq.client.parameters import BoundHandler
 from qmq.client.received import ReceivedMessage
 from qmq.errors import InvalidRequest
+from qmq.message import Message
 
 F = TypeVar("F", asyncio.Future[Any], Future[Any])
 
@@ -87,11 +89,14 @@ def _is_coroutine(generator_function: Any) -> bool:
     return bool(generator_function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE)
 
 
-async def finished(result: Any) -> Any:
+async def finished(result: Any, *, is_sent: bool = False) -> Any:
     """Complete the work that a call returned and return its result: await it, or wait for a future of a pool.
 
+    Args:
+        is_sent: whether the caller sends returned messages.
+
     Raises:
-        InvalidRequest: the work was returned and nothing will run it.
+        InvalidRequest: the work, or a message, was returned and nothing will run or send it.
     """
     while type(result) not in _PLAIN:
         if isinstance(result, asyncio.Future | Future) and result in _after_commit:
@@ -103,8 +108,12 @@ async def finished(result: Any) -> Any:
         elif (pool := sys.modules.get("multiprocessing.pool")) and isinstance(result, pool.ApplyResult):
             result = await asyncio.to_thread(result.get)
         elif type(result) in (list, tuple, set):
-            return [await finished(part) for part in result]
+            return [await finished(part, is_sent=is_sent) for part in result]
         else:
+            if not is_sent and isinstance(result, Message) and not isinstance(result, ReceivedMessage):
+                raise InvalidRequest(
+                    f"the function returned {result!r:.100}, which is not sent: see Consumer(producer=…)"
+                )
             _check_no_work(result)
             return result
     return result
@@ -149,10 +158,9 @@ def call_back(
 
 
 AsyncHandler = Callable[[ReceivedMessage], Awaitable[object]]
-AsyncBatchHandler = Callable[[list[ReceivedMessage]], Awaitable[object]]
 BlockingHandler = Callable[[ReceivedMessage], object]
-BlockingBatchHandler = Callable[[list[ReceivedMessage]], object]
-Handler = AsyncHandler | BlockingHandler | AsyncBatchHandler | BlockingBatchHandler
+Handler = Callable[..., object]
+"""Function for a message, a payload, both, or lists of them: see `qmq.client.parameters`."""
 AsyncFilter = Callable[[ReceivedMessage, AsyncHandler], Awaitable[object]]
 BlockingFilter = Callable[[ReceivedMessage, BlockingHandler], object]
 Filter = AsyncFilter | BlockingFilter
@@ -162,17 +170,35 @@ HandlerCall = Callable[[Any], Awaitable[object]]
 """Handler inside its filters; takes the handler's argument."""
 
 
+class Publishes(Protocol):
+    """Completes the result of a handler and sends the messages in it."""
+
+    reply_to: str | None
+
+    def __call__(self, result: object, given: Given, /) -> Awaitable[object]: ...
+
+
 class FilteredHandler:
     """Checked handler with its filters. Made for a listener; `route` makes the call of each worker.
 
     Raises:
-        InvalidRequest: a plain function filters a coroutine function, or a call would not run a function's body.
+        InvalidRequest: a plain function filters a coroutine function, a call would not run a function's body, or the
+            handler's parameters are not those of `qmq.client.parameters`.
     """
 
-    def __init__(self, handler: Handler, filters: Sequence[Filter], *, is_batch: bool = False) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        filters: Sequence[Filter],
+        *,
+        is_batch: bool = False,
+        publish: Publishes | None = None,
+    ) -> None:
         self.is_blocking = not check_callable("a handler", handler)
         self.name = f"{getattr(handler, '__module__', '')}.{getattr(handler, '__qualname__', type(handler).__name__)}"
-        _check_call(handler, is_batch)
+        self.bound = BoundHandler(handler, is_batch=is_batch, is_blocking=self.is_blocking)
+        self.has_filters = bool(filters)
+        self.publish = publish
         outer, inner = list[Filter](), list[Filter]()
         for filter_ in filters:
             (outer if check_callable("a filter", filter_) else inner).append(filter_)
@@ -181,7 +207,9 @@ class FilteredHandler:
         if [*outer, *inner] != list(filters):
             raise InvalidRequest("filters that are coroutine functions come before those that run in the thread")
         self._outer = cast(list[AsyncFilter], outer)
-        self._handler: Handler = handler
+        self._handler: Handler = self.bound.call
+        if publish is not None:
+            self._handler = partial(_call_and_publish, self._handler, publish)
         for plain in reversed(inner):
             self._handler = partial(_call_plain_filter, plain, partial(_call_to_end, self._handler))
 
@@ -232,17 +260,9 @@ def _call_to_end(call: Callable[[Any], object], given: Given) -> object:
     return result if result is None else _thread.own.finish(result)
 
 
-def _check_call(handler: Handler, is_batch: bool) -> None:
-    """Raise InvalidRequest if the handler does not take one argument: every message would become a dead letter."""
-    try:
-        signature = inspect.signature(handler)
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return
-    try:
-        signature.bind(None)
-    except TypeError as error:
-        given = "a list of messages" if is_batch else "the message"
-        raise InvalidRequest(f"{handler!r:.100} must take one argument, {given}: {error}") from None
+def _call_and_publish(call: Handler, publish: Publishes, given: Given) -> object:
+    result = call(given)
+    return None if result is None else publish(result, given)
 
 
 class HandlerThread:

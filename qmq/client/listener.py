@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from typing import cast
@@ -35,6 +35,8 @@ from qmq.client.prefetch import LOOK_S, MEASURED_EVERY, Pacer, Prefetch
 from qmq.client.received import ReceivedMessage
 from qmq.client.subscription import Subscription, is_over
 from qmq.client.terms import Refused, Terms, batch_of, check_concurrency, refused_by_error
+from qmq.client.unreadable import Unreadable
+from qmq.errors import InvalidPayload, UnreadablePayload
 from qmq.logs import HANDLED, bounded
 from qmq.remoting.commands import Verdict
 
@@ -74,6 +76,8 @@ class Listener(Membership):
         self._priorities = priorities
         self._priority = priority
         self._handling = handling
+        handling.bound.reject = self._reject
+        self._unreadable = Unreadable()
         self._auto_ack = auto_ack
         self._timeout_s = timeout_s
         self._hung = HungThreads()
@@ -116,7 +120,13 @@ class Listener(Membership):
         yield Sample("handlers_running", labels, self._gate.running)
         yield Sample("handlers", labels, self._concurrency)
         yield Sample("hung_threads", labels, self.hung_threads)
+        yield Sample("unreadable_messages", labels, self.unreadable_messages)
         yield from self.handled.samples(*labels)
+
+    @property
+    def unreadable_messages(self) -> int:
+        """Number of messages that wait because this process cannot decode them; the log has the cause."""
+        return len(self._unreadable)
 
     @property
     def _at_once(self) -> int:
@@ -157,6 +167,7 @@ class Listener(Membership):
         subscription.stop()
         self._priorities.left(subscription)
         self._gate.cancel_waiting()
+        self._unreadable.release()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=deadline - asyncio.get_running_loop().time())
             for worker in late:
@@ -168,6 +179,7 @@ class Listener(Membership):
                 worker.cancel()
             if late:
                 await asyncio.wait(late, timeout=CANCEL_S)
+        self._unreadable.release()  # those of the last calls
         if not self._auto_ack:
             await self._decided(subscription, deadline)
 
@@ -182,7 +194,7 @@ class Listener(Membership):
         if self._timeout_s is not None:
             handle = partial(within, self._timeout_s, handle)
         if self.terms.most_once:
-            handle = _after_ack(subscription, handle, is_batch=self._batch is not None)
+            handle = _after_ack(subscription, handle, self._readable, is_batch=self._batch is not None)
         about = f"handler={self._handling.name} subject={self.subject} group={self.group}"
         try:
             with MONITOR.watched(about) as call:
@@ -194,7 +206,7 @@ class Listener(Membership):
     async def _serve(
         self, subscription: Subscription, handle: HandlerCall, thread: WorkerThread | None, call: Call
     ) -> None:
-        gate, priorities, is_batch = self._gate, self._priorities, self._batch is not None
+        gate, priorities, unreadable, is_batch = self._gate, self._priorities, self._unreadable, self._batch is not None
         auto_ack, handled, is_slow, clock = self._auto_ack, 0, True, asyncio.get_running_loop().time
         task = cast(asyncio.Task[None], asyncio.current_task())
         while not subscription.is_closing:
@@ -242,7 +254,7 @@ class Listener(Membership):
             else:
                 self.handled.done += len(taken)
                 if auto_ack:
-                    for message in taken:
+                    for message in unreadable.others(taken) if unreadable else taken:
                         message._done()
             finally:
                 gate.leave(alone=is_alone)
@@ -291,6 +303,9 @@ class Listener(Membership):
                 taken[0].broker_group,
                 exc_info=error,
             )
+        if isinstance(error, UnreadablePayload):
+            self._put_off(undecided, error)
+            return
         noted: set[Verdict] = set()
         for message in undecided:
             decision = self._decided_by(message, error)
@@ -302,6 +317,39 @@ class Listener(Membership):
                 noted.add(decision.verdict)
                 self._note(message, len(undecided), decision, error)
             message._refuse(decision)
+
+    def _put_off(self, messages: list[ReceivedMessage], error: UnreadablePayload) -> None:
+        """Keep messages that cannot be decoded here; they are neither lost nor dead letters."""
+        self._unreadable.put(messages)
+        log.error(
+            "message cannot be decoded here, it stays in its group subject=%s group=%s sequence=%d messages=%d "
+            "broker_group=%s cause=%s",
+            self.subject,
+            self.group,
+            messages[0].sequence,
+            len(messages),
+            messages[0].broker_group,
+            error,
+        )
+
+    def _reject(self, message: ReceivedMessage, error: Exception) -> None:
+        """Fail one message of a list, from the handler's thread."""
+        message._piece.acker.on_loop(partial(self._failed, [message], error))
+
+    def _readable(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """At most once: fail messages that cannot be decoded before their acks; return the others. With filters, which
+        may change a message, the handler's call decodes it first.
+        """
+        if not self._handling.bound.is_typed or self._handling.has_filters:
+            return messages
+        kept = []
+        for message in messages:
+            try:
+                self._handling.bound.decoded(message)
+                kept.append(message)
+            except (InvalidPayload, UnreadablePayload) as error:
+                self._failed([message], error)
+        return kept
 
     def _decided_by(self, message: ReceivedMessage, error: BaseException) -> Refused:
         try:
@@ -368,11 +416,17 @@ def _not_begun(taken: list[ReceivedMessage]) -> None:
         message._piece.acker.not_begun(message)
 
 
-def _after_ack(subscription: Subscription, handle: HandlerCall, *, is_batch: bool) -> HandlerCall:
+def _after_ack(
+    subscription: Subscription,
+    handle: HandlerCall,
+    readable: Callable[[list[ReceivedMessage]], list[ReceivedMessage]],
+    *,
+    is_batch: bool,
+) -> HandlerCall:
     """At most once: call the handler after the acks are stored, for messages that no other consumer has begun."""
 
     async def handle_once(given: Given) -> object:
-        confirmed = await subscription.confirmed(given if isinstance(given, list) else [given])
+        confirmed = await subscription.confirmed(readable(given if isinstance(given, list) else [given]))
         now_ms = time.time_ns() // 1_000_000
         kept = [message for message in confirmed if not (_may_have_begun(message) or message.has_expired(now_ms))]
         return await handle(kept if is_batch else kept[0]) if kept else None

@@ -70,6 +70,7 @@ FAMILIES: dict[str, Family] = {
     "handlers_running": Family(Kind.GAUGE, _GROUP, "Calls of the handler that run now."),
     "handlers": Family(Kind.GAUGE, _GROUP, "Calls of the handler that may run at the same time."),
     "hung_threads": Family(Kind.GAUGE, _GROUP, "Threads whose call outlived its timeout and still runs."),
+    "unreadable_messages": Family(Kind.GAUGE, _GROUP, "Messages that this process cannot decode, until they go back."),
     "handled": Family(
         Kind.COUNTER, (*_GROUP, "outcome"), "Messages of ended calls: done, retry (the call failed), dead_letter."
     ),

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 from urllib.parse import urlsplit
 
 from qmq import zstd
@@ -22,13 +22,31 @@ from qmq.access import Token, token_source
 from qmq.client.backlog import Backlog, QueuedMessage, SubjectQueue
 from qmq.client.batch import MessageIds, OnReceipt, Outcome, Receipt, Receipts, unstored
 from qmq.client.bulk import CHUNK_MESSAGES, BulkSend
-from qmq.client.delay import Delay, DelayGroups, DelayOutcome, delay_of, due_of_call, schedule_request, target_of
+from qmq.client.delay import (
+    Delay,
+    DelayArguments,
+    DelayGroups,
+    DelayOutcome,
+    delay_of,
+    due_of_call,
+    schedule_request,
+    target_of,
+)
 from qmq.client.handler import after_commit, call_back, check_callable
 from qmq.client.health import Health, degraded, not_connected, worst
 from qmq.client.journal import Journal, JournalWriter
 from qmq.client.lifetime import check_loop, check_not_patched, closed, no_pickle, opened
 from qmq.client.numbered_sender import NumberedSender
 from qmq.client.numbers import Sample, register, state_samples
+from qmq.client.outgoing import (
+    ABSENT,
+    Absent,
+    MessageFields,
+    Outgoing,
+    OutgoingFilter,
+    SendFields,
+    payload_and_callback,
+)
 from qmq.client.sender import Sender, Senders
 from qmq.client.terms import check_seconds, check_whole
 from qmq.codec import batch_encoder, label_of_message
@@ -41,6 +59,9 @@ from qmq.outbox.table import DEFAULT_TABLE, table_name
 from qmq.plain import plain
 from qmq.remoting.commands import RecurringSchedule
 from qmq.types import GroupKind
+
+if TYPE_CHECKING:
+    from qmq.payloads import Codec
 
 
 class Producer:
@@ -71,6 +92,8 @@ class Producer:
         journal: local files of acknowledged messages, for the audit; none by default.
         compress_bytes_min: bodies of so many bytes or more are compressed with zstd, if that makes them smaller (extra
             `zstd`, for consumers also); None: no compression.
+        codec: codec of payloads; by default the codec of their type (docs/payloads.md).
+        filters: plain functions that get each message before it is sent, in order, and return the one to send.
     """
 
     def __init__(
@@ -90,6 +113,8 @@ class Producer:
         journal: Journal | None = None,
         readonly_wait_s: float | None = None,
         compress_bytes_min: int | None = None,
+        codec: Codec | None = None,
+        filters: Sequence[OutgoingFilter] = (),
     ) -> None:
         check_not_patched()
         if not 0 < in_flight_max <= 64:
@@ -120,6 +145,7 @@ class Producer:
             check_whole("compress_bytes_min", compress_bytes_min, 1)
             zstd.library()
         self._compress_bytes_min = compress_bytes_min
+        self._outgoing = Outgoing(codec, filters)
         self._journal: JournalWriter | None = None
         self._callbacks: set[asyncio.Task[object]] = set()
         self._open_senders: Senders | None = None
@@ -295,6 +321,11 @@ class Producer:
             raise self._not_open()
         return self._outbox
 
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._open_senders is not None and not self._is_closing
+
     def inherited(self) -> None:
         """Close this copy in a forked process, which lacks the parent's event loop."""
         self._is_closing = self._is_parents = True
@@ -326,16 +357,29 @@ class Producer:
     @overload
     async def send(self, message: Message, *, session: object) -> asyncio.Future[Receipt]: ...
 
+    @overload
+    async def send(self, subject: str, payload: object, /, **fields: Unpack[SendFields]) -> Receipt: ...
+
+    @overload
+    async def send(
+        self, subject: str, payload: object, /, *, session: object, **fields: Unpack[MessageFields]
+    ) -> asyncio.Future[Receipt]: ...
+
     async def send(
         self,
-        message: Message,
+        message: Message | str,
+        payload: object | Absent = ABSENT,
         *,
         session: object = None,
         delay: float | timedelta | None = None,
         at: datetime | None = None,
         key: str | None = None,
+        **fields: Unpack[MessageFields],
     ) -> Receipt | asyncio.Future[Receipt]:
         """Send one message and return its receipt: stored, refused or unknown.
+
+        `send(subject, payload, …)` encodes a payload as the body of a message, whose other arguments follow:
+        `properties`, `tags`, `id`, `order_key`, `retries_max`, `expires_after`, and the `codec` (docs/payloads.md).
 
         Messages sent at the same time share a batch. The call waits while the queue is full.
 
@@ -352,9 +396,14 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key, session)
+        message = self._outgoing.one(message, payload, fields)
         if session is not None:
             (receipt,) = await self.outbox.stage([message], session)
             return after_commit(asyncio.wrap_future(receipt))
+        return await self._send_made(message, later)
+
+    async def _send_made(self, message: Message, later: Delay | None) -> Receipt:
+        """Send a message that the filters have passed."""
         senders = self._senders
         sender = senders.of(is_delayed=later is not None)
         queue, data, label = self._encode(sender, message, later)
@@ -376,16 +425,27 @@ class Producer:
         sender.add(queue, QueuedMessage(data, str(message.id), deadline_ms, done, label))
         return await future
 
+    @overload
+    def send_nowait(self, message: Message, on_done: OnReceipt, **delay: Unpack[DelayArguments]) -> None: ...
+
+    @overload
+    def send_nowait(
+        self, subject: str, payload: object, on_done: OnReceipt, /, **fields: Unpack[SendFields]
+    ) -> None: ...
+
     def send_nowait(
         self,
-        message: Message,
-        on_done: OnReceipt,
-        *,
+        message: Message | str,
+        *rest: Any,
+        on_done: Any = ABSENT,
         delay: float | timedelta | None = None,
         at: datetime | None = None,
         key: str | None = None,
+        **fields: Unpack[MessageFields],
     ) -> None:
         """Queue one message; `on_done(receipt)` runs on the event loop when the outcome is known.
+
+        `send_nowait(message, on_done)`, or `send_nowait(subject, payload, on_done, …)` as in `send`.
 
         Args:
             on_done: a plain function, or a coroutine function that `flush` and `close` wait for.
@@ -396,8 +456,12 @@ class Producer:
             InvalidName, InvalidRequest: the message is not valid, or a call of `on_done` would not run its body.
             ClientClosed: the producer is not open.
         """
+        payload, on_done = payload_and_callback(message, rest, on_done)
         check_callable("on_done", on_done)
-        later = read_delay(delay, at, key)
+        self._queue_made(self._outgoing.one(message, payload, fields), on_done, read_delay(delay, at, key))
+
+    def _queue_made(self, message: Message, on_done: OnReceipt, later: Delay | None) -> None:
+        """Queue a message that the filters have passed; see `send_nowait`."""
         senders = self._senders
         sender = senders.of(is_delayed=later is not None)
         queue, data, label = self._encode(sender, message, later)
@@ -427,16 +491,30 @@ class Producer:
     @overload
     async def send_many(self, messages: Iterable[Message], *, session: object) -> list[asyncio.Future[Receipt]]: ...
 
+    @overload
+    async def send_many(
+        self, subject: str, payloads: Iterable[object], /, **fields: Unpack[SendFields]
+    ) -> Receipts: ...
+
+    @overload
+    async def send_many(
+        self, subject: str, payloads: Iterable[object], /, *, session: object, **fields: Unpack[MessageFields]
+    ) -> list[asyncio.Future[Receipt]]: ...
+
     async def send_many(
         self,
-        messages: Iterable[Message],
+        messages: Iterable[Message] | str,
+        payloads: Iterable[object] | Absent = ABSENT,
         *,
         session: object = None,
         delay: float | timedelta | None = None,
         at: datetime | None = None,
         key: str | None = None,
+        **fields: Unpack[MessageFields],
     ) -> Receipts | list[asyncio.Future[Receipt]]:
         """Send messages and return their receipts, in the order of the messages.
+
+        `send_many(subject, payloads, …)` sends payloads, with the arguments of `send` for all of them.
 
         The iterable is read as fast as brokers store messages, a few batches ahead. A message that is not valid gets a
         refused receipt; the others are not affected. If the iterable raises, the error is passed on, and messages read
@@ -451,6 +529,7 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key, session)
+        messages = self._outgoing.many(messages, payloads, fields)
         if session is not None:
             staged = await self.outbox.stage(messages, session)
             return [after_commit(asyncio.wrap_future(receipt)) for receipt in staged]
@@ -465,7 +544,8 @@ class Producer:
     async def _send_all(
         self, messages: Iterable[Message], later: Delay | None = None, timeout_ms: int | None = None
     ) -> Receipts:
-        """Send messages, also while the producer is closing: rows committed by then are sent.
+        """Send messages that the filters have passed, also while the producer is closing: rows committed by then are
+        sent.
 
         Args:
             timeout_ms: common deadline of all messages; None gives each batch the producer's timeout, from when it has
@@ -555,7 +635,11 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         recur = schedule_request(
-            message, name=name, cron=cron, timezone=timezone, owner=self._app if owner is None else owner
+            self._outgoing.one(message, ABSENT, {}),
+            name=name,
+            cron=cron,
+            timezone=timezone,
+            owner=self._app if owner is None else owner,
         )
         return await self._delay_groups.put_schedule(recur)
 
@@ -598,8 +682,12 @@ def read_delay(
     delay: float | timedelta | None = None, at: datetime | None = None, key: str | None = None, session: object = None
 ) -> Delay | None:
     """Return the delay of a call, counted from now, or None; raises InvalidRequest."""
-    if delay is None and at is None and key is None:
-        return None
+    if delay is None and at is None:
+        if key is None:
+            return None
+        raise InvalidRequest(
+            "key= is for cancelling a delayed message and needs delay= or at=. Messages of one order have order_key="
+        )
     if session is not None:
         raise InvalidRequest("a message of a session is sent after the commit: leave out delay, at and key")
     return delay_of(delay, at, key, now_ms=_now_ms())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -146,6 +146,21 @@ class Puller(Membership):
                 raise ClientClosed("the puller is closed")
             self._turned.clear()
             await self._turned.wait()
+
+    async def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
+        """Yield messages until the puller ends. The next step acks a message that the application did not decide."""
+        while True:
+            try:
+                messages = await self.pull(1, timeout=CUT_OFF_S)
+            except NotServed:
+                continue
+            except ClientClosed:
+                if self._is_ended:
+                    return
+                raise
+            for message in messages:
+                yield message
+                await self.ack([message])
 
     async def ack(self, messages: Iterable[ReceivedMessage]) -> None:
         """Mark messages as done, in any order. The acks are sent in the background; `flush` waits for them."""

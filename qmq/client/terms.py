@@ -67,7 +67,7 @@ def make_terms(
     tags: Iterable[str],
     tag_mode: str,
     retries_max: int,
-    retry_delay: float,
+    retry_delay: float | timedelta,
     most_once: bool,
     prefetch_messages: int,
     prefetch_bytes: int,
@@ -242,8 +242,7 @@ def refused(
         InvalidRequest: the delay is negative or above the policy's limit, or the reason is no str.
     """
     reason = _check_reason(reason)
-    delay_s = delay.total_seconds() if isinstance(delay, timedelta) else delay
-    delay_s = policy.delay_s if delay_s is None else check_delay(delay_s, policy.delay_s_max)
+    delay_s = policy.delay_s if delay is None else check_delay(delay, policy.delay_s_max)
     limit = _limit(message, policy)
     if limit and message.times >= limit:
         return Refused(Verdict.DEAD_LETTER, 0.0, f"{delivered(message.times)}; {reason}", True)
@@ -281,10 +280,11 @@ def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Re
     return Refused(Verdict.RETRY, policy.delay_s, reason, True)
 
 
-def check_delay(delay_s: float, most_s: float = BROKER_DELAY_S_MAX) -> float:
-    """Return a delay between 0 s and a limit, by default that of brokers, a day; raises InvalidRequest."""
+def check_delay(delay: float | timedelta, most_s: float = BROKER_DELAY_S_MAX) -> float:
+    """Return the seconds of a delay, from 0 to a limit, by default that of brokers, a day; raises InvalidRequest."""
+    delay_s = delay.total_seconds() if isinstance(delay, timedelta) else delay
     if not isinstance(delay_s, int | float) or not 0 <= delay_s <= most_s:
-        raise InvalidRequest(f"a delay is 0 to {most_s:.0f} s, not {delay_s!r}")
+        raise InvalidRequest(f"a delay is 0 to {most_s:.0f} s, or a timedelta, not {delay!r}")
     return plain(delay_s)
 
 

@@ -69,14 +69,14 @@ def consumers_stop(text):
 
 
 async def paste(names, text, place):
-    result = eval(compile(text, place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    result = eval(compile(text, place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True), names)
     if inspect.isawaitable(result):
         await result
 
 
 def run(text, place):
     """Run a program as its own `__main__`."""
-    exec(compile(text, place, "exec"), {"__name__": "__main__"})
+    exec(compile(text, place, "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 def main(page):

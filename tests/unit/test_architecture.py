@@ -50,6 +50,7 @@ CLIENTS = {
     "qmq.blocking",
     "qmq.redrive",
     "qmq.django",
+    "qmq.asyncapi",
     "qmq.fastapi",
     "qmq.kombu",
     "qmq.litestar",
@@ -106,8 +107,8 @@ PAIRS = {"qmq.metaserver.http.app": "subject:version", "qmq.testing.metaserver":
 HOSTS = {"host", "ip", "HOST", "advertised", "bind", "address"}
 """Names of values that may be an IPv6 address."""
 
-PURE = {"random.Random"}
-"""The type of the dice that are passed in; the module itself has dice that no seed governs."""
+PURE = {"random.Random", "uuid.UUID"}
+"""Types of values that are passed in; the modules themselves have dice that no seed governs."""
 
 
 @dataclass(frozen=True)

@@ -191,10 +191,11 @@ def test_handler_counts_are_whole_numbers(wrong):
         client.listeners["a", "g"].concurrency = wrong
 
 
-@pytest.mark.parametrize("wrong", ["5", timedelta(seconds=5), float("nan")])
-def test_the_pause_between_attempts_is_seconds(wrong):
-    with pytest.raises(qmq.InvalidRequest, match="a delay is 0 to 86400 s, not"):
+@pytest.mark.parametrize("wrong", ["5", timedelta(days=2), timedelta(seconds=-1), float("nan")])
+def test_the_pause_between_attempts_is_at_most_a_day(wrong):
+    with pytest.raises(qmq.InvalidRequest, match="a delay is 0 to 86400 s, or a timedelta, not"):
         consumer().listen("a", group="g", retry_delay=wrong)
+    consumer().listen("a", group="g", retry_delay=timedelta(minutes=5))
 
 
 async def test_reason_must_be_a_str():

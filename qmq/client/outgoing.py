@@ -1,0 +1,138 @@
+"""Core. Messages of a producer's calls: `send(message)`, `send(subject, payload)`, and the producer's filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+
+from qmq.client.delay import DelayArguments
+from qmq.client.handler import check_plain
+from qmq.errors import InvalidMessage, InvalidRequest
+from qmq.message import Message, Value, not_a_message
+
+if TYPE_CHECKING:
+    from qmq.payloads import Codec
+
+OutgoingFilter = Callable[[Message], Message]
+"""Returns the message to send: the same one, perhaps changed, or another one. An exception refuses the message."""
+
+
+class _Absent(Enum):
+    ABSENT = "absent"
+
+
+ABSENT: Final = _Absent.ABSENT
+Absent = Literal[_Absent.ABSENT]
+"""Stands for a payload that is not given: None is a payload."""
+
+
+class MessageFields(TypedDict, total=False):
+    """Arguments of `send(subject, payload, …)`: those of `qmq.Message`, and the codec of the payload."""
+
+    properties: Mapping[str, Value] | None
+    tags: Iterable[str]
+    id: str | None
+    order_key: str | None
+    retries_max: int | None
+    expires_after: float | timedelta | None
+    codec: Codec | None
+
+
+class SendFields(MessageFields, DelayArguments, total=False):
+    """Arguments of `send(subject, payload, …)` with a delay."""
+
+
+class Outgoing:
+    """Maker of a producer's messages.
+
+    Args:
+        codec: codec of payloads without one of their own; None chooses it by the payload.
+        filters: functions for each message, in order, whatever call sends it.
+    """
+
+    def __init__(self, codec: Codec | None, filters: Sequence[OutgoingFilter]) -> None:
+        self._codec = codec
+        self._filters = [check_plain("a filter of the producer", filter_) for filter_ in filters]
+
+    def made(self, message: Message | str, payload: object | Absent, fields: Mapping[str, Any]) -> Message:
+        """Return the message of a call, without the filters.
+
+        Raises:
+            InvalidMessage: the arguments are no message, or the payload cannot be encoded.
+            InvalidRequest: they are a message and parts of another one.
+        """
+        if isinstance(message, str):
+            if payload is ABSENT:
+                raise InvalidMessage(f"send a qmq.Message, or a subject with its payload: ({message!r:.100}, payload)")
+            if isinstance(payload, Message):
+                raise InvalidMessage("the payload is a qmq.Message, which holds its subject: give the message alone")
+            return Message.of(message, payload, **{"codec": self._codec, **fields})
+        if not isinstance(message, Message):
+            raise not_a_message(message)
+        if payload is not ABSENT:
+            raise InvalidRequest("a qmq.Message holds its content: give the message alone, or a subject and a payload")
+        if fields:
+            raise InvalidRequest(f"{', '.join(fields)} of a qmq.Message are set in it: qmq.Message(…, …=…)")
+        return message
+
+    def one(self, message: Message | str, payload: object | Absent, fields: Mapping[str, Any]) -> Message:
+        """Return the message of a call, after the filters. Raises: see `made`."""
+        return self._filtered(self.made(message, payload, fields))
+
+    def many_made(
+        self, messages: Iterable[Message] | str, payloads: Iterable[object] | Absent, fields: Mapping[str, Any]
+    ) -> Iterable[Message]:
+        """Return the messages of a call for several, without the filters.
+
+        Raises: see `made`; errors of a payload when it is read.
+        """
+        if isinstance(messages, str):
+            if payloads is ABSENT or isinstance(payloads, str | bytes | Mapping):
+                raise InvalidMessage(f"send several payloads as a list: ({messages!r:.100}, [payload, …])")
+            if fields.get("id") is not None:
+                raise InvalidRequest("id= would be the same for all messages: leave it out")
+            subject = messages
+            return (self.made(subject, payload, fields) for payload in payloads)
+        if payloads is not ABSENT or fields:
+            self.made(Message("a"), payloads, fields)
+        return messages
+
+    def many(
+        self, messages: Iterable[Message] | str, payloads: Iterable[object] | Absent, fields: Mapping[str, Any]
+    ) -> Iterable[Message]:
+        """Return the messages of a call for several, after the filters. Raises: see `many_made`."""
+        made = self.many_made(messages, payloads, fields)
+        return self._each(made) if self._filters else made
+
+    def _each(self, messages: Iterable[Message]) -> Iterator[Message]:
+        for message in messages:
+            yield self._filtered(message) if isinstance(message, Message) else message
+
+    def _filtered(self, message: Message) -> Message:
+        for filter_ in self._filters:
+            message = filter_(message)
+            if not isinstance(message, Message):
+                raise InvalidMessage(
+                    f"{filter_!r:.100} returned {message!r:.50}: a filter returns the qmq.Message to send"
+                )
+        return message
+
+
+def payload_and_callback(
+    message: object, rest: tuple[Any, ...], on_done: Any, *, is_optional: bool = False
+) -> tuple[Any, Any]:
+    """Return payload and callback of `send_nowait(message, on_done)` or `send_nowait(subject, payload, on_done)`.
+
+    Args:
+        rest: arguments behind the message or subject.
+        is_optional: whether the callback may be missing; it is None then.
+    """
+    given = [*rest, *([] if on_done is ABSENT or on_done is None else [on_done])]
+    payload = given.pop(0) if isinstance(message, str) and given else ABSENT
+    if not given and is_optional:
+        return payload, None
+    if len(given) != 1:
+        raise InvalidMessage("send a qmq.Message with on_done, or a subject with its payload and on_done")
+    return payload, given[0]

@@ -1,0 +1,45 @@
+"""Shell. Messages of a listener that it cannot decode for now: a codec, a key or a package is missing in this process.
+
+They are neither acked nor failed: the cause is the deployment, not the message. They wait here, and then go back to the
+group as never begun, so no attempt counts and another consumer may have them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from qmq.client.received import ReceivedMessage
+
+WAIT_S = 30.0
+"""Time until such messages go back. Each return is a frame of the log."""
+
+
+class Unreadable:
+    """Unreadable messages of one listener. Used on its event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: set[ReceivedMessage] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def others(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """Return the messages that do not wait here."""
+        return [message for message in messages if message not in self._waiting]
+
+    def put(self, messages: list[ReceivedMessage]) -> None:
+        """Keep messages, and release them in `WAIT_S`."""
+        self._waiting.update(messages)
+        asyncio.get_running_loop().call_later(WAIT_S, self._release, messages)
+
+    def release(self) -> None:
+        """Release all messages now: the listener leaves its group."""
+        self._release(list(self._waiting))
+
+    def _release(self, messages: Iterable[ReceivedMessage]) -> None:
+        for message in messages:
+            if message in self._waiting:
+                self._waiting.discard(message)
+                if not message.is_dropped:
+                    message._piece.acker.not_begun(message)
