@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qmq import codec
+from qmq.dead_letters import fingerprint, with_fate
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import Message
+from qmq.redrive.redriving import without_fate
 
 texts = st.text(max_size=40)
 names = texts.filter(lambda name: not name.startswith("qmq_"))  # reserved names
@@ -179,6 +181,14 @@ def test_rewritten_message_keeps_its_body(data, subject, due_ms):
     delayed = codec.delayed_copy(data, due_ms, {"qmq_times": "2"})
     assert (codec.decode_body(delayed), codec.due_of(delayed)) == (body, due_ms)
     assert codec.decode_content(delayed).properties == {**codec.decode_content(data).properties, "qmq_times": "2"}
+
+
+@given(encoded, st.none() | st.just(("s", "g")))
+def test_redriven_message_is_the_original(data, owner):
+    letter = with_fate(data, 2, "no such order", 7, owner)
+    assert letter != data and codec.decode_body(letter) == codec.decode_body(data)
+    assert fingerprint(letter) == fingerprint(data)
+    assert without_fate(letter, codec.decode_properties(letter)) == data
 
 
 @given(messages, st.dictionaries(names, texts, max_size=3), st.text(max_size=6))

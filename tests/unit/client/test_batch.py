@@ -101,21 +101,38 @@ VALUES = st.one_of(
     st.datetimes(),
     st.just(datetime(2026, 1, 2, tzinfo=UTC)),
 )
+
+
+def with_body(message: Message, body: object, content_type: object) -> Message:
+    """Set the body as an application may do it: after the message was made, and maybe wrong."""
+    message.body, message.content_type = body, content_type
+    return message
+
+
 MESSAGES = st.builds(
-    lambda properties, tags, id, retries: Message("s.ü", properties, tags=tags, id=id, retries_max=retries),
+    lambda properties, tags, id, retries, body: with_body(
+        Message("s.ü", properties, tags=tags, id=id, retries_max=retries), *body
+    ),
     st.dictionaries(st.one_of(st.text(max_size=5), st.just("qmq_times")), VALUES, max_size=4),
     st.sets(st.sampled_from(["a", "é", "", "t" * 200]), max_size=3),
     st.one_of(st.none(), st.text(max_size=8), st.just("i" * 101), st.just("ü" * 50)),
     st.sampled_from([None, None, None, 0, 7, -1]),
+    st.one_of(
+        st.just((None, None)),
+        st.tuples(
+            st.sampled_from([b"", b"\xff\0", b"x" * 20_000, bytes(range(256)) * 80, bytearray(b"b"), "text", None]),
+            st.sampled_from([None, "a/b", "ü/ß", " ", 7]),
+        ),
+    ),
 )
 
 
-@given(st.lists(MESSAGES, max_size=12))
-def test_run_matches_the_codec(messages):
-    ids, begin, encode = MessageIds("prefix-"), 0, batch_encoder("s.ü", 77)
+@given(st.lists(MESSAGES, max_size=12), st.sampled_from([None, 2, 1_000]))
+def test_run_matches_the_codec(messages, compress):
+    ids, begin, encode = MessageIds("prefix-"), 0, batch_encoder("s.ü", 77, compress)
     given_ids = [message.id for message in messages]
     while begin < len(messages):
-        run = encode_run("s.ü", messages, begin, ids=ids, now_ms=77)
+        run = encode_run("s.ü", messages, begin, ids=ids, now_ms=77, compress_bytes_min=compress)
         taken = messages[begin : run.end]
         assert run.ids == [message.id for message in taken]
         if taken:
@@ -149,8 +166,11 @@ def test_labels_of_a_split_batch_follow_their_messages():
     assert second.body_bytes == len(join_batch([b"2", b"3"])) + labels_bytes(2)
 
 
-def test_runs_are_bounded_and_complete():
-    messages = [Message("a", {"v": "x" * 30_000}) for _ in range(100)]
+@pytest.mark.parametrize(
+    "content", [{"properties": {"v": "x" * 30_000}}, {"body": b"x" * 30_000}], ids=["text", "body"]
+)
+def test_runs_are_bounded_and_complete(content):
+    messages = [Message("a", **content) for _ in range(100)]
     ids, begin, sizes = MessageIds("p"), 0, []
     while begin < len(messages):
         run = encode_run("a", messages, begin, ids=ids, now_ms=1)

@@ -432,3 +432,25 @@ def test_the_plugin_alone_loads_neither_client_nor_broker():
     code = "import sys, qmq.testing.plugin; print({'grpc', 'broker', 'qmq.client'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (ran.stdout, ran.stderr) == ("set()\n", "")
+
+
+@pytest.mark.parametrize("compress", [None, 100], ids=["plain", "zstd"])
+async def test_body_arrives_unchanged(broker, compress):
+    """Sent alone and by `send_many`, delivered twice, and stored as a dead letter."""
+    body, seen = b"\xff\0body" * 50, []
+
+    async def handler(message):
+        seen.append((message.body, message.content_type))
+        raise ValueError("no use")
+
+    async with (
+        producing(broker, compress_bytes_min=compress) as producer,
+        listening(broker, handler, retries_max=2, retry_delay=0.01),
+    ):
+        receipt = await producer.send(qmq.Message("s", {"n": 1}, body=body, content_type="a/b"))
+        receipts = await producer.send_many([qmq.Message("s", body=body, content_type="a/b")])
+        assert receipt.is_stored and receipts.all_stored
+        await until_async(lambda: len(broker.dead_letters("s", "g")) == 2)
+    assert seen == [(body, "a/b")] * 4
+    for message in (*broker.messages("s"), *broker.dead_letters("s", "g")):
+        assert (message.body, message.content_type) == (body, "a/b")

@@ -29,12 +29,14 @@ def names(messages):
 
 async def test_delayed_message_arrives_when_due(broker):
     async with producer_of(broker) as producer:
-        receipt = await producer.send(Message("s", {"n": "1"}), delay=timedelta(minutes=30))
+        message = Message("s", {"n": "1"}, body=b"\xff\0", content_type="a/b")
+        receipt = await producer.send(message, delay=timedelta(minutes=30), key="k")
         assert receipt.is_stored and receipt.broker_group == "test-delay"
         broker.advance(1_790)
         assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
         broker.advance(11)
         assert names(broker.messages("s")) == ["1"] and broker.delayed("s") == []
+        assert [(message.body, message.content_type) for message in broker.messages("s")] == [(b"\xff\0", "a/b")]
 
 
 async def test_messages_arrive_in_due_order(broker):

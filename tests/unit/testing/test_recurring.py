@@ -24,14 +24,16 @@ def pass_first(broker, schedule):
 async def test_each_occurrence_is_one_message(broker):
     async with producer_of(broker) as producer:
         before = datetime.now(UTC)
-        schedule = await producer.put_recurring(Message("s", {"n": "1"}, tags={"t"}), **MINUTELY, owner="ops")
+        schedule = await producer.put_recurring(
+            Message("s", {"n": "1"}, tags={"t"}, body=b"\xff\0"), **MINUTELY, owner="ops"
+        )
         assert before < schedule.next_at <= datetime.now(UTC) + timedelta(minutes=1)
         pass_first(broker, schedule)
         broker.advance(540)
         messages = broker.messages("s")
         assert len(messages) == 10 and len({message.id for message in messages}) == 10
-        assert {(message["n"], message.tags, message["qmq_recurOwner"]) for message in messages} == {
-            ("1", frozenset({"t"}), "ops")
+        assert {(message["n"], message.body, message.tags, message["qmq_recurOwner"]) for message in messages} == {
+            ("1", b"\xff\0", frozenset({"t"}), "ops")
         }
         created = [message.created_ms for message in messages]
         assert created == list(range(schedule.due_ms, schedule.due_ms + 600_000, 60_000))
