@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response, 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -32,6 +32,7 @@ from qmq.gateway.models import (
     MessageIn,
     NackIn,
     Pulled,
+    RawQuery,
     RenewIn,
     Result,
     Sent,
@@ -117,6 +118,7 @@ def build_app(settings: GatewaySettings, clients: Clients, access: Access, metri
         )
     _handle_errors(app)
     app.include_router(_produce_routes(clients, access))
+    app.include_router(_batch_routes(clients, access))
     app.include_router(_consume_routes(clients, access, settings))
     app.include_router(_decide_routes(clients, settings))
     app.include_router(_own_routes(clients, access, metrics))
@@ -179,6 +181,18 @@ def _several(code: Code | None, count: int, noun: str) -> ErrorBody | None:
     return ErrorBody.model_validate(HttpError(code, f"{count} of the {noun} have another outcome").as_json())
 
 
+async def _send_one(
+    clients: Clients, access: Access, request: Request, subject: str, message: MessageIn, key: str | None
+) -> Response:
+    token = request.scope["qmq.token"]
+    await access.check_subject(token, subject, produces=True)
+    with clients.of(token) as mine:
+        ((receipt, is_repeat),) = await mine.send(subject, [message], key)
+    sent, code = sent_of(receipt)
+    headers = {"Idempotent-Replayed": "true"} if is_repeat else {}
+    return _as_json(sent, STATUS[code] if code else 201, headers | (headers_of(code) if code else {}))
+
+
 def _produce_routes(clients: Clients, access: Access) -> APIRouter:
     router = _router()
 
@@ -190,12 +204,31 @@ def _produce_routes(clients: Clients, access: Access) -> APIRouter:
         summary="store a message",
     )
     async def produce(request: Request, subject: Subject, message: MessageIn, key: IdempotencyKey = None) -> Response:
-        await access.check_subject(request.scope["qmq.token"], subject, produces=True)
-        with clients.of(request.scope["qmq.token"]) as mine:
-            ((receipt, is_repeat),) = await mine.send(subject, [message], key)
-        sent, code = sent_of(receipt)
-        headers = {"Idempotent-Replayed": "true"} if is_repeat else {}
-        return _as_json(sent, STATUS[code] if code else 201, headers | (headers_of(code) if code else {}))
+        return await _send_one(clients, access, request, subject, message, key)
+
+    @router.post(
+        "/v1/subjects/{subject}/messages:raw",
+        status_code=201,
+        response_model=Sent,
+        responses=_errors(Code.REPEAT_DIFFERS, Code.UNKNOWN, model=Sent | Error),
+        summary="store the request's bytes as a message",
+        description="The payload is the body of the request, and its media type is the header Content-Type.",
+        openapi_extra={"requestBody": {"content": {"*/*": {"schema": {"type": "string", "format": "binary"}}}}},
+    )
+    async def produce_raw(
+        request: Request, subject: Subject, query: Annotated[RawQuery, Query()], key: IdempotencyKey = None
+    ) -> Response:
+        try:
+            message = query.message(await request.body(), request.headers.get("content-type"))
+        except ValidationError as error:
+            raise Refused(Code.INVALID, describe(error.errors())) from None
+        return await _send_one(clients, access, request, subject, message, key)
+
+    return router
+
+
+def _batch_routes(clients: Clients, access: Access) -> APIRouter:
+    router = _router()
 
     @router.post(
         "/v1/subjects/{subject}/messages:batch",

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 from qmq.client.batch import Receipt
 from qmq.client.received import ReceivedMessage
@@ -19,6 +33,8 @@ BATCH_MAX = 1_000
 """Messages of one request, handles of one decision."""
 HANDLE_CHARS_MAX = 64
 REASON_CHARS_MAX = 1_000
+CONTENT_TYPE_CHARS_MAX = 200
+_IS_TEXT = re.compile(r"\s*(text/|application/([\w.-]+\+)?json\b)", re.IGNORECASE)
 YEARS_S = DELAY_S_MAX
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -43,6 +59,11 @@ class MessageIn(Given):
     properties: dict[StrictStr, Property] = Field(
         default_factory=dict, description='Content. Names that begin with "qmq_" are reserved.'
     )
+    body: StrictStr | None = Field(None, description="Payload as text, stored as UTF-8.")
+    body_base64: StrictStr | None = Field(None, description="Payload of any bytes, instead of `body`.")
+    content_type: Annotated[StrictStr, Field(max_length=CONTENT_TYPE_CHARS_MAX)] | None = Field(
+        None, description="Media type of the payload."
+    )
     tags: list[Word] = Field(default_factory=list, max_length=10, description="Words that consumers may filter by.")
     id: Word | None = Field(
         None, description="Unique id, kept through every retry; by default the Idempotency-Key, or a new one."
@@ -58,24 +79,69 @@ class MessageIn(Given):
     at: AwareDatetime | None = Field(None, description="Deliver it at a moment, instead of the delay.")
     key: Word | None = Field(None, description="Word by which a delayed message is cancelled.")
 
+    _payload: bytes | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _read_payload(self) -> MessageIn:
+        if self.body is not None and self.body_base64 is not None:
+            raise ValueError("body and body_base64 are one payload: give one of them")
+        if self.body is not None:
+            self._payload = self.body.encode()
+        elif self.body_base64 is not None:
+            try:
+                self._payload = b64decode(self.body_base64, validate=True)
+            except ValueError:
+                raise ValueError("body_base64 is no Base64") from None
+        return self
+
+    def with_payload(self, payload: bytes) -> MessageIn:
+        """Return this message with a payload of raw bytes."""
+        self._payload = payload
+        return self
+
     @property
     def is_delayed(self) -> bool:
         return not (self.delay_s is None and self.at is None and self.key is None)
 
     def fingerprint(self) -> bytes:
         """Return a hash of the content, by which a repeat is compared."""
-        return sha256(self.model_dump_json().encode()).digest()
+        content = sha256(self.model_dump_json(exclude={"body", "body_base64"}).encode())
+        if self._payload is not None:
+            content.update(b"\n" + self._payload)
+        return content.digest()
 
     def message(self, subject: str, default_id: str | None) -> Message:
         return Message(
             subject,
             dict[str, Value](self.properties),
+            body=self._payload,
+            content_type=self.content_type,
             tags=self.tags,
             id=default_id if self.id is None else self.id,
             order_key=self.order_key,
             retries_max=self.retries_max,
             expires_after=self.expires_after_s,
         )
+
+
+class RawQuery(BaseModel):
+    """Query parameters of a message whose payload is the request."""
+
+    property: list[str] = Field(default_factory=list, description="NAME=VALUE, any number of times.")
+    tags: list[str] = Field(default_factory=list, description="Words that consumers may filter by.")
+    id: str | None = None
+    order_key: str | None = None
+    retries_max: int | None = None
+    expires_after_s: float | None = None
+    delay_s: float | None = None
+    at: AwareDatetime | None = None
+    key: str | None = None
+
+    def message(self, payload: bytes, content_type: str | None) -> MessageIn:
+        """Return the message; raises ValidationError."""
+        properties = dict(text.partition("=")[::2] for text in self.property)
+        given = self.model_dump(exclude={"property"}) | {"properties": properties, "content_type": content_type}
+        return MessageIn.model_validate(given).with_payload(payload)
 
 
 class BatchIn(Given):
@@ -126,6 +192,9 @@ class Delivered(BaseModel):
     id: str
     subject: str
     properties: dict[str, Any]
+    body: str | None = Field(None, description="Payload that is text: of a type text/… or JSON.")
+    body_base64: str | None = Field(None, description="Any other payload.")
+    content_type: str | None = None
     tags: list[str]
     order_key: str | None = None
     attempt: int = Field(description="Number of this attempt of the group, from 1.")
@@ -213,7 +282,11 @@ def sent_of(receipt: Receipt) -> tuple[Sent, Code | None]:
 
 def delivered_of(message: ReceivedMessage, handle: str, lease_s: float) -> Delivered:
     """Return the JSON of a message; raises InvalidMessage for bytes of a foreign producer."""
+    text, base64 = _payload(message.body, message.content_type or "")
     return Delivered(
+        body=text,
+        body_base64=base64,
+        content_type=message.content_type,
         handle=handle,
         id=str(message.id),
         subject=message.subject,
@@ -230,8 +303,25 @@ def delivered_of(message: ReceivedMessage, handle: str, lease_s: float) -> Deliv
     )
 
 
+def _payload(body: bytes | None, content_type: str) -> tuple[str | None, str | None]:
+    """Return a payload as text or as Base64."""
+    if body is None:
+        return None, None
+    if _IS_TEXT.match(content_type):
+        with suppress(UnicodeDecodeError):
+            return str(body, "utf-8"), None
+    return None, str(b64encode(body), "ascii")
+
+
 def _plain(properties: Mapping[str, Value]) -> dict[str, Any]:
-    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in properties.items()}
+    """Return properties as JSON has them: moments, and numbers that are none in JSON, as text."""
+
+    def shown(value: Value) -> Value:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        return value.isoformat() if isinstance(value, datetime) else value
+
+    return {name: shown(value) for name, value in properties.items()}
 
 
 PROBLEMS_MAX = 5

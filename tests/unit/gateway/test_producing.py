@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 
 import pytest
 
 from qmq.errors import InvalidMessage, OutcomeUnknown
+from qmq.gateway.models import _plain
 from tests.unit.gateway.gateway_world import ORDERS, gateway
 
 KEY = {"Idempotency-Key": "a-key-of-one-message"}
@@ -37,6 +39,44 @@ async def test_delayed_message_has_a_due_time(world):
     answer = await world.http.post(ORDERS, json=ORDER | {"delay_s": 3600})
     assert answer.status_code == 201 and answer.json()["due_ms"] > 0
     assert len(world.broker.delayed("order")) == 1
+
+
+@pytest.mark.parametrize(
+    "given, body",
+    [
+        ({"body": '{"a": "ü"}', "content_type": "application/json"}, '{"a": "ü"}'.encode()),
+        ({"body": "", "content_type": "text/plain"}, b""),
+        ({"body_base64": "AP+A", "content_type": "image/png"}, b"\x00\xff\x80"),
+    ],
+)
+async def test_payload_returns_as_it_was_sent(world, given, body):
+    assert (await world.http.post(ORDERS, json=ORDER | given)).status_code == 201
+    (message,) = world.broker.messages("order")
+    assert (message.body, message.content_type) == (body, given["content_type"])
+    (pulled,) = await world.pull()
+    assert given.items() <= pulled.items() and not {"body", "body_base64"} <= pulled.keys()
+
+
+async def test_property_keeps_its_type(world):
+    given = {"text": "7", "whole": 7, "real": 0.5, "yes": True}
+    await world.send({"properties": given})
+    (pulled,) = await world.pull()
+    assert pulled["properties"] == given
+    found = _plain({"late": datetime(2026, 1, 31, tzinfo=UTC), "none": float("nan")})
+    assert found == {"late": "2026-01-31T00:00:00+00:00", "none": "nan"}
+
+
+async def test_raw_request_is_the_payload(world):
+    query = {"property": ["orderNo=17", "note=a=b"], "tags": ["paid"], "delay_s": "0"}
+    headers = KEY | {"Content-Type": "application/x-protobuf"}
+    answers = [
+        await world.http.post(f"{ORDERS}:raw", params=query, content=content, headers=headers)
+        for content in (b"\x00\xff", b"\x00\xff", b"\x00\xfe")
+    ]
+    assert [answer.status_code for answer in answers] == [201, 201, 422]
+    (pulled,) = await world.pull()
+    assert (pulled["body_base64"], pulled["content_type"]) == ("AP8=", "application/x-protobuf")
+    assert pulled["properties"]["orderNo"] == "17" and pulled["properties"]["note"] == "a=b"
 
 
 async def test_readonly_group_refuses_with_503(world):
@@ -123,6 +163,8 @@ async def test_key_ends_with_its_time():
         ({"at": "2030-01-01T00:00:00"}, "at"),
         ({"tags": ["x"] * 11}, "tags"),
         ({"properties": {"qmq_x": "1"}}, "qmq_"),
+        ({"body": "a", "body_base64": "YQ=="}, "one payload"),
+        ({"body_base64": "?"}, "Base64"),
     ],
 )
 async def test_invalid_message_is_refused_with_400(world, body, text):
