@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -47,14 +48,16 @@ def test_runconsumer_handles_messages_until_it_is_stopped(qmq_blocking_broker, n
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("shop.handlers", "names no consumer: give module:name"),
+        ("two_consumers", "has 2 consumers: name one, such as two_consumers:consumer"),
         ("no_such_shop:consumer", "cannot be imported: No module named 'no_such_shop'"),
-        (f"{HERE}:nothing", "no attribute 'nothing': name the consumer after the colon"),
-        (f"{HERE}:HANDLED", "is a list: name a qmq.Consumer"),
-        (f"{HERE}:EMPTY", "ended: nothing to run: decorate a handler"),
+        (f"{HERE}:nothing", "has no consumer 'nothing': it has CONSUMER, BLOCKING"),
+        (f"{HERE}:EMPTY", "a consumer has no listener: decorate a handler"),
     ],
 )
-def test_runconsumer_names_its_mistake(path, reason):
+def test_runconsumer_names_its_mistake(path, reason, monkeypatch):
+    two = ModuleType("two_consumers")
+    vars(two).update(first=CONSUMER, second=BLOCKING)
+    monkeypatch.setitem(sys.modules, "two_consumers", two)
     with pytest.raises(CommandError, match=reason):
         call_command("runconsumer", path)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from argparse import ArgumentParser
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
 from qmq import Consumer, blocking
 from qmq.errors import QmqError
+from qmq.worker.process import CannotRun, load
 
 
 class Command(BaseCommand):  # type: ignore[misc]
@@ -27,7 +27,7 @@ class Command(BaseCommand):  # type: ignore[misc]
         )
 
     def handle(self, *, consumer: str, **options: Any) -> None:
-        found = load(consumer)
+        found = load_one(consumer)
         self.stdout.write(f"{consumer} runs, id {found.id}")
         try:
             with suppress(KeyboardInterrupt):
@@ -39,17 +39,12 @@ class Command(BaseCommand):  # type: ignore[misc]
             raise CommandError(f"{consumer} ended: {error}") from error
 
 
-def load(path: str) -> Consumer | blocking.Consumer:
-    """Return the consumer at "module:name"; raises CommandError."""
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise CommandError(f"{path!r} names no consumer: give module:name, such as shop.handlers:consumer")
+def load_one(path: str) -> Consumer | blocking.Consumer:
+    """Return the consumer at "module:name", or the only one of a module; raises CommandError."""
     try:
-        found = getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise CommandError(f"{module} cannot be imported: {error}") from error
-    except AttributeError as error:
-        raise CommandError(f"{error}: name the consumer after the colon") from error
-    if not isinstance(found, Consumer | blocking.Consumer):
-        raise CommandError(f"{path} is a {type(found).__name__}: name a qmq.Consumer or qmq.blocking.Consumer")
-    return found
+        found = load([path])
+    except CannotRun as error:
+        raise CommandError(str(error)) from error
+    if len(found) > 1:
+        raise CommandError(f"{path} has {len(found)} consumers: name one, such as {path}:consumer")
+    return found[0]
