@@ -18,7 +18,7 @@ from qmq.client.backlog import (
     SendOrder,
     SubjectQueue,
 )
-from qmq.client.batch import BATCH_BYTES_MAX, Batch, NotStored, Outcome, Receipt, Stored, Unknown, stored
+from qmq.client.batch import BATCH_BYTES_MAX, Batch, NotStored, Outcome, Receipt, Result, Stored, Unknown, stored
 from qmq.client.routes import group_of_key
 from qmq.codec import decode_labels, label_of, split_batch
 from qmq.errors import BrokerReadOnly, NoRoute, NotServed
@@ -391,3 +391,10 @@ def test_deadlines_of_all_queues_are_checked_in_turn():
     for queue in order.take_to_expire(9):
         order.remove(queue)
     assert not order.waiting and list(order.take_to_expire(9)) == []
+
+
+def test_messages_that_a_broker_refuses_are_counted():
+    backlog = Backlog(10, 1 << 20)
+    batch = Batch("a", ["1", "2", "3"], [b"x"], 0, lambda batch: None)
+    backlog.resolve(batch, Result(Outcome.STORED, "g1", 0, None, None, {1: "too long"}))
+    assert backlog.outcomes == {Outcome.STORED: 2, Outcome.REFUSED: 1, Outcome.UNKNOWN: 0}
