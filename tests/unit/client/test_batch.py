@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qmq.client.batch import (
@@ -127,7 +127,11 @@ MESSAGES = st.builds(
 )
 
 
+TAGGED = [Message("s.ü", {"n": 1}, tags={"a"}, id=f"m{size}", body=b"b" * size) for size in (1, 20_000)]
+
+
 @given(st.lists(MESSAGES, max_size=12), st.sampled_from([None, 2, 1_000]))
+@example(TAGGED, None)
 def test_run_matches_the_codec(messages, compress):
     ids, begin, encode = MessageIds("prefix-"), 0, batch_encoder("s.ü", 77, compress)
     given_ids = [message.id for message in messages]
