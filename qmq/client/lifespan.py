@@ -1,4 +1,4 @@
-"""Shell. Clients with the lifetime of a web application: what `qmq.fastapi` and `qmq.litestar` share."""
+"""Shell. Clients with the lifetime of a web application, for `qmq.fastapi` and `qmq.litestar`."""
 
 from __future__ import annotations
 
