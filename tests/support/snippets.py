@@ -1,10 +1,11 @@
 """Shell. Program of a reader: pastes the Python snippets of a page, one after the other, into `python -m asyncio`.
 
     python -m tests.support.snippets PAGE
+    python -m tests.support.snippets PROGRAM [DECISIONS]
 
 Snippets with a file's name are not pasted; a program that calls `asyncio.run` runs as `python FILE`. A consumer
 that runs is stopped as by Ctrl-C once it is connected, and if it starts at the earliest message, once it has decided
-one. Warnings and errors in the log fail the page.
+as many messages. Warnings and errors in the log fail the page.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ def is_program(text):
 
 
 @contextmanager
-def consumers_stop(text):
+def consumers_stop(text, decisions=1):
     """Stop each consumer as by Ctrl-C, when it has done what its page shows."""
-    ended, decided = threading.Event(), threading.Event()
+    ended, decided = threading.Event(), []
 
     def decide(of):
-        return lambda piece, at: decided.set() or of(piece, at)
+        return lambda piece, at: decided.append(at) or of(piece, at)
 
     def stop():
         while not ended.wait(TICK_S):
             for consumer in [found for found in gc.get_objects() if isinstance(found, qmq.Consumer)]:
                 is_connected = consumer.listeners and consumer.health.state is HealthState.CONNECTED
-                if is_connected and (decided.is_set() or "earliest" not in text):
+                if is_connected and (len(decided) >= decisions or "earliest" not in text):
                     consumer.stop()
 
     watcher = threading.Thread(target=stop)
@@ -79,24 +80,24 @@ def run(text, place):
     exec(compile(text, place, "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
-def main(page):
+def main(page, decisions):
     names = vars(sys.modules["__main__"])  # SQLAlchemy looks up annotations in the module
     records: list[logging.LogRecord] = []
     listening = logging.Handler(logging.WARNING)
     listening.emit = records.append
     logging.getLogger("qmq").addHandler(listening)
     with asyncio.Runner() as runner:
-        for line, text in snippets(page):
+        for line, text in snippets(page) if page.suffix == ".md" else [(1, page.read_text())]:
             place = f"{page.name}:{line}"
             print(place, flush=True)
-            with consumers_stop(text):
+            with consumers_stop(text, decisions):
                 if is_program(text):
                     run(text, place)
                 else:
                     runner.run(paste(names, text, place))
-            if records:
+            if records and page.suffix == ".md":
                 sys.exit(f"{place}: {records[0].getMessage()}: {records[0].exc_info}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else 1)
