@@ -57,7 +57,7 @@ def test_tutorial_runs_as_typed(cluster, tmp_path):
     first, bills, _, retried, dead, outbox, bill, cancelled = printed
     assert first.count("stored") == 3 and bills.count("bill for order") == 3
     assert "bill for order 6 after 2 attempts" in retried
-    assert "a price below 0" in dead and "number" in dead and dead.count("order.placed") >= 1
+    assert "a price below 0" in dead and "number" in dead
     assert "neither row nor message" in outbox and "bill for order 7 after 2" in bill and "order 8" not in bill
     assert "cancelled" in cancelled.lower()
 
