@@ -13,7 +13,7 @@ from hypothesis.internal.conjecture import providers
 from qmq import logs
 from tests.support.effort import examples
 
-pytest_plugins = ["tests.support.databases"]
+pytest_plugins = ["tests.support.databases", "tests.support.timeouts"]
 
 # The same random examples in every run; others are for `make simulate`.
 hypothesis.settings.register_profile(

@@ -124,7 +124,7 @@ async def attempt(
         lease_s = float(broker["lease_ms"]) / 1000  # the brokers have accepted this number
         try:
             await _run(cluster, clients, nemesis, strike, load, random.Random(f"{seed} clients"), lease_s, findings)
-            clients.note(await _dead_letters(cluster))
+            clients.note(await _dead_letters(cluster, findings))
         finally:
             clients.kill()
         clients.note(nemesis.target.records)
@@ -169,9 +169,11 @@ async def _run(
         await asyncio.sleep(CALM_S)
         await asyncio.to_thread(clients.stop_sending)
         striking.join()
-        await asyncio.to_thread(_drain, cluster, clients)
+        left = await asyncio.to_thread(_drain, cluster, clients)
         if why := clients.failed():
             findings.append(Finding("client-ended", why))
+        elif left:
+            findings.append(Finding("not-drained", f"no change for {DRAIN_S:.0f} s: {left}"))
         clients.leave()
     finally:
         stop.set()
@@ -179,25 +181,27 @@ async def _run(
             striking.join()
 
 
-def _drain(cluster: Cluster, clients: Clients) -> None:
-    """Wait until every group has settled everything, or nothing changes for `DRAIN_S`."""
+def _drain(cluster: Cluster, clients: Clients) -> dict[str, float]:
+    """Wait until every group has settled everything, or nothing changes for `DRAIN_S`; return what is left."""
     least, since = inf, time.monotonic()
     while (left := _left(cluster)) and time.monotonic() < since + DRAIN_S and not clients.failed():
-        if left < least:
-            least, since = left, time.monotonic()
+        if (total := sum(left.values())) < least:
+            least, since = total, time.monotonic()
         time.sleep(TICK_S)
+    return left
 
 
-def _left(cluster: Cluster) -> float:
-    """Return the number of unsettled messages; infinity until every master reports all groups."""
-    left, reported = 0.0, Counter[tuple[str, str]]()
+def _left(cluster: Cluster) -> dict[str, float]:
+    """Return the numbers of unsettled messages by broker group and metric; infinity for a group not yet reported."""
+    left, reported = dict[str, float](), Counter[tuple[str, str]]()
     for broker_group in BROKER_GROUPS:
         for name, value in _metrics(cluster, broker_group).items():
             kind, _, labels = name.partition("{")
             if kind in ("qmq_broker_lag_messages", "qmq_broker_unacked_messages"):
-                left += value
+                left[f"{broker_group} {name}"] = value
                 reported.update(pair for pair in GROUPS if f'"{pair[0]}"' in labels and f'"{pair[1]}"' in labels)
-    return left if all(reported[pair] >= 2 * len(BROKER_GROUPS) for pair in GROUPS) else inf
+    left |= {f"{pair} at some master": inf for pair in GROUPS if reported[pair] < 2 * len(BROKER_GROUPS)}
+    return {name: value for name, value in left.items() if value}
 
 
 def _metrics(cluster: Cluster, broker_group: str) -> dict[str, float]:
@@ -208,19 +212,19 @@ def _metrics(cluster: Cluster, broker_group: str) -> dict[str, float]:
         return {}
 
 
-async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
-    """Read the dead letters of all groups; leave those that no master delivers for `DRAIN_S`, as a slave is down."""
+async def _dead_letters(cluster: Cluster, findings: list[Finding]) -> list[DeadLetter]:
+    """Read the dead letters of all groups; those that no master delivers for `DRAIN_S` become a finding."""
     found = []
     for subject, group in GROUPS:
         reader = qmq.Consumer(metaserver=cluster.metaserver, token=cluster.token, app="chaos", drain_s=5.0)
-        letters = dead_letter_subject(subject, group)
+        letters, until = dead_letter_subject(subject, group), time.monotonic() + DRAIN_S
         async with reader.pull(letters, group="look", start="earliest") as puller:
-            until = time.monotonic() + DRAIN_S
-            while (messages := await puller.pull(500, timeout=DEAD_LETTERS_S)) or (
-                time.monotonic() < until and _unread(cluster, letters)
-            ):
+            while (messages := await _pull(puller)) or (unread := _unread(cluster, letters)):
                 if messages:
                     until = time.monotonic() + DRAIN_S
+                elif time.monotonic() > until:
+                    findings.append(Finding("dead-unread", f"no master delivers {unread:g} messages of {letters}"))
+                    break
                 found += [
                     DeadLetter(
                         now(),
@@ -235,6 +239,14 @@ async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
                 ]
                 await puller.ack(messages)
     return found
+
+
+async def _pull(puller: qmq.Puller) -> list[qmq.ReceivedMessage]:
+    """Return the next dead letters; none while no broker group is connected."""
+    try:
+        return await puller.pull(500, timeout=DEAD_LETTERS_S)
+    except NotServed:
+        return []
 
 
 def _unread(cluster: Cluster, letters: str) -> float:

@@ -103,8 +103,9 @@ async def _send(producer: qmq.Producer, begin: datetime, messages: int, spread_s
         for at in range(0, messages, BATCH // 10)
     ]
     for number, batch in enumerate(batches):
-        due = begin + timedelta(seconds=spread_s * number / len(batches))
+        due, until = begin + timedelta(seconds=spread_s * number / len(batches)), time.monotonic() + DRAIN_S
         while batch:
+            assert time.monotonic() < until, f"{len(batch)} messages are not stored within {DRAIN_S} s"
             receipts = await producer.send_many(batch, at=due)
             for message, receipt in zip(batch, receipts, strict=True):
                 if receipt.is_stored:
