@@ -82,6 +82,12 @@ LOOKING_MS = 1_000
 """How much longer a pull waits while a scan for it is unfinished."""
 
 
+def _count_down(counter: Counter[Any], key: object) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
 def _replaced(consumer: str) -> SubscriptionReplaced:
     return SubscriptionReplaced(f"another connection consumes as consumer_id {consumer!r}: each needs one of its own")
 
@@ -143,6 +149,8 @@ class Subscriptions:
         self._by_link: dict[Link, dict[int, Subscription]] = {}
         self._names: Counter[tuple[Link, tuple[str, str]]] = Counter()
         """(connection, group) -> subscriptions."""
+        self._tokens: Counter[str] = Counter()
+        """Token's name -> subscriptions."""
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
         self._by_group: dict[tuple[str, str], dict[Subscription, None]] = {}
         """(subject, group) -> its subscriptions."""
@@ -194,11 +202,11 @@ class Subscriptions:
         Raises:
             InvalidAck: the consumer has messages not delivered in this history, or given to others. It must
                 forget them, or messages with the same pull sequences would never reach it.
-            Overloaded: the connection has too many consumers of this group.
+            Overloaded: the connection has too many consumers of this group, or the token too many subscriptions.
         """
         key = (subject, group, consumer)
-        if key not in self._by_consumer and self._names[link, key[:2]] >= NAMES_MAX:
-            raise Overloaded(f"this connection has {NAMES_MAX} consumers of group {group!r}; use further connections")
+        if key not in self._by_consumer:
+            self._check_room(link, group, self._names[link, key[:2]])
         self._check_held_end(*key, held_end)
         subscription = Subscription(
             self._next_id, link, subject, group, consumer, held_end, deliveries_max, begins, rule, exclusive_ms
@@ -217,8 +225,19 @@ class Subscriptions:
             self._exclusive[subscription] = None
         self._by_link.setdefault(link, {})[subscription.id] = subscription
         self._names[link, key[:2]] += 1
+        self._tokens[link.ration.holder] += 1
         self._seen[key] = now_ms
         return subscription
+
+    def _check_room(self, link: Link, group: str, names: int) -> None:
+        if names >= NAMES_MAX:
+            raise Overloaded(f"this connection has {NAMES_MAX} consumers of group {group!r}; use further connections")
+        holder, most, limit = link.ration.holder, link.ration.subscriptions_max, "token_subscriptions_max"
+        if self._tokens[holder] >= most:
+            raise Overloaded(
+                f"clients of token {holder!r} have {most:,} subscriptions here, and may have no more ({limit})",
+                limit,
+            )
 
     def _check_held_end(self, subject: str, name: str, consumer: str, held_end: int) -> None:
         """Raise InvalidAck unless the log knows all that the consumer has. A deposed master may have delivered safe
@@ -259,9 +278,8 @@ class Subscriptions:
     def _unlink(self, subscription: Subscription) -> None:
         link, key = subscription.link, subscription.key[:2]
         if self._by_link.get(link, {}).pop(subscription.id, None) is not None:
-            self._names[link, key] -= 1
-            if not self._names[link, key]:
-                del self._names[link, key]
+            _count_down(self._tokens, link.ration.holder)
+            _count_down(self._names, (link, key))
 
     def _leave_group(self, subscription: Subscription) -> None:
         self._exclusive.pop(subscription, None)

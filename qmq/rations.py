@@ -9,6 +9,8 @@ from qmq.rights import Caller, TokenRole
 
 NAMES_MAX = 100_000
 """Number of remembered tokens; beyond it all are forgotten at once."""
+PRODUCERS_MAX = 64
+"""Remembered producers of one connection, which usually has one."""
 BURST_MS = 1_000
 """Burst of bytes. With less, a batch of the usual megabyte would stop a token for longer than its sending takes."""
 
@@ -77,6 +79,19 @@ class TokenGroups(NewSubjects):
         )
 
 
+class NewProducers(NewSubjects):
+    """Bound on the producers of each token's clients that begin here: each takes the place of another one's window."""
+
+    def __init__(self, per_minute: int) -> None:
+        super().__init__(per_minute, 1 << 62)
+
+    def why_not(self, caller: Caller) -> Overloaded:
+        limit = "new_producers_per_minute"
+        return Overloaded(
+            f"token {caller.name!r} made too many new producers within a minute ({limit}); a process needs one", limit
+        )
+
+
 class SentBytes:
     """Bound on the bytes a second of each token's clients. One second's worth may come at once, or one larger batch;
     further bytes wait until those are paid for. Made only where a bound is set.
@@ -106,6 +121,14 @@ class Ration:
     when it writes, so a request rejected for another reason counts nothing.
     """
 
+    holder = ""
+    """Name of the token; empty without one."""
+    subscriptions_max = 1 << 62
+    """Bound on the subscriptions of this token's clients at one master."""
+
+    def begin_producer(self, producer: int) -> None:
+        """Count a producer without a window here. Raises Overloaded: it is rejected and not counted."""
+
     def begin_group(self) -> None:
         """Count a new consumer group. Raises Overloaded: it is rejected and not counted."""
 
@@ -119,11 +142,34 @@ class Ration:
 class TokenRation(Ration):
     """Share of one client in its token's bounds. Made by the acceptor; `now_ms` never goes back."""
 
-    def __init__(self, caller: Caller, groups: TokenGroups, sent: SentBytes | None, now_ms: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        groups: TokenGroups,
+        sent: SentBytes | None,
+        now_ms: Callable[[], int],
+        *,
+        producers: NewProducers | None = None,
+        subscriptions_max: int = Ration.subscriptions_max,
+    ) -> None:
+        self.holder = caller.name
+        self.subscriptions_max = subscriptions_max
         self._caller = caller
         self._groups = groups
         self._sent = sent
         self._now_ms = now_ms
+        self._producers = producers
+        self._begun: dict[int, None] = {}
+        """Producers counted before: one whose window is forgotten again and again counts once per connection."""
+
+    def begin_producer(self, producer: int) -> None:
+        if self._producers is None or producer in self._begun:
+            return
+        if not self._producers.allow(self._caller, 1, now_ms=self._now_ms()):
+            raise self._producers.why_not(self._caller)
+        self._begun[producer] = None
+        if len(self._begun) > PRODUCERS_MAX:
+            del self._begun[next(iter(self._begun))]
 
     def begin_group(self) -> None:
         if not self._groups.allow(self._caller, 1, now_ms=self._now_ms()):

@@ -95,6 +95,12 @@ class CopySettings:
     token_groups_max: int = setting(
         10_000, least=1, most=100_000_000, why="consumer groups that they began at this master and that exist"
     )
+    token_subscriptions_max: int = setting(
+        20_000, least=1, most=100_000_000, why="subscriptions of their consumers at this master; more are refused"
+    )
+    new_producers_per_minute: int = setting(
+        2_000, least=1, most=1_000_000, why="producers that they may begin: 4,096 are protected from repeated batches"
+    )
     window_bytes: int = setting(32 * MIB, unit="bytes", least=MIB, why="un-acknowledged bytes a connection may have")
 
     slave_lag_bytes_max: int = setting(256 * MIB, unit="bytes", least=1, why="unconfirmed bytes that make readonly")

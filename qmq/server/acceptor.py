@@ -211,7 +211,14 @@ class Acceptor:
         if self._is_client and caller.role != TokenRole.CLUSTER:
             access, clock = self._access, self._service.monotonic_ms
             self._limits = Limits(caller, access.new_subjects, access.sent)
-            connection.ration = TokenRation(caller, access.groups, access.sent, clock)
+            connection.ration = TokenRation(
+                caller,
+                access.groups,
+                access.sent,
+                clock,
+                producers=access.producers,
+                subscriptions_max=settings.token_subscriptions_max,
+            )
         connection.sends_on = caller.role == TokenRole.CLUSTER
         self._is_in = True
         self._token = token

@@ -18,7 +18,7 @@ from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError, InvalidRequest, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
-from qmq.rations import NewSubjects, SentBytes, TokenGroups
+from qmq.rations import NewProducers, NewSubjects, SentBytes, TokenGroups
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
@@ -57,6 +57,7 @@ class Access:
         self._channel: grpc.aio.Channel | None = None
         self.new_subjects = NewSubjects(settings.new_subjects_per_minute, settings.new_subjects_max)
         self.groups = TokenGroups(settings.new_subjects_per_minute, settings.token_groups_max)
+        self.producers = NewProducers(settings.new_producers_per_minute)
         self.sent = SentBytes(settings.token_bytes_per_s) if settings.token_bytes_per_s else None
 
     def own(self, token: str) -> Caller | None:

@@ -124,6 +124,8 @@ class Producing:
         if not link.sends_on:
             self._check_room(produce.subject)
         self._check_window(link)
+        if produce.producer and produce.producer not in state.producers:
+            link.ration.begin_producer(produce.producer)
         batch, refused = self._storable(produce)
         if refused:
             self._counters.refused_messages += len(refused)

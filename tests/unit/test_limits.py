@@ -48,6 +48,8 @@ COPY = {
     "new_subjects_per_minute": REACHED,
     "new_subjects_max": REACHED,
     "token_groups_max": REACHED,
+    "token_subscriptions_max": REACHED,
+    "new_producers_per_minute": REACHED,
     "window_bytes": REACHED,
     "memory_limit": Reason.MEMORY,
     "connections_max": REACHED,

@@ -21,7 +21,7 @@ from qmq.client.batch import Unknown
 from qmq.errors import BrokerReadOnly, ErrorCode, Overloaded, QueueFull
 from qmq.metaserver.routes.quotas import Bounds, Quotas
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
-from qmq.rations import NewSubjects, SentBytes, TokenGroups, TokenRation
+from qmq.rations import NewProducers, NewSubjects, SentBytes, TokenGroups, TokenRation
 from qmq.remoting.packet import PacketReader
 from qmq.replication.readonly import Reason
 from qmq.rights import Caller, TokenRole
@@ -162,6 +162,29 @@ def too_many_groups() -> Seen:
         client.subscribe(group=f"g{number}")
         group.settle()
     assert len(group.a.log.state.groups) == 1 + 2
+    return shown_reached(broker_page(group.a, link.reached))
+
+
+@drives("broker", "token_subscriptions_max")
+def too_many_subscriptions() -> Seen:
+    group, client = a_broker_group()
+    client.link = link = NotingLink("c")
+    link.ration = TokenRation(ANYBODY, TokenGroups(100, 100), None, lambda: 0, subscriptions_max=2)
+    for number in range(10):
+        client.subscribe(group=f"g{number}")
+        group.settle()
+    return shown_reached(broker_page(group.a, link.reached))
+
+
+@drives("broker", "new_producers_per_minute")
+def too_many_producers() -> Seen:
+    group, client = a_broker_group()
+    client.link = link = NotingLink("c")
+    link.ration = TokenRation(ANYBODY, TokenGroups(1, 1), None, lambda: 0, producers=NewProducers(2))
+    for number in range(1, 11):
+        client.produce("m", producer=number)
+        group.settle()
+    assert len(group.a.log.state.producers) == 2
     return shown_reached(broker_page(group.a, link.reached))
 
 

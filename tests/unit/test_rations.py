@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.errors import Overloaded
-from qmq.rations import NewSubjects, Ration, SentBytes, TokenGroups, TokenRation
+from qmq.rations import NewProducers, NewSubjects, Ration, SentBytes, TokenGroups, TokenRation
 from qmq.rights import Caller, TokenRole
 
 
@@ -74,6 +74,26 @@ def test_connections_share_their_tokens_rations():
     now[0] = 60_000
     other.begin_group()
     other.write(1)
+
+
+def test_new_producers_are_rationed_per_token():
+    """A token that made a producer per message pushed out the windows of all others, which stored repeats twice."""
+    shop, other = (Caller(name, TokenRole.CLIENT) for name in ("shop", "other"))
+    now, producers = [0], NewProducers(60)
+    first, second, others = (
+        TokenRation(caller, TokenGroups(1, 1), None, lambda: now[0], producers=producers)
+        for caller in (shop, shop, other)
+    )
+    for _ in range(3):
+        for producer in range(60):
+            first.begin_producer(producer)
+    with pytest.raises(Overloaded, match="'shop' made too many new producers within a minute") as no:
+        second.begin_producer(0)
+    assert no.value.limit == "new_producers_per_minute"
+    others.begin_producer(0)
+    now[0] = 60_000
+    for producer in range(60, 120):
+        second.begin_producer(producer)
 
 
 def test_unbounded_bytes_are_not_counted():

@@ -364,6 +364,23 @@ def test_consumers_of_a_connection_are_bounded():
     assert [name for name, _ in consumers.now._names] == [consumers.now._by_consumer["s", "g", "elsewhere"].link]
 
 
+def test_subscriptions_of_a_token_are_bounded():
+    """Each costs every tick time, over any number of connections."""
+    consumers, links = Consumers(), [FakeLink("first"), FakeLink("second"), FakeLink("other")]
+    for link in links:
+        link.ration.holder, link.ration.subscriptions_max = "other" if link.peer == "other" else "shop", 2
+    first, *_ = [consumers.joined(f"c{number}", links[number]) for number in range(2)]
+    with pytest.raises(Overloaded, match="clients of token 'shop' have 2 subscriptions") as caught:
+        consumers.joined("more", links[0])
+    assert caught.value.limit == "token_subscriptions_max"
+    consumers.joined("c1", links[0]), consumers.joined("theirs", links[2])
+    consumers.now.forget(first), consumers.now.link_lost(links[1])
+    consumers.joined("more", links[1])
+    for link in links:
+        consumers.now.link_lost(link)
+    assert not consumers.now._tokens
+
+
 def test_pulls_of_a_subscription_are_bounded():
     consumers = Consumers()
     subscription = consumers.joined()
