@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -137,7 +137,8 @@ def _command(facts: Mapping[str, Any], groups: Groups) -> str:
         if not others:
             lost = f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
             return f"restore its data directory: it was the only copy; if that is lost, too: {lost}"
-        if any(other["answers"] for other in others):
+        answering, least = sum(other["answers"] for other in others), len(others) + 2 - facts["minCopies"]
+        if answering >= max(least, 1):  # so many have to promise, as one of them has each acknowledged message
             return f"qmq Failover --brokerGroup={group} --masterGone=true"
         return recover if len(others) > 1 else f"stop the slave, {_call('ReplaceBroker', role, others[0])} --swap"
     new = {**facts, "hostname": "NEW", "ip": "IP"}
@@ -211,18 +212,25 @@ async def examine(desk: Desk, ask: Ask, *, everywhere: bool = True) -> list[Chec
     refusals = [own_refusals(desk), *(other["refusals"] for other in others if "refusals" in other)]
     places = {name: text for refused in refusals for name, text in refused["brokers"].items()}
     database, brokers = await asyncio.gather(_database(desk), _brokers(desk, ask, places))
-    groups, tokens, metaservers = await _groups(desk), await _tokens(desk), _metaservers(desk)
+    unplaced = _by_group(found for refused in refusals for found in refused.get("unplaced", ()))
+    groups, tokens, metaservers = await _groups(desk, unplaced), await _tokens(desk), _metaservers(desk)
     routes = _routes({text for refused in refusals for text in refused["routes"]})
     return one_per_cause([database, *brokers, *groups, *tokens, _passwords(desk), routes, metaservers])
 
 
 def own_refusals(desk: Desk) -> dict[str, Any]:
-    """Return what this metaserver refused and no other metaserver has: routes of clients, places of brokers."""
+    """Return what this metaserver refused and no other metaserver has: routes of clients, places of brokers, and
+    brokers without a place.
+    """
     registry = desk.registry
     texts = {str(broker.key): registry.registration.refused_lately(broker) for broker in registry.directory.brokers()}
     return {
         "routes": list(desk.refusals().values()),
         "brokers": {name: text for name, text in texts.items() if text},
+        "unplaced": [
+            broker_json(broker) | {"kind": broker.kind, "term": term}
+            for broker, term in registry.registration.unplaced()
+        ],
     }
 
 
@@ -297,12 +305,24 @@ def _way_out(reason: str, broker: Broker) -> str:
     return f"{WAY_OUT[Reason(reason)]} (docs/runbook.md, {reason})" if reason in tuple(Reason) else "see its log"
 
 
-async def _groups(desk: Desk) -> list[Check]:
+def _by_group(unplaced: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Group brokers without a place, each once however many metaservers refused it, the newest term first."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    once = {(facts["hostname"], facts["servePort"]): facts for facts in unplaced}
+    for facts in sorted(once.values(), key=lambda facts: -facts["term"]):
+        found.setdefault(facts["group"], []).append(facts)
+    return found
+
+
+async def _groups(desk: Desk, unplaced: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Check]:
     groups = [group for _, group in sorted(desk.registry.directory.groups.items())]
     checks: list[Check] = []
     for begin in range(0, len(groups), AT_ONCE):
-        checks += [_group(desk, group) for group in groups[begin : begin + AT_ONCE]]
+        checks += [_group(desk, group, unplaced.get(group.name, ())) for group in groups[begin : begin + AT_ONCE]]
         await asyncio.sleep(0)
+    for name in sorted(unplaced.keys() - desk.registry.directory.groups.keys()):
+        found, remedy = _give_back(unplaced[name], Role.MASTER)
+        checks.append(_check(CheckKind.GROUP, False, f"has no row, but {found}", remedy, of=name))
     return checks + [_loss(group) for group in groups if group.lost_term]
 
 
@@ -318,7 +338,17 @@ def _loss(group: Group) -> Check:
     )
 
 
-def _group(desk: Desk, group: Group) -> Check:
+def _give_back(unplaced: Sequence[Mapping[str, Any]], first: Role) -> tuple[str, str]:
+    """Return the finding and the remedy of brokers that have a group's log and no place in its row."""
+    named = ", ".join(f"{facts['hostname']}:{facts['servePort']}" for facts in unplaced)
+    roles = [first, *[Role.SLAVE] * (len(unplaced) - 1)]
+    calls = [_call("AddBroker", part(role, facts["kind"]), facts) for role, facts in zip(roles, unplaced, strict=True)]
+    is_one = len(unplaced) == 1
+    found = f"{named} {'has' if is_one else 'have'} its log and no place"
+    return found, f"empty none of them, and give the places back: {', then '.join(calls)}; or stop them"
+
+
+def _group(desk: Desk, group: Group, unplaced: Sequence[Mapping[str, Any]] = ()) -> Check:
     check, marked = (
         partial(_check, CheckKind.GROUP, of=group.name),
         desk.registry.directory.readonly_subjects(group.name),
@@ -329,7 +359,11 @@ def _group(desk: Desk, group: Group) -> Check:
         return check(False, old.found, old.remedy)
     if group.master is None or not group.slaves:
         lacks = "slave" if group.master else "master"
-        return check(False, f"has no {lacks}", f"AddBroker adds a {lacks}")
+        if unplaced:
+            found, remedy = _give_back(unplaced, Role.SLAVE if group.master else Role.MASTER)
+            return check(False, f"has no {lacks}, but {found}", remedy)
+        first = "" if group.master else "start the brokers that have its log, then ask again; if none has it, "
+        return check(False, f"has no {lacks}", f"{first}AddBroker adds a {lacks}")
     if group.draining or marked:
         return check(True, "is drained" if group.draining else f"is marked readonly for {', '.join(marked[:3])}")
     if (why := desk.registry.why_no_failover(group)) is not None:

@@ -22,6 +22,7 @@ log = logging.getLogger("qmq.metaserver")
 Ask = Callable[[Question], Awaitable[None]]
 
 REGISTER_TRIES = 3
+UNPLACED_MAX = 1_000
 REFUSED_SHOWN_MS = 60_000
 """A rejected process registers again every second or two."""
 
@@ -33,6 +34,8 @@ class Registration:
         self._registry = registry
         self.refused: dict[BrokerKey, tuple[str, int]] = {}
         """Latest rejection of a second process, by broker: the reason and the time."""
+        self._unplaced: dict[BrokerKey, tuple[Broker, int, int]] = {}
+        """Brokers with a group's log and without a place: the broker, its newest stored term and the time."""
 
     async def register(self, registering: Broker, ask: Ask, *, term: int = 0) -> Broker:
         """Check and store a broker's report about itself; return the broker with its group and role.
@@ -52,14 +55,12 @@ class Registration:
             await self._registry.mirror.catch_up()  # another metaserver may have added it
             if self._registry.directory.find(registering.key) is None:
                 self._registry.mirror.check_rows()
-            directory = self._registry.directory
-            known = directory.find(registering.key) or rules.refuse_unknown(registering, directory)
+            known = self._known(registering, term)
         doubt, has_moved = self._registry.liveness.doubt(registering.key), rules.may_be_copy(known, registering)
         if doubt is not None and (doubt.incarnation != registering.incarnation or has_moved):
             await ask(doubt)
         for attempt in range(REGISTER_TRIES):
-            directory = self._registry.directory
-            known = directory.find(registering.key) or rules.refuse_unknown(registering, directory)
+            known = self._known(registering, term)
             rules.check_kind(known, registering)
             self._check_place(known, registering)
             is_older = rules.is_older(known, registering, term, self._registry.last_state(known))
@@ -86,6 +87,22 @@ class Registration:
                     raise
                 await self._registry.mirror.catch_up()
         return broker
+
+    def _known(self, registering: Broker, term: int) -> Broker:
+        directory = self._registry.directory
+        if (known := directory.find(registering.key)) is not None:
+            self._unplaced.pop(registering.key, None)
+            return known
+        if registering.group and term and len(self._unplaced) < UNPLACED_MAX:
+            self._unplaced[registering.key] = registering, term, self._registry.now_ms()
+        rules.refuse_unknown(registering, directory)
+
+    def unplaced(self) -> list[tuple[Broker, int]]:
+        """Return brokers that lately reported a term of a group in which they have no place, the newest term first."""
+        since_ms = self._registry.now_ms() - REFUSED_SHOWN_MS
+        self._unplaced = {key: noted for key, noted in self._unplaced.items() if noted[2] >= since_ms}
+        found = [(broker, term) for broker, term, _ in self._unplaced.values()]
+        return sorted(found, key=lambda noted: (-noted[1], noted[0].key))
 
     def _check_place(self, known: Broker, registering: Broker) -> None:
         """Raise PlaceTaken while another process serves as this broker, by heartbeats or by its master's report."""

@@ -19,7 +19,7 @@ ANSWERED_S = 30.0
 COMMAND = re.compile(r"(?:tools\.sh|qmq) ([A-Z]\w+)((?: --\w+(?:=\S+)?)*)")
 GONE = "gone for good: "
 OTHER_DISK = "with another data directory. Give it that one back"
-ADDS = re.compile(r"^AddBroker adds a (master|slave)$")
+ADDS = re.compile(r"AddBroker adds a (master|slave)$")
 HALF_SWAPPED = re.compile(r"^finish it with ReplaceBroker --role=(\d)$")
 
 
@@ -90,7 +90,10 @@ class Operator:
     def follow(self, remedy: str) -> None:
         if OTHER_DISK in remedy:
             self.restore_or_do_without(remedy)
-        elif found := ADDS.match(remedy):
+        elif "start the brokers that have its log" in remedy and (left := self.unplaced()):
+            for box in left:
+                self.world.start_box(box, self.server)
+        elif found := ADDS.search(remedy):
             self.give_place(0 if found[1] == "master" else 1, "AddBroker")
         elif found := HALF_SWAPPED.match(remedy):
             self.give_place(int(found[1]), "ReplaceBroker")
@@ -235,11 +238,17 @@ class Operator:
         key = self.world.oracle.decided.roles_of(self.group).master
         return self.world.brokers.boxes[key[0]] if key else None
 
+    def unplaced(self) -> list[Box]:
+        """Return stopped brokers with a log of the group that have no place."""
+        places, boxes = self.world.oracle.decided.places, self.world.brokers.boxes.values()
+        with_log = [box for box in boxes if box.disk.group == self.group and box.disk.log and not box.is_lost]
+        return [box for box in with_log if box.key not in places and not box.process]
+
     def spare(self) -> Box:
-        """Return a broker without a role, with an empty disk."""
+        """Return a broker without a role, with an empty disk; no directory with a group's log is emptied."""
         world, places = self.world, self.world.oracle.decided.places
         brokers = world.brokers
-        free = [box for box in brokers.boxes.values() if box.key not in places and not box.is_lost]
+        free = [box for box in brokers.boxes.values() if box.key not in places and not box.is_lost and not box.disk.log]
         box = free[0] if free else brokers.add_box(f"new{len(brokers.boxes)}")
         if box.process:
             self.stop([box])

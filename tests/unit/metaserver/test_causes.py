@@ -144,7 +144,8 @@ def test_full_group_lowers_min_copies_first(monkeypatch):
 
 
 def test_without_master_recovery_is_the_remedy():
+    """With a and c away, b alone cannot promise: a Failover would only be refused."""
     found = of_three("a", "c")
-    assert "Failover --brokerGroup=g1" in found["broker a"], "the refused Failover names its conditions"
-    assert "RecoverGroup --brokerGroup=g1" in found["broker c"]
+    assert all("RecoverGroup --brokerGroup=g1" in remedy and "Failover" not in remedy for remedy in found.values())
+    assert "Failover --brokerGroup=g1" in of_three("a", "c", min_copies=3)["broker a"], "each copy has everything"
     assert all("RecoverGroup --brokerGroup=g1" in remedy for remedy in of_three("a", "b", "c").values())

@@ -7,11 +7,13 @@ from functools import cache
 
 import pytest
 
+from qmq.errors import OperatorError
 from qmq.metaserver.actions.doctor import CheckKind, examine_reported
-from qmq.metaserver.model import MetaserverRow, PartedTail
+from qmq.metaserver.model import Broker, MetaserverRow, PartedTail
 from qmq.metaserver.observability.collectors import DoctorMetrics
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.rights import TokenRole
+from qmq.types import Role
 from tests.unit.metaserver.http_world import HttpWorld
 
 
@@ -40,6 +42,29 @@ async def disk_full(world):
 async def no_slave(world):
     world.stop("g1-b")
     await world.done("RemoveBroker", hostname="g1-b", servePort=20881, force="true")
+
+
+async def report_unplaced(world, group, *hostnames):
+    """Brokers with the log of a group register without a place in its row."""
+    for term, hostname in enumerate(hostnames, 1):
+        ports = 20881, 20882, 20883, 20884
+        broker = Broker(group, Role.SLAVE, hostname, "10.0.0.1", *ports, incarnation=f"disk of {hostname}")
+        with pytest.raises(OperatorError, match=f"AddBroker .*--hostname={hostname}"):
+            await world.registry.registration.register(broker, lambda question: asyncio.sleep(0), term=term)
+
+
+async def slave_without_a_place(world):
+    await no_slave(world)
+    await report_unplaced(world, "g1", "g1-b")
+
+
+async def group_without_a_row(world):
+    await report_unplaced(world, "g7", "g7-a", "g7-b")
+
+
+async def removed_spare_broker(world):
+    """Its group lacks nothing."""
+    await report_unplaced(world, "g1", "g1-c")
 
 
 async def token_ends(world):
@@ -78,6 +103,16 @@ CAUSES = {
     no_whole_copy: ({CheckKind.BROKER: 1}, "start the other copy, which refills it"),
     disk_full: ({CheckKind.BROKER: 1}, "disk"),
     no_slave: ({CheckKind.GROUP: 1}, "AddBroker"),
+    slave_without_a_place: (
+        {CheckKind.GROUP: 1},
+        "has no slave, but g1-b:20881 has its log and no place empty none of them, and give the places back: "
+        "qmq AddBroker --brokerGroup=g1 --role=1 --hostname=g1-b",
+    ),
+    group_without_a_row: (
+        {CheckKind.GROUP: 1},
+        "qmq AddBroker --brokerGroup=g7 --role=0 --hostname=g7-b --ip=10.0.0.1 --servePort=20881 --syncPort=20882, "
+        "then qmq AddBroker --brokerGroup=g7 --role=1 --hostname=g7-a",
+    ),
     token_ends: ({CheckKind.TOKENS: 1}, "ending"),
     refused: ({CheckKind.ROUTES: 1}, "token 'shop' has 3 watches"),
     database_away: ({CheckKind.DATABASE: 1}, "killed"),
@@ -137,6 +172,7 @@ async def test_each_cause_is_one_finding_everywhere(world, spoil):
 
 async def test_healthy_installation_has_no_findings(world):
     await world.running_copies("g1")
+    await removed_spare_broker(world)
     http = http_of(world)
     for role, status in ((None, 401), (TokenRole.CLIENT, 403), (TokenRole.VIEWER, 200), (TokenRole.ADMIN, 200)):
         answer = await http.client.get("/api/doctor", headers=http.headers(role))
