@@ -321,7 +321,7 @@ async def _groups(desk: Desk, unplaced: Mapping[str, Sequence[Mapping[str, Any]]
         checks += [_group(desk, group, unplaced.get(group.name, ())) for group in groups[begin : begin + AT_ONCE]]
         await asyncio.sleep(0)
     for name in sorted(unplaced.keys() - desk.registry.directory.groups.keys()):
-        found, remedy = _give_back(unplaced[name], Role.MASTER)
+        found, remedy = _return_places(unplaced[name], Role.MASTER)
         checks.append(_check(CheckKind.GROUP, False, f"has no row, but {found}", remedy, of=name))
     return checks + [_loss(group) for group in groups if group.lost_term]
 
@@ -338,14 +338,14 @@ def _loss(group: Group) -> Check:
     )
 
 
-def _give_back(unplaced: Sequence[Mapping[str, Any]], first: Role) -> tuple[str, str]:
+def _return_places(unplaced: Sequence[Mapping[str, Any]], first: Role) -> tuple[str, str]:
     """Return the finding and the remedy of brokers that have a group's log and no place in its row."""
     named = ", ".join(f"{facts['hostname']}:{facts['servePort']}" for facts in unplaced)
     roles = [first, *[Role.SLAVE] * (len(unplaced) - 1)]
     calls = [_call("AddBroker", part(role, facts["kind"]), facts) for role, facts in zip(roles, unplaced, strict=True)]
     is_one = len(unplaced) == 1
     found = f"{named} {'has' if is_one else 'have'} its log and no place"
-    return found, f"empty none of them, and give the places back: {', then '.join(calls)}; or stop them"
+    return found, f"empty none of them, and return them to their places: {', then '.join(calls)}; or stop them"
 
 
 def _group(desk: Desk, group: Group, unplaced: Sequence[Mapping[str, Any]] = ()) -> Check:
@@ -360,7 +360,7 @@ def _group(desk: Desk, group: Group, unplaced: Sequence[Mapping[str, Any]] = ())
     if group.master is None or not group.slaves:
         lacks = "slave" if group.master else "master"
         if unplaced:
-            found, remedy = _give_back(unplaced, Role.SLAVE if group.master else Role.MASTER)
+            found, remedy = _return_places(unplaced, Role.SLAVE if group.master else Role.MASTER)
             return check(False, f"has no {lacks}, but {found}", remedy)
         first = "" if group.master else "start the brokers that have its log, then ask again; if none has it, "
         return check(False, f"has no {lacks}", f"{first}AddBroker adds a {lacks}")

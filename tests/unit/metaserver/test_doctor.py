@@ -105,7 +105,7 @@ CAUSES = {
     no_slave: ({CheckKind.GROUP: 1}, "AddBroker"),
     slave_without_a_place: (
         {CheckKind.GROUP: 1},
-        "has no slave, but g1-b:20881 has its log and no place empty none of them, and give the places back: "
+        "has no slave, but g1-b:20881 has its log and no place empty none of them, and return them to their places: "
         "qmq AddBroker --brokerGroup=g1 --role=1 --hostname=g1-b",
     ),
     group_without_a_row: (
