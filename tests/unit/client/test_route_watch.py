@@ -397,6 +397,7 @@ async def test_idle_routes_are_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize("is_streaming", [True, False], ids=["gRPC", "polls"])
+@pytest.mark.usefixtures("polls_soon")
 async def test_another_metaserver_follows_a_dead_one(is_streaming):
     async with cluster("g1") as (first, [broker]), cluster("g1") as (second, _):
         if not is_streaming:
