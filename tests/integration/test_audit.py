@@ -400,7 +400,7 @@ def test_query_counts_messages_by_property(spark: SparkSession, tmp_path: Path) 
     )
     assert rows == [{"id": f"{subject}-7", "tags": ["odd"], "year": 2023} for subject in (A, B)]
     rows = query.run_query(spark, [place_options(str(tmp_path), "")], "SELECT count(*) AS n FROM messages", subject=B)
-    assert rows == [{"n": "400"}]
+    assert rows == [{"n": 400}]
 
 
 @pytest.mark.parametrize("pushdown", ["true", "false"])
