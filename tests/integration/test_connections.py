@@ -41,7 +41,6 @@ def cluster(tmp_path_factory):
         token_connections_max=OF_A_TOKEN,
         token_bytes_per_s=64 * KIB,
         new_subjects_per_minute=2,
-        new_producers_per_minute=3,
         packet_bytes_max=128 * KIB,
         message_bytes_max=32 * KIB,
     ) as cluster:
@@ -180,12 +179,6 @@ def too_many_new_subjects(cluster):
         assert answers == [0, 0, ErrorCode.OVERLOADED]
 
 
-def too_many_new_producers(cluster):
-    with client_of(cluster, "restless") as wire:
-        answers = codes(wire, *(produce_body("s", {}) for _ in range(4)))
-        assert answers == [0, 0, 0, ErrorCode.OVERLOADED]
-
-
 def too_large_a_packet(cluster):
     with client_of(cluster, "large") as wire:
         assert codes(wire, bytes(129 * KIB)) == [ErrorCode.MESSAGE_TOO_LARGE] and wire.is_closed()
@@ -207,7 +200,6 @@ REACHES = {
     "token_connections_max": too_many_of_a_token,
     "token_bytes_per_s": too_many_bytes,
     "new_subjects_per_minute": too_many_new_subjects,
-    "new_producers_per_minute": too_many_new_producers,
     "packet_bytes_max": too_large_a_packet,
 }
 
