@@ -369,7 +369,7 @@ async def test_a_month_takes_a_few_ticks(broker, monkeypatch):
         assert ticks.count("test") < 10
         broker.advance(30 * 86_400)
         assert ticks.count("test") < 20  # it ticks by itself, too; in steps of 7.5 s there were 345,000
-        await broker.wait_until_delayed("s", "g")
+        await broker.wait_until_delayed("s", "g", timeout=120.0)  # its consumer has to subscribe again
 
 
 async def test_time_does_not_go_back(broker):
