@@ -192,6 +192,50 @@ class _Server(uvicorn.Server):
         yield
 
 
+class BodyTooLarge(Exception):
+    """The body of a request is longer than its limit; the text says so."""
+
+
+async def read_body(receive: Receive, *, bytes_max: int, timeout_s: float) -> bytes | None:
+    """Return the body of a request; None: the client left before its end.
+
+    Raises:
+        BodyTooLarge: it is longer than `bytes_max`; the rest was not read.
+        TimeoutError: it did not arrive within `timeout_s`.
+    """
+    pieces, length = [], 0
+    async with asyncio.timeout(timeout_s):
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            pieces.append(message.get("body", b""))
+            length += len(pieces[-1])
+            if length > bytes_max:
+                raise BodyTooLarge(f"the request is longer than {bytes_max} bytes")
+            if not message.get("more_body"):
+                return b"".join(pieces)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that yields the body already read."""
+    is_given = False
+
+    async def again() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def nothing() -> Message:
+    """A `receive` for an answer that reads no request."""
+    return {"type": "http.disconnect"}
+
+
 def shown_token(headers: Mapping[str, str]) -> str:
     """Return the token of a request; empty: none. Prometheus can send only the second form."""
     token = headers.get("x-api-token", "")

@@ -5,7 +5,6 @@ Routes are closed by default. An endpoint opens itself with `needs(role)`, `open
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +16,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qmq.errors import AccessError, MissingRight, NotServed
+from qmq.http_port import BodyTooLarge, nothing, read_body, replay
 from qmq.metaserver.access import Access
 from qmq.metaserver.http import errors
 from qmq.metaserver.http.errors import HttpError
@@ -110,7 +110,7 @@ class Guard:
             caller = self._let_in(scope)
             body = await self._read(receive, caller)
             scope["qmq.caller"] = caller
-            await self._app(scope, _replay(body, receive), noting)
+            await self._app(scope, replay(body, receive), noting)
         except Refused as refused:
             await _send(refused.error, scope, send)
         except Exception:
@@ -162,22 +162,16 @@ class Guard:
         limits = self._limits
         is_admin = caller is not None and caller.may(TokenRole.ADMIN)
         bytes_max = limits.admin_body_bytes_max if is_admin else limits.body_bytes_max
-        pieces, length = [], 0
         try:
-            async with asyncio.timeout(limits.body_timeout_ms / 1000):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Refused(errors.TOO_SLOW, "the client left before its request was complete")
-                    pieces.append(message.get("body", b""))
-                    length += len(pieces[-1])
-                    if length > bytes_max:
-                        raise Refused(errors.TOO_LARGE, f"the request is longer than {bytes_max} bytes", headers=_CLOSE)
-                    if not message.get("more_body"):
-                        return b"".join(pieces)
+            body = await read_body(receive, bytes_max=bytes_max, timeout_s=limits.body_timeout_ms / 1000)
+        except BodyTooLarge as error:
+            raise Refused(errors.TOO_LARGE, str(error), headers=_CLOSE) from None
         except TimeoutError:
             text = f"the request did not arrive within {limits.body_timeout_ms} ms"
             raise Refused(errors.TOO_SLOW, text, headers=_CLOSE) from None
+        if body is None:
+            raise Refused(errors.TOO_SLOW, "the client left before its request was complete")
+        return body
 
 
 _CLOSE = {"Connection": "close"}
@@ -203,24 +197,6 @@ def _no_route(scope: Scope, allowed: set[str]) -> Refused:
     return Refused(errors.METHOD, text, headers={"Allow": ", ".join(sorted(allowed))})
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body already read."""
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
-
-
 async def _send(error: HttpError, scope: Scope, send: Send) -> None:
     response = Response(error.body(), error.status, error.headers, media_type="application/json")
-
-    async def nothing() -> Message:
-        return {"type": "http.disconnect"}
-
     await response(scope, nothing, send)

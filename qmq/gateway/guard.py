@@ -5,7 +5,6 @@ Every address below `/v1/` needs a token; the others admit every caller or check
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import sys
@@ -20,7 +19,7 @@ from qmq.gateway.access import Access
 from qmq.gateway.metrics import Metrics
 from qmq.gateway.outcomes import Code, HttpError, Refused, error_of
 from qmq.gateway.settings import GatewaySettings
-from qmq.http_port import shown_token
+from qmq.http_port import BodyTooLarge, nothing, read_body, replay, shown_token
 
 log = logging.getLogger("qmq.gateway")
 access_log = logging.getLogger("qmq.gateway.access")
@@ -57,7 +56,7 @@ class Guard:
                 scope["qmq.token"] = token = shown_token(Headers(scope=scope))
                 await self._access.check(token)
             body = await self._read(receive)
-            await self._app(scope, _replay(body, receive), answer.send)
+            await self._app(scope, replay(body, receive), answer.send)
         except Refused as refused:
             await answer.fail(refused.error, scope)
         except QmqError as error:
@@ -72,24 +71,16 @@ class Guard:
             self._note(scope, answer)
 
     async def _read(self, receive: Receive) -> bytes:
-        settings = self._settings
-        pieces, length = [], 0
+        bytes_max, timeout_s = self._settings.body_bytes_max, self._settings.body_s_max
         try:
-            async with asyncio.timeout(settings.body_s_max):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Refused(Code.TOO_SLOW, "the client left before its request was complete")
-                    pieces.append(message.get("body", b""))
-                    length += len(pieces[-1])
-                    if length > settings.body_bytes_max:
-                        text = f"the request is longer than {settings.body_bytes_max} bytes"
-                        raise Refused(Code.TOO_LARGE, text, _CLOSE)
-                    if not message.get("more_body"):
-                        return b"".join(pieces)
+            body = await read_body(receive, bytes_max=bytes_max, timeout_s=timeout_s)
+        except BodyTooLarge as error:
+            raise Refused(Code.TOO_LARGE, str(error), _CLOSE) from None
         except TimeoutError:
-            text = f"the request did not arrive within {settings.body_s_max} s"
-            raise Refused(Code.TOO_SLOW, text, _CLOSE) from None
+            raise Refused(Code.TOO_SLOW, f"the request did not arrive within {timeout_s} s", _CLOSE) from None
+        if body is None:
+            raise Refused(Code.TOO_SLOW, "the client left before its request was complete")
+        return body
 
     def _note(self, scope: Scope, answer: _Answer) -> None:
         route = getattr(scope.get("route"), "path", "none")
@@ -126,26 +117,8 @@ class _Answer:
     async def fail(self, error: HttpError, scope: Scope) -> None:
         """Send an error, unless the answer has begun."""
         if not self.status:
-            await as_response(error)(scope, _nothing, self.send)
+            await as_response(error)(scope, nothing, self.send)
 
 
 def as_response(error: HttpError) -> JSONResponse:
     return JSONResponse({"error": error.as_json()}, error.status, error.all_headers())
-
-
-async def _nothing() -> Message:
-    return {"type": "http.disconnect"}
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body already read."""
-    is_given = False
-
-    async def again() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
