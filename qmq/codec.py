@@ -498,17 +498,25 @@ def decode_content(data: bytes) -> Content:
     return Content(properties, kind, encoding)
 
 
-def decode_body(data: bytes) -> bytes | None:
+def has_body(data: bytes) -> bool:
+    return bool(data) and data[0] & FLAG_BODY != 0
+
+
+def decode_body(data: bytes, content: Content | None = None) -> bytes | None:
     """Return the body of a message, decompressed, or None without one.
+
+    Args:
+        content: the result of `decode_content`, if the caller has it.
 
     Raises:
         InvalidMessage: it is damaged, has an unknown compression, or is larger than 64 MiB.
         MissingExtra: the library of its compression is not installed here.
     """
-    if not data or not data[0] & FLAG_BODY:
+    if not has_body(data):
         return None
     end = properties_span(data).end
-    if (encoding := decode_content(data).encoding) is None:
+    encoding = (content or decode_content(data)).encoding
+    if encoding is None:
         return data[end:]
     return decompressed(memoryview(data)[end:], encoding, BODY_BYTES_MAX)
 
@@ -525,7 +533,7 @@ def decode_message(data: bytes) -> Message:
     message = Message(
         envelope.subject,
         content.properties,
-        body=decode_body(data),
+        body=decode_body(data, content),
         content_type=content.type,
         tags=envelope.tags,
         id=envelope.id,

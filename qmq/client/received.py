@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from qmq.client.terms import BROKER_DELAY_S_MAX, Refused, RetryPolicy, refused, refused_for_good
-from qmq.codec import counts_from, decode_body, decode_content, decode_envelope, due_of
+from qmq.codec import Content, counts_from, decode_body, decode_content, decode_envelope, due_of, has_body
 from qmq.dead_letters import DIGITS_MAX, earlier_deliveries
 from qmq.errors import ClientClosed, InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RETRIES_MAX, TIMES, Message, Value
@@ -153,9 +153,10 @@ class ReceivedMessage(Message):
     received the message decides it.
     """
 
-    __slots__ = ("sequence", "_data", "_piece", "_at")
+    __slots__ = ("sequence", "_data", "_piece", "_at", "_content")
 
     sequence: int
+    _content: Content
 
     def __init__(self, subject: str, sequence: int, data: bytes, piece: UnackedPiece, at: int) -> None:
         # Message's own attributes stay unset, so that reading one ends in __getattr__, which decodes. A message costs
@@ -314,11 +315,18 @@ class ReceivedMessage(Message):
         body whose compression this process lacks.
         """
         if name == "properties":
-            self.properties = decode_content(self._data).properties
+            content = self._content = decode_content(self._data)
+            self.properties = content.properties
         elif name == "content_type":
-            self.content_type = decode_content(self._data).type
+            self.content_type = self._content.type
         elif name == "body":
-            self.body = decode_body(self._data)
+            self.body = decode_body(self._data, self._content) if has_body(self._data) else None
+        elif name == "_content":
+            content = self._content = decode_content(self._data)
+            try:
+                object.__getattribute__(self, "properties")  # decoded, or set by the application
+            except AttributeError:
+                self.properties = content.properties
         elif name in ("id", "tags", "created_ms"):
             _, self.created_ms, _, self.id, self.tags = decode_envelope(self._data)
         elif name == "order_key":
