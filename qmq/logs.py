@@ -11,6 +11,7 @@ SIGUSR1 changes the level of a running process: everything is logged until the n
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -162,3 +163,9 @@ def _change_level(configured: str, number: int, frame: FrameType | None) -> None
 def _time(record: logging.LogRecord) -> str:
     moment = datetime.fromtimestamp(record.created, UTC)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+
+
+def retrieve_error(task: asyncio.Future[Any]) -> None:
+    """Retrieve the error of a task whose result is not needed; otherwise asyncio logs it. For `add_done_callback`."""
+    if not task.cancelled():
+        task.exception()

@@ -25,6 +25,7 @@ from qmq.client.producer import Producer
 from qmq.client.puller import Puller
 from qmq.client.received import ReceivedMessage
 from qmq.errors import ClientClosed, InvalidRequest, NoAnswer, NotServed, QmqError
+from qmq.logs import retrieve_error
 from qmq.message import Message
 
 REPLY_SUBJECT, REPLY_ID = "qreply_subject", "qreply_id"
@@ -74,6 +75,7 @@ class Requester:
         if self._makes_own:
             self._own = self._producer = await Producer().__aenter__()
         self._reader = asyncio.create_task(self._read(self._puller))
+        self._reader.add_done_callback(retrieve_error)  # `_fail` reports it to requests
         return self
 
     async def __aexit__(

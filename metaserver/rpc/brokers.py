@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from qmq.errors import InvalidRequest, MissingRight, NotServed, OperatorError, QmqError
+from qmq.logs import retrieve_error
 from qmq.metaserver.cluster.liveness import PlaceTaken
 from qmq.metaserver.cluster.registration import Ask
 from qmq.metaserver.cluster.registry import Registry
@@ -93,6 +94,7 @@ class BrokerRpc:
         broker, session = await self._join(first, context)
         with self._registry.mirror.directory_changes.watch(broker.key) as wake, self.visits.open(context):
             reader = asyncio.create_task(self._read_beats(broker.key, session, first, requests, wake))
+            reader.add_done_callback(retrieve_error)
             try:
                 seen: Directory | None = None
                 assignment: pb.Assignment | None = None

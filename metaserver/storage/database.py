@@ -19,6 +19,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from qmq.errors import NotServed, cause_of
+from qmq.logs import retrieve_error
 from qmq.memory import without_frames
 from qmq.metaserver.storage.engine import open_database
 from qmq.metaserver.storage.errors import CommitUnknown, DatabaseUnusable
@@ -139,7 +140,7 @@ class Database:
         # No variable may hold the earlier error: this frame is in the traceback that the next error keeps.
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._on_thread(self._ask_versions))
-            self._probe.add_done_callback(_heard)
+            self._probe.add_done_callback(retrieve_error)
         return await self._answer(self._probe)
 
     async def _answer(self, probe: asyncio.Future[dict[str, int]]) -> dict[str, int]:
@@ -174,7 +175,7 @@ class Database:
         done, _ = await asyncio.wait({result}, timeout=(timeout_ms or self._timeout_ms) / 1000)
         if not done:
             self._is_away("no answer in time")
-            result.add_done_callback(_heard)
+            result.add_done_callback(retrieve_error)
             raise AnswerLate(result)
         stored = result.result()
         self.committed_ms = time.time_ns() // 1_000_000
@@ -256,9 +257,3 @@ class Database:
             log.warning("database back after %.1f s", time.monotonic() - self._away_since)
         self._away_since = None
         self.reason = ""
-
-
-def _heard(result: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a late answer, so that asyncio does not report it."""
-    if not result.cancelled():
-        result.exception()

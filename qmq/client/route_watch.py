@@ -32,7 +32,7 @@ from qmq.client.routes import GroupRoute, SubjectRoute
 from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, first_answer, get, metaserver_urls
 from qmq.errors import AccessError, MissingRight, QmqError
 from qmq.grpc_forks import HAS_HANDLERS, grpc_begins, why_no_grpc
-from qmq.logs import bounded
+from qmq.logs import bounded, retrieve_error
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.types import Endpoint, GroupKind
@@ -312,6 +312,8 @@ class RouteWatch:
         try:
             while True:
                 read = asyncio.ensure_future(stream.read())
+                # A read may fail at the moment in which it is cancelled.
+                read.add_done_callback(retrieve_error)
                 while not read.done():
                     await asyncio.wait([read], timeout=answer_s / 2)
                     asked_at = self._asked_at

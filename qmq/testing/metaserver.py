@@ -18,6 +18,7 @@ from qmq.control_plane import SERVER_OPTIONS
 from qmq.crc import crc32
 from qmq.errors import NotServed
 from qmq.grpc_forks import grpc_begins
+from qmq.logs import retrieve_error
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
 from qmq.types import GroupKind
@@ -155,6 +156,7 @@ class _Watch:
         self.is_asked = False
         self.moved = asyncio.Event()
         self.listening = asyncio.ensure_future(self._listen(requests))
+        self.listening.add_done_callback(retrieve_error)
 
     async def _listen(self, requests: AsyncIterator[pb.RouteRequest]) -> None:
         async for request in requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import AsyncIterator
@@ -421,3 +422,27 @@ async def test_clients_without_arguments_use_the_environment(monkeypatch):
             assert (await producer.send(qmq.Message("a"))).is_stored
         assert metaserver.requests[0].app == "shop"
         assert qmq.Consumer() and qmq.blocking.Producer() and qmq.blocking.Consumer()
+
+
+async def test_read_that_fails_while_it_is_cancelled_is_no_unseen_error(monkeypatch):
+    reading = asyncio.Event()
+
+    class Stream:
+        async def read(self):
+            reading.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise OSError("the connection broke")  # as grpcio's read does
+
+        def cancel(self):
+            pass
+
+    monkeypatch.setattr(route_watch, "MetaserverStub", lambda _: SimpleNamespace(WatchRoutes=lambda *_, **__: Stream()))
+    unseen = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    async with cluster("g1") as (metaserver, _), watching(metaserver, "a"):
+        await reading.wait()
+    await settle()
+    gc.collect()
+    assert not unseen
