@@ -265,6 +265,7 @@ def as_json(route: pb.SubjectRoute) -> dict[str, Any]:
         "subject": route.subject,
         "version": f"{route.version:016x}",
         "refused": route.refused,
+        "refusedCode": route.refused_code,
         "groups": [
             {
                 "brokerGroup": group.broker_group,

@@ -5,6 +5,7 @@ because the bytes of a broker group are the same in all routes.
 
     RouteUpdate    08 varint(version)   12 varint(length) SubjectRoute   12 …
     SubjectRoute   0a length subject    12 length BrokerGroupRoute …     1a length refused    21 version, 8 bytes LE
+                   2a length refused_code
 
 A route's version is the BLAKE2b hash (8 bytes, little-endian) of the SubjectRoute without its version, so it is equal
 at every metaserver. 0 stands for "none"; a hash of 0 becomes 1.
@@ -52,15 +53,20 @@ def group_bytes(group: Group) -> GroupBytes:
     return GroupBytes(field(True), field(False))
 
 
-def route_bytes(subject: str, groups: Iterable[bytes] = (), refused: str = "") -> RouteBytes:
-    """Encode a route of groups' fields; `refused`: the reason for an empty one."""
+MISSING_RIGHT = "MISSING_RIGHT"
+"""`SubjectRoute.refused_code` of a subject that the token may not use."""
+
+
+def route_bytes(subject: str, groups: Iterable[bytes] = (), refused: str = "", code: str = "") -> RouteBytes:
+    """Encode a route of groups' fields; `refused` and `code`: the reason for an empty one, for people and programs."""
     content = (_field(b"\x0a", subject.encode()) if subject else b"") + b"".join(groups)
     if refused:
         content += _field(b"\x1a", refused.encode("utf-8", "replace"))
-    version = blake2b(content, digest_size=8).digest()
+    refused_code = _field(b"\x2a", code.encode()) if code else b""
+    version = blake2b(content + refused_code, digest_size=8).digest()
     if version == bytes(8):
         version = b"\x01" + bytes(7)
-    return RouteBytes(int.from_bytes(version, "little"), _field(b"\x12", content + b"\x21" + version))
+    return RouteBytes(int.from_bytes(version, "little"), _field(b"\x12", content + b"\x21" + version + refused_code))
 
 
 def update_bytes(version: int, routes: Iterable[RouteBytes]) -> bytes:

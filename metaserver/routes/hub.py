@@ -25,7 +25,7 @@ from qmq.metaserver.cluster.mirror import Changes
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, ReadonlyMark, Route
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.routes.audience import Audience, ClientInfo, Counts, Entry, Seat, Send, Watch
-from qmq.metaserver.routes.encoding import GroupViews, RouteBytes, route_bytes, update_bytes
+from qmq.metaserver.routes.encoding import MISSING_RIGHT, GroupViews, RouteBytes, route_bytes, update_bytes
 from qmq.metaserver.routes.quotas import Quotas
 from qmq.rights import CONSUME, PRODUCE, Caller
 from qmq.subjects import check_subject, real_subject
@@ -267,7 +267,8 @@ class WatchHub:
             watch.caller.require_subject(PRODUCE if watch.produces else CONSUME, name)
         except (CallError, MissingRight) as error:
             log.debug("subject refused app=%s subject=%.200r reason=%s", watch.app, name, error)
-            return self._audience.take_refusal(watch, name, route_bytes(name, refused=str(error)))
+            code = MISSING_RIGHT if isinstance(error, MissingRight) else ""
+            return self._audience.take_refusal(watch, name, route_bytes(name, refused=str(error), code=code))
         route = self._registry.find(real_subject(name)) if watch.looks_only else None
         if watch.looks_only and not (route and route.groups):
             return self._audience.take_refusal(watch, name, route_bytes(name, refused=f"{name} {NO_ROUTE}"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections import OrderedDict
 from hashlib import sha256
@@ -27,8 +26,6 @@ CHECKS_MAX = 16
 """Checks at the same time: a crowd with wrong tokens uses no more threads."""
 KNOWN_MAX = 10_000
 ANSWER_BYTES_MAX = 1 << 20
-_MAY_NOT = re.compile(r"token '.*' may not (produce|consume) ")
-"""Text of `Caller.require_subject`: a route has no code of its refusal."""
 _Key = tuple[str, bytes]
 """Address at the metaserver, hash of the token."""
 
@@ -130,10 +127,12 @@ class Access:
 def _missing_right(answer: bytes) -> MissingRight | None:
     """Return the error of a route that the metaserver refuses for the token's rights; other reasons may end."""
     try:
-        reasons = [str(route["refused"]) for route in json.loads(answer)["routes"]]
+        routes = json.loads(answer)["routes"]
+        return next(
+            (MissingRight(route["refused"]) for route in routes if route["refusedCode"] == "MISSING_RIGHT"), None
+        )
     except (KeyError, TypeError, ValueError):
         return None
-    return next((MissingRight(reason) for reason in reasons if _MAY_NOT.match(reason)), None)
 
 
 def _refusal(status: int, text: bytes, address: str) -> QmqError | None:

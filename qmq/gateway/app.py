@@ -76,9 +76,7 @@ class Terms(BaseModel):
     retries_max: int = Field(32, ge=1, le=1_000_000, description="Attempts until a message becomes a dead letter.")
     retry_delay_s: float = Field(5.0, ge=0, le=86_400, description="Time between attempts, unless a nack names one.")
     lease_s: float | None = Field(None, gt=0, description="Time to decide a message, else it goes back to the group.")
-    client: str = Field(
-        "default", pattern=r"^[A-Za-z0-9_.-]{1,50}$", description="Name of the client; each running one has its own."
-    )
+    client: str = Field("default", pattern=CLIENT, description="Name of the client; each running one has its own.")
 
     def of_session(self) -> SessionTerms:
         return SessionTerms(self.start, tuple(self.tags), self.tag_mode, self.retries_max, self.retry_delay_s)
@@ -193,24 +191,22 @@ async def _send_one(
     return _as_json(sent, STATUS[code] if code else 201, headers | (headers_of(code) if code else {}))
 
 
+def _stores(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the entries of the document for addresses that store."""
+    errors = _errors(Code.REPEAT_DIFFERS, Code.UNKNOWN, model=model | Error)
+    return {"status_code": 201, "response_model": model, "responses": errors}
+
+
 def _produce_routes(clients: Clients, access: Access) -> APIRouter:
     router = _router()
 
-    @router.post(
-        "/v1/subjects/{subject}/messages",
-        status_code=201,
-        response_model=Sent,
-        responses=_errors(Code.REPEAT_DIFFERS, Code.UNKNOWN, model=Sent | Error),
-        summary="store a message",
-    )
+    @router.post("/v1/subjects/{subject}/messages", **_stores(Sent), summary="store a message")
     async def produce(request: Request, subject: Subject, message: MessageIn, key: IdempotencyKey = None) -> Response:
         return await _send_one(clients, access, request, subject, message, key)
 
     @router.post(
         "/v1/subjects/{subject}/messages:raw",
-        status_code=201,
-        response_model=Sent,
-        responses=_errors(Code.REPEAT_DIFFERS, Code.UNKNOWN, model=Sent | Error),
+        **_stores(Sent),
         summary="store the request's bytes as a message",
         description="The payload is the body of the request, and its media type is the header Content-Type.",
         openapi_extra={"requestBody": {"content": {"*/*": {"schema": {"type": "string", "format": "binary"}}}}},
@@ -232,9 +228,7 @@ def _batch_routes(clients: Clients, access: Access) -> APIRouter:
 
     @router.post(
         "/v1/subjects/{subject}/messages:batch",
-        status_code=201,
-        response_model=BatchSent,
-        responses=_errors(Code.REPEAT_DIFFERS, Code.UNKNOWN, model=BatchSent | Error),
+        **_stores(BatchSent),
         summary="store messages",
         description="Each message has an outcome of its own. The status is 201 if all are stored; else it is that of "
         "an unknown outcome, of one that a repeat may change, or of the first error, in this order. With an "

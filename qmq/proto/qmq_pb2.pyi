@@ -398,16 +398,18 @@ class BrokerGroupRoute(_message.Message):
     def __init__(self, broker_group: _Optional[str] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., writable: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
 
 class SubjectRoute(_message.Message):
-    __slots__ = ("subject", "groups", "refused", "version")
+    __slots__ = ("subject", "groups", "refused", "version", "refused_code")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CODE_FIELD_NUMBER: _ClassVar[int]
     subject: str
     groups: _containers.RepeatedCompositeFieldContainer[BrokerGroupRoute]
     refused: str
     version: int
-    def __init__(self, subject: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[BrokerGroupRoute, _Mapping]]] = ..., refused: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    refused_code: str
+    def __init__(self, subject: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[BrokerGroupRoute, _Mapping]]] = ..., refused: _Optional[str] = ..., version: _Optional[int] = ..., refused_code: _Optional[str] = ...) -> None: ...
 
 class RouteUpdate(_message.Message):
     __slots__ = ("version", "routes")

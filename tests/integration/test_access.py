@@ -204,6 +204,8 @@ async def test_client_token_is_limited_to_its_subjects(world):
     answer = await world.http.get("/meta/routes", params=words, headers={"X-Api-Token": token})
     refused = {route["subject"]: route.get("refused", "") for route in answer.json()["routes"]}
     assert "may not consume from 'order.new'" in refused["order.new"] and not refused["paid"]
+    codes = {route["subject"]: route["refusedCode"] for route in answer.json()["routes"]}
+    assert codes == {"order.new": "MISSING_RIGHT", "paid": ""}
 
 
 @pytest.mark.metaserver(new_subjects_per_minute=3)

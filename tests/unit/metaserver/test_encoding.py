@@ -23,11 +23,13 @@ def test_bytes_equal_protobuf(seed):
     groups = [group(f"g{number}" * rng.randint(1, 40), rng.randint(0, 1 << 40)) for number in range(rng.randint(0, 60))]
     flags = [rng.random() < 0.5 for _ in groups]
     subject, refused = "süß" * rng.randint(1, 50), rng.choice(["", "no group", "x" * 500])
+    code = rng.choice(["", "MISSING_RIGHT"])
     fields = [bytes_.writable if flag else bytes_.readonly for bytes_, flag in zip(map(group_bytes, groups), flags)]
-    route = route_bytes(subject, fields, refused)
+    route = route_bytes(subject, fields, refused, code)
     message = pb.SubjectRoute(
         subject=subject,
         refused=refused,
+        refused_code=code,
         groups=[
             pb.BrokerGroupRoute(
                 broker_group=each.name,
@@ -56,5 +58,6 @@ def test_version_depends_on_content_only():
         route_bytes("s", [group_bytes(group("g1", port=9)).writable]),
         route_bytes("s", fields * 2),
         route_bytes("s", fields, "no"),
+        route_bytes("s", fields, "no", "MISSING_RIGHT"),
     ]
-    assert len({version, *(other.version for other in others)}) == 7
+    assert len({version, *(other.version for other in others)}) == 8
