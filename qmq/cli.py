@@ -71,7 +71,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
             "qmq.worker",
             "",
             "handle messages of an application in processes of their own",
-            ("--processes=", "--concurrency=", "--reload", "--http=", "--stop-timeout=", *_LOGS),
+            ("--processes=", "--concurrency=", "--reload", "--http=", "--stop-timeout=", "--kill-after=", *_LOGS),
         ),
         "asyncapi": Program(
             "qmq.asyncapi", "pydantic", "print the AsyncAPI document of a consumer's handlers", ("--html", "--title=")

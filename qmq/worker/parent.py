@@ -33,11 +33,10 @@ REPORT_BYTES_MAX = 64 << 20
 
 @dataclass(eq=False)
 class Child:
-    """A process: its last report and the time of it."""
+    """A process and its last report."""
 
     number: int
     process: asyncio.subprocess.Process
-    reported_s: float
     state: str = "starting"
     reason: str = ""
     error: str = ""
@@ -45,12 +44,12 @@ class Child:
 
 
 class Parent:
-    """Parent of the processes; made and used on one event loop, except for `live`, `ready` and `samples`."""
+    """Parent of the processes; used on one event loop, except for `live`, `ready` and `samples`."""
 
-    def __init__(self, options: Options, *, stop_s: float, reloads: bool) -> None:
+    def __init__(self, options: Options, *, stop_s: float, kill_after_s: float, reloads: bool) -> None:
         self._options = options
         self._reloads = reloads
-        self.plan = Plan(options.processes, self, stop_s=stop_s, waits_for_change=reloads)
+        self.plan = Plan(options.processes, self, stop_s=stop_s, kill_after_s=kill_after_s, waits_for_change=reloads)
         self._children: dict[int, Child] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._ended: list[Sample] = []
@@ -69,7 +68,9 @@ class Parent:
     def terminate(self, process: int) -> None:
         self._signal(process, signal.SIGTERM)
 
-    def kill(self, process: int) -> None:
+    def kill(self, process: int, why: str) -> None:
+        child = self._children.get(process)
+        log.error("process killed pid=%s reason=%s", child.process.pid if child is not None else "-", why)
         self._signal(process, signal.SIGKILL)
 
     def _signal(self, number: int, what: signal.Signals) -> None:
@@ -104,7 +105,7 @@ class Parent:
                 stdin=asyncio.subprocess.DEVNULL,
             )
             theirs.close()
-            child = self._children[number] = Child(number, process, time.monotonic())
+            child = self._children[number] = Child(number, process)
             log.info("process started pid=%d", process.pid)
             reader, writer = await asyncio.open_connection(sock=ours, limit=REPORT_BYTES_MAX)
             with suppress(OSError, ValueError):  # a line beyond the limit
@@ -121,7 +122,7 @@ class Parent:
         return status
 
     def _reported(self, child: Child, report: dict[str, Any]) -> None:
-        child.reported_s = time.monotonic()
+        self.plan.reported(child.number, time.monotonic())
         self.plan.is_unique = report.get("is_unique", self.plan.is_unique)
         child.error = report.get("error", child.error)
         if "state" in report:
@@ -206,10 +207,12 @@ class Parent:
 
     def live(self) -> tuple[str, str]:
         """Return "live", or "blocked" with the processes whose event loop has not reported for a minute."""
-        now_s = time.monotonic()
-        silent = [child for child in list(self._children.values()) if now_s - child.reported_s >= SILENT_S]
-        ages = [f"process {child.process.pid} reported {now_s - child.reported_s:.0f} s ago" for child in silent]
-        return ("blocked", "; ".join(ages)) if silent else ("live", "")
+        children, silence = dict(self._children), self.plan.silence(time.monotonic())
+        silent = [
+            (children[number], age_s) for number, age_s in silence.items() if age_s >= SILENT_S and number in children
+        ]
+        ages = [f"process {child.process.pid} reported {age_s:.0f} s ago" for child, age_s in silent]
+        return ("blocked", "; ".join(ages)) if ages else ("live", "")
 
 
 def changes_below(folder: Path) -> dict[str, int]:

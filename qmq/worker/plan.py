@@ -15,6 +15,8 @@ RESTART_S_MIN, RESTART_S_MAX = 0.5, 30.0
 """Wait before a restart; doubled with each failure in a row."""
 STEADY_S = 60.0
 """Life of a process after which its end counts as a first failure."""
+STILL_S = 5.0
+"""After a longer gap between looks the whole worker stood still, and silence before it does not count."""
 FAILURES_MAX = 5
 """Failures in a row of one place, while no process was ever ready, after which the worker ends."""
 
@@ -38,7 +40,7 @@ class Processes(Protocol):
 
     def terminate(self, process: int) -> None: ...
 
-    def kill(self, process: int) -> None: ...
+    def kill(self, process: int, why: str) -> None: ...
 
 
 @dataclass
@@ -60,18 +62,33 @@ class Plan:
     """Supervision of all places; the shell calls `look` from time to time.
 
     Args:
+        stop_s: time from the request to end until the kill of a process.
+        kill_after_s: time without a report after which a process is killed; infinite for never.
         waits_for_change: an import error keeps the worker waiting for the next reload (`--reload`).
     """
 
-    def __init__(self, count: int, processes: Processes, *, stop_s: float, waits_for_change: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        processes: Processes,
+        *,
+        stop_s: float,
+        kill_after_s: float = math.inf,
+        waits_for_change: bool = False,
+    ) -> None:
         self.places = [Place() for _ in range(count)]
         self.restarts = 0
         self.exit: Exit | None = None
         """Set once the worker ends; it has ended when no process is left."""
         self._processes = processes
         self._stop_s = stop_s
+        self._kill_after_s = kill_after_s
         self._waits_for_change = waits_for_change
-        self._kill_s = math.inf
+        self._kill_s: dict[int, float] = {}
+        """Time of the kill, of processes that were requested to end."""
+        self._reported_s: dict[int, float] = {}
+        """Time of the start or last report, of processes that were not killed."""
+        self._looked_s = math.inf
         self._ready: set[int] = set()
         self._leaving: set[int] = set()
         self._has_been_ready = False
@@ -90,14 +107,29 @@ class Plan:
         return self.exit is not None and not self.running
 
     def look(self, now_s: float) -> None:
-        """Start the processes that are due; kill those that do not end."""
+        """Start the processes that are due; kill those that hang or do not end."""
+        if now_s - self._looked_s >= STILL_S:
+            self._reported_s = dict.fromkeys(self._reported_s, now_s)
+        self._looked_s = now_s
+        for process, silent_s in self.silence(now_s).items():
+            if silent_s >= self._kill_after_s:
+                self._kill(process, f"no report for {silent_s:.0f} s: its event loop or its import blocks")
+            elif now_s >= self._kill_s.get(process, math.inf):
+                self._kill(process, f"not ended within {self._stop_s:g} s")
         if self.exit is not None:
-            if now_s >= self._kill_s:
-                self._kill()
             return
         for place in self.places:
             if place.current is None and now_s >= place.due_s:
-                place.current, place.began_s = self._processes.start(), now_s
+                place.current, place.began_s = self._start(now_s), now_s
+
+    def reported(self, process: int, now_s: float) -> None:
+        """Note that a process has reported: its event loop runs."""
+        if process in self._reported_s:
+            self._reported_s[process] = now_s
+
+    def silence(self, now_s: float) -> dict[int, float]:
+        """Return the seconds since the last report of each process, or since its start; from any thread."""
+        return {process: now_s - at_s for process, at_s in dict(self._reported_s).items()}
 
     def ready(self, process: int, now_s: float) -> None:
         """Note that a process is connected; a reload ends its predecessor and goes on."""
@@ -111,7 +143,8 @@ class Plan:
         if place.following == process:
             place.following, place.began_s = None, now_s
             if place.current is not None:
-                self._leave(place.current)
+                self._leaving.add(place.current)
+                self._end(place.current, now_s)
             place.current, place.failures = process, 0
         if not any(other.following or other.is_renewed for other in self.places if other is not place):
             place.is_renewed = False
@@ -122,6 +155,8 @@ class Plan:
         place = self._place_of(process)
         self._ready.discard(process)
         self._leaving.discard(process)
+        for times in (self._kill_s, self._reported_s):
+            times.pop(process, None)
         if place is None:
             return
         if place.following == process:  # the reload has failed; the old processes go on
@@ -152,11 +187,12 @@ class Plan:
     def stop(self, now_s: float, status: Exit = Exit.ENDED) -> None:
         """End all processes, and with them the worker; a second call kills them."""
         if self.exit is not None:
-            self._kill()
+            for process in self.running:
+                self._kill(process, "second request to end")
             return
-        self.exit, self._kill_s = status, now_s + self._stop_s
-        for process in self.running - self._leaving:
-            self._processes.terminate(process)
+        self.exit = status
+        for process in self.running - self._kill_s.keys():
+            self._end(process, now_s)
 
     def reload(self, now_s: float) -> None:
         """Replace all processes, one place after the other."""
@@ -173,20 +209,25 @@ class Plan:
                 continue
             if self.is_unique:
                 place.is_renewed = True
-                self._processes.terminate(place.current)
+                self._end(place.current, now_s)
             else:
-                place.following = self._processes.start()
+                place.following = self._start(now_s)
             return
 
-    def _leave(self, process: int) -> None:
-        self._leaving.add(process)
+    def _start(self, now_s: float) -> int:
+        process = self._processes.start()
+        self._reported_s[process] = now_s
+        return process
+
+    def _end(self, process: int, now_s: float) -> None:
+        self._kill_s[process] = now_s + self._stop_s
         self._processes.terminate(process)
 
-    def _kill(self) -> None:
-        if self.exit is Exit.ENDED and self.running:
+    def _kill(self, process: int, why: str) -> None:
+        self._reported_s.pop(process, None)
+        if self.exit is Exit.ENDED:
             self.exit = Exit.FAILED
-        for process in self.running:
-            self._processes.kill(process)
+        self._processes.kill(process, why)
 
     def _place_of(self, process: int) -> Place | None:
         return next((place for place in self.places if process in (place.current, place.following)), None)

@@ -4,13 +4,14 @@
 
 `FD` is a socket of the parent. The process writes its reports there, one JSON object a line:
 
-    state, reason   health of its consumers and producers (qmq.client.health); `state` is missing until it runs
+    state, reason   health of its consumers and producers (qmq.client.health), while the consumers run
     samples         its numbers (qmq.client.numbers): [name, [label, …], value]
     is_unique       whether a consumer has a fixed id
     error           reason of the end
 
-The end of file there tells that the parent has died: the process ends as at SIGTERM. It ignores SIGINT, which a
-terminal sends to all processes.
+Before and after the run of the consumers a report is empty: it shows that no event loop of the process blocks. The end
+of file there tells that the parent has died: the process ends as at SIGTERM. It ignores SIGINT, which a terminal sends
+to all processes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import uvloop
 
+from qmq.blocking.background import current
 from qmq.blocking.consumer import Consumer as BlockingConsumer
 from qmq.client.consumer import Consumer
 from qmq.client.health import Health, worst
@@ -47,21 +49,42 @@ AnyConsumer = Consumer | BlockingConsumer
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a worker that its processes need."""
+    """Options of a worker that its processes need.
+
+    Args:
+        setup: function that a process calls before it imports the targets, as "module:function".
+        path: folders for the import of modules, as in `sys.path`.
+    """
 
     targets: tuple[str, ...]
     concurrency: int | None = None
     processes: int = 1
     log_level: str = "INFO"
     log_format: str = "text"
+    setup: str = ""
+    path: tuple[str, ...] = ()
 
     @property
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
+    @classmethod
+    def of_json(cls, text: str) -> Options:
+        words = json.loads(text)
+        return cls(**words | {name: tuple(words[name]) for name in ("targets", "path")})
+
 
 class CannotRun(Exception):
     """The worker cannot start; the text names the remedy."""
+
+
+def _call(path: str) -> None:
+    """Call the function at "module:function"."""
+    module, _, function = path.partition(":")
+    try:
+        getattr(import_module(module), function)()
+    except Exception as error:
+        raise CannotRun(f"{path} failed: {type(error).__name__}: {error}") from error
 
 
 def load(targets: Iterable[str]) -> list[AnyConsumer]:
@@ -110,28 +133,35 @@ class Run:
         self._consumers = consumers
         self._link = link
         self._clients: list[Any] = []
-        self._is_stopping = False
+        self._is_running = self._is_stopping = False
 
     async def serve(self) -> Exit:
         """Open the modules' clients and run the consumers until the end; return the exit status."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         loop.add_reader(self._link, self._parent_ended)
-        async with AsyncExitStack() as stack:
-            for client in clients_of_modules():
-                self._clients.append(await stack.enter_async_context(client))
-            running = [asyncio.ensure_future(_run(consumer)) for consumer in self._consumers]
-            reporting = asyncio.create_task(self._report_always())
-            try:
-                if self._is_stopping:
-                    self._stop()
-                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                self._stop()
-                ends = await asyncio.gather(*running, return_exceptions=True)
-            finally:
-                reporting.cancel()
-            send(self._link, **self._report())
+        reporting = asyncio.create_task(self._report_always())
+        try:
+            async with AsyncExitStack() as stack:
+                for client in clients_of_modules():
+                    self._clients.append(await stack.enter_async_context(client))
+                ends = await self._run()
+        finally:
+            reporting.cancel()
         return next((status for error in ends if (status := self._status(error)) is not Exit.ENDED), Exit.ENDED)
+
+    async def _run(self) -> list[BaseException | None]:
+        """Run the consumers until the end; return their errors."""
+        running = [asyncio.ensure_future(_run(consumer)) for consumer in self._consumers]
+        self._is_running = True
+        if self._is_stopping:
+            self._stop()
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        self._stop()
+        ends = await asyncio.gather(*running, return_exceptions=True)
+        self._is_running = False
+        send(self._link, **self._report())
+        return ends
 
     def _status(self, error: BaseException | None) -> Exit:
         if error is None:
@@ -158,7 +188,9 @@ class Run:
 
     async def _report_always(self) -> None:
         while True:
-            data = json.dumps(self._report()).encode() + b"\n"
+            if (background := current()) is not None:  # its loop may block while this one runs
+                await asyncio.wrap_future(background.submit(asyncio.sleep(0)))
+            data = json.dumps(self._report() if self._is_running else {}).encode() + b"\n"
             with suppress(OSError):  # the parent has died
                 await asyncio.get_running_loop().sock_sendall(self._link, data)
             await asyncio.sleep(REPORT_S)
@@ -186,7 +218,10 @@ def send(link: socket.socket, **report: object) -> None:
 def main(descriptor: int, options: Options) -> Exit:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = socket.socket(fileno=descriptor)
+    sys.path += [folder for folder in options.path if folder not in sys.path]
     try:
+        if options.setup:
+            _call(options.setup)
         consumers = load(options.targets)
         asynchronous = [consumer if isinstance(consumer, Consumer) else consumer._own for consumer in consumers]
         is_unique = not all(consumer._has_default_id for consumer in asynchronous)
@@ -208,5 +243,4 @@ def main(descriptor: int, options: Options) -> Exit:
 
 
 if __name__ == "__main__":
-    words = json.loads(sys.argv[2])
-    sys.exit(main(int(sys.argv[1]), Options(**words | {"targets": tuple(words["targets"])})))
+    sys.exit(main(int(sys.argv[1]), Options.of_json(sys.argv[2])))

@@ -123,6 +123,17 @@ def metrics(cluster, plan):
     return control.metrics(f"http://127.0.0.1:{plan.metrics_port}", cluster.token)
 
 
+def open_messages(cluster, subject, group="g1"):
+    """Return the number of a subject's messages that its consumer groups have not acked; None without an answer."""
+    try:
+        found = metrics(cluster, cluster.broker(group, "master"))
+    except OSError:
+        return None
+    open_gauges = ("qmq_broker_lag_messages{", "qmq_broker_unacked_messages{")
+    counts = [value for name, value in found.items() if name.startswith(open_gauges) and f'"{subject}"' in name]
+    return sum(counts) if counts else None
+
+
 # Files.
 
 

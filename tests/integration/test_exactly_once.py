@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, text
 
 import qmq
 from qmq.idempotence.tables import ClaimsTable, HandledTable
-from tests.integration.cluster_world import WAIT_S, metrics, producer, running
+from tests.integration.cluster_world import WAIT_S, open_messages, producer, running
 from tests.support.redis import redis_server
 from tests.unit.idempotence.stores import async_url
 
@@ -103,17 +103,7 @@ class Run:
             )
 
     def _left(self):
-        """Return the number of messages not acked; None without an answer of the broker."""
-        try:
-            found = metrics(self._cluster, self._cluster.broker("g1", "master"))
-        except OSError:
-            return None
-        lags = [value for name, value in found.items() if _counts_open(name, self._subject)]
-        return sum(lags) if lags else None
-
-
-def _counts_open(name, subject):
-    return name.startswith(("qmq_broker_lag_messages{", "qmq_broker_unacked_messages{")) and f'"{subject}"' in name
+        return open_messages(self._cluster, self._subject)
 
 
 def make_tables(url):

@@ -11,7 +11,9 @@ import sys
 import textwrap
 import urllib.error
 import urllib.request
+from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ import qmq.blocking
 from qmq.errors import AccessError
 from qmq.worker.plan import Exit
 from qmq.worker.process import Run
+from tests.integration import cluster_world
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 
@@ -50,28 +53,35 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def launch(folder, qmq_blocking_broker):
-    """Start a worker in the folder; it is killed after the test with all its processes."""
+def start(folder):
+    """Return a function that starts a worker in the folder; it is killed after the test with all its processes."""
     started = []
 
-    def launch(*options, target="shop.handlers:consumer"):
+    def start(metaserver, *options, target="shop.handlers:consumer", program=("-m", "qmq", "worker"), token=""):
         environment = os.environ | {
-            "QMQ_METASERVER": qmq_blocking_broker.metaserver,
+            "QMQ_METASERVER": metaserver,
+            "QMQ_TOKEN": token,
             "QMQ_APP": "shop",
             "PYTHONPATH": str(ROOT),
         }
-        command = [sys.executable, "-m", "qmq", "worker", target, *options]
+        command = [sys.executable, *program, target, *options]
         log = (folder / "log").open("w")
         with log:
             process = subprocess.Popen(command, cwd=folder, env=environment, stderr=log, start_new_session=True)
         started.append(process)
         return process
 
-    yield launch
+    yield start
     for process in started:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture
+def launch(start, qmq_blocking_broker):
+    """Return a function that starts a worker for the broker in memory."""
+    return partial(start, qmq_blocking_broker.metaserver)
 
 
 def get(port, path):
@@ -86,8 +96,8 @@ def get(port, path):
         return 0, ""
 
 
-def send(broker, *numbers):
-    with qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
+def send(broker, *numbers, token=None):
+    with qmq.blocking.Producer(metaserver=broker.metaserver, token=token, app="test", timeout_s=60.0) as producer:
         assert producer.send_many([qmq.Message("order", {"n": n}) for n in numbers]).all_stored
 
 
@@ -140,6 +150,165 @@ def test_processes_end_with_their_parent(launch, folder, qmq_blocking_broker):
     until(lambda: not Path(f"/proc/{pid}").exists(), "the process has ended")
     send(qmq_blocking_broker, 1)
     assert done(qmq_blocking_broker)[0] == set()
+
+
+TRAIL = """
+import asyncio, os, pathlib
+import qmq
+
+consumer = qmq.Consumer()
+trail = os.open("trail", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+@consumer.listen("order", group="g", start="earliest")
+async def on_order(message: qmq.ReceivedMessage) -> None:
+    line = f"{os.getpid()} {message['n']}\\n"
+    os.write(trail, f"begin {line}".encode())
+    while message["n"] in range(100, 140) and not pathlib.Path("go").exists():
+        await asyncio.sleep(0.01)
+    os.write(trail, f"end {line}".encode())
+"""
+
+
+def test_worker_loses_nothing_on_a_cluster(start, folder):
+    """A process is killed while it handles messages, and the broker group stops for a while."""
+    (folder / "shop" / "handlers.py").write_text(TRAIL)
+
+    def trail(word):
+        """Return pid and number of each call that began, or ended."""
+        lines = [line.split() for line in (folder / "trail").read_text().splitlines()]
+        return [(int(pid), int(number)) for kind, pid, number in lines if kind == word]
+
+    with cluster_world.running(folder / "cluster") as cluster:
+        [port] = free_ports(1)
+        options = ("--processes=2", "--concurrency=4", f"--http=127.0.0.1:{port}")
+        worker = start(cluster.metaserver, *options, token=cluster.token)
+
+        def handle(numbers, while_under_way=lambda: None):
+            send(cluster, *numbers, token=cluster.token)
+            while_under_way()
+            until(lambda: {number for _, number in trail("end")} >= set(numbers), f"{numbers} are handled")
+            until(lambda: cluster_world.open_messages(cluster, "order") == 0, "all are acked")
+
+        def kill_one():
+            until(lambda: set(trail("begin")) - set(trail("end")), "a message is handled")
+            victims.append(max(set(trail("begin")) - set(trail("end")))[0])
+            os.kill(victims[0], signal.SIGKILL)
+            (folder / "go").touch()
+
+        victims = []
+        until(lambda: get(port, "/ready") == (200, "ready\n"), "both processes are connected")
+        handle(range(100))
+        handle(range(100, 140), kill_one)
+        until(lambda: get(port, "/ready")[0] == 200, "the process is replaced")
+        brokers = [plan.hostname for plan in cluster.plan.brokers]
+        cluster_world.end(cluster, *brokers)
+        status, reason = until(lambda: (page := get(port, "/ready"))[0] == 503 and page, "no broker is left")
+        assert "not connected" in reason
+        cluster_world.begin(cluster, *brokers)
+        until(lambda: get(port, "/ready")[0] == 200, "the brokers are back")
+        handle(range(140, 160))
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+        calls = Counter(number for _, number in trail("begin"))
+        repeated = {number for number, count in calls.items() if count > 1}
+        assert set(calls) == set(range(160))
+        assert repeated <= {number for pid, number in trail("begin") if pid == victims[0] and number in range(100, 140)}
+
+
+BLOCKS = """
+import os, pathlib, time
+import qmq, qmq.blocking
+
+blocked = pathlib.Path("blocked")
+
+
+def block(_):
+    blocked.write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)
+"""
+BLOCKED_LOOP = """
+producer, consumer = qmq.Producer(), qmq.Consumer()
+
+
+@consumer.listen("order", group="g", start="earliest")
+async def on_order(message: qmq.ReceivedMessage) -> None:
+    if not blocked.exists():
+        block(None)
+    (await producer.send(qmq.Message("done", {"n": message["n"], "pid": os.getpid()}))).check()
+"""
+BLOCKED_BACKGROUND = """
+producer, consumer = qmq.blocking.Producer(), qmq.blocking.Consumer()
+
+
+@consumer.listen("order", group="g", start="earliest")
+def on_order(message):
+    answer = qmq.Message("done", {"n": message["n"], "pid": os.getpid()})
+    if not blocked.exists():
+        producer.send_nowait(qmq.Message("other"), on_done=block)
+        time.sleep(3600)
+    producer.send(answer).check()
+"""
+
+
+@pytest.mark.parametrize("handlers", [BLOCKED_LOOP, BLOCKED_BACKGROUND], ids=["loop", "background"])
+def test_process_with_a_blocked_loop_is_replaced(launch, folder, qmq_blocking_broker, handlers):
+    broker = qmq_blocking_broker
+    (folder / "shop" / "handlers.py").write_text(BLOCKS + handlers)
+    send(broker, 1)
+    worker, blocked = launch("--kill-after", "4"), folder / "blocked"
+    until(lambda: blocked.exists() and blocked.read_text(), "a process blocks")
+    pid = blocked.read_text()
+    until(lambda: f"process ended pid={pid} status=-9" in (folder / "log").read_text(), "it is killed")
+    assert f"process killed pid={pid} reason=no report for" in (folder / "log").read_text()
+
+    def is_redelivered():
+        broker.advance(31)  # the lease of the killed one ends
+        return done(broker)[0] == {1}
+
+    until(is_redelivered, "its message is handled")
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 0
+
+
+MANAGE = """
+import os, sys
+from django.core.management import execute_from_command_line
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "settings")
+execute_from_command_line(sys.argv)
+"""
+SETTINGS = """
+INSTALLED_APPS = ["qmq.django"]
+DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.db"}}
+"""
+
+
+@pytest.fixture
+def project(folder):
+    """Make a Django project in a folder of its own; return the words of its runconsumer."""
+    site = folder / "site"
+    site.mkdir()
+    for name, text in {"manage": MANAGE, "settings": SETTINGS}.items():
+        (site / f"{name}.py").write_text(text)
+    (site / "orders.py").write_text("from qmq.django.models import *\n" + HANDLERS)
+    return "site/manage.py", "runconsumer"
+
+
+def test_runconsumer_runs_processes_with_the_projects_settings(launch, project, qmq_blocking_broker):
+    broker, (port,) = qmq_blocking_broker, free_ports(1)
+    worker = launch("--processes", "2", "--http", f"127.0.0.1:{port}", target="orders", program=project)
+    until(lambda: get(port, "/ready") == (200, "ready\n"), "both processes are connected")
+    send(broker, *range(20))
+    until(lambda: done(broker)[0] == set(range(20)))
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 0
+
+
+def test_runconsumer_ends_with_the_status_of_a_worker(launch, folder, project):
+    assert launch(target="order:consumer", program=project).wait(60) == 2
+    assert "No module named 'order'. Start in its folder" in (folder / "log").read_text()
 
 
 def test_rejected_token_has_a_status_of_its_own():

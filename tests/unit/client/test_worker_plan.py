@@ -15,11 +15,14 @@ class Processes:
     def __init__(self):
         self.started = 0
         self.terminated, self.killed = [], []
-        self.terminate, self.kill = self.terminated.append, self.killed.append
+        self.terminate = self.terminated.append
 
     def start(self):
         self.started += 1
         return self.started
+
+    def kill(self, process, why):
+        self.killed.append(process)
 
 
 @pytest.fixture
@@ -75,6 +78,52 @@ def test_process_that_does_not_end_is_killed(processes):
     assert again.exit is Exit.FAILED, "a second signal kills at once"
 
 
+def looking(plan, begin_s, end_s, *reporting):
+    """Look twice a second, while these processes report each time."""
+    for half in range(int(begin_s * 2), int(end_s * 2) + 1):
+        for process in reporting:
+            plan.reported(process, half / 2)
+        plan.look(half / 2)
+
+
+def test_process_without_reports_is_killed_and_replaced(processes):
+    plan = running(processes, kill_after_s=20.0)
+    looking(plan, 0.0, 19.5, 2)
+    assert not processes.killed
+    looking(plan, 20.0, 25.0, 2)
+    assert processes.killed == [1], "once"
+    plan.exited(1, -signal.SIGKILL, 25.0)
+    looking(plan, 25.0, 26.0, 2)
+    assert plan.running == {2, 3} and plan.restarts == 1 and plan.exit is None
+
+
+def test_hung_process_does_not_delay_the_end(processes):
+    plan = running(processes, kill_after_s=5.0)
+    looking(plan, 0.0, 4.0, 2)
+    plan.stop(4.0)
+    looking(plan, 4.5, 5.0, 2)
+    assert processes.killed == [1] and plan.exit is Exit.FAILED
+
+
+def test_worker_that_stood_still_kills_nothing(processes):
+    plan = running(processes, kill_after_s=20.0)
+    plan.look(1.0)
+    plan.look(1000.0)
+    assert not processes.killed
+    looking(plan, 1000.5, 1020.0)
+    assert processes.killed == [1, 2]
+
+
+def test_replaced_process_that_does_not_end_is_killed(processes):
+    plan = running(processes, count=1)
+    plan.reload(10.0)
+    plan.ready(2, 11.0)
+    plan.look(40.5)
+    assert not processes.killed
+    plan.look(41.0)
+    assert processes.killed == [1] and plan.exit is None and plan.restarts == 0
+
+
 @pytest.mark.parametrize("status", [Exit.CANNOT_START, Exit.REFUSED])
 def test_start_that_cannot_succeed_ends_the_worker(processes, status):
     plan = Plan(2, processes, stop_s=30.0)
@@ -127,9 +176,11 @@ def test_reload_of_fixed_consumer_ids_ends_the_old_first(processes):
     plan.is_unique = True
     plan.reload(10.0)
     assert (processes.started, processes.terminated) == (1, [1])
-    plan.exited(1, 0, 11.0)
-    plan.look(11.0)
-    plan.ready(2, 12.0)
+    plan.look(40.0)
+    assert processes.killed == [1], "it does not end"
+    plan.exited(1, -signal.SIGKILL, 41.0)
+    plan.look(41.0)
+    plan.ready(2, 42.0)
     assert plan.running == {2} and plan.restarts == 0 and not plan.places[0].is_renewed
 
 
