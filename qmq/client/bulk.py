@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 from qmq.client.backlog import QueuedMessage, SubjectQueue
@@ -66,22 +66,21 @@ _names: dict[str, str] = {}
 
 
 class EncodedRun(NamedTuple):
-    """Batch of `messages[begin:end]`; labels follow it if `flags` tell so.
+    """Batch of the messages read, without the last one if that is `rest`; labels follow it if `flags` tell so.
 
-    A batch that is not full ends before a message with an order key, or before one that cannot be encoded: `error`.
+    `rest` did not fit, has an order key or another subject, or cannot be encoded: `error`.
     """
 
     ids: list[str]
     blocks: list[bytes]
-    end: int
+    rest: Message | None
     error: InvalidMessage | None
     flags: int
 
 
 def encode_run(
     subject: str,
-    messages: list[Message],
-    begin: int,
+    messages: Iterable[Message],
     *,
     ids: MessageIds,
     now_ms: int,
@@ -89,12 +88,16 @@ def encode_run(
     bytes_max: int = BATCH_BYTES_MAX,
     compress_bytes_min: int | None = None,
 ) -> EncodedRun:
-    """Encode messages from `begin` on until the batch is full or a message cannot be in it; sets missing ids.
+    """Encode messages until the batch is full or a message cannot be in it; sets missing ids.
 
     Args:
+        messages: read no further than to the first message that is not in the batch.
         due_ms: common due time of delayed messages.
         bytes_max: limit of a batch of several messages.
         compress_bytes_min: see `batch_encoder`.
+
+    Raises:
+        InvalidMessage: one of them is no message.
     """
     # One long function on purpose: a call per message or property would double the time.
     if due_ms is None:
@@ -112,10 +115,14 @@ def encode_run(
     message_bytes: list[int] = []
     run_ids: list[str] = []
     labels: dict[int, int] = {}
-    total, block_end, error = 0, BLOCK_BYTES, None
-    for position in range(begin, len(messages)):
-        message = messages[position]
-        if message.order_key is not None:
+    total, block_end, rest, error = 0, BLOCK_BYTES, None, None
+    for message in messages:
+        try:
+            is_other = message.order_key is not None or message.subject != subject
+        except AttributeError:
+            raise not_a_message(message) from None
+        if is_other:
+            rest = message
             break
         identity = message.id
         mark = len(parts)
@@ -182,7 +189,7 @@ def encode_run(
             try:
                 data = encoder(message)
             except InvalidMessage as refusal:
-                error = refusal
+                rest, error = message, refusal
                 labels.pop(len(run_ids), None)
                 break
             raw, size = data, len(data)
@@ -191,6 +198,7 @@ def encode_run(
         if total + size > bytes_max and total:
             del parts[mark:]
             labels.pop(len(run_ids), None)
+            rest = message
             break
         total += size
         message_bytes.append(size)
@@ -218,7 +226,7 @@ def encode_run(
         every = [labels.get(position, 0) for position in range(len(run_ids))]
         flags = label_flags(every)
         blocks.append(encode_labels(every))
-    return EncodedRun(run_ids, blocks, begin + len(run_ids), error, flags)
+    return EncodedRun(run_ids, blocks, rest, error, flags)
 
 
 def _fronts(encoder: Encoder, flag: int) -> tuple[str, str, dict[int, str]]:
@@ -247,12 +255,12 @@ def _name(name: str) -> str:
 
 READY_BATCHES_MAX = 2
 """Whole batches in a queue, so that one can be sent while the next is encoded."""
-CHUNK_MESSAGES = BATCH_MESSAGES_MAX
-"""Messages that are read from the iterable at once."""
+MIXED_BYTES = 8 << 20
+"""Encoded messages of several subjects after which their batches are made."""
 
 
 class _Encoded(NamedTuple):
-    """Message of a mixed chunk; `position` is its place there."""
+    """Message of a mixed stretch; `position` is its place there."""
 
     position: int
     id: str
@@ -287,83 +295,105 @@ class BulkSend:
         self._timeout_ms = timeout_ms
         self._flight = flight
         self._until_ms = until_ms
-        self._unresolved = 0
+        self._bytes_max = sender.queue_bytes_max
+        self._unresolved = self._unresolved_bytes = 0
+        self._is_mixed = False
+        """Whether the subject changed at the last message, so that the next ones share batches per subject."""
         self._stuck: set[str] = set()
         """Subjects whose last batch waited until its deadline: their other batches do not wait as long again."""
 
-    async def send(self, chunk: list[Message]) -> None:
-        try:
-            subjects = {message.subject for message in chunk}
-        except AttributeError:
-            raise next(not_a_message(item) for item in chunk if not isinstance(item, Message)) from None
-        try:
-            if len(subjects) == 1 and (self._delay is None or self._delay.key is None):
-                await self._send_uniform(self._sender.queue(subjects.pop()), chunk)
-                return
-        except InvalidName:
-            pass
-        await self._send_mixed(chunk)
+    async def send(self, messages: Iterable[Message]) -> None:
+        """Send messages, and read no more of them than fit into the queue: the first unsent ones may have gigabytes."""
+        source = iter(messages)
+        for message in source:
+            rest = await self._send_first(message, source)
+            while rest is not None:
+                rest = await self._send_first(rest, source)
+
+    async def _send_first(self, message: Message, source: Iterator[Message]) -> Message | None:
+        """Send `message` and those of `source` that can go with it; return the message read last, if it cannot."""
+        if not isinstance(message, Message):
+            raise not_a_message(message)
+        stretch = islice(chain((message,), source), BATCH_MESSAGES_MAX)
+        if self._can_share(message):
+            try:
+                return await self._send_run(self._sender.queue(message.subject), stretch)
+            except InvalidName:
+                pass
+        return await self._send_mixed(stretch)
 
     async def all_resolved(self) -> None:
         while self._unresolved:
             await self._sender.wait()
 
-    async def _send_uniform(self, queue: SubjectQueue, chunk: list[Message]) -> None:
-        """Send messages of one subject. Hot path: no step per message without an order key."""
-        begin, now_ms = 0, _now_ms()
-        while begin < len(chunk):
-            run = encode_run(
-                queue.subject,
-                chunk,
-                begin,
-                ids=self._ids,
-                now_ms=now_ms,
-                due_ms=self._due_ms,
-                bytes_max=self._sender.batch_bytes_max(queue.subject),
-                compress_bytes_min=self._compress_bytes_min,
-            )
-            begin = run.end
-            if run.ids:
-                self.receipts.add(await self._submit(queue, run.ids, run.blocks, run.flags))
-            if run.error is not None:
-                self.receipts.add([self._refused(chunk[begin], run.error)])
-                begin += 1
-            elif begin < len(chunk) and chunk[begin].order_key is not None:
-                end = next((at for at in range(begin, len(chunk)) if chunk[at].order_key is None), len(chunk))
-                await self._send_mixed(chunk[begin:end])
-                begin = end
+    def _can_share(self, message: Message) -> bool:
+        """Return whether a message may be encoded together with the next ones."""
+        return not self._is_mixed and message.order_key is None and (self._delay is None or self._delay.key is None)
 
-    async def _send_mixed(self, chunk: list[Message]) -> None:
+    async def _send_run(self, queue: SubjectQueue, messages: Iterator[Message]) -> Message | None:
+        """Send a batch of one subject. Hot path: no step per message without an order key."""
+        run = encode_run(
+            queue.subject,
+            messages,
+            ids=self._ids,
+            now_ms=_now_ms(),
+            due_ms=self._due_ms,
+            bytes_max=self._sender.batch_bytes_max(queue.subject),
+            compress_bytes_min=self._compress_bytes_min,
+        )
+        if run.ids:
+            self.receipts.add(await self._submit(queue, run.ids, run.blocks, run.flags))
+        if run.rest is not None and run.error is not None:
+            self.receipts.add([self._refused(run.rest, run.error)])
+            return None
+        self._is_mixed = run.rest is not None and run.rest.subject != queue.subject
+        return run.rest
+
+    async def _send_mixed(self, messages: Iterator[Message]) -> Message | None:
         """Send messages of several subjects: a batch per subject, and messages with an order key one by one."""
-        now_ms = _now_ms()
+        now_ms, size, rest = _now_ms(), 0, None
         makers: list[Callable[[], Receipt]] = []
         by_subject: dict[str, list[_Encoded]] = {}
-        for position, message in enumerate(chunk):
+        for position, message in enumerate(messages):
+            if not isinstance(message, Message):
+                raise not_a_message(message)
+            if position and self._can_share(message):
+                rest = message
+                break
             try:
-                self._sender.queue(message.subject)
-                message.id = next(self._ids) if message.id is None else plain(message.id)
-                delay, compress = self._delay, self._compress_bytes_min
-                if delay is None:
-                    data = batch_encoder(message.subject, now_ms, compress)(message)
-                else:
-                    data = delay.encode(message, now_ms, compress)
-                encoded = _Encoded(position, message.id, data, label_of_message(message))
+                encoded = self._encoded(position, message, now_ms)
+                size += len(encoded.data)
                 if message.order_key is not None:
                     makers.append(await self._send_in_order(message.subject, encoded))
-                    continue
-                by_subject.setdefault(message.subject, []).append(encoded)
-                makers.append(_not_sent)
+                else:
+                    by_subject.setdefault(message.subject, []).append(encoded)
+                    makers.append(_not_sent)
             except (InvalidName, InvalidMessage) as error:
                 makers.append(self._refused(message, error))
-        for subject, messages in by_subject.items():
-            for piece in _pieces(messages, self._sender.batch_bytes_max(subject)):
+            if size >= MIXED_BYTES:
+                break
+        for subject, encodings in by_subject.items():
+            for piece in _pieces(encodings, self._sender.batch_bytes_max(subject)):
                 batch_bytes = join_batch([encoded.data for encoded in piece])
                 blocks, flags = with_labels(batch_bytes, [encoded.label for encoded in piece])
                 ids = [encoded.id for encoded in piece]
                 batch = await self._submit(self._sender.queue(subject), ids, blocks, flags)
                 for at, encoded in enumerate(piece):
                     makers[encoded.position] = partial(batch.receipt, at)
+        self._is_mixed = self._is_mixed and len(by_subject) > 1
         self.receipts.add(makers)
+        return rest
+
+    def _encoded(self, position: int, message: Message, now_ms: int) -> _Encoded:
+        """Encode one message; raises InvalidName, InvalidMessage."""
+        self._sender.queue(message.subject)
+        message.id = next(self._ids) if message.id is None else plain(message.id)
+        delay, compress = self._delay, self._compress_bytes_min
+        if delay is None:
+            data = batch_encoder(message.subject, now_ms, compress)(message)
+        else:
+            data = delay.encode(message, now_ms, compress)
+        return _Encoded(position, message.id, data, label_of_message(message))
 
     async def _send_in_order(self, subject: str, message: _Encoded) -> Callable[[], Receipt]:
         """Queue a message with an order key once there is room; its batch is made when its broker group is known."""
@@ -387,11 +417,13 @@ class BulkSend:
 
     async def _submit(self, queue: SubjectQueue, ids: list[str], blocks: list[bytes], flags: int) -> Batch:
         """Queue a whole batch once there is room."""
-        while len(queue.ready) >= READY_BATCHES_MAX and not self._is_over():
+        size = sum(map(len, blocks))
+        while not self._has_room(queue, size) and not self._is_over():
             await self._sender.wait()
         deadline_ms, flight = self._deadline_ms(), self._flight()
         batch = Batch(queue.subject, ids, blocks, deadline_ms, partial(self._resolved, flight), flags, self._due_ms)
         self._unresolved += 1
+        self._unresolved_bytes += size
         if self._is_over():
             self._sender.refuse_late(batch)
         else:
@@ -400,6 +432,10 @@ class BulkSend:
                 self._sender.refuse_stuck(queue, batch)
         await asyncio.sleep(0)  # let the loop write the batch and read answers: encoding never waits
         return batch
+
+    def _has_room(self, queue: SubjectQueue, size: int) -> bool:
+        open_bytes = self._unresolved_bytes
+        return len(queue.ready) < READY_BATCHES_MAX and (not open_bytes or open_bytes + size <= self._bytes_max)
 
     def _deadline_ms(self) -> int:
         return self._sender.now_ms() + self._timeout_ms if self._until_ms is None else self._until_ms
@@ -414,6 +450,7 @@ class BulkSend:
 
     def _resolved(self, flight: Flight, batch: Batch) -> None:
         self._unresolved -= 1
+        self._unresolved_bytes -= batch.body_bytes
         flight.open -= 1
         if batch.was_answered:
             self._stuck.discard(batch.subject)

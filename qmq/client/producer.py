@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 from urllib.parse import urlsplit
@@ -21,7 +20,7 @@ from qmq import zstd
 from qmq.access import Token, token_source
 from qmq.client.backlog import Backlog, QueuedMessage, SubjectQueue
 from qmq.client.batch import MessageIds, OnReceipt, Outcome, Receipt, Receipts, unstored
-from qmq.client.bulk import CHUNK_MESSAGES, BulkSend
+from qmq.client.bulk import BulkSend
 from qmq.client.delay import (
     Delay,
     DelayArguments,
@@ -82,7 +81,8 @@ class Producer:
         in_flight_max: produce requests in flight per subject and broker group. Messages that arrive meanwhile form the
             next batch. A broker group has at most 64 requests in flight over all subjects.
         queue_messages_max, queue_bytes_max: single messages of one subject that may wait. Then `send` waits and
-            `send_nowait` raises QueueFull. All subjects together may have an eighth more, in fair shares.
+            `send_nowait` raises QueueFull. All subjects together may have an eighth more, in fair shares. A `send_many`
+            has as many bytes without an outcome, and reads no further messages until some have one.
         outbox: database of the application's outbox: an engine, the alias of a Django database, or a function that
             opens a DB-API connection. Rows of earlier processes are sent from the start on; without this argument, from
             the first message with a `session` on (docs/outbox.md).
@@ -557,9 +557,7 @@ class Producer:
         sender = senders.of(is_delayed=later is not None)
         until_ms = None if timeout_ms is None else sender.now_ms() + timeout_ms
         many = BulkSend(sender, self._ids, self._timeout_ms, senders.board, later, until_ms, self._compress_bytes_min)
-        iterator = iter(messages)
-        while chunk := list(islice(iterator, CHUNK_MESSAGES)):
-            await many.send(chunk)
+        await many.send(messages)
         await many.all_resolved()
         return many.receipts
 

@@ -194,6 +194,11 @@ class Sender:
             routes = next(iter([*self._watch.refusals.values()]), "") or NO_ROUTE_YET
         return of_groups(missing, connected=len(links) - len(missing), routes=routes)
 
+    @property
+    def queue_bytes_max(self) -> int:
+        """Limit of one queue, and of one `send_many` without outcomes."""
+        return self._backlog.bytes_max
+
     def now_ms(self) -> int:
         return int(self._loop.time() * 1000)
 

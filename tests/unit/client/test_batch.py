@@ -136,13 +136,14 @@ def test_run_matches_the_codec(messages, compress):
     ids, begin, encode = MessageIds("prefix-"), 0, batch_encoder("s.ü", 77, compress)
     given_ids = [message.id for message in messages]
     while begin < len(messages):
-        run = encode_run("s.ü", messages, begin, ids=ids, now_ms=77, compress_bytes_min=compress)
-        taken = messages[begin : run.end]
+        run = encode_run("s.ü", messages[begin:], ids=ids, now_ms=77, compress_bytes_min=compress)
+        taken = messages[begin : begin + len(run.ids)]
         assert run.ids == [message.id for message in taken]
         if taken:
             batch = join_batch([encode(message) for message in taken])
             assert (b"".join(run.blocks), run.flags) == joined(*with_labels(batch, list(map(label_of_message, taken))))
-        begin = run.end
+        begin += len(run.ids)
+        assert run.rest is (messages[begin] if begin < len(messages) else None)
         if run.error is not None:
             with pytest.raises(InvalidMessage) as simple:
                 encode(messages[begin])
@@ -156,10 +157,14 @@ def joined(blocks: list[bytes], flags: int) -> tuple[bytes, int]:
     return b"".join(blocks), flags
 
 
-def test_run_ends_before_an_order_key():
-    messages = [Message("a", {"n": "1"}), Message("a", {"n": "2"}, order_key="k"), Message("a", {"n": "3"})]
-    run = encode_run("a", messages, 0, ids=MessageIds("p"), now_ms=1)
-    assert (run.end, run.error, run.flags) == (1, None, 0)
+@pytest.mark.parametrize(
+    "other", [Message("a", {"n": "2"}, order_key="k"), Message("b", {"n": "2"})], ids=["order key", "subject"]
+)
+def test_run_ends_before_another_kind(other):
+    source = iter([Message("a", {"n": "1"}), other, Message("a", {"n": "3"})])
+    run = encode_run("a", source, ids=MessageIds("p"), now_ms=1)
+    assert (len(run.ids), run.rest, run.error, run.flags) == (1, other, None, 0)
+    assert len(list(source)) == 1
 
 
 def test_labels_of_a_split_batch_follow_their_messages():
@@ -177,10 +182,10 @@ def test_runs_are_bounded_and_complete(content):
     messages = [Message("a", **content) for _ in range(100)]
     ids, begin, sizes = MessageIds("p"), 0, []
     while begin < len(messages):
-        run = encode_run("a", messages, begin, ids=ids, now_ms=1)
+        run = encode_run("a", messages[begin:], ids=ids, now_ms=1)
         sizes.append(sum(map(len, run.blocks)))
-        assert run.end > begin
-        begin = run.end
+        assert run.ids
+        begin += len(run.ids)
     assert len({message.id for message in messages}) == 100
     assert max(sizes) <= (1 << 20) + 1000
 

@@ -82,7 +82,7 @@ def test_bytes_that_are_no_message_are_never_due():
 
 def test_delayed_run_matches_the_encoder():
     messages = [Message("s", {"n": n, "text": "ü" * n}, tags={"t"} if n % 3 else (), id=f"i{n}") for n in range(20)]
-    run = encode_run("s", messages, 0, ids=MessageIds("p"), now_ms=NOW_MS, due_ms=NOW_MS + 9)
+    run = encode_run("s", messages, ids=MessageIds("p"), now_ms=NOW_MS, due_ms=NOW_MS + 9)
     one = delayed_encoder("s", NOW_MS, NOW_MS + 9)
     assert b"".join(run.blocks).startswith(join_batch([one(message) for message in messages]))
 

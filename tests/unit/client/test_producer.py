@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -342,6 +342,26 @@ async def test_advice_ends_with_readonly():
         begin = len(there.attempts)
         assert (await producer.send_many(Message("a", {"n": "x" * 1_000}) for _ in range(1_000))).all_stored
         assert max(len(attempt.body) for attempt in there.attempts[begin:]) > 500_000
+
+
+@pytest.mark.parametrize("subjects, most", [("a", 7), ("abcdefghijkl", 30)], ids=["one subject", "several"])
+async def test_send_many_reads_bounded_bytes_ahead(subjects, most):
+    """A generator of bodies of 32 MiB took 32 GB: 1,000 messages were read at once."""
+    body, count, read = bytes(300_000), 60, 0
+
+    def messages() -> Iterator[Message]:
+        nonlocal read
+        for read in range(1, count + 1):
+            yield Message(subjects[read % len(subjects)], body=body)
+
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, queue_bytes_max=1 << 20) as producer:
+        hold = Hold(broker)
+        sending = asyncio.create_task(producer.send_many(messages()))
+        await until_async(lambda: hold.held and producer._backlog.waiters)
+        ahead = read
+        hold.release()
+        assert (await sending).all_stored
+        assert ahead <= most and read == count
 
 
 async def test_oversized_batch_is_split():
