@@ -41,8 +41,9 @@ from qmq.audit.walk import WINDOW_BYTES, Problem, Storage, Walk, Window
 from qmq.codec import BATCH_MESSAGES_MAX, check_batch, decode_envelope, split_batch
 from qmq.errors import QmqError
 from qmq.log.delay_frames import batch_begin
-from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
+from qmq.log.frame import DELAYS, FLAG_LABELLED, PROGRESS, Frame, FrameKind
 from qmq.log.retention import decode_retention
+from qmq.message_sizes import FRAME_BYTES_MAX
 
 HOUR_MAX = TIME_MS_MAX // HOUR_MS
 NO_JSON = (ValueError, OverflowError, RecursionError)

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.crc import crc32
-from qmq.log.frame import FRAME_BYTES_MAX, HEADER, HEADER_BYTES, MAGIC, Frame, FrameKind
+from qmq.log.frame import HEADER, HEADER_BYTES, MAGIC, Frame, FrameKind
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.types import Epoch
 
 _SIZES = struct.Struct("<6xH4xI")

@@ -19,7 +19,8 @@ from qmq.audit.findings import BOTH, COPIES, DERIVED, MASTER, SLAVE, FindingKind
 from qmq.audit.walk import HEADER_BYTES_MAX, Walk, Window
 from qmq.codec import batch_ends, decode_envelope, labels_bytes
 from qmq.errors import QmqError
-from qmq.log.frame import FLAG_LABELLED, FRAME_BYTES_MAX, Frame, FrameKind
+from qmq.log.frame import FLAG_LABELLED, Frame, FrameKind
+from qmq.message_sizes import FRAME_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from qmq.codec import (
 )
 from qmq.errors import CorruptFrame, QmqError
 from qmq.log.delay_frames import Outcome, batch_begin, decode_dispatch, decode_places, decode_settled
-from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
+from qmq.log.frame import DELAYS, FLAG_LABELLED, PROGRESS, Frame, FrameKind
 from qmq.log.progress_frame import (
     DEFERRED,
     NOT_BEGUN,
@@ -36,6 +36,7 @@ from qmq.log.progress_frame import (
     decode_progress,
 )
 from qmq.message import CONTENT_TYPE
+from qmq.message_sizes import FRAME_BYTES_MAX
 
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
 """Bounds of one batch sent to Spark."""

@@ -18,13 +18,13 @@ from benchmarks.client import PROPERTY, percentiles
 from benchmarks.worker import answer
 from qmq.codec import decode_message, split_batch
 from qmq.errors import QmqError
+from qmq.message_sizes import ANSWER_BYTES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Pull
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
 from qmq.types import Endpoint
 
-PACKET_BYTES_MAX = 64 << 20
 PULL_S = 10.0
 HEARTBEAT_S = 5.0
 OPENED_AT_ONCE = 50
@@ -47,7 +47,7 @@ class Member:
 
     async def open(self, endpoint: Endpoint, token: str, start: str) -> None:
         self._connection, _ = await connect(
-            endpoint, handler=self, token=token, app="crowd", packet_bytes_max=PACKET_BYTES_MAX, timeout_s=30.0
+            endpoint, handler=self, token=token, app="crowd", packet_bytes_max=ANSWER_BYTES_MAX, timeout_s=30.0
         )
         body = commands.encode_subscribe(subject=self._subject, group=self._group, consumer=self._name, start=start)
         answered = commands.decode_json(await self._connection.request(Command.SUBSCRIBE, body), subscription=int)

@@ -17,12 +17,13 @@ from zlib import crc32
 
 import uvloop
 
-from benchmarks.crowd import PACKET_BYTES_MAX, Member
+from benchmarks.crowd import Member
 from benchmarks.figures import percentile
 from benchmarks.worker import answer, texts
 from qmq.codec import DUE_AT, FLAG_DELAYED, encode_message, join_batch, split_batch
 from qmq.errors import QmqError
 from qmq.message import Message
+from qmq.message_sizes import ANSWER_BYTES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command
 from qmq.remoting.connection import Connection, connect
@@ -72,7 +73,7 @@ class Sender:
                 handler=self,
                 token=os.environ["QMQ_TOKEN"],
                 app="delay",
-                packet_bytes_max=PACKET_BYTES_MAX,
+                packet_bytes_max=ANSWER_BYTES_MAX,
                 timeout_s=30.0,
             )
         return self._connection

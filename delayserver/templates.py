@@ -33,8 +33,8 @@ from cronsim import CronSim, CronSimError
 
 from qmq.codec import FLAG_DELAYED, decode_envelope, decode_properties, join_batch, label_of, with_properties
 from qmq.errors import InvalidMessage, InvalidRequest, MessageTooLarge
-from qmq.log.frame import FRAME_BYTES_MAX
 from qmq.message import DELAY_KEY, ORDER_KEY, RECUR_CRON, RECUR_NAME, RECUR_OWNER, RECUR_SKIPPED, RECUR_ZONE
+from qmq.message_sizes import RECURRING_BYTES_MAX
 from qmq.remoting.commands import RECUR_NAME_BYTES_MAX, Recur, RecurringSchedule
 from qmq.server.batch_check import check_messages
 from qmq.subjects import NAME_BYTES_MAX, check_name
@@ -181,7 +181,6 @@ LABEL = (1 << 32) - 1
 """Label of templates: the bits of all tags, and no order key."""
 ID_PREFIX = "recurring:"
 """Prefix of a template's id, before its name, so that a cancel by id can delete it."""
-_OVERHEAD_BYTES = 1024
 """Size of a frame besides template and occurrence, with their size difference: one frame holds both."""
 _TIMES = struct.Struct(">qq")
 _LENGTH = struct.Struct(">H")
@@ -240,9 +239,10 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
     message = bytes((message[0] | FLAG_DELAYED,)) + message[1:]
     template = Template(recur.subject, recur.name, recur.owner, recur.cron, recur.timezone, message)
     occurrence = template.occurrence(0, SKIPPED_MAX)
-    most = min(message_bytes_max, FRAME_BYTES_MAX // 2 - _OVERHEAD_BYTES)
+    most = min(message_bytes_max, RECURRING_BYTES_MAX)
     if (size := len(occurrence)) > most:
-        raise MessageTooLarge(f"an occurrence has {size} bytes, more than {most}")
+        why = "(message_bytes_max)" if most == message_bytes_max else "for a recurring schedule: shorten its message"
+        raise MessageTooLarge(f"an occurrence has {size} bytes, more than {most} {why}")
     for _, fault in check_messages(join_batch([occurrence]), 1, message_bytes_max):
         raise InvalidMessage(f"brokers would refuse its occurrences: {fault}")  # and many tags would equal our label
     return template

@@ -63,6 +63,7 @@ from qmq.message import (
     types_of,
     with_types,
 )
+from qmq.message_sizes import BODY_BYTES_MAX
 from qmq.plain import plain
 from qmq.zstd import ENCODING, compressed, decompressed
 
@@ -74,8 +75,6 @@ ID_BYTES_MAX = 100
 VALUE_BYTES_MAX = 32_767
 """A longer value has a negative length for a Java client, which acks the message and never delivers it."""
 MESSAGE_BYTES_MIN = 1 + 8 + 8 + 2 + 2 + 4
-BODY_BYTES_MAX = 64 << 20
-"""Before compression and after decompression; the largest `message_bytes_max` of a broker."""
 EXPIRES_S_MAX = 36_500 * 86_400
 """A hundred years."""
 RETRIES_MOST = 2**31 - 1

@@ -13,6 +13,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from qmq.errors import InvalidRequest, NotServed
+from qmq.message_sizes import ANSWER_BYTES_MAX
 from qmq.plain import plain, plain_text
 from qmq.types import Endpoint
 
@@ -23,7 +24,7 @@ IDLE_MS = "grpc.max_connection_idle_ms"
 CHANNEL_OPTIONS = [
     # Brokers are neighbours: a proxy of the environment is for addresses outside the installation.
     ("grpc.enable_http_proxy", 0),
-    ("grpc.max_receive_message_length", 80 << 20),
+    ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
     # A machine that hangs or is cut off sends nothing; without keepalive pings the loss shows after many minutes.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -38,7 +39,7 @@ META_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, NO_PROBE]
 """Options of channels to a metaserver. Channels of one process with equal options share a connection."""
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second process on the same port is an error, not chance
-    ("grpc.max_send_message_length", 80 << 20),
+    ("grpc.max_send_message_length", ANSWER_BYTES_MAX),
     # Requests have a few kilobytes; a client that watches 10,000 subjects sends one megabyte.
     ("grpc.max_receive_message_length", 4 << 20),
     # Longest life of a connection without an HTTP/2 handshake: it has no token.

@@ -165,7 +165,8 @@ class Guard:
         try:
             body = await read_body(receive, bytes_max=bytes_max, timeout_s=limits.body_timeout_ms / 1000)
         except BodyTooLarge as error:
-            raise Refused(errors.TOO_LARGE, str(error), headers=_CLOSE) from None
+            setting = "" if is_admin else " (request_bytes_max)"
+            raise Refused(errors.TOO_LARGE, f"{error}{setting}", headers=_CLOSE) from None
         except TimeoutError:
             text = f"the request did not arrive within {limits.body_timeout_ms} ms"
             raise Refused(errors.TOO_SLOW, text, headers=_CLOSE) from None

@@ -29,7 +29,7 @@ from qmq.client.batch import (
 )
 from qmq.client.routes import group_of_key
 from qmq.codec import join_batch
-from qmq.errors import QmqError, QueueFull
+from qmq.errors import MessageTooLarge, QmqError, QueueFull
 from qmq.states import TRANSITIONS_KEPT, Transition
 
 SHARES = 8
@@ -326,6 +326,18 @@ class Limits(NamedTuple):
     packet_bytes_max: int
     window_bytes: int
 
+    @property
+    def batch_bytes_max(self) -> int:
+        """Largest batch that an idle connection takes."""
+        return min(self.window_bytes, self.packet_bytes_max - PRODUCE_OVERHEAD_BYTES)
+
+    def exceeded(self, batch_bytes: int, group: str) -> MessageTooLarge:
+        """Return the error of a larger batch, of one message."""
+        return MessageTooLarge(
+            f"{batch_bytes} bytes exceed the request limit of {group}, {self.batch_bytes_max}: send less, or raise "
+            "packet_bytes_max and window_bytes of its brokers"
+        )
+
 
 class GroupBatches:
     """Batches with a number of one broker group, from admission to result.
@@ -375,18 +387,15 @@ class GroupBatches:
             return 0
         if self._unresolved and self._next_number - next(iter(self._unresolved)) >= NUMBERS_SPAN_MAX:
             return 0
-        return max(0, self._idle_room_bytes() - self._bytes_in_flight)
+        return max(0, self.limits.batch_bytes_max - self._bytes_in_flight)
 
     def advised(self, batch_bytes: int) -> None:
         """Set the batch size that an answer advises; 0 advises none."""
         self.batch_bytes_max = min(batch_bytes or BATCH_BYTES_MAX, BATCH_BYTES_MAX)
 
-    def _idle_room_bytes(self) -> int:
-        return min(self.limits.window_bytes, self.limits.packet_bytes_max - PRODUCE_OVERHEAD_BYTES)
-
     def never_fits(self, body_bytes: int) -> bool:
         """Return whether a body is too large even for an idle connection."""
-        return body_bytes > self._idle_room_bytes()
+        return body_bytes > self.limits.batch_bytes_max
 
     def admit(self, batch: Batch) -> None:
         """Give a batch the next number and count it as in flight."""

@@ -35,7 +35,6 @@ from qmq.client.batch import (
 from qmq.client.delay import Delay
 from qmq.client.sender import Flight, Sender
 from qmq.codec import (
-    BODY_BYTES_MAX,
     FLAG_BODY,
     FLAG_TAGS,
     KEPT_MAX,
@@ -53,6 +52,7 @@ from qmq.codec import (
 from qmq.errors import InvalidMessage, InvalidName, InvalidRequest, QmqError
 from qmq.log.frame import label_flags
 from qmq.message import RESERVED, Message, not_a_message, text_of
+from qmq.message_sizes import BODY_BYTES_MAX
 from qmq.plain import plain
 
 _LENGTHS = [n.to_bytes(2, "big").decode("latin-1") for n in range(VALUE_BYTES_MAX + 1)]

@@ -10,6 +10,7 @@ from qmq.access import Token, token_text
 from qmq.client.routes import Routing
 from qmq.errors import AccessError, NotServed, QmqError
 from qmq.logs import bounded
+from qmq.message_sizes import ANSWER_BYTES_MAX
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
 from qmq.types import Endpoint
@@ -17,8 +18,6 @@ from qmq.types import Endpoint
 log = bounded(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
-PACKET_BYTES_MAX = 64 << 20
-"""Largest answer that a client accepts; a broker's own limit is lower."""
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 2.0
 """A restarted broker listens again within a second or two. Half of the wait is random, so that clients do not reconnect
 at the same time.
@@ -103,7 +102,7 @@ class Link:
                 handler=self,
                 token=self._sent_token,
                 app=self._app,
-                packet_bytes_max=PACKET_BYTES_MAX,
+                packet_bytes_max=ANSWER_BYTES_MAX,
                 timeout_s=CONNECT_TIMEOUT_S,
             )
         except QmqError as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from qmq.access import Token
-from qmq.client.backlog import PRODUCE_OVERHEAD_BYTES, Limits
+from qmq.client.backlog import Limits
 from qmq.client.batch import Answer, NotStored, NumberedBatch, OnAnswer, Stored, Unknown, answer_of
 from qmq.client.lifetime import logged_task
 from qmq.client.link import Link
@@ -23,7 +23,6 @@ from qmq.errors import (
     BrokerReadOnly,
     CallError,
     ClientClosed,
-    MessageTooLarge,
     NotServed,
     Overloaded,
     QmqError,
@@ -66,7 +65,7 @@ class _Group:
 
     def body_bytes_max(self) -> int:
         """Return the largest body that the group takes on an idle connection."""
-        return max(0, min(self.limits.window_bytes, self.limits.packet_bytes_max - PRODUCE_OVERHEAD_BYTES))
+        return max(0, self.limits.batch_bytes_max)
 
 
 class NumberedSender:
@@ -210,7 +209,7 @@ class NumberedSender:
             return
         size = sum(map(len, batch.blocks))
         if size > known.body_bytes_max():
-            done(NotStored(MessageTooLarge(f"{size} bytes exceed the request limit of {group}")))
+            done(NotStored(known.limits.exceeded(size, group)))
         elif known.flights and known.bytes_in_flight + size > known.limits.window_bytes:
             done(NotStored(Overloaded(f"{known.bytes_in_flight} bytes are in flight to {group}")))
         else:

@@ -34,7 +34,6 @@ from qmq.errors import (
     BrokerReadOnly,
     CallError,
     ClientClosed,
-    MessageTooLarge,
     NoRoute,
     NotServed,
     Overloaded,
@@ -419,7 +418,7 @@ class Sender:
         elif len(batch) > 1:
             queue.put_back(*batch.split())
         else:
-            error = MessageTooLarge(f"{batch.body_bytes} bytes exceed the request limit of {name}")
+            error = group.batches.limits.exceeded(batch.body_bytes, name)
             self._end(group, batch, refused(name, error))
         self._settle(queue)
         return True

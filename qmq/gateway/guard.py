@@ -75,7 +75,7 @@ class Guard:
         try:
             body = await read_body(receive, bytes_max=bytes_max, timeout_s=timeout_s)
         except BodyTooLarge as error:
-            raise Refused(Code.TOO_LARGE, str(error), _CLOSE) from None
+            raise Refused(Code.TOO_LARGE, f"{error} (body_bytes_max)", _CLOSE) from None
         except TimeoutError:
             raise Refused(Code.TOO_SLOW, f"the request did not arrive within {timeout_s} s", _CLOSE) from None
         if body is None:

@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 from qmq.codec import Buffer
 from qmq.crc import crc32
 from qmq.errors import CorruptFrame, NewerFormat
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.types import Epoch
 
 MAGIC = int.from_bytes(b"QMF1", "little")
@@ -59,8 +60,6 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _epoch = lru_cache(8)(Epoch)
 """Nearly all frames in the tail have the same epoch."""
-FRAME_BYTES_MAX = 64 << 20
-"""No frame is longer. A larger length is damage and is not followed."""
 
 FLAG_NO_SLAVE_IN_SYNC = 1
 FLAG_LABELLED = 2

@@ -19,7 +19,6 @@ from qmq.log import manifest, quarantine, segments
 from qmq.log.disk import Disk
 from qmq.log.fold import apply, encode_snapshot
 from qmq.log.frame import (
-    FRAME_BYTES_MAX,
     Frame,
     FrameKind,
     decode_frames,
@@ -33,6 +32,7 @@ from qmq.log.manifest import encode_manifest, write_manifest
 from qmq.log.recovery import Damage, recover, set_aside
 from qmq.log.segments import index_name, log_name, read_raw, segment_at, snapshot_name
 from qmq.log.stored import StoredLog, check_snapshot
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.types import Epoch
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from qmq.errors import CorruptFrame
 from qmq.log.disk import Disk
-from qmq.log.frame import FRAME_BYTES_MAX, HEADER_BYTES, Frame, check_body, decode_header, find_frame, intact_bytes
+from qmq.log.frame import HEADER_BYTES, Frame, check_body, decode_header, find_frame, intact_bytes
+from qmq.message_sizes import FRAME_BYTES_MAX
 
 FOLDER = "log"
 TAIL_CUT = f"{FOLDER}/tail-cut"

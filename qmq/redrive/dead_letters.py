@@ -19,6 +19,7 @@ from qmq.crc import crc32
 from qmq.dead_letters import REDRIVER
 from qmq.errors import OutcomeUnknown, QmqError
 from qmq.log.frame import label_flags
+from qmq.message_sizes import ANSWER_BYTES_MAX
 from qmq.redrive.redriving import Chosen, ranges_of
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Ack, Command, Nack, NackEntry, Piece, Produced, Pull, Verdict
@@ -29,7 +30,6 @@ from qmq.types import Endpoint
 
 APP = "qmq.redrive"
 ANSWER_S = 10.0
-PACKET_BYTES_MAX = 64 << 20
 PULL_MESSAGES, PULL_BYTES = 1_000, 4 << 20
 BATCH_BYTES_MAX = 1 << 20
 OVERHEAD_BYTES = 16 << 10
@@ -105,7 +105,7 @@ class DeadLetters:
             handler=self,
             token=token,
             app=APP,
-            packet_bytes_max=PACKET_BYTES_MAX,
+            packet_bytes_max=ANSWER_BYTES_MAX,
             timeout_s=ANSWER_S,
         )
         limits = [int(str(welcome[name])) for name in ("packet_bytes_max", "window_bytes")]

@@ -28,6 +28,7 @@ from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest
 from qmq.log.fold import EpochStart
 from qmq.log.message_log import MessageLog
+from qmq.message_sizes import OLDER_FRAME_BYTES_MAX
 from qmq.remoting.commands import decode_json, encode_json
 from qmq.replication.points import Point
 from qmq.types import NO_EPOCH, Epoch
@@ -83,6 +84,8 @@ class Hello:
     """Whether it once had all frames of its master."""
     instance: str = ""
     """Id of its data directory at its place: a copy of the directory has another one. Empty from older versions."""
+    frame_bytes_max: int = OLDER_FRAME_BYTES_MAX
+    """Longest body of a frame that it reads; absent from older versions."""
 
     @property
     def would_be_filled(self) -> bool:
@@ -126,6 +129,7 @@ class Hello:
             fill_id=self.fill_id,
             whole=self.is_whole,
             instance=self.instance,
+            frame_bytes_max=self.frame_bytes_max,
         )
 
     @classmethod
@@ -153,7 +157,9 @@ class Hello:
             raise InvalidRequest(
                 "field 'epochs' must be a list of [term, boot, offset, chain], 'proofs' one of [offset, end, chain]"
             ) from None
+        frame_bytes_max = f.get("frame_bytes_max", OLDER_FRAME_BYTES_MAX)
         numbers = [f[name] for name in ("term", "boot", "assigned_term", "start", "end", "chain", "kept_end")]
+        numbers.append(frame_bytes_max)
         numbers += [number for epoch, *rest in epochs for number in (*epoch, *rest)]
         numbers += [number for proof in proofs for number in proof]
         if not all(isinstance(number, int) and 0 <= number < 1 << 64 for number in numbers):
@@ -175,6 +181,7 @@ class Hello:
             str(f.get("fill_id", "")),
             bool(f.get("whole", False)),
             str(f.get("instance", "")),
+            frame_bytes_max,
         )
 
 

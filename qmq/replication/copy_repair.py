@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qmq.errors import CorruptFrame, Diverged
-from qmq.log.frame import FRAME_BYTES_MAX, decode_frames
+from qmq.log.frame import decode_frames
 from qmq.log.recovery import Damage
 from qmq.log.repair import repair
+from qmq.message_sizes import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
     from qmq.replication.node import Node

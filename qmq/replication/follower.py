@@ -17,6 +17,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from qmq.errors import CopyRolledBack, CorruptFrame, Diverged, Fenced, NotServed
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
@@ -209,6 +210,8 @@ class SlaveWatch:
         """End of the common part at its last hello; None: no hello yet, or its log was empty."""
         self.owner = ""
         """Its broker, hostname:serve_port; of an older version, its incarnation."""
+        self.frame_bytes_max = FRAME_BYTES_MAX
+        """Longest body of a frame that it reads."""
         self.instance = ""
         """Instance of the process whose hello was answered last."""
 
@@ -259,6 +262,7 @@ class SlaveWatch:
                 "copy of its directory. Stop one of the two"
             )
         self.owner = hello.owner or hello.incarnation
+        self.frame_bytes_max = hello.frame_bytes_max
         self.instance = hello.instance
         is_ahead = hello.is_ahead_of(mastership.log.state.epoch)
         parted_at: int | None = None

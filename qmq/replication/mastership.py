@@ -13,6 +13,7 @@ from qmq.errors import BrokerReadOnly, CorruptFrame, NotMaster, NotServed, QmqEr
 from qmq.log import MessageLog
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, Frame, FrameKind
 from qmq.log.progress_frame import Entry, encode_progress
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate, Answer
 from qmq.replication.ports import Host, Link
@@ -45,6 +46,9 @@ class Mastership:
     """Called right before a progress frame is appended, with the state still unchanged."""
     at_begin: Callable[[], None] | None = None
     """Called when the mastership begins: until then, slaves may restore the log."""
+
+    frame_bytes_max: int = FRAME_BYTES_MAX
+    """Longest body of a frame that all slaves read which connected so far."""
 
     retry_begin_ms: int | None = None
     """Origin of `retry_ms`; set at its first use, as acting master."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from qmq.errors import InvalidRequest
 from qmq.log.frame import FrameKind, encode_json_body
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.remoting import commands
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Hello
@@ -183,6 +184,7 @@ class Slaves:
         readonly.change(Reason.SLAVE_LAG, timely < needed <= connected)
         has_parted = any(watch.has_parted for watch in watches)
         readonly.change(Reason.DIVERGED, has_parted and len(self.in_sync) < needed)
+        self._mastership.frame_bytes_max = min((watch.frame_bytes_max for watch in watches), default=FRAME_BYTES_MAX)
 
     def compared(self) -> None:
         """Begin the mastership if it may: a slave follows, or has no more frames than we."""

@@ -9,11 +9,10 @@ from qmq.access import Token
 from qmq.control_plane import metaserver_urls
 from qmq.errors import InvalidRequest
 from qmq.logs import FORMATS, LEVELS
+from qmq.message_sizes import MESSAGE_BYTES_MAX, MIB, REQUEST_BYTES_MAX, room_complaints
 from qmq.replication.assignment import Address
 from qmq.settings import InvalidSettings, setting
 from qmq.types import Host
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,12 @@ class CopySettings:
         16 * MIB, unit="bytes/s", least=1024, why="rate at which audits read the log, all together"
     )
 
-    packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
-    message_bytes_max: int = setting(4 * MIB, unit="bytes", least=1024, most=32 * MIB, why="largest message stored")
+    packet_bytes_max: int = setting(
+        16 * MIB, unit="bytes", least=64 * 1024, most=REQUEST_BYTES_MAX, why="largest packet taken"
+    )
+    message_bytes_max: int = setting(
+        4 * MIB, unit="bytes", least=1024, most=MESSAGE_BYTES_MAX, why="largest message stored"
+    )
     connections_max: int = setting(
         10_000, least=1, why="connections of clients; of more, the oldest without a login ends, or else the newest"
     )
@@ -126,6 +129,11 @@ class CopySettings:
             complaints.append(f"bind: {self.bind} is a name; use an IP address, or 0.0.0.0 or :: for all")
         if not self.bind and ip.address is None:
             complaints.append(f"bind: missing; ip is a name, {ip}. Set the address to listen on, or 0.0.0.0 or ::")
+        complaints += room_complaints(
+            message_bytes_max=self.message_bytes_max,
+            packet_bytes_max=self.packet_bytes_max,
+            window_bytes=self.window_bytes,
+        )
         try:
             metaserver_urls(self.metaserver)
         except InvalidRequest as error:

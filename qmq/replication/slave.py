@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest, NotMaster
 from qmq.log import Commit, MessageLog
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
@@ -231,6 +232,7 @@ class Slave:
             known.fill_id,
             known.complete,
             self._identity.instance,
+            FRAME_BYTES_MAX,
         )
         self._host.hello(hello.encode())
 

@@ -19,6 +19,7 @@ from qmq.errors import (
     Overloaded,
     QmqError,
 )
+from qmq.message_sizes import SYNC_PACKET_BYTES_MAX
 from qmq.rations import TokenRation
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, decode_json, encode_json
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 LOGIN_S = 5.0
 LOGIN_PACKET_BYTES_MAX = 64 * 1024
 """Memory that a connection may take before its login."""
-SYNC_PACKET_BYTES_MAX = 64 << 20
 _UNTIL_ANSWERED = (ConnectionState.SHARING, ConnectionState.FLOW)
 
 

@@ -25,7 +25,16 @@ from qmq.codec import (
     split_batch,
 )
 from qmq.crc import crc32
-from qmq.errors import CorruptFrame, InvalidMessage, InvalidRequest, LogError, OutcomeUnknown, Overloaded, QmqError
+from qmq.errors import (
+    CorruptFrame,
+    InvalidMessage,
+    InvalidRequest,
+    LogError,
+    MessageTooLarge,
+    OutcomeUnknown,
+    Overloaded,
+    QmqError,
+)
 from qmq.log.fold import StoredBatch
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind, label_flags
 from qmq.remoting import commands
@@ -134,6 +143,11 @@ class Producing:
         if batch is None:
             link.answer(packet, commands.encode_produced(Produced(0, 0, FSYNC, refused)))
             return
+        if len(batch.body) > mastership.frame_bytes_max:
+            raise MessageTooLarge(
+                f"a batch of {len(batch.body)} bytes is more than {mastership.frame_bytes_max}, which a slave of "
+                f"{mastership.group} reads: upgrade it, or send less at once"
+            )
         frame = self._append(produce, batch)
         _count(link.produced, produce.subject, batch.count)
         produced = Produced(frame.first_sequence, batch.count, FSYNC, refused)

@@ -32,6 +32,7 @@ from qmq.errors import (
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import SWEEP_S, RealDisk
 from qmq.log.quarantine import QuarantineKeeper
+from qmq.message_sizes import SYNC_PACKET_BYTES_MAX
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection, connect, notice_dead_peers
 from qmq.remoting.packet import Packet
@@ -40,7 +41,7 @@ from qmq.replication.master import Master, Promotion
 from qmq.replication.node import Node
 from qmq.replication.retention import Keeper
 from qmq.replication.settings import CopySettings
-from qmq.server.acceptor import SYNC_PACKET_BYTES_MAX, Acceptor, Port
+from qmq.server.acceptor import Acceptor, Port
 from qmq.server.access import Access
 from qmq.server.overload import ConnectionState, DiskWatch, LimitsReached, MemoryAlarm, Shares
 from qmq.server.pulse import Pulse

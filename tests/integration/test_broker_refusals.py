@@ -17,6 +17,7 @@ import pytest
 from qmq.deploy.plan import HOST, write_settings
 from qmq.deploy.processes import ROOT, suspend
 from qmq.errors import ErrorCode
+from qmq.message_sizes import SYNC_PACKET_BYTES_MAX
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub, MetaserverStub
 from qmq.remoting import commands
@@ -87,7 +88,7 @@ def logged_once(heard, pattern):
 @pytest.mark.parametrize("login", [False, True], ids=["a stranger", "a client"])
 def test_oversized_packet_is_refused_before_its_body(cluster, master, unchanged, heard, port, login):
     with Wire(getattr(master, port), token=cluster.token if login else None) as wire:
-        size = (64 << 20) + getattr(master, port) + login  # equal log lines are suppressed
+        size = SYNC_PACKET_BYTES_MAX + getattr(master, port) + login  # equal log lines are suppressed
         wire.send(packet_header(Command.PRODUCE, 5, 0, Command.PRODUCE, size))
         answer = wire.answer()
         assert answer is not None and answer.opaque == 5 and answer.code == ErrorCode.MESSAGE_TOO_LARGE

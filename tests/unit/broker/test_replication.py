@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from qmq.errors import CorruptFrame, Diverged, ErrorCode, OperatorError
-from qmq.log.frame import FRAME_BYTES_MAX, NO_CHAIN, decode_frames
+from qmq.log.frame import NO_CHAIN, decode_frames
 from qmq.log.repair import give_up, plan
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet

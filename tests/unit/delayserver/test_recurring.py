@@ -424,7 +424,7 @@ def test_malformed_name_is_refused(action):
 
 
 def test_template_and_occurrence_fit_one_frame(monkeypatch):
-    monkeypatch.setattr("qmq.delayserver.templates.FRAME_BYTES_MAX", 10_000)
+    monkeypatch.setattr("qmq.delayserver.templates.RECURRING_BYTES_MAX", 4_000)
     copies, producer = a_group(message_bytes_max=8192)
     asked = producer.recur("put", properties={"x": "y" * 5_000})
     copies.run(200)

@@ -11,7 +11,6 @@ from qmq.errors import CorruptFrame
 from qmq.log.frame import (
     FLAG_LABELLED,
     FLAG_ORDERED,
-    FRAME_BYTES_MAX,
     HEADER_BYTES,
     FrameKind,
     check_body,
@@ -23,6 +22,7 @@ from qmq.log.frame import (
     intact_bytes,
     label_flags,
 )
+from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.types import Epoch
 from tests.property.test_frame import BASE, FRAMES, SEGMENT, STARTS, frame_of
 
