@@ -9,6 +9,7 @@
     metaserver, token  all its broker groups; of each, the slave's copy if it answers, else the master's
     rows               "messages" (default), "frames" or "progress" (audit.tables)
     columns            names with commas, all by default; properties of messages are decoded only if named
+    properties         names with commas, or each with a line end: only these are decoded into the column `properties`
     subject            only frames of these subjects: names with commas, or each with a line end if one has a comma
     since, until       only frames stored in `[since, until)`: 2026-01-31T12:00:00Z, or ms since 1970
     sequences          "begin-end", half-open: only frames of messages with these sequences
@@ -74,7 +75,18 @@ from qmq.audit.tables import SCHEMAS, table_batches
 from qmq.audit.walk import Walk
 
 _SOURCES = frozenset({"path", "broker", "token", "metaserver"})
-_COMMON = _SOURCES | {"rows", "columns", "subject", "since", "until", "sequences", "contains", "damage", "piece_bytes"}
+_COMMON = _SOURCES | {
+    "rows",
+    "columns",
+    "subject",
+    "since",
+    "until",
+    "sequences",
+    "contains",
+    "damage",
+    "piece_bytes",
+    "properties",
+}
 _BATCH = _COMMON | {"begin", "end", "ranges"}
 _STREAM = _COMMON | {"startingOffsets", "maxBytesPerTrigger"}
 

@@ -44,12 +44,16 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Selection of frames; all by default. A selected message contains all `texts` in its encoding."""
+    """Selection of frames; all by default. A selected message contains all `texts` in its encoding.
+
+    `properties`: names of the properties to decode; None: all.
+    """
 
     subjects: frozenset[str] | None = None
     times: Bounds = Bounds()
     sequences: Bounds = Bounds()
     texts: tuple[bytes, ...] = ()
+    properties: frozenset[str] | None = None
 
     def matches(self, frame: Frame) -> bool:
         """Return whether a frame may hold selected messages, by its header."""
@@ -62,16 +66,21 @@ class Selection:
 
 
 def selection_of(options: Mapping[str, str]) -> Selection:
-    """Parse the options `subject`, `since`, `until`, `sequences` and `contains`; raise WrongOption."""
-    text = options.get("subject", "")
-    names = frozenset(filter(None, map(str.strip, text.split("\n" if "\n" in text else ","))))
+    """Parse the options `subject`, `since`, `until`, `sequences`, `contains` and `properties`; raise WrongOption."""
     sequences = Bounds(*range_option(options["sequences"], "sequences")) if options.get("sequences") else Bounds()
     return Selection(
-        names or None,
+        _names_option(options, "subject"),
         Bounds(time_option_ms(options, "since", 0), time_option_ms(options, "until", ANY_MAX)),
         sequences,
         tuple(encoded(text) for text in options.get("contains", "").split("\n") if text),
+        _names_option(options, "properties"),
     )
+
+
+def _names_option(options: Mapping[str, str], name: str) -> frozenset[str] | None:
+    """Parse names with commas, or with line ends if one has a comma; None without any."""
+    text = options.get(name, "")
+    return frozenset(filter(None, map(str.strip, text.split("\n" if "\n" in text else ",")))) or None
 
 
 def range_option(text: str, name: str) -> tuple[int, int]:

@@ -6,6 +6,7 @@ A range that does not parse, or a message that does not decode, is a row with on
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -16,12 +17,13 @@ from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
 from qmq.audit.selection import Selection
 from qmq.audit.walk import Walk, Window
 from qmq.codec import (
-    FLAG_BODY,
     check_batch,
     decode_envelope,
     decode_properties,
     due_of,
+    has_body,
     labels_bytes,
+    pick_properties,
     properties_span,
     split_batch,
 )
@@ -110,6 +112,7 @@ DELAY_ROWS = pa.schema(
 )
 SCHEMAS = {"messages": MESSAGES, "frames": FRAMES, "progress": PROGRESS_ROWS, "delays": DELAY_ROWS}
 _DECODED = ("id", "tags", "created_at", "properties", "content_type", "body")
+_OF_ENVELOPE = ("id", "tags", "created_at")
 _OF_PROPERTIES = ("properties", "content_type")
 
 Values = Mapping[str, Any]
@@ -225,24 +228,44 @@ def _messages(window: Window, found: _Columns, names: frozenset[str], selection:
             messages = [bytes(view) for view in split_batch(batch, frame.count)]
             lists["message"] = messages
             if decodes:
-                lists |= _decoded(messages, names)
+                lists |= _decoded(messages, names, selection.properties)
         found.add(frame.count, at, lists, len(batch))
 
 
-def _decoded(messages: list[bytes], names: frozenset[str]) -> dict[str, list[Any]]:
-    reads_properties, reads_body = not names.isdisjoint(_OF_PROPERTIES), "body" in names
+def _decoded(messages: list[bytes], names: frozenset[str], properties: frozenset[str] | None) -> dict[str, list[Any]]:
+    """Return the columns `names` of _DECODED, and `problem`. `properties`: names of those to read; None: all."""
+    reads_envelope = not names.isdisjoint(_OF_ENVELOPE)
+    texts_of = _reader_of_properties(names, properties)
     rows: list[tuple[Any, ...]] = []
     for message in messages:
         try:
-            envelope = decode_envelope(message)
-            texts = decode_properties(message) if reads_properties else {}
+            identity, tags, moment = _envelope(message) if reads_envelope else (None, None, None)
+            texts = texts_of(message)
+            body = message[properties_span(message).end :] if "body" in names and has_body(message) else None
         except QmqError as error:
             rows.append((*(None for _ in _DECODED), str(error)))
             continue
-        body = message[properties_span(message).end :] if reads_body and envelope.flag & FLAG_BODY else None
-        moment, content_type = _moment(envelope.created_ms), texts.get(CONTENT_TYPE)
-        rows.append((envelope.id, sorted(envelope.tags), moment, list(texts.items()), content_type, body, None))
+        content_type = texts.get(CONTENT_TYPE)
+        if properties is not None and CONTENT_TYPE not in properties:
+            texts.pop(CONTENT_TYPE, None)
+        rows.append((identity, tags, moment, list(texts.items()), content_type, body, None))
     return dict(zip((*_DECODED, "problem"), map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _envelope(message: bytes) -> tuple[str, list[str], int]:
+    envelope = decode_envelope(message)
+    return envelope.id, sorted(envelope.tags), _moment(envelope.created_ms)
+
+
+def _reader_of_properties(
+    names: frozenset[str], properties: frozenset[str] | None
+) -> Callable[[bytes], dict[str, str]]:
+    if names.isdisjoint(_OF_PROPERTIES):
+        return lambda message: {}
+    if properties is None:
+        return decode_properties
+    picked = properties | ({CONTENT_TYPE} if "content_type" in names else set())
+    return partial(pick_properties, wanted={name.encode(): name for name in picked})
 
 
 def _frames(window: Window, found: _Columns, selection: Selection, shared: Values) -> None:

@@ -481,6 +481,28 @@ def decode_properties(data: bytes) -> dict[str, str]:
     return properties
 
 
+def pick_properties(data: bytes, wanted: Mapping[bytes, str]) -> dict[str, str]:
+    """Decode only some properties of a message, as `decode_properties` does; raises InvalidMessage.
+
+    Args:
+        wanted: encoded names, each with its text.
+    """
+    found = {}
+    at, end = properties_span(data)
+    try:
+        while at < end:
+            name_end = at + 2 + (data[at] << 8 | data[at + 1])
+            value_end = name_end + 2 + (data[name_end] << 8 | data[name_end + 1])
+            if (name := wanted.get(data[at + 2 : name_end])) is not None:
+                found[name] = data[name_end + 2 : value_end].decode()
+            at = value_end
+    except (IndexError, UnicodeDecodeError) as error:
+        raise InvalidMessage(f"not QMQ's encoding of properties: {error}") from None
+    if at > end:
+        raise InvalidMessage("a string ends past its message")
+    return found
+
+
 class Content(NamedTuple):
     """Properties of a message with their types, without those that describe the content."""
 

@@ -29,7 +29,7 @@ def count_by(places: Sequence[Place], subject: str, name: str) -> Counter[str | 
     """
     counts: Counter[str | None] = Counter()
     for place in places:
-        options = {**place, "rows": "messages", "subject": f"{subject}\n", "damage": "fail"}
+        options = {**place, "rows": "messages", "subject": f"{subject}\n", "properties": f"{name}\n", "damage": "fail"}
         reader = TableReader(options, ["properties"])
         for part in reader.partitions():
             for batch in reader.read(part):

@@ -174,6 +174,15 @@ def test_added_properties_replace_equal_names(data, first, second):
     assert removed == {name: text for name, text in codec.decode_properties(changed).items() if name not in second}
 
 
+@given(messages, st.dictionaries(names, texts, max_size=4), st.sets(names, max_size=2), st.data())
+def test_picked_properties_are_those_of_a_full_decoding(message, properties, others, data):
+    encoded_message = codec.with_properties(codec.encode_message(message, 0), properties)
+    every = codec.decode_properties(encoded_message)
+    wanted = data.draw(st.sets(st.sampled_from(sorted(every)))) | others if every else others
+    picked = codec.pick_properties(encoded_message, {name.encode(): name for name in wanted})
+    assert picked == {name: text for name, text in every.items() if name in wanted}
+
+
 @given(encoded, words, moments)
 def test_rewritten_message_keeps_its_body(data, subject, due_ms):
     body = codec.decode_body(data)

@@ -9,7 +9,7 @@ import pytest
 
 from qmq import zstd
 from qmq.audit.copies import PathCopy
-from qmq.audit.selection import Selection
+from qmq.audit.selection import selection_of
 from qmq.audit.tables import table_batches
 from qmq.audit.walk import Walk
 from qmq.codec import batch_encoder, encode_labels, encode_message, join_batch, label_of
@@ -49,11 +49,11 @@ def test_labels_behind_a_batch_are_no_messages(tmp_path):
     assert (facts.problems, facts.messages) == ([], 15)
 
 
-def messages(data: Path, end: int, *columns: str) -> list[dict[str, Any]]:
-    copy = PathCopy(data)
+def messages(data: Path, end: int, *columns: str, **options: str) -> list[dict[str, Any]]:
+    copy, selection = PathCopy(data), selection_of(options)
     try:
         walk = Walk(copy, 0, end, is_start=True)
-        return [row for batch in table_batches(walk, "messages", columns, Selection(), {}) for row in batch.to_pylist()]
+        return [row for batch in table_batches(walk, "messages", columns, selection, {}) for row in batch.to_pylist()]
     finally:
         copy.close()
 
@@ -83,6 +83,20 @@ def test_body_and_its_type_are_columns(tmp_path):
     assert dict(wide[2]["properties"]) == {"qmq_contentEncoding": "zstd"}
     for column in ("body", "content_type"):
         assert [row[column] for row in messages(tmp_path, log.end, column)] == [row[column] for row in wide]
+
+
+def test_only_named_properties_are_decoded(tmp_path):
+    """A broken text of another property does not matter to this reader."""
+    log = LogWriter(tmp_path)
+    message = encode_message(Message("s", {"carrier": "UA", "flight": "odd"}, id="m", body=b"b", content_type="a/b"), 1)
+    log.messages("s", [message.replace(b"odd", b"\xff\xffd")])
+    log.close()
+    for columns in (("properties",), ("properties", "content_type"), ("properties", "id")):
+        [row] = messages(tmp_path, log.end, *columns, "problem", properties="carrier, absent")
+        assert (row["properties"], row["problem"]) == ([("carrier", "UA")], None)
+        assert row.get("content_type", "a/b") == "a/b" and row.get("id", "m") == "m"
+    [row] = messages(tmp_path, log.end, "properties", "problem")
+    assert row["properties"] is None and row["problem"]
 
 
 @pytest.mark.parametrize("count", [3, 1000], ids=["ends that make no sense", "more than there is room for"])
