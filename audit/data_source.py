@@ -108,6 +108,15 @@ class Part(InputPartition):
     extents: tuple[Extent, ...]
 
 
+def walks(part: Part) -> Iterator[Walk]:
+    """Yield a walk over each extent of a part; raise CannotRead."""
+    if part.extents:
+        with closing(open_copy(part.place)) as copy:
+            for extent in part.extents:
+                copy.read_until(extent.end)
+                yield Walk(copy, extent.begin, extent.end, chain=extent.chain, is_start=extent.is_start)
+
+
 class _TableReading:
     """Common part of both readers. Spark sends it to each task, so it holds only options."""
 
@@ -141,14 +150,9 @@ class _TableReading:
 
     def read(self, part: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(part, Part)
-        if not part.extents:
-            return
-        with closing(open_copy(part.place)) as copy:
-            for extent in part.extents:
-                copy.read_until(extent.end)
-                walk = Walk(copy, extent.begin, extent.end, chain=extent.chain, is_start=extent.is_start)
-                group = {"broker_group": part.group}
-                yield from table_batches(walk, self.name, self.columns, self.selection, group, is_strict=self.is_strict)
+        group = {"broker_group": part.group}
+        for walk in walks(part):
+            yield from table_batches(walk, self.name, self.columns, self.selection, group, is_strict=self.is_strict)
 
 
 def _look_at(options: Mapping[str, str]) -> Place:

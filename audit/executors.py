@@ -273,10 +273,6 @@ class Executors:
             return InProcess()
         return OnSpark(self.session())
 
-    def in_use(self) -> SparkSession | None:
-        """Return the session if there is one."""
-        return self._session
-
     def session(self) -> SparkSession:
         """Return the session; start it if need be."""
         if self._session is None:

@@ -292,7 +292,8 @@ def _check_journal(executors: Executors, audit: Audit, options: Options) -> None
         ends = {name: dict(anchor.ends) | rows for name, rows in ends.items()}
     due = None if anchor is None or options.ledger is None else due_since(options.ledger, group, result)
     due = due or due_of_logs(group, result, subjects)
-    check_journal(executors.in_use(), group, due, ends, result, options.journal)
+    equal_until = min([result.whole_until(), *audit.answer.differing])
+    check_journal(executors, group, due, ends, result, options.journal, equal_until=equal_until)
 
 
 def _finish(audit: Audit, options: Options) -> None:

@@ -1,56 +1,34 @@
-"""Shell. Check of the producers' journal against both copies: two equal logs can both lack an acknowledged message."""
+"""Shell. Check of the producers' journal against all copies: equal logs can all lack an acknowledged message.
+
+`audit.promises` judges. The audit has compared the copies before: where they are equal, one of them is read for all.
+"""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import partial, reduce
-from hashlib import sha256
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, cast
-
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
-from pyspark.storagelevel import StorageLevel
+from typing import NamedTuple
 
 from qmq.audit.copies import CannotRead, open_copy
-from qmq.audit.data_source import TableReader, read_copy
+from qmq.audit.data_source import Part, TableReader, walks
 from qmq.audit.derived import read_snapshot
-from qmq.audit.findings import FINDINGS, FindingKind, Row, finding_row
-from qmq.audit.results import Group, Result, Sequences, merge_copies
+from qmq.audit.executors import Executors
+from qmq.audit.facts import ALL, cut
+from qmq.audit.findings import MORE, UNREAD, Row
+from qmq.audit.messages import Messages
+from qmq.audit.plan import Fact
+from qmq.audit.promises import COUNTS, LINES, Due, Line, Promise, Stored, block_key, judge_blocks
+from qmq.audit.results import Group, Result, Sequences
+from qmq.audit.selection import PIECE_BYTES, split_range
+from qmq.audit.walk import Window
 from qmq.ledger import PROVEN, Ledger
-
-HASH_DIGITS = 16
-"""Leading digits of the SHA-256, as producers write them (`qmq.client.journal`)."""
-BROADCAST_MAX = 1_000_000
-"""Up to this number, keys are sent to every task (100 MB); above it, all messages are shuffled."""
-JOURNAL = "subject string, group string, sequence long, id string, hash string"
-TEXTS = {
-    FindingKind.LOST: "acknowledged, and not in this copy",
-    FindingKind.ALTERED: "acknowledged, and stored with another content",
-}
-_KEY = ["copy", "subject", "sequence", "id"]
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """Messages that the copies must have.
-
-    `firsts`: first sequence by copy and subject; `are_all`: all messages of other subjects are due. The logs are read
-    from `begin` on. `run`: the earlier run that compared the messages before.
-    """
-
-    firsts: Mapping[str, Mapping[str, int]]
-    are_all: bool
-    begin: int = 0
-    run: str = ""
-
-    def is_due(self, copy: str, subject: str, sequence: int) -> bool:
-        first = self.firsts[copy].get(subject)
-        return sequence >= first if first is not None else self.are_all
+from qmq.log.frame import FrameKind
 
 
 def due_of_logs(group: Group, result: Result, subjects: Mapping[str, Mapping[str, Sequences]]) -> Due:
@@ -80,204 +58,169 @@ def due_since(ledger: Ledger, group: Group, result: Result) -> Due | None:
     return Due(dict.fromkeys(group.places, before.ends), are_all=True, begin=before.verified, run=before.run)
 
 
-def _due_lines(acked: DataFrame, due: Due) -> DataFrame:
-    """Return the lines that are due on each copy. in: `_lines_of`; out: the same, copy string."""
-    spark = acked.sparkSession
-    found = acked.crossJoin(F.broadcast(spark.createDataFrame([(copy,) for copy in due.firsts], "copy string")))
-    rows = [(copy, subject, first) for copy, subjects in due.firsts.items() for subject, first in subjects.items()]
-    if rows or not due.are_all:
-        kept = spark.createDataFrame(rows, "copy string, subject string, kept long")
-        found = found.join(kept, ["copy", "subject"], "left" if due.are_all else "inner")
-        found = found.where("sequence >= coalesce(kept, 0)").drop("kept")
-    return found
-
-
-def without_late_copies(
-    found: Iterable[dict[str, Any]], ends: Mapping[str, Mapping[str, int]], *, min_copies: int
-) -> list[dict[str, Any]]:
-    """Return the findings without messages after a copy's end that enough others have: it did not acknowledge them.
-
-    in: findings; `ends`: end sequence by copy and subject when the copies were frozen.
-    """
-    rows = list(found)
-    lacking = Counter((row["subject"], row["sequence"], row["id"]) for row in rows if row["what"] == FindingKind.LOST)
-    return [
-        row
-        for row in rows
-        if row["what"] != FindingKind.LOST
-        or row["sequence"] < ends[row["copy"]].get(row["subject"], 0)
-        or len(ends) - lacking[row["subject"], row["sequence"], row["id"]] < min_copies
-    ]
-
-
-def torn_max(journal: Path) -> int:
-    """Return the number of lines that may be torn: the last one of each file, if its producer crashed."""
-    return sum(path.is_file() for path in journal.rglob("*")) if journal.is_dir() else 0
-
-
-def stored(spark: SparkSession, place: Mapping[str, str], begin: int, *, with_hash: bool) -> DataFrame:
-    """Read the messages of a copy from `begin` on.
-
-    out: subject string, sequence long, id string, now string: its hash, or null.
-    """
-    columns = "subject,sequence,id,message" if with_hash else "subject,sequence,id"
-    messages = read_copy(spark, dict(place), rows="messages", columns=columns, begin=begin)
-    content = F.substring(F.sha2("message", 256), 1, HASH_DIGITS) if with_hash else F.lit(None).cast("string")
-    return messages.select("subject", "sequence", "id", content.alias("now"))
-
-
-def broken_promises(due: DataFrame, messages: DataFrame, *, few: int) -> DataFrame:
-    """Return acknowledged messages that a copy lacks at their sequence, or has with another content.
-
-    in: due copy string, subject string, sequence long, id string, hash string, which may be null; messages copy and
-    `stored`; `few`: number of due messages; out: findings.
-    """
-    wanted = due.select(*_KEY)
-    met = messages.join(F.broadcast(wanted) if few <= BROADCAST_MAX else wanted, _KEY, "left_semi")
-    held = due.join(met.withColumn("is_there", F.lit(True)), _KEY, "left")
-    absent = _findings(held.where("is_there is null"), FindingKind.LOST)
-    other = held.where("is_there and hash != now")
-    return absent.unionByName(_findings(other, FindingKind.ALTERED))
-
-
-def _findings(rows: DataFrame, what: FindingKind) -> DataFrame:
-    given = {"what": F.lit(what.value), "text": F.lit(TEXTS[what])} | {name: F.col(name) for name in _KEY}
-    offsets = {name: F.lit(None).cast("long") for name in ("offset", "end")}
-    return rows.select(*((given | offsets)[name].alias(name) for name in FINDINGS))
-
-
-@contextmanager
-def _lines_of(spark: SparkSession, journal: Path, group: Group) -> Iterator[DataFrame]:
-    """Read the journal's lines of a group. out: subject string, sequence long, id string, hash string.
-
-    Spark answers a later audit of the session from a cached frame until it is released: the journal may have grown.
-    """
-    lines = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)
-    lines = lines.where(F.col("group").isNull() | (F.col("group") == group.name))
-    lines = lines.select("subject", "sequence", "id", "hash").persist(StorageLevel.MEMORY_AND_DISK)
-    try:
-        yield lines
-    finally:
-        lines.unpersist()
+def _files_of(journal: Path) -> list[Path]:
+    """Return the journal's files; hidden ones, and those of a writer at work, are none."""
+    if not journal.is_dir():
+        return [journal]
+    return sorted(path for path in journal.rglob("*") if path.is_file() and not path.name.startswith((".", "_")))
 
 
 def check_journal(
-    spark: SparkSession | None,
+    executors: Executors,
     group: Group,
     due: Due,
     ends: Mapping[str, Mapping[str, int]],
     result: Result,
     journal: Path,
+    *,
+    equal_until: int,
 ) -> None:
-    """Look for every due message of the journal in all copies, up to their ends. Without `spark`, in this process."""
+    """Look for every due message of the journal in all copies, and add findings to `result`.
+
+    Args:
+        ends: end of each subject by copy when the copies were frozen.
+        equal_until: offset up to which the audit found the copies equal.
+
+    Raises:
+        CannotRead: the journal or a copy cannot be read; more lines lack a message than crashes explain.
+    """
     if not journal.exists():
         raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
-    check = _check_here if spark is None else partial(_check_on_spark, spark)
-    checked = check(group, due, journal)
-    if checked.broken > torn_max(journal):
-        raise CannotRead(f"journal {journal}: {checked.broken} lines lack subject, sequence or id")
-    result.journal = checked.lines
-    found = without_late_copies(checked.found, ends, min_copies=group.min_copies)
-    result.take(merge_copies(((row["copy"], row) for row in found), tuple(group.places)))
-    if checked.older and due.run:
-        result.notes.append(f"{checked.older} of the journal's messages were compared by {due.run} or earlier")
-    elif checked.older:
+    files = _files_of(journal)
+    sizes = {path: path.stat().st_size for path in files}
+    tasks: list[Step] = [
+        LinesStep(str(path), begin, end, group.name)
+        for path, size in sizes.items()
+        for begin, end in split_range(0, size, PIECE_BYTES)
+    ]
+    tasks += _messages_steps(group, due, result, equal_until)
+    size = sum(sizes.values()) + sum(log.end - max(log.start, due.begin) for log in result.logs.values())
+    judge = partial(judge_blocks, Promise(tuple(group.places), due, ends, group.min_copies))
+    counts, findings = Counter[str](), list[Row]()
+    for _, _, kind, payload, _ in executors.of(size).fold([[task] for task in tasks], _read, [judge]):
+        row = json.loads(payload)
+        if kind == UNREAD:
+            raise CannotRead(row["text"])
+        if kind == COUNTS:
+            counts.update(row)
+        elif kind == MORE:
+            for what, times in row.items():
+                result.count(what, times)
+        else:
+            findings.append(row)
+    if counts["broken"] > (len(files) if journal.is_dir() else 0):  # a crash tears the last line of a file
+        raise CannotRead(f"journal {journal}: {counts['broken']} lines lack subject, sequence or id")
+    result.journal = counts["whole"]
+    result.take(sorted(findings, key=itemgetter("subject", "sequence")))
+    older = counts["older"]
+    if older and due.run:
+        result.notes.append(f"{older} of the journal's messages were compared by {due.run} or earlier")
+    elif older:
         result.notes.append(
-            f"{checked.older} of the journal's messages may be older than the copies' logs, and are not compared"
+            f"{older} of the journal's messages may be older than the copies' logs, and are not compared"
         )
 
 
-class _Checked(NamedTuple):
-    """Findings, and numbers of lines: with a message, without, and of messages that are due on no copy."""
+class LinesStep(NamedTuple):
+    """The lines of a journal file that begin in `[begin, end)`, for one broker group."""
 
-    found: list[Row]
-    lines: int
-    broken: int
-    older: int
-
-
-def _check_on_spark(spark: SparkSession, group: Group, due: Due, journal: Path) -> _Checked:
-    with _lines_of(spark, journal, group) as lines:
-        ((number, broken, hashed),) = lines.agg(
-            F.count("*"), F.count_if(F.expr("subject is null or sequence is null or id is null")), F.count("hash")
-        ).collect()
-        acked = lines.where("subject is not null and sequence is not null and id is not null")
-        wanted = _due_lines(acked, due)
-        sides = [
-            stored(spark, place, due.begin, with_hash=hashed > 0).withColumn("copy", F.lit(name))
-            for name, place in group.places.items()
-        ]
-        messages = reduce(DataFrame.unionByName, sides)
-        found = [row.asDict() for row in broken_promises(wanted, messages, few=number).collect()]
-        older = acked.join(wanted, ["subject", "sequence", "id"], "left_anti").count()
-    return _Checked(found, number - broken, broken, older)
+    path: str
+    begin: int
+    end: int
+    group: str
 
 
-Key = tuple[str, int, str]
-"""Subject, sequence, id."""
+class MessagesStep(NamedTuple):
+    """A part of one copy's log. Its frames in `[equal_from, equal_until)` count for all copies."""
+
+    copy: str
+    part: Part
+    equal_from: int
+    equal_until: int
 
 
-def _check_here(group: Group, due: Due, journal: Path) -> _Checked:
-    found: list[Row] = []
-    acked, broken = _read_lines(journal, group.name)
-    wanted_of_any: set[Key] = set()
+Step = LinesStep | MessagesStep
+
+
+def _messages_steps(group: Group, due: Due, result: Result, equal_until: int) -> Iterator[MessagesStep]:
+    """Yield the parts to read: one copy whole, the slave's if it begins as early, and others from `equal_until` on."""
+    whole = min(reversed(group.places), key=lambda name: result.logs[name].start)
     for name, place in group.places.items():
-        wanted = [line for line in acked if due.is_due(name, *line[0][:2])]
-        wanted_of_any.update(key for key, _ in wanted)
-        met = _met(place, due.begin, {key for key, _ in wanted}, with_hash=any(hashed for _, hashed in wanted))
-        for key, hashed in wanted:
-            if key not in met:
-                found.append(_broken_promise(FindingKind.LOST, name, key))
-            elif hashed is not None and hashed != met[key]:
-                found.append(_broken_promise(FindingKind.ALTERED, name, key))
-    return _Checked(found, len(acked), broken, sum(key not in wanted_of_any for key, _ in acked))
+        begin = due.begin if name == whole else max(due.begin, equal_until)
+        for part in TableReader({**place, "begin": str(begin)}, []).partitions():
+            assert isinstance(part, Part)
+            if part.extents:
+                yield MessagesStep(name, part, result.start, equal_until)
 
 
-def _broken_promise(what: FindingKind, copy: str, key: Key) -> Row:
-    subject, sequence, id = key
-    return finding_row(what, copy=copy, subject=subject, sequence=sequence, id=id, text=TEXTS[what])
+def _read(task: Sequence[Step]) -> Iterator[Fact]:
+    for step in task:
+        try:
+            yield from _lines_of(step) if isinstance(step, LinesStep) else _messages_of(step)
+        except OSError as error:
+            yield 0, UNREAD, 0, ALL, pickle.dumps(f"{error.filename}: {error.strerror}", 5)
+        except CannotRead as error:
+            yield 0, UNREAD, 0, ALL, pickle.dumps(str(error), 5)
 
 
-def _read_lines(journal: Path, group: str) -> tuple[list[tuple[Key, str | None]], int]:
-    """Return (key, hash) of a group's lines, and the number of lines without a message."""
-    found: list[tuple[Key, str | None]] = []
-    broken = 0
-    paths = sorted(path for path in journal.rglob("*") if path.is_file()) if journal.is_dir() else [journal]
-    for path in paths:
-        if path != journal and path.name.startswith((".", "_")):  # as Spark does
-            continue
-        for text in path.read_bytes().splitlines():
-            line = _line(text)
-            if line is None or line.get("group", group) in (None, group):
-                key = tuple((line or {}).get(name) for name in ("subject", "sequence", "id"))
-                if list(map(type, key)) != [str, int, str]:
-                    broken += bool(text.strip())
-                else:
-                    found.append((cast("Key", key), (line or {}).get("hash")))
-    return found, broken
+def _lines_of(step: LinesStep) -> Iterator[Fact]:
+    blocks: defaultdict[str, list[Line]] = defaultdict(list)
+    counts = Counter[str]()
+    for text in _texts_in(step):
+        line = _line(text)
+        if line.get("group", step.group) in (None, step.group):
+            subject, sequence, id = line.get("subject"), line.get("sequence"), line.get("id")
+            if type(subject) is str and type(sequence) is int and type(id) is str:
+                blocks[block_key(subject, sequence)].append((sequence, id, line.get("hash")))
+                counts["whole"] += 1
+            else:
+                counts["broken"] += bool(text.strip())
+    yield 0, COUNTS, LINES, ALL, pickle.dumps(counts, 5)
+    for key, lines in blocks.items():
+        yield 0, key, LINES, ALL, pickle.dumps(lines, 5)
 
 
-def _line(text: bytes) -> Row | None:
+def _texts_in(step: LinesStep) -> Iterator[bytes]:
+    with open(step.path, "rb") as file:
+        if step.begin:
+            file.seek(step.begin - 1)
+            file.readline()
+        at = file.tell()
+        while at < step.end and (text := file.readline()):
+            yield text
+            at += len(text)
+
+
+def _line(text: bytes) -> Row:
+    """Return the fields of a line; none if it is no JSON object."""
     try:
-        line = json.loads(text)
+        line = json.loads(str(text, "utf-8"))
     except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
+        return {}
+    return line if isinstance(line, dict) else {}
 
 
-def _met(place: Mapping[str, str], begin: int, wanted: Container[Key], *, with_hash: bool) -> dict[Key, str | None]:
-    """Return which wanted messages a copy has, with their hashes."""
-    columns = ["subject", "sequence", "id", *(["message"] if with_hash else [])]
-    reader = TableReader({**place, "begin": str(begin)}, columns)
-    met: dict[Key, str | None] = {}
-    for part in reader.partitions():
-        for batch in reader.read(part):
-            names = (batch.column(name).to_pylist() for name in columns[:3])
-            for at, key in enumerate(zip(*names)):
-                if key in wanted:
-                    message = batch.column("message")[at].as_py() if with_hash else None
-                    met[key] = None if message is None else sha256(message).hexdigest()[:HASH_DIGITS]
-    return met
+def _messages_of(step: MessagesStep) -> Iterator[Fact]:
+    for walk in walks(step.part):
+        for window in walk.windows():
+            blocks: defaultdict[tuple[str, str], list[Stored]] = defaultdict(list)
+            for copy, subject, stored in _stored_in(window, step):
+                for key, messages in stored.by_block(subject):
+                    blocks[key, copy].append(messages)
+            for (key, copy), of_block in blocks.items():
+                yield 0, key, window.offset, copy, pickle.dumps(of_block, 5)
+
+
+def _stored_in(window: Window, step: MessagesStep) -> Iterator[tuple[str, str, Stored]]:
+    """Yield (copy, subject, messages) of each frame with an intact batch."""
+    batches = [
+        frame for frame in window.frames if frame.kind == FrameKind.MESSAGES and frame.offset not in window.damaged
+    ]
+    frames, begins, ends = cut(window, batches, lambda problem: None)
+    if frames:
+        for frame, ids, contents in Messages(window, frames, begins, ends).contents():
+            copy = ALL if step.equal_from <= frame.offset < step.equal_until else step.copy
+            yield copy, frame.subject, Stored(frame.first_sequence, ids, contents)
 
 
 def first_sequences(place: Mapping[str, str], start: int) -> dict[str, int] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +44,8 @@ CREATED_AT = 1
 """Position of a message's creation time."""
 CREATED_AHEAD_MS_MAX = 86_400_000
 """More than any difference of producers' clocks."""
+CONTENT_BYTES = 8
+"""Leading bytes of a message's SHA-256, as producers write them (`qmq.client.journal`)."""
 KEY = np.frombuffer(ORDER_KEY.encode(), np.uint8)
 STORED = np.dtype([("key", "<i8"), ("frame", "<u4"), ("place", "<u4")])
 """A batch or id that may be stored only once: hash of its name, place of its frame in the window, index in the frame.
@@ -161,6 +163,20 @@ class Messages:
             if (frame.flags & FLAG_DEAD or frame.subject.startswith(DEAD_LETTER)) and frame.count == 1:
                 if (letter := dead_letter_of(frame, self._message(int(self._first[number])))) is not None:
                     yield letter
+
+    def contents(self) -> Iterator[tuple[Frame, list[str | None], bytes]]:
+        """Yield each frame with its messages' ids, None without one, and CONTENT_BYTES of their SHA-256."""
+        fields, data = self.fields, self._window.data
+        places = zip(fields.whole.tolist(), fields.id_at.tolist(), (fields.id_at + fields.id_bytes).tolist())
+        ids = [
+            str(data[begin:end], "utf-8", "replace") if whole else id_or_none(self._message(at))
+            for at, (whole, begin, end) in enumerate(places)
+        ]
+        bounds = zip(self._begins.tolist(), self._ends.tolist())
+        hashes = [sha256(data[begin:end]).digest()[:CONTENT_BYTES] for begin, end in bounds]
+        for frame, first in zip(self._frames, self._first.tolist()):
+            behind = first + frame.count
+            yield frame, ids[first:behind], b"".join(hashes[first:behind])
 
     # Reading fields.
 

@@ -31,6 +31,7 @@ def test_demo_proves_every_message(tmp_path):
     assert result["counts_agree"] and result["complaints"] == []
     assert {"swap of g1", "swap of g2", "g1 without a writable master"} <= set(result["times_s"])
     assert len((tmp_path / "run" / "acknowledged.ndjson").read_text().splitlines()) == ROWS
+    assert "read_log_bytes_per_s" in (tmp_path / "run" / "g1-a" / "broker.toml").read_text(), "no client waits for it"
 
 
 def test_proof_finds_missing_messages(tmp_path):

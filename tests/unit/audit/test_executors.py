@@ -119,7 +119,7 @@ def test_journal_is_compared_from_the_run_before_last_on(tmp_path: Path) -> None
     lost = json.dumps({"subject": "never.stored", "group": "g1", "sequence": 0, "id": "planted"})
     journal.write_text(lines_of(range(10)) + lines_of(range(5_000, 5_001)) + lost)
     result = audit(tmp_path, journal=journal, ledger=ledger)
-    assert [row["id"] for row in result.findings] == [f"{A}-5000", "planted"]
+    assert [row["id"] for row in result.findings] == ["planted", f"{A}-5000"]
     assert f"10 of the journal's messages were compared by {before.run} or earlier" in result.notes
     # A run with findings ends the chain of compared runs: all is compared again.
     journal.write_text(lines_of(range(10)))

@@ -13,7 +13,6 @@ from qmq.audit.findings import BOTH, FINDINGS, MASTER, PIECE, FindingKind
 from qmq.audit.freeze import freeze, look_back
 from qmq.audit.group import _new
 from qmq.audit.history import History, ledger_entry, verified
-from qmq.audit.journal import without_late_copies
 from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.audit.verdict import check_against_history, check_all_was_read, explain_pieces, note_unlisted, take_differences
@@ -185,16 +184,3 @@ def test_shared_findings_explain_no_difference() -> None:
     result.findings, result.found = [row_of(FindingKind.DAMAGED, MASTER, 10, 20)], {}
     take_differences([row_of(FindingKind.HISTORY, "slave", 500, 510)], result)
     assert not result.found
-
-
-def lost(copy: str, sequence: int) -> dict[str, Any]:
-    return row_of(FindingKind.LOST, copy, 0) | {"subject": "a", "sequence": sequence, "id": f"m{sequence}"}
-
-
-def test_late_copy_loses_no_acknowledged_message() -> None:
-    ends = {"master": {"a": 9}, "slave": {"a": 9}, "slave2": {"a": 5}}
-    found = [lost("slave2", 4), lost("slave2", 7), lost("slave2", 8), lost("slave", 8)]
-    assert without_late_copies(found, ends, min_copies=2) == [lost("slave2", 4), lost("slave2", 8), lost("slave", 8)]
-    assert without_late_copies(found, ends, min_copies=3) == found
-    two = {name: ends[name] for name in ("master", "slave")}
-    assert without_late_copies([lost("slave", 12)], two, min_copies=2) == [lost("slave", 12)]
