@@ -74,7 +74,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
             ("--processes=", "--concurrency=", "--reload", "--http=", "--stop-timeout=", "--kill-after=", *_LOGS),
         ),
         "asyncapi": Program(
-            "qmq.asyncapi", "pydantic", "print the AsyncAPI document of a consumer's handlers", ("--html", "--title=")
+            "qmq.asyncapi", "pydantic", "print the AsyncAPI document of an application", ("--html", "--title=")
         ),
     },
     "processes": {

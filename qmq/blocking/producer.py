@@ -84,6 +84,10 @@ class Producer:
         """Return the settings for a spawned process, which connects by itself."""
         return self.__dict__ | {"_open": None}
 
+    def declare(self, subject: str, payload_type: Any = None, *, about: str = "") -> None:
+        """Declare a message that the application sends: see `qmq.Producer.declare`."""
+        self._outgoing.declare(subject, payload_type, about)
+
     @overload
     def send(self, message: Message, **delay: Unpack[DelayArguments]) -> Receipt: ...
 

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    Union,
+    get_args,
+    get_origin,
+    is_typeddict,
+)
 
 from qmq.client.delay import DelayArguments
 from qmq.client.handler import check_plain
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import Message, Value, not_a_message
+from qmq.subjects import check_subject
 
 if TYPE_CHECKING:
     from qmq.payloads import Codec
@@ -44,6 +58,13 @@ class SendFields(MessageFields, DelayArguments, total=False):
     """Arguments of `send(subject, payload, …)` with a delay."""
 
 
+class Declared(NamedTuple):
+    """Message that an application sends: type of its payload, None for properties; a sentence about it."""
+
+    payload_type: Any
+    about: str
+
+
 class Outgoing:
     """Maker of a producer's messages.
 
@@ -54,7 +75,25 @@ class Outgoing:
 
     def __init__(self, codec: Codec | None, filters: Sequence[OutgoingFilter]) -> None:
         self._codec = codec
+        self.declared: dict[str, list[Declared]] = {}
+        """By subject."""
         self._filters = [check_plain("a filter of the producer", filter_) for filter_ in filters]
+
+    def declare(self, subject: str, payload_type: Any, about: str) -> None:
+        """Declare a message; see `Producer.declare`."""
+        if not isinstance(about, str):
+            raise InvalidRequest(f"about= is a sentence about the message, not {about!r:.50}")
+        self.declared.setdefault(check_subject(subject), []).append(Declared(payload_type, about))
+
+    def _check_declared(self, subject: str, payload: object) -> None:
+        """Raise InvalidMessage if a subject is declared, and the payload is of no declared type."""
+        if kinds := [declared.payload_type for declared in self.declared.get(subject, ())]:
+            if not any(kind is None or _is_of(kind, payload) for kind in kinds):
+                names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+                raise InvalidMessage(
+                    f"subject {subject!r} is declared with {names}, and the payload is {type(payload).__name__}: "
+                    "declare its type, too"
+                )
 
     def made(self, message: Message | str, payload: object | Absent, fields: Mapping[str, Any]) -> Message:
         """Return the message of a call, without the filters.
@@ -68,6 +107,8 @@ class Outgoing:
                 raise InvalidMessage(f"send a qmq.Message, or a subject with its payload: ({message!r:.100}, payload)")
             if isinstance(payload, Message):
                 raise InvalidMessage("the payload is a qmq.Message, which holds its subject: give the message alone")
+            if self.declared:
+                self._check_declared(message, payload)
             return Message.of(message, payload, **{"codec": self._codec, **fields})
         if not isinstance(message, Message):
             raise not_a_message(message)
@@ -118,6 +159,16 @@ class Outgoing:
                     f"{filter_!r:.100} returned {message!r:.50}: a filter returns the qmq.Message to send"
                 )
         return message
+
+
+def _is_of(kind: Any, payload: object) -> bool:
+    """Return whether a payload is of a type, as far as classes show: elements of a list are not looked at."""
+    if (origin := get_origin(kind)) in (Union, UnionType):
+        return any(_is_of(part, payload) for part in get_args(kind))
+    if origin is Annotated:
+        return _is_of(get_args(kind)[0], payload)
+    kind = dict if is_typeddict(kind) else origin or kind
+    return not isinstance(kind, type) or isinstance(payload, (int, float) if kind is float else kind)
 
 
 def payload_and_callback(

@@ -344,6 +344,21 @@ class Producer:
 
     # Sending.
 
+    def declare(self, subject: str, payload_type: Any = None, *, about: str = "") -> None:
+        """Declare a message that the application sends, for `qmq asyncapi` (docs/payloads.md).
+
+        From then on a payload for this subject is of this type, or of another declared one. Elements of lists are not
+        checked.
+
+        Args:
+            payload_type: as in the annotation of a handler; None for a message of properties.
+            about: a sentence about the message.
+
+        Raises:
+            InvalidName: the subject breaks the rules of `qmq.subjects`.
+        """
+        self._outgoing.declare(subject, payload_type, about)
+
     @overload
     async def send(
         self,

@@ -22,11 +22,11 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
 AnyConsumer = Consumer | BlockingConsumer
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,7 @@ def load(targets: Iterable[str]) -> list[AnyConsumer]:
     found: list[AnyConsumer] = []
     for target in targets:
         module_name, _, name = target.partition(":")
-        try:
-            module = import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise CannotRun(
-                f"{module_name} cannot be imported: {error}. Start in its folder, or set PYTHONPATH"
-            ) from error
-        except Exception as error:
-            raise CannotRun(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
-        here = {name: value for name, value in vars(module).items() if isinstance(value, AnyConsumer)}
+        here = {key: value for key, value in names_in(module_name).items() if isinstance(value, AnyConsumer)}
         if name and name not in here:
             others = f"it has {', '.join(here)}" if here else "it has no consumer"
             raise CannotRun(f"{module_name} has no consumer {name!r}: {others}. Name one as {module_name}:consumer")
@@ -118,12 +111,29 @@ def load(targets: Iterable[str]) -> list[AnyConsumer]:
     return found
 
 
-def clients_of_modules() -> Iterator[Producer | Requester]:
-    """Yield the producers, then the requesters, that modules of the application have as names."""
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "qmq"]
-    for kind in (Producer, Requester):
-        values = (value for module in modules for value in list(getattr(module, "__dict__", {}).values()))
-        yield from dict.fromkeys(value for value in values if issubclass(type(value), kind))
+def names_in(module_name: str) -> dict[str, Any]:
+    """Import a module; return its names. Raises CannotRun."""
+    try:
+        return vars(import_module(module_name))
+    except ModuleNotFoundError as error:
+        raise CannotRun(f"{module_name} cannot be imported: {error}. Start in its folder, or set PYTHONPATH") from error
+    except Exception as error:
+        raise CannotRun(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def values_of_modules(*kinds: type[C]) -> list[C]:
+    """Return the values of some classes that modules of the application have as names.
+
+    A traced producer stands for the producer that it wraps.
+    """
+    traced = getattr(sys.modules.get("qmq.otel"), "Sending", ())
+    found: dict[C, None] = {}
+    for name, module in list(sys.modules.items()):
+        for value in list(getattr(module, "__dict__", {}).values()) if name.partition(".")[0] != "qmq" else ():
+            value = value._producer if issubclass(type(value), traced) else value
+            if issubclass(type(value), kinds):
+                found[value] = None
+    return list(found)
 
 
 class Run:
@@ -143,7 +153,8 @@ class Run:
         reporting = asyncio.create_task(self._report_always())
         try:
             async with AsyncExitStack() as stack:
-                for client in clients_of_modules():
+                clients: list[Producer | Requester] = [*values_of_modules(Producer), *values_of_modules(Requester)]
+                for client in clients:
                     self._clients.append(await stack.enter_async_context(client))
                 ends = await self._run()
         finally:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import pytest
 
@@ -196,3 +196,51 @@ async def test_message_of_a_failed_step_comes_again(qmq_broker):
 def test_wrong_arguments_of_a_stream_raise_at_the_call():
     with pytest.raises(qmq.InvalidRequest, match="retries_max is a whole number"):
         qmq.Consumer(app="a").stream("a", group="g", retries_max="3")  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Invoice(Order): ...
+
+
+class Fields(TypedDict):
+    n: int
+
+
+@pytest.mark.parametrize(
+    ("kinds", "good", "bad"),
+    [
+        ([Order], Invoice(1), {"id": 1}),
+        ([Invoice, str], "text", Order(1)),
+        ([list[Order]], [1], (1,)),
+        ([Order | None], None, 1),
+        ([Annotated[int, "whole"]], 1, 1.5),
+        ([float], 1, "1"),
+        ([Fields], {}, []),
+    ],
+)
+def test_payload_is_of_a_declared_type(kinds, good, bad):
+    outgoing = Outgoing(None, [])
+    for kind in kinds:
+        outgoing.declare("a", kind, "")
+    outgoing._check_declared("a", good)
+    with pytest.raises(qmq.InvalidMessage, match=f"'a' is declared with .*, and the payload is {type(bad).__name__}"):
+        outgoing.made("a", bad, {})
+    outgoing.made("b", 1, {})
+    outgoing.declare("a", None, "")
+    outgoing._check_declared("a", bad)
+
+
+@pytest.mark.parametrize("send", [*SENDS.values()][1:])
+async def test_payload_of_another_type_is_refused(send):
+    async with qmq.Producer(app="a") as producer:
+        producer.declare("a", Invoice)
+        with pytest.raises(qmq.InvalidMessage, match="is declared with Invoice, and the payload is Order"):
+            await send(producer)
+
+
+def test_wrong_declarations_are_refused():
+    for producer in (qmq.Producer(app="a"), qmq.blocking.Producer(app="a")):
+        with pytest.raises(qmq.InvalidName, match="'a/b' contains '/'"):
+            producer.declare("a/b", Order)
+        with pytest.raises(qmq.InvalidRequest, match="about= is a sentence about the message, not 7"):
+            producer.declare("a", Order, about=7)
