@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qmq.broker.positions import border, sequences_kept
-from qmq.codec import Buffer, decode_envelope, decode_properties, split_batch
+from qmq.codec import Buffer, decode_envelope, decode_properties, split_batch, without_body
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.log import MessageLog
 from qmq.log.frame import Frame
 from qmq.log.index import FrameRef
+from qmq.message_sizes import LARGE_BYTES_MIN
 from qmq.subjects import check_subject
 
 MESSAGES_MAX, MESSAGES_DEFAULT = 1_000, 100
@@ -114,7 +115,7 @@ class Browse:
         """Collect matching messages of frames until the answer is full; yield for a pause."""
         needles, cost = self.wanted.needles(), 0
         for frame, body in reversed(frames) if self.newest_first else frames:
-            for spent in self._look_into(frame, bytes(body), needles):
+            for spent in self._look_into(frame, body, needles):
                 cost += spent
                 if cost >= PAUSE_BYTES:
                     cost = 0
@@ -122,15 +123,19 @@ class Browse:
             if self._is_full:
                 return
 
-    def _look_into(self, frame: Frame, body: bytes, needles: list[bytes]) -> Iterator[int]:
-        """Search the messages of one frame until the answer is full; yield the cost of each step."""
+    def _look_into(self, frame: Frame, body: Buffer, needles: list[bytes]) -> Iterator[int]:
+        """Search the messages of one frame until the answer is full; yield the cost of each step.
+
+        Bodies are not searched, and no other thread runs during a search: large ones are passed over.
+        """
         first = frame.first_sequence
         low, high = max(self.begin, first), min(self.end, first + frame.count)
-        yield len(body)
-        if all(needle in body for needle in needles):
+        is_large = len(body) >= LARGE_BYTES_MIN * frame.count
+        yield 0 if is_large else len(body)
+        if is_large or _has_all(bytes(body), needles):
             messages = list(split_batch(body, frame.count))
             for sequence in reversed(range(low, high)) if self.newest_first else range(low, high):
-                if not self._take(frame, sequence, bytes(messages[sequence - first]), needles):
+                if not self._take(frame, sequence, messages[sequence - first], needles):
                     return
                 yield MESSAGE_COST
         if self.newest_first:
@@ -138,10 +143,11 @@ class Browse:
         else:
             self.begin = max(self.begin, high)
 
-    def _take(self, frame: Frame, sequence: int, data: bytes, needles: list[bytes]) -> bool:
+    def _take(self, frame: Frame, sequence: int, message: Buffer, needles: list[bytes]) -> bool:
         """Add a message if it matches; return whether there is room for another."""
-        if all(needle in data for needle in needles):
-            found = _decode(frame, sequence, data)
+        data = without_body(message)
+        if _has_all(data, needles):
+            found = _decode(frame, sequence, data)._replace(bytes=len(message))
             if _is_wanted(found, self.wanted):
                 if self.found and self._bytes + len(data) > ANSWER_BYTES_MAX:
                     self._is_full = True
@@ -154,6 +160,10 @@ class Browse:
             self.begin = sequence + 1
         self._is_full = len(self.found) >= self.messages_max
         return not self._is_full
+
+
+def _has_all(data: bytes, needles: list[bytes]) -> bool:
+    return all(needle in data for needle in needles)
 
 
 def _string(text: str) -> bytes:

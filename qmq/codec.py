@@ -63,7 +63,7 @@ from qmq.message import (
     types_of,
     with_types,
 )
-from qmq.message_sizes import BODY_BYTES_MAX
+from qmq.message_sizes import BODY_BYTES_MAX, LARGE_BYTES_MIN
 from qmq.plain import plain
 from qmq.zstd import ENCODING, compressed, decompressed
 
@@ -310,9 +310,18 @@ def label_of_message(message: Message) -> int:
 
 def join_batch(messages: Sequence[bytes]) -> bytes:
     """Return the body of a messages frame, made of encoded messages."""
+    return b"".join(_batch_parts(messages))
+
+
+def batch_blocks(messages: Sequence[bytes]) -> list[bytes]:
+    """Return the blocks of such a body: a single one, or the parts of a large message, without another copy of it."""
+    parts = _batch_parts(messages)
+    return parts if max(map(len, messages)) >= LARGE_BYTES_MIN else [b"".join(parts)]
+
+
+def _batch_parts(messages: Sequence[bytes]) -> list[bytes]:
     ends = array("I", accumulate(map(len, messages), initial=0))
-    padding = b"\0" * (-(4 * len(ends) + ends[-1]) % 8)
-    return b"".join((ends.tobytes(), *messages, padding))
+    return [ends.tobytes(), *messages, b"\0" * (-(4 * len(ends) + ends[-1]) % 8)]
 
 
 def batch_ends(body: Buffer, count: int) -> tuple[int, ...]:
@@ -407,7 +416,7 @@ def decode_envelope(data: bytes) -> Envelope:
     return Envelope(flag, created_ms, subject, identity, tags)
 
 
-def _check_end(data: bytes, at: int) -> int:
+def _check_end(data: Buffer, at: int) -> int:
     """Return the end of the properties, whose length stands at offset `at`; raises InvalidMessage."""
     (length,) = _I32.unpack_from(data, at)
     end: int = at + 4 + length
@@ -445,7 +454,7 @@ class Span(NamedTuple):
     end: int
 
 
-def properties_span(data: bytes) -> Span:
+def properties_span(data: Buffer) -> Span:
     """Return the place of an encoded message's properties.
 
     Raises:
@@ -540,6 +549,14 @@ def decode_body(data: bytes, content: Content | None = None) -> bytes | None:
     if encoding is None:
         return data[end:]
     return decompressed(memoryview(data)[end:], encoding, BODY_BYTES_MAX)
+
+
+def without_body(data: Buffer) -> bytes:
+    """Return an encoded message without its body, or all bytes of an invalid one."""
+    try:
+        return bytes(data[: properties_span(data).end])
+    except InvalidMessage:
+        return bytes(data)
 
 
 def encode_message(message: Message, now_ms: int) -> bytes:

@@ -34,6 +34,8 @@ OLDER_FRAME_BYTES_MAX = 64 * MIB - 1024
 RECURRING_BYTES_MAX = 32 * MIB - 1024
 """Message of a recurring schedule: a carry frame holds it twice, and older slaves read that frame, too."""
 
+LARGE_BYTES_MIN = 1 << 18
+"""Size from which on copies and searches of a message are avoided: a MiB takes 1.1 and 1.3 ms."""
 REQUEST_OVERHEAD_BYTES = 1024
 """Part of a request around one message: headers, subject, end offsets, label."""
 

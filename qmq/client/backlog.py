@@ -28,7 +28,7 @@ from qmq.client.batch import (
     with_labels,
 )
 from qmq.client.routes import group_of_key
-from qmq.codec import join_batch
+from qmq.codec import batch_blocks
 from qmq.errors import MessageTooLarge, QmqError, QueueFull
 from qmq.states import TRANSITIONS_KEPT, Transition
 
@@ -158,7 +158,7 @@ class SubjectQueue:
             for position, message in enumerate(taken):
                 message.done(batch.receipt(position))
 
-        blocks, flags = with_labels(join_batch([message.data for message in taken]), labels)
+        blocks, flags = with_labels(batch_blocks([message.data for message in taken]), labels)
         batch = Batch(self.subject, [message.id for message in taken], blocks, taken[0].deadline_ms, resolved, flags)
         self._batches_made += 1
         batch.order = (self._batches_made,)

@@ -175,7 +175,7 @@ class Batch:
         labels = decode_labels(body, count) if self.flags else None
 
         def half(begin: int, end: int) -> Batch:
-            blocks, flags = with_labels(slice_batch(body, count, begin, end), labels[begin:end] if labels else ())
+            blocks, flags = with_labels([slice_batch(body, count, begin, end)], labels[begin:end] if labels else ())
             ids, resolved = self.ids[begin:end], self._half_resolved
             return Batch(self.subject, ids, blocks, self.deadline_ms, resolved, flags, self.due_ms)
 
@@ -228,11 +228,11 @@ class Batch:
         return refused if outcome is Outcome.REFUSED else 0
 
 
-def with_labels(batch: bytes, labels: Sequence[int]) -> tuple[list[bytes], int]:
-    """Return the blocks and flags of a request: the batch, and its labels unless all are 0."""
+def with_labels(batch: list[bytes], labels: Sequence[int]) -> tuple[list[bytes], int]:
+    """Return the blocks and flags of a request: those of the batch, and its labels unless all are 0."""
     if not any(labels):
-        return [batch], 0
-    return [batch, encode_labels(labels)], label_flags(labels)
+        return batch, 0
+    return [*batch, encode_labels(labels)], label_flags(labels)
 
 
 def stored(group: str, produced: Produced) -> Result:

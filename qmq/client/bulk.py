@@ -40,13 +40,13 @@ from qmq.codec import (
     KEPT_MAX,
     VALUE_BYTES_MAX,
     Encoder,
+    batch_blocks,
     batch_encoder,
     delayed_encoder,
     encode_content,
     encode_labels,
     encode_own,
     encode_tags,
-    join_batch,
     label_of_message,
 )
 from qmq.errors import InvalidMessage, InvalidName, InvalidRequest, QmqError
@@ -374,12 +374,12 @@ class BulkSend:
                 break
         for subject, encodings in by_subject.items():
             for piece in _pieces(encodings, self._sender.batch_bytes_max(subject)):
-                batch_bytes = join_batch([encoded.data for encoded in piece])
-                blocks, flags = with_labels(batch_bytes, [encoded.label for encoded in piece])
+                batch = batch_blocks([encoded.data for encoded in piece])
+                blocks, flags = with_labels(batch, [encoded.label for encoded in piece])
                 ids = [encoded.id for encoded in piece]
-                batch = await self._submit(self._sender.queue(subject), ids, blocks, flags)
+                sent = await self._submit(self._sender.queue(subject), ids, blocks, flags)
                 for at, encoded in enumerate(piece):
-                    makers[encoded.position] = partial(batch.receipt, at)
+                    makers[encoded.position] = partial(sent.receipt, at)
         self._is_mixed = self._is_mixed and len(by_subject) > 1
         self.receipts.add(makers)
         return rest

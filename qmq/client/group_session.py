@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise, repeat
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from qmq.client.batch import OnReceipt, Receipt
 from qmq.client.blocked_loop import MONITOR, id_of
@@ -30,7 +30,7 @@ from qmq.client.session_life import (
 )
 from qmq.client.terms import BROKER_DELAY_S_MAX, Terms, worn_out
 from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked
-from qmq.codec import batch_ends
+from qmq.codec import batch_ends, without_body
 from qmq.errors import (
     AccessError,
     CallError,
@@ -45,6 +45,7 @@ from qmq.errors import (
 from qmq.log.frame import FLAG_ORDERED
 from qmq.logs import bounded
 from qmq.message import EXPIRES_AFTER, RETRIES_MAX
+from qmq.message_sizes import LARGE_BYTES_MIN
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
 from qmq.states import Transition
@@ -397,7 +398,7 @@ class GroupSession:
             is_late: messages were released after this pull was sent. New messages are released too: they would
                 overtake the others.
         """
-        sequences, encoded, batches = _cut(run)  # first, so that unreadable pieces leave no trace
+        sequences, encoded, searched, size = _cut(run)  # first, so that unreadable pieces leave no trace
         times = run[0].times
         held = self.unacked.received(run[0].pull_sequence, len(encoded), times, self, self._link.broker_group)
         if held is None:
@@ -419,17 +420,16 @@ class GroupSession:
                 len(messages),
                 times,
             )
-        if any(_OF_CONSUMERS in data for data in batches):  # costs a fifteenth of a message: add no other such search
-            if any(_FOR_GROUP in data for data in batches):
+        if any(_OF_CONSUMERS in data for data in searched):  # costs a fifteenth of a message: add no other such search
+            if any(_FOR_GROUP in data for data in searched):
                 messages = self._without_those_of_others(part, messages)
-            part.may_expire = self._may_expire and any(_EXPIRES_AFTER in data for data in batches)
-        has_limits = times > 1 and any(_RETRIES_MAX in data for data in batches)
+            part.may_expire = self._may_expire and any(_EXPIRES_AFTER in data for data in searched)
+        has_limits = times > 1 and any(_RETRIES_MAX in data for data in searched)
         part.is_uneven = self.is_mailbox or has_limits
         if times > 1 and not self._owner.terms.most_once:
             if times > self.policy.deliveries_max or has_limits:
                 messages = self._without_worn_out(part, messages)
         if messages:
-            size = sum(map(len, batches))
             self.buffered += len(messages)
             self.buffered_bytes += size
             parcel = Parcel(messages, self, size)
@@ -722,14 +722,28 @@ def _runs(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield run
 
 
-def _cut(run: list[Piece]) -> tuple[list[int], list[bytes], list[bytes]]:
-    """Return sequence and bytes of each message, and the bytes of each batch; raises InvalidRequest."""
+class _Cut(NamedTuple):
+    """Messages of a run. `searched` contains all their properties; bodies of large messages are not searched."""
+
+    sequences: list[int]
+    encoded: list[bytes]
+    searched: list[bytes]
+    bytes: int
+
+
+def _cut(run: list[Piece]) -> _Cut:
+    """Return the messages of a run; raises InvalidRequest."""
     sequences: list[int] = []
     encoded: list[bytes] = []
-    batches: list[bytes] = []
+    searched: list[bytes] = []
+    size = 0
     for piece in run:
         ends = batch_ends(piece.body, piece.count)
-        batches.append(data := bytes(piece.body[4 * len(ends) :]))
-        encoded += [data[begin:end] for begin, end in pairwise(ends)]
+        begin = 4 * len(ends)
+        data = bytes(piece.body[begin : begin + ends[-1]])  # no padding: a lone message is not copied again
+        messages = [data[begin:end] for begin, end in pairwise(ends)]
+        searched += [data] if len(data) < LARGE_BYTES_MIN * piece.count else map(without_body, messages)
+        encoded += messages
         sequences += range(piece.sequence, piece.sequence + piece.count)
-    return sequences, encoded, batches
+        size += len(data)
+    return _Cut(sequences, encoded, searched, size)

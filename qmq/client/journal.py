@@ -17,14 +17,14 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 
 from qmq.client.batch import Batch, Outcome, Result
-from qmq.codec import labels_bytes, split_batch
+from qmq.codec import batch_ends, labels_bytes, split_batch
 from qmq.errors import InvalidRequest
 from qmq.logs import bounded
 from qmq.plain import plain
@@ -112,11 +112,8 @@ class JournalWriter:
 
 
 def _lines(batch: Batch, result: Result) -> Iterable[str]:
-    body = memoryview(b"".join(batch.blocks))
-    if batch.flags:
-        body = body[: len(body) - labels_bytes(len(batch))]
     sequence = result.first_sequence
-    for position, (identity, message) in enumerate(zip(batch.ids, split_batch(body, len(batch)), strict=True)):
+    for position, (identity, digest) in enumerate(zip(batch.ids, _digests(batch), strict=True)):
         if position in result.refused:
             continue
         record = {
@@ -124,10 +121,27 @@ def _lines(batch: Batch, result: Result) -> Iterable[str]:
             "group": result.broker_group,
             "sequence": sequence,
             "id": identity,
-            "hash": sha256(message).hexdigest()[:HASH_DIGITS],
+            "hash": digest[:HASH_DIGITS],
         }
         yield json.dumps(record) + "\n"
         sequence += 1
+
+
+def _digests(batch: Batch) -> Iterator[str]:
+    """Yield the hash of each message; a large one is not copied."""
+    if len(batch) > 1:
+        body = memoryview(b"".join(batch.blocks))
+        if batch.flags:
+            body = body[: len(body) - labels_bytes(len(batch))]
+        yield from (sha256(message).hexdigest() for message in split_batch(body, len(batch)))
+        return
+    ends, digest = batch_ends(batch.blocks[0], 1), sha256()
+    skipped, left = 4 * len(ends), ends[-1]
+    for block in batch.blocks:
+        part = memoryview(block)[skipped : skipped + left]
+        skipped, left = max(0, skipped - len(block)), left - len(part)
+        digest.update(part)
+    yield digest.hexdigest()
 
 
 def _make_room(folder: Path, bytes_max: int) -> None:

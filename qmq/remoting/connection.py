@@ -15,6 +15,7 @@ from typing import Protocol, cast
 from qmq.codec import Buffer
 from qmq.errors import ErrorCode, InvalidRequest, NotServed, OutcomeUnknown, QmqError, cause_of, from_code
 from qmq.logs import bounded
+from qmq.message_sizes import LARGE_BYTES_MIN
 from qmq.rations import Ration
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
@@ -154,10 +155,15 @@ class Connection(asyncio.BufferedProtocol):
         header = packet_header(code, opaque, flag, request_code, size)
         if size <= 2048:
             self._transport.write(b"".join((header, *parts)))
-        else:
-            # asyncio's own loop, from Python 3.12 on, never removes an empty part at the end: it would try to write it
-            # for ever, and not end the connection
-            self._transport.writelines([header, *filter(len, parts)])
+            return
+        # asyncio's own loop, from Python 3.12 on, never removes an empty part at the end: it would try to write it
+        # for ever, and not end the connection
+        pending: list[Buffer] = [header, *filter(len, parts)]
+        if max(map(len, pending)) < LARGE_BYTES_MIN:
+            self._transport.writelines(pending)
+            return
+        for part in pending:  # asyncio joins lines before Python 3.12, and copies what remains of `bytes`
+            self._transport.write(memoryview(part) if len(part) >= LARGE_BYTES_MIN else part)
 
     def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
         if not request.flag & ONE_WAY:

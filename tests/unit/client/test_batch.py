@@ -141,7 +141,9 @@ def test_run_matches_the_codec(messages, compress):
         assert run.ids == [message.id for message in taken]
         if taken:
             batch = join_batch([encode(message) for message in taken])
-            assert (b"".join(run.blocks), run.flags) == joined(*with_labels(batch, list(map(label_of_message, taken))))
+            assert (b"".join(run.blocks), run.flags) == joined(
+                *with_labels([batch], list(map(label_of_message, taken)))
+            )
         begin += len(run.ids)
         assert run.rest is (messages[begin] if begin < len(messages) else None)
         if run.error is not None:
@@ -168,7 +170,7 @@ def test_run_ends_before_another_kind(other):
 
 
 def test_labels_of_a_split_batch_follow_their_messages():
-    blocks, flags = with_labels(join_batch([b"1", b"2", b"3"]), [0, 5, 7 << 32])
+    blocks, flags = with_labels([join_batch([b"1", b"2", b"3"])], [0, 5, 7 << 32])
     first, second = Batch("a", list("abc"), blocks, 1000, lambda _: None, flags).split()
     assert (first.flags, len(first.blocks), second.flags) == (0, 1, 6)
     assert list(decode_labels(b"".join(second.blocks), 2)) == [5, 7 << 32]
