@@ -454,6 +454,8 @@ class ConsumerGroupRow:
     members: tuple[str, ...]
     """Broker groups of the subject's route when this row was stored."""
     created_ms: int
+    is_broadcast: bool = False
+    """The group is one broadcast consumer with a fixed id, which every broker group forgets after an absence."""
 
     @property
     def key(self) -> tuple[str, str]:

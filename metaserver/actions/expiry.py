@@ -1,14 +1,19 @@
-"""Shell. Removal of consumer groups that no consumer used for `group_expiry_days`, as by RemoveConsumerGroup.
+"""Shell. Removal of consumer groups that no consumer used for `group_expiry_days`, as by RemoveConsumerGroup, and of
+the rows of broadcast consumers that every broker group has forgotten.
 
 Every metaserver looks once an hour. A group is removed if every broker group answered, it is unused at all that have
 it, and an earlier look, `WARNED_S` ago or more, found it too: so its metric and alert come first. Groups on dead-letter
 and retry subjects stay: their positions tell which dead letters went back to their group.
+
+A forgotten broadcast consumer has nothing left but its row, which its next SUBSCRIBE would replace. Such rows go
+without a warning, whatever `group_expiry_days` is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Iterable
 
@@ -17,6 +22,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from qmq.errors import QmqError
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
 from qmq.metaserver.actions.runner import Actions
+from qmq.metaserver.cluster.group_starts import STALE_MS, Asked
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, TokenRole
 from qmq.subjects import real_subject
@@ -28,13 +34,17 @@ DAY_MS = 86_400_000
 WARNED_S = 86_400.0
 SHOWN_MAX = 100
 """Groups of one look: those unused for longest."""
+ROWS_MAX = 1_000
+"""Rows of broadcast consumers of one look; the next look continues after them. Each question makes a master note so
+many ends, of which it keeps 10,000 for new groups.
+"""
 BY_ITSELF = Caller("metaserver", TokenRole.CLUSTER)
 
 Key = tuple[str, str]
 
 
 class GroupExpiry:
-    """Finds unused consumer groups, reports and removes them. Made by main; `days` 0: it does nothing."""
+    """Finds unused consumer groups, reports and removes them. Made by main; `days` 0: only broadcasts' rows."""
 
     def __init__(self, desk: Desk, actions: Actions, days: int) -> None:
         self._desk = desk
@@ -42,15 +52,37 @@ class GroupExpiry:
         self._days = days
         self._first_seen_s: dict[Key, float] = {}
         self._removal_ms: dict[Key, int] = {}
+        self._broadcasts_after: Key = ("", "")
 
     async def run(self) -> None:
-        while self._days:
+        while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self.look(now_ms=wall_ms(), now_s=time.monotonic())
+                await self.remove_broadcasts(now_ms=wall_ms())
+                if self._days:
+                    await self.look(now_ms=wall_ms(), now_s=time.monotonic())
             except QmqError as error:
                 log.warning("unused consumer groups not looked for, again in an hour reason=%s", error)
-        await asyncio.Event().wait()
+
+    async def remove_broadcasts(self, *, now_ms: int) -> None:
+        """Remove the rows of broadcast consumers without a position on any broker group, `ROWS_MAX` per call.
+
+        A row that a returning consumer replaced meanwhile stays.
+
+        Raises:
+            NotServed: a broker group or the database does not answer. Nothing was removed.
+        """
+        desk, after = self._desk, self._broadcasts_after
+        rows = await desk.database.read(lambda repository: repository.broadcasts(now_ms - STALE_MS, after, ROWS_MAX))
+        if rows:
+            asked = [Asked(*row.key, latest=False, since_ms=0, broadcast=True) for row in rows]
+            mark, masters = secrets.token_hex(8), map(desk.master_of, desk.groups_with_master())
+            answers = await together([desk.brokers.mark_groups(master, mark, asked) for master in masters])
+            forgotten = [row for row, *known in zip(rows, *answers, strict=False) if not any(known)]
+            await desk.database.write(lambda repository: repository.store_consumer_groups([], forgotten))
+            if forgotten:
+                log.info("rows of forgotten broadcast consumers removed rows=%d", len(forgotten))
+        self._broadcasts_after = rows[-1].key if len(rows) == ROWS_MAX else ("", "")
 
     def read(self) -> Iterable[Metric]:
         """Yield the metric of groups that will be removed."""

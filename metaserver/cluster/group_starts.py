@@ -17,7 +17,9 @@ CLOCKS_MS = 60_000
 again.
 """
 STALE_MS = 3_600_000
-"""A broadcast consumer's row of this age is replaced if no member has a position: brokers forget absent consumers."""
+"""A broadcast consumer's row of this age is replaced, or removed, if no broker group has a position: brokers forget
+absent consumers.
+"""
 
 EXPECTED_MAX = 10_000
 """Consumer groups in one question to a broker."""
@@ -62,9 +64,10 @@ def new_row(asked: Asked, members: Iterable[str], *, is_known: bool, mark: str, 
         mark: name under which members noted the ends of their subjects, after `now_ms`.
     """
     if is_known:
-        return ConsumerGroupRow(*asked.key, 0, "", (), now_ms)
+        return ConsumerGroupRow(*asked.key, 0, "", (), now_ms, asked.broadcast)
     since_ms = max(now_ms - CLOCKS_MS, 1) if asked.latest else asked.since_ms
-    return ConsumerGroupRow(*asked.key, since_ms, mark if asked.latest else "", tuple(sorted(members)), now_ms)
+    noted = mark if asked.latest else ""
+    return ConsumerGroupRow(*asked.key, since_ms, noted, tuple(sorted(members)), now_ms, asked.broadcast)
 
 
 def to_store(asked: Iterable[Asked], rows: Mapping[tuple[str, str], ConsumerGroupRow], *, now_ms: int) -> list[Asked]:

@@ -277,6 +277,12 @@ class Repository:
         """Return all consumer groups of a subject; of an empty name, of all subjects."""
         return self._transactions.read(lambda connection: routes.load_consumer_groups_of(connection, subject))
 
+    def broadcasts(self, before_ms: int, after: tuple[str, str], rows_max: int) -> list[ConsumerGroupRow]:
+        """Return rows of broadcast consumers that were stored before this time, with keys after `after`, in order."""
+        return self._transactions.read(
+            lambda connection: routes.load_broadcasts(connection, before_ms, after, rows_max)
+        )
+
     def store_consumer_groups(
         self, rows: Sequence[ConsumerGroupRow], replaced: Sequence[ConsumerGroupRow] = ()
     ) -> None:

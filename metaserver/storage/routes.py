@@ -203,6 +203,14 @@ def load_consumer_groups_of(connection: Connection, subject: str) -> list[Consum
     ]
 
 
+def load_broadcasts(connection: Connection, before_ms: int, after: GroupKey, rows_max: int) -> list[ConsumerGroupRow]:
+    """Return rows of broadcast consumers that were stored before this time, in order of their keys."""
+    is_after = or_(_groups.subject > after[0], and_(_groups.subject == after[0], _groups.group_name > after[1]))
+    query = select(consumer_group).where(_groups.broadcast, _groups.create_time < before_ms, is_after)
+    ordered = query.order_by(_groups.subject, _groups.group_name).limit(rows_max)
+    return [_group_row(row) for row in connection.execute(ordered)]
+
+
 def store_consumer_groups(
     connection: Connection, rows: Sequence[ConsumerGroupRow], replaced: Sequence[ConsumerGroupRow]
 ) -> None:
@@ -212,7 +220,8 @@ def store_consumer_groups(
         connection.execute(delete(consumer_group).where(is_row))
     # In a fixed order: two metaservers that store the same groups cannot deadlock.
     values = [checked(consumer_group, _group_values(row)) for row in sorted(rows, key=lambda row: row.key)]
-    connection.execute(insert(consumer_group), values)
+    if values:
+        connection.execute(insert(consumer_group), values)
 
 
 def forget_consumer_groups(connection: Connection, subject: str, group: str = "") -> None:
@@ -239,6 +248,7 @@ def _group_values(row: ConsumerGroupRow) -> dict[str, object]:
         "mark": row.mark,
         "members_json": to_json(row.members),
         "create_time": row.created_ms,
+        "broadcast": row.is_broadcast,
     }
 
 
@@ -247,4 +257,6 @@ def _group_row(row: Row[Any]) -> ConsumerGroupRow:
         members = parse_names(row.members_json)
     except ValueError:  # edited by hand: it then begins with the first message, wherever it has no position
         members = ()
-    return ConsumerGroupRow(row.subject, row.group_name, row.since_ms, row.mark, members, row.create_time)
+    return ConsumerGroupRow(
+        row.subject, row.group_name, row.since_ms, row.mark, members, row.create_time, bool(row.broadcast)
+    )

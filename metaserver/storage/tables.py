@@ -231,6 +231,7 @@ consumer_group = Table(
     Column("mark", name(32), nullable=False),  # name under which members noted the subject's end; empty: none did
     Column("members_json", long_text(), nullable=False),  # broker groups of the route when the consumer group began
     Column("create_time", BigInteger, nullable=False),
+    Column("broadcast", Boolean, nullable=False, server_default=false()),  # one broadcast consumer with a fixed id
     **OPTIONS,
 )
 

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import re
+import shutil
+import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import inspect, select, text
+from sqlalchemy import MetaData, inspect, make_url, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from qmq.metaserver.model import AuditRow, ConsumerGroupRow, Offline, ReadonlyMark, TokenRow
 from qmq.metaserver.storage import engine as migrations
+from qmq.metaserver.storage.changes import AddSubject, AddToken, SetLimits, SetMark, SetOffline
 from qmq.metaserver.storage.engine import connect, open_database
 from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.metaserver.storage.repository import Repository
 from qmq.metaserver.storage.tables import meta_version, metadata, subject_route
+from qmq.operator_limits import OperatorLimits
+from tests.support.directories import add_group
 
-NEWEST = "0017"
+NEWEST = "0018"
 FORMER = (
     ("broker", "ip", 45),
     ("metaserver", "http_address", 100),
@@ -27,6 +36,9 @@ FORMER = (
     ("lease", "address", 100),
 )
 """Columns of version 0016 that were too short for host names."""
+
+GUIDE = Path(__file__).parents[2] / "docs" / "databases.md"
+COPIES = re.compile(r"^\| (SQLite|MariaDB|PostgreSQL) \| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
 
 
 @pytest.fixture
@@ -78,21 +90,99 @@ def test_migration_statement_may_outlast_a_change(database_url, monkeypatch):
     engine.dispose()
 
 
-def test_columns_of_addresses_grow_to_host_names(empty, database_url):
-    open_database(database_url).dispose()
-    if empty.dialect.name == "sqlite":
-        short = []
-    elif empty.dialect.name == "postgresql":
-        short = [f"ALTER TABLE {table} ALTER {name} TYPE VARCHAR({chars})" for table, name, chars in FORMER]
-    else:
+def fill(url, *, number=1):
+    """Store a row in most tables."""
+    engine = open_database(url)
+    repository, name = Repository(engine), f"g{number}"
+    add_group(repository, name)
+    repository.store_routes([(f"s{number}", (name,), 0)])
+    repository.store_consumer_groups([ConsumerGroupRow("s1", name, 5, "m", (name,), 7, is_broadcast=True)])
+    changes = [SetMark(ReadonlyMark("*", name)), SetOffline(Offline("s", "*", name)), AddSubject(name, "ssd")]
+    changes += [AddToken(TokenRow(name, "Ann", "operator", "salt", "hash", ("s",), (), 1000))]
+    changes += [SetLimits(OperatorLimits("s", name, per_second=7))]
+    repository.change(changes, AuditRow("Ann", "here", "Everything"))
+    engine.dispose()
+
+
+def shrink(engine, to):
+    """Give the newest tables the columns of an earlier version. The rows stay."""
+    former = []
+    if to == "0016" and engine.dialect.name == "postgresql":
+        former = [f"ALTER TABLE {table} ALTER {name} TYPE VARCHAR({chars})" for table, name, chars in FORMER]
+    elif to == "0016" and engine.dialect.name != "sqlite":
         binary = "CHARACTER SET utf8mb4 COLLATE utf8mb4_bin NOT NULL"
-        short = [f"ALTER TABLE {table} MODIFY {name} VARCHAR({chars}) {binary}" for table, name, chars in FORMER]
-    run(empty, *short, "UPDATE alembic_version SET version_num = '0016'")
+        former = [f"ALTER TABLE {table} MODIFY {name} VARCHAR({chars}) {binary}" for table, name, chars in FORMER]
+    former += ["ALTER TABLE consumer_group DROP COLUMN broadcast"]
+    run(engine, *former, f"UPDATE alembic_version SET version_num = '{to}'")
+
+
+def contents(engine):
+    """Return the rows of all tables, as sorted texts."""
+    found = MetaData()
+    found.reflect(engine)
+    with engine.connect() as connection:
+        return {
+            table.name: sorted(str(dict(row)) for row in connection.execute(select(table)).mappings())
+            for table in found.sorted_tables
+        }
+
+
+@pytest.mark.parametrize("former", ["0016", "0017"])
+def test_former_tables_grow_to_the_newest(empty, database_url, former):
+    fill(database_url)
+    shrink(empty, former)
+    before = contents(empty)
     engine = open_database(database_url)
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     assert version(engine) == NEWEST
+    assert {name: len(rows) for name, rows in contents(engine).items()} == {n: len(rows) for n, rows in before.items()}
+    [row] = Repository(engine).consumer_groups_of("s1")
+    assert row == ConsumerGroupRow("s1", "g1", 5, "m", ("g1",), 7, is_broadcast=False)
     engine.dispose()
+
+
+def test_copy_leads_back_over_a_migration(empty, database_url, tmp_path, monkeypatch):
+    """With the commands of docs/databases.md. The old program is one without the last migration."""
+    fill(database_url)
+    shrink(empty, "0017")
+    before = contents(empty)
+    copy, put_back = commands(database_url, tmp_path)
+    copy()
+    fill(database_url, number=2)
+    old = tmp_path / "old"
+    shutil.copytree(Path(migrations.__file__).parent, old)
+    [newest] = old.glob(f"migrations/versions/{NEWEST}_*.py")
+    newest.unlink()
+    empty.dispose()
+    with monkeypatch.context() as patches:
+        patches.setattr(migrations, "__file__", str(old / "engine.py"))
+        remedy = "version 0018, this program supports versions 0016 to 0017. A newer qmq .* restore the copy"
+        with pytest.raises(DatabaseUnusable, match=remedy):
+            open_database(database_url)
+        put_back()
+        open_database(database_url).dispose()
+        assert contents(empty) == before
+    fill(database_url, number=2)
+    after = contents(empty)
+    assert version(empty) == NEWEST and len(after["broker_group"]) == 2
+
+
+def commands(url, folder):
+    """Return functions that run the two commands of docs/databases.md for this kind of database."""
+    parsed = make_url(url)
+    rows = {kind.lower(): shell for kind, *shell in COPIES.findall(GUIDE.read_text())}
+    (folder / ".my.cnf").write_text(f"[client]\nhost={parsed.host}\nport={parsed.port}\nuser={parsed.username}\n")
+    at = {"HOME": folder, "PGHOST": parsed.host, "PGPORT": parsed.port, "PGUSER": parsed.username}
+    environ = os.environ | {name: str(value) for name, value in at.items()}
+
+    def command(shell):
+        names = {"metaserver.db": parsed.database} if parsed.host is None else {"qmq": parsed.database}
+        for name, own in names.items():
+            shell = re.sub(rf"\b{re.escape(name)}\b(?!-)", own, shell)
+        return lambda: subprocess.run(["bash", "-ec", shell], cwd=folder, env=environ, check=True, timeout=60)
+
+    return map(command, rows[parsed.get_backend_name()])
 
 
 def test_every_name_is_compared_byte_by_byte(database_url):

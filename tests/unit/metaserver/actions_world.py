@@ -182,6 +182,10 @@ class Brokers:
     async def replica_status(self, broker):
         return self._reach(broker)
 
+    async def mark_groups(self, broker, mark, groups):
+        self._reach(broker)
+        return [group.key in {(row.subject, row.group) for row in self.progress[broker.group]} for group in groups]
+
     async def rates(self, broker):
         self._reach(broker)
         return pb.RatesAnswer(samples=self.samples.get(broker.group, []))

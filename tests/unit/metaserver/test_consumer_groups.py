@@ -128,6 +128,16 @@ async def test_forgotten_broadcast_consumer_begins_again(world):
     assert await begin(groups, "g1") == await begin(groups, "g2"), "a group that is no broadcast never begins anew"
 
 
+async def test_row_holds_whether_it_is_a_broadcast(world):
+    groups, masters = await made(world)
+    names = {"cache-7": True, "older-cache": True, "billing": False}
+    masters.known["g2"] = {("s1", "older-cache")}
+    for name, is_broadcast in names.items():
+        await begin(groups, "g1", BILLING._replace(group=name, broadcast=is_broadcast))
+    rows = await world.database.read(lambda repository: repository.consumer_groups_of("s1"))
+    assert {row.group: row.is_broadcast for row in rows} == names
+
+
 async def test_forget_removes_rows_of_one_subject(world):
     groups, masters = await made(world)
     retries = "%RETRY%s1%billing"

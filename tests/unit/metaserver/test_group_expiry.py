@@ -1,11 +1,16 @@
-"""Shell. Consumer groups without a consumer for `group_expiry_days`: reported for a day, then removed."""
+"""Shell. Consumer groups without a consumer for `group_expiry_days`: reported for a day, then removed; broadcasts."""
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
 
 import pytest
 
 from qmq.errors import NotServed
 from qmq.metaserver.actions.expiry import DAY_MS, WARNED_S, GroupExpiry
+from qmq.metaserver.cluster.group_starts import STALE_MS
+from qmq.metaserver.model import ConsumerGroupRow
 from tests.unit.metaserver.actions_world import left
 
 NOW_MS = 1_800_000_000_000
@@ -114,3 +119,77 @@ async def test_refused_removal_is_logged_and_tried_again(world, caplog):
     world.brokers.fail_for_real = frozenset()
     await expiry.look(now_ms=NOW_MS + 1, now_s=3 * WARNED_S)
     assert removed(world) == {(group, "s1", "shop", "removed") for group in ("g1", "g2")}
+
+
+async def broadcasts(world, *names, age_ms=STALE_MS + 1):
+    rows = [ConsumerGroupRow("s1", name, 0, "", ("g1",), NOW_MS - age_ms, is_broadcast=True) for name in names]
+    await world.database.write(lambda repository: repository.store_consumer_groups(rows))
+
+
+async def rows_left(world):
+    return [row.group for row in await world.database.read(lambda repository: repository.consumer_groups_of(""))]
+
+
+async def test_forgotten_broadcast_loses_its_row(world):
+    """A normal group's row stays: without it a broker group that joins would skip messages."""
+    expiry = await cluster(world, g1=[], g2=[], g3=[left("s1", "at g3", 0)])
+    await broadcasts(world, "away", "at g3")
+    await broadcasts(world, "young", age_ms=STALE_MS - 1)
+    normal = ConsumerGroupRow("s1", "shop", 0, "", ("g1",), 1)
+    await world.database.write(lambda repository: repository.store_consumer_groups([normal]))
+    await expiry.remove_broadcasts(now_ms=NOW_MS)
+    assert await rows_left(world) == ["at g3", "shop", "young"]
+
+
+async def test_silent_broker_group_keeps_broadcast_rows(world):
+    expiry = await cluster(world, g1=[], g2=[])
+    await broadcasts(world, "away")
+    world.brokers.silent.add("g2")
+    with pytest.raises(NotServed):
+        await expiry.remove_broadcasts(now_ms=NOW_MS)
+    assert await rows_left(world) == ["away"]
+
+
+async def test_returned_broadcast_keeps_its_new_row(world, monkeypatch):
+    """It returned after the question, so the row was replaced."""
+    expiry = await cluster(world, g1=[])
+    await broadcasts(world, "back")
+    old = await world.database.read(lambda repository: repository.broadcasts(NOW_MS, ("", ""), 9))
+
+    async def mark_groups(broker, mark, groups):
+        new = [replace(row, created_ms=NOW_MS) for row in old]
+        await world.database.write(lambda repository: repository.store_consumer_groups(new, old))
+        return [False]
+
+    monkeypatch.setattr(world.brokers, "mark_groups", mark_groups, raising=False)
+    await expiry.remove_broadcasts(now_ms=NOW_MS)
+    assert await rows_left(world) == ["back"]
+
+
+async def test_many_broadcast_rows_are_checked_in_turns(world, monkeypatch):
+    monkeypatch.setattr("qmq.metaserver.actions.expiry.ROWS_MAX", 2)
+    expiry = await cluster(world, g1=[left("s1", name, 0) for name in "abd"])
+    await broadcasts(world, *"abcde")
+    for remaining in ("abcde", "abde", "abd", "abd"):
+        await expiry.remove_broadcasts(now_ms=NOW_MS)
+        assert await rows_left(world) == list(remaining)
+
+
+async def test_broadcast_rows_go_without_a_setting(world, monkeypatch):
+    """The loop runs with `group_expiry_days` 0, and again after a silent broker group."""
+    await cluster(world, g1=[unused("s1", "shop", 90)])
+    await broadcasts(world, "away", age_ms=NOW_MS - 1)
+    world.brokers.silent.add("g1")
+    looks = iter(range(9))
+
+    async def next_look(seconds):
+        if next(looks) == 1:
+            assert await rows_left(world) == ["away"]
+            world.brokers.silent.clear()
+        elif not await rows_left(world):
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr("qmq.metaserver.actions.expiry.asyncio.sleep", next_look)
+    with pytest.raises(asyncio.CancelledError):
+        await (expiry := GroupExpiry(world.desk, world.actions, 0)).run()
+    assert shown(expiry) == {}
