@@ -84,7 +84,8 @@ def test_repairs_caused_by_the_audit_are_reported(cluster):
     assert result.unreadable is None and sum(result.found.values()) == 2, result.findings
     assert {row["what"] for row in result.findings} <= {"repaired", "damaged"}, result.findings
     of_slave, of_master = sorted(result.findings, key=lambda row: row["offset"])
-    assert (of_slave["copy"], of_slave["offset"], of_slave["end"]) == ("slave", *bases[1:3])
+    # The end is the first frame that was read again: after a quick repair, the second one of the lost file.
+    assert (of_slave["copy"], of_slave["offset"]) == ("slave", bases[1]) and bases[1] < of_slave["end"] <= bases[2]
     assert (of_master["copy"], of_master["segment"]) == ("master", int(flipped.stem))
     for row in result.findings:
         assert ("taken it from the other copy since" in row["text"]) == (row["what"] == "repaired")
