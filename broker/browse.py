@@ -12,17 +12,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qmq.broker.positions import border, sequences_kept
-from qmq.codec import Buffer, decode_envelope, decode_properties, split_batch, without_body
+from qmq.codec import Buffer, decode_envelope, decode_properties, has_body, split_batch, without_body
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.log import MessageLog
 from qmq.log.frame import Frame
 from qmq.log.index import FrameRef
+from qmq.message import CONTENT_ENCODING
 from qmq.message_sizes import LARGE_BYTES_MIN
 from qmq.subjects import check_subject
+from qmq.zstd import BLOCK_BYTES
 
 MESSAGES_MAX, MESSAGES_DEFAULT = 1_000, 100
 ANSWER_BYTES_MAX = 1 << 20
-"""Of encoded messages; the first one always fits."""
+"""Of encoded messages, without the parts of bodies that are not sent; the first one always fits."""
+BODY_BYTES_MAX = 4 << 20
+"""Of one body in one answer."""
 STEP_FRAMES, STEP_BYTES = 256, 4 << 20
 """Read in one step."""
 PAUSE_BYTES, MESSAGE_COST = 512 << 10, 8 << 10
@@ -44,8 +48,18 @@ class Filter(NamedTuple):
         return [*([_string(self.id)] if self.id else []), *properties, *map(_string, self.tags)]
 
 
+class Bodies(NamedTuple):
+    """Part of each body to return: `bytes_max` bytes from `begin` on, as it is stored."""
+
+    begin: int = 0
+    bytes_max: int = 0
+
+
 class Found(NamedTuple):
-    """One stored message. `offset` is its frame's; `problem` holds the decoding error, if any."""
+    """One stored message. `offset` is its frame's; `problem` holds the decoding error, if any.
+
+    `body_bytes` is the size of its stored body, None without one; `body` holds the requested part.
+    """
 
     sequence: int
     offset: int
@@ -56,6 +70,8 @@ class Found(NamedTuple):
     tags: tuple[str, ...] = ()
     properties: Mapping[str, str] = {}
     problem: str = ""
+    body_bytes: int | None = None
+    body: Buffer = b""
 
 
 def visible_end(log: MessageLog, subject: str, limit: int) -> int:
@@ -79,6 +95,7 @@ class Browse:
     newest_first: bool = False
     wanted: Filter = Filter()
     messages_max: int = MESSAGES_DEFAULT
+    bodies: Bodies = Bodies()
     found: list[Found] = field(default_factory=list)
     _bytes: int = 0
     _is_full: bool = False
@@ -149,11 +166,13 @@ class Browse:
         if _has_all(data, needles):
             found = _decode(frame, sequence, data)._replace(bytes=len(message))
             if _is_wanted(found, self.wanted):
-                if self.found and self._bytes + len(data) > ANSWER_BYTES_MAX:
+                found = _with_body(found, message, len(data), self.bodies)
+                size = len(data) + len(found.body)
+                if self.found and self._bytes + size > ANSWER_BYTES_MAX:
                     self._is_full = True
                     return False
                 self.found.append(found)
-                self._bytes += len(data)
+                self._bytes += size
         if self.newest_first:
             self.end = sequence
         else:
@@ -182,6 +201,18 @@ def _decode(frame: Frame, sequence: int, data: bytes) -> Found:
     return found._replace(
         created_ms=envelope.created_ms, id=envelope.id, tags=tuple(sorted(envelope.tags)), properties=properties
     )
+
+
+def _with_body(found: Found, message: Buffer, begin: int, bodies: Bodies) -> Found:
+    """Add the wanted part of the body, which begins at `begin` of the message."""
+    if found.problem or not has_body(message):
+        return found
+    most = bodies.bytes_max
+    if most and CONTENT_ENCODING in found.properties:
+        most = max(most, BLOCK_BYTES)
+    at = begin + bodies.begin
+    part = bytes(message[at : at + min(most, BODY_BYTES_MAX)])
+    return found._replace(body_bytes=len(message) - begin, body=part)
 
 
 def _is_wanted(found: Found, wanted: Filter) -> bool:

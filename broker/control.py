@@ -13,7 +13,7 @@ import grpc.aio
 
 from qmq.access import token_text
 from qmq.broker import positions
-from qmq.broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, visible_end
+from qmq.broker.browse import MESSAGES_DEFAULT, Bodies, Browse, Filter, Found, visible_end
 from qmq.broker.group_status import Cause, Key
 from qmq.broker.master import BrokerMaster
 from qmq.broker.positions import Answered, Begin, NewGroup, borders, sequences_kept
@@ -152,6 +152,7 @@ class BrowseCalls:
             newest_first=request.newest_first,
             wanted=wanted,
             messages_max=request.messages_max or MESSAGES_DEFAULT,
+            bodies=Bodies(request.body_begin, request.body_bytes_max),
         )
 
     async def _stored_since(self, subject: str, since_ms: int) -> int:
@@ -212,6 +213,8 @@ def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessa
                 bytes=match.bytes,
                 properties=_properties(match) if with_properties else (),
                 problem=match.problem,
+                body_bytes=match.body_bytes,
+                body=match.body,
             )
         )
         if at % MESSAGES_AT_ONCE == 0:

@@ -522,14 +522,23 @@ class Content(NamedTuple):
 
 def decode_content(data: bytes) -> Content:
     """Decode the properties of a message for an application; raises InvalidMessage."""
-    texts = decode_properties(data)
+    return content_of(decode_properties(data))
+
+
+def content_of(texts: dict[str, str]) -> Content:
+    """Return properties of `decode_properties` for an application; `texts` loses those that describe the content."""
     kind, encoding, types = (texts.pop(name, None) for name in CONTENT)
     properties: dict[str, Value] = {**texts} if types is None else with_types(texts, types)
     return Content(properties, kind, encoding)
 
 
-def has_body(data: bytes) -> bool:
+def has_body(data: Buffer) -> bool:
     return bool(data) and data[0] & FLAG_BODY != 0
+
+
+def stored_body(data: bytes) -> bytes | None:
+    """Return the body of a message as it is stored, maybe compressed, or None without one; raises InvalidMessage."""
+    return data[properties_span(data).end :] if has_body(data) else None
 
 
 def decode_body(data: bytes, content: Content | None = None) -> bytes | None:

@@ -35,6 +35,8 @@ class Kind(Enum):
     """The content of the file is sent; `-` is standard input."""
     LINES = "FILE|-"
     """File read line by line as needed; `-` is standard input."""
+    BODY = "TEXT|@FILE"
+    """A text, or a file read as it is; `@-` is standard input."""
     SECONDS = "SECONDS"
     """Sent as milliseconds."""
     PATH = "PATH"

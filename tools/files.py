@@ -12,11 +12,14 @@ from types import TracebackType
 
 from qmq.access import Token, TokenFile, require_private
 from qmq.errors import AccessError
+from qmq.message_sizes import BODY_BYTES_MAX
 from qmq.tools.terminal import complain, is_interactive
 
 SECRET_CHARS_MAX = 4096
 STANDARD_STREAM = "-"
 """Path of standard input or output."""
+FILE_MARK = "@"
+"""In front of the path of a body's file."""
 
 
 class NoInput(Exception):
@@ -98,6 +101,23 @@ def read_document(path: str) -> str:
         return json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
     except (OSError, ValueError, RecursionError) as error:
         raise NoInput(f"{path} cannot be read: {error}") from None
+
+
+def read_body(typed: str) -> bytes:
+    """Return the content of a message: a text as typed, or the file behind an @ (`@-`: standard input).
+
+    A file of more than `BODY_BYTES_MAX` is read to one byte beyond, and refused as any message.
+    """
+    if not typed.startswith(FILE_MARK):
+        return os.fsencode(typed)
+    path = typed.removeprefix(FILE_MARK)
+    try:
+        if path == STANDARD_STREAM:
+            return sys.stdin.buffer.read(BODY_BYTES_MAX + 1)
+        with open(path, "rb") as file:
+            return file.read(BODY_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:
+        raise NoInput(f"the body cannot be read from {path}: {error}") from None
 
 
 class PrivateFile:

@@ -15,7 +15,7 @@ from qmq.access import Token, token_text
 from qmq.tools.call import Address, Answer, CallFailed, Exit, post, reachable
 from qmq.tools.command import Command, Kind
 from qmq.tools.doctor import examine
-from qmq.tools.files import STANDARD_STREAM, NoInput, PrivateFile, read_document, read_password, read_token
+from qmq.tools.files import FILE_MARK, STANDARD_STREAM, NoInput, PrivateFile, read_document, read_password, read_token
 from qmq.tools.findings import Level, worst
 from qmq.tools.plan import refusal, show_plan
 from qmq.tools.table import Block
@@ -177,7 +177,8 @@ def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
     """Read the inputs that are not typed: secrets and contents of files."""
     values: dict[str, str] = dict(options.values)
     paths = {option.name: getattr(options, f"option_{option.name}_file", None) for option in command.options}
-    files = [values[option.name] for option in command.options if option.kind in (Kind.FILE, Kind.LINES)]
+    kinds = Kind.FILE, Kind.LINES, Kind.BODY
+    files = [values[option.name].removeprefix(FILE_MARK) for option in command.options if option.kind in kinds]
     if [options.token_file, *paths.values(), *files].count(STANDARD_STREAM) > 1:
         raise NoInput("standard input can give one thing only; put the other into a file")
     for option in command.options:

@@ -27,6 +27,7 @@ from qmq.audit.jobs.query import (
     table,
 )
 from qmq.audit.trail import STORED_COLUMNS
+from qmq.message import CONTENT_TYPE
 
 ROWS_MAX = 1_000
 
@@ -59,8 +60,8 @@ def show(rows: Rows) -> Iterable[str]:
     """Yield a line per message."""
     for row in rows:
         place = f"{row['broker_group'] or 'log'}@{row['offset']}"
-        tags = " ".join(row["tags"])
-        yield f"{row['timestamp_ms']}  {place}  {row['subject']} {row['sequence']}  {row['id']}  {tags}"
+        about = " ".join([*row["tags"], row["properties"].get(CONTENT_TYPE, "")])
+        yield f"{row['timestamp_ms']}  {place}  {row['subject']} {row['sequence']}  {row['id']}  {about}".rstrip()
     yield f"{len(rows)} messages"
 
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import reduce
@@ -28,6 +29,7 @@ from qmq.audit.data_source import read_copy, start_spark
 from qmq.audit.places import find_places
 from qmq.audit.tables import SCHEMAS
 from qmq.errors import AccessError
+from qmq.message_view import visible
 
 Rows = list[dict[str, Any]]
 Place = dict[str, str]
@@ -102,16 +104,21 @@ def ask(
         if spark is not None:
             spark.stop()
     if options.json:
-        print(json.dumps(rows, default=str))
+        print(json.dumps(rows, default=_text))
     else:
         for line in show(rows):
-            print(line)
+            print(visible(line))
     return 0
 
 
 def lines(rows: Rows) -> Iterable[str]:
     """Yield each row as its values with tabs between them."""
-    return ("\t".join("" if value is None else str(value) for value in row.values()) for row in rows)
+    return ("\t".join("" if value is None else _text(value) for value in row.values()) for row in rows)
+
+
+def _text(value: object) -> str:
+    """Return a value as text: binary columns, such as `body`, in Base64."""
+    return b64encode(value).decode() if isinstance(value, bytes | bytearray) else str(value)
 
 
 def columns_in(sql: str, rows: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from qmq.codec import content_of, encode_message
 from qmq.dead_letters import GROUP, SUBJECT
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.message import ORDER_KEY, Message
+from qmq.message_view import body_bytes, body_json, json_type_of, properties_json
 from qmq.metaserver.actions.consumers import groups_of_subject
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together
 from qmq.metaserver.actions.plan import Plan, refused
@@ -28,6 +31,8 @@ from qmq.subjects import dead_letter_subject, is_derived_name, real_subject, ret
 Place = tuple[str, dict[str, str]]
 """A subject, and the properties that messages there must have."""
 
+BODIES_BYTES_MAX = 4 << 20
+"""Of all bodies in one answer; the bodies of later messages are cut."""
 QUESTIONS_MAX = 20
 """Number of requests per broker: each searches for a bounded time, so rare messages take several."""
 
@@ -50,15 +55,22 @@ async def _browse(desk: Desk, words: Words, caller: Caller) -> Any:
         newest_first=newest_first,
         messages_max=limit,
         with_properties=True,
+        body_bytes_max=words.number("bodyBytes"),
     )
     asked = [(group, place) for group in groups for place in places]
     found = await together([_look(desk, group, place, request, limit) for group, place in asked])
     unasked = {
         group.name: str(answer) for (group, _), answer in zip(asked, found, strict=True) if isinstance(answer, QmqError)
     }
-    messages = [message for answer in found if not isinstance(answer, QmqError) for message in answer]
-    messages.sort(key=lambda message: message["stored"], reverse=newest_first)
-    return {"subject": places[0][0], "messages": messages[:limit], "unasked": unasked}
+    messages = [
+        (group.name, row)
+        for (group, _), rows in zip(asked, found, strict=True)
+        if not isinstance(rows, QmqError)
+        for row in rows
+    ]
+    messages.sort(key=lambda pair: pair[1].stored_ms, reverse=newest_first)
+    shown = await asyncio.to_thread(_messages_json, messages[:limit], request.body_bytes_max)  # bodies are decompressed
+    return {"subject": places[0][0], "messages": shown, "unasked": unasked}
 
 
 def _properties(text: str) -> dict[str, str]:
@@ -84,16 +96,16 @@ def _places(desk: Desk, subject: str, dead_letters_of: str) -> list[Place]:
 
 async def _look(
     desk: Desk, group: Group, place: Place, request: pb.BrowseRequest, limit: int
-) -> list[dict[str, Any]] | QmqError:
+) -> list[pb.BrowsedMessage] | QmqError:
     """Return the first `limit` messages of one broker group, or the error."""
     request = pb.BrowseRequest.FromString(request.SerializeToString())
     request.subject = place[0]
     request.properties.update(place[1])
-    found: list[dict[str, Any]] = []
+    found: list[pb.BrowsedMessage] = []
     try:
         for _ in range(QUESTIONS_MAX):
             answer = await desk.brokers.browse(desk.master_of(group), request)
-            found += [_message_json(group.name, message) for message in answer.messages]
+            found += answer.messages
             if len(found) >= limit or answer.begin >= answer.end:
                 break
             request.begin, request.end, request.since_ms, request.until_ms = answer.begin, answer.end, 0, 0
@@ -102,8 +114,28 @@ async def _look(
     return list(islice(found, limit))
 
 
-def _message_json(broker_group: str, message: pb.BrowsedMessage) -> dict[str, Any]:
-    properties = {property.name: property.value for property in message.properties}
+def _messages_json(messages: Iterable[tuple[str, pb.BrowsedMessage]], body_bytes_max: int) -> list[dict[str, Any]]:
+    """Return the JSON of messages of broker groups. Blocks; runs on a thread."""
+    shown, left = [], BODIES_BYTES_MAX
+    for broker_group, message in messages:
+        shown.append(_message_json(broker_group, message, min(body_bytes_max, left)))
+        left -= min(len(shown[-1].get("body", shown[-1].get("bodyBase64", ""))), left)
+    return shown
+
+
+def _message_json(broker_group: str, message: pb.BrowsedMessage, body_bytes_max: int) -> dict[str, Any]:
+    content = content_of({property.name: property.value for property in message.properties})
+    order_key = content.properties.pop(ORDER_KEY, None)
+    properties, types = properties_json(content.properties)
+    body = {}
+    if message.HasField("body_bytes"):
+        body = body_json(
+            message.body,
+            message.body_bytes,
+            content_type=content.type,
+            encoding=content.encoding,
+            bytes_max=body_bytes_max,
+        )
     return {
         "brokerGroup": broker_group,
         "sequence": message.sequence,
@@ -111,10 +143,12 @@ def _message_json(broker_group: str, message: pb.BrowsedMessage) -> dict[str, An
         "created": message.created_ms,
         "id": message.id,
         "tags": sorted(message.tags),
-        "orderKey": properties.pop(ORDER_KEY, None),
+        "orderKey": order_key,
         "bytes": message.bytes,
         "problem": message.problem,
         "properties": properties,
+        **({"propertyTypes": types} if types else {}),
+        **body,
     }
 
 
@@ -265,6 +299,10 @@ async def _move(source: DeadLetters, batch: Sequence[Chosen], receipt: Receipt) 
     return ""
 
 
+UNSENT = "-"
+"""Id of a message that is only checked."""
+
+
 def _needs_produce(words: Words) -> tuple[tuple[str, str], ...]:
     return ((PRODUCE, words["subject"]),)
 
@@ -272,6 +310,7 @@ def _needs_produce(words: Words) -> tuple[tuple[str, str], ...]:
 async def _plan_produce(desk: Desk, words: Words) -> Plan:
     try:
         message = _message(words)
+        encode_message(_message(words, id=UNSENT), 0)  # raises what the producer would
         groups = groups_of_subject(desk, words["subject"], "")  # without a route, a typing error would make a subject
     except QmqError as refusal:
         return refused(str(refusal))
@@ -283,14 +322,15 @@ async def _plan_produce(desk: Desk, words: Words) -> Plan:
         groups=frozenset(group.name for group in groups),
         needs=_needs_produce(words),
         before={},
-        after={"message": dict(message.properties), "tags": sorted(message.tags)},
+        after={"message": dict(message.properties), "tags": sorted(message.tags)}
+        | ({} if message.body is None else {"body": words["body"], "contentType": message.content_type}),
     )
 
 
-def _message(words: Words) -> Message:
+def _message(words: Words, id: str | None = None) -> Message:
     """Make the message of Produce. Raises OperatorError, InvalidMessage, InvalidName."""
     try:
-        value = json.loads(words["properties"])
+        value = json.loads(words["properties"] or "{}")
     except (ValueError, RecursionError) as error:
         raise OperatorError(f"properties are not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -300,7 +340,16 @@ def _message(words: Words) -> Message:
         for name, item in value.items()
         if item is not None
     }
-    return Message(words["subject"], texts, tags=words.names("tags"))
+    try:
+        body = body_bytes({"body": words["body"] or None})
+    except ValueError as error:
+        raise OperatorError(str(error)) from None
+    if body is None and not texts:
+        raise OperatorError("the message is empty; give properties or a body")
+    if body is None and words["contentType"]:
+        raise OperatorError("contentType describes the body; give a body")
+    content_type = words["contentType"] or json_type_of(body)
+    return Message(words["subject"], texts, body=body, content_type=content_type, tags=words.names("tags"), id=id)
 
 
 async def _carry_out_produce(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:

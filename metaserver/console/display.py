@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+from base64 import b64decode
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from qmq.dead_letters import FATE
+from qmq.message_view import body_facts, hex_dump, is_encrypted, visible
 
 NOTHING = "–"
 _STEPS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
@@ -57,6 +59,30 @@ def value_of(value: Any) -> str:
 def without_fate(properties: Mapping[str, str]) -> dict[str, str]:
     """Return a dead letter's original properties; its fate has columns of its own."""
     return {name: value for name, value in properties.items() if name not in FATE}
+
+
+DUMP_BYTES = 256
+
+
+def body_of(message: Mapping[str, Any], chars_max: int) -> dict[str, Any] | None:
+    """Return a body as a page shows it, or None without one.
+
+    Returns:
+        `facts`: type, size, compression; `text`: content, cut to `chars_max` characters, or a dump of its first bytes;
+        `is_json`: whether the page draws it as a tree; `is_cut`: whether there is more; `note`: reason without content.
+    """
+    if not (facts := body_facts(message)):
+        return None
+    note, text, is_cut = message.get("bodyProblem", ""), message.get("body"), bool(message.get("bodyCut"))
+    kind = message.get("contentType", "")
+    if text is not None:
+        is_cut = is_cut or len(text) > chars_max
+        text = text[:chars_max]
+    elif not note and not is_encrypted(message):
+        data = b64decode(message.get("bodyBase64", ""))
+        is_cut, text = is_cut or len(data) > DUMP_BYTES, hex_dump(data[:DUMP_BYTES])
+    is_json = not kind or "json" in kind.lower()
+    return {"facts": facts, "text": text or "", "is_json": is_json, "is_cut": is_cut, "note": note}
 
 
 def moment_ms(text: str) -> int | None:
@@ -125,6 +151,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "number": number,
     "value_of": value_of,
     "without_fate": without_fate,
+    "visible": visible,
 }
 
 

@@ -20,6 +20,7 @@ from qmq.metaserver.console.display import (
     Looks,
     Rates,
     bars_of,
+    body_of,
     chart_of,
     moment_ms,
     per_second,
@@ -183,6 +184,8 @@ TAIL, TAIL_MS = 50, 10_000
 """Messages of a live tail per look. A busier subject has more; the tail skips some."""
 CONTENT_CHARS_MAX, PAGE_CHARS_MAX, CUT_CHARS = 20_000, 250_000, 200
 """Characters of one message, and of all on a page; beyond that, each message is cut to the last number."""
+ALONE_CHARS_MAX = 200_000
+"""Characters of a message that is chosen by its id."""
 
 Query = Mapping[str, str]
 """Query string of the page; missing words are empty."""
@@ -349,28 +352,35 @@ async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
     words: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES}
     words |= {"deadLettersOf": query["dead"], "since": since, "until": until}
     words["limit"] = TAIL if query["live"] else ROWS
+    words["bodyBytes"] = most = ALONE_CHARS_MAX if query["id"] else CONTENT_CHARS_MAX
     found = await asking.ask("Browse", words)
-    return {"found": found, "wrong": wrong, "shown": shown_messages(found, is_dead=bool(query["dead"]))}
+    return {"found": found, "wrong": wrong, "shown": shown_messages(found, most, is_dead=bool(query["dead"]))}
 
 
 async def tail(asking: Asking, query: Query) -> dict[str, Any]:
     """Return the newest messages. With a filter only those of the last seconds: a search through all takes long."""
-    words: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES} | {"limit": TAIL}
+    words: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES}
+    words |= {"limit": TAIL, "bodyBytes": CONTENT_CHARS_MAX}
     if any(query[name] for name in ("id", "tag", "property")):
         words["since"] = wall_ms() - TAIL_MS
     found = await asking.ask("Browse", words)
-    return {"found": found, "shown": shown_messages(found, is_dead=False)}
+    return {"found": found, "shown": shown_messages(found, CONTENT_CHARS_MAX, is_dead=False)}
 
 
-def shown_messages(found: Answer, *, is_dead: bool) -> list[dict[str, Any]]:
-    """Return messages with `content`, their properties as JSON. All together are bounded: later ones are cut short."""
+def shown_messages(found: Answer, chars_max: int, *, is_dead: bool) -> list[dict[str, Any]]:
+    """Return messages with `content`, their properties as JSON, and `shown_body`.
+
+    All together are bounded: later ones are cut short.
+    """
     shown, left = [], PAGE_CHARS_MAX
     for message in (found.data or {}).get("messages", ()):
-        properties = message["properties"]
-        text = value_of(without_fate(properties) if is_dead else properties)
-        most = min(CONTENT_CHARS_MAX, max(left, CUT_CHARS))
+        properties = without_fate(message["properties"]) if is_dead else message["properties"]
+        body = body_of(message, min(chars_max, max(left, CUT_CHARS)))
+        left -= len(body["text"]) if body else 0
+        text = value_of(properties) if properties or not body else ""
+        most = min(chars_max, max(left, CUT_CHARS))
         left -= min(len(text), most)
-        shown.append(message | {"content": text[:most], "cut": max(len(text) - most, 0)})
+        shown.append(message | {"content": text[:most], "cut": max(len(text) - most, 0), "shown_body": body})
     return shown
 
 

@@ -272,7 +272,8 @@ class Console:
         """The newest messages, for the live tail."""
         if visit.caller is None:
             return Response(status_code=401)
-        return self._part("tail.html", **await pages.tail(self._asks(visit), visit.query), query=visit.query)
+        found = await pages.tail(self._asks(visit), visit.query)
+        return self._part("tail.html", **found, query=visit.query, link=_link)
 
     async def _renew_overview(self, visit: Visit) -> Response:
         if visit.caller is None and not self._open_lists:

@@ -194,6 +194,11 @@ class ReceivedMessage(Message):
         return found
 
     @property
+    def encoded(self) -> bytes:
+        """The message as brokers store it (`qmq.codec`)."""
+        return self._data
+
+    @property
     def times(self) -> int:
         """Number of attempts of the group, this one included: deliveries with which a handler may have begun."""
         piece = self._piece

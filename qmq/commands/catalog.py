@@ -631,8 +631,9 @@ _DATABASES = (
     ),
 )
 
-PROPERTIES_CHARS_MAX = 4_000
-"""Of a message that an operator types; the audit trail keeps it."""
+CONTENT_CHARS_MAX = 4_000
+"""Of the properties, and of the body, of a message that an operator types; the audit trail keeps them."""
+BODY_BYTES_SHOWN_MAX = 1 << 20
 _MESSAGES = (
     Action(
         "Browse",
@@ -649,6 +650,13 @@ _MESSAGES = (
             Parameter("since", "only messages stored at this time or later", kind=Kind.NUMBER, typed=Typed.MOMENT),
             Parameter("until", "only messages stored before this time", kind=Kind.NUMBER, typed=Typed.MOMENT),
             Parameter("limit", "at most this many messages", kind=Kind.NUMBER, default="50", least=1, most=1000),
+            Parameter(
+                "bodyBytes",
+                "show at most this many bytes of each body",
+                kind=Kind.NUMBER,
+                default="2000",
+                most=BODY_BYTES_SHOWN_MAX,
+            ),
         ),
     ),
     Action(
@@ -660,9 +668,10 @@ _MESSAGES = (
             Parameter(
                 "properties",
                 'its properties, as JSON: {"orderNo": "4711"}',
-                required=True,
-                chars_max=PROPERTIES_CHARS_MAX,
+                chars_max=CONTENT_CHARS_MAX,
             ),
+            Parameter("body", "its body, as text", chars_max=CONTENT_CHARS_MAX),
+            Parameter("contentType", "media type of the body; default: application/json for a JSON object or list"),
             Parameter("tags", "its tags, separated by commas", kind=Kind.NAMES),
         ),
         changes=True,

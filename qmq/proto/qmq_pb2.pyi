@@ -646,7 +646,7 @@ class CancelDelayedAnswer(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BrowseRequest(_message.Message):
-    __slots__ = ("subject", "begin", "end", "since_ms", "until_ms", "newest_first", "id", "properties", "tags", "messages_max", "with_properties")
+    __slots__ = ("subject", "begin", "end", "since_ms", "until_ms", "newest_first", "id", "properties", "tags", "messages_max", "with_properties", "body_bytes_max", "body_begin")
     class PropertiesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -665,6 +665,8 @@ class BrowseRequest(_message.Message):
     TAGS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_MAX_FIELD_NUMBER: _ClassVar[int]
     WITH_PROPERTIES_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    BODY_BEGIN_FIELD_NUMBER: _ClassVar[int]
     subject: str
     begin: int
     end: int
@@ -676,10 +678,12 @@ class BrowseRequest(_message.Message):
     tags: _containers.RepeatedScalarFieldContainer[str]
     messages_max: int
     with_properties: bool
-    def __init__(self, subject: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., since_ms: _Optional[int] = ..., until_ms: _Optional[int] = ..., newest_first: _Optional[bool] = ..., id: _Optional[str] = ..., properties: _Optional[_Mapping[str, str]] = ..., tags: _Optional[_Iterable[str]] = ..., messages_max: _Optional[int] = ..., with_properties: _Optional[bool] = ...) -> None: ...
+    body_bytes_max: int
+    body_begin: int
+    def __init__(self, subject: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., since_ms: _Optional[int] = ..., until_ms: _Optional[int] = ..., newest_first: _Optional[bool] = ..., id: _Optional[str] = ..., properties: _Optional[_Mapping[str, str]] = ..., tags: _Optional[_Iterable[str]] = ..., messages_max: _Optional[int] = ..., with_properties: _Optional[bool] = ..., body_bytes_max: _Optional[int] = ..., body_begin: _Optional[int] = ...) -> None: ...
 
 class BrowsedMessage(_message.Message):
-    __slots__ = ("sequence", "offset", "stored_ms", "created_ms", "id", "tags", "bytes", "properties", "problem")
+    __slots__ = ("sequence", "offset", "stored_ms", "created_ms", "id", "tags", "bytes", "properties", "problem", "body_bytes", "body")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     STORED_MS_FIELD_NUMBER: _ClassVar[int]
@@ -689,6 +693,8 @@ class BrowsedMessage(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PROPERTIES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     offset: int
     stored_ms: int
@@ -698,7 +704,9 @@ class BrowsedMessage(_message.Message):
     bytes: int
     properties: _containers.RepeatedCompositeFieldContainer[Property]
     problem: str
-    def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., stored_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., id: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., properties: _Optional[_Iterable[_Union[Property, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+    body_bytes: int
+    body: bytes
+    def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., stored_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., id: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., properties: _Optional[_Iterable[_Union[Property, _Mapping]]] = ..., problem: _Optional[str] = ..., body_bytes: _Optional[int] = ..., body: _Optional[bytes] = ...) -> None: ...
 
 class Property(_message.Message):
     __slots__ = ("name", "value")

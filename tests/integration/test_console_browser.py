@@ -176,8 +176,37 @@ def _follow_the_tail(address, world, profile, state):
         assert browser.axe() + browser.complaints() == []
         assert "Produce" in browser.click("Produce…")
         browser.fill("properties", '{"orderNo": "4711"}')
+        browser.fill("body", '{"price": 5}')
         assert "Reaches 1 subject" in browser.click("Show the plan") and not sent
         assert "Done." in browser.click("Do it") and dict(sent[0].properties) == {"orderNo": "4711"}
+        assert (sent[0].body, sent[0].content_type) == (b'{"price": 5}', "application/json")
+
+
+def test_hostile_bodies_are_drawn_as_text(tmp_path):
+    asyncio.run(_with_browser(tmp_path, "data", _look_at_hostile_bodies))
+
+
+def _look_at_hostile_bodies(address, world, profile, state):
+    attack = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>\u202e\x1b[2J"
+    bodies = [
+        json.dumps({attack: attack, "id": 12345678901234567890, "price": 1e-7, "deep": [[[attack]]]}),
+        f'{{"id": 98765432109876543210, "raw": "{attack}"}}',
+        attack,
+    ]
+    world.actions.run = type(world.actions).run.__get__(world.actions)
+    answer = pb.BrowseAnswer()
+    for sequence, body in enumerate(bodies):
+        kind = pb.Property(name="qmq_contentType", value="text/html" if body == attack else "application/json")
+        row = answer.messages.add(sequence=sequence, id=attack, stored_ms=sequence + 1, properties=[kind])
+        row.body, row.body_bytes = body.encode(), len(body.encode())
+    world.brokers.stored = [answer]
+    with Chromium(profile) as browser:
+        _log_in(browser, address, world)
+        text = browser.open(f"{address}/console/messages?subject=order.changed")
+        assert "id: 12345678901234567890" in text and "price: 1e-7" in text and "98765432109876543210" in text
+        assert not set("\u202e\x1b") & set(browser.run("document.body.textContent")) and "\\u202e" in text
+        assert browser.run("window.hit") is None and browser.run("document.querySelectorAll('main img').length") == 0
+        assert browser.axe() + browser.complaints() == []
 
 
 def _stored(sequence, body):

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import time
+from base64 import b64decode
 from operator import itemgetter
 
 import pytest
@@ -255,6 +256,37 @@ def test_unreachable_or_refusing_server_is_named(cluster, subject, tokens):
         assert refused.returncode == REFUSED and refused.stderr and refused.stdout == "", command
     empty = tool(cluster, "Produce", "--file=-", stdin="\n", subject=subject)
     assert empty.returncode == USAGE and "no message to send" in empty.stderr
+
+
+def test_bodies_go_through_the_commands(cluster, subject, tmp_path):
+    body = json.dumps({"lines": [{"sku": f"A-{at}", "note": "é\u202e" * 9} for at in range(9_000)]}, ensure_ascii=False)
+    (file := tmp_path / "order.json").write_text(body)
+    [sent] = lines(tool(cluster, "Produce", "--json", "--property=n=1", f"--body=@{file}", subject=subject))
+    [shown] = browse(cluster, id=sent["id"], subject=subject)
+    assert (shown["body"], shown["contentType"]) == (body, "application/json") and shown["bodyBytes"] > 1 << 19
+    elsewhere = f"{subject}.copy"
+    printed = tool(cluster, "Browse", "--json", subject=subject).stdout
+    again = "\n".join(json.dumps(row) for row in json.loads(printed)["messages"])
+    lines(tool(cluster, "Produce", "--json", "--file=-", stdin=again, subject=elsewhere))
+    consumed = tool(cluster, "Consume", "--json", "--start=earliest", "--limit=1", subject=elsewhere)
+    assert lines(consumed)[0]["body"] == body and "\u202e" not in printed
+    line = tool(cluster, "Tail", "--last=1", "--limit=1", subject=elsewhere).stdout
+    assert "application/json, " in line and '{"lines": [{"sku": "A-0"' in line and len(line) < 1_500
+    missing = tool(cluster, "Produce", f"--body=@{tmp_path}/none", subject=subject)
+    assert missing.returncode == USAGE and "the body cannot be read" in missing.stderr
+
+
+def test_redriven_body_is_unchanged(cluster, subject):
+    body = bytes(range(256)) * 3_000
+    send(cluster, qmq.Message(subject, {"n": 1}, body=body, content_type="image/png", id="m"))
+    assert make_dead(cluster, subject, "g", ["timeout"]) == 1
+    letters = ["--deadLetters", "--group=g"]
+    [letter] = browse(cluster, *letters, subject=subject)
+    assert letter["properties"]["qmq_deadReason"].endswith("timeout")
+    assert lines(redrive(cluster, subject, "--yes"))[0]["moved"]
+    [back] = mailbox(cluster, subject)
+    for shown in (letter, back):
+        assert (b64decode(shown["bodyBase64"]), shown["contentType"]) == (body, "image/png")
 
 
 # Browse.

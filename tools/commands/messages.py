@@ -65,11 +65,13 @@ def _positive(words: Mapping[str, str]) -> Iterator[str]:
 
 
 def _sends_something(words: Mapping[str, str]) -> str:
-    given = [name for name in ("property", "json-body") if name in words]
+    given = [name for name in ("property", "json-body", "body") if name in words]
     if "file" in words and (given or words.get("count", "1") != "1"):
         return "--file excludes the other messages: its lines are sent"
     if "file" not in words and not given:
-        return "nothing to send: give --property, --json-body or --file"
+        return "nothing to send: give --property, --json-body, --body or --file"
+    if "content-type" in words and "body" not in words:
+        return "--content-type needs --body: it describes the body"
     return _first(names_are_legal(words), *_positive(words))
 
 
@@ -83,11 +85,13 @@ MESSAGES = (
     Command(
         "Produce",
         "send messages and report the outcome of each",
-        "--subject=order.changed --property orderNo=42 --property state=paid --tag=paid",
+        "--subject=order.changed --property orderNo=42 --tag=paid --body=@order.json",
         (
             SUBJECT,
             Option("property", "a property of the message; may be given several times", "", Kind.PAIR),
             Option("json-body", "a JSON object whose members are the properties", default=""),
+            Option("body", "the body: a text, or the content of a file; @- is standard input", "", Kind.BODY),
+            Option("content-type", "media type of --body; default: application/json for a JSON object or list", ""),
             Option("file", "a file with one JSON object per line; - is standard input", "", Kind.LINES),
             Option("tag", "tags of the messages: a,b", default=""),
             Option("orderKey", "messages of one key are consumed in order", default=""),

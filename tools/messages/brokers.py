@@ -176,6 +176,24 @@ class Looker:
             request.begin, request.end = answer.begin, answer.end
             request.since_ms = request.until_ms = 0
 
+    async def whole_body(self, message: pb.BrowsedMessage) -> bytes:
+        """Return the stored body of a message, of which it has the begin; a part if retention deletes it meanwhile.
+
+        Raises Unanswered.
+        """
+        parts, at = [message.body], len(message.body)
+        request = pb.BrowseRequest(begin=message.sequence, end=message.sequence + 1, messages_max=1)
+        request.body_bytes_max = message.body_bytes
+        while at < message.body_bytes:
+            request.body_begin = at
+            answer = await self.ask(request)
+            part = answer.messages[0].body if answer.messages else b""
+            if not part:
+                break
+            parts.append(part)
+            at += len(part)
+        return b"".join(parts)
+
     async def close(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:

@@ -13,15 +13,21 @@ from contextlib import aclosing
 from heapq import merge
 from typing import Any
 
+from qmq.codec import content_of
+from qmq.message_sizes import BODY_BYTES_MAX
+from qmq.message_view import body_json, body_line, one_line
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import dead_letter_subject
 from qmq.tools.call import Exit
 from qmq.tools.command import warning
 from qmq.tools.messages.brokers import Looker, Unanswered, ended, find_masters, looking
-from qmq.tools.messages.lines import line_of, message_json, to_json, words_of
+from qmq.tools.messages.lines import CELL_CHARS, PREVIEW_BYTES, line_of, message_json, to_json, words_of
 from qmq.tools.session import Session
 from qmq.tools.table import Block, Column, Table, moment
 from qmq.tools.terminal import complain, show
+
+WHOLE_BYTES_MAX = 256 << 20
+"""Of all bodies of one Browse, which prints them together; beyond that, bodies are cut to previews."""
 
 
 def browse(session: Session) -> Exit:
@@ -35,8 +41,8 @@ def subject_of(values: Mapping[str, str]) -> str:
     return values["subject"]
 
 
-def wanted(values: Mapping[str, str]) -> pb.BrowseRequest:
-    """Return the request for each broker."""
+def wanted(values: Mapping[str, str], *, is_whole: bool) -> pb.BrowseRequest:
+    """Return the request for each broker. `is_whole`: with whole bodies where they fit into an answer."""
     return pb.BrowseRequest(
         since_ms=int(values.get("since") or 0),
         until_ms=int(values.get("until") or 0),
@@ -44,17 +50,56 @@ def wanted(values: Mapping[str, str]) -> pb.BrowseRequest:
         properties=json.loads(values["property"] or "{}"),
         tags=words_of(values["tag"]),
         with_properties=True,
+        body_bytes_max=BODY_BYTES_MAX if is_whole else PREVIEW_BYTES,
     )
+
+
+class _Reader:
+    """Reader of messages as JSON: with previews of their bodies, or whole bodies up to a sum of bytes."""
+
+    def __init__(self, whole_bytes_max: int) -> None:
+        self._left = whole_bytes_max
+
+    async def read(self, looker: Looker, message: pb.BrowsedMessage) -> dict[str, Any]:
+        """Raises Unanswered."""
+        texts = {property.name: property.value for property in message.properties}
+        content, body = content_of(texts), None
+        if message.HasField("body_bytes"):
+            is_whole = message.body_bytes <= self._left
+            stored = await looker.whole_body(message) if is_whole else message.body
+            body = body_json(
+                stored,
+                message.body_bytes,
+                content_type=content.type,
+                encoding=content.encoding,
+                bytes_max=BODY_BYTES_MAX if is_whole else PREVIEW_BYTES,
+            )
+            if is_whole:
+                self._left -= len(body.get("body", "")) + len(body.get("bodyBase64", ""))
+        return message_json(
+            id=message.id,
+            broker_group=looker.broker_group,
+            sequence=message.sequence,
+            properties=content.properties,
+            tags=message.tags,
+            created_ms=message.created_ms,
+            body=body,
+            stored=message.stored_ms,
+            offset=message.offset,
+            bytes=message.bytes,
+            problem=message.problem,
+        )
 
 
 async def _browse(session: Session) -> Exit:
     values = session.values
     limit, newest_first = int(values["limit"]), is_newest_first(values)
-    request = wanted(values)
+    request = wanted(values, is_whole=session.as_json)
     request.begin, request.newest_first = int(values["sequence"] or 0), newest_first
     request.messages_max = min(max(limit, 1), 1_000)
+    reader = _Reader(WHOLE_BYTES_MAX if session.as_json else 0)
     async with looking(session, subject_of(values), values["brokerGroup"]) as lookers:
-        found = await asyncio.gather(*(_take(looker, request, limit) for looker in lookers))
+        found = await asyncio.gather(*(_take(looker, request, limit, reader) for looker in lookers))
     parts = [part for part in found if not isinstance(part, Unanswered)]
     messages = list(merge(*parts, key=lambda message: int(message["stored"]), reverse=newest_first))
     unasked = {looker.broker_group: part for looker, part in zip(lookers, found) if isinstance(part, Unanswered)}
@@ -71,33 +116,20 @@ def is_newest_first(values: Mapping[str, str]) -> bool:
     return values["order"] == "newest" if values["order"] else not (values["sequence"] or values["since"])
 
 
-async def _take(looker: Looker, request: pb.BrowseRequest, limit: int) -> list[dict[str, Any]] | Unanswered:
+async def _take(
+    looker: Looker, request: pb.BrowseRequest, limit: int, reader: _Reader
+) -> list[dict[str, Any]] | Unanswered:
     """Return the first `limit` messages of one broker group, or the reason for no answer."""
     taken: list[dict[str, Any]] = []
     try:
         async with aclosing(looker.messages(request)) as messages:
             async for message in messages:
-                taken.append(browsed_json(looker.broker_group, message))
+                taken.append(await reader.read(looker, message))
                 if len(taken) >= limit:
                     break
     except Unanswered as why:
         return why
     return taken
-
-
-def browsed_json(broker_group: str, message: pb.BrowsedMessage) -> dict[str, Any]:
-    return message_json(
-        id=message.id,
-        broker_group=broker_group,
-        sequence=message.sequence,
-        properties={property.name: property.value for property in message.properties},
-        tags=message.tags,
-        created_ms=message.created_ms,
-        stored=message.stored_ms,
-        offset=message.offset,
-        bytes=message.bytes,
-        problem=message.problem,
-    )
 
 
 def _shown(answer: Mapping[str, Any]) -> list[Block]:
@@ -111,6 +143,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Block]:
             Column("ORDER KEY", "orderKey", drop=3),
             Column("BYTES", "bytes", drop=4),
             Column("PROPERTIES", lambda row: row.get("problem") or to_json(row["properties"]), fold=20),
+            Column("BODY", lambda row: one_line(body_line(row, CELL_CHARS)), drop=1, fold=20),
         ),
         answer["messages"],
         empty="no such message",
@@ -148,6 +181,8 @@ class _Tail:
         self._left = int(session.values["limit"] or 0) or _BEHIND_ALL
         self._began_ms = time.time_ns() // 1_000_000
         self._is_full = asyncio.Event()
+        self._is_whole = self._form == "json"
+        self._printing = asyncio.Lock()
 
     async def show(self, lookers: list[Looker]) -> None:
         """Show the newest messages, then new ones as they arrive. Raises Unanswered if brokers refuse."""
@@ -167,39 +202,47 @@ class _Tail:
     async def _wait_until_full(self) -> None:
         await self._is_full.wait()
 
-    def _print(self, message: dict[str, Any]) -> None:
-        if self._left:
-            self._left -= 1
-            print(line_of(message, self._form), flush=True)
-        if not self._left:
-            self._is_full.set()
+    async def _print(self, looker: Looker, message: pb.BrowsedMessage) -> None:
+        async with self._printing:
+            if self._left:
+                print(line_of(await self._read(looker, message), self._form), flush=True)
+                self._left -= 1
+            if not self._left:
+                self._is_full.set()
+
+    async def _read(self, looker: Looker, message: pb.BrowsedMessage) -> dict[str, Any]:
+        try:
+            return await _Reader(WHOLE_BYTES_MAX if self._is_whole else 0).read(looker, message)
+        except Unanswered as why:
+            complain(f"{why}; the body of {message.id} is cut")
+            return await _Reader(0).read(looker, message)
 
     async def _show_last(self, lookers: list[Looker]) -> list[int | None]:
         """Show the newest messages of all groups; return the end of each, None where no broker answers."""
         count = min(int(self._values["last"]), LAST_MAX)
-        request = wanted(self._values)
+        request = wanted(self._values, is_whole=self._is_whole)
         request.newest_first, request.messages_max = True, max(count, 1)
         request.begin = 0 if count else _BEHIND_ALL
         answers = await asyncio.gather(*(self._ask(looker, request) for looker in lookers))
         parts = [
-            [browsed_json(looker.broker_group, message) for message in reversed(answer.messages)]
+            [(looker, message) for message in reversed(answer.messages)]
             for looker, answer in zip(lookers, answers)
             if answer is not None
         ]
-        shown = list(merge(*parts, key=lambda message: int(message["stored"])))
-        for message in shown[-count or len(shown) :]:
-            self._print(message)
+        shown = list(merge(*parts, key=lambda pair: pair[1].stored_ms))
+        for looker, message in shown[-count or len(shown) :]:
+            await self._print(looker, message)
         return [answer.end_sequence if answer else None for answer in answers]
 
     async def _follow(self, looker: Looker, begin: int | None) -> None:
         """Print new messages of a broker group from `begin` on; None: since the start of this command."""
-        request = wanted(self._values)
+        request = wanted(self._values, is_whole=self._is_whole)
         request.begin, request.since_ms = begin or 0, 0 if begin is not None else self._began_ms
         while not self._is_full.is_set():
             answer = await self._ask(looker, request)
             if answer is not None:
                 for message in answer.messages:
-                    self._print(browsed_json(looker.broker_group, message))
+                    await self._print(looker, message)
                 request.begin, request.since_ms = answer.begin, 0
             if answer is None or answer.begin >= answer.end:
                 await asyncio.sleep(PAUSE_S)

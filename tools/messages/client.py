@@ -11,11 +11,13 @@ from typing import Any
 
 import qmq
 from qmq.client.batch import Receipt
-from qmq.codec import encode_message
+from qmq.codec import content_of, decode_properties, encode_message, stored_body
+from qmq.message_sizes import BODY_BYTES_MAX
+from qmq.message_view import body_facts, body_json
 from qmq.tools.call import Exit
-from qmq.tools.files import STANDARD_STREAM
+from qmq.tools.files import STANDARD_STREAM, read_body
 from qmq.tools.messages.brokers import APP, Unanswered, ended, find_masters
-from qmq.tools.messages.lines import line_of, message_json, to_json, typed_messages, words_of
+from qmq.tools.messages.lines import PREVIEW_BYTES, line_of, message_json, to_json, typed_messages, words_of
 from qmq.tools.session import Session
 from qmq.tools.table import printable
 from qmq.tools.terminal import complain
@@ -36,9 +38,10 @@ def produce(session: Session) -> Exit:
 
 async def _produce(session: Session) -> Exit:
     values = session.values
+    body = read_body(values["body"]) if values["body"] else None
     if session.values["dry-run"] == "true":
         with _lines(values["file"]) as lines:
-            return _check(session, typed_messages(values, lines))
+            return _check(session, typed_messages(values, lines, body))
     await find_masters(session, values["subject"])  # an unreachable metaserver is reported at once
     outcomes: set[qmq.Outcome] = set()
     timeout_s = int(values["wait"]) / 1000
@@ -46,7 +49,7 @@ async def _produce(session: Session) -> Exit:
         metaserver=session.metaserver.url, app=APP, token=session.token_source or None, timeout_s=timeout_s
     ) as producer:
         with _lines(values["file"]) as lines:
-            messages = iter(typed_messages(values, lines))
+            messages = iter(typed_messages(values, lines, body))
             while chunk := list(islice(messages, SENT_AT_ONCE)):
                 receipts = iter(await producer.send_many([line for line in chunk if isinstance(line, qmq.Message)]))
                 try:
@@ -80,7 +83,9 @@ def _check(session: Session, messages: Iterable[qmq.Message | str]) -> Exit:
         if isinstance(message, str) or reason:
             _print(session, outcome="refused", reason=reason)
         else:
-            _print(session, outcome="would be sent", id=message.id, properties=dict(message.properties))
+            size = None if message.body is None else len(message.body)
+            facts = {"contentType": message.content_type, "bodyBytes": size}
+            _print(session, outcome="would be sent", id=message.id, properties=dict(message.properties), **facts)
     return _exit(outcomes)
 
 
@@ -90,6 +95,8 @@ def _problem(message: qmq.Message) -> str:
             qmq.Message(
                 message.subject,
                 message.properties,
+                body=message.body,
+                content_type=message.content_type,
                 tags=message.tags,
                 id=message.id or "-",
                 order_key=message.order_key,
@@ -119,7 +126,7 @@ def _print(session: Session, **fields: Any) -> None:
         return
     place = f"{fields['brokerGroup']}/{fields['sequence']}" if "sequence" in fields else ""
     content = to_json(fields["properties"]) if "properties" in fields else ""
-    words = (fields["outcome"], fields.get("id"), place, content, fields.get("reason"))
+    words = (fields["outcome"], fields.get("id"), place, content, body_facts(fields), fields.get("reason"))
     print(printable("  ".join(filter(None, words))))
 
 
@@ -157,7 +164,7 @@ async def _consume(session: Session) -> Exit:
             while left:
                 messages = await puller.pull(min(left, PULLED_AT_ONCE), timeout=_wait_s(values))
                 for message in messages:
-                    print(line_of(_json(message), form), flush=True)
+                    print(line_of(_json(message, is_whole=form == "json"), form), flush=True)
                 if is_acked:
                     await puller.ack(messages)
                 left -= len(messages) if values["limit"] else 0
@@ -191,7 +198,12 @@ def _wait_s(values: Mapping[str, str]) -> float:
     return int(values["wait"]) / 1000 if values["wait"] else FOR_EVER_S
 
 
-def _json(message: qmq.ReceivedMessage) -> dict[str, Any]:
+def _json(message: qmq.ReceivedMessage, *, is_whole: bool) -> dict[str, Any]:
+    stored, body = stored_body(message.encoded), None
+    if stored is not None:
+        content = content_of(decode_properties(message.encoded))
+        size = BODY_BYTES_MAX if is_whole else PREVIEW_BYTES
+        body = body_json(stored, len(stored), content_type=content.type, encoding=content.encoding, bytes_max=size)
     return message_json(
         id=str(message.id),
         broker_group=message.broker_group,
@@ -199,6 +211,7 @@ def _json(message: qmq.ReceivedMessage) -> dict[str, Any]:
         properties=message.properties,
         tags=message.tags,
         created_ms=message.created_ms,
+        body=body,
         times=message.times,
         order_key=message.order_key,
     )

@@ -1,4 +1,7 @@
-"""Core. Messages as text: typed by people, printed for people and for scripts."""
+"""Core. Messages as text: typed by people, printed for people and for scripts.
+
+A message's JSON has the members of `qmq.message_view` for its body.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,25 @@ from collections.abc import Iterable, Mapping
 from itertools import repeat
 from typing import Any
 
-from qmq.message import ORDER_KEY, Message, text_of
+from qmq.message import ORDER_KEY, Message, Value, text_of
+from qmq.message_view import body_bytes, body_line, json_type_of, one_line, properties_json, typed_properties, visible
 from qmq.tools.table import printable, utc
 
-_WHOLE = {"id": str, "tags": list, "orderKey": str}
-"""Members of a whole message besides its properties, with their types; others describe its origin."""
+_WHOLE = {"id": str, "tags": list, "orderKey": str, "contentType": str, "propertyTypes": dict}
+"""Members of a whole message besides properties and body, with their types; others describe its origin."""
+PREVIEW_BYTES = 2_000
+"""Of each body, for lines and tables."""
+LINE_CHARS, CELL_CHARS = 500, 120
+"""Characters of a body on a line, and in a table."""
 
 
-def typed_messages(values: Mapping[str, str], lines: Iterable[str]) -> Iterable[Message | str]:
+def typed_messages(
+    values: Mapping[str, str], lines: Iterable[str], body: bytes | None = None
+) -> Iterable[Message | str]:
     """Make messages from the options of Produce: from `lines` with --file, else one message `count` times.
+
+    Args:
+        body: content of --body.
 
     Yields:
         Each message, or the fault of its line.
@@ -31,7 +44,13 @@ def typed_messages(values: Mapping[str, str], lines: Iterable[str]) -> Iterable[
         return
     for _ in repeat(None, int(values["count"])):
         yield Message(
-            message.subject, message.properties, tags=message.tags, id=message.id, order_key=message.order_key
+            message.subject,
+            message.properties,
+            body=message.body if body is None else body,
+            content_type=message.content_type if body is None else values["content-type"] or json_type_of(body),
+            tags=message.tags,
+            id=message.id,
+            order_key=message.order_key,
         )
 
 
@@ -65,19 +84,24 @@ def _message(values: Mapping[str, str], value: dict[str, Any]) -> Message:
     for name, kind in _WHOLE.items():
         if name in whole and not isinstance(whole[name], kind):
             raise ValueError(f"{name!r} is no {kind.__name__}")
-    properties = {name: _text(item) for name, item in value.items() if item is not None}
     return Message(
         values["subject"],
-        properties,
+        typed_properties(_texts(value), whole.get("propertyTypes", {})),
+        body=body_bytes(whole),
+        content_type=whole.get("contentType"),
         tags=[*words_of(values["tag"]), *whole.get("tags", ())],
         id=whole.get("id"),
         order_key=values["orderKey"] or whole.get("orderKey"),
     )
 
 
-def _text(value: Any) -> Any:
-    """Return a property value: text, number or boolean; others as JSON."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+def _texts(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return properties: texts, numbers and booleans; others as JSON."""
+    return {
+        name: json.dumps(item, ensure_ascii=False) if isinstance(item, dict | list) else item
+        for name, item in value.items()
+        if item is not None
+    }
 
 
 def message_json(
@@ -85,17 +109,23 @@ def message_json(
     id: str,
     broker_group: str,
     sequence: int,
-    properties: Mapping[str, Any],
+    properties: Mapping[str, Value],
     tags: Any,
     created_ms: int,
+    body: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return a message as `--json` prints it and Produce reads it; empty fields of `more` are left out."""
-    rest = dict(properties)
+    """Return a message as `--json` prints it and Produce reads it; empty fields of `more` are left out.
+
+    Args:
+        body: members about its body.
+    """
+    rest, types = properties_json(properties)
     order_key = more.pop("order_key", None) or rest.pop(ORDER_KEY, None)
     shown = {"id": id, "brokerGroup": broker_group, "sequence": sequence, "created": created_ms, "tags": sorted(tags)}
     shown |= {name: value for name, value in more.items() if value not in (None, "")}
-    return shown | ({"orderKey": order_key} if order_key else {}) | {"properties": rest}
+    shown |= {name: value for name, value in (("orderKey", order_key), ("propertyTypes", types)) if value}
+    return {**shown, "properties": rest, **(body or {})}
 
 
 def line_of(message: Mapping[str, Any], form: str) -> str:
@@ -108,10 +138,11 @@ def line_of(message: Mapping[str, Any], form: str) -> str:
     place = f"{message['brokerGroup']}/{message['sequence']}"
     tags = f"  [{','.join(message['tags'])}]" if message["tags"] else ""
     key = f"  key={message['orderKey']}" if message.get("orderKey") else ""
-    content = message.get("problem") or to_json(message["properties"])
-    return printable(f"{when}  {place}  {message['id']}{tags}{key}  {content}")
+    body = body_line(message, LINE_CHARS)
+    content = message.get("problem") or "  ".join(filter(None, (to_json(message["properties"]), body)))
+    return printable(one_line(f"{when}  {place}  {message['id']}{tags}{key}  {content}"))
 
 
 def to_json(value: object) -> str:
-    """Format as JSON on one line; invalid Unicode is escaped, so that it can be printed."""
-    return json.dumps(value, ensure_ascii=False, default=text_of).encode("utf-8", "backslashreplace").decode()
+    """Format as JSON on one line; invalid Unicode and characters that act on a terminal are escaped."""
+    return visible(json.dumps(value, ensure_ascii=False, default=text_of))

@@ -51,21 +51,40 @@ label(document);
 document.querySelectorAll("[data-renew]").forEach(renew);
 
 // JSON as a tree. A text that is JSON itself becomes a branch, as brokers keep properties as text.
-const PARSED_CHARS_MAX = 20000, BRANCHES_MAX = 200, DEPTH_MAX = 20;
+const PARSED_CHARS_MAX = 200000, BRANCHES_MAX = 200, DEPTH_MAX = 20;
+const ACTIVE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff0-\ufffb\u{e0000}-\u{e0fff}]/gu;
+
+// Characters that change the direction of writing, or cannot be seen, as escapes (qmq.message_view.visible).
+const visible = text => text.replace(ACTIVE, found => [...Array(found.length).keys()]
+  .map(at => `\\u${found.charCodeAt(at).toString(16).padStart(4, "0")}`).join(""));
+
+// A number with more digits than JavaScript keeps stays as it was written.
+class Digits { constructor(text) { this.text = text; } }
+const isExact = (number, text) => String(number) === text || Number.isFinite(number) && !/\d{16}/.test(text.replace(".", ""));
 
 function parsed(text) {
   const inner = text.trim();
   if (!/^[[{]/.test(inner) || inner.length > PARSED_CHARS_MAX) return undefined;
-  try { return JSON.parse(inner); } catch { return undefined; }
+  let isWhole = true;
+  try {
+    const value = JSON.parse(inner, (_, item, context) => {
+      if (typeof item !== "number") return item;
+      if (context === undefined) isWhole = isWhole && (Number.isSafeInteger(item) || !Number.isInteger(item));
+      return context === undefined || isExact(item, context.source) ? item : new Digits(context.source);
+    });
+    return isWhole ? value : undefined;
+  } catch { return undefined; }
 }
 
 function leaf(value) {
   const shown = document.createElement("span");
-  shown.className = typeof value === "string" ? "text" : typeof value === "number" ? "number" : "word";
-  shown.textContent = typeof value === "string" ? value : String(value);
+  const isNumber = typeof value === "number" || value instanceof Digits;
+  shown.className = typeof value === "string" ? "text" : isNumber ? "number" : "word";
+  shown.textContent = typeof value === "string" ? visible(value) : value instanceof Digits ? value.text : String(value);
   return shown;
 }
 
+const isBranch = value => value !== null && typeof value === "object" && !(value instanceof Digits);
 const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 function branch(value, depth) {
@@ -75,8 +94,8 @@ function branch(value, depth) {
     const row = document.createElement("li"), key = document.createElement("span");
     const inner = typeof item === "string" ? parsed(item) ?? item : item;
     key.className = "key";
-    key.textContent = `${name}: `;
-    if (inner !== null && typeof inner === "object" && depth < DEPTH_MAX) {
+    key.textContent = `${visible(name)}: `;
+    if (isBranch(inner) && depth < DEPTH_MAX) {
       const fold = document.createElement("details"), head = document.createElement("summary");
       fold.open = depth < 1 && Object.keys(inner).length <= 12;
       const count = document.createElement("span");
@@ -85,7 +104,7 @@ function branch(value, depth) {
       head.append(key, count);
       fold.append(head, branch(inner, depth + 1));
       row.append(fold);
-    } else row.append(key, leaf(typeof inner === "object" && inner !== null ? JSON.stringify(inner) : inner));
+    } else row.append(key, leaf(isBranch(inner) ? JSON.stringify(inner) : inner));
     list.append(row);
   }
   if (entries.length > BRANCHES_MAX) {

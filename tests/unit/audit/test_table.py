@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +14,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes
 
 from qmq.audit.copies import CannotRead
 from qmq.audit.data_source import TableReader, TableStream
+from qmq.audit.jobs import find, query
 from qmq.audit.jobs.query import columns_in
 from qmq.audit.selection import WrongOption
 from qmq.audit.tables import SCHEMAS
@@ -267,6 +270,27 @@ def test_invalid_options_are_refused(tmp_path: Path, options: dict[str, str], te
 def test_invalid_stream_options_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
     with pytest.raises(WrongOption):
         TableStream({"path": str(tmp_path)} | options, ["id"])
+
+
+class _Spark:
+    def stop(self) -> None: ...
+
+
+def test_printed_rows_are_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(query, "places_of", lambda *_: [])
+    monkeypatch.setattr(query, "start_spark", lambda *_: _Spark())
+    rows = [{"id": "\x1b[2J\u202e", "body": bytearray(b"\xff\0"), "tags": None}]
+    options = ["--source=x", "--token=t"]
+    for json_option in ([], ["--json"]):
+        parser = argparse.ArgumentParser()
+        query.add_source_options(parser)
+        assert query.ask("q", parser.parse_args([*options, *json_option]), lambda *_: rows, query.lines) == 0
+    text, found = capsys.readouterr().out.splitlines()
+    assert text == "\\u001b[2J\\u202e\t/wA=\t" and json.loads(found)[0]["body"] == "/wA="
+    assert found.isascii()
+    message = {"timestamp_ms": 1, "broker_group": "g1", "offset": 5, "subject": "s", "sequence": 7, "id": "m"}
+    shown = [message | {"tags": ["a"], "properties": {"qmq_contentType": "image/png"}}]
+    assert list(find.show(shown)) == ["1  g1@5  s 7  m  a image/png", "1 messages"]
 
 
 @pytest.mark.parametrize(

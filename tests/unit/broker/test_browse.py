@@ -7,12 +7,13 @@ from random import Random
 import pytest
 
 from qmq.broker import browse
-from qmq.broker.browse import Browse, Filter, visible_end
+from qmq.broker.browse import Bodies, Browse, Filter, visible_end
 from qmq.broker.positions import borders
-from qmq.codec import encode_message, join_batch
+from qmq.codec import encode_message, join_batch, with_properties
 from qmq.errors import InvalidName, InvalidRequest
 from qmq.log.frame import FrameKind
-from qmq.message import Message
+from qmq.message import CONTENT_ENCODING, Message
+from qmq.zstd import BLOCK_BYTES
 from tests.unit.log.logs import Copy
 
 END = 1 << 63
@@ -26,11 +27,18 @@ def a_log(**options) -> Copy:
 
 def add(copy: Copy, *messages: Message, timestamp_ms: int = 5):
     """Append one batch, and make it durable."""
-    body = join_batch([encode_message(message, 77) for message in messages])
-    subject = messages[0].subject
+    return append(copy, messages[0].subject, [encode_message(message, 77) for message in messages], timestamp_ms)
+
+
+def append(copy: Copy, subject: str, messages: list[bytes], timestamp_ms: int = 5):
     first = copy.log.state.next_sequence.get(subject, 0)
     frame = copy.append(
-        FrameKind.MESSAGES, subject, body, count=len(messages), first_sequence=first, timestamp_ms=timestamp_ms
+        FrameKind.MESSAGES,
+        subject,
+        join_batch(messages),
+        count=len(messages),
+        first_sequence=first,
+        timestamp_ms=timestamp_ms,
     )
     copy.flush()
     return frame
@@ -82,6 +90,35 @@ def test_message_is_shown_with_its_place():
         {"orderNo": "7", "paid": "true", "qmq_types": "ib"},
     )
     assert shown.bytes == len(encode_message(order("m2", ["b", "a"], orderNo=7, paid=True), 77)) and not shown.problem
+
+
+def test_requested_part_of_each_body_is_returned():
+    copy = a_log()
+    packed = b"\x28" * 500_000
+    add(copy, Message("s", {}, body=b"0123456789", id="m0"), Message("s", {}, body=b"", id="m1"), order("m2"))
+    encoded = with_properties(encode_message(Message("s", {}, body=packed, id="m3"), 77), {CONTENT_ENCODING: "zstd"})
+    append(copy, "s", [encoded])
+    sizes = [10, 0, None, len(packed)]
+    for bodies, expected in (
+        (Bodies(), [b"", b"", b"", b""]),
+        (Bodies(0, 4), [b"0123", b"", b"", packed[:BLOCK_BYTES]]),
+        (Bodies(8, 1 << 40), [b"89", b"", b"", packed[8:]]),
+        (Bodies(1 << 62, 4), [b"", b"", b"", b""]),
+    ):
+        found = look(copy, bodies=bodies).found
+        assert [message.body_bytes for message in found] == sizes and [message.body for message in found] == expected
+
+
+def test_unsent_bodies_leave_room_for_more_messages(monkeypatch):
+    copy = a_log()
+    for at in range(5):
+        add(copy, Message("s", {}, body=bytes(3_000), id=f"m{at}"))
+    monkeypatch.setattr(browse, "ANSWER_BYTES_MAX", 3_500)
+    monkeypatch.setattr(browse, "BODY_BYTES_MAX", 2_000)
+    assert len(look(copy).found) == 5 and len(look(copy, bodies=Bodies(0, 100)).found) == 5
+    whole = look(copy, bodies=Bodies(0, 9_000))
+    assert [len(message.body) for message in whole.found] == [2_000] and whole.begin == 1
+    assert all_ids(copy, bodies=Bodies(0, 9_000)) == [f"m{at}" for at in range(5)]
 
 
 @pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])

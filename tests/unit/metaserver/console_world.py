@@ -186,6 +186,8 @@ def _play_messages(world, now):
         id="m-1",
         stored_ms=now - 60_000,
         bytes=40,
+        body=b'{"lines": [{"sku": "A-1"}]}',
+        body_bytes=27,
         properties=[
             pb.Property(name=name, value=value)
             for name, value in (("qmq_deadReason", "ValueError: no price"), ("qmq_times", "5"), ("note", "x" * 300))

@@ -157,6 +157,39 @@ async def test_messages_are_found_and_escaped(console):
     assert "has no route" in await console.read("/messages", subject="nothing")
 
 
+def with_body(message, body, content_type="", size=0):
+    message.body, message.body_bytes = body, size or len(body)
+    if content_type:
+        message.properties.add(name="qmq_contentType", value=content_type)
+    return message
+
+
+async def test_bodies_are_shown_and_harmless(console):
+    await console.log_in("operator")
+    await console.running_copies("g1")
+    await console.routed("order.changed")
+    bodies = [
+        with_body(stored(6, "m-6"), json.dumps({"a": HOSTILE}).encode(), "application/json"),
+        with_body(stored(5, "m-5\u202e", n="\x9b"), "a\u202eb\x1b[2J".encode(), "text/html"),
+        with_body(stored(4, "m-4"), b"%PDF\x00" * 100, "application/pdf"),
+        with_body(stored(3, "m-3"), b"secret", "application/x-qmq-encrypted"),
+        with_body(stored(2, "m-2"), b"[1, 2", "application/json", size=9_000),
+    ]
+    console.brokers.stored = [pb.BrowseAnswer(messages=bodies)]
+    page = await console.see("/messages", subject="order.changed")
+    assert HOSTILE not in page and not set("\u202e\x9b\x1b") & set(page)
+    assert "<pre data-json>{&#34;a&#34;: " in page and "<pre>a\\u202eb\\u001b[2J</pre>" in page
+    text = text_of(page)
+    assert "Body: application/pdf, 500 bytes 000000 25 50 44 46 00" in text and "00ff" not in text
+    assert "Body: encrypted, 6 bytes" in text and "secret" not in text
+    assert "[1, 2 More…" in text and text.count("More…") == 2, "dump and part of a body"
+    assert 'subject=order.changed&amp;id=m-2"' in page
+    console.brokers.stored = [pb.BrowseAnswer(messages=bodies[-1:])]
+    text = await console.read("/messages", subject="order.changed", id="m-2")
+    assert "qmq Browse --json --subject=order.changed --id=m-2 prints all" in text
+    assert console.brokers.browsed[-1].body_bytes_max == pages.ALONE_CHARS_MAX
+
+
 async def test_dead_letters_are_shown_with_reasons(console):
     await console.log_in("operator")
     await console.running_copies("g1")
@@ -329,6 +362,7 @@ async def test_tail_shows_the_newest_messages_bounded(console):
     assert (await console.new_browser().get("/console/tail?subject=order.changed")).status_code == 401
     await console.log_in("operator")
     many = [stored(number, f"m-{number}", text="x" * 60_000) for number in range(50, 0, -1)]
+    many = [with_body(message, b"y" * 20_000, size=90_000) for message in many]
     console.brokers.stored = [pb.BrowseAnswer(messages=many)]
     page = (await console.browser.get("/console/tail?subject=order.changed")).text
     assert page.count("<li data-key") == 50 and len(page) < pages.PAGE_CHARS_MAX + 60_000

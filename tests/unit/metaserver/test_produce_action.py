@@ -8,8 +8,11 @@ import pytest
 
 from qmq.client.batch import Outcome, Receipt
 from qmq.errors import NotServed
+from qmq.metaserver.actions import messages
 from qmq.metaserver.console import offers
+from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole
+from qmq.zstd import compressed
 from tests.unit.metaserver.actions_world import World, caller
 
 
@@ -48,12 +51,31 @@ async def test_message_is_planned_then_sent(world):
         ({"subject": "nowhere"}, "has no route"),
         ({"properties": "{"}, "not JSON"),
         ({"properties": "[1]"}, "no JSON object"),
+        ({"properties": "{}"}, "the message is empty"),
+        ({"contentType": "text/plain"}, "give a body"),
+        ({"body": "a", "contentType": " \t"}, "content type"),
+        ({"body": "\ud800"}, "Unicode"),
         ({"subject": "%RETRY%order.changed%g"}, "written by brokers alone"),
     ],
 )
 async def test_bad_message_is_refused(world, words, text):
     assert text in await world.refused("Produce", **WORDS | words)
     assert world.sent == []
+
+
+@pytest.mark.parametrize(
+    ("words", "body", "content_type"),
+    [
+        ({"body": '{"a": 1}'}, b'{"a": 1}', "application/json"),
+        ({"body": "é", "contentType": "text/plain", "properties": ""}, "é".encode(), "text/plain"),
+    ],
+)
+async def test_body_is_planned_then_sent(world, words, body, content_type):
+    plan = await world.done("Produce", **WORDS | words, dryRun="true")
+    assert plan["after"]["body"] == words["body"] and plan["after"]["contentType"] == content_type
+    await world.done("Produce", **WORDS | words)
+    assert (world.sent[0].body, world.sent[0].content_type) == (body, content_type)
+    assert words["body"] in str((await world.audit())[0])
 
 
 async def test_produce_requires_the_right(world):
@@ -110,3 +132,31 @@ def test_offers_follow_the_table_of_commands():
     assert {"ResetOffset", "OnOffline", "LimitGroup", "Redrive"} <= set(offers.of_consumer_group())
     assert {"Produce", "SetLimits", "RemoveSubject"} <= set(offers.of_subject())
     assert not set(offers.of_subject()) & {"ResetOffset", "AddNewSubject"}
+
+
+async def test_browse_shows_bodies(world):
+    packed = compressed(b"0123456789" * 50)
+    whole = pb.BrowsedMessage(sequence=1, id="m-1", body=packed, body_bytes=len(packed))
+    pairs = (
+        ("qmq_contentType", "text/x"),
+        ("qmq_contentEncoding", "zstd"),
+        ("qmq_types", "is"),
+        ("no", "7"),
+        ("a", "b"),
+    )
+    whole.properties.extend(pb.Property(name=name, value=value) for name, value in pairs)
+    world.brokers.stored = [pb.BrowseAnswer(messages=[whole])]
+    answer = await world.done("Browse", subject="order.changed", bodyBytes="100")
+    assert world.brokers.browsed[-1].body_bytes_max == 100
+    [message] = answer["messages"]
+    assert message["body"] == "0123456789" * 10 and message["bodyCut"] and message["bodyEncoding"] == "zstd"
+    assert message["properties"] == {"no": 7, "a": "b"} and message["contentType"] == "text/x"
+
+
+async def test_bodies_of_an_answer_are_bounded(world, monkeypatch):
+    monkeypatch.setattr(messages, "BODIES_BYTES_MAX", 25)
+    rows = [pb.BrowsedMessage(sequence=at, id="m", body=b"x" * 10, body_bytes=10) for at in range(4)]
+    world.brokers.stored = [pb.BrowseAnswer(messages=rows)]
+    answer = await world.done("Browse", subject="order.changed")
+    shown = [(len(message["body"]), message.get("bodyCut", False)) for message in answer["messages"]]
+    assert shown == [(10, False), (10, False), (5, True), (0, True)]

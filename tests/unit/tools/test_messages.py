@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from random import Random
 
 import pytest
 
-from qmq.codec import decode_message, encode_message, join_batch, label_of, with_properties
+from qmq.codec import (
+    batch_encoder,
+    decode_message,
+    decode_properties,
+    encode_message,
+    join_batch,
+    label_of,
+    stored_body,
+    with_properties,
+)
 from qmq.dead_letters import REASON, SEQUENCE
-from qmq.message import TIMES, Message
+from qmq.message import CONTENT_ENCODING, TIMES, Message
+from qmq.message_view import body_json
+from qmq.proto import qmq_pb2 as pb
 from qmq.redrive.redriving import Choice, batches_of, others_of, ranges_of
 from qmq.remoting.commands import Piece
 from qmq.tools.commands import COMMANDS
-from qmq.tools.messages.browse import is_newest_first
-from qmq.tools.messages.lines import line_of, message_json, typed_messages
+from qmq.tools.files import NoInput, read_body
+from qmq.tools.messages.brokers import Looker
+from qmq.tools.messages.browse import _Reader, is_newest_first
+from qmq.tools.messages.lines import line_of, message_json, to_json, typed_messages
 from qmq.tools.messages.redrive import _Pace
 from qmq.tools.usage import WrongUsage, parse
 
@@ -43,6 +57,9 @@ def messages(*typed, lines=()):
     "typed, problem_text",
     [
         ("Produce --subject=s", "nothing to send"),
+        ("Produce --subject=s --file=- --body=a", "--file excludes"),
+        ("Produce --subject=s --property a=1 --content-type=a/b", "--content-type needs --body"),
+        ("Produce --subject=s --body=a --content-type=a/b", ""),
         ("Produce --subject=s --file=- --property a=1", "--file excludes"),
         ("Produce --subject=s --file=- --count=2", "--file excludes"),
         ("Produce --subject=s --property a=1 --count=0", "--count is at least 1"),
@@ -155,16 +172,119 @@ def test_message_lines_have_no_control_characters():
         id="i\x1b[2J", broker_group="g1", sequence=7, properties={"a": "\x9b\n"}, tags=["x"], created_ms=1_000
     )
     line = line_of(shown, "line")
-    assert line == '1970-01-01 00:00:01Z  g1/7  i�[2J  [x]  {"a": "�\\n"}'
+    assert line == '1970-01-01 00:00:01Z  g1/7  i\\u001b[2J  [x]  {"a": "\\u009b\\n"}'
     assert json.loads(line_of(shown, "json")) == shown and line_of(shown, "properties").startswith('{"a": "')
+
+
+# Bodies.
+
+
+@pytest.mark.parametrize(
+    ("typed", "body", "content_type"),
+    [
+        (["--body=[1]"], b"[1]", "application/json"),
+        (["--body=no JSON"], b"no JSON", None),
+        (["--body=@{file}"], b"\xff[1]", None),
+        (["--body=@{file}", "--content-type=image/png"], b"\xff[1]", "image/png"),
+        (["--property=a=1", "--body={}", "--content-type=text/x", "--count=2"], b"{}", "text/x"),
+    ],
+)
+def test_body_is_typed_or_read_from_a_file(tmp_path, typed, body, content_type):
+    (tmp_path / "file").write_bytes(b"\xff[1]")
+    options = read("Produce", "--subject=s", *(word.replace("{file}", str(tmp_path / "file")) for word in typed))
+    assert options.command.needs(options.command.words(options.values)) == ""
+    made = list(typed_messages(options.values, (), read_body(options.values["body"])))
+    assert [(message.body, message.content_type) for message in made] == [(body, content_type)] * len(made)
+
+
+def test_unreadable_body_is_named(tmp_path):
+    with pytest.raises(NoInput, match="the body cannot be read from"):
+        read_body(f"@{tmp_path}/none")
+    with pytest.raises(NoInput, match="the body cannot be read from"):
+        read_body(f"@{tmp_path}")
+    assert read_body("a@b") == b"a@b"
+
+
+def stored(message, sequence=3):
+    """Return a message as a broker's Browse shows it, with 10 bytes of its body."""
+    data = encode_message(message, 77)
+    texts, body = decode_properties(data), stored_body(data)
+    shown = pb.BrowsedMessage(sequence=sequence, id=message.id, tags=message.tags, stored_ms=5, created_ms=77)
+    shown.properties.extend(pb.Property(name=name, value=value) for name, value in texts.items())
+    if body is not None:
+        shown.body_bytes, shown.body = len(body), body[:10]
+    return shown
+
+
+class Broker:
+    """Sends parts of 7 bytes of one message's body, until retention deletes it."""
+
+    broker_group = "g1"
+
+    def __init__(self, message, parts=1000):
+        self._body, self._parts = stored_body(encode_message(message, 77)), parts
+
+    async def ask(self, request):
+        assert (request.begin, request.end, request.messages_max) == (3, 4, 1)
+        self._parts -= 1
+        part = self._body[request.body_begin :][:7]
+        return pb.BrowseAnswer(messages=[pb.BrowsedMessage(sequence=3, body=part)] if self._parts >= 0 else [])
+
+    whole_body = Looker.whole_body
+
+
+CONTENT = {"at": datetime(2026, 1, 31, tzinfo=UTC), "no": 7, "x": 0.5, "paid": True, "text": "7"}
+
+
+@pytest.mark.parametrize("body", [b'{"a": "\xc3\xa9\\u001b"}', bytes(range(256)), b"", None])
+async def test_produce_sends_what_browse_shows(body):
+    sent = Message(
+        "s", CONTENT, body=body, content_type=None if body is None else "x/y", tags={"a"}, id="i1", order_key="k"
+    )
+    shown = await _Reader(1 << 20).read(Broker(sent), stored(sent))
+    [again] = messages("--file=-", lines=[to_json(shown)])
+    assert encode_message(again, 77) == encode_message(sent, 77)
+
+
+async def test_compressed_bodies_are_shown_whole():
+    sent = Message("s", body=b"0123456789" * 100, content_type="text/x", id="i1")
+    packed = batch_encoder("s", 77, 1)(sent)
+    broker, shown = Broker(sent), stored(sent)
+    broker._body = stored_body(packed)
+    shown.body_bytes, shown.body = len(broker._body), broker._body[:9]
+    shown.properties.add(name=CONTENT_ENCODING, value="zstd")
+    found = await _Reader(1 << 20).read(broker, shown)
+    assert found["body"] == "0123456789" * 100 and found["bodyEncoding"] == "zstd" and "bodyCut" not in found
+
+
+async def test_cut_body_is_not_sent_again():
+    sent = Message("s", body=b"0123456789" * 9, id="i1")
+    for shown in (
+        await _Reader(0).read(Broker(sent), stored(sent)),
+        await _Reader(1 << 20).read(Broker(sent, parts=2), stored(sent)),
+    ):
+        [problem] = messages("--file=-", lines=[to_json(shown)])
+        assert problem == "line 1: its body is cut; Browse --json prints whole ones"
+
+
+async def test_bodies_beyond_the_sum_are_cut():
+    sent, reader = Message("s", body=b"x" * 60, id="i1"), _Reader(100)
+    cut = [(await reader.read(Broker(sent), stored(sent))).get("bodyCut", False) for _ in range(3)]
+    assert cut == [False, True, True]
+
+
+def test_message_line_shows_its_body():
+    body = body_json(b"a\n\x1b[2J\xe2\x80\xae", 9, content_type="text/x", encoding=None, bytes_max=99)
+    shown = message_json(id="i", broker_group="g1", sequence=7, properties={}, tags=[], created_ms=1_000, body=body)
+    assert line_of(shown, "line") == "1970-01-01 00:00:01Z  g1/7  i  {}  text/x, 9 bytes: a\\n\\u001b[2J\\u202e"
 
 
 # Dead letters.
 
 
-def dead(id, *, tags=(), reason="it broke", sequence=0, order_key=None, **properties):
+def dead(id, *, tags=(), reason="it broke", sequence=0, order_key=None, body=None, **properties):
     """Return a message as sent, and as stored when it is a dead letter."""
-    sent = encode_message(Message("s", properties, tags=tags, id=id, order_key=order_key), 77)
+    sent = encode_message(Message("s", properties, tags=tags, id=id, order_key=order_key, body=body), 77)
     return sent, with_properties(sent, {TIMES: "3", REASON: reason, SEQUENCE: str(sequence)})
 
 
@@ -177,7 +297,8 @@ def chosen(choice, *letters, bounds=(0, 1 << 62)):
 
 
 def test_dead_letter_returns_byte_for_byte():
-    sent, letter = dead("i1", tags=["b", "a"], reason="é" * 300, order_key="k", no=7, text="x" * 9_000)
+    content = {"no": 7, "text": "x" * 9_000}
+    sent, letter = dead("i1", tags=["b", "a"], reason="é" * 300, order_key="k", body=bytes(range(256)), **content)
     [found] = chosen(Choice(), letter)
     assert found.data == sent and found.label == label_of(["a", "b"], "k")
     assert found.json() == {"id": "i1", "brokerGroup": "g1", "sequence": 10, "times": "3", "deadReason": "é" * 300}
