@@ -187,7 +187,7 @@ class ConsumptionJudge:
         try:
             self._state.end = frame.offset
             self._account(frame, progress)
-            apply(self._state, frame, body)
+            apply(self._state, frame, progress)
             self._given_up.discard(progress.group)
         except (QmqError, ValueError, LookupError) as error:
             self._given_up.add(progress.group)

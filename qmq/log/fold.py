@@ -110,8 +110,14 @@ class State:
         return window is not None and batch not in window and batch + BATCHES_PER_PRODUCER <= max(window)
 
 
-def apply(state: State, frame: Frame, body: Buffer) -> None:
+Content = Buffer | Progress
+
+
+def apply(state: State, frame: Frame, body: Content) -> None:
     """Advance `state` by the frame that begins at its end.
+
+    Args:
+        body: the body of the frame; of a progress frame, what it was decoded to serves as well.
 
     Raises:
         CorruptFrame: the frame does not follow from the log before it. Discard the state, which may be half changed.
@@ -169,8 +175,8 @@ def _is_sorted(window: dict[int, StoredBatch]) -> bool:
     return list(window) == sorted(window)
 
 
-def _pull(state: State, frame: Frame, body: Buffer) -> None:
-    progress = decode_progress(body)
+def _pull(state: State, frame: Frame, body: Content) -> None:
+    progress = body if isinstance(body, Progress) else decode_progress(body)
     group = state.groups.get((frame.subject, progress.group))
     if group is None:
         raise CorruptFrame(frame.offset, f"pull of {progress.group}, which has no position on {frame.subject}")
@@ -231,15 +237,15 @@ def _take(consumer: Consumer, frame: Frame, begin: int, end: int) -> list[Unacke
     return taken
 
 
-def _ack(state: State, frame: Frame, body: Buffer) -> None:
-    progress = decode_progress(body)
+def _ack(state: State, frame: Frame, body: Content) -> None:
+    progress = body if isinstance(body, Progress) else decode_progress(body)
     _, consumer = _holder(state, frame, progress)
     for begin, end, _ in progress.entries:
         _take(consumer, frame, begin, end)
 
 
-def _nack(state: State, frame: Frame, body: Buffer) -> None:
-    progress = decode_progress(body)
+def _nack(state: State, frame: Frame, body: Content) -> None:
+    progress = body if isinstance(body, Progress) else decode_progress(body)
     group, consumer = _holder(state, frame, progress)
     state.retry_ms = max(state.retry_ms, frame.timestamp_ms)
     for begin, end, due_ms in progress.entries:
@@ -249,8 +255,8 @@ def _nack(state: State, frame: Frame, body: Buffer) -> None:
             group.requeue(taken, due_ms=0 if not_begun else due_ms, attempts=attempts, suspected=taken.suspected)
 
 
-def _position(state: State, frame: Frame, body: Buffer) -> None:
-    progress = decode_progress(body)
+def _position(state: State, frame: Frame, body: Content) -> None:
+    progress = body if isinstance(body, Progress) else decode_progress(body)
     key = (frame.subject, progress.group)
     group = state.groups.get(key)
     if progress.consumer:
@@ -300,7 +306,7 @@ def _retention(state: State, frame: Frame, body: Buffer) -> None:
         raise CorruptFrame(frame.offset, str(error)) from None
 
 
-_KINDS: dict[int, Callable[[State, Frame, Buffer], None]] = {
+_KINDS: dict[int, Callable[[State, Frame, Any], None]] = {
     FrameKind.MESSAGES: _messages,
     FrameKind.PULL: _pull,
     FrameKind.ACK: _ack,

@@ -77,10 +77,10 @@ def decode_progress(body: Buffer) -> Progress:
     """Read a body whose CRC was checked; raises ValueError if its lengths do not fit."""
     try:
         group_bytes, consumer_bytes, count = _HEAD.unpack_from(body)
-        entries = tuple(_ENTRY.unpack_from(body, _HEAD.size + _ENTRY.size * i) for i in range(count))
+        at = _HEAD.size + _ENTRY.size * count
+        entries = tuple(_ENTRY.iter_unpack(body[_HEAD.size : at]))
     except struct.error as error:
         raise ValueError(f"not the body of a progress frame: {error}") from None
-    at = _HEAD.size + _ENTRY.size * count
     if at + group_bytes + consumer_bytes > len(body):
         raise ValueError("a name ends past the body of a progress frame")
     group = str(body[at : at + group_bytes], "utf-8")

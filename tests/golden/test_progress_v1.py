@@ -43,6 +43,7 @@ ROWS = [
 REFUSED = [
     pytest.param("01000200000000", id="cut in the head"),
     pytest.param("0100020001000000" + "00" * 16 + NAMES + "00" * 4, id="fewer entries than its count"),
+    pytest.param("0000000002000000" + "00" * 24, id="one entry of two, and no names"),
     pytest.param("0100080000000000" + NAMES + "00" * 5, id="a consumer's name ends past the end"),
     pytest.param("0900000000000000" + NAMES + "00" * 5, id="a group's name ends past the end"),
 ]
