@@ -354,10 +354,10 @@ class Control(CopyControl[BrokerMaster]):
         try:
             error = await asyncio.wait_for(safe, SAFE_S)
         except TimeoutError:
-            text = f"the slave did not confirm it within {SAFE_S:.0f} s: look at Consumers before you repeat it"
+            text = f"the slave did not confirm it within {SAFE_S:.0f} s; check Consumers before you repeat it"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         if error is not None:
-            text = "the master changed before both copies had it: look at Consumers before you repeat it"
+            text = "the master changed before both copies had it; check Consumers before you repeat it"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
 
 

@@ -296,7 +296,9 @@ class Delivery:
         if is_dead_letter_subject(subscription.subject):
             raise InvalidRequest("a dead letter cannot become one again; ack it or retry it")
         if self._mastership.gate.too_few_in_sync:
-            raise NotServed(f"the slave of {self._mastership.group} is missing; nothing new is stored until it is back")
+            raise NotServed(
+                f"the slave of {self._mastership.group} is missing; no new message is stored until it returns"
+            )
 
     def _consumer(self, subscription: Subscription) -> Consumer:
         return self.consumption.consumer(*subscription.key) or Consumer()
@@ -353,7 +355,7 @@ class Delivery:
         if mastership.gate.too_few_in_sync:
             # Consumers would act on the move at once, and a promoted slave without it would undo it.
             raise OperatorError(
-                f"the slave of {mastership.group} is missing and would not get the move: start it first"
+                f"the slave of {mastership.group} is missing and would not get the new position: start it first"
             )
         if not dry_run:
             assert known is not None  # else it is refused

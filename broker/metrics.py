@@ -35,22 +35,22 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
     def read(self) -> Iterator[Metric]:
         yield from super().read()
         counters, master = self._counters, self._service.node.master
-        yield self.count(("pulled_messages", "Messages handed to consumers", counters.pulled_messages))
+        yield self.count(("pulled_messages", "Messages delivered to consumers", counters.pulled_messages))
         yield self.count(("acked_messages", "Pull sequences acked by consumers", counters.acked_messages))
         left = counters.returned_consumers
-        yield self.count(("departed_consumers", "Consumers that left or whose lease ended", left))
+        yield self.count(("departed_consumers", "Consumers that left or lost their lease", left))
         known = len(self._service.node.log.state.groups)
         yield self.gauge(("consumer_groups", "Consumer groups; metrics_subjects_max of them are shown", known))
         dropped = self.counts(
             "dropped_messages",
-            "Messages deleted although the consumer group had not consumed them, as set",
+            "Messages deleted unconsumed, as `unconsumed = drop` allows",
             "subject",
             "consumer_group",
         )
         for (subject, consumer_group), messages in self._service.node.log.state.kept.unconsumed.items():
             dropped.add_metric([self.group, subject, consumer_group], messages)
         yield dropped
-        text = "Messages that a consumer group gave up, wherever its dead letters go; of this process"
+        text = "Dead letters of a consumer group since this process began, for any destination"
         dead = self.counts("dead_letters", text, "subject", "consumer_group")
         for (subject, consumer_group), messages in counters.dead_letters.most_common(self._shown_max):
             dead.add_metric([self.group, subject, consumer_group], messages)
@@ -64,7 +64,7 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
             yield self.gauge(("subscriptions", "Consumers that are connected", len(master.subscriptions)))
             skipped = self.counts(
                 "skipped_messages",
-                "Messages that retention took before a consumer group acked them",
+                "Messages that retention deleted before a consumer group acked them",
                 "subject",
                 "consumer_group",
             )
@@ -76,7 +76,7 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
             for (subject, consumer_group), messages in master.expired.items():
                 expired.add_metric([self.group, subject, consumer_group], messages)
             yield expired
-            text = "Messages that were given up because more than an operator allows waited for a consumer group"
+            text = "Messages dropped because more waited for a consumer group than SetLimits allows"
             overflowed = self.counts("overflowed_messages", text, "subject", "consumer_group")
             for (subject, consumer_group), messages in master.overflowed.items():
                 overflowed.add_metric([self.group, subject, consumer_group], messages)
@@ -109,14 +109,16 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         yield unacked
 
     def _ages(self, ages_ms: Mapping[Key, int]) -> Iterator[Metric]:
-        text = "Age of the oldest message that the group has not acked, of the groups with the oldest ones"
+        text = "Age of a group's oldest message without ack, for the groups with the oldest ones"
         ages = self.gauges("oldest_unacked_seconds", text, "subject", "consumer_group")
         for (subject, name), ms in ages_ms.items():
             ages.add_metric([self.group, subject, name], ms / 1000)
         yield ages
 
     def _first_unacked(self, found: Mapping[Key, int]) -> Iterator[Metric]:
-        text = "Time for which a consumer of the group has had the same first unacked message, of the longest times"
+        text = (
+            "Longest time that a consumer of the group has had the same first unacked message, for the slowest groups"
+        )
         ages = self.gauges("oldest_delivered_seconds", text, "subject", "consumer_group")
         for (subject, name), ms in found.items():
             ages.add_metric([self.group, subject, name], ms / 1000)
@@ -124,7 +126,7 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
 
     def _causes(self, found: Mapping[Key, Sequence[Cause]]) -> Iterator[Metric]:
         stopped = self.gauges(
-            "group_cause", "What stops or slows a consumer group", "subject", "consumer_group", "cause"
+            "group_cause", "1 for the cause that stops or slows a consumer group", "subject", "consumer_group", "cause"
         )
         for (subject, name), causes in found.items():
             for cause in causes:

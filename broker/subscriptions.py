@@ -89,7 +89,7 @@ def _count_down(counter: Counter[Any], key: object) -> None:
 
 
 def _replaced(consumer: str) -> SubscriptionReplaced:
-    return SubscriptionReplaced(f"another connection consumes as consumer_id {consumer!r}: each needs one of its own")
+    return SubscriptionReplaced(f"another connection uses consumer_id {consumer!r}; give each consumer its own")
 
 
 class WaitingPull(NamedTuple):
@@ -247,9 +247,9 @@ class Subscriptions:
         known = self.consumer(subject, name, consumer)
         if known is None:
             if held_end:
-                raise InvalidAck(f"the messages of {consumer} were requeued, or its group was moved; begin anew")
+                raise InvalidAck(f"the messages of {consumer} were requeued, or its group was moved; subscribe again")
         elif not known.was_given(held_end):
-            raise InvalidAck(f"{consumer} has messages up to {held_end} of a deposed master; begin anew")
+            raise InvalidAck(f"{consumer} has messages up to {held_end} of a former master; subscribe again")
 
     def find(self, link: Link, id: int, now_ms: int) -> Subscription:
         """Return the connection's subscription and renew its lease."""
@@ -296,7 +296,7 @@ class Subscriptions:
     def move(self, subject: str, group: str) -> None:
         """End the group's subscriptions: its consumers drop their messages and subscribe again."""
         for subscription in [other for other in self._by_consumer.values() if other.key[:2] == (subject, group)]:
-            self._end(subscription, InvalidAck(f"an operator moved {group}; begin anew"))
+            self._end(subscription, InvalidAck(f"an operator moved {group}; subscribe again"))
         for key in [key for key in self._seen if key[:2] == (subject, group)]:
             self.left(*key)
 
@@ -337,7 +337,9 @@ class Subscriptions:
         for key in gone:
             if (subscription := self._by_consumer.get(key)) is not None:
                 silent_s = self._lease_ms / 1000
-                error = InvalidAck(f"nothing came from {subscription.consumer} for a lease, {silent_s:g} s; begin anew")
+                error = InvalidAck(
+                    f"no packet arrived from {subscription.consumer} for a lease, {silent_s:g} s; subscribe again"
+                )
                 self._end(subscription, error)
             self.left(*key)
         return [key for key in gone if self.consumer(*key) is not None]

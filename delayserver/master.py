@@ -219,8 +219,8 @@ class DelayMaster(Master):
         if not self._has_much_due and waiting > most:
             self._has_much_due = True
             log.warning(
-                "due messages pile up, most on disk alone group=%s messages=%d: brokers are slower than what comes "
-                "due, or take none of some subjects; DelayStats names them",
+                "due messages pile up, most on disk alone group=%s messages=%d: brokers are slower than messages "
+                "become due, or refuse some subjects; DelayStats names them",
                 self._mastership.group,
                 waiting,
             )

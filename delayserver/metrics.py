@@ -63,7 +63,7 @@ class DelayCollector(CopyCollector[DelayMaster]):
         behind = max(self._service.node.log.flushed_end - schedule.filed_end, 0)
         yield "pending_messages", "Messages that are neither sent nor cancelled", schedule.pending_messages
         yield "pending_bytes", "Bytes of those messages", schedule.pending_bytes
-        yield "refused_routes", "Subjects whose route the metaserver refuses", self._refused_routes()
+        yield "refused_routes", "Subjects without a route, refused by the metaserver", self._refused_routes()
         yield "schedule_segments", "Segments of the schedule", schedule.segments
         yield "unfiled_bytes", "Bytes of the log on this disk that the schedule does not have yet", behind
 
@@ -105,9 +105,9 @@ class DelayCollector(CopyCollector[DelayMaster]):
         yield "sent_messages", "Messages that broker groups stored", counters.sent_messages
         yield "sent_batches", "Batches that broker groups stored", counters.sent_batches
         yield "not_stored_batches", "Batches that were not stored and are due again", counters.not_stored_batches
-        yield "unknown_answers", "Attempts whose outcome nobody knew; repeated unchanged", counters.unknown_answers
+        yield "unknown_answers", "Attempts with unknown outcome, repeated unchanged", counters.unknown_answers
         rejected = counters.refused_messages_later
-        yield "rejected_messages", "Messages that a broker does not take as they are; tried again later", rejected
+        yield "rejected_messages", "Messages that a broker refused as they are; tried again later", rejected
         yield "cancelled_messages", "Messages that were cancelled", counters.cancelled_messages
         yield "rescheduled_messages", "Messages that got another due time", counters.rescheduled_messages
         yield "recurred_messages", "Occurrences of recurring schedules that came due", counters.recurred_messages

@@ -388,7 +388,7 @@ CONSUMERS = Page(
             ),
             advice="Since the masters' processes began, wherever they go; `qmq Redrive` does not take them off.",
         ),
-        panel("Consumers that left or whose lease ended", recent(f"qmq_broker_departed_consumers_total{{{IN_GROUP}}}")),
+        panel("Consumers that left or lost their lease", recent(f"qmq_broker_departed_consumers_total{{{IN_GROUP}}}")),
         panel(
             "Connected consumers",
             (f"sum by (cluster, broker_group) (qmq_broker_subscriptions{{{IN_GROUP}}})", "{{broker_group}}"),

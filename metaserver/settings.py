@@ -70,7 +70,8 @@ class MetaserverSettings:
     )
     oidc_name_claim: str = setting("preferred_username", why="claim that names a person in the audit trail; else sub")
     trusted_proxies: tuple[str, ...] = setting(
-        ("127.0.0.1", "::1"), why="addresses and networks of nginx: whose X-Forwarded-For counts, for the audit trail"
+        ("127.0.0.1", "::1"),
+        why="addresses and networks of nginx: their X-Forwarded-For names the caller in the audit trail",
     )
     new_subjects_per_minute: int = setting(
         10_000, least=1, most=10_000_000, why="of one token's clients, so that none fills the tables"
@@ -82,7 +83,7 @@ class MetaserverSettings:
         "qmq",
         why="name of this installation: label `cluster` of its Prometheus targets; all its metaservers have the same",
     )
-    log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
+    log_level: str = setting("INFO", one_of=LEVELS, why="lowest level of written log lines")
     log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
     groups_per_subject_min: int = setting(2, least=1, most=100, why="QMQ's min.group.num: one group may be readonly")

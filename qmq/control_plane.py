@@ -183,4 +183,4 @@ def get(request: str | urllib.request.Request, *, timeout_s: float, bytes_max: i
     except http.client.HTTPException as error:
         if isinstance(error, OSError):
             raise
-        raise ValueError(f"what answers does not speak HTTP: {type(error).__name__}") from None
+        raise ValueError(f"the answer is not HTTP: {type(error).__name__}") from None

@@ -213,7 +213,9 @@ class Channel(virtual.Channel):  # type: ignore[misc]
             properties = payload["properties"]
             properties["delivery_info"]["redelivered"] = message.times > 1
         except (ValueError, KeyError, TypeError) as error:  # a worker would fail on it for ever
-            message.dead_letter_nowait(f"no message of kombu, whose content is the property {CONTENT!r}: {error!r}")
+            message.dead_letter_nowait(
+                f"the message is not of kombu: its property {CONTENT!r} is missing or unreadable: {error!r}"
+            )
             raise Empty from error
         self._received[properties["delivery_tag"]] = message
         return payload

@@ -281,7 +281,7 @@ _GAUGES = {
     "qmq_audit_verified_offset": "Offset up to which both copies of the log were read and found equal",
     "qmq_audit_age_seconds": "Time since the run that verified the log last, when this file was written",
     "qmq_audit_verified_timestamp_seconds": "When that run began, since 1970",
-    "qmq_audit_run_timestamp_seconds": "When the last run began, whatever came of it",
+    "qmq_audit_run_timestamp_seconds": "When the last run began, with any verdict",
     "qmq_audit_verdict": "1 for the verdict of the last run",
     "qmq_audit_findings": "Findings of the last run",
     "qmq_audit_unverified_bytes": "Bytes that retention had removed when the last run came, and no run had verified",

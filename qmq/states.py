@@ -149,7 +149,7 @@ class Life(Machine[S], Generic[S, F]):
     def enter(self, event: object, now: F, *, at_ms: int) -> S:
         """Move by `event` to a state with the facts `now`. Raises IllegalTransition: state is unchanged."""
         after = self.table.after(self.state, event)
-        require(type(now) is self._facts[after], f"{after.name} is not what {type(now).__name__} belongs to")
+        require(type(now) is self._facts[after], f"{after.name} does not have facts of type {type(now).__name__}")
         self.on(event, at_ms=at_ms)
         self.now = now
         return after

@@ -263,7 +263,7 @@ def _set_aside(
     if master not in begun or len(begun) <= len(copies) - min_copies:
         return (
             f"keep the data directory of {names}: too few copies have the log that {master.label} has in term {term} "
-            "to tell what was acknowledged. Start those that do not run; else compare the logs with the audit",
+            "to show the acknowledged frames. Start the stopped ones; else compare the logs with the audit",
         )
     return tuple(
         f"{ASIDE}{copy.label}, stopped, and start it with an empty one: {master.label} fills it{_kept_apart(copy)}"
@@ -376,7 +376,9 @@ def run(session: Session) -> Exit:
         return Exit.UNREACHABLE
     remembered = row.get("acknowledged", 0)  # absent in answers of older metaservers
     if remembered is None:
-        complain("the metaserver's database is away, which alone stores what was acknowledged. Nothing was changed")
+        complain(
+            "the metaserver's database, which stores the acknowledged points, does not answer. Nothing was changed"
+        )
         return Exit.UNREACHABLE
     decision = decide(copies, term=row["term"], min_copies=row["minCopies"], remembered=remembered)
     if session.as_json and session.dry_run:
@@ -435,6 +437,6 @@ def _shown(copies: Iterable[Copy], decision: Decision) -> Iterable[Block]:
     for lost in decision.maybe_lost:
         yield bad(
             f"MAYBE LOST: {lost.subject}, sequences {lost.first} to {lost.last} ({lost.last - lost.first + 1:,}): only "
-            f"{lost.only_at} has them, and confirmed them. If a disk forgot what it had fsynced, they were acknowledged"
+            f"{lost.only_at} has them, and confirmed them. If a disk lost fsynced frames, they were acknowledged"
         )
     yield from (f"{number}. {step}" for number, step in enumerate(decision.steps, 1))

@@ -24,7 +24,7 @@ exit status:
   0  done
   1  refused, for the reason shown; nothing was changed
   2  wrong usage
-  3  the metaserver, or what it needs, does not answer: nothing was changed
+  3  a metaserver, database or broker does not answer; nothing was changed
   4  outcome unknown; the command that shows it is named"""
 METASERVER_VARIABLE = "QMQ_METASERVER"
 _EXAMPLE_METASERVER = "--metaserver=127.0.0.1:8080"
@@ -335,7 +335,7 @@ def _script(equals: str, program: str, others: Mapping[str, Sequence[str]]) -> s
 
 
 _ZSH = """\
-# Debian's zsh has its completion off until somebody asks for it; bashcompinit builds on that.
+# Debian's zsh does not load completion by itself; bashcompinit builds on it.
 (( $+functions[compdef] )) || { autoload -U compinit && compinit -i -D; }
 autoload -U +X bashcompinit && bashcompinit
 """

@@ -13,11 +13,11 @@ from qmq.watchdog.database import Stats
 from qmq.watchdog.leader import Leader, now_ms
 
 _COUNTED = {
-    "sent": "Rows whose messages are stored, and that were deleted.",
+    "sent": "Rows deleted because their messages are stored.",
     "failed": "Rows of batches that a broker group did not store.",
     "released": "Rows that were released, to be claimed again after a back-off.",
     "parked": "Rows not sent until OutboxRetry.",
-    "unknown": "Batches of which an attempt left the outcome unknown.",
+    "unknown": "Attempts with unknown outcome.",
     "claimed": "Rows that were claimed.",
 }
 
@@ -45,14 +45,14 @@ class _Watchdog(Collector):
         leader = self._leader
         yield version_of("watchdog")
         yield GaugeMetricFamily(
-            "qmq_watchdog_metaserver_up", "1 while a metaserver answers it.", int(not leader.metaserver_trouble)
+            "qmq_watchdog_metaserver_up", "1 while a metaserver answers.", int(not leader.metaserver_trouble)
         )
         yield GaugeMetricFamily("qmq_watchdog_leader", "1 at the active watchdog.", int(leader.is_leader))
         yield GaugeMetricFamily("qmq_watchdog_term", "Term of its lease; 0 at a standby.", leader.lease.term)
-        yield CounterMetricFamily("qmq_watchdog_elections", "How often it became active.", leader.elections)
+        yield CounterMetricFamily("qmq_watchdog_elections", "Times that this watchdog became active.", leader.elections)
         yield GaugeMetricFamily(
             "qmq_watchdog_refused_routes",
-            "Subjects whose route the metaserver refuses.",
+            "Subjects without a route, refused by the metaserver.",
             sum(map(bool, leader.refusals)),
         )
         yield from self._databases()

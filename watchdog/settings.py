@@ -81,7 +81,7 @@ class WatchdogSettings:
     advertised_http_port: int = setting(
         0, least=0, most=65535, why="port that they connect to instead, as behind NAT; 0: http_port"
     )
-    log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
+    log_level: str = setting("INFO", one_of=LEVELS, why="lowest level of written log lines")
     log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
     lease_ms: int = setting(

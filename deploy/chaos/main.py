@@ -66,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", type=int, default=Load.keys, help=f"order keys; default: {Load.keys}")
     parser.add_argument("--copies", type=int, default=2, help="of each group; more than two: swaps and kills only")
     parser.add_argument("--faults", help="only these, separated by commas; default: all that this machine can make")
-    parser.add_argument("--settings", type=Path, help="a broker's settings file, whose settings all brokers get")
-    parser.add_argument("--dir", type=Path, default=Path(".run/chaos"), help="made anew; default: .run/chaos")
+    parser.add_argument("--settings", type=Path, help="a broker's settings file; all brokers get its settings")
+    parser.add_argument("--dir", type=Path, default=Path(".run/chaos"), help="emptied first; default: .run/chaos")
     parser.add_argument("--list", action="store_true", help="list the faults, and the tools that they lack here")
     return parser
 

@@ -140,7 +140,7 @@ def replace_broker(
 def _with_loss(plan: Plan, change: RoleChange, remembered: Point | None) -> Plan:
     """Name the accepted loss in the plan and in the audit trail."""
     up_to = f"up to {remembered}" if remembered else "at any time"
-    lost = f"what {change.group} acknowledged {up_to}, and the copy that goes on does not have"
+    lost = f"messages that {change.group} acknowledged {up_to} and its remaining copy lacks"
     accepted = AcceptLoss(change.group, change.new_term)
     after = {**plan.after, "acceptedLoss": lost}
     objection = f"lost for good: {lost}. ReplicaStatus and `qmq inspect` show the log of each copy"
@@ -191,7 +191,7 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
     if subjects:
         objections.append(
             f"{len(subjects):,} subject{'s use' if len(subjects) > 1 else ' uses'} {change.group} "
-            f"({first_of(subjects)}), and what is not consumed there cannot be consumed any more; DrainGroup and "
+            f"({first_of(subjects)}); its unconsumed messages cannot be consumed any more. Run DrainGroup and "
             "RemoveSubjectBrokerGroup first"
         )
     group, after = change.before, None
@@ -343,7 +343,7 @@ async def _plan_filling(desk: Desk, words: Words, plan: Callable[..., Plan]) -> 
     except OperatorError as refusal:
         return refused(str(refusal))
     except QmqError as error:
-        return refused(f"{words['host']} does not answer, so it is unknown what it lacks: {error}. Start it first")
+        return refused(f"{words['host']} does not answer, so its missing frames are unknown: {error}. Start it first")
     master = desk.registry.state(group.master) if group.master else None
     return plan(slave, report, counts=master is not None and report.incarnation in master.in_step)
 

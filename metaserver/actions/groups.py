@@ -98,7 +98,7 @@ def set_tag(directory: Directory, group: str, tag: str) -> Plan:
         return refused(_no_group(group))
     if known.kind == DELAY:
         return refused(
-            f"{group} is a group of delay servers: each takes delayed messages of any subject, whose tag no matter"
+            f"{group} is a group of delay servers, which accept delayed messages of every subject with any tag"
         )
     return Plan(
         (SetGroupState(group, tag=tag),) if known.tag != tag else (),

@@ -77,7 +77,7 @@ def adopt_database(
         dump_memory: returns the same for the metaserver's memory.
     """
     if not lost:
-        return refused("the database has a row of each group whose brokers are registered: there is nothing to decide")
+        return refused("the database has a row of each group with registered brokers; there is nothing to decide")
     before = _count(present["tables"])
     changes: tuple[Change, ...]
     if keeps_memory:

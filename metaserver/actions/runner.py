@@ -127,7 +127,7 @@ class Actions:
                     raise
         if handler.afterwards:
             data = await handler.afterwards(self._desk, words, plan)
-        log.info("action done action=%s who=%s peer=%s %s", action.name, caller.name, caller.peer, audit.parameters)
+        log.info("action done action=%s caller=%s peer=%s %s", action.name, caller.name, caller.peer, audit.parameters)
         return Answer(Status.DONE, data=data)
 
     async def _plan(self, action: Action, handler: Handler, words: Words, caller: Caller) -> Plan:
@@ -179,7 +179,7 @@ class Actions:
         self._metrics.actions.labels(action.name, answer.status.name.lower()).inc()
         if not answer.done:
             log.warning(
-                "action not done action=%s status=%s who=%s peer=%s: %s",
+                "action not done action=%s status=%s caller=%s peer=%s: %s",
                 action.name,
                 answer.status.name.lower(),
                 caller.name,

@@ -218,6 +218,6 @@ def find_lost(known: Collection[str], reported: Mapping[str, int], rows: Collect
 def describe(lost: Collection[str]) -> str:
     """Return the problem and the commands that decide, as text."""
     return (
-        f"the database is not used: it has no row of {first_of(sorted(lost))}, whose brokers are registered, so it was "
-        "emptied or replaced. Memory still answers; changes wait until Restore or AdoptDatabase decides"
+        f"the database is not used: it was emptied or replaced, as it has no row of {first_of(sorted(lost))} and their "
+        "brokers are registered. Memory still answers; changes wait until Restore or AdoptDatabase decides"
     )

@@ -214,7 +214,7 @@ class Console:
             return self._refuse_login(visit, str(error), 403)
         except NotServed as error:
             return self._refuse_login(visit, str(error), 503)
-        log.info("logged in to the console who=%s role=%s", caller.name, caller.role)
+        log.info("console login caller=%s role=%s", caller.name, caller.role)
         # A page that leads on, not a redirect: on a redirect from another site, browsers do not send the session's
         # cookie.
         page = self._page(visit, "welcome.html", title="Logged in", who=caller, to=_inside(attempt.to))

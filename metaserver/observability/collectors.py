@@ -77,7 +77,7 @@ class StateMetrics:
         yield _gauge("database_up", "1 while the database answers and is used.", float(database.is_up))
         yield _gauge(
             "database_set_aside",
-            "1 while the database is not used because it has lost groups whose brokers are registered.",
+            "1 while the database is not used because it lacks groups with registered brokers.",
             float(bool(database.set_aside_because)),
         )
         yield _gauge("database_bad_rows", "Invalid rows, which are left out.", database.bad_rows)

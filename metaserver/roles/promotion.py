@@ -180,21 +180,20 @@ _GONE = _START + "qmq Failover --brokerGroup={group} --masterGone=true"
 _RECOVER = _START + "qmq RecoverGroup --brokerGroup={group} --gone={master}"
 WAY_ON: Mapping[Refusal, str] = {
     **dict.fromkeys(Refusal, _RECOVER),
-    Refusal.NO_SLAVE: "AddBroker adds one; what the master's disk held comes back with that disk only",
+    Refusal.NO_SLAVE: "AddBroker adds a slave; messages of the master's disk return with that disk only",
     Refusal.HALF_SWAPPED: "finish that with ReplaceBroker --role={slave_role}",
     Refusal.OLD_ROW: "Doctor names the AdoptRoles that decides",
     Refusal.SLAVE_DOWN: (
-        "start slaves, or the master, {master}; those that never return are named to qmq RecoverGroup "
-        "--brokerGroup={group} --gone=…"
+        "start slaves, or the master, {master}; if some never return: qmq RecoverGroup --brokerGroup={group} --gone=…"
     ),
     Refusal.NOT_IN_SYNC_AT_THE_END: _GONE,
     Refusal.NOT_IN_SYNC_SINCE_START: _GONE,
-    Refusal.HEARS_ITS_MASTER: "the master runs: look at the network between it and the metaservers",
+    Refusal.HEARS_ITS_MASTER: "the master runs: check the network between it and the metaservers",
     Refusal.NOT_STORED: "start the database",
 }
 """Remedy of each refusal; `way_on` fills in the names."""
 LAST_RESORT = (
-    "qmq RecoverGroup --brokerGroup={group} --gone={master} --dry-run says which copy has most; stop that one, "
+    "qmq RecoverGroup --brokerGroup={group} --gone={master} --dry-run names the copy with most messages; stop it, "
     "and make it the master: qmq ReplaceBroker --brokerGroup={group} --role={master_role} --acceptLoss=true"
 )
 """Text in place of waiting for the master, if it never returns."""
@@ -214,7 +213,7 @@ def way_on(why: Refusal, group: Group, *, master_gone: bool = False) -> str:
     """Return the remedy of a refusal; `master_gone` is as in `Facts`."""
     text = LAST_RESORT if master_gone and WAY_ON[why] in (_GONE, _RECOVER) else WAY_ON[why]
     if master_gone and why == Refusal.HEARS_ITS_MASTER:
-        text = f"If the master was heard: {text}. If a copy is not whole: {LAST_RESORT}"
+        text = f"If the master answers its slave: {text}. If a copy is incomplete: {LAST_RESORT}"
     return text.format(
         group=group.name,
         master=group.master.key if group.master else "",

@@ -37,8 +37,8 @@ _HOSTNAME = re.compile(r"[A-Za-z0-9._-]+")
 _UNSUPPORTED_ROLES = {4: "BACKUP", 7: "DELAY_BACKUP"}
 _ROLES = "0 is MASTER, 1 is SLAVE, 5 is DELAY_MASTER, 6 is DELAY_SLAVE"
 _KINDS = {
-    NORMAL: "of brokers, whose roles are 0 (MASTER) and 1 (SLAVE)",
-    DELAY: "of delay servers, whose roles are 5 (DELAY_MASTER) and 6 (DELAY_SLAVE)",
+    NORMAL: "of brokers, with roles 0 (MASTER) and 1 (SLAVE)",
+    DELAY: "of delay servers, with roles 5 (DELAY_MASTER) and 6 (DELAY_SLAVE)",
 }
 
 
@@ -414,7 +414,7 @@ def check_kind(broker: Broker, registering: Broker) -> None:
         name = {NORMAL: "a broker", DELAY: "a delay server"}
         raise OperatorError(
             f"{broker.key} was added as the {broker.part.name} of {broker.group}, a place for {name[broker.kind]}, and "
-            f"what runs there is {name[registering.kind]}. Start the other program there, or RemoveBroker and add it "
+            f"{name[registering.kind]} runs there. Start the other program there, or RemoveBroker and add it "
             f"to a group of its kind"
         )
 
@@ -503,16 +503,16 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
     if slave:
         if others and not accept_loss:
             raise OperatorError(
-                f"{group.name} has {len(group.slaves)} slaves, and another one may hold what {broker.key} lacks. Start "
-                f"what is left: qmq Failover --brokerGroup={group.name} chooses; SwapRoles, if the master runs. "
-                f"If that is impossible, --acceptLoss=true makes the best of what {broker.key} has"
+                f"{group.name} has {len(group.slaves)} slaves, and another slave may have messages that {broker.key} "
+                f"lacks. Start the remaining brokers, then run qmq Failover --brokerGroup={group.name}, or SwapRoles "
+                f"if the master runs. If that is impossible, --acceptLoss=true keeps the messages of {broker.key}"
             )
         if master and master.incarnation and (lacking or not slave.complete) and not accept_loss:
-            why = lacking or f"{slave.key} was never seen to hold all that {group.name} acknowledged"
+            why = lacking or f"{slave.key} may lack messages that {group.name} acknowledged"
             raise OperatorError(
-                f"{why}, and would lose the rest as its master. Start both brokers, wait until the group takes "
-                f"messages again, then repeat. If the master's disk is lost for good, --acceptLoss=true makes the best "
-                f"of what {slave.key} has"
+                f"{why}, and would lose them as its master. Start both brokers, wait until the group accepts "
+                f"messages again, then repeat. If the master's disk is lost for good, --acceptLoss=true keeps the "
+                f"messages of {slave.key}"
             )
         promoted = replace(_unchanged(group), master=_addressed(group, broker), half_swapped=not others)
         if others and master:  # as many copies as before: fewer might be too few to acknowledge

@@ -197,7 +197,7 @@ def _is_of(broker: Broker | None, process: pb.BrokerIdentity | pb.BrokerState) -
 def _check_group(broker: Broker, process: pb.BrokerIdentity) -> None:
     if process.broker_group not in ("", broker.group):
         raise OperatorError(
-            f"{broker.key} belongs to {broker.group}, not to {process.broker_group}, whose data directory it has: "
+            f"{broker.key} belongs to {broker.group}, and its data directory to {process.broker_group}: "
             "start it with an empty one"
         )
 

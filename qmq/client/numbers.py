@@ -57,7 +57,7 @@ FAMILIES: dict[str, Family] = {
     "outbox_rows": Family(Kind.GAUGE, _APP, "Unsent rows of the outbox that wait longer than timeout_s.", is_max=True),
     "outbox_parked": Family(Kind.GAUGE, _APP, "Parked rows of the outbox, which wait for OutboxRetry.", is_max=True),
     "outbox_oldest_seconds": Family(Kind.GAUGE, _APP, "Age of the oldest row that waits.", is_max=True),
-    "delivered": Family(Kind.COUNTER, _GROUP, "Messages that came from brokers."),
+    "delivered": Family(Kind.COUNTER, _GROUP, "Messages received from brokers."),
     "waiting_messages": Family(Kind.GAUGE, _GROUP, "Messages that wait here for a handler or a pull."),
     "unacked_messages": Family(Kind.GAUGE, _GROUP, "Messages taken and not decided yet."),
     "prefetch_messages": Family(Kind.GAUGE, _GROUP, "Messages that may wait here or be requested now."),
@@ -69,7 +69,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "handlers_running": Family(Kind.GAUGE, _GROUP, "Calls of the handler that run now."),
     "handlers": Family(Kind.GAUGE, _GROUP, "Calls of the handler that may run at the same time."),
-    "hung_threads": Family(Kind.GAUGE, _GROUP, "Threads whose call outlived its timeout and still runs."),
+    "hung_threads": Family(Kind.GAUGE, _GROUP, "Threads with a call that outlived its timeout and still runs."),
     "unreadable_messages": Family(Kind.GAUGE, _GROUP, "Messages that this process cannot decode, until they go back."),
     "handled": Family(
         Kind.COUNTER, (*_GROUP, "outcome"), "Messages of ended calls: done, retry (the call failed), dead_letter."

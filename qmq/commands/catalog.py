@@ -687,7 +687,7 @@ _MESSAGES = (
             Parameter(
                 "to", "subject with a route for the messages; default: back to their consumer group", kind=Kind.NAME
             ),
-            Parameter("reason", "only dead letters whose reason contains this text", chars_max=1000),
+            Parameter("reason", "only dead letters with this text in their reason", chars_max=1000),
             Parameter("id", "only the message with this id"),
             Parameter("brokerGroup", "only messages of this broker group", kind=Kind.NAME),
             Parameter("limit", "at most this many", kind=Kind.NUMBER, default="1000", least=1, most=10_000),
@@ -776,7 +776,7 @@ _UPKEEP = (
     ),
     Action(
         "AdoptDatabase",
-        "choose database or memory after a loss; for a database without groups whose brokers are registered",
+        "choose database or memory after a loss; for a database that lacks groups with registered brokers",
         ADMIN,
         (
             Parameter(
@@ -793,14 +793,14 @@ _UPKEEP = (
     ),
     Action(
         "ExportDefinitions",
-        "write what operators set as JSON, for another cluster; without brokers and secrets",
+        "write operators' settings as JSON, for another cluster; without brokers and secrets",
         ADMIN,
         installation=True,
         wait_ms=60_000,
     ),
     Action(
         "ImportDefinitions",
-        "add and set what an export has; it removes nothing",
+        "add and set the entries of an export; it removes nothing",
         ADMIN,
         (
             Parameter(

@@ -54,7 +54,7 @@ def read_manifest(disk: Disk) -> list[int] | None:
     try:
         return decode_manifest(data)
     except ValueError as error:
-        log.error("manifest damaged, and made anew of the files that are there: %s", error)
+        log.error("manifest damaged, rebuilt from the present files: %s", error)
         quarantine.keep_files(disk, [NAME], 0, 0, "manifest-damaged")
         return None
 

@@ -164,7 +164,7 @@ class QuarantineKeeper:
         self._seen = quarantine.labels(self._disk), bound
         if self.bytes > self.limit >= before:
             log.error(
-                "quarantine over its bound bytes=%d bound=%d: what is left may be the last copy of messages; see "
+                "quarantine over its bound bytes=%d bound=%d: the rest may be the last copy of messages; see "
                 "ListQuarantine, then ClearQuarantine",
                 self.bytes,
                 self.limit,

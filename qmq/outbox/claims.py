@@ -93,7 +93,9 @@ def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Cand
         message = decode_row(content)
         subject = check_subject(message.subject)
         if is_derived_name(subject):  # tokens need a special right for it, and rows carry no token
-            raise InvalidName(f"subject {subject!r} is of what a consumer group did not get done: Redrive sends there")
+            raise InvalidName(
+                f"subject {subject!r} holds the retries or dead letters of a consumer group; only Redrive sends there"
+            )
         data = batch_encoder(subject, now_ms)(message)
         label = label_of_message(message)
         if created_ms := message.created_ms:

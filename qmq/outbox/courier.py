@@ -60,7 +60,7 @@ def find_database(outbox: object) -> Database:
     except InvalidRequest:
         pass
     raise InvalidRequest(
-        "outbox= takes what outlives a transaction: an engine, the alias of a Django database, a "
+        "outbox= needs an object that outlives a transaction: an engine, the alias of a Django database, a "
         "qmq.outbox.dbapi.Database, or a function that opens a DB-API connection"
     )
 

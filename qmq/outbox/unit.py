@@ -141,7 +141,7 @@ class Unit:
 
 def are_unknown(items: Iterable[Item]) -> None:
     for item in items:
-        error = OutcomeUnknown("the commit may have failed; what is in the outbox is sent later")
+        error = OutcomeUnknown("the commit may have failed; rows in the outbox are sent later")
         item.fail(Outcome.UNKNOWN, error)
 
 

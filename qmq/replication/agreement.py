@@ -267,11 +267,11 @@ def agree(
     """
     was_used = not has_begun and bool(hello.epochs) and hello.epochs[-1].epoch >= epoch
     if hello.known > epoch or was_used:
-        raise Fenced(f"the slave knows epoch {hello.known}, not older than our {epoch}")
+        raise Fenced(f"the slave has epoch {hello.known}, not older than the master's, {epoch}")
     offset, chain, ours_known = _last_common(hello, log)
     if not ours_known and log.start <= offset and not log.chain_is(offset, chain):
         log.stored.check_readable(offset)
-        raise Diverged(f"the slave's chain at offset {offset} is {chain:016x}; ours is another")
+        raise Diverged(f"the slave's chain at offset {offset}, {chain:016x}, differs from the master's")
     if hello.end > offset and log.end == offset and not has_begun:
         return Agreement(epoch, Action.RESTORE, offset, chain, log.end, point)
     if hello.kept_end > offset and log.end > offset:

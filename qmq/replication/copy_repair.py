@@ -120,9 +120,7 @@ class CopyRepair:
         """Cut the damaged end of the log, unless it may be acknowledged: only this copy had it."""
         assert self._node.log.damage is not None
         if self._node.log.stored.may_be_acknowledged(self._node.log.damage, self._node.log.state.high_watermark):
-            log.critical(
-                "damage cannot be repaired: both copies had it once, and the other lost it group=%s", self._node.group
-            )
+            log.critical("damage cannot be repaired: the other copy lost that range group=%s", self._node.group)
             return
         self._node.leave_role()
         if self._node.log.is_idle:  # otherwise at the next attempt

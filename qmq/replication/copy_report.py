@@ -110,7 +110,7 @@ def _manifest(disk: Disk, troubles: list[Trouble]) -> dict[str, Any]:
     try:
         listed = manifest.decode_manifest(data) if data else None
     except ValueError as error:
-        troubles.append(Trouble("file_damaged", f"{manifest.NAME} is damaged ({error}): it is made anew of the files"))
+        troubles.append(Trouble("file_damaged", f"{manifest.NAME} is damaged ({error}): it is rebuilt from the files"))
         listed = None
     missing = sorted(set(listed or ()) - set(there))
     if missing:
@@ -145,15 +145,19 @@ def _owner(stored: Identity) -> dict[str, Any]:
 def _troubles(log: MessageLog, memory: PointFile, stored: Identity) -> Iterator[Trouble]:
     lacks = memory.lacks or (memory.own if memory.own and is_lacking(log, memory.own) else None)
     if lacks is not None:
-        why = "its log is damaged before" if is_behind_damage(log, lacks) else "its disk was put back, or forgot"
-        yield Trouble("rolled_back", f"it lacks what was acknowledged up to {lacks}: {why}")
+        why = (
+            "its log is damaged before"
+            if is_behind_damage(log, lacks)
+            else "its disk was restored to an older state, or lost frames"
+        )
+        yield Trouble("rolled_back", f"it lacks acknowledged frames up to {lacks}: {why}")
     if log.damage is not None:
         damage = log.damage
         yield Trouble("corrupt", f"no frames at [{damage.begin}, {damage.end}): {damage.reason}")
     if log.is_tail_cut:
-        yield Trouble("tail_cut", f"bytes behind {log.end} were cut or set aside, which may have been acknowledged")
+        yield Trouble("tail_cut", f"bytes behind {log.end}, possibly acknowledged, were cut or set aside")
     if not stored.complete:
-        yield Trouble("incomplete", "it never had all that its master had, as far as it wrote down")
+        yield Trouble("incomplete", "according to its records it never had all frames of its master")
     if log.is_empty:
         yield Trouble("empty", "its log holds no frame")
 

@@ -256,10 +256,10 @@ class SlaveWatch:
         mastership, points = self._mastership, self._identity.points
         is_another = self._link not in (None, link) and hello.instance != self.instance
         if is_another and hello.known <= mastership.epoch:  # a newer epoch fences this master instead
-            log.critical("another process says hello group=%s peer=%s: it is refused", mastership.group, link.peer)
+            log.critical("another process of the slave refused group=%s peer=%s", mastership.group, link.peer)
             raise NotServed(
-                f"another process with this copy is the slave of {mastership.group} at this moment, and you may be a "
-                "copy of its directory. Stop one of the two"
+                f"another process with this copy is the slave of {mastership.group} already; one of the two may run on "
+                "a copy of the other's directory. Stop one of them"
             )
         self.owner = hello.owner or hello.incarnation
         self.frame_bytes_max = hello.frame_bytes_max
@@ -290,17 +290,18 @@ class SlaveWatch:
         if isinstance(agreement, Yield):
             self._slaves.yields(agreement.offset)
             raise CopyRolledBack(
-                f"what this master has from {agreement.offset} on is in the way of what you confirmed: it begins anew"
+                f"this master's frames from offset {agreement.offset} on contradict frames that the slave confirmed; "
+                "it cuts them. Connect again"
             )
         if agreement.action == Action.RESTORE and self._slaves.is_restoring_from(self, hello):
-            raise NotServed("another slave sends what this master lost: say hello again")
+            raise NotServed("this master restores its log from another slave; connect again")
         if points.lacks is not None:
             self._check_refill(points.lacks, hello, agreement)
         self._answer(link, packet, hello, agreement)
 
     def _answer(self, link: Link, packet: Packet, hello: Hello, agreement: Agreement) -> None:
         """Begin what was agreed: the slave restores our log, waits to be filled, or receives frames."""
-        text = "slave says hello group=%s peer=%s end=%d: %s from %d"
+        text = "slave connected group=%s peer=%s end=%d: %s from %d"
         log.info(text, self._mastership.group, link.peer, hello.end, agreement.action.value, agreement.offset)
         older = self._link
         if agreement.action == Action.RESTORE:
@@ -318,11 +319,11 @@ class SlaveWatch:
         """Raise Diverged if we, or another slave, may have confirmed our frames from `offset` on."""
         slaves, points, message_log = self._slaves, self._identity.points, self._mastership.log
         kept_end = points.keeps(message_log, restored_from=slaves.restored_from if is_ahead else None)
-        text = f"the copies part at {offset}; the slave confirmed all up to {hello.kept_end}, "
+        text = f"the copies differ from offset {offset} on; the slave confirmed its frames up to {hello.kept_end}, "
         if kept_end > offset:
-            raise Diverged(f"{text}the master all up to {kept_end}")
+            raise Diverged(f"{text}the master its own up to {kept_end}")
         if not is_ahead and not slaves.may_yield(offset):
-            raise Diverged(f"{text}and another one may have confirmed what the master has there")
+            raise Diverged(f"{text}and another slave may have confirmed the master's")
 
     def _is_to_wait(self, hello: Hello, agreement: Agreement) -> bool:
         """Whether it would have to be filled and may not. A slave with all acknowledged frames only catches up."""
@@ -352,7 +353,7 @@ class SlaveWatch:
         """Make it send another hello if it waits and may be filled now, or is being filled and must stop."""
         now = self.follower.now
         if isinstance(now, Unfilled) and orders.may_begin(now.fill_id):
-            self.drop("it may be filled now: say hello again")
+            self.drop("the slave may be filled now; connect again")
         elif isinstance(now, CatchingUp) and orders.is_cancelled(now.fill_id):
             self.drop("CancelSync stops the filling")
 
@@ -373,8 +374,7 @@ class SlaveWatch:
             return
         if is_restoring or is_lacking(self._mastership.log, lacks):
             raise CopyRolledBack(
-                f"this master lacks what was acknowledged up to {lacks}, and so do you: the copy that has it must be "
-                "started"
+                f"this master and the slave lack acknowledged frames up to {lacks}. Start the copy that has them"
             )
         self._identity.points.refilled()
 
@@ -385,7 +385,7 @@ class SlaveWatch:
         gate = self._mastership.gate
         gate.slave_gone(self.name)
         if gate.too_few_in_sync:
-            text = f"a slave of {self._mastership.group} is missing: only what enough copies have is delivered"
+            text = f"a slave of {self._mastership.group} is missing: only messages on enough copies are delivered"
             gate.refuse_unsafe(NotServed(text))
 
     def _ship_to(self, link: Link, packet: Packet, agreement: Agreement, hello: Hello) -> None:
@@ -412,7 +412,7 @@ class SlaveWatch:
         confirmation: Confirmation = commands.decode_confirmation(packet.body)
         assert slave is not None
         if confirmation.epoch != mastership.epoch:
-            link.close("a confirmation of another epoch proves nothing here")
+            link.close("the confirmation is of another epoch")
             return
         try:
             slave.shipper.confirm(confirmation.matched_end, confirmation.chain)
@@ -502,4 +502,4 @@ class SlaveWatch:
         elif not is_late and self.follower.state is FollowerState.LAGGING:
             self._enter(FollowerEvent.CAUGHT_UP, slave)
         if age_ms > 2 * settings.slave_lag_ms_max:
-            slave.shipper.link.close("no confirmation for too long: consumers go on without this slave")
+            slave.shipper.link.close("no confirmation for too long: consumers continue without this slave")

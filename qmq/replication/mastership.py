@@ -57,7 +57,7 @@ class Mastership:
         if Reason.FENCED in self.readonly:
             raise NotMaster(f"{self.group} has a newer master: fetch the route again")
         if not self.has_begun:
-            raise NotServed(f"the master of {self.group} waits for its slave before it goes on")
+            raise NotServed(f"the master of {self.group} waits for its slave")
 
     def check_may_store(self) -> None:
         """Raise NotMaster or BrokerReadOnly outside the mastership: nothing is stored then."""
@@ -69,7 +69,7 @@ class Mastership:
     def check_may_progress(self) -> None:
         self.check_has_begun()
         if Reason.DRAINING in self.readonly:
-            raise NotServed(f"the roles of {self.group} are being swapped; ask again in a moment")
+            raise NotServed(f"the roles of {self.group} are being swapped; repeat the request in a moment")
 
     @property
     def may_progress(self) -> bool:

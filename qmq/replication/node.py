@@ -106,8 +106,8 @@ class Node(Generic[M]):
         known = self.assignment
         if self.is_of_another and assignment.term <= self.identity.value.known_term:
             raise OperatorError(
-                f"this data directory belongs to {self.owner}; this is {self._name}: were directories exchanged? Put "
-                "each back where it was. If this broker is to take the other's place for good, run ReplaceBroker"
+                f"this data directory belongs to {self.owner}; this process is {self._name}. If directories were "
+                "exchanged, put each back. If this broker replaces the other for good, run ReplaceBroker"
             )
         if assignment.term < self.identity.value.known_term:
             newer = self.identity.value.known_term
@@ -122,12 +122,14 @@ class Node(Generic[M]):
         if last is not None and last.term == assignment.term and last.role != assignment.role:
             raise OperatorError(
                 f"term {assignment.term} has two different rows for {assignment.group}: the metaserver's database lost "
-                "a change of roles, and gave its term to another. Stop both brokers, and begin a new term with "
+                "a change of roles, and used its term again. Stop both brokers, and begin a new term with "
                 "ReplaceBroker and swap=true"
             )
         if assignment.role == Role.MASTER and assignment.term < self.identity.value.promised:
             promised = self.identity.value.promised
-            log.warning("assignment ignored group=%s term=%d: we promised %d", self.group, assignment.term, promised)
+            log.warning(
+                "assignment ignored group=%s term=%d: this copy promised term %d", self.group, assignment.term, promised
+            )
             return
         held = self.changes.is_held
         self.assignment = assignment
@@ -151,15 +153,17 @@ class Node(Generic[M]):
         if remembered is None or self.assignment is not None:
             return False
         if len(remembered.slaves) > 1:
-            log.warning("part not taken up without the metaserver group=%s: it has several slaves", remembered.group)
+            log.warning(
+                "role not resumed without the metaserver group=%s: the group has several slaves", remembered.group
+            )
             return False
         if self.is_of_another:
-            log.error("part of another broker not taken up: the directory belongs to %s", self.owner)
+            log.error("role of another broker not resumed: the directory belongs to %s", self.owner)
             return False
         if self.is_elsewhere:
             log.error(
-                "part not taken up without the metaserver group=%s: since it was given, the machine was started again, "
-                "or the directory was moved or copied. Only the metaserver can exclude another process with a copy",
+                "role not resumed without the metaserver group=%s: since its assignment the machine was restarted, or "
+                "the directory was moved or copied. Only the metaserver can exclude another process with a copy",
                 remembered.group,
             )
             return False
@@ -262,7 +266,7 @@ class Node(Generic[M]):
         """
         try:
             if self.role is None:
-                raise NotMaster("this broker has no part yet: it waits for the metaserver, or for a repair")
+                raise NotMaster("this broker has no role yet: it waits for the metaserver, or for a repair")
             self.role.packet_received(link, packet)
         except (DiskFailed, BrokenInvariant):
             raise
@@ -284,7 +288,7 @@ class Node(Generic[M]):
         """End the role and begin it again, as master in a new epoch. A missing transition is our own bug, and the
         intended state is unknown.
         """
-        log.critical("role begins anew group=%s: %s", self.group, why)
+        log.critical("role restarted group=%s: %s", self.group, why)
         self.begin_role()
 
     def agreed(self, link: Link, answer: memoryview | QmqError) -> None:
@@ -337,7 +341,7 @@ class Node(Generic[M]):
     def _give_up_tail(self) -> None:
         if self._gives_up_from is None or not self.log.is_idle:
             return
-        name = self.log.cut(self._gives_up_from, "in the way of what the other copy confirmed")
+        name = self.log.cut(self._gives_up_from, "contradicts frames that the other copy confirmed")
         log.warning("tail cut group=%s offset=%d quarantine=%s", self.group, self._gives_up_from, name)
         self._gives_up_from = None
         self.move(NodeEvent.TAIL_CUT)
@@ -403,7 +407,7 @@ class Node(Generic[M]):
             self._look_at_points()  # its disk may have lost that while it was stopped, so it was never reported
         lacks = self.identity.points.lacks
         if lacks is not None and lacks.epoch.term < loss_accepted_term:
-            log.warning("loss accepted group=%s: this copy lacks what was acknowledged up to %s", self.group, lacks)
+            log.warning("loss accepted group=%s: this copy lacks acknowledged frames up to %s", self.group, lacks)
             self.identity.points.forget()
         points = [] if may_be_behind else [point for point in points if self._may_lack(point)]
         if not points or (self.master is not None and self.master.in_sync):
@@ -446,7 +450,7 @@ class Node(Generic[M]):
         if self.master is None:
             raise NotMaster(f"this broker is not the master of {self.group}; ask the other one")
         if not self.master.has_begun:
-            raise NotServed(f"the master of {self.group} waits for its slave before it goes on")
+            raise NotServed(f"the master of {self.group} waits for its slave")
         return self.master
 
     def found_damage(self, problem: CorruptFrame) -> None:
@@ -545,4 +549,4 @@ class Node(Generic[M]):
 
     def set_memory_short(self, is_short: bool) -> None:
         if self.master is not None and self.master.readonly.change(Reason.MEMORY, is_short) and is_short:
-            log.error("memory over its limit group=%s: producers wait, consumers go on", self.group)
+            log.error("memory over its limit group=%s: producers wait, consumers continue", self.group)

@@ -61,7 +61,7 @@ def _number(value: object) -> int:
 
 def log_lacking(message_log: MessageLog, group: str, point: Point, source: str) -> None:
     """Log that a copy lacks an acknowledged point. Behind damage the frames may be whole: the repair shows."""
-    text = "%s group=%s end=%d: this disk lacks what was acknowledged up to %s, according to %s"
+    text = "%s group=%s end=%d: this disk lacks acknowledged frames up to %s, according to %s"
     if is_behind_damage(message_log, point):
         log.error(text, "log damaged", group, message_log.end, point, source)
     else:

@@ -124,13 +124,15 @@ class Slaves:
         mastership = self._mastership
         hello = Hello.decode(packet.body)
         if hello.group != mastership.group or hello.incarnation == self._identity.value.incarnation:
-            raise InvalidRequest(f"this is the master of {mastership.group}; you are of {hello.group!r}, or myself")
+            raise InvalidRequest(
+                f"this is the master of {mastership.group}; the slave is of {hello.group!r}, or the same copy"
+            )
         if hello.assigned_term != mastership.epoch.term and hello.known <= mastership.epoch:
             # It follows an older row, or a newer one. Another broker may be the slave by now, and an acknowledgement
             # must not rest on this one's copy.
             raise InvalidRequest(
-                f"you are the slave of term {hello.assigned_term}, this is the master of term {mastership.epoch.term}: "
-                "ask the metaserver again"
+                f"the slave has term {hello.assigned_term}, this master term {mastership.epoch.term}: "
+                "read the row of the group from the metaserver again"
             )
         # A broker counts once, whichever disks it has had; the only slave of a group has no name.
         name = "" if self._count == 1 else hello.owner or hello.incarnation
@@ -138,7 +140,7 @@ class Slaves:
 
     def confirm(self, link: Link, packet: Packet) -> None:
         if (watch := self.of(link)) is None:
-            link.close("a confirmation of another link or epoch proves nothing here")
+            link.close("the confirmation is of another link or epoch")
         else:
             watch.confirm(link, packet)
 
@@ -156,11 +158,11 @@ class Slaves:
             link.close("no slave is restoring from this link: snapshot refused")
             return
         if not mastership.log.is_idle:
-            link.close("what an earlier link sent is still being written: say hello again")
+            link.close("frames of an earlier link are still being written; connect again")
             return
         for other in self._watches.values():
             if other is not watch:
-                other.drop("the master's log begins anew: say hello again")
+                other.drop("the master's log is restored from a snapshot; connect again")
         # An earlier link's restored part may end before the slave's log begins by now: retention went on there.
         restoring = watch.follower.restoring
         assert restoring is not None
@@ -218,7 +220,7 @@ class Slaves:
                 continue
             if not hello.is_ahead_of(restoring.hello.newest_epoch):
                 return True
-            watch.drop("another slave has frames of a newer epoch: say hello again")
+            watch.drop("another slave has frames of a newer epoch; connect again")
         return False
 
     def lacks(self, point: Point) -> None:
@@ -226,7 +228,7 @@ class Slaves:
         for watch in self._watches.values():
             restoring = watch.follower.restoring
             if restoring is not None and not restoring.hello.has(point):
-                watch.drop("this master lacks what was acknowledged, and so do you: say hello again")
+                watch.drop("this master and the slave lack acknowledged frames; connect again")
 
     def yields(self, offset: int) -> None:
         """Record that our frames from `offset` on contradict what a slave confirmed."""
@@ -306,7 +308,7 @@ class Slaves:
         elif heard >= self._enough and waited_ms >= min(OTHERS_WAIT_MS, self._wait_ms):
             self._begin(f"{heard} of its {self._count} slaves matched")
         elif waited_ms >= self._wait_ms and (not self._must_match or with_parted >= self._enough):
-            self._begin("went on without its slave")
+            self._begin("no slave matched in time")
 
     def _missing(self) -> str:
         """Return the slaves that were in sync at the last report and have not been compared since, as text.
@@ -331,8 +333,8 @@ class Slaves:
         mastership = self._mastership
         if self._rejoin_wait_ms and (missing := self._missing()):
             log.error(
-                "not waiting any longer group=%s copies=%s: they were in sync; should this disk have forgotten what it "
-                "acknowledged last, only they have that, and it is overwritten now",
+                "wait for copies ended group=%s copies=%s: they were in sync; if this disk lost its last acknowledged "
+                "frames, only these copies have them, and lose them now",
                 mastership.group,
                 missing,
             )

@@ -34,22 +34,23 @@ WAY_OUT = {
         "its master has restarted and waits, for rejoin_wait_s at most, for each copy that was in sync before: start "
         "them; RemoveBroker ends the wait for one that is gone for good"
     ),
-    Reason.UNFILLED: "a slave that is not whole waits until it may be filled: SyncReplica, as Doctor shows",
-    Reason.DISK: "a disk is nearly full, its own or a slave's: make room on the one that Doctor's line `disks` names",
-    Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ask Doctor",
-    Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",
+    Reason.UNFILLED: "an incomplete slave waits until it may be filled: SyncReplica, as Doctor shows",
+    Reason.DISK: "a disk is nearly full, its own or a slave's: make room on the disk that Doctor names in `disks`",
+    Reason.DISK_LATE: "its disk does not finish a write: if that lasts, end this broker, then run Doctor",
+    Reason.MEMORY: "its memory is over memory_limit; consumers continue, and it ends when they catch up or leave",
     Reason.CORRUPT: (
-        "its log is damaged and is being repaired from another copy; if none has it any more: stop it, qmq give-up DIR"
+        "its log is damaged and is being repaired from another copy; if no copy has the range: stop this broker, then "
+        "qmq give-up DIR"
     ),
     Reason.DIVERGED: (
-        "its copies differ, and each confirmed what it has: RecoverGroup says whose data directory is set aside, to be "
-        "filled anew from the master"
+        "its copies differ, and each confirmed its frames: RecoverGroup names the data directory to set aside; the "
+        "master fills that copy again"
     ),
     Reason.ROLLED_BACK: (
-        "its disk was put back, or forgot what it had fsynced: start the other copy, which refills it; "
-        "if none has it any more: RecoverGroup, which puts the best copy into the master's place, with --acceptLoss"
+        "its disk was restored to an older state, or lost fsynced frames: start the other copy, which refills it; "
+        "if no copy has them any more: RecoverGroup, which makes the best copy the master, with --acceptLoss"
     ),
-    Reason.FENCED: "a newer master is at work: it becomes its slave, or ends, by itself",
+    Reason.FENCED: "a newer master exists: this broker becomes its slave, or ends, by itself",
     Reason.DRAINING: "its roles are being swapped",
 }
 """Remedy of each reason, for refused producers and Doctor; docs/runbook.md explains each."""

@@ -154,7 +154,7 @@ class RoleChange:
         node = self._node
         master = node.master
         if master is None or not master.is_drained_to(target):
-            raise OperatorError(f"this broker is not the master of {node.group} any more, or took new messages")
+            raise OperatorError(f"this broker is not the master of {node.group} any more, or accepted new messages")
         node.move(NodeEvent.SWAP_PROMISED)
         master.readonly.change(Reason.DRAINING, True)
         node.identity.promise(term)
@@ -197,10 +197,10 @@ class RoleChange:
         if slave is None or node.identity.value.term != term:
             raise OperatorError(f"this broker is not the slave of {node.group} in term {term}")
         if heard_ms_ago is not None and heard_ms_ago < silent_ms:
-            raise OperatorError(f"the master of {node.group} was heard {heard_ms_ago} ms ago")
+            raise OperatorError(f"the master of {node.group} sent a packet {heard_ms_ago} ms ago")
         was_whole = master_gone and node.identity.value.complete and not node.log.is_tail_cut
         if not (slave.has_matched or was_whole) or node.readonly_reasons:
-            raise OperatorError(f"this copy of {node.group} was not in sync since it began, or is not whole")
+            raise OperatorError(f"this copy of {node.group} was not in sync since its process began, or is incomplete")
         node.identity.promise(promised_term)
         node.move(NodeEvent.HOLD_BEGAN)
         self._until_ms = node.host.monotonic_ms() + hold_ms

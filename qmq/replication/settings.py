@@ -17,7 +17,7 @@ from qmq.types import Host
 
 @dataclass(frozen=True, slots=True)
 class CopySettings:
-    hostname: str = setting(why="name under which AddBroker knows this process, together with its serve port")
+    hostname: str = setting(why="AddBroker's name of this process, together with its serve port")
     ip: Host = setting("127.0.0.1", why="host name or IP address that all others connect to; AddBroker's --ip")
     bind: Host = setting("", why="IP address to listen on; 0.0.0.0 or :: for all; default: ip, if that is no name")
     serve_port: int = setting(20881, least=1, most=65535, why="TCP port for clients; QMQ's default")
@@ -34,7 +34,7 @@ class CopySettings:
         2000, least=0, most=1_000_000, why="subjects and consumer groups on that page, those with most; all are counted"
     )
     metrics_subjects: tuple[str, ...] = setting(
-        (), why="subjects that are always on that page; one that ends in * stands for all that begin so"
+        (), why="subjects that are always on that page; a name that ends in * is a prefix"
     )
     data: Path = setting(why="directory of the message log; one broker, one directory")
     metaserver: str = setting(
@@ -50,17 +50,19 @@ class CopySettings:
     )
     tail_bytes: int = setting(32 * MIB, unit="bytes", least=0, why="newest frames kept in memory")
     cached_bytes: int = setting(256 * MIB, unit="bytes", least=0, why="newest bytes of the log in the page cache")
-    retention_hours: float = setting(72.0, unit="h", least=0.01, why="age at which a segment goes; QMQ's default")
-    retention_bytes: int = setting(1 << 40, unit="bytes", least=1, why="size at which the oldest segment goes")
+    retention_hours: float = setting(72.0, unit="h", least=0.01, why="age at which a segment is deleted; QMQ's default")
+    retention_bytes: int = setting(
+        1 << 40, unit="bytes", least=1, why="log size above which the oldest segment is deleted"
+    )
 
-    log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
+    log_level: str = setting("INFO", one_of=LEVELS, why="lowest level of written log lines")
     log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
     quarantine_bytes: int = setting(
         0,
         unit="bytes",
         least=0,
-        why="bytes that are kept after they left the log; 0: as many as the log has, a segment at least",
+        why="bytes kept after they left the log; 0: the size of the log, at least one segment",
     )
 
     clock_difference_ms_max: int = setting(
@@ -70,7 +72,7 @@ class CopySettings:
     scrub_hours: float = setting(
         168.0, unit="h", least=0.0001, why="age of its last reading at which a segment is read"
     )
-    scrub_bytes_per_s: int = setting(16 * MIB, unit="bytes/s", least=1024, why="rate at which it is, beside all else")
+    scrub_bytes_per_s: int = setting(16 * MIB, unit="bytes/s", least=1024, why="rate of these reads")
 
     read_log_bytes_per_s: int = setting(
         16 * MIB, unit="bytes/s", least=1024, why="rate at which audits read the log, all together"
@@ -83,7 +85,7 @@ class CopySettings:
         4 * MIB, unit="bytes", least=1024, most=MESSAGE_BYTES_MAX, why="largest message stored"
     )
     connections_max: int = setting(
-        10_000, least=1, why="connections of clients; of more, the oldest without a login ends, or else the newest"
+        10_000, least=1, why="clients' connections; above it the oldest without a login is closed, else the newest"
     )
     token_connections_max: int = setting(5_000, least=1, why="connections of clients with one token; more are refused")
     token_bytes_per_s: int = setting(

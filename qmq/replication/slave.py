@@ -153,7 +153,7 @@ class SlaveLife(Life[SlaveState, Facts]):
 
 log = logging.getLogger(__name__)
 
-_DELETING = "segments are being deleted since our hello: what cuts or replaces this log waits for that"
+_DELETING = "the slave is deleting segments; connect again to change its log"
 
 
 class Slave:

@@ -159,7 +159,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
                     while not node.log.is_idle:
                         await asyncio.sleep(POLL_S)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "its disk does not finish what it was given")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "its disk does not finish a write")
         except OperatorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return state_message(self._service, self._settings)

@@ -152,7 +152,7 @@ class MetaLink:
 
     def _take_up_old_part(self) -> None:
         if self._service.node.start_without_metaserver():
-            log.warning("metaserver not reached: the broker takes up the part it had")
+            log.warning("metaserver not reached: the broker resumes its role")
 
     async def _find(self) -> str:
         """Ask for the metaserver's gRPC address."""

@@ -88,7 +88,7 @@ class CopyCollector(Collector, Generic[M]):
         info = self.gauges("info", "Always 1; its labels name the version", "version")
         info.add_metric([self.group, VERSION], 1)
         yield info
-        readonly = self.gauges("readonly", "1 while this is a reason to take no new messages", "reason")
+        readonly = self.gauges("readonly", "1 while this reason stops new messages", "reason")
         for reason in Reason:
             readonly.add_metric([self.group, reason.value], float(reason.value in self._service.node.readonly_reasons))
         yield readonly
@@ -168,19 +168,19 @@ class CopyCollector(Collector, Generic[M]):
         node, service = self._service.node, self._service
         master, message_log = node.master, node.log
         yield "is_master", "1 if this process is the master of its group", float(master is not None)
-        yield "writable", "1 if it takes new messages", float(node.writable)
+        yield "writable", "1 if the group accepts new messages", float(node.writable)
         yield "term", "Term of the newest epoch known", node.identity.value.term
         yield "boot", "Boot of the newest epoch known", node.identity.value.boot
         yield "log_start_bytes", "Offset of the oldest frame", message_log.start
         yield "log_end_bytes", "Offset behind the newest frame", message_log.end
-        yield "flushed_end_bytes", "Offset below which this disk has everything", message_log.flushed_end
+        yield "flushed_end_bytes", "Offset below which this disk has every frame", message_log.flushed_end
         yield "disk_free_bytes", "Free space on the disk of the log", service.disk_free_bytes
         limit = service.disk_free_limit
-        yield "disk_free_limit_bytes", "Free space below which no message is taken", limit
-        yield "quarantine_bytes", "Bytes that left the log and are kept", service.quarantine.bytes
+        yield "disk_free_limit_bytes", "Free space below which no message is accepted", limit
+        yield "quarantine_bytes", "Bytes in quarantine: they left the log and are kept", service.quarantine.bytes
         yield (
             "quarantine_limit_bytes",
-            "Bound of those bytes; over it, all but evidence of a loss is deleted",
+            "Bound of the quarantine; above it, all but evidence of a loss is deleted",
             service.quarantine.limit,
         )
         apart = bool(self._service.node.clocks_disagreement())
@@ -188,17 +188,21 @@ class CopyCollector(Collector, Generic[M]):
         yield "metaserver_connected", "1 while a metaserver answers this process", float(service.is_registered)
         yield "connections", "Open connections of clients and slave", service.connections
         if service.scrub is not None:
-            text = "Time since the closed segment that was read again longest ago was"
+            text = "Time since the last reading of the closed segment that waits longest for the next"
             yield "scrub_oldest_seconds", text, service.scrub.oldest_s
-            yield "scrub_every_seconds", "So often each closed segment is to be read again", service.scrub.every_s
+            yield "scrub_every_seconds", "Time between two readings of a closed segment", service.scrub.every_s
             if (ago_s := service.scrub.last_finding_s) is not None:
-                yield "scrub_last_finding_seconds", "Time since that found damage; none: not in this process", ago_s
+                yield (
+                    "scrub_last_finding_seconds",
+                    "Time since a reading found damage; absent: not in this process",
+                    ago_s,
+                )
         yield "memory_bytes", "Memory of this process alone", service.memory_bytes
         yield "memory_limit_bytes", "Memory above which producers wait", service.memory_alarm.limit_bytes
         yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6
         if master is not None:
             lag = message_log.end - master.gate.matched_end if not master.gate.too_few_in_sync else message_log.end
-            yield "high_watermark_bytes", "Offset below which enough disks have everything", master.gate.high_watermark
+            yield "high_watermark_bytes", "Offset below which enough disks have every frame", master.gate.high_watermark
             yield (
                 "sync_lag_bytes",
                 "Bytes that too few copies have confirmed; all of them while too few are in sync",
@@ -213,21 +217,25 @@ class CopyCollector(Collector, Generic[M]):
 
     def _counts(self) -> Iterator[Reading]:
         counters, service = self._produce_counters, self._service
-        yield "produced_messages", "Messages taken from producers", counters.produced_messages
-        yield "produced_bytes", "Bytes of batches taken from producers", counters.produced_bytes
+        yield "produced_messages", "Messages accepted from producers", counters.produced_messages
+        yield "produced_bytes", "Bytes of batches accepted from producers", counters.produced_bytes
         yield "repeated_batches", "Batches sent again and stored once", counters.repeated_batches
         yield "refused_messages", "Messages refused on their own, too large or malformed", counters.refused_messages
         yield "commits", "Writes with fsync", service.commits
         yield "sync_seconds", "Time spent in writes with fsync", service.sync_seconds
         illegal = sum(machine.table.illegal for _, machine in machines(service.node))
-        yield "illegal_transitions", "Moves that a table of states lacks: our own bug; the role began anew", illegal
+        yield (
+            "illegal_transitions",
+            "Transitions missing from a table of states: a defect in qmq; the role restarts",
+            illegal,
+        )
         if service.scrub is not None:
             yield "scrubbed_bytes", "Bytes of closed segments that were read again", service.scrub.bytes
             yield "scrub_findings", "Damage that a scrub, a read or the start found", service.scrub.findings
 
     def _subjects(self, ends: Mapping[str, int]) -> Iterator[Metric]:
         """Of each subject, how many messages; those of dead letters come first, as alerts watch them."""
-        yield self.gauge(("subjects", "Subjects in the log; of so many, metrics_subjects_max are shown", len(ends)))
+        yield self.gauge(("subjects", "Subjects in the log; metrics_subjects_max of them are shown", len(ends)))
         received = self.counts("subject_messages", "Messages in the log since its beginning", "subject")
         shown = largest(ends, self._shown_max, lambda name: is_dead_letter_subject(name) or self._is_always(name))
         for subject, end in shown.items():
@@ -236,7 +244,7 @@ class CopyCollector(Collector, Generic[M]):
 
     def _flow(self) -> Iterator[Metric]:
         now = self.gauges("client_connections", "Clients' connections by state; only running ones are read", "state")
-        stops = self.counts("stopped_connections", "How often a producer's connection was not read any more", "state")
+        stops = self.counts("stopped_connections", "Pauses in reading producers' connections", "state")
         counts = Counter(acceptor.flow.state for acceptor in self._service.acceptors)
         for state in ConnectionState:
             now.add_metric([self.group, state.value], counts[state])
@@ -245,14 +253,16 @@ class CopyCollector(Collector, Generic[M]):
         yield now
         yield stops
         off = sum(acceptor.is_clock_off for acceptor in self._service.acceptors)
-        yield self.gauge(("client_clocks_off", "Clients whose clock differs by more than clock_difference_ms_max", off))
-        reached = self.counts("limits_reached", "How often a setting's bound stopped or refused a client", "setting")
-        lately = self.gauges("limited", "1 while a setting's bound did so within the last minute", "setting")
+        yield self.gauge(("client_clocks_off", "Clients with a clock difference above clock_difference_ms_max", off))
+        reached = self.counts("limits_reached", "Times that a setting's bound stopped or refused a client", "setting")
+        lately = self.gauges(
+            "limited", "1 if a setting's bound stopped or refused a client within the last minute", "setting"
+        )
         limits, now_ms = self._service.limits, self._service.monotonic_ms()
         for setting, count in limits.counts.items():
             reached.add_metric([self.group, setting], count)
             lately.add_metric([self.group, setting], float(limits.is_lately(setting, now_ms)))
-        text = "1 while an operator's limit of a subject refused producers within the last minute; of 100 at most"
+        text = "1 if an operator's limit of a subject refused producers within the last minute; at most 100 subjects"
         subjects = self.gauges("limited_subject", text, "setting", "subject")
         for setting, subject in limits.subjects_lately(now_ms):
             subjects.add_metric([self.group, setting, subject], 1)

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 _EMPTY = memoryview(b"")
 FSYNC = Durability.FSYNC
-NOT_WITH_IT = "it was not stored with its batch, by the limits of then: send it anew"
+NOT_WITH_IT = "the limits at that time refused this message of the batch: send it in a new batch"
 REASON_CHARS = 300
 SUBJECTS_COUNTED = 64
 """Of each connection: 8 KB."""
@@ -126,7 +126,7 @@ class Producing:
             self._answer_repeated(link, packet, produce, stored)
             return
         if produce.producer and state.is_forgotten(produce.producer, produce.batch):
-            raise OutcomeUnknown(f"batch {produce.batch} is too old to tell whether it was stored")
+            raise OutcomeUnknown(f"batch {produce.batch} is too old: its outcome is unknown")
         if produce.subject not in state.next_sequence:
             check_subject(produce.subject)
         mastership.readonly.check(mastership.group, produce.subject)
@@ -219,7 +219,7 @@ class Producing:
         message_log = self._mastership.log
         refs = message_log.frames(produce.subject, stored.first_sequence, 1)
         if not refs or refs[0].begin != stored.first_sequence or stored.end > message_log.flushed_end:
-            raise OutcomeUnknown(f"{stored.stored} messages were stored under this number, and cannot be read")
+            raise OutcomeUnknown(f"{stored.stored} messages were stored under this batch number, and cannot be read")
         ids = _ids(_split(produce)[0], produce.count)
         looked = partial(self._looked_inside, link, _without_body(packet), ids, stored)
         self._mastership.host.read(partial(message_log.stored.read_bodies, refs), looked)
@@ -233,7 +233,9 @@ class Producing:
         found: list[tuple[Frame, Buffer]] | LogError,
     ) -> None:
         if isinstance(found, LogError) or not self._mastership.may_progress:
-            link.refuse(packet, OutcomeUnknown("it is unknown here if this number was stored: repeat the batch"))
+            link.refuse(
+                packet, OutcomeUnknown("this broker cannot tell yet whether the batch was stored: repeat the batch")
+            )
             if isinstance(found, CorruptFrame):
                 self._mastership.found_damage(found)
             return

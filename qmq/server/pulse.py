@@ -56,8 +56,10 @@ class Pulse:
         if not self._connection.is_open:
             return
         if self._is_silent():
-            log.warning("sync link silent peer=%s seconds=%.1f: it is made anew", self._connection.peer, self._silent_s)
-            self._connection.abort(f"nothing came for {SILENT_S:.0f} s")
+            log.warning(
+                "sync link silent peer=%s seconds=%.1f: connecting again", self._connection.peer, self._silent_s
+            )
+            self._connection.abort(f"no byte arrived for {SILENT_S:.0f} s")
             return
         beat = Beat(self._now_ms(), self._node.is_disk_full)
         self._connection.push(Command.BEAT, commands.encode_beat(beat))

@@ -32,7 +32,7 @@ async def wait_for_room(disk: RealDisk) -> None:
     if disk.free_bytes() < NEEDED_BYTES and disk.has(NAME):
         disk.truncate(NAME, 0)  # a large file that is removed is freed in pieces, later
         disk.remove(NAME)
-        log.error("disk full: the reserve of %d bytes is given up; the group is readonly, make room", RESERVE_BYTES)
+        log.error("disk full: the reserve of %d bytes is released; the group is readonly, make room", RESERVE_BYTES)
     if disk.free_bytes() < NEEDED_BYTES:
         log.critical("disk full: %d bytes are needed to start; waiting for room", NEEDED_BYTES)
     while disk.free_bytes() < NEEDED_BYTES:

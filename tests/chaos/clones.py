@@ -119,7 +119,7 @@ class Pair:
     def copy_tried(self) -> str:
         """Return non-empty text once the copy took its part without the metaserver, or tried to."""
         log = (self.folder / "log").read_text()
-        return "it did" if "part not taken up" in log or "takes up the part" in log else ""
+        return "it did" if "role not resumed" in log or "resumes its role" in log else ""
 
     def leads(self, plan: BrokerPlan) -> str:
         state = self._state(f"127.0.0.1:{plan.control_port}")

@@ -20,9 +20,7 @@ from qmq.testing import BlockingBroker, Broker
 from tests.support.ports import free_ports
 
 WAIT_S = 120.0
-DOES_NOT_RUN = (
-    "consumer same does not run: another connection consumes as consumer_id 'same': each needs one of its own"
-)
+DOES_NOT_RUN = "consumer same does not run: another connection uses consumer_id 'same'; give each consumer its own"
 
 
 @asynccontextmanager

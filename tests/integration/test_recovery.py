@@ -201,7 +201,9 @@ def test_neither_disk_returns(cluster):
     assert refused.returncode == REFUSED and "LOST: acknowledged at offsets [0, " in refused.stderr
     assert "accept the loss with --acceptLoss" in refused.stderr
     done = until(lambda: recovered("--acceptLoss"), "the master counts as stopped")
-    assert done.returncode == DONE and "lost for good: what none acknowledged up to offset" in done.stderr, done.stderr
+    assert done.returncode == DONE and "lost for good: messages that none acknowledged up to offset" in done.stderr, (
+        done.stderr
+    )
     begin(cluster, master.hostname)
     cluster.wait_writable("none")
     send_all(cluster, "s.none", COUNT, name="before")

@@ -249,7 +249,9 @@ BROKERS = (
         "--brokerGroup=g1 --gone=mq1:20881 --reports=mq2.json",
         (
             GROUP,
-            Option("gone", "hostname:servePort of brokers whose disks never return, separated by commas", default=""),
+            Option(
+                "gone", "hostname:servePort of brokers with disks that never return, separated by commas", default=""
+            ),
             Option("reports", "output files of `qmq inspect DIR --json`, separated by commas", default=""),
             Option(
                 "acceptLoss",

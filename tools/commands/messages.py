@@ -89,7 +89,7 @@ MESSAGES = (
         (
             SUBJECT,
             Option("property", "a property of the message; may be given several times", "", Kind.PAIR),
-            Option("json-body", "a JSON object whose members are the properties", default=""),
+            Option("json-body", "a JSON object with the properties", default=""),
             Option("body", "the body: a text, or the content of a file; @- is standard input", "", Kind.BODY),
             Option("content-type", "media type of --body; default: application/json for a JSON object or list", ""),
             Option("file", "a file with one JSON object per line; - is standard input", "", Kind.LINES),
@@ -175,7 +175,7 @@ MESSAGES = (
             ID,
             PROPERTY,
             TAG,
-            Option("reason", "only dead letters whose reason contains this text", default=""),
+            Option("reason", "only dead letters with this text in their reason", default=""),
             SINCE,
             UNTIL,
             Option("limit", "at most this many; default: all", "", Kind.NUMBER),

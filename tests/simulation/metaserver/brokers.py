@@ -405,9 +405,9 @@ class Brokers:
         if not slave.is_in(Role.SLAVE, term) or slave.disk.term != term:
             raise OperatorError("not a slave in this term")
         if any(other.process and slave in other.process.slaves for other in self.boxes.values()):
-            raise OperatorError("its master was heard")
+            raise OperatorError("its master sent a packet")
         if self.is_unfit(slave, master_gone):
-            raise OperatorError("it was not in sync since it began, or is not whole")
+            raise OperatorError("it was not in sync since its process began, or is incomplete")
         slave.holds_until = until
         slave.disk.promised = max(slave.disk.promised, promised_term)
 

@@ -265,7 +265,7 @@ def test_waiting_pull_ends_with_the_lease():
     waiting = silent.pull(timeout_ms=60_000)
     group.a.wait(1_001)
     assert silent.code(waiting) == ErrorCode.INVALID_ACK
-    assert silent.text(waiting) == "nothing came from silent for a lease, 1 s; begin anew"
+    assert silent.text(waiting) == "no packet arrived from silent for a lease, 1 s; subscribe again"
     producer.produce("m")
     assert group.subscribed("other").take() == ["m"]
 

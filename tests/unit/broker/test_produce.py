@@ -55,7 +55,7 @@ def test_stored_part_of_a_batch_is_acknowledged_again():
     group.settle()
     receipt = client.receipt(repeated)
     assert receipt.stored == 3 and [position for position, _ in receipt.refused] == [1, 2]
-    assert "was not stored with its batch" in receipt.refused[0][1]
+    assert "send it in a new batch" in receipt.refused[0][1]
     assert group.a.log.state.next_sequence["s"] == 3
 
 

@@ -60,7 +60,7 @@ def test_disk_of_the_other_broker_takes_no_part():
     for broker, role, owner in ((a, Role.MASTER, "b:"), (b, Role.SLAVE, "a:")):
         broker.crash()
         with pytest.raises(
-            OperatorError, match=f"this data directory belongs to {owner}.* of g1; this is {broker.name}:"
+            OperatorError, match=f"this data directory belongs to {owner}.* of g1; this process is {broker.name}:"
         ):
             broker.assign(role)
         assert not broker.node.start_without_metaserver() and broker.node.role is None

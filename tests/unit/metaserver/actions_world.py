@@ -199,7 +199,7 @@ class Brokers:
 
     async def prepare_failover(self, broker, *, term, hold_ms, silent_ms, promised_term=0, master_gone=False):
         if self.is_connected:
-            raise OperatorError(f"{broker.key} refused: the master was heard 300 ms ago")
+            raise OperatorError(f"{broker.key} refused: the master sent a packet 300 ms ago")
         if not (self._reach(broker).in_sync or master_gone):
             raise OperatorError(f"{broker.key} refused: it was not in sync since it began")
         self.held.append(broker.hostname)

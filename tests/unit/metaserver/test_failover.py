@@ -425,7 +425,7 @@ async def test_broker_of_other_group_changes_no_row(world, monkeypatch):
     before = row(world)
     service, reported = service_of(world, monkeypatch, "g1-a")
     key = BrokerKey("g1-a", 20881)
-    with pytest.raises(OperatorError, match="belongs to g1, not to g2"):
+    with pytest.raises(OperatorError, match="belongs to g1, and its data directory to g2"):
         await service._register(pb.BrokerIdentity(broker_group="g2", begins=True, **reported), key)
     assert row(world) == before
     await service._register(pb.BrokerIdentity(broker_group="g1", begins=True, **reported), key)
@@ -464,14 +464,14 @@ async def test_master_gone_allows_restarted_slaves(world):
 async def test_refusal_quotes_the_copy(world, monkeypatch):
     """The operator's --masterGone queries it although it restarted: only the slave can detect a cut log."""
     await lose_master_of_two_slaves(world)
-    words = "this copy of g1 was not in sync since it began, or is not whole"
+    words = "this copy of g1 was not in sync since its process began, or is incomplete"
 
     async def not_whole(broker, **asked):
         raise OperatorError(f"{broker.key} refused: {words}")
 
     monkeypatch.setattr(world.brokers, "prepare_failover", not_whole)
     refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
-    assert words in refused and "If a copy is not whole: qmq RecoverGroup" in refused
+    assert words in refused and "If a copy is incomplete: qmq RecoverGroup" in refused
 
 
 async def test_order_without_eligible_slave_is_refused(world):

@@ -105,7 +105,7 @@ def test_rejoin_wait_ends_and_names_the_missing_copy(caplog):
     copies.a.wait(int(SETTINGS.rejoin_wait_s * 1000))
     copies.settle()
     assert copies.a.node.writable and not copies.a.node.readonly_reasons
-    (line,) = [record.getMessage() for record in caplog.records if "not waiting" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "wait for copies ended" in record.getMessage()]
     assert "b:20881" in line and "c:20881" not in line
     copies.connect("b")
     assert copies.state("b") is FollowerState.DIVERGED and Reason.DIVERGED in copies.b.node.readonly_reasons

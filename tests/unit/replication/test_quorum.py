@@ -144,7 +144,7 @@ def test_snapshot_waits_for_writes_of_earlier_links():
     group.connect()
     group.b.host.settle()
     assert group.deliver_hello() and group.to_master()
-    assert not group.at_master.is_open and "say hello again" in group.at_master.reason and group.a.log.end == end
+    assert not group.at_master.is_open and "connect again" in group.at_master.reason and group.a.log.end == end
     group.settle()
     group.connect()
     for _ in range(30):
