@@ -19,7 +19,7 @@ from qmq.broker.answers import Counters
 from qmq.broker.labels import labels_of
 from qmq.broker.service_queue import ServiceQueue
 from qmq.broker.subscriptions import Subscriptions
-from qmq.codec import Buffer, decode_properties, encode_labels, join_batch, slice_batch, split_batch
+from qmq.codec import Buffer, decode_properties, encode_labels, join_batch, slice_batch, split_batch, without_body
 from qmq.crc import crc32
 from qmq.dead_letters import delivered, earlier_deliveries, letters_producer, with_fate
 from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
@@ -219,14 +219,14 @@ class DeadLetters:
                 end = min(begin + min(messages, self._passes.copies_left, COPIES_PER_ACK), frame.count)
                 if not 0 <= begin < end:
                     return  # settled meanwhile, or the pass is over: look again
-                cut = slice_batch(body, frame.count, begin, end)
+                cut = body if end - begin == frame.count else slice_batch(body, frame.count, begin, end)
                 labels = labels_of(frame, body)[begin:end]
                 for at, data in enumerate(split_batch(cut, end - begin)):
-                    self._copy(job, sequence + at, bytes(data), labels[at : at + 1])
+                    self._copy(job, sequence + at, data, labels[at : at + 1])
                 self._passes.copies_left -= end - begin
                 self._settle(job, end - begin, DEAD)
 
-    def _copy(self, job: _DeadLetterJob, sequence: int, data: bytes, labels: Sequence[int]) -> None:
+    def _copy(self, job: _DeadLetterJob, sequence: int, data: Buffer, labels: Sequence[int]) -> None:
         """Store the copy of one message; `labels` holds its own label, if it has one."""
         mastership, (subject, group, _) = self._mastership, job.key
         state, producer = mastership.log.state, letters_producer(subject, group)
@@ -259,7 +259,7 @@ class DeadLetters:
         self._wake(name)
         mastership.host.pass_soon()
 
-    def _times_and_reason(self, job: _DeadLetterJob, data: bytes) -> tuple[int, str]:
+    def _times_and_reason(self, job: _DeadLetterJob, data: Buffer) -> tuple[int, str]:
         """Return `message.times` of the last delivery that a handler may have begun, and the reason."""
         (subject, _, _), consumer = job.key, self._consumption.consumer(*job.key)
         assert consumer is not None  # it has the copied messages unacked
@@ -299,10 +299,10 @@ class DeadLetters:
             job.ranges.popleft()
 
 
-def _times_before(data: bytes) -> int:
+def _times_before(data: Buffer) -> int:
     """Return the deliveries of a mailbox's message before it came there."""
     try:
-        return earlier_deliveries(decode_properties(data).get(TIMES, ""))
+        return earlier_deliveries(decode_properties(without_body(data)).get(TIMES, ""))
     except InvalidMessage:  # bytes of a foreign producer
         return 0
 

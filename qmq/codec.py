@@ -592,7 +592,7 @@ def decode_message(data: bytes) -> Message:
     return message
 
 
-def with_properties(data: bytes, extra: Mapping[str, str], without: Collection[str] = ()) -> bytes:
+def with_properties(data: Buffer, extra: Mapping[str, str], without: Collection[str] = ()) -> bytes:
     """Return an encoded message with added or replaced properties; the rest stays byte for byte.
 
     Args:
@@ -602,23 +602,23 @@ def with_properties(data: bytes, extra: Mapping[str, str], without: Collection[s
         InvalidMessage: the bytes are no message, or a name or value is longer than 32,767 bytes.
     """
     begin, end = properties_span(data)
+    head = bytes(data[:end])
     added = {_string("a property's name", name): _string(f"property {name!r}", value) for name, value in extra.items()}
     gone = added.keys() | {_string("a property's name", name) for name in without}
     kept, at = [], begin
     try:
         while at < end:
-            name_end = at + 2 + (data[at] << 8 | data[at + 1])
-            value_end = name_end + 2 + (data[name_end] << 8 | data[name_end + 1])
-            if data[at:name_end] not in gone:
-                kept.append(data[at:value_end])
+            name_end = at + 2 + (head[at] << 8 | head[at + 1])
+            value_end = name_end + 2 + (head[name_end] << 8 | head[name_end + 1])
+            if head[at:name_end] not in gone:
+                kept.append(head[at:value_end])
             at = value_end
     except IndexError:
         raise InvalidMessage("not QMQ's encoding of properties: the last string is cut off") from None
     if at > end:
         raise InvalidMessage("a string ends past its message")
     properties = b"".join((*kept, *(name + value for name, value in added.items())))
-    front = memoryview(data)[: begin - 4]
-    return b"".join((front, _I32.pack(len(properties)), properties, memoryview(data)[end:]))
+    return b"".join((head[: begin - 4], _I32.pack(len(properties)), properties, memoryview(data)[end:]))
 
 
 def with_subject(data: bytes, subject: str) -> bytes:

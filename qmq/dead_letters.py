@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from qmq.codec import properties_span, with_properties
+from qmq.codec import Buffer, with_properties, without_body
 from qmq.errors import InvalidMessage
 from qmq.message import EXPIRES_AFTER, TIMES
 from qmq.subjects import dead_letter_subject, parse_derived, retry_subject
@@ -56,7 +56,7 @@ def original_subject(owner: tuple[str, str], producer: int) -> str | None:
     return next((source for source in sources if letters_producer(source, owner[1]) == producer), None)
 
 
-def with_fate(message: bytes, times: int, reason: str, sequence: int, owner: tuple[str, str] | None = None) -> bytes:
+def with_fate(message: Buffer, times: int, reason: str, sequence: int, owner: tuple[str, str] | None = None) -> bytes:
     """Return the dead letter of an encoded message, which may be invalid; its bytes are kept.
 
     Args:
@@ -66,11 +66,11 @@ def with_fate(message: bytes, times: int, reason: str, sequence: int, owner: tup
     try:
         if owner is not None:
             fate |= {SUBJECT: owner[0], GROUP: owner[1]}
-            if EXPIRES_AFTER.encode() in message[: properties_span(message).end]:
+            if EXPIRES_AFTER.encode() in without_body(message):
                 fate[EXPIRES_AFTER] = ""  # otherwise it would expire again before an operator sees it
         return with_properties(message, fate)
     except InvalidMessage:
-        return message
+        return bytes(message)
 
 
 def fingerprint(message: bytes) -> bytes:
