@@ -51,7 +51,7 @@ class TokenFile:
     __slots__ = ("path", "_text", "_seen")
 
     def __init__(self, path: Path, text: str) -> None:
-        self.path = path.absolute()  # the process may change its directory
+        self.path: Path = path.absolute()  # the process may change its directory
         self._text = text
         self._seen = (0, 0, 0)
 

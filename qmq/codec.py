@@ -266,9 +266,9 @@ class Encoder:
 
     def __init__(self, subject: str, now_ms: int, due_ms: int, flag: int, compress_bytes_min: int | None) -> None:
         data = subject.encode()
-        self.flag = flag
-        self.front = _FIXED.pack(0, now_ms, due_ms, len(data))[1:] + data
-        self.compress_bytes_min = compress_bytes_min
+        self.flag: int = flag
+        self.front: bytes = _FIXED.pack(0, now_ms, due_ms, len(data))[1:] + data
+        self.compress_bytes_min: int | None = compress_bytes_min
 
     def __call__(self, message: Message) -> bytes:
         """Encode one message; raises InvalidMessage with its id, for this message alone."""

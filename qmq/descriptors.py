@@ -129,7 +129,7 @@ class Spares:
         return True
 
 
-spares = Spares()
+spares: Spares = Spares()
 """Of this process; only brokers and delay servers hold any."""
 
 

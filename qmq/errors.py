@@ -199,7 +199,8 @@ class Overloaded(AskAnotherBroker):
 class OutcomeUnknown(QmqError):
     """The batch may or may not be stored. Repeat the same batch to the same group: it is stored once."""
 
-    code, retryable = ErrorCode.OUTCOME_UNKNOWN, True
+    code = ErrorCode.OUTCOME_UNKNOWN
+    retryable = True
 
 
 class NoAnswer(OutcomeUnknown):
@@ -209,7 +210,8 @@ class NoAnswer(OutcomeUnknown):
 class NotServed(QmqError):
     """The request cannot be served now. Wait and retry."""
 
-    code, retryable = ErrorCode.NOT_SERVED, True
+    code = ErrorCode.NOT_SERVED
+    retryable = True
 
 
 class NoRoute(NotServed):

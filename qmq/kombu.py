@@ -269,7 +269,8 @@ class Transport(virtual.Transport):  # type: ignore[misc]
 
     Channel = Channel
     default_port = 8080
-    driver_type, driver_name = "qmq", "qmq"
+    driver_type: str = "qmq"
+    driver_name: str = "qmq"
     implements = virtual.Transport.implements.extend(asynchronous=True)
     connection_errors = (*virtual.Transport.connection_errors, NotServed, OutcomeUnknown, ClientClosed, NotStored)
     recoverable_connection_errors = connection_errors
@@ -277,10 +278,13 @@ class Transport(virtual.Transport):  # type: ignore[misc]
     def __init__(self, client: Any, **more: Any) -> None:
         super().__init__(client, **more)
         options = dict(client.transport_options)
-        self.arrived = Arrivals()
+        self.arrived: Arrivals = Arrivals()
         self._loop: Any = None
-        self.subject_prefix = str(options.get("subject_prefix", ""))
-        self.pull_options = {"group": options.get("group", "celery"), "retries_max": options.get("retries_max", 32)}
+        self.subject_prefix: str = str(options.get("subject_prefix", ""))
+        self.pull_options: dict[str, Any] = {
+            "group": options.get("group", "celery"),
+            "retries_max": options.get("retries_max", 32),
+        }
         self._delays = bool(options.get("delay", True))
         port = client.port or self.default_port
         self._settings = {

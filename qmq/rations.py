@@ -152,7 +152,7 @@ class TokenRation(Ration):
         producers: NewProducers | None = None,
         subscriptions_max: int = Ration.subscriptions_max,
     ) -> None:
-        self.holder = caller.name
+        self.holder: str = caller.name
         self.subscriptions_max = subscriptions_max
         self._caller = caller
         self._groups = groups

@@ -61,7 +61,7 @@ class Requester:
         self._numbers = count(1)
         self._waiting: dict[str, asyncio.Future[ReceivedMessage]] = {}
         self._reader: asyncio.Task[None] | None = None
-        self.late_answers = 0
+        self.late_answers: int = 0
         """Number of answers after the timeout, and of second answers to requests that were handled twice."""
 
     def _name_anew(self) -> None:

@@ -58,12 +58,12 @@ class TransitionTable(Generic[S]):
 
     def __init__(self, initial: S, moves: Mapping[tuple[S, object], S]) -> None:
         self.initial = initial
-        self.moves = dict(moves)
+        self.moves: dict[tuple[S, object], S] = dict(moves)
         self.following: dict[S, dict[object, tuple[S, str]]] = {state: {} for state in type(initial)}
         """State -> event type -> next state and the event's name: a batch of messages makes two moves."""
         for (state, event), after in self.moves.items():
             self.following[state][event] = after, event_name(event)
-        self.illegal = 0
+        self.illegal: int = 0
         """Number of illegal events, over all machines of the kind."""
         unreachable = set(type(initial)) - self._reachable()
         require(not unreachable, f"every state of {self.name} can be reached, but {unreachable}")
@@ -108,7 +108,7 @@ class Machine(Generic[S]):
     __slots__ = ("history", "state", "table")
 
     def __init__(self, table: TransitionTable[S], history: deque[Transition] | None = None) -> None:
-        self.table = table
+        self.table: TransitionTable[S] = table
         self.state: S = table.initial
         self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT) if history is None else history
 
@@ -144,7 +144,7 @@ class Life(Machine[S], Generic[S, F]):
     def __init__(self, table: TransitionTable[S], facts: Mapping[S, type], now: F) -> None:
         super().__init__(table)
         self._facts = facts
-        self.now = now
+        self.now: F = now
 
     def enter(self, event: object, now: F, *, at_ms: int) -> S:
         """Move by `event` to a state with the facts `now`. Raises IllegalTransition: state is unchanged."""

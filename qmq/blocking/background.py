@@ -89,7 +89,7 @@ class Background:
 
     def __init__(self) -> None:
         check_not_patched()
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self.clients: set[Client] = set()
         """Open clients."""
         self._loop = asyncio.new_event_loop()
@@ -232,7 +232,7 @@ _of_parents: list[object] = []
 """Loops of parent processes with their tasks. Kept alive, because closing their sockets, epoll and gRPC channels would
 close the parent's.
 """
-lock = threading.Lock()
+lock: threading.Lock = threading.Lock()
 """Guards objects made on first use: the loop, and the clients' sessions on it."""
 
 

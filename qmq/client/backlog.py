@@ -49,7 +49,7 @@ class Backlog:
         self.messages = self.bytes = 0
         self.waiters: list[Callable[[], None]] = []
         """Called once on progress: a batch left a queue, was resolved, or was given up."""
-        self.outcomes = dict.fromkeys(Outcome, 0)
+        self.outcomes: dict[Outcome, int] = dict.fromkeys(Outcome, 0)
         """Number of messages by outcome, for `qmq.client.numbers`."""
         self.repeats = 0
         """Number of batches that were sent again, to the same group or to another one."""
@@ -102,7 +102,7 @@ class SubjectQueue:
         self.group = group
         self.ready: deque[Batch] = deque()
         self.waiting: deque[QueuedMessage] = deque()
-        self.waiting_bytes = 0
+        self.waiting_bytes: int = 0
         self.under_way: list[QueuedMessage] | None = None
         """Messages of the lane's batch in flight, which no other message may overtake."""
         self._backlog = backlog
@@ -355,10 +355,10 @@ class GroupBatches:
         self._bytes_in_flight = 0
         self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
         """Last transitions of all its batches."""
-        self.load = 0
+        self.load: int = 0
         """Number of batches in flight."""
-        self.limits = Limits(1 << 30, 1 << 30)
-        self.batch_bytes_max = BATCH_BYTES_MAX
+        self.limits: Limits = Limits(1 << 30, 1 << 30)
+        self.batch_bytes_max: int = BATCH_BYTES_MAX
         """Size limit of a new batch: the cheapest size per message, or less while the broker advises so, as it does for
         a quiet client.
         """

@@ -146,17 +146,17 @@ class Batch:
         flags: int = 0,
         due_ms: int | None = None,
     ) -> None:
-        self.subject = subject
-        self.due_ms = due_ms
-        self.ids = ids
-        self.blocks = blocks
-        self.flags = flags
-        self.body_bytes = sum(map(len, blocks))
-        self.crc = reduce(lambda crc, block: crc32(block, crc), blocks, 0)
-        self.deadline_ms = deadline_ms
-        self.on_resolved = on_resolved
+        self.subject: str = subject
+        self.due_ms: int | None = due_ms
+        self.ids: Sequence[str] = ids
+        self.blocks: Sequence[bytes] = blocks
+        self.flags: int = flags
+        self.body_bytes: int = sum(map(len, blocks))
+        self.crc: int = reduce(lambda crc, block: crc32(block, crc), blocks, 0)
+        self.deadline_ms: int = deadline_ms
+        self.on_resolved: Callable[[Batch], None] = on_resolved
         self.order: tuple[int, ...] = ()
-        self.number = 0
+        self.number: int = 0
         self.life: BatchLife
         self.result: Result | None = None
         self.halves: tuple[Batch, Batch] | None = None
@@ -254,7 +254,7 @@ class MessageIds:
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        self.made = 0
+        self.made: int = 0
 
     def __iter__(self) -> MessageIds:
         return self

@@ -286,7 +286,7 @@ class BulkSend:
         until_ms: int | None = None,
         compress_bytes_min: int | None = None,
     ) -> None:
-        self.receipts = Receipts()
+        self.receipts: Receipts = Receipts()
         self._compress_bytes_min = compress_bytes_min
         self._delay = delay
         self._due_ms = delay.due_ms if delay else None

@@ -28,7 +28,7 @@ from qmq.client.session_life import (
     Unsubscribed,
     Urgency,
 )
-from qmq.client.terms import BROKER_DELAY_S_MAX, Terms, worn_out
+from qmq.client.terms import BROKER_DELAY_S_MAX, RetryPolicy, Terms, worn_out
 from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked
 from qmq.codec import batch_ends, without_body
 from qmq.errors import (
@@ -90,10 +90,10 @@ class Parcel:
     __slots__ = ("messages", "at", "session", "size")
 
     def __init__(self, messages: list[ReceivedMessage], session: GroupSession, size: int) -> None:
-        self.messages = messages
-        self.session = session
-        self.size = size
-        self.at = 0
+        self.messages: list[ReceivedMessage] = messages
+        self.session: GroupSession = session
+        self.size: int = size
+        self.at: int = 0
 
     @property
     def waiting(self) -> int:
@@ -138,12 +138,13 @@ class GroupSession:
         self._owner = owner
         self._link = link
         self.source = source
-        self.policy = owner.terms.policy
-        self.group = owner.terms.group
-        self.unacked = Unacked()
-        self.buffered = self.buffered_bytes = 0
+        self.policy: RetryPolicy = owner.terms.policy
+        self.group: str = owner.terms.group
+        self.unacked: Unacked = Unacked()
+        self.buffered: int = 0
+        self.buffered_bytes: int = 0
         self._times_released = 0
-        self.is_mailbox = source != owner.terms.subject
+        self.is_mailbox: bool = source != owner.terms.subject
         # The cluster stores no start of an ephemeral consumer: on a group that joins, it starts at the first message.
         self._from_first = self.is_mailbox or (joins and owner.terms.ephemeral)
         self._may_expire = not is_dead_letter_subject(source)  # an expired dead letter would become a dead letter again

@@ -194,10 +194,12 @@ class FilteredHandler:
         is_batch: bool = False,
         publish: Publishes | None = None,
     ) -> None:
-        self.is_blocking = not check_callable("a handler", handler)
-        self.name = f"{getattr(handler, '__module__', '')}.{getattr(handler, '__qualname__', type(handler).__name__)}"
-        self.bound = BoundHandler(handler, is_batch=is_batch, is_blocking=self.is_blocking)
-        self.has_filters = bool(filters)
+        self.is_blocking: bool = not check_callable("a handler", handler)
+        self.name: str = (
+            f"{getattr(handler, '__module__', '')}.{getattr(handler, '__qualname__', type(handler).__name__)}"
+        )
+        self.bound: BoundHandler = BoundHandler(handler, is_batch=is_batch, is_blocking=self.is_blocking)
+        self.has_filters: bool = bool(filters)
         self.publish = publish
         outer, inner = list[Filter](), list[Filter]()
         for filter_ in filters:
@@ -357,7 +359,7 @@ class HungThreads:
     """Threads of a listener whose call outlived its time limit; a thread cannot be stopped. Used on the event loop."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         self._ended = asyncio.Event()
 
     def add(self) -> None:

@@ -44,7 +44,7 @@ class Link:
         self.connection: Connection | None = None
         self.welcome: dict[str, object] = {}
         self.endpoint: Endpoint | None = None
-        self.failure = ""
+        self.failure: str = ""
         """Reason of the last failed attempt to connect; "" after a success."""
         self._owner = owner
         self._routing = routing

@@ -444,7 +444,7 @@ class SuspectGate:
     __slots__ = ("running", "_wanted", "_waiting")
 
     def __init__(self) -> None:
-        self.running = 0
+        self.running: int = 0
         self._wanted = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -509,7 +509,7 @@ class Priorities:
     """Priorities of a consumer's listeners; used on its event loop."""
 
     def __init__(self) -> None:
-        self.highest = 0
+        self.highest: int = 0
         """Highest priority of a joined listener."""
         self._priorities: dict[Subscription, int] = {}
 

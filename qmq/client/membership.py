@@ -224,14 +224,14 @@ class Membership:
     def __init__(self, terms: Terms, *, drain_s: float, is_online: bool) -> None:
         self.terms = terms
         self.drain_s = drain_s
-        self.is_stopped = False
+        self.is_stopped: bool = False
         self._is_online = is_online
         self._is_ended = False
         self._subscription: Subscription | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._changed = asyncio.Event()
-        self.handled = Handled()
+        self.handled: Handled = Handled()
 
     def __getstate__(self) -> None:
         raise no_pickle(f"A {type(self).__name__.lower()}")

@@ -101,11 +101,13 @@ class Handled:
     __slots__ = ("done", "retry", "dead_letter", "delivered", "seconds", "calls")
 
     def __init__(self) -> None:
-        self.done = self.retry = self.dead_letter = 0
-        self.delivered = 0
+        self.done: int = 0
+        self.retry: int = 0
+        self.dead_letter: int = 0
+        self.delivered: int = 0
         """Of subscriptions that ended."""
-        self.seconds = 0.0
-        self.calls = [0] * len(BUCKETS)
+        self.seconds: float = 0.0
+        self.calls: list[int] = [0] * len(BUCKETS)
 
     def measured(self, seconds: float, times: int) -> None:
         """Count a call that stands for `times` calls."""

@@ -42,7 +42,7 @@ class Prefetch:
     def __init__(self, messages_max: int, concurrency: int) -> None:
         self._messages_max = messages_max
         self._handler_s: float | None = None
-        self.messages = 1
+        self.messages: int = 1
         self.set_concurrency(concurrency)
 
     def set_concurrency(self, concurrency: int) -> None:

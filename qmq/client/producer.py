@@ -121,7 +121,7 @@ class Producer:
             raise InvalidRequest("in_flight_max must be 1 to 64: a broker remembers 64 batches of a producer")
         if readonly_wait_s is not None and not readonly_wait_s >= 0:
             raise InvalidRequest("readonly_wait_s must be 0 or more; leave it out to wait for timeout_s")
-        self.id = 0
+        self.id: int = 0
         self._metaserver = metaserver_urls(metaserver)
         self._app = app_name(app)
         self._token = token_source(token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -87,14 +87,18 @@ class UnackedPiece:
     def __init__(
         self, begin: int, count: int, times: int, acker: Acker, broker_group: str, decided: list[UnackedPiece]
     ) -> None:
-        self.begin = begin
-        self.end = begin + count
-        self.times = times
-        self.states = bytearray(count)
-        self.open = self.unsettled = count
-        self.acker = acker
-        self.broker_group = broker_group
-        self.is_dropped = self.suspected = self.may_expire = self.is_uneven = False
+        self.begin: int = begin
+        self.end: int = begin + count
+        self.times: int = times
+        self.states: bytearray = bytearray(count)
+        self.open: int = count
+        self.unsettled: int = count
+        self.acker: Acker = acker
+        self.broker_group: str = broker_group
+        self.is_dropped: bool = False
+        self.suspected: bool = False
+        self.may_expire: bool = False
+        self.is_uneven: bool = False
         self._decided = decided
 
     def mark(self, at: int) -> None:
@@ -157,6 +161,16 @@ class ReceivedMessage(Message):
 
     sequence: int
     _content: Content
+    # Declared as in Message, because __getattr__ sets them.
+    properties: Mapping[str, Value]
+    body: bytes | None
+    content_type: str | None
+    tags: frozenset[str] | tuple[()]
+    id: str | None
+    order_key: str | None
+    retries_max: int | None
+    expires_after: float | timedelta | None
+    created_ms: int
 
     def __init__(self, subject: str, sequence: int, data: bytes, piece: UnackedPiece, at: int) -> None:
         # Message's own attributes stay unset, so that reading one ends in __getattr__, which decodes. A message costs

@@ -236,7 +236,7 @@ class Breaker:
     __slots__ = ("state", "_failures", "_successes", "_opened_ms")
 
     def __init__(self) -> None:
-        self.state = BreakerState.CLOSED
+        self.state: BreakerState = BreakerState.CLOSED
         self._failures = self._successes = self._opened_ms = 0
 
     def allows(self, now_ms: int) -> bool:

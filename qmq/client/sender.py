@@ -621,7 +621,7 @@ class Flight:
     __slots__ = ("open",)
 
     def __init__(self) -> None:
-        self.open = 0
+        self.open: int = 0
 
 
 class Senders:

@@ -51,12 +51,12 @@ class Subscription:
         on_failed: Callable[[], None],
     ) -> None:
         self.terms = terms
-        self.prefetch_messages = terms.prefetch_messages
+        self.prefetch_messages: int = terms.prefetch_messages
         """Current limit of messages that wait here or are requested; a listener changes it."""
         self.error: QmqError | None = None
         """Reason of the end: another process uses the consumer id, or the broker rejects a name."""
-        self.is_closing = False
-        self.arrived_messages = 0
+        self.is_closing: bool = False
+        self.arrived_messages: int = 0
         """Number of messages received so far."""
         self.on_waiting: Callable[[], None] | None = None
         """Called when messages arrive in an empty buffer."""
@@ -73,7 +73,7 @@ class Subscription:
         """Workers that wait for listeners of higher priority."""
         self._settlers: list[asyncio.Future[None]] = []
         self._loop = asyncio.get_running_loop()
-        self.joined_s = 0.0
+        self.joined_s: float = 0.0
         """Time of the last subscribe at a broker group; 0 before the first one."""
         self._left_s = 0.0
         """Time of the last loss of a connection."""

@@ -86,8 +86,8 @@ class Unacked:
         self._owed_acks: list[Range] = []
         self._owed_nacks: list[Range] = []
         """Pull sequences that the broker counts as unacked and that are not here."""
-        self.held_end = 0
-        self.messages = 0
+        self.held_end: int = 0
+        self.messages: int = 0
         """Number of delivered messages that are not settled."""
 
     def received(

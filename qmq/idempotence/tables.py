@@ -71,7 +71,7 @@ class HandledTable:
     """Statements on the table for transactions. Each method runs within the connection's transaction."""
 
     def __init__(self, name: str) -> None:
-        self.table = handled_table(MetaData(), name)
+        self.table: Table = handled_table(MetaData(), name)
 
     def create(self, connection: Connection) -> None:
         self.table.create(connection, checkfirst=True)
@@ -104,7 +104,7 @@ class ClaimsTable:
     """Statements on the table for `SqlKeys`. Each method runs within the connection's transaction."""
 
     def __init__(self, name: str) -> None:
-        self.table = claims_table(MetaData(), name)
+        self.table: Table = claims_table(MetaData(), name)
         self._columns = self.table.c
 
     def create(self, connection: Connection) -> None:

@@ -131,7 +131,7 @@ class Courier:
     ) -> None:
         self._used = used
         self._left = left
-        self.table = table_name(table)
+        self.table: str = table_name(table)
         self._send_many = send_many
         self._messages_max = messages_max
         self._loop = asyncio.get_running_loop()

@@ -28,9 +28,9 @@ class Item:
     __slots__ = ("courier", "message", "content", "receipt")
 
     def __init__(self, courier: Courier, message: Message, content: str) -> None:
-        self.courier = courier
-        self.message = message
-        self.content = content
+        self.courier: Courier = courier
+        self.message: Message = message
+        self.content: str = content
         self.receipt: Future[Receipt] = after_commit(Future())
         self.receipt.set_running_or_notify_cancel()  # a waiter cannot cancel a row in a database
 

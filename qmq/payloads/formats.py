@@ -112,7 +112,7 @@ class Avro:
         self._by_head = {self._head(parsed): parsed for parsed in (self._schema, *map(fastavro.parse_schema, older))}
         self._own_head = self._head(self._schema)
         name = schema.get("name", "") if isinstance(schema, dict) else ""
-        self.content_type = f"application/avro;name={self._schema.get('name', name)}"
+        self.content_type: str = f"application/avro;name={self._schema.get('name', name)}"
 
     @staticmethod
     def _head(schema: Any) -> bytes:

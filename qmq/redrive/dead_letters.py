@@ -73,7 +73,7 @@ class DeadLetters:
         self._producer = secrets.randbits(63) | 1
         self._batch = 0
         self._subscription = 0
-        self.batch_bytes_max = BATCH_BYTES_MAX
+        self.batch_bytes_max: int = BATCH_BYTES_MAX
         self._connection: Connection
         self._way: Connection
         """Connection to the destination."""

@@ -55,16 +55,16 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, Answered] = {}
         self._opaque = 0
-        self.writable = True
-        self.received_bytes = 0
+        self.writable: bool = True
+        self.received_bytes: int = 0
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
         self.produced: dict[str, int] = {}
-        self.ration = Ration()
+        self.ration: Ration = Ration()
         """For a broker's core (qmq.replication.ports.Link)."""
         self._is_read = True
-        self.peer = "?"
-        self.lost_reason = ""
+        self.peer: str = "?"
+        self.lost_reason: str = ""
 
     # Called by the transport.
 

@@ -40,7 +40,7 @@ class Acceptor:
         self._guests: set[Connection] = set()
         self._let_in: set[Connection] = set()
         self._server: asyncio.Server | None = None
-        self.port = 0
+        self.port: int = 0
 
     async def open(self, port: int = 0) -> None:
         self._server = await asyncio.get_running_loop().create_server(self._accept, "127.0.0.1", port)

@@ -70,7 +70,7 @@ class Copy(Generic[M]):
         self._pass_is_due = False
         self.wire: Wire | None = None
         """This end of the connection to the other copy."""
-        self.node = Node(
+        self.node: Node[M] = Node(
             message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes),
             host=self,
             identity=IdentityFile(disk, new_incarnation=name),
@@ -142,7 +142,7 @@ class Wire:
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
         self.produced: dict[str, int] = {}
-        self.ration = Ration()
+        self.ration: Ration = Ration()
         self.other: Wire
 
     def push(self, command: Command, *parts: Buffer) -> None:
@@ -187,8 +187,8 @@ class Copies(Generic[M]):
 
     def __init__(self, group: str, make: Callable[[str], Copy[M]]) -> None:
         self.group = group
-        self.term = 0
-        self.copies = [make("first"), make("second")]
+        self.term: int = 0
+        self.copies: list[Copy[M]] = [make("first"), make("second")]
         """The master, then the slave."""
         self._readonly_subjects: frozenset[str] = frozenset()
 

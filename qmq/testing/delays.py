@@ -38,7 +38,7 @@ COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Comma
 PASSES_MAX = 2_000
 """Passes of the loop until due messages must have reached the broker, unless it refuses them."""
 ROOM_BYTES = 1 << 20
-SETTINGS = DelaySettings(
+SETTINGS: DelaySettings = DelaySettings(
     hostname="test",
     data=Path("memory"),
     token="any",
@@ -71,7 +71,7 @@ class DelayCopy(Copy[DelayMaster]):
         def make(log_start: int) -> Schedule:
             return Schedule(shelf, segment_ms=segment_ms, log_start=log_start, keep_ms=keep_ms)
 
-        self.filing = ScheduleFiler(
+        self.filing: ScheduleFiler = ScheduleFiler(
             message_log, self, make=make, discard=lambda: discard(shelf), found_damage=self.node.found_damage
         )
 
@@ -90,7 +90,9 @@ class DelayCopy(Copy[DelayMaster]):
 class Hatch:
     """Sender of the delay server to the broker: a `BatchSender`, and a `Link` of the broker."""
 
-    peer, writable, is_open = "delay server", True, True
+    peer: str = "delay server"
+    writable: bool = True
+    is_open: bool = True
 
     def __init__(self, brokers: Copies[Any]) -> None:
         self._brokers = brokers
@@ -99,7 +101,7 @@ class Hatch:
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
         self.produced: dict[str, int] = {}
-        self.ration = Ration()
+        self.ration: Ration = Ration()
 
     # For the delay servers.
 
@@ -214,7 +216,7 @@ class Delays:
         failed: Callable[[Exception], None],
         refusals: deque[QmqError],
     ) -> None:
-        self.group = f"{brokers.group}-delay"
+        self.group: str = f"{brokers.group}-delay"
         self._clock, hatch = clock, Hatch(brokers)
 
         def make(name: str) -> DelayCopy:
@@ -224,7 +226,7 @@ class Delays:
         master = self._copies.copies[0]
         assert isinstance(master, DelayCopy)
         self._master = master
-        self.acceptors = [DelayAcceptor(master, clock=clock, group=self.group, refusals=refusals)]
+        self.acceptors: list[DelayAcceptor] = [DelayAcceptor(master, clock=clock, group=self.group, refusals=refusals)]
 
     async def open(self) -> None:
         await self.acceptors[0].open()

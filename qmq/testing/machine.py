@@ -48,7 +48,7 @@ class Machine:
 
     def __init__(self, group: str, settings: BrokerSettings) -> None:
         self.refusals: deque[QmqError] = deque()
-        self.metaserver = Metaserver(group, self._open_delays)
+        self.metaserver: Metaserver = Metaserver(group, self._open_delays)
         self._clock = Clock()
         self._conditions: list[Condition] = []
         self._failure: Exception | None = None

@@ -41,7 +41,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         self._answering: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._grpc: Any = None
         self._grpc_port = 0
-        self.url = ""
+        self.url: str = ""
 
     async def open(self, http_port: int = 0) -> None:
         await self.open_grpc()

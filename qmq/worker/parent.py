@@ -49,7 +49,9 @@ class Parent:
     def __init__(self, options: Options, *, stop_s: float, kill_after_s: float, reloads: bool) -> None:
         self._options = options
         self._reloads = reloads
-        self.plan = Plan(options.processes, self, stop_s=stop_s, kill_after_s=kill_after_s, waits_for_change=reloads)
+        self.plan: Plan = Plan(
+            options.processes, self, stop_s=stop_s, kill_after_s=kill_after_s, waits_for_change=reloads
+        )
         self._children: dict[int, Child] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._ended: list[Sample] = []

@@ -76,8 +76,8 @@ class Plan:
         kill_after_s: float = math.inf,
         waits_for_change: bool = False,
     ) -> None:
-        self.places = [Place() for _ in range(count)]
-        self.restarts = 0
+        self.places: list[Place] = [Place() for _ in range(count)]
+        self.restarts: int = 0
         self.exit: Exit | None = None
         """Set once the worker ends; it has ended when no process is left."""
         self._processes = processes
