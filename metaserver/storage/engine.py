@@ -15,10 +15,13 @@ The three databases differ here and in `storage.sql`; all other SQL is the same 
 
 from __future__ import annotations
 
+import sqlite3
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from alembic import command
@@ -66,6 +69,8 @@ IDLE_S = 60
 
 POOL_CONNECTIONS = 8
 """Changes wait for each other anyway; all other calls are short."""
+
+SWITCH_PAUSE_S = 0.02
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -157,9 +162,25 @@ def _check_encoding(engine: Engine) -> None:
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # the driver begins no transaction; `sql.begin` does
-    # Readers do not wait for the writer; FULL, as an assigned term must survive a power failure.
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    _switch_to_wal(connection)  # readers do not wait for the writer
+    # FULL, as an assigned term must survive a power failure.
+    for pragma in ("synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _switch_to_wal(connection: Any) -> None:
+    """Switch a file to WAL. Of two connections that do so in a new file, SQLite refuses one at once, without its
+    timeout: each would wait for the other.
+    """
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            sleep(SWITCH_PAUSE_S)
 
 
 WAIT_S = 20
@@ -266,12 +287,17 @@ def _alone(connection: Connection) -> Iterator[None]:
         with _alone_on_mariadb(connection):
             yield
         return
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"PRAGMA busy_timeout={WAIT_S * 1000}")
+        connection.rollback()
     with begin(connection):  # on SQLite this waits for every other writer
         if connection.dialect.name == "postgresql":
             for bound in ("lock_timeout", "idle_in_transaction_session_timeout"):
                 connection.execute(text(f"SET LOCAL {bound} = {WAIT_S * 1000}"))
             connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK_NUMBER})"))
         yield
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"PRAGMA busy_timeout={LOCK_S * 1000}")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -300,6 +301,40 @@ def test_sqlite_keeps_a_term_over_a_power_failure(tmp_path):
     with engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
+    engine.dispose()
+
+
+def test_sqlite_file_in_use_is_switched_to_wal(tmp_path, monkeypatch):
+    """Two metaservers that start on a new file: SQLite refuses the second switch at once."""
+    other = sqlite3.connect(tmp_path / "metaserver.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    pauses = []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        other.execute("COMMIT")
+
+    monkeypatch.setattr(migrations, "sleep", pause)
+    engine = open_database(f"sqlite:///{tmp_path / 'metaserver.db'}")
+    assert len(pauses) == 1 and version(engine) == NEWEST
+    other.close()
+    engine.dispose()
+
+
+def test_sqlite_waits_longer_for_a_migration(tmp_path, monkeypatch):
+    """As the servers do: a migration outlasts a change."""
+    waits = []
+    upgrade = migrations._upgrade
+
+    def look(connection, *rest):
+        waits.append(connection.exec_driver_sql("PRAGMA busy_timeout").scalar())
+        upgrade(connection, *rest)
+
+    monkeypatch.setattr(migrations, "_upgrade", look)
+    engine = open_database(f"sqlite:///{tmp_path / 'metaserver.db'}")
+    with engine.connect() as connection:
+        waits.append(connection.exec_driver_sql("PRAGMA busy_timeout").scalar())
+    assert waits == [migrations.WAIT_S * 1000, migrations.LOCK_S * 1000]
     engine.dispose()
 
 
