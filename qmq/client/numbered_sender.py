@@ -60,8 +60,6 @@ class _Group:
         self.limits = Limits(1 << 20, 1 << 20)
         self.flights: dict[_Flight, None] = {}
         self.bytes_in_flight = 0
-        self.progress_at = 0.0
-        """Time of the last answer, or of the first request since the connection was idle."""
 
     def body_bytes_max(self) -> int:
         """Return the largest body that the group takes on an idle connection."""
@@ -217,7 +215,7 @@ class NumberedSender:
 
     def _transmit(self, group: _Group, connection: Connection, batch: NumberedBatch, flight: _Flight) -> None:
         if not group.flights:
-            group.progress_at = self._loop.time()
+            group.link.progressed(self._loop.time())
             self._has_work.set()
         group.flights[flight] = None
         group.bytes_in_flight += flight.size
@@ -234,7 +232,7 @@ class NumberedSender:
 
     def _answered(self, group: _Group, connection: Connection, flight: _Flight, answer: memoryview | QmqError) -> None:
         name, now_ms = group.link.broker_group, self._now_ms()
-        group.progress_at = self._loop.time()
+        group.link.progressed(self._loop.time())
         if connection.is_open:
             group.breaker.answered()
         elif group.breaker.failed(now_ms):
@@ -277,7 +275,7 @@ class NumberedSender:
                 await self._has_work.wait()
             await asyncio.sleep(TICK_S)
             for group in self._groups.values():
-                if group.flights and self._loop.time() - group.progress_at > self._answer_timeout_s:
+                if group.flights and group.link.is_late(self._loop.time(), self._answer_timeout_s):
                     group.link.drop(f"no answer for {self._answer_timeout_s} s")
             if frozenset(name for name in self._groups if self.is_usable(name)) != self._usable:
                 self._changed()

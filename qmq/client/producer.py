@@ -77,7 +77,8 @@ class Producer:
         timeout_s: time until a message without an outcome is given up, retries included.
         readonly_wait_s: time until a message is refused while all broker groups of its subject are readonly; 0 refuses
             at once. The default is `timeout_s`, because most readonly reasons end without an operator.
-        answer_timeout_s: time until a connection without an answer is closed and its batches are repeated on a new one.
+        answer_timeout_s: time without an answer, and without a byte taken, until a connection is closed and its batches
+            are repeated on a new one.
         in_flight_max: produce requests in flight per subject and broker group. Messages that arrive meanwhile form the
             next batch. A broker group has at most 64 requests in flight over all subjects.
         queue_messages_max, queue_bytes_max: single messages of one subject that may wait. Then `send` waits and

@@ -75,8 +75,6 @@ class _Group:
         self.batches = batches
         self.breaker = Breaker()
         self.name = link.broker_group
-        self.progress_at = 0.0
-        """Time of the last answer, or of the first request since the connection was idle."""
 
     @property
     def can_send(self) -> bool:
@@ -427,7 +425,7 @@ class Sender:
         connection = group.link.connection
         assert connection is not None
         if group.batches.load == 1:
-            group.progress_at = self._loop.time()
+            group.link.progressed(self._loop.time())
         header = commands.produce_header(
             self._producer_id, batch.number, len(batch), batch.crc, batch.subject, batch.flags
         )
@@ -436,7 +434,7 @@ class Sender:
     # Answers.
 
     def _answered(self, group: _Group, connection: Connection, batch: Batch, answer: memoryview | QmqError) -> None:
-        group.progress_at = self._loop.time()
+        group.link.progressed(self._loop.time())
         if connection.is_open:
             group.breaker.answered()
         elif group.breaker.failed(now_ms := self.now_ms()):
@@ -534,7 +532,7 @@ class Sender:
             now_ms = self.now_ms()
             for group in self._groups.values():
                 self._give_up_expired(group, now_ms)
-                if group.batches.load and self._loop.time() - group.progress_at > self._answer_timeout_s:
+                if group.batches.load and group.link.is_late(self._loop.time(), self._answer_timeout_s):
                     owes = f"no answer for {self._answer_timeout_s} s"
                     log.warning("connection given up group=%s reason=%s (answer_timeout_s)", group.name, owes)
                     group.link.drop(owes)

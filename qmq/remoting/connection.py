@@ -133,6 +133,11 @@ class Connection(asyncio.BufferedProtocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the socket has not taken yet."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def close(self, reason: str = "") -> None:
         """Close after all written bytes are sent; `connection_lost` gets `reason`."""
         self.lost_reason = self.lost_reason or reason

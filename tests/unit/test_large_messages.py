@@ -16,6 +16,7 @@ from qmq.client.batch import Batch, MessageIds
 from qmq.client.bulk import encode_run
 from qmq.client.group_session import _cut
 from qmq.client.journal import _digests
+from qmq.client.link import Link
 from qmq.codec import batch_blocks, encode_labels, encode_message, join_batch, label_of, without_body
 from qmq.message import Message
 from qmq.message_sizes import LARGE_BYTES_MIN
@@ -73,6 +74,19 @@ def test_connection_writes_a_large_part_by_itself():
     with_objects = [part.obj for part in written if isinstance(part, memoryview)]
     assert with_objects == [DATA, DATA] and with_objects[0] is DATA
     assert [len(part) for part in written[1:]] == [4, len(DATA), LARGE_BYTES_MIN, 3]
+
+
+def test_broker_that_takes_bytes_is_not_silent():
+    link = Link("g1", owner=SimpleNamespace(), routing=SimpleNamespace(), token="t", app="a")  # type: ignore[arg-type]
+    link.connection = connection = SimpleNamespace(unsent_bytes=100)  # type: ignore[assignment]
+    link.progressed(0.0)
+    assert not link.is_late(4.0, 5.0)
+    connection.unsent_bytes = 50
+    assert not link.is_late(6.0, 5.0) and not link.is_late(11.0, 5.0)
+    connection.unsent_bytes = 70  # the application sends more, and the broker takes nothing
+    assert link.is_late(11.1, 5.0)
+    link.progressed(11.2)
+    assert not link.is_late(16.0, 5.0)
 
 
 def test_received_message_is_copied_once():

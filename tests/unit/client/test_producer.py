@@ -211,6 +211,20 @@ async def test_no_answer_makes_the_outcome_unknown():
             assert len(attempts) >= 2 and all(attempt == attempts[0] for attempt in attempts)
 
 
+async def test_slow_upload_is_not_repeated(monkeypatch):
+    """A body of 64 MiB takes 5.4 s at 100 Mbit/s; the connection was closed after 5 s, again and again."""
+    async with cluster("g1") as (metaserver, [broker]):
+        async with producer_of(metaserver, answer_timeout_s=0.2) as producer:
+            await producer.send(Message("a", {}))
+            hold, left = Hold(broker), iter(range(50, 0, -1))
+            monkeypatch.setattr(Connection, "unsent_bytes", property(lambda _: next(left, 0)))
+            sending = asyncio.create_task(producer.send(Message("a", {})))
+            await until_async(lambda: len(hold.held) > 1)
+            assert next(left, 0) == 0, "not repeated while the broker took bytes"
+            hold.release()
+            assert (await sending).is_stored
+
+
 async def test_a_final_refusal_is_not_repeated():
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
         for broker in brokers:
