@@ -234,7 +234,8 @@ class Messages:
 
     def _invalid_texts(self) -> Iterator[int]:
         """Yield the messages with invalid UTF-8: all texts of the window are decoded at once."""
-        text = self._data.copy()
+        octets = bytearray(self._window.data)
+        text = np.frombuffer(octets, np.uint8)
         begins, fields = self._begins, self.fields
         for at in np.flatnonzero(~fields.whole).tolist():
             text[begins[at] : self._ends[at]] = 0
@@ -248,16 +249,16 @@ class Messages:
         text[fields.tags_end[rows][:, None] + np.arange(4)] = 0
         tagged = rows[fields.tags_end[rows] > fields.tags_at[rows]]
         text[fields.tags_at[tagged]] = 0
-        bodies = rows[fields.properties_end[rows] < self._ends[rows]]
-        for begin, end in zip(fields.properties_end[bodies].tolist(), self._ends[bodies].tolist()):
-            text[begin:end] = 0
         for places in (fields.id_at[rows] - 2, *self._lengths):
             inside = places[places < len(text) - 1]
             text[inside] = text[inside + 1] = 0
-        if text.max() < 128:
+        if octets.isascii():  # bodies, too, so they need not be left out one by one
             return
+        bodies = rows[fields.properties_end[rows] < self._ends[rows]]
+        for begin, end in zip(fields.properties_end[bodies].tolist(), self._ends[bodies].tolist()):
+            text[begin:end] = 0
         try:
-            text.tobytes().decode()
+            octets.decode()
         except UnicodeDecodeError:
             yield from (at for at in rows.tolist() if decode_error(self._message(at)) is not None)
 

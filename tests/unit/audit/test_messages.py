@@ -99,6 +99,17 @@ def test_invalid_text_is_found_in_any_frame(tmp_path: Path) -> None:
         assert found == [("undecodable", log.frames[bad // 2].offset, f"m{bad % 2}")], bad
 
 
+@pytest.mark.parametrize("body", [b"plain", b"\xff\xfe\x80", "Öl".encode()], ids=["ascii", "binary", "utf-8"])
+def test_bodies_hide_no_invalid_text(tmp_path: Path, body: bytes) -> None:
+    """A body is no text: it may have any bytes."""
+    log = LogWriter(tmp_path)
+    whole = [encode_message(Message("s", {"text": "xxxx"}, id=f"m{at}", body=body), 1) for at in range(3)]
+    log.messages("s", whole)
+    log.messages("s", [whole[0], whole[1].replace(b"xxxx", b"xx\xffx"), whole[2]])
+    log.close()
+    assert problems(tmp_path) == [("undecodable", log.frames[1].offset, 4, "m1")]
+
+
 def test_message_of_another_subject_is_found(tmp_path: Path) -> None:
     log, subject = LogWriter(tmp_path), "order.changed.by.others"
     for at in range(len(subject)):
