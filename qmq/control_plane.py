@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
 IDLE_MS = "grpc.max_connection_idle_ms"
-CHANNEL_OPTIONS = [
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # Brokers are neighbours: a proxy of the environment is for addresses outside the installation.
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
@@ -35,7 +35,7 @@ NO_PROBE = ("grpc.http2.bdp_probe", 0)
 """Otherwise gRPC answers each message with a PING to measure the bandwidth. For a stream with one small message a
 second that is half of its cost at both ends; only large streams gain from it.
 """
-META_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, NO_PROBE]
+META_CHANNEL_OPTIONS: list[tuple[str, int]] = [*CHANNEL_OPTIONS, NO_PROBE]
 """Options of channels to a metaserver. Channels of one process with equal options share a connection."""
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second process on the same port is an error, not chance

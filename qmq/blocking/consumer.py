@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background, arguments_of, waits_for
@@ -274,8 +274,8 @@ class Puller:
             raise ClientClosed("the puller is not open in this process: use it with `with`")
         return self._background, self._inner
 
-    pull = waits_for(AsyncPuller.pull)
-    flush = waits_for(AsyncPuller.flush)
+    pull: Final = waits_for(AsyncPuller.pull)
+    flush: Final = waits_for(AsyncPuller.flush)
     _ack = waits_for(AsyncPuller.ack)
     _nack = waits_for(AsyncPuller.nack)
     _dead_letter = waits_for(AsyncPuller.dead_letter)

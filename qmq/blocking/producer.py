@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from threading import Condition, Lock
 from types import TracebackType
-from typing import Any, Self, Unpack, overload
+from typing import Any, Final, Self, Unpack, overload
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background, arguments_of, waits_for
@@ -198,11 +198,11 @@ class Producer:
         made = self._outgoing.one(message, payload, fields)
         return self._session().put(made, callback, read_delay(delay, at, key))
 
-    cancel = waits_for(AsyncProducer.cancel)
-    reschedule = waits_for(AsyncProducer.reschedule)
-    put_recurring = waits_for(AsyncProducer.put_recurring)
-    delete_recurring = waits_for(AsyncProducer.delete_recurring)
-    list_recurring = waits_for(AsyncProducer.list_recurring)
+    cancel: Final = waits_for(AsyncProducer.cancel)
+    reschedule: Final = waits_for(AsyncProducer.reschedule)
+    put_recurring: Final = waits_for(AsyncProducer.put_recurring)
+    delete_recurring: Final = waits_for(AsyncProducer.delete_recurring)
+    list_recurring: Final = waits_for(AsyncProducer.list_recurring)
 
     @property
     def left_behind(self) -> list[LeftBehind]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background, waits_for
@@ -48,7 +48,7 @@ class Requester:
     def __getstate__(self) -> None:
         raise no_pickle("A requester")
 
-    request = waits_for(AsyncRequester.request)
+    request: Final = waits_for(AsyncRequester.request)
 
     def close(self) -> None:
         """Stop waiting for answers; waiting requests raise ClientClosed."""

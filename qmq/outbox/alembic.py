@@ -116,7 +116,7 @@ def include_names_but(*tables: str) -> IncludeName:
     return include
 
 
-include_name = include_names_but(*TABLES)
+include_name: IncludeName = include_names_but(*TABLES)
 """Leaves out the outbox and the tables of `qmq.idempotence` under their default names."""
 
 
