@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import os
 import secrets
-import signal
-import sys
 from pathlib import Path
 
 import grpc
 from starlette.types import ASGIApp
 
-from qmq.access import keep_private
 from qmq.client.batch import Receipt
 from qmq.client.producer import Producer
 from qmq.control_plane import NO_PROBE, SERVER_OPTIONS
-from qmq.descriptors import limit, meta_ports, raise_limit, report
+from qmq.descriptors import limit, meta_ports, report
 from qmq.errors import OperatorError, QmqError
 from qmq.http_port import HttpPort, bind_address, listen
-from qmq.logs import configure
 from qmq.memory import collect_by_the_clock
 from qmq.message import Message
 from qmq.metaserver.access import Access, first_admin
@@ -55,10 +49,11 @@ from qmq.metaserver.settings import MetaserverSettings
 from qmq.metaserver.storage.changes import AddToken
 from qmq.metaserver.storage.database import Database, DatabaseAway, DatabaseSetAside
 from qmq.metaserver.storage.errors import DatabaseUnusable
+from qmq.process_main import run_process
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.rights import TokenRole
-from qmq.settings import InvalidSettings, load, shown
+from qmq.settings import shown
 from qmq.types import Endpoint
 from qmq.version import VERSION
 
@@ -356,52 +351,21 @@ def _port_taken(host: str, port: int, name: str) -> str:
     )
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # missing on some systems; without it, only slower
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()  # type: ignore[no-any-return]
-
-
-async def run(settings: MetaserverSettings) -> bool:
-    """Serve until a signal; return whether calls to the database still hang."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    metaserver = Metaserver(settings)
+async def serve(settings: MetaserverSettings, stop: asyncio.Event) -> bool:
+    """Serve until `stop`; return whether calls to the database still hang. Raises CannotServe."""
+    report(meta_ports(limit(), CLIENTS_MAX), CLIENTS_MAX)
     collecting = asyncio.create_task(collect_by_the_clock(COLLECT_S))
     try:
+        metaserver = Metaserver(settings)
         await metaserver.serve(stop)
+    except (RuntimeError, DatabaseUnusable) as error:
+        raise CannotServe(str(error)) from error
     finally:
         collecting.cancel()
     return metaserver.is_hanging
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a metaserver; return its exit status: 0 stopped in order, 1 cannot serve, 2 wrong settings."""
-    parser = argparse.ArgumentParser(prog="qmq metaserver", description="qmq's metaserver: groups, routes, roles.")
-    parser.add_argument("--config", type=Path, help="TOML file; QMQ_METASERVER_<NAME> in the environment overrides it")
-    options = parser.parse_args(arguments)
-    try:
-        settings = load(MetaserverSettings, prefix="QMQ_METASERVER", path=options.config, environ=os.environ)
-    except InvalidSettings as error:
-        print(error, file=sys.stderr)
-        return 2
-    configure(settings.log_level, settings.log_format)
-    keep_private()
-    raise_limit()
-    report(meta_ports(limit(), CLIENTS_MAX), CLIENTS_MAX)
-    try:
-        with asyncio.Runner(loop_factory=_new_loop) as runner:
-            is_hanging = runner.run(run(settings))
-    except (OSError, RuntimeError, QmqError, DatabaseUnusable) as error:
-        print(f"metaserver: cannot serve: {error}", file=sys.stderr)
-        return 1
-    if (
-        is_hanging
-    ):  # everything is closed; a thread still waits for a database that hangs, and Python would wait for that thread
-        logging.shutdown()
-        os._exit(0)
-    return 0
+    """Run a metaserver; return the exit status of `run_process`."""
+    description = "qmq's metaserver: groups, routes, roles."
+    return run_process("metaserver", description, MetaserverSettings, "QMQ_METASERVER", serve, arguments)

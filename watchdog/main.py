@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import os
-import signal
-import sys
-from pathlib import Path
 
-from qmq.access import keep_private
 from qmq.client.numbered_sender import NumberedSender
-from qmq.descriptors import limit, raise_limit, watchdog_ports
-from qmq.errors import QmqError
+from qmq.descriptors import limit, watchdog_ports
 from qmq.http_port import HttpPort, bind_address, listen
-from qmq.logs import configure
-from qmq.settings import InvalidSettings, load
+from qmq.process_main import run_process
 from qmq.watchdog.acceptor import Acceptor
 from qmq.watchdog.leader import Leader
 from qmq.watchdog.meta_link import MetaLink
@@ -57,35 +49,7 @@ async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
     return leader.is_hanging or watcher.is_hanging
 
 
-async def _run(settings: WatchdogSettings) -> bool:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return await serve(settings, stop)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run a watchdog; return its exit status: 0 stopped in order, 1 cannot serve, 2 invalid settings."""
-    parser = argparse.ArgumentParser(
-        prog="qmq watchdog", description="qmq's watchdog: sends the rows that outboxes still have."
-    )
-    parser.add_argument("--config", type=Path, help="TOML file; QMQ_WATCHDOG_<NAME> in the environment overrides it")
-    options = parser.parse_args(arguments)
-    try:
-        settings = load(WatchdogSettings, prefix="QMQ_WATCHDOG", path=options.config, environ=os.environ)
-    except InvalidSettings as error:
-        print(error, file=sys.stderr)
-        return 2
-    configure(settings.log_level, settings.log_format)
-    keep_private()
-    raise_limit()
-    try:
-        is_hanging = asyncio.run(_run(settings))
-    except (OSError, QmqError) as error:
-        print(f"watchdog: cannot serve: {error}", file=sys.stderr)
-        return 1
-    if is_hanging:  # everything is closed, but Python would wait for the thread of a hanging database
-        logging.shutdown()
-        os._exit(0)
-    return 0
+    """Run a watchdog; return the exit status of `run_process`."""
+    description = "qmq's watchdog: sends the rows that outboxes still have."
+    return run_process("watchdog", description, WatchdogSettings, "QMQ_WATCHDOG", serve, arguments)

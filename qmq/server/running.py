@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import logging
-import os
 import secrets
-import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import TypeVar, cast
+from contextlib import ExitStack
+from typing import TypeVar
 
-from qmq.access import keep_private
-from qmq.descriptors import copy_ports, limit, raise_limit, report, spares
-from qmq.errors import QmqError
+from qmq.descriptors import copy_ports, limit, report, spares
 from qmq.log import MessageLog, RealDisk
 from qmq.log.disk import one_process
-from qmq.logs import configure
 from qmq.memory import collect_by_the_clock
+from qmq.process_main import run_process
 from qmq.replication.identity import IdentityFile
 from qmq.replication.settings import CopySettings
 from qmq.server.reserve import wait_for_room
-from qmq.settings import InvalidSettings, load
 
 log = logging.getLogger(__name__)
 
@@ -40,44 +33,21 @@ Build = Callable[[S, MessageLog, RealDisk, IdentityFile], Tasks]
 
 
 def run(name: str, settings_type: type[S], prefix: str, description: str, build: Build[S]) -> int:
-    """Run until SIGTERM or SIGINT; return the exit status: 0 after a signal, 2 for wrong settings, 1 for a failed
-    start.
-    """
-    parser = argparse.ArgumentParser(prog=f"qmq {name}", description=description)
-    parser.add_argument("--config", type=Path, help=f"TOML file; {prefix}_… variables override it")
-    arguments = parser.parse_args()
-    try:
-        settings = load(settings_type, prefix=prefix, path=arguments.config, environ=os.environ)
-    except InvalidSettings as error:
-        print(error, file=sys.stderr)
-        return 2
-    configure(settings.log_level, settings.log_format)
-    keep_private()
-    raise_limit()
-    spares.hold()
-    report(copy_ports(limit(), settings.connections_max), settings.connections_max)
-    try:
-        settings.data.mkdir(parents=True, exist_ok=True)
-        with (
-            one_process(settings.data, name) as instance,
-            asyncio.Runner(loop_factory=_loop_factory()) as runner,
-        ):
-            runner.run(_serve(settings, build, instance))
-    except (QmqError, OSError) as error:
-        log.critical("%s cannot start: %s", name, error)
-        return 1
-    return 0
+    """Run until SIGTERM or SIGINT; return the exit status of `run_process`."""
+    with ExitStack() as held:  # the lock is held until the loop's threads have ended
+
+        async def serve_directory(settings: S, stop: asyncio.Event) -> bool:
+            spares.hold()
+            report(copy_ports(limit(), settings.connections_max), settings.connections_max)
+            settings.data.mkdir(parents=True, exist_ok=True)
+            await serve(settings, build, held.enter_context(one_process(settings.data, name)), stop)
+            return False
+
+        return run_process(name, description, settings_type, prefix, serve_directory)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return cast(Callable[[], asyncio.AbstractEventLoop], uvloop.new_event_loop)
-
-
-async def _serve(settings: S, build: Build[S], instance: str) -> None:
+async def serve(settings: S, build: Build[S], instance: str, stop: asyncio.Event) -> None:
+    """Recover the log and run the process's tasks until `stop`."""
     disk = RealDisk(settings.data, cached_bytes=settings.cached_bytes)
     await wait_for_room(disk)
     began = time.monotonic()
@@ -94,10 +64,6 @@ async def _serve(settings: S, build: Build[S], instance: str) -> None:
     parts = build(settings, message_log, disk, identity)
     gc.collect()
     gc.freeze()  # imports and what they built stay for good; each look at them costs 30 ms
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stop.set)
     tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(task) for task in parts]
     tasks += [asyncio.ensure_future(_wait(stop)), asyncio.ensure_future(collect_by_the_clock())]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -43,6 +43,13 @@ ROOT = "/data"
 PASSWORD_KEY = "0" * 43 + "="
 
 
+def stopped_by_sigterm() -> asyncio.Event:
+    """Return an event that SIGTERM to the simulated process sets."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    return stop
+
+
 class MachineSystem(SimulatedSystem):
     """File system below the disk of a copy: calls take time, and any call may be the process's last."""
 
@@ -190,7 +197,7 @@ class CopyMachine(Machine):
         return RealDisk(root, cached_bytes=cached_bytes, system=self.system)
 
     async def work(self) -> None:
-        await running._serve(self.settings, self._build, self.name)
+        await running.serve(self.settings, self._build, self.name, stopped_by_sigterm())
 
     @property
     def settings(self) -> CopySettings:
@@ -297,16 +304,16 @@ class MetaserverMachine(Machine):
             failover=self.world.swarm.fails_over,
             **({"groups_per_subject_min": 1, "groups_per_subject_new": 1} if self.world.swarm.joins else {}),
         )
-        self.metaserver, stop = Metaserver(settings), asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-        await self.metaserver.serve(stop, self.is_serving)
+        self.metaserver = Metaserver(settings)
+        await self.metaserver.serve(stopped_by_sigterm(), self.is_serving)
 
 
 class WatchdogMachine(Machine):
     """Machine without a disk: its state is in the applications' databases and in its lease."""
 
     async def work(self) -> None:
-        await watchdog_main._run(WatchdogSettings(metaserver=URL, token=CLUSTER_TOKEN, refresh_ms=1000))
+        settings = WatchdogSettings(metaserver=URL, token=CLUSTER_TOKEN, refresh_ms=1000)
+        await watchdog_main.serve(settings, stopped_by_sigterm())
 
 
 class Application(Machine):
