@@ -16,7 +16,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from configparser import RawConfigParser
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +24,13 @@ import pytest
 
 import qmq
 from qmq.outbox.row import encode_row
+from tests.support.shell import BLOCK_S, Shell
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "install.md"
 UNITS = ROOT / "deploy" / "systemd"
 ADDRESSES = {1: "10.0.0.1", 2: "10.0.0.2", 3: "10.0.0.9"}
 SUBJECT = "order.changed"
-BLOCK_S = 180
 KINDS = {"", "repeat", "packages"}
 BLOCK = re.compile(r"^```sh ?([a-z]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"# machines? (\d)(?: and (\d))?(?:, (with|without) systemd)?\n")
@@ -90,40 +89,6 @@ def read_blocks() -> list[Block]:
         machines = tuple(int(number) for number in place.groups()[:2] if number)
         blocks.append(Block(found[1], found[2], step, machines, place[3] or ""))
     return blocks
-
-
-class Shell:
-    """One bash that runs a block after the other and stops at the first failure."""
-
-    def __init__(self, command, log, **options):
-        self._log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*command, "bash"], stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, **options
-            )
-        self._read_chars = 0
-        self._number = 0
-
-    def type(self, text):
-        """Run a block; return its output."""
-        self._number += 1
-        done = f"== {self._number} done ==\n"
-        self.process.stdin.write(f"{text}\necho; echo '{done.strip()}'\n")
-        self.process.stdin.flush()
-        deadline = time.monotonic() + BLOCK_S
-        while not (output := self._log.read_text(errors="replace")[self._read_chars :]).endswith(done):
-            assert self.process.poll() is None, f"this ended with {self.process.returncode}:\n{text}\n\n{output}"
-            assert time.monotonic() < deadline, f"this takes too long:\n{text}\n\n{output}"
-            time.sleep(0.05)
-        self._read_chars += len(output)
-        return output.removesuffix(done)
-
-    def repeat(self, text):
-        return self.type(f"until {{ {text}\n}}; do sleep 1; done")
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(BLOCK_S)
 
 
 class Machines:
