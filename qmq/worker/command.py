@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kill-after",
         type=_kill_after,
         default=300.0,
-        help="seconds without an answer of a process's event loop until it is killed; 0: never; default: 300",
+        help="seconds until a process whose event loop or handler threads hang is replaced; 0: never; default: 300",
     )
     parser.add_argument("--log-level", choices=LEVELS, default="INFO")
     parser.add_argument("--log-format", choices=FORMATS, default="text")
@@ -60,6 +60,7 @@ def run(given: argparse.Namespace, *, setup: str = "", path: Sequence[str] = ())
         log_format=given.log_format,
         setup=setup,
         path=tuple(path),
+        kill_after_s=given.kill_after,
     )
     parent = Parent(options, stop_s=given.stop_timeout, kill_after_s=given.kill_after, reloads=given.reload)
     return asyncio.run(_run(parent, given.http))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import signal
 import socket
 import sys
@@ -55,6 +56,7 @@ class Options:
     Args:
         setup: function that a process calls before it imports the targets, as "module:function".
         path: folders for the import of modules, as in `sys.path`.
+        kill_after_s: time after which a process ends if no call of a listener can begin; infinite for never.
     """
 
     targets: tuple[str, ...]
@@ -64,6 +66,7 @@ class Options:
     log_format: str = "text"
     setup: str = ""
     path: tuple[str, ...] = ()
+    kill_after_s: float = math.inf
 
     @property
     def as_json(self) -> str:
@@ -137,11 +140,15 @@ def values_of_modules(*kinds: type[C]) -> list[C]:
 
 
 class Run:
-    """Run of the consumers on this process's event loop."""
+    """Run of the consumers on this process's event loop; `kill_after_s` as in `Options`."""
 
-    def __init__(self, consumers: list[AnyConsumer], link: socket.socket) -> None:
+    def __init__(self, consumers: list[AnyConsumer], link: socket.socket, kill_after_s: float = math.inf) -> None:
         self._consumers = consumers
         self._link = link
+        self._kill_after_s = kill_after_s
+        self._stuck_since_s = math.inf
+        self._stuck = ""
+        """Reason of the end, if no call of a listener can begin."""
         self._clients: list[Any] = []
         self._is_running = self._is_stopping = False
 
@@ -159,6 +166,9 @@ class Run:
                 ends = await self._run()
         finally:
             reporting.cancel()
+        if self._stuck:
+            send(self._link, error=self._stuck)
+            return Exit.FAILED
         return next((status for error in ends if (status := self._status(error)) is not Exit.ENDED), Exit.ENDED)
 
     async def _run(self) -> list[BaseException | None]:
@@ -201,10 +211,21 @@ class Run:
         while True:
             if (background := current()) is not None:  # its loop may block while this one runs
                 await asyncio.wrap_future(background.submit(asyncio.sleep(0)))
+            self._check_threads()
             data = json.dumps(self._report() if self._is_running else {}).encode() + b"\n"
             with suppress(OSError):  # the parent has died
                 await asyncio.get_running_loop().sock_sendall(self._link, data)
             await asyncio.sleep(REPORT_S)
+
+    def _check_threads(self) -> None:
+        """End the process if as many threads of a handler hang as it may have, for `kill_after_s`."""
+        listeners = [listener for consumer in self._consumers for listener in consumer.listeners.values()]
+        hung = [listener for listener in listeners if listener.hung_threads >= listener.concurrency]
+        now_s = asyncio.get_running_loop().time()
+        self._stuck_since_s = min(self._stuck_since_s, now_s) if hung else math.inf
+        if hung and now_s - self._stuck_since_s >= self._kill_after_s and not self._is_stopping:
+            self._stuck = f"all threads of the handler of subject {hung[0].subject} hang"
+            self._stop()
 
     def _report(self) -> dict[str, object]:
         health: Health = worst(client.health for client in [*self._consumers, *self._clients])
@@ -249,7 +270,7 @@ def main(descriptor: int, options: Options) -> Exit:
     if not logging.getLogger().handlers:
         configure(options.log_level, options.log_format)
     send(link, is_unique=is_unique)
-    status: Exit = uvloop.run(Run(consumers, link).serve())
+    status: Exit = uvloop.run(Run(consumers, link, options.kill_after_s).serve())
     return status
 
 

@@ -25,7 +25,7 @@ from qmq.worker.plan import Exit
 from qmq.worker.process import Run
 from tests.integration import cluster_world
 from tests.support.ports import free_ports
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 ROOT = Path(__file__).parents[2]
 HANDLERS = """
@@ -268,6 +268,28 @@ def test_process_with_a_blocked_loop_is_replaced(launch, folder, qmq_blocking_br
         return done(broker)[0] == {1}
 
     until(is_redelivered, "its message is handled")
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 0
+
+
+HUNG_THREADS = """
+consumer = qmq.Consumer(drain_s=1.0)
+
+
+@consumer.listen("order", group="g", start="earliest", timeout=0.1, retry_delay=0)
+def on_order(message):
+    if not blocked.exists():
+        block(None)
+"""
+
+
+def test_process_whose_handler_threads_hang_is_replaced(launch, folder, qmq_blocking_broker):
+    (folder / "shop" / "handlers.py").write_text(BLOCKS + HUNG_THREADS)
+    send(qmq_blocking_broker, 1)
+    worker = launch("--kill-after", "4")
+    qmq_blocking_broker.wait_until_consumed("order", "g", timeout=WAIT_S)
+    log, pid = (folder / "log").read_text(), (folder / "blocked").read_text()
+    assert f"process ended pid={pid} status=1 reason=all threads of the handler of subject order hang" in log
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(60) == 0
 
