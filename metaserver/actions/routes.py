@@ -150,15 +150,15 @@ def take_out_of_routes(directory: Directory, routes: Routes, group: str) -> tupl
 
     A subject without another group loses its route, and gets a new one at its next use.
     """
-    changes: list[Change] = []
     chosen = [route for route in routes.values() if group in route.groups]
+    kept, removed = list[Change](), list[Change]()  # apart: changes of one kind after each other are one statement
     for route in chosen:
         others = tuple(name for name in route.groups if name != group)
         if _others(directory, route, group):
-            changes.append(SetRoute(route.subject, others, route.version))
+            kept.append(SetRoute(route.subject, others, route.version))
         else:
-            changes.append(RemoveRoute(route.subject, route.version))
-    return changes, sorted(route.subject for route in chosen)
+            removed.append(RemoveRoute(route.subject, route.version))
+    return kept + removed, sorted(route.subject for route in chosen)
 
 
 def _objections(

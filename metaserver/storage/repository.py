@@ -330,9 +330,12 @@ def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
     for change in changes:
         _compare(connection, change, versions)
     changed = versions.get(ROUTES, 0)
-    for are_routes, some in groupby(changes, lambda change: isinstance(change, c.SetRoute)):
-        if are_routes:
+    for kind, some in groupby(changes, type):
+        if kind is c.SetRoute:
             routes.set_routes(connection, [_order(change) for change in some], changed)
+        elif kind is c.RemoveRoute:
+            removed = [(change.subject, change.version) for change in some if isinstance(change, c.RemoveRoute)]
+            routes.remove_routes(connection, removed, changed)
         else:
             for change in some:
                 _apply(connection, change, changed)
@@ -381,10 +384,8 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             operators.set_mark(connection, change.mark)
         case c.UnsetMark():
             operators.unset_mark(connection, change.mark)
-        case c.SetRoute():
-            routes.set_routes(connection, [_order(change)], routes_version)
-        case c.RemoveRoute():
-            routes.remove_route(connection, change.subject, change.version, routes_version)
+        case c.SetRoute() | c.RemoveRoute():
+            raise AssertionError("many in one statement, see apply_all")
         case c.ForgetConsumerGroups():
             routes.forget_consumer_groups(connection, change.subject, change.group)
         case c.AddSubject():

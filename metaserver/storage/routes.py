@@ -105,7 +105,7 @@ def set_routes(connection: Connection, orders: Sequence[RouteOrder], changed: in
         if unknown := [name for name in groups if name not in existing and name not in kept]:
             raise UnknownGroup(unknown[0])
         if subject in unreadable:  # the version still increases from any value
-            _write(connection, subject, groups, changed, is_new=False)
+            _overwrite(connection, subject, groups, changed)
             continue
         stored[subject] = Route(subject, tuple(groups), before.version + 1 if before else 1, changed, now)
         (old if before else new).append(_values(stored[subject]))
@@ -115,33 +115,28 @@ def set_routes(connection: Connection, orders: Sequence[RouteOrder], changed: in
         connection.execute(_update_each, [{f"new_{key}": value for key, value in values.items()} for values in old])
 
 
-def remove_route(connection: Connection, subject: str, version: int, changed: int) -> None:
-    """Remove one route by compare-and-set. Raises StaleVersion."""
-    if not version or _compare(connection, subject, version) is None:
-        raise StaleVersion(subject)
-    _write(connection, subject, (), changed, is_new=False)
-    old = (_columns.broker_group_json == "[]", _columns.update_time < now_ms() - REMOVED_KEPT_MS)
+def remove_routes(connection: Connection, orders: Sequence[tuple[str, int]], changed: int) -> None:
+    """Remove routes by compare-and-set on their versions, all or none, many of them in one statement.
+
+    Raises:
+        StaleVersion: the transaction must end.
+    """
+    now = now_ms()
+    stored, _ = _read(connection, [subject for subject, _ in orders], BadRows())
+    gone = []
+    for subject, version in orders:
+        before = stored.pop(subject, None)
+        if before is None or not before.groups or version != before.version:
+            raise StaleVersion(subject)
+        gone.append(_values(Route(subject, (), version + 1, changed, now)))
+    connection.execute(_update_each, [{f"new_{key}": value for key, value in values.items()} for values in gone])
+    old = (_columns.broker_group_json == "[]", _columns.update_time < now - REMOVED_KEPT_MS)
     connection.execute(delete(subject_route).where(*old))
 
 
-def _compare(connection: Connection, subject: str, version: int) -> tuple[str, ...] | None:
-    """Return the stored groups; None: there is no row. An invalid row may be overwritten like a removed one."""
-    row = connection.execute(_select.where(_columns.subject_info == subject)).one_or_none()
-    try:
-        groups = parse_names(row.broker_group_json) if row else ()
-    except ValueError:
-        groups = ()
-    if version != (row.version if row and groups else 0):
-        raise StaleVersion(subject)
-    return groups if row else None
-
-
-def _write(connection: Connection, subject: str, groups: Sequence[str], changed: int, *, is_new: bool) -> None:
-    now = now_ms()
-    values = _values(Route(subject, tuple(groups), 1, changed, now))
-    if is_new:
-        connection.execute(insert(subject_route).values(**values, create_time=now))
-        return
+def _overwrite(connection: Connection, subject: str, groups: Sequence[str], changed: int) -> None:
+    """Write over a row that cannot be read."""
+    values = _values(Route(subject, tuple(groups), 1, changed, now_ms()))
     del values["version"]
     row = _columns.subject_info == subject
     connection.execute(update(subject_route).where(row).values(**values, version=_columns.version + 1))

@@ -185,6 +185,7 @@ async def test_pull_without_a_broker_raises(monkeypatch):
     """An empty result would mean that all messages were read."""
     monkeypatch.setattr(puller, "CUT_OFF_S", 0.2)
     async with down() as (metaserver, _), consumer_of(metaserver).pull("a", group="g") as pulling:
+        await until_async(lambda: "Connect call failed" in pulling.trouble)
         with pytest.raises(NotServed, match=r"no broker group is connected: g1: .*Connect call failed"):
             await pulling.pull(1, timeout=0.01)
         assert await pulling.pull(1, timeout=0) == [], "it returns prefetched messages only"

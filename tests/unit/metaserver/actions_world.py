@@ -38,11 +38,11 @@ class World:
         database: a file of SQLite, or the URL of another database.
     """
 
-    def __init__(self, database, *, keys=(KEY,)):
+    def __init__(self, database, *, keys=(KEY,), timeout_ms=30_000):
         self.metrics, clock = Metrics(), AwakeClock()
         self.url = database if "://" in str(database) else f"sqlite:///{database}"
         self.others = []
-        self.database = Database(self.url, timeout_ms=30_000)
+        self.database = Database(self.url, timeout_ms=timeout_ms)
         self.liveness = Liveness("m1", timeout_ms=5000)
         self.registry = Registry(
             self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1

@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from qmq.metaserver.model import (
     DELAY,
@@ -24,6 +24,7 @@ from qmq.metaserver.roles import rules
 from qmq.metaserver.storage.changes import (
     AddSubject,
     AddToken,
+    RemoveRoute,
     RevokeToken,
     SetGroupState,
     SetLimits,
@@ -35,7 +36,7 @@ from qmq.metaserver.storage.changes import (
     UnsetOffline,
 )
 from qmq.metaserver.storage.engine import open_database
-from qmq.metaserver.storage.errors import AlreadyThere, NotThere, StaleTerm
+from qmq.metaserver.storage.errors import AlreadyThere, NotThere, StaleTerm, StaleVersion
 from qmq.metaserver.storage.repository import Repository
 from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
@@ -244,6 +245,25 @@ def test_many_subjects_are_one_transaction(copies):
     assert len({route.changed for route in stored}) == 1
     assert sorted(copies.load_routes()[1], key=str) == sorted(stored, key=str)
     assert copies.store_routes([]) == []
+
+
+def test_many_routes_are_removed_in_few_statements(copies):
+    """One scan of the table per route would hold the locks for minutes."""
+    copies.store_routes([(f"s{number}", ("g1",), 0) for number in range(50)])
+    statements = []
+    event.listen(copies._transactions._engine, "before_cursor_execute", lambda *arguments: statements.append(arguments))
+    copies.change([RemoveRoute("s0", 1)])
+    alone = len(statements)
+    copies.change([RemoveRoute(f"s{number}", 1) for number in range(1, 50)])
+    assert len(statements) == 2 * alone and copies.load_routes()[1] == []
+
+
+@pytest.mark.parametrize("stale", [("s1", 2), ("s1", 0), ("s0", 1), ("unknown", 1)], ids=str)
+def test_stale_removal_removes_no_route(copies, stale):
+    copies.store_routes([("s0", ("g1",), 0), ("s1", ("g1",), 0)])
+    with pytest.raises(StaleVersion):
+        copies.change([RemoveRoute("s0", 1), RemoveRoute(*stale)])
+    assert {route.subject for route in copies.load_routes()[1]} == {"s0", "s1"}
 
 
 def test_sighting_goes_on_only_in_its_own_session(copies):
