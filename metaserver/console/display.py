@@ -61,15 +61,16 @@ def without_fate(properties: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in properties.items() if name not in FATE}
 
 
-DUMP_BYTES = 256
+SHORT_CHARS = 300
 
 
-def body_of(message: Mapping[str, Any], chars_max: int) -> dict[str, Any] | None:
+def body_of(message: Mapping[str, Any], chars_max: int, dump_bytes: int) -> dict[str, Any] | None:
     """Return a body as a page shows it, or None without one.
 
     Returns:
         `facts`: type, size, compression; `text`: content, cut to `chars_max` characters, or a dump of its first bytes;
-        `is_json`: whether the page draws it as a tree; `is_cut`: whether there is more; `note`: reason without content.
+        `is_json`, `is_dump`: whether the page draws a tree, or columns; `is_short`: whether a list shows it open;
+        `is_cut`: whether there is more; `note`: reason without content.
     """
     if not (facts := body_facts(message)):
         return None
@@ -80,9 +81,12 @@ def body_of(message: Mapping[str, Any], chars_max: int) -> dict[str, Any] | None
         text = text[:chars_max]
     elif not note and not is_encrypted(message):
         data = b64decode(message.get("bodyBase64", ""))
-        is_cut, text = is_cut or len(data) > DUMP_BYTES, hex_dump(data[:DUMP_BYTES])
-    is_json = not kind or "json" in kind.lower()
-    return {"facts": facts, "text": text or "", "is_json": is_json, "is_cut": is_cut, "note": note}
+        is_cut, text = is_cut or len(data) > dump_bytes, hex_dump(data[:dump_bytes])
+    is_dump = "body" not in message
+    is_json = not is_dump and (not kind or "json" in kind.lower())
+    is_short = len(text or "") <= SHORT_CHARS
+    shown = {"facts": facts, "text": text or "", "is_json": is_json, "is_dump": is_dump, "is_short": is_short}
+    return shown | {"is_cut": is_cut, "note": note}
 
 
 def moment_ms(text: str) -> int | None:

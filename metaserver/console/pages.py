@@ -186,6 +186,8 @@ CONTENT_CHARS_MAX, PAGE_CHARS_MAX, CUT_CHARS = 20_000, 250_000, 200
 """Characters of one message, and of all on a page; beyond that, each message is cut to the last number."""
 ALONE_CHARS_MAX = 200_000
 """Characters of a message that is chosen by its id."""
+DUMP_BYTES, ALONE_DUMP_BYTES = 64, 1_024
+"""Bytes of a binary body in a list, and of a message that is chosen by its id."""
 
 Query = Mapping[str, str]
 """Query string of the page; missing words are empty."""
@@ -373,9 +375,10 @@ def shown_messages(found: Answer, chars_max: int, *, is_dead: bool) -> list[dict
     All together are bounded: later ones are cut short.
     """
     shown, left = [], PAGE_CHARS_MAX
+    dump_bytes = ALONE_DUMP_BYTES if chars_max == ALONE_CHARS_MAX else DUMP_BYTES
     for message in (found.data or {}).get("messages", ()):
         properties = without_fate(message["properties"]) if is_dead else message["properties"]
-        body = body_of(message, min(chars_max, max(left, CUT_CHARS)))
+        body = body_of(message, min(chars_max, max(left, CUT_CHARS)), dump_bytes)
         left -= len(body["text"]) if body else 0
         text = value_of(properties) if properties or not body else ""
         most = min(chars_max, max(left, CUT_CHARS))

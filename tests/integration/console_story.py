@@ -65,7 +65,9 @@ def _nights(folder):
 async def _dead_letters(cluster):
     async with producer(cluster) as sender:
         for number in range(3):
-            await sender.send(qmq.Message("mail.wanted", {"order": str(4711 + number)}))
+            order = 4711 + number
+            mail_body = {"order": order, "to": None, "lines": [{"sku": f"A-{number}", "price": 12.5}]}
+            await sender.send(qmq.Message.of("mail.wanted", mail_body, {"order": str(order)}))
     mail = consumer(cluster)
 
     @mail.listen("mail.wanted", group="mail", start="earliest", retries_max=1, retry_delay=0.05)

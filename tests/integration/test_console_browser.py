@@ -202,7 +202,9 @@ def _look_at_hostile_bodies(address, world, profile, state):
     world.brokers.stored = [answer]
     with Chromium(profile) as browser:
         _log_in(browser, address, world)
-        text = browser.open(f"{address}/console/messages?subject=order.changed")
+        browser.open(f"{address}/console/messages?subject=order.changed")
+        browser.run("document.querySelectorAll('details').forEach(part => { part.open = true; })")
+        text = browser.text()
         assert "id: 12345678901234567890" in text and "price: 1e-7" in text and "98765432109876543210" in text
         assert not set("\u202e\x1b") & set(browser.run("document.body.textContent")) and "\\u202e" in text
         assert browser.run("window.hit") is None and browser.run("document.querySelectorAll('main img').length") == 0

@@ -13,7 +13,7 @@ function label(root) {
       [...row.cells].forEach((cell, at) => {
         if (cell.tagName !== "TD" || cell.colSpan > 1) return;
         cell.dataset.label = names[at] ?? "";
-        cell.classList.toggle("blank", !cell.textContent.trim() && !cell.querySelector("svg, a, input"));
+        cell.classList.toggle("blank", ["", "–"].includes(cell.textContent.trim()) && !cell.querySelector("svg, a, input"));
       });
   }
 }
@@ -51,7 +51,7 @@ label(document);
 document.querySelectorAll("[data-renew]").forEach(renew);
 
 // JSON as a tree. A text that is JSON itself becomes a branch, as brokers keep properties as text.
-const PARSED_CHARS_MAX = 200000, BRANCHES_MAX = 200, DEPTH_MAX = 20;
+const PARSED_CHARS_MAX = 200000, BRANCHES_MAX = 200, DEPTH_MAX = 20, CHARS_OPEN = 300, BRANCHES_OPEN = 12;
 const ACTIVE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff0-\ufffb\u{e0000}-\u{e0fff}]/gu;
 
 // Characters that change the direction of writing, or cannot be seen, as escapes (qmq.message_view.visible).
@@ -87,7 +87,7 @@ function leaf(value) {
 const isBranch = value => value !== null && typeof value === "object" && !(value instanceof Digits);
 const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
-function branch(value, depth) {
+function branch(value, depth, isShort) {
   const list = document.createElement("ul");
   const entries = Object.entries(value);
   for (const [name, item] of entries.slice(0, BRANCHES_MAX)) {
@@ -97,12 +97,12 @@ function branch(value, depth) {
     key.textContent = `${visible(name)}: `;
     if (isBranch(inner) && depth < DEPTH_MAX) {
       const fold = document.createElement("details"), head = document.createElement("summary");
-      fold.open = depth < 1 && Object.keys(inner).length <= 12;
+      fold.open = isShort || depth < 1 && entries.length <= BRANCHES_OPEN && Object.keys(inner).length <= BRANCHES_OPEN;
       const count = document.createElement("span");
       count.className = "dim";
       count.textContent = counted(Object.keys(inner).length, Array.isArray(inner) ? "item" : "field");
       head.append(key, count);
-      fold.append(head, branch(inner, depth + 1));
+      fold.append(head, branch(inner, depth + 1, isShort));
       row.append(fold);
     } else row.append(key, leaf(isBranch(inner) ? JSON.stringify(inner) : inner));
     list.append(row);
@@ -119,8 +119,8 @@ function drawTrees(root) {
   for (const text of root.querySelectorAll("pre[data-json]")) {
     const value = parsed(text.textContent);
     if (value === undefined) continue;
-    const tree = branch(value, 0);
-    tree.className = "tree";
+    const tree = branch(value, 0, text.textContent.length <= CHARS_OPEN);
+    tree.className = `tree ${text.className}`;
     text.replaceWith(tree);
   }
 }

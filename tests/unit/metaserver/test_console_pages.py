@@ -182,11 +182,15 @@ async def test_bodies_are_shown_and_harmless(console):
     text = text_of(page)
     assert "Body: application/pdf, 500 bytes 000000 25 50 44 46 00" in text and "00ff" not in text
     assert "Body: encrypted, 6 bytes" in text and "secret" not in text
+    assert page.count('<details class="body" open>') == 4, "short bodies are open"
     assert "[1, 2 More…" in text and text.count("More…") == 2, "dump and part of a body"
     assert 'subject=order.changed&amp;id=m-2"' in page
     console.brokers.stored = [pb.BrowseAnswer(messages=bodies[-1:])]
     text = await console.read("/messages", subject="order.changed", id="m-2")
     assert "qmq Browse --json --subject=order.changed --id=m-2 prints all" in text
+    console.brokers.stored = [pb.BrowseAnswer(messages=bodies[-1:])]
+    text = await console.read("/messages", subject="order.changed", id="m-2", dead="billing")
+    assert "--deadLetters --group=billing --id=m-2 prints all" in text
     assert console.brokers.browsed[-1].body_bytes_max == pages.ALONE_CHARS_MAX
 
 
@@ -198,6 +202,7 @@ async def test_dead_letters_are_shown_with_reasons(console):
     console.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
     text = await console.read("/messages", subject="order.changed", dead="billing")
     assert "g1 / 1 40 bytes ValueError: no price, attempts: 5" in text and "Redrive…" in text
+    assert "Dead letters of billing of order.changed" in text
     assert text.count("no price") == 1 and "qmq_" not in text, "broker properties are not shown as content"
     assert console.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
