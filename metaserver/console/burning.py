@@ -1,4 +1,4 @@
-"""Core. Findings for operators, the urgent first: stalled groups, hung handlers, dead letters, late messages.
+"""Core. Findings for operators, the urgent first: stalled groups, hung handlers, late messages, parked rows, …
 
 A consumer group's movement is followed from survey to survey, because one look shows a backlog but not its standstill.
 """
@@ -150,6 +150,21 @@ def of_late(late: Mapping[str, tuple[int, int]]) -> list[Finding]:
         )
         for name, (messages, age_ms) in sorted(late.items(), key=lambda item: -item[1][1])
         if messages and age_ms >= LATE_MS
+    ]
+
+
+def of_parked(rows: Mapping[str, int]) -> list[Finding]:
+    """Return findings of outboxes: databases and their parked rows."""
+    return [
+        Finding(
+            "parked rows",
+            BAD,
+            f"{_counted(count, 'parked row')} of an outbox",
+            f"{database}: not sent before OutboxRetry",
+            "/outbox",
+        )
+        for database, count in sorted(rows.items(), key=lambda item: -item[1])
+        if count
     ]
 
 

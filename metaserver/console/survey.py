@@ -66,6 +66,8 @@ class Surveyor:
         self._movements = Movements()
         self._seen_s = -SEEN_S
         self._seen = asyncio.Event()
+        self._parked: dict[str, int] = {}
+        """Parked rows of each outbox, by the pages of the active watchdogs."""
         self._cpu: dict[str, tuple[float, float]] = {}
         """Processor seconds of a process, and when it reported them (monotonic)."""
 
@@ -116,6 +118,7 @@ class Surveyor:
             *self._movements.look(places, survey.at_ms),
             *burning.of_late(late),
             *burning.of_subjects(closed, count),
+            *burning.of_parked(self._parked),
             *burning.of_dead_letters(groups),
         ]
         self._record(survey)
@@ -180,27 +183,30 @@ class Surveyor:
         for _, row in sorted(by_address.items()):
             process = Process("metaserver", row.http_address, "", "", True, row.version)
             here = row.id == own
-            figures = process_figures() if here else await asyncio.to_thread(self._scrape, row.http_address)
+            page = "" if here else await asyncio.to_thread(self._scrape, row.http_address)
+            figures = process_figures() if here else figures_of(page) if page else None
             processes.append(self._with_figures(process, figures) if figures else process)
         return processes
 
     async def _watchdogs(self) -> list[Process]:
         processes = []
+        self._parked = {}
         for address in await active_watchdogs(self._desk):
-            figures = await asyncio.to_thread(self._scrape, address)
-            process = Process("watchdog", address, "", "", figures is not None)
-            processes.append(self._with_figures(process, figures) if figures else process)
+            page = await asyncio.to_thread(self._scrape, address)
+            process = Process("watchdog", address, "", "", bool(page))
+            processes.append(self._with_figures(process, figures_of(page)) if page else process)
+            self._parked |= parked_of(page)
         return processes
 
-    def _scrape(self, address: str) -> pb.ProcessFigures | None:
-        """Read a process's page of metrics. Blocks; runs on a thread."""
+    def _scrape(self, address: str) -> str:
+        """Read a process's page of metrics; empty without an answer. Blocks; runs on a thread."""
         connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=ANSWER_S)
         try:
             connection.request("GET", "/metrics", headers={"X-Api-Token": token_text(self._token)})
             answer = connection.getresponse()
-            return figures_of(answer.read(PAGE_BYTES_MAX).decode()) if answer.status == 200 else None
+            return answer.read(PAGE_BYTES_MAX).decode() if answer.status == 200 else ""
         except (OSError, ValueError, http.client.HTTPException):
-            return None
+            return ""
         finally:
             connection.close()
 
@@ -345,6 +351,14 @@ _FIGURE = re.compile(
     r"^(process_resident_memory_bytes|process_cpu_seconds_total|process_start_time_seconds) (\S+)$", re.M
 )
 _VERSION = re.compile(r'^qmq_\w+_info\{version="([^"]+)"\} 1', re.M)
+
+
+_PARKED = re.compile(r'^qmq_watchdog_rows\{database="((?:[^"\\]|\\.)*)",state="parked"\} (\S+)$', re.M)
+
+
+def parked_of(page: str) -> dict[str, int]:
+    """Read the parked rows of each database from a watchdog's page of metrics."""
+    return {re.sub(r"\\(.)", r"\1", database): int(float(count)) for database, count in _PARKED.findall(page)}
 
 
 def figures_of(page: str) -> pb.ProcessFigures:

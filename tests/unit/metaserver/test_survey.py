@@ -12,7 +12,7 @@ from qmq.dead_letters import REDRIVER
 from qmq.metaserver.console import burning, front, survey
 from qmq.metaserver.console.burning import Movements, Progress, of_dead_letters, of_late, of_subjects, shortened
 from qmq.metaserver.console.history import LONG_MS, RECENT, RECENT_MS, History, Ring
-from qmq.metaserver.console.survey import Surveyor, closed_subjects, figures_of, rates_of
+from qmq.metaserver.console.survey import Surveyor, closed_subjects, figures_of, parked_of, rates_of
 from qmq.process_metrics import process_figures
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import dead_letter_subject
@@ -223,6 +223,31 @@ def test_figures_are_read_from_a_page_of_metrics():
     found = figures_of(page)
     assert (found.version, found.memory_bytes, found.cpu_seconds) == ("0.3.0", 5_000_000, 2.5)
     assert figures_of("").version == ""
+
+
+async def test_parked_rows_are_findings(world, monkeypatch):
+    surveyor = Surveyor(world.desk, token="t")
+    row = 'qmq_watchdog_rows{database="%s",state="%s"} %s\n'
+    page = row % ("mysql://a/b", "parked", "2.0") + row % ("mysql://c", "parked", "0.0") + row % ("x", "pending", "9.0")
+    pages = [page, ""]
+
+    async def one_watchdog(desk):
+        return ["10.0.0.7:1"]
+
+    monkeypatch.setattr(survey, "active_watchdogs", one_watchdog)
+    monkeypatch.setattr(surveyor, "_scrape", lambda address: pages.pop(0))
+    found = [finding for finding in (await surveyor.look()).findings if finding.kind == "parked rows"]
+    assert [(finding.text, finding.detail) for finding in found] == [
+        ("2 parked rows of an outbox", "mysql://a/b: not sent before OutboxRetry")
+    ]
+    after = await surveyor.look()
+    assert "parked rows" not in {finding.kind for finding in after.findings}, "its watchdog does not answer"
+    assert [process.up for process in after.processes if process.kind == "watchdog"] == [False]
+
+
+def test_database_names_are_read_as_written():
+    page = 'qmq_watchdog_rows{database="a\\"b\\\\c",state="parked"} 3.0'
+    assert parked_of(page) == {'a"b\\c': 3}
 
 
 def test_process_reports_its_own_figures(tmp_path):
