@@ -2,8 +2,8 @@
 
     qmq prometheus --metaserver 10.0.0.9:8080 --token-file viewer.token --out /etc/prometheus/qmq
 
-Targets are the brokers, delay servers, metaservers and active watchdogs registered with the metaserver, each with the
-label `cluster`, the metaserver's setting. Run it again when one is added.
+Targets are the brokers, delay servers, metaservers and active watchdogs registered with the metaserver, and the named
+gateways, each with the label `cluster`, the metaserver's setting. Run it again when one is added.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ DEFAULT_CLUSTER = "qmq"
 Target = dict[str, Any]
 
 
-def find_targets(ask: Callable[..., Any], watchdogs: Iterable[str] = ()) -> list[Target]:
+def find_targets(ask: Callable[..., Any], watchdogs: Iterable[str] = (), gateways: Iterable[str] = ()) -> list[Target]:
     """Return targets for Prometheus' file discovery.
 
     Args:
         ask: runs an action at the metaserver.
         watchdogs: addresses of standbys; the metaserver lists only active ones.
+        gateways: addresses of gateways, which register at no metaserver.
     """
     brokers = [
         _target(
@@ -52,7 +53,9 @@ def find_targets(ask: Callable[..., Any], watchdogs: Iterable[str] = ()) -> list
     rows = ask("ListMetaservers")
     metaservers = [_target("metaserver", row["http"]) for row in rows]
     active = [row["address"] for row in ask("ListWatchdogs") if row["address"]]
-    targets = [*metaservers, *brokers, *(_target("watchdog", address) for address in sorted({*active, *watchdogs}))]
+    others = [_target("watchdog", address) for address in sorted({*active, *watchdogs})]
+    others += [_target("gateway", address) for address in sorted(set(gateways))]
+    targets = [*metaservers, *brokers, *others]
     cluster = next((row["cluster"] for row in rows if row.get("cluster")), DEFAULT_CLUSTER)
     for target in targets:
         target["labels"]["cluster"] = cluster
@@ -101,6 +104,7 @@ def main(arguments: list[str]) -> int:
     add_token_options(parser)
     parser.add_argument("--scrape-token-file", type=Path, help="file that Prometheus reads; default: --token-file")
     parser.add_argument("--watchdog", action="append", default=[], help="address:port of a standby; repeat it")
+    parser.add_argument("--gateway", action="append", default=[], help="address:port of a gateway; repeat it")
     parser.add_argument("--node-exporter", action="append", default=[], help="where nightly jobs run; repeat it")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     options = parser.parse_args(arguments)
@@ -110,7 +114,9 @@ def main(arguments: list[str]) -> int:
             raise QmqError("Prometheus reads its token from a file: name it with --scrape-token-file")
         token = find_token(options.token, token_file=options.token_file)
         urls = metaserver_urls(options.metaserver)
-        targets = first_answer(urls, lambda url: find_targets(partial(manage, url, token), options.watchdog))
+        targets = first_answer(
+            urls, lambda url: find_targets(partial(manage, url, token), options.watchdog, options.gateway)
+        )
         path = write_config(options.out, targets, token_file=Path(scrape_token), node_exporters=options.node_exporter)
     except (QmqError, OSError, ValueError) as error:
         print(f"qmq prometheus: {error}", file=sys.stderr)

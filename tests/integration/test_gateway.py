@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -24,6 +27,8 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.integration import cluster_world
 from tests.integration.cluster_world import WAIT_S, begin, consume_all, end, running
+from tests.integration.installation_world import NGINX_MAIN
+from tests.support.certificates import make_certificates
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 
@@ -198,6 +203,60 @@ def test_node_example_handles_each_message(gateway):
     lines = run_example(gateway, "node", "orders.mjs", COUNT="20").splitlines()
     assert sum(line.startswith("stored ") for line in lines) == 20
     assert {f"handled {number} attempt 1" for number in range(20)} <= set(lines)
+
+
+@contextmanager
+def nginx_of_the_page(folder, gateways):
+    """Run nginx with the sketch of docs/gateway.md; return its address. Its ports and certificates are replaced."""
+    [sketch] = re.findall(
+        r"^```nginx\n(.*?)^```$", (ROOT / "docs" / "gateway.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    [port], files = free_ports(1), make_certificates(folder, client="unused")
+    own = {
+        "listen 443": f"listen 127.0.0.1:{port}",
+        "/etc/nginx/mq.pem": files.server,
+        "/etc/nginx/mq.key": files.server_key,
+    }
+    own |= {f"10.0.0.{n}:8070": f"127.0.0.1:{gateway.port}" for n, gateway in enumerate(gateways, start=1)}
+    for word, value in own.items():
+        assert word in sketch, word
+        sketch = sketch.replace(word, str(value))
+    (folder / "qmq.conf").write_text(sketch)
+    (folder / "nginx.conf").write_text(NGINX_MAIN.format(folder=folder))
+    program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+    assert program, "this test needs Debian's nginx: apt-get install nginx"
+    ran = subprocess.Popen([program, "-c", folder / "nginx.conf", "-e", folder / "nginx.log"], start_new_session=True)
+    try:
+        until(lambda: ran.poll() is not None or is_open(port), "nginx listens")
+        assert ran.poll() is None, (folder / "nginx.log").read_text()
+        yield f"https://127.0.0.1:{port}/v1/subjects"
+    finally:
+        ran.terminate()
+        ran.wait(WAIT_S)
+
+
+def is_open(port):
+    with closing(socket.socket()) as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_nginx_of_the_page_passes_events_and_decisions(cluster, tmp_path):
+    """Each event comes while the stream is open, and all requests of a client reach the gateway of its session."""
+    with ExitStack() as stack:
+        gateways = [stack.enter_context(Gateway(cluster, tmp_path)) for _ in range(2)]
+        url = stack.enter_context(nginx_of_the_page(tmp_path, gateways))
+        headers = authorization(cluster.token)
+        web = stack.enter_context(httpx.Client(verify=False, headers=headers, trust_env=False, timeout=WAIT_S))
+        for client in ("c1", "c2", "c3"):
+            group, words = f"proxied/groups/{client}", f"client={client}"
+            with web.stream("GET", f"{url}/{group}/stream?{words}&start=earliest") as stream:
+                assert stream.status_code == 200
+                assert web.post(f"{url}/proxied/messages", json={"properties": {"n": client}}).status_code == 201
+                data = next(line for line in stream.iter_lines() if line.startswith("data: "))
+            handle = json.loads(data.removeprefix("data: "))["handle"]
+            for decision in ("renew", "ack"):
+                answer = web.post(f"{url}/{group}/{decision}?{words}", json={"handles": [handle]})
+                assert answer.status_code == 200, answer.text
 
 
 def test_generated_requests_get_described_answers(cluster, tmp_path):

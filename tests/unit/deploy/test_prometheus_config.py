@@ -53,6 +53,13 @@ def test_active_watchdog_is_listed_once():
     ]
 
 
+def test_each_named_gateway_is_a_target():
+    found = find_targets(ask, gateways=["10.0.0.2:8070", "10.0.0.1:8070", "10.0.0.1:8070"])
+    assert [target for target in found if target["labels"]["kind"] == "gateway"] == [
+        {"targets": [f"10.0.0.{n}:8070"], "labels": {"kind": "gateway", "cluster": "prod"}} for n in (1, 2)
+    ]
+
+
 def test_prometheus_takes_the_configuration(tmp_path):
     (tmp_path / "a token").write_text("x")
     path = write_config(
