@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from qmq.crc import of_known_fields
 from qmq.errors import NotServed
-from qmq.types import Endpoint
+from qmq.types import Endpoint, socket_family
 
 HOST = "127.0.0.1"
 HTTP_PORT = 8080
@@ -80,7 +80,7 @@ class Plan:
 
 def is_free(port: int) -> bool:
     try:
-        socket.create_server((HOST, port), family=socket.AF_INET6 if ":" in HOST else socket.AF_INET).close()
+        socket.create_server((HOST, port), family=socket_family(HOST)).close()
     except OSError:
         return False
     return True

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qmq.descriptors import HTTP_MAX
-from qmq.types import Host, plain_peer
+from qmq.types import Host, plain_peer, socket_family
 
 HEAD_S = 10.0
 """A client sends the head of a request within milliseconds."""
@@ -99,8 +99,8 @@ def listen(host: str, port: int) -> socket.socket:
     Args:
         host: an IP address; see `bind_address`.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=host == "::")
+    is_any = host == "::"
+    listener = socket.create_server((host, port), family=socket_family(host), backlog=1024, dualstack_ipv6=is_any)
     # asyncio sets it on sockets of its own only. Without it the second answer of a connection waits 40 ms: its body is
     # sent once the client has confirmed the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

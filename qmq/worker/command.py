@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import socket
 import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from qmq.logs import FORMATS, LEVELS, configure
-from qmq.types import Endpoint
+from qmq.types import Endpoint, socket_family
 from qmq.worker.parent import Parent, pages
 from qmq.worker.plan import Exit
 from qmq.worker.process import Options
@@ -101,7 +100,7 @@ def _serve(parent: Parent, place: Endpoint) -> ThreadingHTTPServer:
             """Log no request: probes come each second."""
 
     class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+        address_family = socket_family(place.host)
 
     server = Server((place.host, place.port), Handler)
     threading.Thread(target=server.serve_forever, name="qmq worker http", daemon=True).start()
