@@ -75,7 +75,7 @@ class Found(NamedTuple):
 
 
 def visible_end(log: MessageLog, subject: str, limit: int) -> int:
-    """Return the end of the messages of `subject` whose frames end at or before the offset `limit`."""
+    """Return the end of the messages of `subject` in frames that end at or before the offset `limit`."""
     return border(log, subject, lambda ref: ref.offset + ref.length <= limit)
 
 

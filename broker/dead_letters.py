@@ -273,7 +273,7 @@ class DeadLetters:
         return times, f"{delivered(times)}{suspected}, and never acked"
 
     def _settle_former(self, subject: str, group: str) -> None:
-        """Ack messages whose copies are older than this mastership and have no ack behind them.
+        """Ack messages with dead-letter copies that are older than this mastership and have no ack behind them.
 
         New copies push older ones out of the fold's window. This master remembers those; the next one could not.
         """

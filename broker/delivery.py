@@ -329,7 +329,7 @@ class Delivery:
     ) -> positions.Reset:
         """Move `group` to another position of `subject`; `answer` is called once both copies have that.
 
-        `begin` is set if the cluster knows the group. A group without a position here gets one.
+        `begin` is set if the cluster has a row of the group. A group without a position here gets one.
 
         Retention deletes messages that the group had acked by age alone. The slave may have deleted some that this copy
         still has; if it is promoted before the group has consumed them, they are skipped and counted as skipped.

@@ -39,7 +39,7 @@ from qmq.log.requeued import RequeuedRange
 log = logging.getLogger(__name__)
 
 LOOKS_AHEAD = 20_000
-"""Messages whose labels are read at once, exceeded by at most one frame."""
+"""Messages per read of labels, exceeded by at most one frame."""
 LOOKS_AT_ONCE = 1_000
 """Messages of one frame looked at in one step, so a pull of a few does not scan a large frame."""
 LOOKS_PER_BODY = 10
@@ -53,7 +53,7 @@ PASSED_MESSAGES = 10_000
 NEW = -1
 """Stands for the delivery count of a message that is new to the group."""
 READ_FRAMES = 512
-"""Frames whose labels are read at once."""
+"""Frames per read of labels."""
 
 
 class MissingFrames(NamedTuple):
@@ -61,7 +61,7 @@ class MissingFrames(NamedTuple):
 
     refs: list[FrameRef]
     rule: TagRule | None
-    """Read bodies of frames whose labels may match this rule."""
+    """Read bodies of frames with labels that may match this rule."""
 
 
 class FilteredScan:

@@ -175,7 +175,7 @@ def sequences_unacked(consumer: Consumer, begin: int, end: int) -> Iterator[Rang
 
 
 def restore_keys(group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> list[FrameRef]:
-    """Restore the group's keys and requeued ranges; return the frames whose labels have to be read first.
+    """Restore the group's keys and requeued ranges; return the frames with labels to read first.
 
     They are requested once: until the keys are known, the set of unsettled messages only shrinks.
     """
@@ -198,7 +198,7 @@ class _Making:
         self._unacked = sorted((span.first, span.end) for consumer in consumers for span in consumer.unacked)
 
     def missing(self) -> list[FrameRef]:
-        """Return the frames with unsettled messages whose labels have to be read."""
+        """Return the frames with unsettled messages and labels to read."""
         first = self._ordered_from
         if first is None:
             return []

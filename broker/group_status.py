@@ -1,4 +1,4 @@
-"""Core. Status of consumer groups for operators: what stops or slows each, its backlog, and the age of that.
+"""Core. Status of consumer groups for operators: causes that stop or slow each, its backlog, and the age of that.
 
 Each tick looks at some of the groups in turn, so neither a tick nor a page of metrics walks through all of them; a
 status is at most one round old. `CAUSES` lists all causes. A group without a backlog has only those of its own bounds.
@@ -31,7 +31,7 @@ REQUEUED_RANGES_MAX = 250_000
 LOOKED_AT_ONCE = 200
 """Groups checked in a tick, well below a millisecond: 100,000 take 50 s."""
 NAMED_MAX = 1_000
-"""Groups whose causes are kept for the metric, the log and Doctor."""
+"""Groups with causes that are kept for the metric, the log and Doctor."""
 LASTS_MS = 60_000
 """A cause that is no alarm is logged after this time: most of them pass."""
 
@@ -264,7 +264,7 @@ def _log(cause: Cause, keys: list[tuple[str, str]]) -> None:
 READ_AT_ONCE = 50
 """Frames: a fraction of a millisecond on a thread, mostly in memory. 10,000 busy groups are covered within 20 s."""
 AGES_MAX = 100
-"""Groups whose age is shown: those with the oldest messages."""
+"""Groups with a shown age: those with the oldest messages."""
 
 Key = tuple[str, str]
 """(subject, consumer group)"""
@@ -278,7 +278,7 @@ class Backlog(NamedTuple):
 
     @classmethod
     def of(cls, group: Group, end: int) -> Backlog:
-        """Return the backlog of a group whose subject ends at sequence `end`."""
+        """Return the backlog of a group; its subject ends at sequence `end`."""
         waiting = end - group.position + group.requeued.messages
         return cls(waiting, sum([consumer.unacked_messages for consumer in group.consumers.values()]))
 
@@ -299,7 +299,7 @@ class Backlogs:
     """Backlogs of all groups. Made by `broker.delivery`; ends with the mastership.
 
     Args:
-        always: subjects whose groups are always shown; a trailing `*` matches any ending.
+        always: subjects with groups that are always shown; a trailing `*` matches any ending.
     """
 
     def __init__(self, mastership: Mastership, always: Sequence[str]) -> None:

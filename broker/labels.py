@@ -36,7 +36,7 @@ class TagRule(NamedTuple):
         return cls(words, is_all and len(words) > 1, tag_bits(tags)) if words else None
 
     def candidates(self, labels: array[int], begin: int, end: int) -> Sequence[int]:
-        """Return the places in `[begin, end)` whose messages may match, from the labels of their batch.
+        """Return the places in `[begin, end)` of messages that may match, from the labels of their batch.
 
         Checking label by label took a fifth of a master's time when it selected one message in a hundred. This checks
         the relevant bytes of all labels together, at 5 ns a label.

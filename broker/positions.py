@@ -236,7 +236,7 @@ def sequences_kept(log: MessageLog, subject: str) -> tuple[int, int]:
 
 
 def plan_reset(log: MessageLog, subject: str, group: str, known: Group | None, to: str, value: int) -> Reset:
-    """Return the effect of moving `group`, whose state is `known`, on `subject`.
+    """Return the effect of moving `group`, in the state `known`, on `subject`.
 
     Messages that retention deleted cannot be delivered: the group goes to the oldest one instead.
 
@@ -312,7 +312,7 @@ def borders(log: MessageLog, subject: str) -> Generator[FrameRef, bool, int]:
 
 
 NOTED_MAX = 10_000
-"""Noted ends that are kept. A group whose noted end was dropped begins by time, some messages earlier."""
+"""Noted ends that are kept. After its noted end was dropped, a group begins by time, some messages earlier."""
 WAITING_MAX = 1_000
 NOW = "now"
 """Mark that names the current end of the subject."""

@@ -301,7 +301,7 @@ class Subscriptions:
             self.left(*key)
 
     def _end(self, subscription: Subscription, why: InvalidAck) -> None:
-        """End a subscription whose messages go to others: its later acks must fail."""
+        """End a subscription after its messages went to others: its later acks must fail."""
         for waiting in subscription.waiting:
             subscription.link.refuse(waiting.packet, why)
         subscription.over = why
@@ -329,7 +329,7 @@ class Subscriptions:
         return max(0, min(QUIET_MS, lease_end_ms - now_ms, overdue_ms - now_ms))
 
     def expired(self, now_ms: int) -> list[tuple[str, str, str]]:
-        """Return (subject, group, consumer) whose lease ended; the caller writes their departure.
+        """Return (subject, group, consumer) of ended leases; the caller writes their departure.
 
         Consumers that are still connected must subscribe again: their waiting pulls would get messages without a lease.
         """
@@ -358,7 +358,7 @@ class Subscriptions:
         self._silent.discard(key)
 
     def note_reporting(self, subscription: Subscription) -> None:
-        """Note whether the client's reports decide what counts if the consumer vanishes."""
+        """Note whether the client's reports decide which messages count if the consumer vanishes."""
         (self._silent.discard if subscription.begins else self._silent.add)(subscription.key)
 
     def begin(self, subscription: Subscription, begun: list[Range]) -> None:
@@ -478,7 +478,7 @@ class Subscriptions:
             self._leave_queue(subscription)
 
     def overdue(self, now_ms: int, is_looking: Callable[[Subscription], bool]) -> list[WaitingPull]:
-        """Take and return the pulls whose deadline passed; the caller answers them with NO_MESSAGE.
+        """Take and return the pulls past their deadline; the caller answers them with NO_MESSAGE.
 
         Pulls with an unfinished scan (`is_looking`) wait a little longer: a pull with a short timeout would never get
         the result.

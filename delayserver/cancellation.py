@@ -339,7 +339,7 @@ class _Look:
     def _add(
         self, found: list[list[_Found]], candidates: list[Candidate], message_log: MessageLog, wanted: set[int]
     ) -> None:
-        """Keep candidates whose name matches, not just its hash, for the requests in `wanted`."""
+        """Keep candidates with a matching name, not just its hash, for the requests in `wanted`."""
         for by_key, index, record, state in candidates:
             at, place = self._keys[index] if by_key else self._ids[index]
             if at not in wanted or int(record["subject"]) != self._subjects[at]:

@@ -3,7 +3,7 @@
 `due` puts messages into the pending queue of their subject. `go_on` plans a batch of them for a broker group, and
 `delayserver.flights` sends it. The schedule, which follows the log, then drops the messages or makes them due again.
 
-Subjects do not wait for each other: one without a route, or whose groups refuse, delays no other.
+Subjects do not wait for each other: one without a route, or with groups that refuse, delays no other.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Dispatcher:
     # Batches that ended.
 
     def settled(self, subject: str, group: str, outcome: Outcome, now_ms: int) -> None:
-        """Use the room of a batch that ended; rest a subject whose batch was not stored."""
+        """Use the room of a batch that ended; rest a subject if its batch was not stored."""
         if (queue := self._named.get(subject)) is not None:
             if outcome is Outcome.STORED:
                 if queue.failures:

@@ -107,7 +107,7 @@ class DelayMaster(Master):
         self._filing.schedule.planned(producer, batch, records)
 
     def _follow(self) -> None:
-        """Start with an empty wheel, and subscribe to what is filed from here on."""
+        """Start with an empty wheel, and subscribe to messages filed from here on."""
         self._filing.on_filed, self._filing.on_rebuilt = self._filed, self._rebuilt
         self._filing.schedule.forget_loads()
         self.wheel = Wheel()
@@ -137,7 +137,7 @@ class DelayMaster(Master):
 
     def committed(self, end: int, chain: int) -> None:
         super().committed(end, chain)
-        self._mastership.host.pass_soon()  # files what is on this disk now
+        self._mastership.host.pass_soon()  # files the messages on this disk
 
     def end_of_pass(self) -> None:
         """File frames on this disk, then plan due messages; plans and answers leave with the other frames."""

@@ -123,6 +123,6 @@ def open_http(
     settings: DelaySettings,
     refusals: Callable[[], Collection[str]],
 ) -> HttpPort:
-    """Open the HTTP port. `refusals` returns subjects whose route is refused; called on the loop."""
+    """Open the HTTP port. `refusals` returns subjects with a refused route; called on the loop."""
     loop = asyncio.get_running_loop()
     return http_port(DelayCollector(service, counters, filing, loop, refusals, settings), service, settings)

@@ -1,7 +1,7 @@
 """Core. Overdue messages: due and not sent, counted in all, by subject and by broker group, with the oldest due time.
 
 A message counts from its due time until a broker group has stored it: on the wheel, in its subject's queue, on disk, or
-in flight. So every backlog shows here, whatever its cause.
+in flight. So every backlog shows here, of any cause.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ class Leftovers:
         self._waiting = waiting
         self._of: dict[int, Leftover] = {}
         self._wanted: dict[int, None] = {}
-        """Subjects whose queue may have run low."""
+        """Subjects with a queue that may have run low."""
         self._page: _Page | None = None
         self._came = 0
         self._taken_ms = 0

@@ -49,7 +49,7 @@ FIRED_AT_ONCE = 100
 """Templates fired together, on a thread: about 10 ms of its time."""
 FIRED_BYTES = 1 << 20
 REST_MS = 1000
-"""Retry pause of a template whose occurrence cannot be written now."""
+"""Retry pause of a template while its occurrence cannot be written."""
 UNREADABLE_MS = 300_000
 """Retry pause of a template that this machine cannot read: its time zone may be installed by then."""
 AGAIN_MS = 50

@@ -207,7 +207,7 @@ class Directory:
         return found
 
     def brokers_affected(self, before: Directory) -> frozenset[BrokerKey]:
-        """Return brokers whose assignment differs from `before`: their group, its marks, offline consumers or
+        """Return brokers with another assignment than in `before`: their group, its marks, offline consumers or
         limits.
         """
         if (self.offline, self.limits) != (before.offline, before.limits):
@@ -308,7 +308,7 @@ class ReplicaState:
     parted: PartedTail | None = None
     """Divergence of a `diverged` slave, when asked."""
     known_term: int = 0
-    """Newest term whose row it has stored; 0 from an older version."""
+    """Newest term of a row that it has stored; 0 from an older version."""
     has_offsets: bool = True
     """False: read from a row or a snapshot, which have no current offsets; they are 0."""
 

@@ -2,7 +2,7 @@
 
 Channels are subjects. Each listener is an operation that receives, with the schema of its payload. Operations that send
 are `reply_to` and the declarations of producers. Schemas are made by pydantic, also those of dataclasses and plain
-types. A type that it does not know is described by its name.
+types. An unknown type is described by its name.
 
 Ids have the letters that the specification allows; a channel's address is the subject.
 """
@@ -130,7 +130,7 @@ class _Document:
 
 
 def _key(kind: Any) -> Hashable:
-    """Return what tells payload types apart."""
+    """Return the key that distinguishes payload types."""
     return kind if isinstance(kind, Hashable) else repr(kind)
 
 

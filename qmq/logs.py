@@ -107,7 +107,7 @@ def bounded(name: str) -> logging.Logger:
 
 
 class Text(logging.Formatter):
-    """Formats an event as one line of text, whatever the message or traceback contains."""
+    """Formats an event as one line of text, for any content of message or traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name} {record.getMessage()}"
@@ -166,6 +166,6 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def retrieve_error(task: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a task whose result is not needed; otherwise asyncio logs it. For `add_done_callback`."""
+    """Retrieve the error of a task without a needed result; otherwise asyncio logs it. For `add_done_callback`."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,6 @@
 """Shell. Keeps Python's cycle collector from stopping a server's loop, and measures memory.
 
-By default the collector runs when the number of objects has grown enough, whatever it must look at then. Under steady
+By default the collector runs when the number of objects has grown enough, however many it must visit. Under steady
 load a broker frees one object for each new one, so it does not run for seconds; then it looks at half a million young
 objects in one piece: 40-110 ms, measured at 1,000 messages a second. A full collection stops a metaserver with 100,000
 subjects for 0.9 s, after each growth by a quarter.

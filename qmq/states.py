@@ -33,7 +33,7 @@ F = TypeVar("F")
 _EVENT_TYPES = Enum, type
 
 TRANSITIONS_KEPT = 100
-"""Enough to see what led to a state, for a person."""
+"""Enough to see the way to a state, for a person."""
 
 
 class Transition(NamedTuple):
@@ -173,7 +173,7 @@ def event_name(event: object) -> str:
 
 
 def draw(table: TransitionTable[S]) -> str:
-    """Draw a table as text, in the order of its states: `STATE`, then an arrow for each event that it knows."""
+    """Draw a table as text, in the order of its states: `STATE`, then an arrow for each of its events."""
     width = max((len(event_name(event)) for _, event in table.moves), default=0)
     lines = []
     for state in type(table.initial):

@@ -18,7 +18,7 @@ CLOCK_WARN_MS, CLOCK_FAIL_MS = 2_000, 60_000
 DUE_AGE_S_MAX = 30.0
 """Limit for the time that a delayed message is due and not sent."""
 CLOCK_OFF_S_MAX = 1.0
-"""Equal to the setting clock_alarm_ms of delay servers, whose log reports it from there on."""
+"""Equal to the setting clock_alarm_ms of delay servers; their log reports it from there on."""
 
 
 LAG_FINE_BYTES = 64 << 20
@@ -185,7 +185,7 @@ def read_clocks(text: str) -> dict[str, float]:
 
 
 def _wrong_clock(process: str, ahead_s: Mapping[str, float]) -> str:
-    """Name the clock that differs. A broker whose clock agrees with another one is not to blame."""
+    """Name the clock that differs. A broker in agreement with another clock is not to blame."""
     witnesses = sorted(ahead_s, key=lambda clock: abs(ahead_s[clock]))
     if len(witnesses) < 2 or abs(ahead_s[witnesses[0]]) * 2 > abs(ahead_s[witnesses[-1]]):
         return f"the clock of {process} differs from that of the other copy or of the metaserver"

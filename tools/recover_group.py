@@ -79,7 +79,7 @@ class Copy:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the copy can be the master's: no troubles, whatever the former master had."""
+        """Whether the copy can be the master's: no troubles, independent of the former master's."""
         return self.is_there and set(self.troubles) <= {PARTED}
 
     @property
@@ -132,7 +132,7 @@ def read_copies(
         brokers: rows of ListBrokers of one group.
         replicas: of ReplicaStatus.
         reports: of `qmq inspect --json`.
-        gone: `hostname:servePort` of brokers whose disks never return.
+        gone: `hostname:servePort` of brokers with disks that never return.
 
     Raises:
         WrongReport: a report or a name belongs to no broker of this group.

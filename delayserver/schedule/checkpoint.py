@@ -44,7 +44,7 @@ from qmq.log.frame import NO_CHAIN
 
 _MAGIC = b"QDC1"
 CHECKPOINT = f"{FOLDER}/checkpoint"
-"""In the same folder as the files whose lengths it states: an fsync of the folder covers their names too."""
+"""In the same folder as the files with the stated lengths: an fsync of the folder covers their names too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,7 +303,7 @@ Matching = Callable[[Records], NDArray[np.bool_]]
 
 
 def _earliest(views: list[SegmentView], most: int, matching: Matching, below: State) -> Records:
-    """Return the first `most` matching records by (due, number) whose state is lower than `below`."""
+    """Return the first `most` matching records by (due, number) with a state lower than `below`."""
     parts, count = [no_records()], 0
     for view in views:
         parts.append(view.look(lambda segment: _earliest_in(segment, most, matching, below), no_records()))

@@ -12,7 +12,7 @@ dispatched or cancelled; a segment without changes has none. All integers little
     24    24 zeros
     48    64 records of 48 bytes (delayserver.schedule.record)
 
-`NAME.marks`, what became of them; blocks of any size, read as a whole:
+`NAME.marks`, their outcomes; blocks of any size, read as a whole:
 
     0     u32  CRC-32 of the rest of the block
     4     u32  count n
@@ -438,7 +438,7 @@ class Segment:
 
 
 def _pick(part: Records, numbers: Numbers, records: Records, found: NDArray[np.bool_]) -> None:
-    """Copy the records of `numbers` from `part`, whose numbers ascend."""
+    """Copy the records of `numbers` from `part`, in ascending order of numbers."""
     if not len(part):
         return
     known = part["number"]

@@ -368,7 +368,7 @@ class Book:
         self.change_parts(records, list(self.timeline.split(records)), state)
 
     def change_parts(self, records: Records, parts: list[tuple[Segment, Records]], state: State) -> None:
-        """Set the state of messages whose segments are known."""
+        """Set the state of messages with known segments."""
         for segment, part in parts:
             segment.change(part["row"], state)
         if state >= State.SENT:
@@ -513,7 +513,7 @@ def _cancel(book: Book, frame: Frame, body: Buffer) -> Filed:
 def _places(body: Buffer, count: int, at: int) -> tuple[Numbers, Numbers]:
     """Return numbers and due times. A number named twice becomes 0 the second time, which no message has.
 
-    The layout is that of qmq.log.delay_frames, whose decoder would build a list of pairs. Raises ValueError: too short.
+    The layout is that of qmq.log.delay_frames; its decoder would build a list of pairs. Raises ValueError: too short.
     """
     both = np.frombuffer(body, "<u8", 2 * count, at).reshape(-1, 2)
     numbers, dues = both[:, 0].copy(), np.minimum(both[:, 1], np.uint64(DUE_MAX_MS))

@@ -182,7 +182,7 @@ async def _run(
 
 
 def _drain(cluster: Cluster, clients: Clients) -> dict[str, float]:
-    """Wait until every group has settled everything, or nothing changes for `DRAIN_S`; return what is left."""
+    """Wait until every group has settled everything, or nothing changes for `DRAIN_S`; return the rest."""
     least, since = inf, time.monotonic()
     while (left := _left(cluster)) and time.monotonic() < since + DRAIN_S and not clients.failed():
         if (total := sum(left.values())) < least:

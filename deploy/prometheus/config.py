@@ -28,7 +28,7 @@ TEMPLATE = Path(__file__).with_name("prometheus.yml")
 RULES = Path(__file__).with_name("qmq.rules.yml")
 INTERVAL_S = 15
 DEFAULT_CLUSTER = "qmq"
-"""Name of an installation whose metaserver has no setting `cluster`, because it is older."""
+"""Name of an installation with an older metaserver, without the setting `cluster`."""
 
 Target = dict[str, Any]
 

@@ -54,7 +54,7 @@ def sync_replica(slave: Broker, report: ReplicaState, *, counts: bool) -> Plan:
 
 
 def cancel_sync(slave: Broker, report: ReplicaState, *, counts: bool) -> Plan:
-    """CancelSync: stop the slave's fill. A slave whose copy counts is not being filled."""
+    """CancelSync: stop the slave's fill. A slave with a counting copy is not being filled."""
     if counts:
         return refused(f"{slave.key} is in sync, so there is no fill to stop")
     if not _is_being_filled(report, counts=counts):
@@ -256,7 +256,7 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
 def adopt_roles(
     group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, given: int = 0
 ) -> Plan:
-    """AdoptRoles: choose the master of a group whose row is older than its brokers, which disagree."""
+    """AdoptRoles: choose the master of a group when its row is older than its brokers, which disagree."""
     try:
         change = old_database.adopt(group, key, reported, state_of, given=given)
     except OperatorError as refusal:
@@ -307,7 +307,7 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
 
 
 async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
-    """Return what the named slave lacks; in a group with one slave, that one."""
+    """Return the missing frames of the named slave; in a group with one slave, of that one."""
     key = BrokerKey(words["hostname"], words.number("servePort"))
     slaves = group.slaves if group else ()
     found = next((slave for slave in slaves if slave.key == key), next(iter(slaves), None))
@@ -315,7 +315,7 @@ async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
 
 
 async def _master_lacking(desk: Desk, group: Group | None) -> str:
-    """Return what the master lacks, by its last heartbeat."""
+    """Return the missing frames of the master, by its last heartbeat."""
     return await desk.registry.lacking(group.master) if group and group.master else ""
 
 

@@ -82,7 +82,7 @@ class Clients:
     async def elsewhere(
         self, action: str, words: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return what the other metaservers answer about themselves, by address, and those without an answer."""
+        """Return the answers of the other metaservers about themselves, by address, and those without an answer."""
         asked = {"action": action, **words, "here": "true"}
         return await self._ask_others(lambda row: asyncio.to_thread(self._fetch, row, asked))
 

@@ -69,7 +69,7 @@ async def _export(desk: Desk, words: Words) -> Any:
 
 
 def import_definitions(directory: Directory, routes: Routes, tokens: Iterable[TokenRow], document: Any) -> Plan:
-    """Plan to add what the document has and this cluster lacks, and to set what differs."""
+    """Plan to add the document's entries that this cluster lacks, and to set those that differ."""
     if fault := _fault(document):
         return refused(fault)
     try:

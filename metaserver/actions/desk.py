@@ -109,7 +109,7 @@ class OldRoutes:
 
 
 class ClientsPort(Protocol):
-    """The other metaservers of the installation: their clients, and what else each has alone."""
+    """The other metaservers of the installation: their clients, and other facts that each has alone."""
 
     async def old_routes(self, group: str, subject: str) -> OldRoutes: ...
 
@@ -145,7 +145,7 @@ class Desk:
     bad_rows: Callable[[], int] = lambda: 0
     """Number of invalid database rows."""
     refusals: Callable[[], Mapping[str, str]] = dict
-    """Tokens whose clients are refused routes because of a limit, with the reason."""
+    """Tokens with clients that are refused routes because of a limit, with the reason."""
     send: Callable[[Message], Awaitable[Receipt]] = cannot_send
     """Sends a message as a producer of this metaserver."""
     settings: Mapping[str, str] = field(default_factory=dict)

@@ -36,7 +36,7 @@ from qmq.rights import Caller
 from qmq.types import MASTERS, Role
 
 FROM_A_SLAVE = frozenset({"slave_down", "slave_lag", "unfilled"})
-"""Readonly reasons of a master whose slave does not answer, or is no whole copy."""
+"""Readonly reasons of a master while its slave does not answer, or is no whole copy."""
 
 Check = dict[str, Any]
 Groups = Mapping[str, Sequence[Check]]
@@ -58,7 +58,7 @@ class CheckKind(StrEnum):
 
 
 def one_per_cause(checks: Sequence[Check]) -> list[Check]:
-    """Merge Doctor's checks by cause; the facts of brokers tell whether the broker `answers`."""
+    """Merge Doctor's checks by cause; the facts of brokers include whether the broker `answers`."""
     brokers = [check for check in checks if "answers" in check["facts"]]
     away = [check for check in brokers if not check["facts"]["answers"]]
     lacking = {check["facts"]["group"] for check in away}

@@ -49,7 +49,7 @@ def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str
 
 
 def stranded(directory: Directory, routes: Routes, group: str, subjects: Iterable[str]) -> list[str]:
-    """Return subjects whose producers have no other group than `group`."""
+    """Return subjects with producers that have no other group than `group`."""
 
     def is_open(name: str, subject: str) -> bool:
         other = directory.groups.get(name)

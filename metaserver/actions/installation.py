@@ -24,7 +24,7 @@ from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, Restor
 from qmq.plain import first_of
 
 KEPT = ("api_token", "audit_trail")
-"""Tables whose rows do not make a metaserver count as used: the first admin token is there from the start."""
+"""Tables that do not make a metaserver count as used: the first admin token is there from the start."""
 
 _SUBJECT = ("subject_route", "subject_info")
 _GROUP = ("broker_group", "group_name")

@@ -33,7 +33,7 @@ class Plan:
     subjects: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()
     watched: frozenset[str] = frozenset()
-    """Groups whose clients are affected, if they differ from `groups`."""
+    """Groups with affected clients, if they differ from `groups`."""
     whole_groups: bool = False
     """The change affects everything that `groups` serve: the runner adds their subjects."""
     needs: tuple[tuple[str, str], ...] = ()

@@ -22,7 +22,7 @@ class Reports:
 
     def __init__(self) -> None:
         self.completeness: dict[BrokerKey, tuple[Broker, int, bool]] = {}
-        """Slaves whose completeness differs from the row, with the term and the value that the master reported."""
+        """Slaves with another completeness than in the row, with the term and the value that the master reported."""
         self._away_since: dict[BrokerKey, int] = {}
         """Begin of the time in which masters report slaves as not in sync while the row has them in sync."""
         self.points: dict[tuple[str, str], Point] = {}

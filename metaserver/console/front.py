@@ -46,7 +46,7 @@ class Survey:
     checks: list[dict[str, Any]] = field(default_factory=list)
     """Doctor's, from the processes' heartbeats."""
     unasked: list[str] = field(default_factory=list)
-    """Broker groups whose master gave no answer."""
+    """Broker groups without an answer of their master."""
 
 
 RATES = ("in", "out", "acked")

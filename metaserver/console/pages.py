@@ -332,7 +332,7 @@ async def _trail(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
-    """The ledger is a directory, so no action checks the rights: callers who may see the whole trail see it."""
+    """The ledger is a directory, so no action checks the rights: callers with the right to the whole trail see it."""
     if asking.caller is None or asking.caller.scope.subjects or asking.caller.scope.groups:
         return {"set": True, "trouble_of_ledger": "this needs a token for all subjects and groups", "status": []}
     if asking.nights is None:

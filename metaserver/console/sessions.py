@@ -157,12 +157,12 @@ class Attempt:
 
     @staticmethod
     def of(text: str) -> Attempt:
-        """Parse the result of `text`, whose signature was checked before."""
+        """Parse the result of `text`; its signature was checked before."""
         return Attempt(**json.loads(base64.urlsafe_b64decode(text)))
 
 
 class ProviderPort(Protocol):
-    """`metaserver.console.oidc.Provider`, whose library is installed only where it is used."""
+    """`metaserver.console.oidc.Provider`; its library is installed only where it is used."""
 
     async def begin(self, to: str, *, now_ms: int) -> tuple[str, Attempt]: ...
 

@@ -33,7 +33,7 @@ from qmq.types import GroupKind
 from qmq.version import VERSION
 
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
-"""Requests are reported to no telemetry, whatever the environment sets."""
+"""Requests are reported to no telemetry, even if the environment asks for it."""
 
 
 def build_app(

@@ -24,7 +24,7 @@ GRACE_MS = 1000
 """Added to the time limit of an action, so that its own answer comes first."""
 
 _going_on: set[asyncio.Task[Answer]] = set()
-"""Changes whose caller has left; asyncio would drop tasks without a reference."""
+"""Changes that outlive their caller's connection; asyncio would drop tasks without a reference."""
 
 
 class ActionsPort(Protocol):

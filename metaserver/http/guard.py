@@ -72,7 +72,7 @@ class Limits:
 
     body_bytes_max: int
     admin_body_bytes_max: int
-    """For admins, who restore backups."""
+    """For admins: they restore backups."""
     body_timeout_ms: int
     """Time for the whole body to arrive."""
 

@@ -43,7 +43,7 @@ def no_such_action(name: str) -> Body:
 
 
 def refused_token(text: str) -> Body:
-    """Return the answer to a bad or missing token, whatever the action's style."""
+    """Return the answer to a bad or missing token, in any style of action."""
     return _json(_envelope(Status.REFUSED, text, None))
 
 

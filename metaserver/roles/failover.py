@@ -201,7 +201,7 @@ class Failovers:
             log.exception("failover not tried broker_group=%s", name)
 
     async def fail_over(self, name: str) -> None:
-        """Promote a slave of a group whose master is gone, or record why not.
+        """Promote a slave of a group that lost its master, or record why not.
 
         Raises:
             DatabaseAway, OutcomeUnknown, StaleTerm: not stored, maybe stored, or the row changed meanwhile.

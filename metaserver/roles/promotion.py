@@ -52,7 +52,7 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts about a group whose master is gone."""
+    """Facts about a group without its master."""
 
     group: Group
     reported_term: int
@@ -68,7 +68,7 @@ class Facts:
     """Slaves that refused to promise, with their reason: connected to the master, or incomplete."""
     master_gone: bool = False
     """The operator declares that the master never returns. Acks that it answered alone may then be taken back, and
-    slaves may have restarted: only the operator can know that their disks were not put back.
+    slaves may have restarted: only the operator can exclude that their disks were put back.
     """
 
     @property
@@ -105,7 +105,7 @@ class Facts:
 
     @property
     def newest_point(self) -> Point | None:
-        """Newest acknowledged point, without those whose loss an operator accepted."""
+        """Newest acknowledged point, without losses that an operator accepted."""
         known = self.points.by_incarnation.values()
         return max((p for p in known if p.epoch.term >= self.points.loss_accepted_term), default=None)
 

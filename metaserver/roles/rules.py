@@ -310,7 +310,7 @@ def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> R
 
 
 def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleChange:
-    """Exchange the master and a slave whose logs were proven equal.
+    """Exchange the master and a slave after their logs were proven equal.
 
     Args:
         to: the slave; None: the only one.
@@ -346,7 +346,7 @@ def awaited(group: Group) -> tuple[Broker, ...]:
     """Return the slaves that a restarted master waits for: those in sync at its last report.
 
     If the row names too few to have acknowledged anything, as right after a change of roles, these are all registered
-    slaves, except those whose loss an operator accepted.
+    slaves, except losses that an operator accepted.
     """
     if len(group.slaves) < 2:
         return ()

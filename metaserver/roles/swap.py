@@ -5,7 +5,7 @@
 3. One compare-and-set exchanges the roles.
 4. The new assignments are sent, and the new master reports.
 
-Before the compare-and-set every failure undoes the order. After it the roles are exchanged, whatever fails. If the hold
+Before the compare-and-set every failure undoes the order. After it the roles are exchanged. If the hold
 expires in between, epochs still protect every acknowledged message: the slave rejects the old epoch from the change on.
 With several slaves the master could continue with another one, so it promises to be no master of an older term.
 """

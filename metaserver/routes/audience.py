@@ -18,7 +18,7 @@ from qmq.metaserver.routes.encoding import RouteBytes
 from qmq.rights import Caller
 
 NOTHING = RouteBytes(0, b"")
-"""Content of an entry whose route is being made."""
+"""Content of an entry while its route is being made."""
 
 UNSURE = -1
 """Sent version that forces a new update."""

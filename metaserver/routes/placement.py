@@ -7,7 +7,7 @@ that operators keep producers away from do not count.
 
 Subjects of dead letters follow the routes of their sources.
 
-Consumers keep every group of the route; only `writable` tells producers where to send.
+Consumers keep every group of the route; `writable` names the groups for producers.
 """
 
 from __future__ import annotations

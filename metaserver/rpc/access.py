@@ -1,4 +1,4 @@
-"""Shell. Access of gRPC calls: the acceptor, counts of refusals, the end of streams whose token became invalid."""
+"""Shell. Access of gRPC calls: the acceptor, counts of refusals, the end of streams with an invalid token."""
 
 from __future__ import annotations
 

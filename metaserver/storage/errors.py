@@ -1,4 +1,4 @@
-"""Core. Errors of the database, by what the caller should do next.
+"""Core. Errors of the database, by the caller's next step.
 
 Errors of the driver during reads, or before a commit, pass as SQLAlchemy's: nothing was changed.
 """

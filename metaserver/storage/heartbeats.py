@@ -180,7 +180,7 @@ ACCEPTED = ""
 
 
 def load_points(connection: Connection, group: str) -> Points:
-    """Return the points of a group's copies, without those whose loss was accepted."""
+    """Return the points of a group's copies, without accepted losses."""
     rows = list(connection.execute(select(acknowledged_point).where(acknowledged_point.c.group_name == group)))
     accepted_term = max((row.term for row in rows if row.incarnation == ACCEPTED), default=0)
     points = {

@@ -57,7 +57,7 @@ def is_listed_since(connection: Connection, version: int, group: str, *, without
 
 
 def store_routes(connection: Connection, orders: Sequence[RouteOrder], changed: int, bad: BadRows) -> list[Route]:
-    """Create or change each route whose version still is the expected one.
+    """Create or change each route that still has the expected version.
 
     Args:
         changed: version of all routes, raised by this transaction.

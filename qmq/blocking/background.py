@@ -41,7 +41,7 @@ S = TypeVar("S")
 END_S = 5.0
 """Time for the loop's thread to end after all clients were closed."""
 THREADS = 2
-"""Threads that exist before the program ends. One would do, except for names whose server does not answer."""
+"""Threads that exist before the program ends. One would suffice if name servers always answered."""
 
 
 class Client(Protocol):

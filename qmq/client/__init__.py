@@ -1,1 +1,1 @@
-"""The client: what `qmq.Producer` and `qmq.Consumer` are made of."""
+"""The client: parts of `qmq.Producer` and `qmq.Consumer`."""

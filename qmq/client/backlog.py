@@ -271,7 +271,7 @@ class SendOrder:
         self._crowded: dict[str, OrderedDict[SubjectQueue, None]] = {}
         """Crowded queues by broker group, longest waiting first."""
         self._to_expire: list[SubjectQueue] = []
-        """Queues whose deadlines are checked next."""
+        """Queues with the deadlines to check next."""
 
     def first(self) -> SubjectQueue | None:
         """Return the active queue that sends next, or None."""
@@ -310,7 +310,7 @@ class SendOrder:
                 count -= 1
 
     def take_to_expire(self, count: int) -> Iterator[SubjectQueue]:
-        """Yield up to `count` waiting queues whose deadlines are to be checked, all queues in turn."""
+        """Yield up to `count` waiting queues for a check of their deadlines, all queues in turn."""
         for _ in range(min(count, len(self.waiting))):
             if not self._to_expire:
                 self._to_expire = list(self.waiting)

@@ -24,7 +24,7 @@ the first answer to a repeated one. So a batch keeps its number and group until 
     NOT_STORED
     GIVEN_UP
 
-The owner decides what follows. A batch that is not stored may go to another group under a number of that group, be
+The owner decides the next step. A batch that is not stored may go to another group under a number of that group, be
 refused, or wait. A batch that was given up may be stored; sending its messages again duplicates them at worst.
 Producers, delay servers and watchdogs share this table.
 """
@@ -115,7 +115,7 @@ OnReceipt = Callable[[Receipt], object]
 class Batch:
     """Messages of one subject in one produce request, owned by a producer until `result` is set.
 
-    `blocks`, concatenated, are the request's body. `flags` tell whether labels follow the batch in it. `due_ms` is the
+    `blocks`, concatenated, are the request's body. `flags` show whether labels follow the batch in it. `due_ms` is the
     common due time of a delayed `send_many`. `life` exists once the batch has a `number`.
     """
 
@@ -327,7 +327,7 @@ def _receipt(part: Batch | list[Callable[[], Receipt]], position: int) -> Receip
 class NumberedBatch(NamedTuple):
     """Messages of one subject with a stored number; `blocks`, concatenated, are the body of a PRODUCE.
 
-    `flags` tell whether labels follow the batch in it; `crc` is the CRC-32 of the body. A (producer, number) pair must
+    `flags` show whether labels follow the batch in it; `crc` is the CRC-32 of the body. A (producer, number) pair must
     always stand for the same messages.
     """
 

@@ -51,7 +51,7 @@ class LoopMonitor:
         self._calls: dict[asyncio.Task[object], Call] = {}
         self._suspicions: dict[asyncio.AbstractEventLoop, _Suspicion] = {}
         self._blocks: dict[tuple[str, str, str, int], str] = {}
-        """Text for the reasons of messages whose calls blocked, the oldest first."""
+        """Text for the reasons of messages with calls that blocked, the oldest first."""
         self._thread: threading.Thread | None = None
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Shell. One call of `send_many`: encodes messages into batches and keeps the receipts in their order.
 
-The bytes are those of `qmq.codec`, whose encoder decides in all unusual cases. In a profile of the simple way (encode
+The bytes are those of `qmq.codec`; its encoder decides in all unusual cases. In a profile of the simple way (encode
 each value, join a message, join the batch), with one property of 1 KiB, small copies and calls took half of the time
 and page faults of fresh buffers the other half. So
 
@@ -66,7 +66,7 @@ _names: dict[str, str] = {}
 
 
 class EncodedRun(NamedTuple):
-    """Batch of the messages read, without the last one if that is `rest`; labels follow it if `flags` tell so.
+    """Batch of the messages read, without the last one if that is `rest`; labels follow it if `flags` has their bit.
 
     `rest` did not fit, has an order key or another subject, or cannot be encoded: `error`.
     """
@@ -300,7 +300,7 @@ class BulkSend:
         self._is_mixed = False
         """Whether the subject changed at the last message, so that the next ones share batches per subject."""
         self._stuck: set[str] = set()
-        """Subjects whose last batch waited until its deadline: their other batches do not wait as long again."""
+        """Subjects with a last batch that waited until its deadline: their other batches do not wait as long again."""
 
     async def send(self, messages: Iterable[Message]) -> None:
         """Send messages, and read no more of them than fit into the queue: the first unsent ones may have gigabytes."""

@@ -226,7 +226,7 @@ class DelayGroups:
         self._deadline_ms = sender.now_ms() + timeout_ms
 
     async def cancel(self, target: Target) -> DelayOutcome:
-        """Cancel messages; raises what `outcome_of` raises."""
+        """Cancel messages; raises the errors of `outcome_of`."""
         ids, keys = [target.id] if target.id else [], [target.key] if target.key else []
 
         def read(answer: memoryview) -> DelayState:
@@ -237,7 +237,7 @@ class DelayGroups:
         return await self._change(target, partial(self._ask, Command.CANCEL, body, read))
 
     async def reschedule(self, target: Target, due_ms: int) -> DelayOutcome:
-        """Give messages another due time; raises what `outcome_of` raises."""
+        """Give messages another due time; raises the errors of `outcome_of`."""
         body = commands.encode_reschedule(Reschedule(target.subject, target.id, target.key, due_ms))
         return await self._change(target, partial(self._ask, Command.RESCHEDULE, body, commands.decode_rescheduled))
 

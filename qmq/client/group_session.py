@@ -178,7 +178,7 @@ class GroupSession:
 
     @property
     def _takes_begins(self) -> bool:
-        """Whether the broker knows BEGIN and NOT_BEGUN."""
+        """Whether the broker supports BEGIN and NOT_BEGUN."""
         return isinstance(self._life.now, Subscribed) and self._life.now.takes_begins
 
     @property
@@ -476,7 +476,7 @@ class GroupSession:
         return rest
 
     def taken(self, parcel: Parcel) -> None:
-        """Free the room of a parcel whose messages were all taken."""
+        """Free the room of a parcel after all its messages were taken."""
         self.buffered -= len(parcel.messages)
         self.buffered_bytes -= parcel.size
         self.fill()

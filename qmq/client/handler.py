@@ -78,7 +78,7 @@ def check_callable(role: str, value: object) -> bool:
 
 
 def check_plain(role: str, value: Any) -> Any:
-    """Return `value`, a function whose result is used at once; raises InvalidRequest for a coroutine function."""
+    """Return `value`, a function with a result that is used at once; raises InvalidRequest for a coroutine function."""
     if check_callable(role, value):
         raise InvalidRequest(f"{role} is a plain function: def, not async def")
     return value
@@ -283,7 +283,7 @@ class HandlerThread:
         """Call the handler in this thread, with the caller's context variables; return or raise its result.
 
         Args:
-            left: called on the event loop when a call whose caller was cancelled has ended.
+            left: called on the event loop when a call has ended after its caller was cancelled.
         """
         future: asyncio.Future[object] = self._loop.create_future()
         context = contextvars.copy_context()
@@ -356,7 +356,7 @@ def _finish(future: asyncio.Future[object], finish: Callable[[], None], left: Ca
 
 
 class HungThreads:
-    """Threads of a listener whose call outlived its time limit; a thread cannot be stopped. Used on the event loop."""
+    """Threads of a listener with calls beyond their time limit; a thread cannot be stopped. Used on the event loop."""
 
     def __init__(self) -> None:
         self.count: int = 0
@@ -377,7 +377,7 @@ class HungThreads:
 
 
 class WorkerThread:
-    """Thread of one worker, replaced while it hangs in a call whose caller was cancelled.
+    """Thread of one worker, replaced while it hangs in a call after its caller was cancelled.
 
     Args:
         threads_max: returns the number of threads that may hang; at it, the next call waits for the end of one.

@@ -1,6 +1,6 @@
 """Core. Health of a client: one of three states, with the reason.
 
-    connected       it works, as far as the client can tell; an unused producer has nothing to connect to
+    connected       it works, as far as the client can detect; an unused producer has nothing to connect to
     degraded        a part of it works: a broker group is missing, rows stay in the outbox, the application paused it
     not connected   it neither sends nor receives: closed, token rejected, no broker group
 

@@ -48,7 +48,7 @@ _PATCHED = (
 
 
 def check_not_patched() -> None:
-    """Raise InvalidRequest in a process whose threads and sockets gevent or eventlet replaced.
+    """Raise InvalidRequest if gevent or eventlet replaced threads and sockets of the process.
 
     An event loop in such a thread never runs beside a waiting caller: every call hung past its timeout.
     """
@@ -89,7 +89,7 @@ def closed(client: OpenClient) -> None:
 
 
 def report_lost(messages: int, event: str) -> None:
-    """Log messages whose outcome will stay unknown."""
+    """Log messages with an outcome that will stay unknown."""
     if messages:
         text = "messages are not known to be stored messages=%d: %s before the producer was closed. Use `async with`"
         log.error(text, messages, event)

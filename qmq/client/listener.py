@@ -102,7 +102,7 @@ class Listener(Membership):
 
     @property
     def hung_threads(self) -> int:
-        """Number of threads whose call outlived `timeout` or `drain_s` and still runs. At `concurrency`, the next call
+        """Number of threads with a running call that outlived `timeout` or `drain_s`. At `concurrency`, the next call
         waits.
         """
         return self._hung.count
@@ -219,7 +219,7 @@ class Listener(Membership):
                 await subscription.wait_for_others()
                 continue
             if thread is not None and thread.is_hung:
-                await thread.ready()  # before a message is taken, whose time would begin
+                await thread.ready()  # before a message is taken: its time would begin
                 continue
             if not (taken := self._take(subscription)):
                 await subscription.wait()

@@ -363,7 +363,7 @@ class Membership:
         """Hook: settings have changed."""
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
-        """Hook: finish what the application has begun, as far as possible before `deadline`."""
+        """Hook: finish the application's begun work, as far as possible before `deadline`."""
 
     async def _decided(self, subscription: Subscription, deadline: float) -> None:
         """Wait until the application has decided all messages it took."""

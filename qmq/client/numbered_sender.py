@@ -2,7 +2,7 @@
 
 Producer id, number and broker group of such a batch are stored before it is sent. So it may be repeated after a crash,
 and the group stores it once (qmq.log.fold, P2). This sender makes one attempt per call and returns its answer; its
-owner decides what follows (qmq.client.batch).
+owner decides the next step (qmq.client.batch).
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class NumberedSender:
         return [group.broker_group for group in self._groups_of(subject)]
 
     def is_usable(self, name: str) -> bool:
-        """Return whether a group is connected and does not rest, whatever its routes are."""
+        """Return whether a group is connected and does not rest, with any routes."""
         group, now_ms = self._groups.get(name), self._now_ms()
         if group is None or self._routing.resting(name, now_ms) or not group.breaker.allows(now_ms):
             return False

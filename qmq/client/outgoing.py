@@ -70,7 +70,7 @@ class Outgoing:
 
     Args:
         codec: codec of payloads without one of their own; None chooses it by the payload.
-        filters: functions for each message, in order, whatever call sends it.
+        filters: functions for each message, in order, of every call that sends.
     """
 
     def __init__(self, codec: Codec | None, filters: Sequence[OutgoingFilter]) -> None:

@@ -28,7 +28,7 @@ from qmq.message import Message
 Call = Callable[[Any], Any]
 """Takes a message, or a list of messages, and calls the handler."""
 Reject = Callable[[ReceivedMessage, Exception], None]
-"""Takes a message of a list whose payload cannot be decoded; called in the handler's thread."""
+"""Takes a message of a list if its payload cannot be decoded; called in the handler's thread."""
 
 _LISTS = {list, Sequence, Iterable, Collection}
 _OF_MESSAGE = re.compile(r"(\w+\[)?([\w.]*\.)?(ReceivedMessage|Message)\]?")

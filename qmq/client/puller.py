@@ -1,4 +1,4 @@
-"""Shell. Puller: a consumer whose application requests messages."""
+"""Shell. Puller: a consumer for applications that request messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qmq.errors import ClientClosed, NotServed, QmqError
 CUT_OFF_S = 30.0
 """Shortest time without a connection to any broker group after which a pull fails: a producer's default timeout."""
 JOINED_S = 1.0
-"""Time for the messages of a broker group after the subscribe, at most: without them "none" would say nothing."""
+"""Time for the messages of a broker group after the subscribe, at most: without them "none" would mean nothing."""
 
 
 class PullerOwner(Protocol):

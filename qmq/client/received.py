@@ -120,7 +120,7 @@ class UnackedPiece:
         return True
 
     def done_after_all(self, at: int) -> None:
-        """Mark a nacked message whose nack was not sent as done."""
+        """Mark a nacked message as done if its nack was not sent."""
         if self.states[at] == NACKED:
             self.states[at] = DONE
             if not self.open:
@@ -134,7 +134,7 @@ class UnackedPiece:
         self.states[begin:end] = bytes((SETTLED,)) * (end - begin)
 
     def unsettled_ranges(self) -> list[Range]:
-        """Return the pull sequences whose decision the broker has not confirmed, as ranges."""
+        """Return the pull sequences with a decision that the broker has not confirmed, as ranges."""
         runs = (found.span() for found in _UNSETTLED_RUN.finditer(self.states))
         return [(self.begin + begin, self.begin + end) for begin, end in runs]
 

@@ -121,7 +121,7 @@ class RouteWatch:
         self._forgotten: dict[str, None] = {}
         """Forgotten subjects that the metaserver still has on this stream."""
         self.refusals: dict[str, str] = {}
-        """Reasons of subjects whose last answer was a refusal."""
+        """Reasons of subjects with a refusal as last answer."""
         self._held: dict[str, int] = {}
         """Versions of the routes in use."""
         self._unconfirmed: dict[str, int] = {}

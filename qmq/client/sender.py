@@ -62,7 +62,7 @@ latter would have no end if a callback sends each refused message again.
 TICK_S = 0.02
 """Interval of checks of deadlines and rests, which are much longer."""
 EXPIRED_AT_ONCE = 2_000
-"""Queues whose deadlines are checked in one tick, in a few ms; all of 20,000 are checked five times a second."""
+"""Queues per check of deadlines, a few ms in one tick; all of 20,000 are checked five times a second."""
 WOKEN_BY_ANSWER, WOKEN_BY_TICK = 2, 200
 """Queues that are checked again for room in a group: after each of its answers, and in each tick."""
 
@@ -242,11 +242,11 @@ class Sender:
         self._pump()
 
     def too_late(self, subject: str) -> QmqError:
-        """Return the error of a message whose deadline passed before there was room for it."""
+        """Return the error of a message that reached its deadline before there was room for it."""
         return self._closed or self._why_not(subject)
 
     def refuse_late(self, batch: Batch) -> None:
-        """Refuse a batch whose deadline passed before it was queued."""
+        """Refuse a batch that reached its deadline before it was queued."""
         self._backlog.resolve(batch, refused("", self.too_late(batch.subject)))
 
     def count_refused(self) -> None:

@@ -270,7 +270,7 @@ class Subscription:
                 future.set_result(None)
 
     async def confirmed(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
-        """Ack messages; return those whose ack is stored. The others may be delivered again.
+        """Ack messages; return those with a stored ack. The others may be delivered again.
 
         Returns none if the subscription ends: its acks may be stored, and the messages were not handled.
         """

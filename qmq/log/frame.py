@@ -105,7 +105,7 @@ class Frame(NamedTuple):
     kind: int
     flags: int
     subject: str
-    count: int  # type: ignore[assignment]  # shadows tuple.count, which nobody calls on a header
+    count: int  # type: ignore[assignment]  # shadows tuple.count, which has no caller
     body_bytes: int
     epoch: Epoch
     offset: int

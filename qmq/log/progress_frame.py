@@ -74,7 +74,7 @@ def encode_progress(group: str, consumer: str, entries: tuple[Entry, ...] | list
 
 
 def decode_progress(body: Buffer) -> Progress:
-    """Read a body whose CRC was checked; raises ValueError if its lengths do not fit."""
+    """Read a body after its CRC was checked; raises ValueError if its lengths do not fit."""
     try:
         group_bytes, consumer_bytes, count = _HEAD.unpack_from(body)
         at = _HEAD.size + _ENTRY.size * count

@@ -25,7 +25,7 @@ from qmq.log.frame import FrameKind, decode_frames
 
 FOLDER = "quarantine"
 HAD_BY_ANOTHER = frozenset({"damaged", "torn tail", "seeded-anew", "taken-back", "manifest-damaged"})
-"""Reasons that imply another copy: it has what was acknowledged of the bytes, or retention deleted that there."""
+"""Reasons that imply another copy: it has the acknowledged ones of the bytes, or retention deleted them there."""
 _LABEL = re.compile(r"(\d{20})-(\d{20})(?:-(.+))?-\d+")
 
 

@@ -49,7 +49,7 @@ def find_database(outbox: object) -> Database:
         connections = import_module("django.db").connections
         if outbox not in connections:
             raise InvalidRequest(f"outbox={outbox!r}: Django's DATABASES has {', '.join(connections)}")
-        if connections[outbox].in_atomic_block:  # the caller's, whose first message opens the producer
+        if connections[outbox].in_atomic_block:  # the caller's; its first message opens the producer
             return import_module(_FINDERS["django"]).DjangoDatabase(outbox)  # type: ignore[no-any-return]
         return find_database(connections[outbox])
     if inspect.isfunction(outbox) or inspect.ismethod(outbox) or isinstance(outbox, partial):
@@ -239,7 +239,7 @@ class Courier:
         return bool(self._arrived or self._tasks)
 
     def under_way(self, database: Database) -> set[int]:
-        """Return the ids of rows whose messages are being sent, or that are about to be deleted."""
+        """Return the ids of rows with messages being sent, or about to be deleted."""
         sent = [written for written in self._tasks.values() if written.database == database]
         return {id for written in sent for inserted in written.rows or () for id in inserted.ids}
 
@@ -336,7 +336,7 @@ class Courier:
     async def _stored(
         self, database: Database, rows: Sequence[Inserted], receipts: Sequence[Receipt]
     ) -> Sequence[Inserted]:
-        """Return the rows of stored messages: all, or those whose content names a stored message."""
+        """Return the rows of stored messages: all, or those with the name of a stored message in their content."""
         left = {receipt.message_id for receipt in receipts if not receipt.is_stored}
         if not left:
             return rows

@@ -23,7 +23,7 @@ _FLAVORS = {
     "pymysql": Flavor.MYSQL,
     "MySQLdb": Flavor.MYSQL,
 }
-"""By the driver's module; the server's version tells MySQL from MariaDB."""
+"""By the driver's module; the server's version distinguishes MySQL from MariaDB."""
 
 
 _numbers = count(1)

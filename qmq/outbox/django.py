@@ -22,7 +22,7 @@ from qmq.outbox.unit import Database, Item, Transaction, Written, are_unknown
 T = TypeVar("T")
 
 _FLAVORS = {"postgresql": Flavor.POSTGRESQL, "sqlite": Flavor.SQLITE, "mysql": Flavor.MYSQL}
-"""By Django's vendor; the server tells MySQL from MariaDB."""
+"""By Django's vendor; the server distinguishes MySQL from MariaDB."""
 
 
 def find(session: object) -> Transaction | Database | None:

@@ -6,7 +6,7 @@
 The keys are QMQ's, so QMQ's watchdog can send these rows; it ignores `types`. `attrs` holds each property as its text
 on the wire: QMQ's reader turns a JSON 5 into 5.0, and consumers that expect an integer fail. `types` holds "int",
 "float", "bool" or "datetime" for values other than texts. Creation time, order key and limit of retries are in `attrs`
-under QMQ's names. All characters are ASCII, whatever the table's character set.
+under QMQ's names. All characters are ASCII, for any character set of the table.
 
 A message with a body has three differences, and `contentType` only if the message has one:
 

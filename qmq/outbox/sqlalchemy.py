@@ -32,7 +32,7 @@ _units: WeakKeyDictionary[Connection, Unit] = WeakKeyDictionary()
 _doomed: WeakKeyDictionary[Connection, str] = WeakKeyDictionary()
 """Transactions that lack a message, with the reason: they must not be committed."""
 _announced: WeakSet[Connection] = WeakSet()
-"""Connections whose transaction reports its end."""
+"""Connections with a transaction that reports its end."""
 _changed: WeakSet[Connection] = WeakSet()
 """Connections of sessions with changes in their transaction."""
 _watched: WeakSet[Engine] = WeakSet()

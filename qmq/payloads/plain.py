@@ -37,7 +37,7 @@ Convert = Callable[[Any], Any]
 """Makes a typed value of a plain one; raises WrongValue."""
 
 CONVERTERS_MAX = 4_096
-"""Annotations whose converters are kept."""
+"""Annotations with kept converters."""
 
 
 class WrongValue(ValueError):
@@ -125,7 +125,7 @@ def _no_number(name: str) -> None:
 
 
 def with_text_keys(value: Any, write: Convert) -> Any:
-    """Return a value whose dicts have texts as keys, at every depth."""
+    """Return a value with dicts that have texts as keys, at every depth."""
     if isinstance(value, dict):
         return {_key(key, write): with_text_keys(part, write) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Core. Agreement: the handshake that finds where a slave's log and its master's agree, and what each does next.
+"""Core. Agreement: the handshake that finds where a slave's log and its master's agree, and the next step of each.
 
     Hello      slave -> master   its identity, newest known epoch, epoch table, log start, log end, chain, the end
                                  of what it must keep, the acknowledged point it remembers
@@ -15,7 +15,7 @@ Equal (epoch, offset) means equal bytes, so the epoch tables show where the logs
 put back forgets epochs, too, and may use one twice: the chain behind its first frame shows that.
 
 Where the logs part, the copy yields whose frames there no other copy confirmed. Either the slave cuts. Or the master,
-which wrote alone, takes back what the slave confirmed (`Yield`). If both confirmed theirs, neither yields: `Diverged`.
+which wrote alone, takes back the slave's frames (`Yield`). If both confirmed theirs, neither yields: `Diverged`.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """The master cuts its frames from `offset` on, begins again, and takes back what the slave confirmed, if it may."""
+    """The master cuts its frames from `offset` on, begins again, and takes back the slave's frames, if it may."""
 
     offset: int
 
@@ -260,7 +260,7 @@ def agree(
         point: newest acknowledged point that this copy remembers.
 
     Raises:
-        Fenced: the slave knows a newer epoch, or ours from an earlier life of this disk. Acknowledge nothing more in
+        Fenced: the slave has a newer epoch, or ours from an earlier life of this disk. Acknowledge nothing more in
             this epoch.
         CorruptFrame: our own copy is damaged at the place to compare.
         Diverged: equal epochs with different bytes. A person has to look; nothing was changed.

@@ -58,7 +58,7 @@ class CopyRepair:
     def __init__(self, node: Node[Any]) -> None:
         self._node = node
         self._looks_before: Damage | None = None
-        """Damage at whose begin the other copy has no frame: that copy's frame begins earlier."""
+        """Damage that begins where the other copy has no frame: that copy's frame begins earlier."""
 
     def plan(self, theirs_start: int, theirs_end: int) -> tuple[int, int] | None:
         """Repair the log as far as no bytes of the other copy are needed.

@@ -213,7 +213,7 @@ class SlaveWatch:
         self.frame_bytes_max = FRAME_BYTES_MAX
         """Longest body of a frame that it reads."""
         self.instance = ""
-        """Instance of the process whose hello was answered last."""
+        """Instance of the process that got the last answer to a hello."""
 
     @property
     def confirmed_end(self) -> int | None:
@@ -300,7 +300,7 @@ class SlaveWatch:
         self._answer(link, packet, hello, agreement)
 
     def _answer(self, link: Link, packet: Packet, hello: Hello, agreement: Agreement) -> None:
-        """Begin what was agreed: the slave restores our log, waits to be filled, or receives frames."""
+        """Begin the agreed action: the slave restores our log, waits to be filled, or receives frames."""
         text = "slave connected group=%s peer=%s end=%d: %s from %d"
         log.info(text, self._mastership.group, link.peer, hello.end, agreement.action.value, agreement.offset)
         older = self._link

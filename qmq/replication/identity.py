@@ -49,7 +49,7 @@ class Identity:
 
     @property
     def known_term(self) -> int:
-        """Newest term known. The last assignment is newer than the epoch until its master is heard."""
+        """Newest term known. The last assignment is newer than the epoch until its master's first frame."""
         return max(self.term, self.assignment["term"] if self.assignment else 0)
 
     @property

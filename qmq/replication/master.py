@@ -131,7 +131,7 @@ class Master:
         self._check_own_disk(now_ms)
 
     def _check_own_disk(self, now_ms: int) -> None:
-        """Set readonly while our disk does not finish: nothing is acknowledged then, whatever slaves confirm."""
+        """Set readonly while our disk does not finish: nothing is acknowledged then, even if slaves confirm."""
         message_log = self._mastership.log
         if self._noted_end <= message_log.flushed_end:
             self._noted_end = message_log.end
@@ -231,7 +231,7 @@ class Master:
 
     @property
     def yields_from(self) -> int | None:
-        """Offset from which this master's frames contradict what its slave confirmed."""
+        """Offset from which this master's frames contradict those that its slave confirmed."""
         return self.slaves.yields_from
 
     @property

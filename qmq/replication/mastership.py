@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 NEVER = sys.maxsize
 """An offset that no log reaches: before the epoch frame is written no frame counts, and none is this master's own."""
 _BY_THE_MASTERS_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH})
-"""Frames whose timestamps decide due times."""
+"""Frames with timestamps that decide due times."""
 
 
 @dataclass(slots=True)

@@ -108,7 +108,7 @@ class PointFile:
         self._disk = disk
         self._copy = _decode_copy(_read(disk, COPY))
         self.own = _decode_own(_read(disk, POINTS), self._copy.life)
-        """Newest acknowledged point that this copy knows."""
+        """Newest acknowledged point at this copy."""
         self._saved = self.own
         self._is_saving = False
         self._saved_ms = 0
@@ -118,7 +118,7 @@ class PointFile:
         return self._copy.lacks
 
     def keeps(self, message_log: MessageLog, *, restored_from: int | None = None) -> int:
-        """Return the offset before which this copy keeps everything: it confirmed that, or knows it to be acknowledged.
+        """Return the offset before which this copy keeps everything: all that it confirmed, or stored as acknowledged.
         It wrote the rest as master, and no other copy confirmed that as far as is known.
 
         Args:

@@ -193,7 +193,7 @@ class Slaves:
         self._begin_if_due(self._mastership.host.monotonic_ms())
 
     def fenced(self, known: Epoch) -> None:
-        """Stop: a slave knows a newer epoch."""
+        """Stop: a slave has a newer epoch."""
         self._mastership.readonly.change(Reason.FENCED, True)
         self.fenced_by = known
         log.warning("master fenced group=%s epoch=%s by=%s", self._mastership.group, self._mastership.epoch, known)
@@ -209,7 +209,7 @@ class Slaves:
         return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_nobodys))
 
     def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
-        """Return whether a slave besides `other`, whose hello this is, restores our log and should go on.
+        """Return whether a slave besides `other`, the sender of `hello`, restores our log and should go on.
 
         A slave with frames of a newer epoch comes first: frames that an older master wrote alone would contradict
         them.
@@ -231,7 +231,7 @@ class Slaves:
                 watch.drop("this master and the slave lack acknowledged frames; connect again")
 
     def yields(self, offset: int) -> None:
-        """Record that our frames from `offset` on contradict what a slave confirmed."""
+        """Record that our frames from `offset` on contradict a slave's confirmed frames."""
         self.yields_from = offset
 
     def holds(self, end: int) -> None:

@@ -1,6 +1,6 @@
 """Core. State of a process in its group, as a table, and its changes by operators: swap and failover.
 
-HELD survives a role that ends and begins again: a slave whose master was declared gone must not confirm to it.
+HELD survives a role that ends and begins again: a slave must not confirm to a master that was declared gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NodeState(Enum):
     YIELDING = auto()  # frames that this copy wrote alone are about to be cut; no role until then
     SLAVE = auto()
     HELD = auto()  # a slave that follows no master: a failover may promote it, or another one
-    DIVERGED = auto()  # a slave whose log is not its master's
+    DIVERGED = auto()  # a slave with another log than its master's
 
 
 class NodeEvent(Enum):
@@ -34,7 +34,7 @@ class NodeEvent(Enum):
     SWAP_PREPARED = auto()
     SWAP_PROMISED = auto()
     SWAP_ENDED = auto()  # cancelled, or not carried out in time
-    YIELDED = auto()  # frames written alone contradict what the other copy confirmed
+    YIELDED = auto()  # frames written alone contradict frames that the other copy confirmed
     TAIL_CUT = auto()  # these frames are in quarantine
     HOLD_BEGAN = auto()
     HOLD_ENDED = auto()
@@ -113,7 +113,7 @@ class RoleChange:
         return node.life.state is NodeState.HELD or has_promised
 
     def tick(self, now_ms: int) -> None:
-        """End a swap or a hold whose time is over."""
+        """End a swap or a hold after its time."""
         if not self.is_waiting or now_ms <= self._until_ms:
             return
         if self._node.life.state is NodeState.DRAINING:

@@ -1,7 +1,7 @@
 """Core. The slave of a broker group: it makes its log equal to its master's, fsyncs it, and confirms that.
 
 It confirms the point up to which it matched, never its own length. Bytes that it has to cut go to quarantine first, and
-it never cuts frames that it knows to be acknowledged. Facts of a state are in its class (`Following`, …). A packet that
+it never cuts frames below its acknowledged point. Facts of a state are in its class (`Following`, …). A packet that
 does not belong to the present state is refused: a slave that follows takes no second snapshot, and one that restores
 its master confirms nothing.
 """

@@ -47,7 +47,7 @@ def ended(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:
     async def main() -> Exit:
         return await work(session)
 
-    logging.getLogger("qmq").addHandler(logging.NullHandler())  # outcomes and errors show what matters
+    logging.getLogger("qmq").addHandler(logging.NullHandler())  # outcomes and errors are shown by the command
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a broker that closes a connection does not end the command
     try:
         return asyncio.run(main())
