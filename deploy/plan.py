@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qmq.crc import of_known_fields
+from qmq.descriptors import socket_family
 from qmq.errors import NotServed
-from qmq.types import Endpoint, socket_family
+from qmq.types import Endpoint
 
 HOST = "127.0.0.1"
 HTTP_PORT = 8080

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import resource
+import socket
 import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -29,6 +30,11 @@ SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE})
 """The process, or the machine, has no free descriptor."""
 
 T = TypeVar("T")
+
+
+def socket_family(host: str) -> socket.AddressFamily:
+    """Return the family of a socket that listens on an IP address or `localhost`."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def raise_limit() -> None:

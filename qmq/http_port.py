@@ -24,8 +24,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qmq.descriptors import HTTP_MAX
-from qmq.types import Host, plain_peer, socket_family
+from qmq.descriptors import HTTP_MAX, socket_family
+from qmq.types import Host, plain_peer
 
 HEAD_S = 10.0
 """A client sends the head of a request within milliseconds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import dataclass
 from enum import IntEnum
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -105,11 +104,6 @@ def ip_address_of(text: str) -> IPv4Address | IPv6Address | None:
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
-
-
-def socket_family(host: str) -> socket.AddressFamily:
-    """Return the family of a socket that listens on an IP address or `localhost`."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 @dataclass(frozen=True, slots=True)

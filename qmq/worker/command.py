@@ -10,8 +10,9 @@ import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from qmq.descriptors import socket_family
 from qmq.logs import FORMATS, LEVELS, configure
-from qmq.types import Endpoint, socket_family
+from qmq.types import Endpoint
 from qmq.worker.parent import Parent, pages
 from qmq.worker.plan import Exit
 from qmq.worker.process import Options
