@@ -194,8 +194,8 @@ class GroupAnswer:
         self.subjects: dict[str, dict[str, Sequences]] = {name: {} for name in names}
         self.hours = FirstRows(share.hours, "hour", "copy")
         self.accounts = FirstRows(share.accounts, "consumer_group")
-        self.moved: dict[int, Row] = {}
-        """Offset -> group that was moved or removed there."""
+        self.moved: dict[tuple[Any, ...], tuple[Row, set[str]]] = {}
+        """Groups that were moved or removed, each with the copies that have this frame."""
         self.epochs: dict[str, int] = {}
         self.kept_from: int | None = None
         self.last_ms = 0
@@ -224,7 +224,8 @@ class GroupAnswer:
         elif kind == ACCOUNT and MASTER in copies:
             self.accounts.add(row)
         elif kind == MOVED:
-            self.moved[row["offset"]] = row
+            key = row["offset"], row["end"], row["subject"], row["text"]
+            self.moved.setdefault(key, (row, set()))[1].update(copies)
         elif kind == EPOCHS:
             for epoch, offset in row.items():
                 self.epochs[epoch] = min(offset, self.epochs.get(epoch, offset))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from operator import itemgetter
 
 from qmq.audit.copies import CannotRead
 from qmq.audit.findings import (
@@ -117,12 +118,13 @@ def check_trail(answer: GroupAnswer, result: Result, trail: Iterable[Change]) ->
     times: dict[tuple[str, str], list[int]] = defaultdict(list)
     for change in trail:
         times[change.subject, change.consumer_group].append(change.at_ms)
-    for offset, row in sorted(answer.moved.items()):
+    for _, (row, copies) in sorted(answer.moved.items(), key=itemgetter(0)):
         known = times[real_subject(row["subject"]), row["consumer_group"]]
         if not any(-CLOCKS_MS <= row["at_ms"] - at_ms <= RECORDED_MS for at_ms in known):
             text = f"{row['text']}, and the audit trail has no command for it"
-            about = {"offset": offset, "end": row["end"], "subject": row["subject"]}
-            result.add(FindingKind.UNRECORDED, copy=BOTH, text=text, **about)
+            about = {"offset": row["offset"], "end": row["end"], "subject": row["subject"]}
+            for copy in (BOTH,) if len(copies) == len(answer.names) else sorted(copies):
+                result.add(FindingKind.UNRECORDED, copy=copy, text=text, **about)
 
 
 def _together(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -3,8 +3,10 @@ nothing else. Each alone: tests/unit/audit."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.group import audit_groups
 from qmq.audit.results import Group, Result
 from qmq.audit.wave import Options
+from qmq.codec import decode_envelope, split_batch, with_properties
 from qmq.ledger import Ledger
+from qmq.log.frame import FrameKind
 from tests.integration.real_logs import SUBJECT, Lived, Places, copied
 from tests.support.spark import actions, local_spark
 from tests.unit.audit.beside import WRONG, bases_of
 from tests.unit.audit.divergences import (
     DELAYED,
+    LIVED,
     RIGHT_BUT_OTHER,
     TWO_SIDED,
     Expected,
@@ -30,8 +35,9 @@ from tests.unit.audit.divergences import (
     one_frame_more,
     other_payload,
 )
-from tests.unit.audit.forged import A, B, C, forged, write_world
+from tests.unit.audit.forged import A, B, C, forged, read_frames, write_world
 from tests.unit.audit.test_walk import change, flip
+from tests.unit.audit.without_spark import audit_places
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -285,3 +291,76 @@ def test_delay_faults_of_real_directories_are_named(spark: SparkSession, lived: 
     assert delays.unreadable is None
     named = {(row["what"], row["copy"], row["offset"], row["sequence"]) for row in delays.findings}
     assert named == {(what, "both", frame.at, number) for what, frame, number in planted}
+
+
+TWO_DAYS_MS = 2 * 86_400_000
+MOVES = {"a batch twice", "unacked for days"}
+"""Later frames move, or are older: other frames of the copy differ, too."""
+IN_PLACE = [name for name in LIVED if name not in MOVES]
+
+
+def plant_in(lived: Lived, folder: Path, names: Iterable[str], copies: Iterable[str]) -> tuple[Result, Found, Places]:
+    """Plant faults in real directories of a broker group; return its audit, and what is due without ids."""
+    places = copied({"g1": lived.places["g1"]}, folder)
+    for copy in copies:
+        with forged(places["g1"][copy]) as frames:
+            planted = [row for name in names for row in LIVED[name](frames)]
+    # Frames of two days ago are commands of that time.
+    trail = [change._replace(at_ms=change.at_ms - ms) for change in lived.trail for ms in (0, TWO_DAYS_MS)]
+    asked = {name: place_options(str(path), "") for name, path in places["g1"].items()}
+    result = audit_places(asked, trail=lambda: trail)
+    side = "both" if len([*copies]) > 1 else next(iter(copies))
+    return result, {(what, side, frame.at, sequence, None) for what, frame, sequence in planted}, places
+
+
+def without_any_id(result: Result) -> Found:
+    assert result.unreadable is None
+    return {(*row[:4], None) for row in found(result)}
+
+
+@pytest.mark.parametrize("names", [*([name] for name in LIVED), [*LIVED]], ids=[*LIVED, "ten at once"])
+def test_faults_of_real_directories_are_named(lived: Lived, tmp_path: Path, names: list[str]) -> None:
+    result, planted, _ = plant_in(lived, tmp_path, names, ["master", "slave"])
+    assert without_any_id(result) == planted
+
+
+@pytest.mark.parametrize("names", [*([name] for name in IN_PLACE), IN_PLACE], ids=[*IN_PLACE, "all at once"])
+def test_faults_of_one_real_directory_are_named(lived: Lived, tmp_path: Path, names: list[str]) -> None:
+    """Each is a finding of the slave; and each acknowledged frame that was changed is a difference."""
+    result, planted, places = plant_in(lived, tmp_path, names, ["slave"])
+    ours, theirs = (
+        {frame.offset: (frame._replace(chain=0), body) for _, frame, body in read_frames(places["g1"][copy])}
+        for copy in ("master", "slave")
+    )
+    changed = {at for at in ours if ours[at] != theirs[at] and at < result.watermark}
+    assert {row for row in without_any_id(result) if row[0] != "different"} == planted
+    assert {(row["copy"], row["offset"]) for row in result.findings if row["what"] == "different"} == {
+        ("slave", at) for at in changed
+    }
+
+
+def test_batch_twice_in_one_real_directory_moves_later_frames(lived: Lived, tmp_path: Path) -> None:
+    result, planted, _ = plant_in(lived, tmp_path, ["a batch twice"], ["slave"])
+    (again,) = planted
+    assert without_any_id(result) == {again, ("shifted", *again[1:])}
+
+
+def test_rewritten_payload_of_real_directories_is_altered(lived: Lived, tmp_path: Path) -> None:
+    """Only the producer's journal can show it, as both copies have the same valid bytes."""
+    frames = [(frame, body) for _, frame, body in read_frames(lived.places["g1"]["master"]) if frame.subject == SUBJECT]
+    batch = next((frame, body) for frame, body in frames if frame.kind == FrameKind.MESSAGES)
+    lines = [
+        {"subject": SUBJECT, "sequence": at, "id": decode_envelope(data).id, "hash": sha256(data).hexdigest()[:16]}
+        for at, data in enumerate(map(bytes, split_batch(batch[1], batch[0].count)))
+    ]
+    journal = tmp_path / "journal.ndjson"
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    places = copied({"g1": lived.places["g1"]}, tmp_path)["g1"]
+    for path in places.values():
+        with forged(path) as drafts:
+            frame = frame_of(drafts, SUBJECT, 0)
+            frame.messages = [with_properties(data, {"n": "99"}) for data in frame.messages[:1]] + frame.messages[1:]
+    asked = {name: place_options(str(path), "") for name, path in places.items()}
+    assert audit_places(asked).found == {}
+    (altered,) = audit_places(asked, journal=journal).findings
+    assert (altered["what"], altered["copy"], altered["sequence"]) == ("altered", "both", 0)

@@ -574,3 +574,112 @@ DELAYED: dict[str, Plant] = {
     "planned again after it was stored": planned_again,
     "recorded as not stored, and stored": refused_and_stored,
 }
+
+
+# Faults in the log of a broker group that lived: tests/integration/real_logs.py. Logs become no shorter, as their
+# brokers stored the acknowledged point beside them.
+
+
+def _of_subject(frames: list[Draft], subject: str, kind: FrameKind = FrameKind.MESSAGES) -> list[Draft]:
+    return [frame for frame in frames if frame.kind == kind and frame.subject == subject]
+
+
+def _earlier(frames: list[Draft], end: int, ms: int) -> None:
+    """Store the first frames earlier, and create their messages earlier."""
+    for frame in frames[:end]:
+        frame.timestamp_ms -= ms
+        if frame.kind == FrameKind.MESSAGES:
+            frame.messages = [
+                data[:1] + (int.from_bytes(data[1:9], "big") - ms).to_bytes(8, "big") + data[9:]
+                for data in frame.messages
+            ]
+
+
+def lived_created_ahead(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, A, 7)
+    messages = frame.messages
+    messages[2] = messages[2][:1] + (frame.timestamp_ms + TEN_YEARS_MS).to_bytes(8, "big") + messages[2][9:]
+    frame.messages = messages
+    return [("time", frame, 7)]
+
+
+def lived_id_twice(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, A, 13)
+    messages = frame.messages
+    messages[3] = messages[1]
+    frame.messages = messages
+    return [("id_twice", frame, 13)]
+
+
+def lived_batch_twice(frames: list[Draft]) -> Expected:
+    *_, last = _of_subject(frames, A)
+    again = in_place_of(last, frame_of(frames, A, 22), first_sequence=last.first_sequence + last.count)
+    frames.insert(frames.index(last) + 1, again)
+    return [("batch_twice", again, again.first_sequence)]
+
+
+def lived_watermark_back(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, "order.lost", 0)
+    frame.high_watermark = 160
+    return [("watermark", frame, 0)]
+
+
+def lived_watermark_still(frames: list[Draft]) -> Expected:
+    """The first batch was ten minutes before the others."""
+    first, *others = [*_of_subject(frames, A), frame_of(frames, "order.unpaid", 0)]
+    for frame in others:
+        frame.high_watermark = first.high_watermark
+    _earlier(frames, frames.index(first) + 1, 600_000)
+    return [("watermark", first, 0)]
+
+
+def lived_requeued_for_years(frames: list[Draft]) -> Expected:
+    frame = _of_subject(frames, A, FrameKind.NACK)[0]
+    group, consumer, ((begin, end, _),) = decode_progress(frame.body)
+    frame.body = encode_progress(group, consumer, [(begin, end, frame.timestamp_ms + TEN_YEARS_MS)])
+    return [("progress", frame, None)]
+
+
+def lived_hole_in_pull_sequences(frames: list[Draft]) -> Expected:
+    """The nack is right about the later numbers."""
+    pull, nack = (_of_subject(frames, A, kind)[-1] for kind in (FrameKind.PULL, FrameKind.NACK))
+    for frame in (pull, nack):
+        group, consumer, ((first, second, third),) = decode_progress(frame.body)
+        frame.body = encode_progress(group, consumer, [(first + 7, second + 7 * (frame is nack), third)])
+    return [("progress", pull, None)]
+
+
+def lived_ack_of_nothing(frames: list[Draft]) -> Expected:
+    frame = _of_subject(frames, "order.unseen", FrameKind.ACK)[0]
+    group, consumer, ((begin, end, state),) = decode_progress(frame.body)
+    frame.body = encode_progress(group, consumer, [(begin + 10**6, end + 10**6, state)])
+    return [("progress", frame, None)]
+
+
+def lived_unacked(frames: list[Draft]) -> Expected:
+    """The consumer neither acks nor leaves. All before was two days ago."""
+    pull = _of_subject(frames, "order.unpaid", FrameKind.PULL)[0]
+    _erase(_of_subject(frames, "order.unpaid", FrameKind.ACK)[0])
+    _erase(_of_subject(frames, "order.unpaid", FrameKind.POSITION)[-1])
+    _earlier(frames, frames.index(pull) + 1, 2 * 86_400_000)
+    return [("unacked", pull, 0)]
+
+
+def lived_group_forgotten(frames: list[Draft]) -> Expected:
+    *_, last = _of_subject(frames, "order.lost", FrameKind.POSITION)
+    last.body = encode_progress("g", "", []).ljust(len(last.body), b"\0")
+    return [("unrecorded", last, None)]
+
+
+LIVED: dict[str, Plant] = {
+    "created in ten years": lived_created_ahead,
+    "an id twice": lived_id_twice,
+    "a batch twice": lived_batch_twice,
+    "a watermark that goes back": lived_watermark_back,
+    "a watermark that stands still": lived_watermark_still,
+    "requeued for ten years": lived_requeued_for_years,
+    "a hole in pull sequences": lived_hole_in_pull_sequences,
+    "an ack of nothing": lived_ack_of_nothing,
+    "unacked for days": lived_unacked,
+    "a group forgotten": lived_group_forgotten,
+}

@@ -142,6 +142,15 @@ def test_moved_group_needs_a_command_in_the_trail(tmp_path: Path, plant: Plant) 
     assert named(audit(tmp_path, trail=lambda: [Change(at_ms - 5_000, A, "g")])) == named(audit(tmp_path)) == set()
 
 
+def test_moved_group_names_the_copy_that_moved_it(tmp_path: Path) -> None:
+    for copy in COPIES:
+        write_world(tmp_path / copy, rounds=4)
+    with forged(tmp_path / "slave") as frames:
+        ((what, frame, _),) = WITHOUT_A_COMMAND["a group forgotten"](frames)
+    result = audit(tmp_path, trail=list)
+    assert [(row["what"], row["copy"], row["offset"]) for row in result.findings] == [(what, "slave", frame.at)]
+
+
 def test_unreadable_trail_is_a_note(tmp_path: Path) -> None:
     for copy in COPIES:
         write_world(tmp_path / copy, rounds=4)
