@@ -221,7 +221,7 @@ async def test_replaced_consumer_raises():
         async with first.pull("a", group="g") as puller:
             await broker.wait_until_subscribed("a", "g")
             async with second.pull("a", group="g"):
-                with pytest.raises(qmq.QmqError, match="consumer_id 'c1'.*of its own"):
+                with pytest.raises(qmq.QmqError, match="consumer_id 'c1'.*give each consumer its own"):
                     while True:
                         await puller.pull(1, timeout=10.0)
 
