@@ -56,11 +56,15 @@ class Client:
     def _consumer(self) -> qmq.Consumer:
         return qmq.Consumer(metaserver=self._metaserver, app="benchmark")
 
-    async def produce(self, subject: str, messages: int, size: int) -> dict[str, Any]:
+    async def produce(self, subject: str, messages: int, size: int, is_body: bool = False) -> dict[str, Any]:
         """Call `send_many` once; the messages are distinct objects made before, like the peer's frames."""
         producer = await self._opened()
         contents = texts(size)
-        ready = [qmq.Message(subject, {PROPERTY: contents[number & 63]}) for number in range(messages)]
+        bodies = [content.encode() for content in contents]
+        if is_body:
+            ready = [qmq.Message(subject, body=bodies[number & 63]) for number in range(messages)]
+        else:
+            ready = [qmq.Message(subject, {PROPERTY: contents[number & 63]}) for number in range(messages)]
         gc.collect()
         began = time.perf_counter()
         receipts = await producer.send_many(ready)
@@ -147,7 +151,9 @@ class Client:
             seconds = time.perf_counter() - began
         return {"seconds": seconds, "messages": taken}
 
-    async def listen(self, subject: str, group: str, messages: int, concurrency: int = 1) -> dict[str, Any]:
+    async def listen(
+        self, subject: str, group: str, messages: int, concurrency: int = 1, is_body: bool = False
+    ) -> dict[str, Any]:
         """Consume the same with a listener that reads each message's content."""
         consumer, everything = self._consumer(), asyncio.Event()
         taken = size = 0
@@ -156,7 +162,7 @@ class Client:
         async def on_message(message: qmq.Message) -> None:
             nonlocal taken, size
             taken += 1
-            size += len(str(message[PROPERTY]))
+            size += len(message.body or b"") if is_body else len(str(message[PROPERTY]))
             if taken == messages:
                 everything.set()
 

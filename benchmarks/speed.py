@@ -93,7 +93,21 @@ class Speed:
         return {name: worker.pid for name, worker in clients.items()} | brokers | {"meta": state["metaserver_pid"]}
 
     def produce_1k(self) -> list[Figure]:
-        return [self._rate("produce_1k_per_s", "produce", self.sizes.produce_1k, size=1024)]
+        """Send texts and bodies of 1 KiB in turns."""
+        texts, bodies = Figure("produce_1k_per_s"), Figure("produce_body_1k_per_s")
+        messages = self.sizes.produce_1k
+        with self.worker() as client:
+            for is_body in (False, True):
+                client.run("produce", subject=self.subject(), messages=messages // 10, size=1024, is_body=is_body)
+            metered = [(figure, Meter(self.pids(client=client))) for figure in (texts, bodies)]
+            for _ in range(self.sizes.repetitions):
+                for figure, meter in metered:
+                    arguments = {"size": 1024, "is_body": figure is bodies}
+                    self._add_rate(figure, meter.run(client, "produce", self.subject(), messages, **arguments))
+            for figure, meter in metered:
+                meter.account(figure)
+        self._say_ratio("produced", bodies, texts)
+        return [texts, bodies]
 
     def produce_100b(self) -> list[Figure]:
         return [self._rate("produce_100b_per_s", "produce", self.sizes.produce_100b, size=100)]
@@ -103,6 +117,7 @@ class Speed:
 
     def send_one(self) -> list[Figure]:
         p50, p99 = Figure("send_one_p50_ms", more_is_better=False), Figure("send_one_p99_ms", more_is_better=False)
+        rate = Figure("send_one_per_s")
         with self.worker() as client:
             client.run("send_one", subject=self.subject(), messages=self.sizes.send_one // 10, size=1024)
             meter = Meter(self.pids(client=client))
@@ -111,27 +126,37 @@ class Speed:
                 p50.values.append(measured["p50_ms"])
                 p99.values.append(measured["p99_ms"])
                 self.say(f"send_one   p50 {measured['p50_ms']:.3f} ms  p99 {measured['p99_ms']:.3f} ms")
+                self._add_rate(rate, measured)
         meter.account(p50)
-        p99.elsewhere = p50.elsewhere
-        return [p50, p99]
+        p99.elsewhere = rate.elsewhere = p50.elsewhere
+        return [p50, p99, rate]
 
     def consume_1k(self) -> list[Figure]:
-        """Drain a backlog in three groups: with a puller, a listener, and a listener with many concurrent handlers."""
-        pull, listen, wide = (Figure(f"{name}_1k_per_s") for name in ("consume", "listen", "listen_wide"))
-        messages, many = self.sizes.consume, {"concurrency": WIDE}
+        """Drain a backlog in three groups: with a puller, a listener, and a listener with many concurrent handlers; and
+        one of bodies with a listener.
+        """
+        names = "consume", "listen", "listen_wide", "listen_body"
+        pull, listen, wide, bodies = (Figure(f"{name}_1k_per_s") for name in names)
+        messages = self.sizes.consume
+        plain: dict[str, Any] = {}
+        many, body = {"concurrency": WIDE}, {"is_body": True}
         for _ in range(max(2, self.sizes.repetitions - 2)):
-            subject = self.subject()
+            texts, subject = self.subject(), ""
             with self.worker() as client:
-                client.run("produce", subject=subject, messages=messages, size=1024)
-                client.run("produce", subject=f"{subject}.warm", messages=WARM_MESSAGES, size=1024)
-            for figure, action, more in ((pull, "drain", {}), (listen, "listen", {}), (wide, "listen", many)):
+                for subject, more in ((texts, plain), (f"{texts}.body", body)):
+                    client.run("produce", subject=subject, messages=messages, size=1024, **more)
+                    client.run("produce", subject=f"{subject}.warm", messages=WARM_MESSAGES, size=1024, **more)
+            runs = (pull, "drain", plain), (listen, "listen", plain), (bodies, "listen", body), (wide, "listen", many)
+            for figure, action, more in runs:
+                subject = f"{texts}.body" if figure is bodies else texts
                 with self.worker() as client:  # imports at first use are no cost of a message
                     client.run(action, subject=f"{subject}.warm", messages=WARM_MESSAGES, group=figure.name, **more)
                     meter = Meter(self.pids(client=client))
                     measured = meter.run(client, action, subject, messages, group=figure.name, **more)
                     self._add_rate(figure, measured)
                     meter.account(figure)
-        return [pull, listen, wide]
+        self._say_ratio("received", bodies, listen)
+        return [pull, listen, wide, bodies]
 
     def typed(self) -> list[Figure]:
         """Drain orders with eight handlers that get models of pydantic, beside handlers that get the bodies."""
@@ -179,6 +204,9 @@ class Speed:
                 self._add_rate(figure, meter.run(client, action, self.subject(), messages, **arguments))
         meter.account(figure)
         return figure
+
+    def _say_ratio(self, verb: str, bodies: Figure, texts: Figure) -> None:
+        self.say(f"bodies / texts {verb} {max(bodies.values) / max(texts.values):>10.2f}")
 
     def _add_rate(self, figure: Figure, measured: dict[str, Any]) -> None:
         figure.values.append(measured["messages"] / measured["seconds"])

@@ -44,7 +44,7 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate
 from operator import sub
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from qmq.crc import crc32
 from qmq.errors import InvalidMessage, InvalidRequest, MessageTooLarge
@@ -90,8 +90,6 @@ _U16 = struct.Struct(">H")
 _FLAGS = [bytes((flag,)) for flag in range(256)]
 _LENGTHS = [n.to_bytes(2, "big") for n in range(VALUE_BYTES_MAX + 1)]
 """A look-up is three times faster than packing, and strings take most of a producer's time."""
-CONTENT = CONTENT_TYPE, CONTENT_ENCODING, TYPES
-"""Properties that describe the content; an application receives the message without them."""
 KEPT_MAX = 10_000
 _names: dict[str, bytes] = {}
 _tags: dict[frozenset[str], TagSection] = {}
@@ -475,6 +473,10 @@ def properties_span(data: Buffer) -> Span:
 
 def decode_properties(data: bytes) -> dict[str, str]:
     """Decode the properties of a message as texts, those of qmq included; raises InvalidMessage."""
+    return _properties_and_end(data)[0]
+
+
+def _properties_and_end(data: bytes) -> tuple[dict[str, str], int]:
     properties = {}
     at, end = properties_span(data)
     try:
@@ -487,7 +489,7 @@ def decode_properties(data: bytes) -> dict[str, str]:
         raise InvalidMessage(f"not QMQ's encoding of properties: {error}") from None
     if at > end:
         raise InvalidMessage("a string ends past its message")
-    return properties
+    return properties, end
 
 
 def pick_properties(data: bytes, wanted: Mapping[bytes, str]) -> dict[str, str]:
@@ -518,18 +520,22 @@ class Content(NamedTuple):
     properties: dict[str, Value]
     type: str | None
     encoding: str | None
+    body_at: int | None = None
+    """Offset of the body in the message, or of its end."""
 
 
 def decode_content(data: bytes) -> Content:
-    """Decode the properties of a message for an application; raises InvalidMessage."""
-    return content_of(decode_properties(data))
+    """Decode the properties of a message, without those that describe the content; raises InvalidMessage."""
+    texts, end = _properties_and_end(data)
+    return content_of(texts, end)
 
 
-def content_of(texts: dict[str, str]) -> Content:
+def content_of(texts: dict[str, str], body_at: int | None = None) -> Content:
     """Return properties of `decode_properties` for an application; `texts` loses those that describe the content."""
-    kind, encoding, types = (texts.pop(name, None) for name in CONTENT)
-    properties: dict[str, Value] = {**texts} if types is None else with_types(texts, types)
-    return Content(properties, kind, encoding)
+    take = texts.pop
+    kind, encoding, types = take(CONTENT_TYPE, None), take(CONTENT_ENCODING, None), take(TYPES, None)
+    properties = cast(dict[str, Value], texts) if types is None else with_types(texts, types)
+    return Content(properties, kind, encoding, body_at)
 
 
 def has_body(data: Buffer) -> bool:
@@ -545,7 +551,7 @@ def decode_body(data: bytes, content: Content | None = None) -> bytes | None:
     """Return the body of a message, decompressed, or None without one.
 
     Args:
-        content: the result of `decode_content`, if the caller has it.
+        content: the result of `decode_content` for this message, if the caller has it.
 
     Raises:
         InvalidMessage: it is damaged, has an unknown compression, or is larger than 64 MiB.
@@ -553,11 +559,10 @@ def decode_body(data: bytes, content: Content | None = None) -> bytes | None:
     """
     if not has_body(data):
         return None
-    end = properties_span(data).end
-    encoding = (content or decode_content(data)).encoding
+    _, _, encoding, at = content or decode_content(data)
     if encoding is None:
-        return data[end:]
-    return decompressed(memoryview(data)[end:], encoding, BODY_BYTES_MAX)
+        return data[at:]
+    return decompressed(memoryview(data)[at:], encoding, BODY_BYTES_MAX)
 
 
 def without_body(data: Buffer) -> bytes:

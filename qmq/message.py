@@ -370,12 +370,15 @@ def _base_type(kind: type) -> str:
 
 def with_types(properties: Mapping[str, str], types: str) -> dict[str, Value]:
     """Return properties with the types of `types_of`. Reserved ones stay texts; if `types` does not match, all do."""
-    found: dict[str, Value] = dict(properties)
-    names = [name for name in found if not name.startswith(RESERVED)]
+    found: dict[str, Value] = {**properties}
+    end = len(RESERVED)
+    names = [name for name in properties if name[:end] != RESERVED]
     try:
-        found |= {name: _READERS[kind](properties[name]) for name, kind in zip(names, types, strict=True)}
+        for name, kind in zip(names, types, strict=True):
+            if kind != "s":
+                found[name] = _READERS[kind](properties[name])
     except (KeyError, ValueError, OverflowError):  # a foreign or changed message
-        pass
+        return {**properties}
     return found
 
 

@@ -160,7 +160,8 @@ class ReceivedMessage(Message):
     __slots__ = ("sequence", "_data", "_piece", "_at", "_content")
 
     sequence: int
-    _content: Content
+    _content: Content | None
+    """Decoded at the first access."""
     # Declared as in Message, because __getattr__ sets them.
     properties: Mapping[str, Value]
     body: bytes | None
@@ -180,6 +181,7 @@ class ReceivedMessage(Message):
         self._data = data
         self._piece = piece
         self._at = at
+        self._content = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         piece = self._piece
@@ -329,23 +331,21 @@ class ReceivedMessage(Message):
         nack = partial(piece.acker.nack, delay_s=delay_s, verdict=verdict, reason=reason, message=self)
         piece.acker.on_loop(partial(nack, piece, self._at))
 
+    def _decode_content(self) -> Content:
+        content = self._content = decode_content(self._data)
+        return content
+
     def __getattr__(self, name: str) -> object:
         """Decode attributes on first access; raises InvalidMessage for bytes of another format, and MissingExtra for a
         body whose compression this process lacks.
         """
         if name == "properties":
-            content = self._content = decode_content(self._data)
-            self.properties = content.properties
+            self.properties = (self._content or self._decode_content()).properties
         elif name == "content_type":
-            self.content_type = self._content.type
+            self.content_type = (self._content or self._decode_content()).type
         elif name == "body":
-            self.body = decode_body(self._data, self._content) if has_body(self._data) else None
-        elif name == "_content":
-            content = self._content = decode_content(self._data)
-            try:
-                object.__getattribute__(self, "properties")  # decoded, or set by the application
-            except AttributeError:
-                self.properties = content.properties
+            content = self._content or self._decode_content()
+            self.body = decode_body(self._data, content) if has_body(self._data) else None
         elif name in ("id", "tags", "created_ms"):
             _, self.created_ms, _, self.id, self.tags = decode_envelope(self._data)
         elif name == "order_key":
