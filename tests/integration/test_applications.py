@@ -6,11 +6,13 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import urllib.request
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -40,7 +42,7 @@ def importing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("name", "most"), LINES.items())
 def test_application_is_short(name, most):
-    assert sum(bool(line.strip()) for line in (FOLDER / name).read_text().splitlines()) <= most
+    assert lines_of(FOLDER / name) <= most
 
 
 async def test_fastapi_shop_invoices_each_order_once(qmq_broker, importing):
@@ -59,10 +61,10 @@ async def test_worker_retries_reminds_and_reports(qmq_broker, importing, capsys)
     worker = importing("worker")
     running = asyncio.create_task(worker.main())
     async with qmq.Producer() as producer:
-        order = {"number": 1}
-        await producer.send_many([qmq.Message("order.placed", order, order_key="ada") for _ in range(2)])
+        for _ in range(2):
+            await producer.send("order.placed", worker.Order(1), order_key="ada")
     await qmq_broker.wait_until_consumed("order.placed", "billing")
-    assert [message["number"] for message in qmq_broker.delayed("order.unpaid")] == [1]
+    assert [message.decode(worker.Order).number for message in qmq_broker.delayed("order.unpaid")] == [1]
     qmq_broker.advance(15 * 86_400)
     assert len(await qmq_broker.wait_until_stored("report.due", 15)) == 15
     for subject in ("order.unpaid", "report.due"):
@@ -73,6 +75,67 @@ async def test_worker_retries_reminds_and_reports(qmq_broker, importing, capsys)
     assert lines.count("invoice 1 attempt 1") == 1
     assert sum(line.startswith("order.unpaid") for line in lines) == 1
     assert sum(line.startswith("report.due") for line in lines) == 15
+
+
+def lines_of(path):
+    return sum(bool(line.strip()) for line in path.read_text().splitlines())
+
+
+def test_comparison_counts_the_lines_of_each_application():
+    page = (FOLDER.parents[1] / "comparison.md").read_text()
+    stated = {place: int(count) for count, place in re.findall(r"\| \[(\d+)\]\(examples/(\w+/\w+\.py)\)", page)}
+    found = [path for folder in ("applications", "comparison") for path in (FOLDER.parent / folder).glob("*.py")]
+    assert stated == {f"{path.parent.name}/{path.name}": lines_of(path) for path in found}
+
+
+@pytest.fixture
+def compared(monkeypatch, tmp_path):
+    """Return a function that imports an application of another library, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "comparison"))
+    yield importlib.import_module
+    sys.modules.pop("celery_worker", None)
+
+
+def test_celery_worker_of_the_comparison_runs_its_tasks(compared, monkeypatch, capsys):
+    """Eagerly, without a broker; its keys are in a dictionary."""
+    worker, keys = compared("celery_worker"), {}
+    monkeypatch.setattr(worker.keys, "exists", keys.__contains__)
+    monkeypatch.setattr(worker.keys, "set", lambda key, value, ex: keys.update({key: value}))
+    worker.app.conf.task_always_eager = True
+    for _ in range(2):
+        worker.invoice.delay(1)
+    worker.report.delay("sales")
+    lines = ["invoice 1 attempt 1", "order.unpaid 1", "report.due sales"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+CELERY_SHOP = """
+import runpy
+from django.test import Client
+runpy.run_module("celery_shop", run_name="__main__")
+import celery_shop
+celery_shop.app.conf.task_always_eager = True
+web = Client(headers={"host": "127.0.0.1"})
+assert web.post("/orders/1").status_code == 201
+assert web.get("/orders/1").json() == {"invoiced": False}
+celery_shop.relay.delay()
+assert web.get("/orders/1").json() == {"invoiced": True}
+"""
+
+
+def test_celery_shop_of_the_comparison_invoices_after_the_relay(tmp_path):
+    environment = os.environ | {"SHOP_DATABASE": str(tmp_path / "shop.db"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", CELERY_SHOP]
+    subprocess.run(command, env=environment, cwd=FOLDER.parent / "comparison", check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["faststream_shop", "faststream_worker"])
+def test_faststream_application_of_the_comparison_compiles(name, compared):
+    path = FOLDER.parent / "comparison" / f"{name}.py"
+    compile(path.read_text(), str(path), "exec")
+    if find_spec("faststream"):  # no dependency of the tests
+        compared(name)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ python django_shop.py migrate; gunicorn django_shop:application; python django_s
 
 import os
 import sys
+from dataclasses import dataclass
 
 from django.conf import settings
 from django.core.management import execute_from_command_line
@@ -30,11 +31,16 @@ producer = qmq.blocking.Producer(outbox="default")
 consumer = qmq.blocking.Consumer()
 
 
+@dataclass
+class Placed:
+    number: int
+
+
 def order(request: HttpRequest, number: int) -> JsonResponse:
     if request.method == "POST":
         with transaction.atomic(), connection.cursor() as cursor:
             cursor.execute("INSERT INTO orders VALUES (%s, 0)", [number])
-            producer.send(qmq.Message("order.placed", {"number": number}), session=connection)
+            producer.send("order.placed", Placed(number), session=connection)
         return JsonResponse({}, status=201)
     with connection.cursor() as cursor:
         cursor.execute("SELECT invoiced FROM orders WHERE number = %s", [number])
@@ -42,9 +48,9 @@ def order(request: HttpRequest, number: int) -> JsonResponse:
 
 
 @consumer.listen("order.placed", group="billing", concurrency=2, start="earliest")
-def invoice(message: qmq.ReceivedMessage) -> None:
+def invoice(placed: Placed) -> None:
     with connection.cursor() as cursor:
-        cursor.execute("UPDATE orders SET invoiced = 1 WHERE number = %s", [message.get_int("number")])
+        cursor.execute("UPDATE orders SET invoiced = 1 WHERE number = %s", [placed.number])
 
 
 urlpatterns = [path("orders/<int:number>", order)]

@@ -6,6 +6,7 @@ QMQ_METASERVER=http://127.0.0.1:8080 QMQ_APP=shop uvicorn fastapi_shop:app
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from fastapi import Depends, FastAPI, HTTPException
 from sqlalchemy import text
@@ -31,6 +32,11 @@ class Order(Base):
     invoiced: Mapped[bool] = mapped_column(default=False)
 
 
+@dataclass
+class Placed:
+    number: int
+
+
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with engine.begin() as connection:  # or migrations
@@ -49,12 +55,12 @@ app = FastAPI(lifespan=lifespan)
 async def place(number: int) -> None:
     async with AsyncSession(engine) as session, session.begin():
         session.add(Order(number=number))
-        await producer.send(qmq.Message("order.placed", {"number": number}), session=session)
+        await producer.send("order.placed", Placed(number), session=session)
 
 
 @consumer.listen("order.placed", group="billing", concurrency=8, start="earliest", filters=[once])
-async def invoice(message: qmq.ReceivedMessage) -> None:
-    order = await once.session.get_one(Order, message.get_int("number"))
+async def invoice(placed: Placed) -> None:
+    order = await once.session.get_one(Order, placed.number)
     order.invoiced = True
 
 

@@ -1,27 +1,37 @@
 """Orders by message: retries, order keys, a delay, a daily report, each order invoiced once."""
 
 import asyncio
+from dataclasses import dataclass
 from datetime import timedelta
 
 import qmq
 from qmq.idempotence import Idempotence, MemoryKeys
 
+
+@dataclass
+class Order:
+    number: int
+
+
 producer, consumer = qmq.Producer(), qmq.Consumer()
-once = Idempotence(MemoryKeys(), key=lambda message: str(message["number"]))  # or SqlKeys, RedisKeys
+once = Idempotence(MemoryKeys(), key=lambda message: str(message.decode(Order).number))  # or SqlKeys, RedisKeys
 report = qmq.Message("report.due", {"kind": "sales"})
 
 
 @consumer.listen("order.placed", group="billing", concurrency=8, retries_max=5, start="earliest", filters=[once])
-async def invoice(message: qmq.ReceivedMessage) -> None:  # orders with one order key, a customer's, come in turn
-    print("invoice", message["number"], "attempt", message.times)
-    reminder = qmq.Message("order.unpaid", {"number": message["number"]})
-    await producer.send(reminder, delay=timedelta(days=14), key=str(message["number"]))
+async def invoice(order: Order, message: qmq.ReceivedMessage) -> None:  # orders with one order key come in turn
+    print("invoice", order.number, "attempt", message.times)
+    await producer.send("order.unpaid", order, delay=timedelta(days=14), key=str(order.number))
 
 
 @consumer.listen("order.unpaid", group="billing", start="earliest")
+async def remind(order: Order) -> None:
+    print("order.unpaid", order.number)
+
+
 @consumer.listen("report.due", group="billing", start="earliest")
-async def remind(message: qmq.ReceivedMessage) -> None:
-    print(message.subject, dict(message.properties))
+async def write_report(message: qmq.ReceivedMessage) -> None:
+    print("report.due", message["kind"])
 
 
 async def main() -> None:
