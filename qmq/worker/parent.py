@@ -174,7 +174,7 @@ class Parent:
             await asyncio.sleep(SUMMARY_S)
             log.info("worker %s", self.summary())
 
-    # What it shows, from any thread.
+    # State, for any thread.
 
     def samples(self) -> list[Sample]:
         """Return the numbers of all processes; counts include those of ended ones."""

@@ -9,9 +9,9 @@
     is_unique       whether a consumer has a fixed id
     error           reason of the end
 
-Before and after the run of the consumers a report is empty: it shows that no event loop of the process blocks. The end
-of file there tells that the parent has died: the process ends as at SIGTERM. It ignores SIGINT, which a terminal sends
-to all processes.
+Before and after the run of the consumers a report is empty: it shows that no event loop of the process blocks. At the
+end of file the parent has ended, and the process ends as at SIGTERM. It ignores SIGINT, which a terminal sends to all
+processes.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Run:
                 await asyncio.wrap_future(background.submit(asyncio.sleep(0)))
             self._check_threads()
             data = json.dumps(self._report() if self._is_running else {}).encode() + b"\n"
-            with suppress(OSError):  # the parent has died
+            with suppress(OSError):  # the parent has ended
                 await asyncio.get_running_loop().sock_sendall(self._link, data)
             await asyncio.sleep(REPORT_S)
 
