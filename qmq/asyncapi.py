@@ -16,7 +16,7 @@ import sys
 from collections.abc import Hashable, Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
@@ -137,6 +137,8 @@ def _key(kind: Any) -> Hashable:
 def _name(kind: Any) -> str:
     if kind is None:
         return "Message"
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
     text = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text).strip("_")
 

@@ -83,6 +83,11 @@ class Outgoing:
         """Declare a message; see `Producer.declare`."""
         if not isinstance(about, str):
             raise InvalidRequest(f"about= is a sentence about the message, not {about!r:.50}")
+        is_named = callable(payload_type) or hasattr(payload_type, "__value__")  # a class, NewType, or `type X = …`
+        if not (payload_type is None or is_named or get_origin(payload_type)):
+            raise InvalidRequest(
+                f"payload_type {payload_type!r:.50} is no type: give a class, or list[Order], int | str"
+            )
         self.declared.setdefault(check_subject(subject), []).append(Declared(payload_type, about))
 
     def _check_declared(self, subject: str, payload: object) -> None:

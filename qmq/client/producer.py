@@ -357,6 +357,7 @@ class Producer:
 
         Raises:
             InvalidName: the subject breaks the rules of `qmq.subjects`.
+            InvalidRequest: `payload_type` is no type, or `about` no text.
         """
         self._outgoing.declare(subject, payload_type, about)
 

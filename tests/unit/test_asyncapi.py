@@ -8,6 +8,7 @@ import sys
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated
 
 import jsonschema_rs
 import pydantic
@@ -57,7 +58,7 @@ def producer():
     producer = qmq.blocking.Producer(app="a", metaserver="x")
     producer.declare("order.placed", Order, about="An order was placed.\nThe rest is left out.")
     producer.declare("order.placed", Invoice)
-    producer.declare("Über 100% ~", int)
+    producer.declare("Über 100% ~", Annotated[int, pydantic.Field(gt=0)])
     producer.declare("Üxer 100% ~")
     return producer
 
@@ -85,7 +86,7 @@ def test_document_lists_declared_messages(found):
     }
     channels = {name: channel["address"] for name, channel in found["channels"].items() if "100" in name}
     assert channels == {"_ber_100___": "Über 100% ~", "_xer_100___": "Üxer 100% ~"}
-    assert found["components"]["messages"]["_ber_100___.int"]["payload"] == {"type": "integer"}
+    assert found["components"]["messages"]["_ber_100___.int"]["payload"] == {"type": "integer", "exclusiveMinimum": 0}
 
 
 def test_equal_names_have_ids_of_their_own():

@@ -244,3 +244,5 @@ def test_wrong_declarations_are_refused():
             producer.declare("a/b", Order)
         with pytest.raises(qmq.InvalidRequest, match="about= is a sentence about the message, not 7"):
             producer.declare("a", Order, about=7)
+        with pytest.raises(qmq.InvalidRequest, match="payload_type {'n': 1} is no type: give a class"):
+            producer.declare("a", {"n": 1})
