@@ -170,7 +170,7 @@ def _message(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
         shown.id, shown.created_ms = envelope.id, envelope.created_ms
         shown.key = str(decode_properties(message).get(DELAY_KEY, ""))
     except InvalidMessage as error:
-        shown.problem = str(error) if message else "it was carried to another place meanwhile; ask again"
+        shown.problem = str(error) if message else "it was written to another place meanwhile; repeat the request"
     return shown
 
 

@@ -73,7 +73,7 @@ class DelayCollector(CopyCollector[DelayMaster]):
         yield self.gauge(("loaded_bytes", "Memory of the wheel", stats["loaded_bytes"]))
         yield self.gauge(("waiting_messages", "Messages that are due and not under way", stats["waiting_messages"]))
         on_disk = stats["due_on_disk_messages"]
-        yield self.gauge(("due_on_disk_messages", "Of those, messages that are on disk alone and come back", on_disk))
+        yield self.gauge(("due_on_disk_messages", "Due messages on disk alone, which return to memory", on_disk))
         off_s = stats["clock_off_ms"] / 1000
         yield self.gauge(("clock_difference_seconds", "How far the machine's clock is ahead of due times'", off_s))
         yield self.gauge(("clocks", "Clocks that due times go by: of this machine, copy, metaserver", stats["clocks"]))
@@ -113,7 +113,11 @@ class DelayCollector(CopyCollector[DelayMaster]):
         yield "recurred_messages", "Occurrences of recurring schedules that came due", counters.recurred_messages
         skipped = counters.skipped_occurrences
         yield "skipped_occurrences", "Occurrences that were missed, and are not sent: only the latest is", skipped
-        yield "carried_messages", "Messages written again because their part of the log went", counters.carried_messages
+        yield (
+            "carried_messages",
+            "Messages written again before their part of the log is deleted",
+            counters.carried_messages,
+        )
 
 
 def open_http(

@@ -218,7 +218,7 @@ class Recurring:
                 self._not_recurring(np.array([template.record]))
             elif isinstance(firing, QmqError):
                 template.is_unreadable = True
-                log.error("recurring schedule cannot go on; delete it, or put it anew: %s", firing)
+                log.error("recurring schedule cannot continue; delete it, or put it again: %s", firing)
                 self._rest([template], UNREADABLE_MS)
             elif not (self._mastership.may_progress and self._is_safe(template.record)):
                 self._rest([template], REST_MS)

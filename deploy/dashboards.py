@@ -285,7 +285,7 @@ BROKER_GROUP = Page(
     "qmq: broker group",
     (
         panel(
-            "Why it takes no messages",
+            "Why it accepts no messages",
             (f"max by (cluster, broker_group, reason) ({both('readonly')})", "{{broker_group}} {{reason}}"),
             unit=Unit.UP,
         ),

@@ -95,7 +95,7 @@ class MetaserverSettings:
         unit="ms",
         least=200,
         most=300_000,
-        why="two beats of an idle broker; a broken line is noticed at once",
+        why="two heartbeats of an idle broker; a closed connection is noticed at once",
     )
     broker_timeout_ms: int = setting(
         2000, unit="ms", least=50, most=60_000, why="a broker that is well answers a question in a few ms"
@@ -114,7 +114,11 @@ class MetaserverSettings:
         why="a slave that has all becomes the master by itself when its master is gone; SetFailover for one group",
     )
     failover_silence_ms: int = setting(
-        2000, unit="ms", least=200, most=60_000, why="a master silent for two beats, to us and to its slave, is gone"
+        2000,
+        unit="ms",
+        least=200,
+        most=60_000,
+        why="a master that sends nothing to metaserver and slave for this time counts as gone",
     )
     watch_subjects_max: int = setting(
         100_000, least=1, most=1_000_000, why="subjects of one client; bounds the memory that it can take"

@@ -185,7 +185,7 @@ def _pages(address: Address) -> Steps:
     if ready.status == 200:
         yield ok("database", "the metaserver is ready")
     else:
-        do = "known routes go on from memory; start the database, or correct the setting database"
+        do = "known routes are served from memory; start the database, or correct the setting database"
         yield fail("database", _line(ready), do)
     if live.clock:
         yield judge_clock(f"the metaserver at {address}", live.clock)

@@ -28,7 +28,7 @@ LAG_FINE_BYTES = 64 << 20
 GROUP_CAUSES = {
     "offline": "its consumers are switched off: OnOffline --state=online ends that",
     "rate": "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
-    "unacked": "a consumer has as many un-acked messages as it may: look at its handlers, or restart it",
+    "unacked": "a consumer has as many un-acked messages as it may: check its handlers, or restart it",
     "postponed": "let fewer be postponed; more may wait at a delay group, if its consumers have the right redrive:",
 }
 """Remedies for causes that stop a consumer group; names as in broker.group_status."""
@@ -155,7 +155,7 @@ def judge_states(process: str, machine: Mapping[str, Any]) -> Finding:
     ]
     found = ", ".join([machine["state"], *moves])
     if machine["illegal"]:
-        do = "a defect of ours: keep its log file, and report it; its part began anew"
+        do = "a defect in qmq: keep its log file, and report it; the role restarted"
         return fail(f"states of {process}", f"{machine['about']}: {machine['illegal']} illegal moves; {found}", do)
     return ok(f"states of {process}: {machine['about']}", found)
 

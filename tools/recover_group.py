@@ -304,7 +304,7 @@ def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Seque
 
 def _begin_anew(master: Copy, copies: Sequence[Copy], known: int) -> Decision:
     end = max(known, *(copy.end or 0 for copy in copies))
-    steps = (f"the group begins anew with an empty disk at {master.label}", *_all_start(copies))
+    steps = (f"the group starts again with an empty disk at {master.label}", *_all_start(copies))
     return Decision(steps, None, "ReplaceBroker", _words(master, master, copies), (), (0, end), True)
 
 
@@ -428,7 +428,7 @@ def _shown(copies: Iterable[Copy], decision: Decision) -> Iterable[Block]:
         ),
         [asdict(copy) for copy in copies],
     )
-    yield good(f"{decision.keeps.label} goes on") if decision.keeps else warning("no copy goes on")
+    yield good(f"{decision.keeps.label} is kept") if decision.keeps else warning("no copy remains")
     if decision.lost_offsets:
         yield bad("LOST: acknowledged at offsets [{}, {}) of the log".format(*decision.lost_offsets))
     for lost in decision.lost:

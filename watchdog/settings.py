@@ -116,13 +116,13 @@ class WatchdogSettings:
         86_400,
         unit="s",
         least=60,
-        why="time after which a batch with unknown outcome is sent anew",
+        why="time after which a batch with unknown outcome is sent as a new one",
     )
 
     def __post_init__(self) -> None:
         complaints: list[str] = []
         if self.beat_ms * 3 > self.lease_ms:
-            complaints.append("beat_ms: a lease must outlast three beats, or one that is late loses it")
+            complaints.append("beat_ms: a lease must outlast three beats, or one late beat ends it")
         complaints += advertising_complaints(self.host, self.advertised_ip)
         try:
             check_name("room", self.room)

@@ -238,7 +238,7 @@ class Schedule:
 
     def flushed(self, flush: Flush) -> None:
         """Note that a flush was performed."""
-        require(flush is self._flush, "a flush was performed that is not the one that is out")
+        require(flush is self._flush, "the performed flush is not the current one")
         for write in flush.writes:
             segment = write.segment
             segment.wrote_blocks()

@@ -67,7 +67,7 @@ class Vault:
             return self._fernet.decrypt(stored.encode()).decode()
         except InvalidToken:
             raise OperatorError(
-                "no key of the setting password_keys fits this password; AddDb stores it anew"
+                "no key of the setting password_keys fits this password; AddDb stores it again"
             ) from None
 
 

@@ -235,7 +235,7 @@ class Failovers:
         for attempt in range(1, TRIES_MAX + 1):
             group = self._registry.directory.groups.get(name)
             if group is None or not self._cause(group):
-                raise OperatorError(f"{name} has a master again, or is no more: look, then repeat")
+                raise OperatorError(f"{name} has a master again, or was removed; check ListBrokers, then repeat")
             try:
                 facts = await self._once(group, audit, master_gone=master_gone)
                 break

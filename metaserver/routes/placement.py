@@ -292,7 +292,7 @@ def dead_letters_refusal(limits: Iterable[OperatorLimits], routes: Routes, after
     if not has_route(routes, to):
         return [f"{to} has no route; it gets one with its first producer or consumer"]
     if subject in _reached(limits, to):
-        return [f"dead letters would come back from {to} to {subject}, and in a circle"]
+        return [f"dead letters would return from {to} to {subject} in a circle"]
     return []
 
 

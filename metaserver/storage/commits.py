@@ -23,7 +23,7 @@ AUDIT_ROWS_READ = 200
 """Newest rows that are searched for a lost commit, which is seconds old by any clock."""
 LATE_S = 5.0
 """Time after which a database that answers again will not answer an earlier call."""
-LOOK_FIRST = "look at AuditTrail once the database answers, before you repeat this"
+LOOK_FIRST = "check AuditTrail once the database answers, before you repeat this"
 MANY = 100
 """A transaction with more changes gets the time limit of a full reading."""
 LOAD_MS = 60_000

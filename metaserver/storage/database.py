@@ -38,7 +38,7 @@ class DatabaseAway(NotServed):
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(
-            "the database does not answer: new subjects, new consumer groups and role changes wait; known routes go on"
+            "the database does not answer: new subjects, consumer groups and role changes wait; known routes continue"
             + (f" ({reason})" if reason else "")
         )
 

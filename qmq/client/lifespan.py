@@ -97,4 +97,4 @@ class Lifespan:
 
 def _ended(consumer: Consumer, task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("consumer failed, the application goes on consumer=%s error=%r", consumer.id, error)
+        log.error("consumer failed, the application continues consumer=%s error=%r", consumer.id, error)

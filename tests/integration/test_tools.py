@@ -51,7 +51,7 @@ def test_change_is_shown_and_needs_a_yes():
         assert (done.returncode, stub.done) == (DONE, ["MarkReadonlyBrokerGroup"])
     assert "affects 12 subjects" in done.stderr
     assert done.stdout.splitlines() == [
-        "marked readonly: producers turn to other groups, consumers go on",
+        "marked readonly: producers use other groups, consumers continue",
         "3 producers and 0 consumers hold the old route",
     ]
 

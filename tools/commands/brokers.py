@@ -245,7 +245,7 @@ BROKERS = (
     of_action("AdoptRoles", "--brokerGroup=g1 --hostname=mq1 --servePort=20881", _new_master, look="ListBrokerGroups"),
     Command(
         "RecoverGroup",
-        "choose the copy of a group that goes on, show the losses, make it the master",
+        "choose the copy of a group to keep, show the losses, make it the master",
         "--brokerGroup=g1 --gone=mq1:20881 --reports=mq2.json",
         (
             GROUP,

@@ -84,7 +84,7 @@ _CONSUMER = (
 
 
 def _reset(data: Any) -> Iterable[Block]:
-    yield good(f"{data['group']} goes on with {data['subject']}: {data['to']}")
+    yield good(f"{data['group']} continues in {data['subject']}: {data['to']}")
     yield from _moved(data)
 
 

@@ -250,7 +250,7 @@ def _listed(data: Any) -> Iterable[Block]:
         empty="no such message pends",
     )
     if data["more"]:
-        yield "there are more: go on with --since, or raise --limit"
+        yield "there are more: continue with --since, or raise --limit"
     yield from _unasked(data)
 
 

@@ -90,7 +90,7 @@ ROUTES = (
 
 
 def _marked(data: Any) -> Iterable[Block]:
-    yield good("marked readonly: producers turn to other groups, consumers go on")
+    yield good("marked readonly: producers use other groups, consumers continue")
     yield from _holders(data)
     if stranded := (data.get("withoutOtherGroup") or {}).get("count"):
         names = ", ".join(data["withoutOtherGroup"]["names"][:NAMES_MAX])

@@ -254,7 +254,7 @@ class _Tail:
         except Unanswered as why:
             if why.exit is Exit.REFUSED:
                 raise
-            complain(f"{why}; going on when it answers")
+            complain(f"{why}; continuing when it answers")
             return None
 
     async def _seek(self, known: set[str]) -> None:

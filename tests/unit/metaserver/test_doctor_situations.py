@@ -130,8 +130,8 @@ SITUATIONS = [
         "database away",
         database_away,
         verdict=(
-            "FAIL database: the database does not answer: new subjects, new consumer groups and role changes "
-            "wait; known routes go on (killed)",
+            "FAIL database: the database does not answer: new subjects, consumer groups and role changes "
+            "wait; known routes continue (killed)",
         ),
         fine=("metaservers: this one answers; without the database the others are unknown",),
     ),
