@@ -149,7 +149,7 @@ class HttpPort:
     async def run(self) -> None:
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         try:
-            await asyncio.shield(serving)
+            await asyncio.wait([serving])
         finally:
             self._server.stop()
             await serving

@@ -23,7 +23,9 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 REPEAT_S = 60.0
 REMEMBERED_MAX = 1000
@@ -169,3 +171,13 @@ def retrieve_error(task: asyncio.Future[Any]) -> None:
     """Retrieve the error of a task without a needed result; otherwise asyncio logs it. For `add_done_callback`."""
     if not task.cancelled():
         task.exception()
+
+
+async def shielded(task: asyncio.Future[T]) -> T:
+    """Return the result of a task that goes on if the caller is cancelled. asyncio does not log its error then.
+
+    `asyncio.shield` leaves such an error to asyncio, and logs it itself from Python 3.14 on.
+    """
+    task.add_done_callback(retrieve_error)
+    await asyncio.wait([task])
+    return task.result()

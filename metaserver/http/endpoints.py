@@ -36,22 +36,23 @@ class ActionsPort(Protocol):
 async def run_within(actions: ActionsPort, action: Action, words: Mapping[str, str], caller: Caller) -> Answer:
     """Run an action within its time limit. Exceptions that are bugs pass through."""
     task = asyncio.create_task(actions.run(action.name, words, caller))
+    _going_on.add(task)
+    task.add_done_callback(_going_on.discard)
     limit_ms = action.wait_ms + _asked_wait_ms(words) + GRACE_MS
     try:
-        async with asyncio.timeout(limit_ms / 1000):
-            return await asyncio.shield(task)
-    except TimeoutError:
-        pass
+        await asyncio.wait([task], timeout=limit_ms / 1000)
+    finally:
+        if not task.done():
+            task.add_done_callback(_report_late_error)
+    if task.done():
+        return task.result()
     if not action.changes:
         task.cancel()
         return Answer(Status.WAIT, f"{action.name} was not done within {limit_ms} ms")
-    _going_on.add(task)
-    task.add_done_callback(_finished)
     return Answer(Status.UNKNOWN, f"{action.name} was not done within {limit_ms} ms and goes on; check its outcome")
 
 
-def _finished(task: asyncio.Task[Answer]) -> None:
-    _going_on.discard(task)
+def _report_late_error(task: asyncio.Task[Answer]) -> None:
     if not task.cancelled() and (error := task.exception()):
         log.error("action failed after its caller left: %r", error)
 

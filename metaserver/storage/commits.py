@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from qmq.errors import OutcomeUnknown
+from qmq.logs import shielded
 from qmq.metaserver.model import AuditRow
 from qmq.metaserver.storage.changes import Change, Order, RestoreAll
 from qmq.metaserver.storage.database import AnswerLate, Database, DatabaseAway
@@ -108,7 +109,7 @@ async def _late_answer(error: AnswerLate) -> bool | None:
     """
     try:
         async with asyncio.timeout(LATE_S):
-            await asyncio.shield(error.result)
+            await shielded(error.result)
     except DatabaseAway:
         return False  # it failed before the commit
     except CommitUnknown:

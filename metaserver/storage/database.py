@@ -19,7 +19,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from qmq.errors import NotServed, cause_of
-from qmq.logs import retrieve_error
+from qmq.logs import retrieve_error, shielded
 from qmq.memory import without_frames
 from qmq.metaserver.storage.engine import open_database
 from qmq.metaserver.storage.errors import CommitUnknown, DatabaseUnusable
@@ -146,7 +146,7 @@ class Database:
     async def _answer(self, probe: asyncio.Future[dict[str, int]]) -> dict[str, int]:
         try:
             async with asyncio.timeout(self._timeout_ms / 1000):
-                versions = await asyncio.shield(probe)
+                versions = await shielded(probe)
         except TimeoutError:
             self._is_away("no answer in time")
             raise DatabaseAway(self.reason) from None

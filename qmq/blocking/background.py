@@ -28,7 +28,7 @@ import grpc.aio
 from qmq.client.lifetime import check_not_patched
 from qmq.errors import ClientClosed, InvalidRequest
 from qmq.grpc_forks import grpc_begins, why_no_grpc
-from qmq.logs import bounded
+from qmq.logs import bounded, retrieve_error
 
 log = bounded(__name__)
 
@@ -111,7 +111,7 @@ class Background:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(_retrieved(work), self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop and wait for it. An exception in the wait, such as Ctrl-C, cancels the work.
@@ -176,6 +176,14 @@ async def _begin_grpc() -> None:
     if not why_no_grpc():
         grpc_begins()
         grpc.aio.init_grpc_aio()
+
+
+async def _retrieved(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`. If it fails while its future is cancelled, asyncio does not log the error."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(retrieve_error)
+    return await work
 
 
 async def _end_tasks() -> None:

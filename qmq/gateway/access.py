@@ -19,6 +19,7 @@ from urllib.request import Request
 from qmq.access import TOKEN_CHARS_MAX
 from qmq.control_plane import find_metaserver, first_answer, get, metaserver_urls
 from qmq.errors import AccessError, MissingRight, NotServed, QmqError, cause_of
+from qmq.logs import shielded
 
 VALID_S = 10.0
 ANSWER_S = 5.0
@@ -74,7 +75,7 @@ class Access:
         if time.monotonic() >= until_s:
             if key not in self._asked:
                 self._asked[key] = asyncio.create_task(self._ask(key, token))
-            error = await asyncio.shield(self._asked[key])
+            error = await shielded(self._asked[key])
         if error is not None:
             raise error
 

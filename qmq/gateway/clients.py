@@ -21,6 +21,7 @@ from qmq.gateway.outcomes import Code, Refused
 from qmq.gateway.repeats import Key, RepeatDiffers, Repeats
 from qmq.gateway.session import Place, Session, SessionTerms
 from qmq.gateway.settings import GatewaySettings
+from qmq.logs import shielded
 
 TICK_S = 0.5
 """Interval of looking for ended leases and idle sessions."""
@@ -75,7 +76,7 @@ class TokenClients:
                 _resolve(future, _cancelled(subject, ids[at]))  # the producer goes on
                 if key is not None and future.result().outcome is not Outcome.STORED:
                     self._repeats.forget((subject, key, at))
-        receipts = [(await asyncio.shield((kept | fresh)[at]), at in kept) for at in range(len(messages))]
+        receipts = [(await shielded((kept | fresh)[at]), at in kept) for at in range(len(messages))]
         for receipt, is_repeat in receipts:
             self._metrics.repeats.inc() if is_repeat else self._metrics.sent.labels(receipt.outcome).inc()
         return receipts

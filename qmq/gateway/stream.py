@@ -21,6 +21,7 @@ from fastapi import Request
 from qmq.errors import QmqError
 from qmq.gateway.outcomes import HttpError, Refused, error_of
 from qmq.gateway.session import Session
+from qmq.logs import retrieve_error
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         gone.cancel()
         if not task.done():
+            task.add_done_callback(retrieve_error)  # its client left
             task.cancel()
             await asyncio.wait({task})
     if task.cancelled():

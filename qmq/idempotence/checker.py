@@ -12,7 +12,7 @@ from qmq.client.handler import check_plain
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, InvalidRequest, RetryLater
 from qmq.idempotence.keys import Claim, KeyOf, KeyStore, State, message_key
-from qmq.logs import bounded
+from qmq.logs import bounded, shielded
 
 T = TypeVar("T")
 
@@ -24,10 +24,9 @@ async def in_thread(call: Callable[[], T]) -> T:
     """
     task = asyncio.ensure_future(asyncio.to_thread(call))
     try:
-        return await asyncio.shield(task)
+        return await shielded(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
-        task.exception()  # the result is no longer needed
         raise
 
 

@@ -16,6 +16,7 @@ import grpc.aio
 from qmq.access import Token, token_metadata, token_text
 from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError, InvalidRequest, NotServed, cause_of
+from qmq.logs import shielded
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.rations import NewProducers, NewSubjects, SentBytes, TokenGroups
@@ -128,7 +129,7 @@ class Access:
         if (task := self._asking.get(token)) is None:
             task = self._asking[token] = asyncio.ensure_future(self._ask(token))
             task.add_done_callback(lambda _: self._asking.pop(token, None))
-        return await asyncio.shield(task)
+        return await shielded(task)
 
     async def _ask(self, token: str) -> Known:
         stub = self._stub

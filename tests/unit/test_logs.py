@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import logging
 import subprocess
 import sys
+import threading
 import urllib.error
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 import qmq
+from qmq.blocking.background import background, lock
 from qmq.errors import NotServed, cause_of
-from qmq.logs import HANDLED, LINES_MAX, REPEAT_S, Bounded, Json, MessageFields, Text, bounded
+from qmq.logs import HANDLED, LINES_MAX, REPEAT_S, Bounded, Json, MessageFields, Text, bounded, shielded
 
 
 def record(text, *values, lineno=1, at=1000.0, exc_info=None):
@@ -132,3 +136,56 @@ def test_records_of_a_handler_name_its_message():
     assert json.loads(Json().format(own))["fields"] == {"id": "m1"}, "it names the message itself"
     outside = record("idle")
     assert MessageFields().filter(outside) and outside.message_id == "" and Text().format(outside).endswith(" idle")
+
+
+# Errors of abandoned tasks.
+
+
+async def fail_when(may_fail):
+    """Fail after the event, or at the cancellation."""
+    try:
+        await may_fail.wait()
+    finally:
+        raise ValueError("planted")
+
+
+async def abandon(may_fail):
+    """Wait shielded for a task, and be cancelled; then let the task fail."""
+    task = asyncio.create_task(fail_when(may_fail))
+    waiting = asyncio.create_task(shielded(task))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled() and not task.done()
+    may_fail.set()
+    await asyncio.wait([task])
+
+
+async def test_error_of_an_abandoned_task_is_not_logged():
+    unseen = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    may_fail = asyncio.Event()
+    await abandon(may_fail)
+    gc.collect()
+    assert unseen == []
+    with pytest.raises(ValueError, match="planted"):
+        await shielded(asyncio.create_task(fail_when(may_fail)))
+
+
+def test_failure_at_a_cancellation_is_not_logged(caplog):
+    """Ctrl-C in a blocking call cancels its work, which may fail at that moment."""
+    with lock:
+        loop = background()
+    begun = threading.Event()
+
+    async def work():
+        begun.set()
+        await fail_when(asyncio.Event())
+
+    future = loop.submit(work())
+    assert begun.wait(10) and future.cancel()
+    loop.run(asyncio.sleep(0))
+    del future  # it has the task
+    gc.collect()
+    loop.run(asyncio.sleep(0))
+    assert "never retrieved" not in caplog.text

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
+from qmq.logs import shielded
 from qmq.types import Endpoint
 from tests.simulation.shells.network import End, Network
 
@@ -108,7 +109,7 @@ class Call:
             return EOF
         try:
             async with asyncio.timeout_at(self._ends_s):
-                item = await (await asyncio.shield(self._caller)).inbox.get()
+                item = await (await shielded(self._caller)).inbox.get()
         except TimeoutError:
             item = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
         if not isinstance(item, Status):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -13,7 +14,7 @@ from starlette.routing import Route
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.http import endpoints, errors, management
-from qmq.rights import TokenRole
+from qmq.rights import Caller, TokenRole
 from tests.unit.metaserver.http_world import CLUSTER, OPEN, HttpWorld
 
 MASTER = {"brokerGroup": "g", "role": "0", "hostname": "h", "ip": "1.2.3.4", "servePort": 1, "syncPort": 2}
@@ -311,3 +312,54 @@ async def test_health_reports_the_database(http):
     assert (await http.client.get("/health/ready")).json() == {"ready": True, "database": True}
     assert (await http.client.get("/health/live")).text == "ok"
     assert (await http.client.get("/meta/address")).text == "10.0.0.1:8081"
+
+
+# The time limit of an action.
+
+
+class Slow:
+    """Actions that end at an event."""
+
+    def __init__(self):
+        self.may_end, self.was_cancelled = asyncio.Event(), False
+
+    async def run(self, name, words, caller):
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        raise TimeoutError("planted")
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(endpoints, "GRACE_MS", 0)
+    return Slow(), replace(ACTIONS["DrainGroup"], wait_ms=1)
+
+
+async def test_late_change_goes_on_and_logs_its_error(impatient, caplog):
+    slow, action = impatient
+    answer = await endpoints.run_within(slow, action, {}, Caller("ann", TokenRole.ADMIN))
+    assert answer.status is Status.UNKNOWN and "goes on" in answer.message
+    slow.may_end.set()
+    while endpoints._going_on:
+        await asyncio.sleep(0)
+    assert "action failed after its caller left: TimeoutError('planted')" in caplog.text
+
+
+async def test_late_reading_is_cancelled(impatient):
+    slow, action = impatient
+    answer = await endpoints.run_within(slow, replace(action, changes=False), {}, Caller("ann", TokenRole.ADMIN))
+    assert answer.status is Status.WAIT
+    while endpoints._going_on:
+        await asyncio.sleep(0)
+    assert slow.was_cancelled
+
+
+async def test_error_of_an_action_in_time_passes_through(impatient, caplog):
+    slow, action = impatient
+    slow.may_end.set()
+    with pytest.raises(TimeoutError, match="planted"):
+        await endpoints.run_within(slow, replace(action, wait_ms=60_000), {}, Caller("ann", TokenRole.ADMIN))
+    assert not caplog.text

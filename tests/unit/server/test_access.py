@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,25 @@ async def test_connections_with_one_token_share_a_request(metaserver, access):
     assert {caller.name for caller in await asyncio.gather(*checks)} == {"shop"}
     await access.check("t")
     assert len(metaserver.asked) == 1
+
+
+@in_world
+async def test_failed_check_of_a_departed_connection_is_not_logged(metaserver, access):
+    unseen = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    metaserver.may_answer.clear()
+    check = asyncio.ensure_future(access.check("unknown"))
+    while not metaserver.asked:
+        await asyncio.sleep(0)
+    check.cancel()
+    await asyncio.wait([check])
+    await metaserver.stop()
+    while access._asking:
+        await asyncio.sleep(0)
+    del check  # its frames have the task
+    gc.collect()
+    assert unseen == []
+    await metaserver.start()
 
 
 @in_world
