@@ -1,4 +1,4 @@
-"""Shell. A broker whose outgoing connections pass through a test's cables; CABLES maps ports to ports of cables."""
+"""Shell. A broker with outgoing connections through a test's cables; CABLES maps ports to ports of cables."""
 
 from __future__ import annotations
 

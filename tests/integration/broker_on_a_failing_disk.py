@@ -1,4 +1,4 @@
-"""Shell. A broker whose fsync fails with EIO once a file TRIGGER lies beside its settings.
+"""Shell. A broker with an fsync that fails with EIO once a file TRIGGER lies beside its settings.
 
 The system call fails; all code above it is the shipped one.
 """

@@ -1,4 +1,4 @@
-"""Shell. A broker whose machine's clock is wrong while a file TRIGGER lies beside its settings.
+"""Shell. A broker on a machine with a wrong clock while a file TRIGGER lies beside its settings.
 
 The process reads a shifted time, as on a machine without a time service.
 """

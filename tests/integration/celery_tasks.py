@@ -1,4 +1,4 @@
-"""Shell. Application of Celery whose tasks note their number in a file: for test_celery."""
+"""Shell. Application of Celery; its tasks note their number in a file: for test_celery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. A consumer that handles each message once, as a process of its own: it kills itself where a message says.
+"""Shell. A consumer that handles each message once, as a process of its own. It kills itself at a step.
 
 A property "crash" names a step; each message crashes once. Handling a message is a line in a journal, or a row in the
 ledger of the database that its key is kept in.
@@ -27,7 +27,7 @@ from qmq.idempotence.sqlalchemy import SqlKeys
 from qmq.idempotence.transaction import BlockingSqlTransaction, SqlTransaction
 
 LEASE_S = 4.0
-"""Longer than a process stands still: whoever holds a key for longer is dead."""
+"""Longer than a process stands still: a process that holds a key for longer is dead."""
 WRITE = text("INSERT INTO ledger (number) VALUES (:number)")
 
 
@@ -86,7 +86,7 @@ async def main(options: dict[str, str]) -> None:
 
             @consumer.listen(options["subject"], filters=filters, **listen)
             async def write_line(message):
-                os.write(journal, f"{message['number']}\n".encode())  # no buffer: what was handled stays handled
+                os.write(journal, f"{message['number']}\n".encode())  # no buffer: a handled message stays handled
                 crashes.at("after the work")
 
             await consumer.run()

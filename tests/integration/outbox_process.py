@@ -1,8 +1,8 @@
-"""Shell. A shop that pays orders and sends a message for each, as a process of its own: it kills itself where told.
+"""Shell. A shop that pays orders and sends a message for each, as a process of its own. It kills itself at a step.
 
-Each order that is not paid yet is paid in a transaction of its own. `crashes` says at which step of which order. Each
-line of the input is one life, with its options as JSON, each of the output says how it ended. Lives are forked from a
-process that has loaded everything, as that is what takes time.
+Each order that is not paid yet is paid in a transaction of its own. `crashes` names the step and the order. Each
+line of the input is one life, with its options as JSON, each of the output its end. Lives are forked from a
+process that has loaded everything, as loading takes the time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Crashes:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self, engine: Engine) -> None:
-        """See each step of what the engine does."""
+        """Follow each step of the engine."""
         commit: Callable[[object], None] = engine.dialect.do_commit
 
         def do_commit(connection: object) -> None:

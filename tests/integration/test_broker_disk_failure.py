@@ -31,7 +31,7 @@ FENCED = 70
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A cluster whose brokers run on disks that tests can fail."""
+    """A cluster with brokers on disks that tests can fail."""
     with running(tmp_path) as cluster:
         names = [broker.hostname for broker in cluster.plan.brokers]
         end(cluster, *names)

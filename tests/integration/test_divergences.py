@@ -72,7 +72,7 @@ def due(expected: Expected, copy: str) -> Found:
 
 
 def without_id(rows: Found, whats: set[str]) -> Found:
-    """Leave out ids of kinds whose message does not decode, or has the id of another one."""
+    """Leave out ids of kinds with a message that does not decode, or has the id of another one."""
     return {(what, *rest[:3], None if what in whats else rest[3]) for what, *rest in rows}  # type: ignore[misc]
 
 
@@ -300,7 +300,7 @@ IN_PLACE = [name for name in LIVED if name not in MOVES]
 
 
 def plant_in(lived: Lived, folder: Path, names: Iterable[str], copies: Iterable[str]) -> tuple[Result, Found, Places]:
-    """Plant faults in real directories of a broker group; return its audit, and what is due without ids."""
+    """Plant faults in real directories of a broker group; return its audit, and the due messages without ids."""
     places = copied({"g1": lived.places["g1"]}, folder)
     for copy in copies:
         with forged(places["g1"][copy]) as frames:

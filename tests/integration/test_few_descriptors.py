@@ -16,7 +16,7 @@ METASERVER = "metaserver"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A cluster whose processes have few descriptors."""
+    """A cluster with few descriptors for each process."""
     with running(tmp_path_factory.mktemp("few")) as cluster:
         names = [METASERVER, *(broker.hostname for broker in cluster.plan.brokers)]
         end(cluster, *names)

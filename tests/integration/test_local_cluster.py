@@ -92,7 +92,7 @@ def command(run_dir, action):
 
 
 def start_runner(run_dir):
-    """Do what `make run` does, on ports of the test's own."""
+    """Run as `make run` does, on ports of the test's own."""
     if not run_dir.exists():
         run_dir.mkdir()
         load_plan(run_dir / "plan.json", Groups(("g1", "g2")), PORT, PORT)

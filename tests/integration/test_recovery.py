@@ -1,5 +1,5 @@
 """Shell. Both copies of a group stop, and not both return: the group recovers by itself, or with the command that
-Doctor names, without losing what a returning copy confirmed. One page of the runbook each.
+Doctor names, without losing confirmed frames of a returning copy. One page of the runbook each.
 """
 
 from __future__ import annotations

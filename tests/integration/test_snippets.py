@@ -18,7 +18,7 @@ ELSEWHERE = {
     "audit.md": "Spark and directories of brokers: test_log_table",
     "spark.md": "a server of Spark Connect: test_spark_connect",
 }
-"""Pages whose snippets need more than a cluster, and the tests that run them."""
+"""Pages with snippets that need more than a cluster, and the tests that run them."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

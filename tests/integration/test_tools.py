@@ -136,7 +136,7 @@ def test_closed_pipe_is_no_error():
 
 @pytest.mark.parametrize("status, exit_status", [(-1, REFUSED), (-2, UNKNOWN), (-3, UNREACHABLE)])
 def test_exit_status_reports_the_outcome_of_a_change(status, exit_status):
-    """Weakness 33: QMQ's tools end with 0 whatever became of an action."""
+    """Weakness 33: QMQ's tools end with 0 after every outcome of an action."""
     answer, failure = planned(MARKED), {"status": status, "message": "because", "data": None}
     with Stub(lambda words: answer(words) if "dryRun" in words else failure) as stub:
         ended = run("SwapRoles", stub.address, "--yes", brokerGroup="g1")

@@ -16,7 +16,7 @@ async def tool(world, command, *words, token=TOKEN, **options):
 
 
 async def change(world, command, *words, **options):
-    """Make a change, whose answer must be of this version; return the output."""
+    """Make a change; its answer must be of this version; return the output."""
     ended = await tool(world, command, "--yes", *words, **options)
     assert ended.returncode == DONE and "another version" not in ended.stderr, (command, ended.stderr)
     return ended.stdout

@@ -16,14 +16,14 @@ the rest:
 - An operator's statement that the master never returns holds from then on, true or not; that no disk was rolled back is
   true.
 
-What is modelled: the row (term, master, members, the number of copies that must have a message); masters that restart
+Model: the row (term, master, members, the number of copies that must have a message); masters that restart
 without unsynced frames; promises; a choice of a new master at any moment, whether the old one is gone or not (failover
 and SwapRoles are equal in this model); a change of members or of m, the number that acknowledges; a rollback of a disk
 with its epochs and promises; a rollback of the row, which is raised again; metaservers that end between promises and
 choice, and others that ask again, for the same term too. Copies are interchangeable, so a state is stored with its
 copies sorted.
 
-What is checked: of two acknowledged histories, one is a prefix of the other; every active master of a newer epoch has
+Checks: of two acknowledged histories, one is a prefix of the other; every active master of a newer epoch has
 all that was ever acknowledged, and so has the chosen copy; no copy cuts acknowledged frames; no two copies share an
 epoch.
 

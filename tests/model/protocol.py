@@ -111,13 +111,13 @@ class Rules(NamedTuple):
     keeps_acknowledged: bool = True
     """A copy keeps frames up to its stored acknowledged point."""
     gives_way: bool = True
-    """A master whose log conflicts with its slave's confirmed frames yields unconfirmed frames that it wrote alone."""
+    """A master yields unconfirmed frames that it wrote alone, if they conflict with its slave's confirmed frames."""
     proof: bool = True
     """Two masterships of one epoch, which a rolled-back disk uses twice, differ in their first frames."""
     chosen_in_sync: bool = True
     """A failover chooses only a slave that, since it started, reached the end of its master's log."""
     chosen_covers: bool = True
-    """A failover chooses only a slave whose log reaches the row's acknowledged point."""
+    """A failover chooses only a slave with a log up to the row's acknowledged point."""
     row: bool = True
     """A master that received an acknowledged point which its log lacks does not begin without it."""
 

@@ -200,7 +200,7 @@ def test_late_ack_of_a_left_consumer_is_refused():
 
 
 def test_window_of_a_producer_is_exact():
-    """P2: 64 batches per producer, whatever their order, and 4,096 producers, the least recent forgotten first."""
+    """P2: 64 batches per producer, in any order, and 4,096 producers, the least recent forgotten first."""
     rng = Random(1)
     state, copy = State(), Copy(segment_bytes=1 << 24)
     copy.begin_epoch()

@@ -21,7 +21,7 @@ GROWING = frozenset({"open", "write", "reserve", "mkdir", "rename"})
 
 
 class SimulatedSystem(MemorySystem):
-    """File system whose calls fail, are cut short or pretend, as the seed has it."""
+    """File system with calls that fail, are cut short or pretend, by the seed."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Medium:
         return bool(names)
 
     def image(self) -> Medium:
-        """Return what a backup of the machine would hold: all that survives a power cut right now."""
+        """Return the content of a backup of the machine: all that survives a power cut right now."""
         image = Medium(SimulatedSystem(Random(0)))
         image.put_back(self)
         image.system.crash()

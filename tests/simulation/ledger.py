@@ -1,4 +1,4 @@
-"""Ledger of messages: what clients sent, had acknowledged and received, and the rules that stored messages follow.
+"""Ledger of messages: sent, acknowledged and received by clients, and the rules that stored messages follow.
 
 The oracles of cores, delay groups and shells are ledgers.
 """

@@ -85,7 +85,7 @@ def current() -> Process | None:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Loop whose time stands still while any callback is ready, and then jumps to the next timer."""
+    """Loop in a time that stands still while any callback is ready, and then jumps to the next timer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def faults_of(nemesis: type) -> dict[str, float]:
 
 
 class Record(Protocol):
-    """What a world notes of its strikes."""
+    """A world's notes of its strikes."""
 
     counts: Counter[str]
     met: Met

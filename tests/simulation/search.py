@@ -12,7 +12,7 @@ from tests.simulation.scenarios import Scenario
 from tests.simulation.steering import UNSTEERED, Steering
 
 MISFITS = "TypeError", "AttributeError", "NameError"
-"""Errors of a patch whose function has changed since."""
+"""Errors of a patch after a change of its function."""
 
 
 def first_seed_with(bug: Bug, scenario: Scenario, count: int) -> Outcome | None:

@@ -58,7 +58,7 @@ class Way:
     faults: tuple[str, ...] = ()
     """Faults that lead there; they are most strikes of a steered seed."""
     victim: int | None = None
-    """Copy whose disk loses fsynced bytes: the first master or the first slave."""
+    """Copy with a disk that loses fsynced bytes: the first master or the first slave."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Sizes and times of the seed that the way needs."""
     settings: Mapping[str, Any] = field(default_factory=dict)

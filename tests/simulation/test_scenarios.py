@@ -1,6 +1,6 @@
 """Each scenario keeps every promise under its faults, and the seeds meet the faults and states that they should.
 
-`make simulate` runs more seeds and prints what they met.
+`make simulate` runs more seeds and prints the states that they met.
 """
 
 from __future__ import annotations

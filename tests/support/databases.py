@@ -276,7 +276,7 @@ class PostgresqlServer(DatabaseServer):
 class PgBouncer(PostgresqlServer):
     """A pool before a PostgreSQL server: each transaction of a connection may be another server process's.
 
-    It rejects startup parameters that it does not know, `options` among them, as it does by default.
+    It rejects unknown startup parameters, `options` among them, as by default.
     """
 
     def __init__(self, server: PostgresqlServer) -> None:
@@ -314,7 +314,7 @@ class _WithTls(DatabaseServer):
 
     @property
     def tls(self) -> Tls:
-        """What its clients need."""
+        """Settings for its clients."""
         found = self.certificates
         return Tls("verify-full", str(found.ca), str(found.client), str(found.client_key))
 

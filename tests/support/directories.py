@@ -18,6 +18,6 @@ def brokers_of(group: str) -> tuple[Broker, Broker]:
 
 
 def add_group(repository: Repository, group: str) -> None:
-    """Add a broker group, whose term is 2 after two changes."""
+    """Add a broker group; its term is 2 after two changes."""
     for broker in brokers_of(group):
         repository.change([SetRoles(rules.add_broker(repository.load(), broker))])

@@ -42,7 +42,7 @@ LEAVE_S = 5.0
 
 
 class Wire(Connection):
-    """Connection of the session, whose requests wait for the command `arrive`."""
+    """Connection of the session; its requests wait for the command `arrive`."""
 
     is_open = True
 

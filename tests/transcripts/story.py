@@ -49,7 +49,7 @@ class Story:
 
 
 class LoopStory(Story):
-    """Story of shells, whose commands are coroutines on a loop in virtual time."""
+    """Story of shells, with coroutines as commands, on a loop in virtual time."""
 
     settle_s = 0.0
     """Virtual time after each command."""

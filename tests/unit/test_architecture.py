@@ -1,6 +1,6 @@
 """Shell. Reads which module imports which, and holds the arrows of the architecture against them.
 
-Imports point one way, towards what changes less. What a core may not do is written as what it may not import.
+Imports point one way, towards what changes less. Acts that are forbidden to a core are lists of forbidden imports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Package of ours -> other packages of ours that it may import. Whoever needs a process starts it, as a process.
 
-`qmq.server` is what processes that keep one copy of a group have in common; clients do not know it. The audit is no
+`qmq.server` holds the shared parts of processes that keep one copy of a group; clients do not know it. The audit is no
 process but a Spark program: its benchmark calls it within a session that is warm. The delay server's schedule is
 measured alone, without its process. And `qmq.testing` is no part of the library but a world for the cores of broker and
 delay server, as the simulator is; only tests may know it, those of applications and ours.
@@ -59,7 +59,7 @@ CLIENTS = {
     "qmq.worker",
     "qmq.reply",
 }
-"""Beside the layers: these import the wire only. The last three add to the client what some applications use."""
+"""Beside the layers: these import the wire only. The last three extend the client for some applications."""
 
 COMMANDS = "qmq.commands"
 """Table of operators' commands: for the metaserver and the tools, so nothing inside `qmq` loads it."""
@@ -113,7 +113,7 @@ PURE = {"random.Random", "uuid.UUID"}
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, the first word of its docstring, what it imports, whether it calls `open`."""
+    """One source file: its dotted name, the first word of its docstring, its imports, whether it calls `open`."""
 
     name: str
     kind: str
@@ -141,7 +141,7 @@ def package_of(name: str) -> str:
 
 
 def read_modules(root: Path) -> list[Module]:
-    """Parse every source file of ours below `root`, except what protoc wrote."""
+    """Parse every source file of ours below `root`, except those of protoc."""
     packages = sorted({package.partition(".")[0] for package in MAY_IMPORT} | LINKED)
     paths = (path for package in packages for path in sorted((root / package).rglob("*.py")))
     return [read_module(root, path) for path in paths if "_pb2" not in path.name]
@@ -229,7 +229,7 @@ def imported(nodes: list[ast.AST], package: tuple[str, ...]) -> Iterator[str]:
 
 
 def wrong_arrows(modules: list[Module]) -> list[str]:
-    """An import from one package of ours into another that it may not know."""
+    """An import from one package of ours into another that it must not import."""
     return [
         f"{module.name} imports {target}"
         for module in modules
@@ -267,7 +267,7 @@ def wrong_layers(modules: list[Module]) -> list[str]:
 
 
 def second_roots(modules: list[Module]) -> list[str]:
-    """What is installed puts nothing but `qmq` on the import path, so nobody may count on more."""
+    """An installation puts `qmq` alone on the import path, so no module may import more."""
     return [
         f"{module.name} imports {name}"
         for module in modules
@@ -277,7 +277,7 @@ def second_roots(modules: list[Module]) -> list[str]:
 
 
 def imports_of_main(modules: list[Module]) -> list[str]:
-    """Only a `main` builds and joins objects; `__main__` may start it, nobody else may borrow from it."""
+    """Only a `main` builds and joins objects; `__main__` may start it; no other module may import it."""
     mains = {module.name for module in modules if module.last in ("main", "__main__")}
     return [
         f"{module.name} imports {name}"
@@ -300,7 +300,7 @@ def impure_cores(modules: list[Module]) -> list[str]:
 
 
 def unnamed_kinds(modules: list[Module]) -> list[str]:
-    """A module that does not say whether it decides or acts."""
+    """A module without the word `Core.` or `Shell.`."""
     return [
         f"{module.name}: its docstring begins neither with 'Core.' nor with 'Shell.'"
         for module in modules

@@ -121,7 +121,7 @@ def test_schedule_of_a_newer_version_loses_no_message(change: str, is_rebuilt: b
 
 
 def test_frame_of_a_newer_version_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is neither a torn tail nor damage: an older version cut it off, and what followed it."""
+    """It is neither a torn tail nor damage: an older version cut it off, with all frames behind it."""
     copy = Copy.filled(5)
     copy.progress(FrameKind.POSITION, "", (5, 0, 0))
     copy.messages("after")

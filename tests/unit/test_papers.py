@@ -1,4 +1,4 @@
-"""Shell. What the papers say is there: numbers that are cited, tests and files that are named, decisions' states."""
+"""Shell. Names in the papers exist: numbers that are cited, tests and files that are named, decisions' states."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_file_that_a_paper_names_exists(paper):
 
 
 def anchors(page):
-    """What a link may name of a page, as GitHub makes it of the headings."""
+    """Anchors of a page, as GitHub makes them of the headings."""
     headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -108,7 +108,7 @@ TYPED = re.compile(r"(?:\bqmq|tools\.sh) ([A-Za-z][A-Za-z-]+)((?:(?! qmq )[^`|;#
 
 @pytest.mark.parametrize("page", sources(".md"), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_that_a_page_types_exists_with_its_options(page):
-    """What is typed begins a line of code or stands between backticks; `qmq` in a sentence is no command."""
+    """A typed command begins a line of code or stands between backticks; `qmq` in a sentence is no command."""
     wrong = []
     for line in page.read_text().replace("\\\n", " ").splitlines():
         for typed in TYPED.finditer(line):
@@ -160,7 +160,7 @@ def test_the_drawings_of_states_are_their_tables():
 
 
 def test_the_formatter_formats_all_of_it():
-    """One form of code that nobody has to think about: what reads badly then is to be said otherwise."""
+    """One form of code for all pages: rewrite a sentence that reads badly then."""
     exempt = "# fmt" + ":"
     assert [path for path in sources(".py") if exempt in path.read_text()] == []
 
@@ -169,7 +169,7 @@ BLOCK = re.compile(r"^ *```python[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 def blocks():
-    """What is shown as Python: (file and line, parsed)."""
+    """Python of the pages: (file and line, parsed)."""
     for path in [path for path in sources(".md") if "decisions" not in path.parts]:
         text = path.read_text()
         for block in BLOCK.finditer(text):
@@ -179,7 +179,7 @@ def blocks():
 
 
 def strange(where, node):
-    """What a block says of `qmq` that is not so."""
+    """Wrong claims of a block about `qmq`."""
     if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "qmq":
         module = import_module(str(node.module))
         yield from (
@@ -199,7 +199,7 @@ def _is_there(name):
 
 
 def _named(node):
-    """What `qmq.…` names; None: it is something else, or there is none."""
+    """Targets of `qmq.…` names; None: it is something else, or there is none."""
     is_ours = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "qmq"
     return getattr(qmq, node.attr, None) if is_ours else None
 

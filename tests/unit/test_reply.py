@@ -32,7 +32,7 @@ class Shop:
 
 @asynccontextmanager
 async def shop(answer=None):
-    """Run a service whose handler is `answer(producer, message)`; by default it answers with the square of a number."""
+    """Run a service with the handler `answer(producer, message)`; by default it answers with the square of a number."""
     async with Broker() as broker:
         options = {"metaserver": broker.metaserver, "app": "shop"}
         service, client = qmq.Consumer(**options), qmq.Consumer(**options)

@@ -85,7 +85,7 @@ class Metaserver:
         process.node.remembered_elsewhere(points, loss_accepted_term=known.loss_accepted_term)
 
     def known_points(self) -> Points:
-        """Return the points whose loss no operator accepted."""
+        """Return the points without an accepted loss."""
         accepted = self.loss_accepted_term
         points = {name: point for name, point in self.points.items() if point.epoch.term >= accepted}
         return Points(points, accepted)

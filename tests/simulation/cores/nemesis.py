@@ -1,4 +1,4 @@
-"""Faults of two copies whose cores run. A seed enables some and draws when and how they strike."""
+"""Faults of two copies made of cores. A seed enables some and draws when and how they strike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CoreNemesis(Nemesis):
         rng, way = world.events.rng, way_to(world.steering.state)
         super().__init__(rng, world.steering, world.events, self.faults(), least=0.02, ways=way.faults)
         self.victim = self._rng.choice(world.machines) if way.victim is None else world.machines[way.victim]
-        """The only machine whose disk loses fsynced bytes: no promise covers two lost disks."""
+        """The only machine with a disk that loses fsynced bytes: no promise covers two lost disks."""
         self._image: Medium | None = None
         self._image_of = ""
         self._rests = False

@@ -35,7 +35,7 @@ class Owner(Protocol):
 
 
 class Listener(Protocol):
-    """Machine whose present process accepts connections."""
+    """Machine with a process that accepts connections."""
 
     name: str
     process: Any
@@ -240,7 +240,7 @@ class Network:
             end.other.received(data)
 
     def _time_out(self, end: End, since_us: int | None) -> None:
-        """Break a connection whose other host acknowledged no packet for too long."""
+        """Break a connection after its other host acknowledged no packet for too long."""
         if end.stalled_since_us == since_us:
             if end.is_open and end.other.is_open:
                 self._events.count("half-open connection")

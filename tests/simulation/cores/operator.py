@@ -145,7 +145,7 @@ def _state(process: Process) -> ReplicaState:
 
 
 def set_aside(decision: Decision) -> list[str]:
-    """Return the hosts whose data directories RecoverGroup sets aside."""
+    """Return the hosts with data directories that RecoverGroup sets aside."""
     return [step.removeprefix(ASIDE).partition(":")[0] for step in decision.steps if step.startswith(ASIDE)]
 
 

@@ -1,4 +1,4 @@
-"""The oracle excuses only what a fault explains."""
+"""The oracle excuses only effects of a fault."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_chosen_copy_may_lack_only_known_damage() -> None:
 
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_order_is_excused_only_by_a_dead_letter(is_dead) -> None:
-    """A consumer whose lease ran out may finish late, or get the message again."""
+    """A consumer may finish late after its lease, or get the message again."""
     oracle = World(1).oracle
     oracle.is_ordered = True
     earlier, later = [f"m{n}" for n in range(100) if order_key(f"m{n}") == "k1"][:2]

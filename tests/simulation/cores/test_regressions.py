@@ -183,7 +183,7 @@ def test_damage_beyond_the_other_copys_end_is_cut(found: str) -> None:
 
 
 def test_consumer_of_a_deposed_master_starts_again() -> None:
-    """A master that is alone delivers what is safe; its pull sequences must not hide other messages."""
+    """A master that is alone delivers safe messages; its pull sequences must not hide other messages."""
     group = BrokerGroup.made().start()
     client = Client(group.a)
     client.produce("m0", "m1", "m2", "m3")

@@ -1,4 +1,4 @@
-"""World of one seed whose cores run: war, peace, and the final checks."""
+"""World of one seed, made of cores: war, peace, and the final checks."""
 
 from __future__ import annotations
 

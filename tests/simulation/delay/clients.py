@@ -46,7 +46,7 @@ class DelayProducer(Producer):
 
 
 def delayed(subject: str, id: str, due_ms: int, *, size: int = 0) -> bytes:
-    """Encode a delayed message whose key is its id."""
+    """Encode a delayed message with its id as key."""
     data = with_properties(encode_message(Message(subject, {"n": "x" * size}, id=id), 0), {DELAY_KEY: f"key-{id}"})
     return bytes((data[0] | 2,)) + data[1:9] + due_ms.to_bytes(8, "big") + data[17:]
 

@@ -52,7 +52,7 @@ class DelayOracle(Oracle):
         """Id -> where it was stored, each batch once."""
         self.tried: dict[str, dict[Key, None]] = defaultdict(dict)
         self.unknown: set[Key] = set()
-        """Attempted batches, except those whose only attempt was rejected."""
+        """Attempted batches, except those with one attempt, rejected."""
         self._reported_stored: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """(end, chain) of a frame -> (producer id, number) of batches that it reports as stored."""
         self._known_stored: set[tuple[int, int]] = set()

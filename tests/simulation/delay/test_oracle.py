@@ -1,4 +1,4 @@
-"""The delay oracle excuses only what a fault explains."""
+"""The delay oracle excuses only effects of a fault."""
 
 from __future__ import annotations
 

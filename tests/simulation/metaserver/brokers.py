@@ -117,7 +117,7 @@ class Process:
     in_sync: bool = False
     """Whether the slave's log reached its master's log end, in this term and process."""
     slaves: list[Process] = field(default_factory=list)
-    """Linked slaves, whose copies count."""
+    """Linked slaves with counting copies."""
     met: list[Process] = field(default_factory=list)
     """Slaves that sent a hello in this mastership."""
     is_unfilled: bool = False
@@ -161,7 +161,7 @@ class Acknowledged:
 
     messages: set[int] = field(default_factory=set)
     given_up: set[int] = field(default_factory=set)
-    """Messages whose loss an operator accepted."""
+    """Messages that an operator accepted as lost."""
     masters: dict[int, Disk] = field(default_factory=dict)
     """Term -> disk of the master that acknowledged in it."""
 

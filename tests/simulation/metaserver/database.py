@@ -32,7 +32,7 @@ DECIDED = (
     "client_offline_state",
     "audit_trail",
 )
-"""Tables of what operators decide, and their audit trail."""
+"""Tables of operators' decisions, and their audit trail."""
 COLUMNS = {name: tuple(column.name for column in metadata.tables[name].columns) for name in DECIDED}
 
 

@@ -45,7 +45,7 @@ class Job:
 
 
 class JobLoop(VirtualLoop):
-    """Loop whose time stands still until the world advances it."""
+    """Loop in a time that the world advances."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)

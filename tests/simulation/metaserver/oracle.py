@@ -172,7 +172,7 @@ class Oracle:
         self._terms: dict[str, int] = {}
         self._masterships: dict[tuple[str, int], tuple[Roles, int]] = {}
         self._lost: dict[str, int] = {}
-        """Groups whose row was restored to an older state, with the newest term lost by that."""
+        """Groups with a row restored to an older state, with the newest term lost by that."""
         self._found: Violation | None = None
         self._rows: dict[Any, Record] = {}
         self._states: dict[Any, list[Decided]] = {}

@@ -139,7 +139,7 @@ def lose_a_swap(world: World, group: str) -> None:
 
 @pytest.mark.parametrize("group", ["g1", "g2"])
 def test_each_metaserver_names_the_remedy_for_old_rows(world: World, group: str) -> None:
-    """Brokers without a role, whose heartbeats carry the term they stored, may report to another metaserver."""
+    """Brokers without a role send the stored term in heartbeats, and may report to another metaserver."""
     lose_a_swap(world, group)
     operator = Operator(world, world.servers[0], group)
     assert "AdoptRoles" in operator.doctor()[-1] and "--force=true" in operator.doctor()[-1]

@@ -81,9 +81,9 @@ class Errand:
     task: asyncio.Task[Any] | None = None
     status: int | None = None
     commits: int = 0
-    """Its transactions that changed what operators decide."""
+    """Its transactions that changed operators' decisions."""
     failures: int = 0
-    """Its jobs that failed, or whose answer was lost or late."""
+    """Its jobs that failed, or had a lost or late answer."""
     given_up: bool = False
 
     @property

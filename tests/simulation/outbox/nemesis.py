@@ -47,7 +47,7 @@ class OutboxNemesis(Nemesis):
 
     @fault()
     def relay_starts(self) -> bool:
-        """Start a process of the application, whose producer relays rows that others left."""
+        """Start a process of the application; its producer relays rows that others left."""
         if may := len(self._world.relays) < 3:
             self._world.start_relay()
         return may

@@ -1,4 +1,4 @@
-"""Faults of a world whose shells run. A seed enables some and draws when and how they strike."""
+"""Faults of a world made of shells. A seed enables some and draws when and how they strike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ShellNemesis(Nemesis):
         super().__init__(Random(f"{seed} nemesis"), world.steering, world, faults, least=0.05)
         dice = Random(f"{seed} victims")
         self._victims = [dice.choice(copies) for copies in world.groups.values()]
-        """The one copy of each group whose disk loses fsynced bytes: no promise covers two lost disks."""
+        """The one copy of each group with a disk that loses fsynced bytes: no promise covers two lost disks."""
         self._again()
         if world.steering.state:
             self._look()

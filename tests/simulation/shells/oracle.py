@@ -42,7 +42,7 @@ class Oracle(Ledger):
         """(subject, order key) -> acknowledged messages with this key."""
         self.done: set[str] = set()
         self._stored: dict[str, str] = {}
-        """Message id -> group whose log has it; without delayed ones."""
+        """Message id -> group with it in its log; without delayed ones."""
         self._sent_on: set[str] = set()
         """Messages of delay servers and outboxes that a broker group has."""
         self._sent_after: dict[str, tuple[str, str, int] | None] = {}
@@ -138,7 +138,7 @@ class Oracle(Ledger):
 
     @property
     def forgotten(self) -> set[str]:
-        """Return messages without an outcome whose producer still runs."""
+        """Return messages without an outcome and with a running producer."""
         return {
             text
             for text, (name, life) in self.waiting.items()
@@ -146,7 +146,7 @@ class Oracle(Ledger):
         }
 
     def check_logs(self, group: str, logs: dict[str, MessageLog]) -> None:
-        """Check at the end that each copy has each acknowledged message once, where its receipt says.
+        """Check at the end that each copy has each acknowledged message once, at the place in its receipt.
 
         Messages of delay servers may be stored twice, anywhere: a batch of unknown outcome is sent again. Rows of the
         outbox may be stored by their producer, and once more by a drain.

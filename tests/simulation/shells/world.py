@@ -414,7 +414,7 @@ def simulate(
     """Run one seed to its end; a failure is in the outcome.
 
     Args:
-        is_plain: one broker group, whose disks and database lose no bytes.
+        is_plain: one broker group, with disks and a database that lose no bytes.
         joins: as in `Swarm`; None: as the seed has it.
     """
     folder = Path(tempfile.mkdtemp(prefix="qmq-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))

@@ -102,7 +102,7 @@ class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
 
 
 class BusyBroker(Broker):
-    """Broker whose retention deletes the first segment after the second DescribeLog, unless the log is held.
+    """Broker that deletes the first segment after the second DescribeLog, unless the log is held.
 
     With `forgets` it restarted, and has no holders.
     """

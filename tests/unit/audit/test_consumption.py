@@ -125,7 +125,7 @@ def test_deliveries_within_a_later_log_are_judged():
 
 @pytest.mark.parametrize("new, found", [((), []), ((4,), [FindingKind.PASSED])], ids=["a dead letter", "a new message"])
 def test_redeliveries_do_not_reveal_a_filter(new, found):
-    """The next pull gets messages with too many deliveries, to make dead letters of them, whatever its filter."""
+    """The next pull gets messages with too many deliveries, to make dead letters of them, with any filter."""
     copy, first = a_history()
     copy.progress(FrameKind.NACK, "c1", (first, first + 4, 0), subject="s")
     copy.flush()

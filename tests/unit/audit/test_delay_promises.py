@@ -60,7 +60,7 @@ def dispatch_early(log: LogWriter, places: list[tuple[int, int]]) -> None:
 
 
 def plan_later(log: LogWriter, places: list[tuple[int, int]]) -> None:
-    """The plan of batch 2, and what became of it, are in neither copy."""
+    """The plan of batch 2 and its outcome are in neither copy."""
     dispatched(log, places, 3)
     settle(log, 3)
 

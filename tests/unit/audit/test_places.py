@@ -1,4 +1,4 @@
-"""Shell. Two places are audited only if they are two brokers of the group, whatever their names."""
+"""Shell. Two places are audited only if they are two brokers of the group, with any names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Copies are compared byte by byte, in whatever parts they return their bytes."""
+"""Shell. Copies are compared byte by byte, in any parts of their answers."""
 
 from __future__ import annotations
 

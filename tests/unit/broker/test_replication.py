@@ -221,7 +221,7 @@ def test_empty_master_restores_a_bare_snapshot():
 
 
 def a_master_restoring_in_pieces() -> Group:
-    """Return a group whose new master has restored only the first segments from its slave."""
+    """Return a group with a new master that has restored only the first segments from its slave."""
     group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
     replace_master(group)
     while group.a.log.end < group.b.log.bases[2]:
@@ -556,7 +556,7 @@ def test_older_or_contradicting_rows_change_nothing():
 
 
 def test_older_row_stays_ignored_after_a_restart():
-    """The disk keeps the newest row, although its master was never heard."""
+    """The disk keeps the newest row, although its master sent no packet."""
     group, _ = a_group()
     group.b.assign(Role.SLAVE, 3)
     group.b.crash()

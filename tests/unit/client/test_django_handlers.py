@@ -19,7 +19,7 @@ from tests.unit.outbox.worlds import DjangoWorld
 
 @pytest.fixture
 def alias(database_server: DatabaseServer):
-    """Alias of a Django database whose connections stay open, without health checks."""
+    """Alias of a Django database with lasting connections and no health checks."""
     world = DjangoWorld(database_server.create_database())
     connections.databases[world.connection.alias]["CONN_MAX_AGE"] = None
     world.engine.dispose()

@@ -93,7 +93,7 @@ def hurried(monkeypatch):
 
 
 class Slow:
-    """First consumer, whose handlers take up to `FAST` messages at once, and then none before `gate` is set."""
+    """First consumer: its handlers take up to `FAST` messages at once, and then none before `gate` is set."""
 
     def __init__(self, metaserver: LocalMetaserver, **options: object) -> None:
         self.client = consumer_of(metaserver, consumer_id="slow")

@@ -1,4 +1,4 @@
-"""Shell. Clients in a process whose threads and sockets gevent or eventlet replaced: they hung past every timeout."""
+"""Shell. Clients in a process with threads and sockets of gevent or eventlet: they hung past every timeout."""
 
 from __future__ import annotations
 

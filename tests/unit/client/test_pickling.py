@@ -33,7 +33,7 @@ OF_ARGUMENTS: dict[type[QmqError], QmqError] = {
     errors.SubjectFull: errors.SubjectFull("full", "lag", "a"),
     import_module("qmq.settings").InvalidSettings: import_module("qmq.settings").InvalidSettings(["one", "two"]),
 }
-"""Errors whose constructor takes more than a text."""
+"""Errors with more arguments than a text."""
 
 
 def tree(root: type[QmqError]) -> list[type[QmqError]]:

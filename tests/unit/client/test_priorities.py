@@ -19,7 +19,7 @@ SUBJECTS = {"a": 0, "b": 1, "c": 9}
 
 
 class Calls:
-    """Consumer with a listener per subject, whose calls end on request."""
+    """Consumer with a listener per subject; its calls end on request."""
 
     def __init__(self, metaserver: LocalMetaserver, subjects: str) -> None:
         self.client = consumer_of(metaserver)

@@ -67,7 +67,7 @@ class Hold:
 
 
 def lose_answer(broker: LocalBroker, then: Callable[[], object] = lambda: None) -> None:
-    """Cut the connection instead of the next answer to PRODUCE, whose batch is stored; then call `then`."""
+    """Cut the connection instead of the next answer to PRODUCE; the batch is stored; then call `then`."""
 
     def lose(connection: Connection, request: Packet) -> bool:
         if request.code == Command.PRODUCE:

@@ -31,7 +31,7 @@ def processes():
 
 
 def running(processes, count=2, **options):
-    """Return a plan whose processes are all ready at time 0."""
+    """Return a plan with all processes ready at time 0."""
     plan = Plan(count, processes, stop_s=30.0, **options)
     plan.look(0.0)
     for process in range(1, count + 1):

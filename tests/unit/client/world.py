@@ -77,7 +77,7 @@ class View:
 
 
 class Guest(Connection):
-    """Accepted connection, whose answers pass the port's hooks."""
+    """Accepted connection; its answers pass the port's hooks."""
 
     def answer(self, request: Packet, *parts: Buffer, code: int = 0) -> None:
         changed = self._handler.changed_answer(self, request, parts) if code == 0 else parts  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ class Port(Acceptor):
         self.on_produce: Callable[[Connection, Packet, Attempt], bool] = lambda *_: False
         self.on_answer: Callable[[Connection, Packet], bool] = lambda *_: False
         self.holds: set[Command] = set()
-        """Commands whose requests wait in `held` until `release`."""
+        """Commands of requests that wait in `held` until `release`."""
         self.held: list[tuple[Connection, Packet]] = []
         self.loses_answer_to: Command | None = None
         """The next request of this command is carried out, and then the connections are cut instead of an answer."""
@@ -225,7 +225,7 @@ class LocalBroker(Port):
         self.is_old = False
         """Whether answers lack `begins`, as those of older brokers."""
         self.suspected: set[int] = set()
-        """Sequences whose pieces are marked as held by a consumer that vanished."""
+        """Sequences of pieces marked as held by a consumer that vanished."""
         self.earlier: dict[int, int] = {}
         """Sequence -> deliveries before the first one of this log."""
         self.ack_error: QmqError | None = None
@@ -619,7 +619,7 @@ async def listening(consumer: qmq.Consumer) -> AsyncIterator[asyncio.Task[None]]
 
 @asynccontextmanager
 async def handling(handler: Any, messages: int = 1, **options: Any) -> AsyncIterator[LocalBroker]:
-    """Run consumer "c1" of group "g", whose handler gets the numbered messages of subject "a"."""
+    """Run consumer "c1" of group "g"; its handler gets the numbered messages of subject "a"."""
     async with cluster("g1") as (metaserver, [broker]):
         fill(broker, range(messages))
         consumer = consumer_of(metaserver, consumer_id="c1")

@@ -143,7 +143,7 @@ BURNING = WELL | {
     'qmq_audit_verdict{broker_group="g1",verdict="findings"}': "1",
     'qmq_broker_scrub_findings_total{broker_group="g1",instance="b1"}': "0+1x3000",
 }
-"""Series whose faults silence alerts of their own installation."""
+"""Series with faults that silence alerts of their own installation."""
 
 
 def readonly(reason, kind="broker"):

@@ -1,4 +1,4 @@
-"""Shell. `qmq hello` receives exactly its own message, whatever else the subject holds."""
+"""Shell. `qmq hello` receives exactly its own message, beside any other content of the subject."""
 
 from __future__ import annotations
 

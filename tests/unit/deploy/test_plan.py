@@ -1,4 +1,4 @@
-"""Shell. A cluster's ports and token are chosen once, from what is free, and kept."""
+"""Shell. A cluster's ports and token are chosen once, from free ones, and kept."""
 
 from __future__ import annotations
 

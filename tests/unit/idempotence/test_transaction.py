@@ -131,7 +131,7 @@ def test_failed_handler_keeps_nothing(world, database, error):
 
 @pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 def test_a_commit_that_the_database_refuses_fails_the_message(world, database):
-    """QMQ swallows it and acks the message, whose work is lost. (MariaDB checks nothing that late.)"""
+    """QMQ swallows it and acks the message; its work is lost. (MariaDB checks nothing that late.)"""
     with database.begin() as connection:
         connection.execute(text("CREATE TABLE parcel (number INTEGER PRIMARY KEY)"))
         late = "number INTEGER REFERENCES parcel (number) DEFERRABLE INITIALLY DEFERRED"

@@ -32,7 +32,7 @@ class Copy:
 
     @classmethod
     def begun(cls, *args: Any, **layout: Any) -> Copy:
-        """Return a copy whose log has one epoch frame."""
+        """Return a copy with one epoch frame in its log."""
         copy = cls(*args, **layout)
         copy.begin_epoch()
         return copy

@@ -1,4 +1,4 @@
-"""Core. A log whose damage no copy can repair becomes whole without it; nothing is deleted."""
+"""Core. A log becomes whole without damage that no copy can repair; nothing is deleted."""
 
 from __future__ import annotations
 

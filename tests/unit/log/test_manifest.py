@@ -85,7 +85,7 @@ def test_manifest_follows_every_change():
 
 @pytest.mark.parametrize("agreed", [True, False])
 def test_interrupted_deletion_is_whole_or_nothing(agreed):
-    """Segments whose deletion was not agreed are set aside."""
+    """Segments without an agreed deletion are set aside."""
     for call in range(1, 14):
         copy = Copy.filled(30, tail_bytes=0)
         bases = list(copy.log.bases)

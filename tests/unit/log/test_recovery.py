@@ -339,7 +339,7 @@ def test_broken_end_of_a_closed_segment_is_damage(followers, is_zeros):
 
 
 def torn_at_its_end() -> tuple[Copy, Frame]:
-    """Return a log whose last frame is damaged, and that frame."""
+    """Return a log with a damaged last frame, and that frame."""
     copy = Copy.filled(60, tail_bytes=0)
     base = copy.log.bases[-1]
     last = copy.log.stored.read(base, copy.log.end, 1 << 20).frames[-1]

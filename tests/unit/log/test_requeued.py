@@ -1,4 +1,4 @@
-"""Core. Requeued ranges equal a dictionary of messages; a pull costs what it takes, not what waits."""
+"""Core. Requeued ranges equal a dictionary of messages; the cost of a pull follows its messages, not the backlog."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ async def test_repeatedly_lost_race_is_refused(world):
 
 
 class BrokenCommit:
-    """A database whose connection breaks in the next commit: after it, or before it."""
+    """A database with a connection that breaks in the next commit: after it, or before it."""
 
     def __init__(self, monkeypatch, *, stored):
         change = Repository.change
@@ -368,7 +368,7 @@ async def test_concurrent_additions_make_one_master(world):
 
 
 async def test_password_is_stored_encrypted_only(world):
-    """Weakness 29: a password is neither shown nor recorded, and what is stored is encrypted."""
+    """Weakness 29: a password is neither shown nor recorded, and is stored encrypted."""
     words = {"host": "db1", "port": 3306, "username": "app", "password": "hunter2"}
     answers = [await world.run("AddDb", **words, dryRun="true"), await world.run("AddDb", **words)]
     answers.append(await world.run("ListDbs"))

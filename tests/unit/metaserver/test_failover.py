@@ -33,7 +33,7 @@ def _new_master_reports_at_once(monkeypatch):
 
 
 async def lose_master(world):
-    """Make a group whose master has ended and whose slave is complete."""
+    """Make a group with an ended master and a complete slave."""
     await world.running_copies()
     world.beat("g1-a", incarnation="disk of g1-a", in_step=("disk of g1-b",))
     world.beat("g1-b", incarnation="disk of g1-b", in_sync=True, flushed_end=4096)

@@ -95,7 +95,7 @@ async def test_group_that_came_back_is_reported_for_a_day_again(world):
 
 
 async def test_derived_subjects_keep_their_groups(world):
-    """Their positions tell which dead letters went back; a mailbox goes with its group."""
+    """Their positions show which dead letters went back; a mailbox goes with its group."""
     rows = [unused(f"{kind}%s1%shop", "qmq.redrive", 90) for kind in ("%DEAD_RETRY", "%RETRY")]
     expiry = await cluster(world, g1=rows, g2=[])
     await looks(expiry)

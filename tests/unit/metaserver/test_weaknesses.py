@@ -63,7 +63,7 @@ _NAMED = re.compile(r"\bWeakness(?:es)? (\d+(?:(?:, | and |, and )\d+)*)")
 
 
 def named_in(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number of a weakness, node id) of each test whose docstring names one."""
+    """Yield (number of a weakness, node id) of each test with one in its docstring."""
     module = ast.parse(path.read_text(), str(path))
     for parent in ast.walk(module):
         for node in ast.iter_child_nodes(parent):

@@ -114,7 +114,7 @@ def test_waiting_messages_share_the_timeout(session_world, broker):
 
 @pytest.mark.parametrize("key", [None, "k"])
 def test_message_without_room_in_time_is_not_sent(broker, producer, key):
-    """Like the end of a transaction whose messages take longer than `timeout_s`."""
+    """Like the end of a transaction with messages that take longer than `timeout_s`."""
     assert producer.send(Message("order.paid", id="first")).is_stored
     late = [Message("order.paid", id=f"late-{number}", order_key=key) for number in range(3_000)]
     own = producer._session()

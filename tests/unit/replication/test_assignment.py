@@ -1,4 +1,4 @@
-"""Core. A broker's assignment: its peers, what it may lack, and its stored form."""
+"""Core. A broker's assignment: its peers, its missing fields, and its stored form."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_slave_receives_points_it_confirmed():
 
 
 def rolled_back() -> Group:
-    """Return a group whose master's disk is older than a point that its slave stored."""
+    """Return a group with a master's disk that is older than a point that its slave stored."""
     group = Group.made().start()
     older = group.a.disk.copy()
     Client(group.a).produce("m")
@@ -344,7 +344,7 @@ def test_rolled_back_master_refuses_a_rolled_back_slave():
 
 
 def with_a_new_master() -> Copies:
-    """Return copies whose master lost its directory; b and c have its frames and sent no hello yet."""
+    """Return copies after their master lost its directory; b and c have its frames and sent no hello yet."""
     copies = Copies().start()
     Client(copies.a).produce("m1")
     copies.settle()

@@ -311,7 +311,7 @@ def test_only_a_lacking_mastership_restarts():
 
 
 def wrote_alone() -> Group:
-    """Return a group whose master was rolled back and then wrote without its slave."""
+    """Return a group with a master that was rolled back and then wrote without its slave."""
     group = Group.made().start()
     older = group.a.disk.copy()
     for number in range(5):
@@ -423,7 +423,7 @@ def test_master_ships_when_its_link_is_writable_again():
 
 
 def with_an_empty_master():
-    """Return a group whose new, empty master is restored by its slave."""
+    """Return a group with a new, empty master that its slave restores."""
     group = stored()
     group.cut()
     group.a = Broker("new master", group.a.settings)

@@ -1,4 +1,4 @@
-"""Core. Failover and swap: orders of the metaserver, promises, and what ends them."""
+"""Core. Failover and swap: orders of the metaserver, promises, and their ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Addresses of a copy: where it listens, and what others connect to."""
+"""Core. Addresses of a copy: where it listens, and where others connect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Shipping frames between copies: what is sent when, and what a confirmation proves."""
+"""Core. Shipping frames between copies: times of frames, and the proof in a confirmation."""
 
 from __future__ import annotations
 

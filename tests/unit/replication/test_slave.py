@@ -1,4 +1,4 @@
-"""Core. A slave does what was agreed with its master; refused packets change nothing."""
+"""Core. A slave carries out the agreement with its master; refused packets change nothing."""
 
 from __future__ import annotations
 

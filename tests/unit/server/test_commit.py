@@ -16,7 +16,7 @@ class Ended(BaseException):
 
 
 class World:
-    """A service whose node records its calls."""
+    """A service with a node that records its calls."""
 
     def __init__(self, copy: Copy) -> None:
         self.copy, self.flushed_ends, self.commits, self.sync_seconds, self.sync_us = copy, [], 0, 0.0, 0.0

@@ -26,7 +26,7 @@ ORDERS = [
 
 
 class World:
-    """A service whose core calls `call`."""
+    """A service with a core that calls `call`."""
 
     def __init__(self, call):
         self.stirs, self.ended = 0, []

@@ -13,7 +13,7 @@ from tests.unit.log.logs import Copy
 
 
 class World:
-    """A service whose log keeps only its newest segment and gets a message per commit."""
+    """A service with a log that keeps its newest segment and gets a message per commit."""
 
     def __init__(self, copy: Copy) -> None:
         self.copy, self.gone, self.log_holders, self.reader_positions = copy, [], set(), {}

@@ -1,4 +1,4 @@
-"""Shell. A broker whose metaserver refuses it or does not answer."""
+"""Shell. A broker and a metaserver that refuses it or does not answer."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Ended(Exception):
 
 
 class World:
-    """A service whose reads the test completes."""
+    """A service with reads that the test completes."""
 
     def __init__(self) -> None:
         self.disk, self._disk_watch = SimpleNamespace(sweep=None), SimpleNamespace(is_full=False)

@@ -1,4 +1,4 @@
-"""Core. Cached tokens, and what a connection may do."""
+"""Core. Cached tokens, and the rights of a connection."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ QMQS = {
     "ResetOffset": "subject* group* action",
     "AddDb": "type host port username password room",
 }
-"""QMQ's commands; `*`: required. For AddDb the metaserver checks what a type of database needs: SQLite has no
+"""QMQ's commands; `*`: required. For AddDb the metaserver checks the needs of a type of database: SQLite has no
 server.
 """
 

@@ -1,4 +1,4 @@
-"""Core. Addresses of a watchdog: where it listens, and what the others connect to."""
+"""Core. Addresses of a watchdog: where it listens, and where others connect."""
 
 from __future__ import annotations
 
