@@ -108,7 +108,7 @@ PICTURES = {
     "group": ("/console/group?name=g1", 900),
     "subjects": ("/console/subjects", 420),
     "consumers": ("/console/consumers?subject=order.changed", 1100),
-    "messages": ("/console/messages?subject=order.changed", 620),
+    "messages": ("/console/messages?subject=mail.wanted", 620),
     "dead": ("/console/messages?subject=mail.wanted&dead=mail", 620),
     "delayed": ("/console/delayed", 860),
     "outbox": ("/console/outbox", 640),

@@ -202,7 +202,7 @@ async def test_dead_letters_are_shown_with_reasons(console):
     console.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
     text = await console.read("/messages", subject="order.changed", dead="billing")
     assert "g1 / 1 40 bytes ValueError: no price, attempts: 5" in text and "Redrive…" in text
-    assert "Dead letters of billing of order.changed" in text
+    assert "Dead letters of billing in order.changed" in text
     assert text.count("no price") == 1 and "qmq_" not in text, "broker properties are not shown as content"
     assert console.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
