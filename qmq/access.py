@@ -32,7 +32,7 @@ TOKEN_VARIABLE = "QMQ_TOKEN"
 FILE_VARIABLE = "QMQ_TOKEN_FILE"
 TOKEN_CHARS_MAX = 4096
 SETTLED_NS = 1_000_000_000
-"""Age of a file's change from which its times tell the next one: kernels count them in steps of milliseconds."""
+"""Age of a file's change from which its times show the next one: kernels count them in steps of milliseconds."""
 STANDARD_INPUT = "-"
 MOUNTS = Path("/proc/self/mountinfo")
 SHARED_FOLDERS = frozenset({"/tmp", "/var/tmp", "/dev/shm", "/run"})

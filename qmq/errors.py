@@ -30,7 +30,7 @@ QmqError
 ├── UnreadablePayload     a codec or key is missing here: register it; the message stays in its group
 │   └── MissingExtra          install the library named in the text; the message is unchanged
 ├── OperatorError         an operator's action was refused; nothing changed
-├── IllegalTransition     bug of qmq: the part whose table of states lacks the move ends, not its process
+├── IllegalTransition     bug of qmq: a table of states lacks the transition; the part ends, not its process
 └── LogError              this copy of a log needs repair, or its process must end
     ├── CorruptFrame          fetch the range from the other broker
     │   └── ForeignSegment        the same; its frames are whole, and of another history
@@ -95,7 +95,7 @@ class QmqError(Exception):
     limited_subject: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy without `__init__`, whose arguments are not the text: errors leave process pools."""
+        """Pickle and copy without `__init__`, which takes more than the text: errors leave process pools."""
         return _restored, (type(self), self.args, self.__dict__)
 
 

@@ -193,7 +193,7 @@ class _Server(uvicorn.Server):
 
 
 class BodyTooLarge(Exception):
-    """The body of a request is longer than its limit; the text says so."""
+    """The body of a request is longer than its limit; the text names both."""
 
 
 async def read_body(receive: Receive, *, bytes_max: int, timeout_s: float) -> bytes | None:

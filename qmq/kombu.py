@@ -1,7 +1,7 @@
 """Shell. Transport of kombu, with which Celery's tasks are messages of qmq: `broker_url = "qmq://127.0.0.1:8080"`.
 
 Importing this module registers the name `qmq`. A queue is a subject, and all workers are one consumer group of it. An
-unacked task belongs to its worker's lease; the broker keeps the log. docs/integrations.md lists what differs from AMQP.
+unacked task belongs to its worker's lease; the broker keeps the log. Differences from AMQP: docs/integrations.md.
 
     message of kombu    property `kombu`, JSON: body, headers, properties with delivery_tag and delivery_info
     task with an ETA    delayed message, unless the option `delay` is off

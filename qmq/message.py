@@ -126,7 +126,7 @@ class Message:
         retries_max: int | None = None,
         expires_after: float | timedelta | None = None,
     ) -> Message:
-        """Return a message whose body is `payload`, encoded by `codec` or by the codec of its type (docs/payloads.md).
+        """Return a message with `payload` as body, encoded by `codec` or by the codec of its type (docs/payloads.md).
 
         Raises:
             InvalidMessage: the payload cannot be encoded; the text names the remedy.
@@ -355,7 +355,7 @@ _READERS: dict[str, Callable[[str], Value]] = {
 
 
 def types_of(classes: tuple[type, ...]) -> str:
-    """Return the types of properties whose values have these classes, one character each: s(tr), i(nt), f(loat),
+    """Return the types of properties with values of these classes, one character each: s(tr), i(nt), f(loat),
     b(ool), d(atetime). Empty if all are texts.
 
     The values are valid. A subclass has the type of its base class.

@@ -1,4 +1,4 @@
-"""Shell. The acceptor of a gRPC server: rejects calls without a token whose role the method's entry lists.
+"""Shell. The acceptor of a gRPC server: rejects calls without a token of a role in the method's entry.
 
 Every server of ours has one. Methods missing in the table are refused for all callers.
 """

@@ -93,7 +93,7 @@ def is_derived_name(name: str) -> bool:
 
 
 def real_subject(name: str) -> str:
-    """Return the subject whose broker groups hold the messages of `name`: itself, or the real subject of a
+    """Return the subject with the broker groups that hold the messages of `name`: itself, or the real subject of a
     derived one.
     """
     derived = parse_derived(name)

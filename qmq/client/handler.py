@@ -1,7 +1,7 @@
 """Shell. Calls of application functions: accepted kinds, filters, threads, and the work that a call returns.
 
-A call may return before its work is done, and a message acked then is lost. `check_callable` rejects a function whose
-body a call would not run. `finished` completes work that only the returned object shows.
+A call may return before its work is done, and a message acked then is lost. `check_callable` rejects a function with a
+body that a call would not run. `finished` completes work that only the returned object shows.
 
 A filter gets the message and `handle`, which calls the next filter or the handler. The first filter of the list is the
 outermost. `handle` returns when all work that the handler returned has ended.

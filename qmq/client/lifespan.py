@@ -20,8 +20,8 @@ class Lifespan:
     """Clients of an application, opened in this order and closed in reverse, again for each run of the application.
 
     The listeners of a Consumer run in between; at the end it drains: handlers finish, acks are sent, the rest goes
-    back. Other clients, such as a Producer or a Requester, are entered and left. List producers before the consumers
-    whose handlers use them.
+    back. Other clients, such as a Producer or a Requester, are entered and left. List producers before consumers
+    with handlers that use them.
     """
 
     def __init__(self, *clients: Consumer | AbstractAsyncContextManager[Any]) -> None:

@@ -395,7 +395,7 @@ class Producer:
     ) -> Receipt | asyncio.Future[Receipt]:
         """Send one message and return its receipt: stored, refused or unknown.
 
-        `send(subject, payload, …)` encodes a payload as the body of a message, whose other arguments follow:
+        `send(subject, payload, …)` encodes a payload as the body of a message; its other arguments follow:
         `properties`, `tags`, `id`, `order_key`, `retries_max`, `expires_after`, and the `codec` (docs/payloads.md).
 
         Messages sent at the same time share a batch. The call waits while the queue is full.

@@ -50,7 +50,7 @@ class Idempotence:
     Args:
         keys: store of keys, for instance `SqlKeys(engine)`.
         key: identifies the work instead of the message's id, for instance `lambda message: message["orderNo"]`.
-        lease_s: delay of a message whose process died. The lease is renewed while a handler runs.
+        lease_s: delay of a message after its process died. The lease is renewed while a handler runs.
         done_for: errors that mark a message as handled. It fails, is redelivered, and is acked then.
         handle_anyway: handle messages even if the store fails, perhaps more than once; otherwise they fail.
     """

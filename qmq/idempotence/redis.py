@@ -54,7 +54,7 @@ class RedisKeys:
     keys. A redelivered message is then handled again; none is lost.
 
     Args:
-        client: an asyncio client, or a blocking one, whose calls then run in threads.
+        client: an asyncio client, or a blocking one; its calls then run in threads.
         keep_s: how long handled messages are remembered; later redeliveries are handled again.
         prefix: prefix of all keys in Redis.
     """

@@ -26,7 +26,7 @@ class SqlKeys:
     """Keys in a table, for `Idempotence`; each step is a transaction of its own.
 
     Args:
-        engine: an AsyncEngine, or an Engine, whose calls then run in threads.
+        engine: an AsyncEngine, or an Engine; its calls then run in threads.
         table: name of the table; `create_table` creates it.
         now_ms: the clock.
     """

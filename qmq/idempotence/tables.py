@@ -59,7 +59,7 @@ def claims_table(metadata: MetaData, name: str = CLAIMS) -> Table:
 def _table(metadata: MetaData, name: str, *columns: Column[Any]) -> Table:
     name, key = plain_text("the name of a table", name), Column("message_key", CHAR(64), primary_key=True)
     moment = columns[-1].name
-    index = Index(f"ix_{name}_{moment}", moment)  # an explicit name, whatever the metadata's naming convention
+    index = Index(f"ix_{name}_{moment}", moment)  # an explicit name, for any naming convention of the metadata
     return Table(name, metadata, key, *columns, index, mysql_engine="InnoDB", mariadb_engine="InnoDB")
 
 

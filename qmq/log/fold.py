@@ -72,7 +72,7 @@ class State:
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     producers: dict[int, dict[int, StoredBatch]] = field(default_factory=dict)
     unsorted: set[int] = field(default_factory=set, compare=False)
-    """Producers whose batches arrived out of the order of their numbers."""
+    """Producers with batches that arrived out of the order of their numbers."""
     ordered: dict[str, int] = field(default_factory=dict)
     """Subjects with order keys -> first sequence of a batch with one."""
     kept: Kept = field(default_factory=Kept)

@@ -368,7 +368,7 @@ class MessageLog:
         if refs and refs[0].offset < kept_from:  # their deletion is decided, even if the file still exists
             first = self.first_kept(subject, segment_at(self.stored.bases, kept_from))
             refs = self._consume_log.frames(subject, max(sequence, first), most)
-        while refs and refs[0].offset < kept_from:  # a segment whose file was exchanged
+        while refs and refs[0].offset < kept_from:  # a segment with an exchanged file
             kept = [ref for ref in refs if ref.offset >= kept_from]
             refs = kept or self._consume_log.frames(subject, refs[-1].end, most)
         return refs
@@ -507,7 +507,7 @@ class MessageLog:
         return len(bases) > 1 and bases[1] <= kept.agreed_start(self.state.high_watermark)
 
     def drop_oldest_segment(self) -> None:
-        """Drop the oldest of several segments; the next commit deletes its files. The caller knows that it may go."""
+        """Drop the oldest of several segments; the next commit deletes its files. The copies agreed."""
         base = self.stored.bases.pop(0)
         self._consume_log.drop(base)
         # The drop is a step of a commit, so a manifest written by a roll meanwhile cannot undo it. It comes before the

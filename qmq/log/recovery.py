@@ -1,4 +1,4 @@
-"""Core. Recovery: replay of the files that a crash left, telling a torn tail from damage.
+"""Core. Recovery: replay of the files that a crash left, with a torn tail apart from damage.
 
 Replay starts at the newest whole snapshot. At bytes that are no frame it searches for a frame behind them:
 
@@ -115,7 +115,7 @@ def set_aside(disk: Disk, begin: int, end: int, why: str) -> None:
 
 
 def _clear_away(disk: Disk, leftover: list[int], all_bases: list[int], kept_from: int) -> None:
-    """Finish an interrupted deletion of segments. Those whose deletion was not agreed go to quarantine."""
+    """Finish an interrupted deletion of segments. Those without an agreed deletion go to quarantine."""
     for base, following in pairwise(sorted(all_bases)):
         if base not in leftover:
             continue

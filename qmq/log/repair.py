@@ -1,6 +1,6 @@
 """Core. Repair of a damaged log: by another copy's frames, or by giving up the part that no copy has.
 
-A copy is filled frame by frame, from a snapshot on. A group whose only copy is damaged would never get a second one and
+A copy is filled frame by frame, from a snapshot on. A group with one copy, damaged, would never get a second one and
 would stay readonly. `give_up` moves to quarantine:
 
     if a start could replay the log    the segments up to the last damaged one: no copy can be filled from before it

@@ -49,7 +49,7 @@ def encode_retention(decision: RetentionDecision) -> bytes:
 
 
 def decode_retention(body: Buffer) -> RetentionDecision:
-    """Read a body whose CRC was checked; raises ValueError if its fields do not fit."""
+    """Read a body after its CRC was checked; raises ValueError if its fields do not fit."""
     try:
         fields = json.loads(bytes(body))
         lost = {(str(subject), str(group)): int(messages) for subject, group, messages in fields["unconsumed"]}

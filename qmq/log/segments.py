@@ -73,7 +73,7 @@ class Chunk(NamedTuple):
 def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: int = CHUNK_BYTES) -> Chunk:
     """Read whole frames from `begin`, up to about `bytes_max` and not past `end`; at least one.
 
-    All is checked but the first frame's chain, which the caller may know. Blocks; may run on any thread.
+    All is checked but the first frame's chain, which the caller may have. Blocks; may run on any thread.
 
     Raises:
         CorruptFrame: no frame begins at `begin`.

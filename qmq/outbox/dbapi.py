@@ -27,7 +27,7 @@ _FLAVORS = {
 
 
 _numbers = count(1)
-"""Numbers databases: a connecting function has no telling name."""
+"""Numbers databases: the name of a connecting function shows no kind."""
 
 
 class Database:

@@ -22,7 +22,7 @@
     221   BEGIN          consumer -> broker    empty
 
 The body of an answer with an error code is the error's text in UTF-8. Fixed bodies are little-endian, as frames are;
-what is rare is JSON. AUTHENTICATE comes first on every connection; nothing else is answered before it.
+rare ones are JSON. AUTHENTICATE comes first on every connection; nothing else is answered before it.
 """
 
 from __future__ import annotations

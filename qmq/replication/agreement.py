@@ -253,7 +253,7 @@ class Yield:
 def agree(
     hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, point: Point | None = None
 ) -> Agreement | Yield:
-    """Decide, as master of `epoch`, what a slave with this `hello` has to do, or that the master yields.
+    """Decide, as master of `epoch`, the action of a slave with this `hello`, or that the master yields.
 
     Args:
         has_begun: whether this master has written its epoch frame. Before that it takes back frames that it lost.

@@ -326,7 +326,7 @@ class Node(Generic[M]):
             self.begin_role(boot_above=master.fenced_by.boot)
 
     def _yield(self, why: CopyRolledBack) -> None:
-        """End the mastership: frames that we wrote alone, or restored, contradict what the other copy confirmed. They
+        """End the mastership: frames that we wrote alone, or restored, contradict frames confirmed by the other. They
         go to quarantine, and the next mastership first takes the confirmed frames from the other copy.
         """
         master = self.master
@@ -399,7 +399,7 @@ class Node(Generic[M]):
         """Compare the log with acknowledged points from the metaserver's row. Called before the assignment with them.
 
         A master with a slave in sync lacks nothing that any copy still has. Frames that an operator gave up for lost,
-        in a term after their acknowledgement, are not missing. A slave may lack what was acknowledged without it
+        in a term after their acknowledgement, are not missing. A slave may lack frames acknowledged without it
         (`may_be_behind`).
         """
         own = self.identity.points.own

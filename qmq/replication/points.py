@@ -9,7 +9,7 @@ back*: this copy reports it, is no master before it is refilled, and makes no ot
                     "kept_end": …, "lacks": a point like "own", or null}
 
 The first is written at most `SAVE_MS` after the point changed, on a thread, and when a mastership or the process ends;
-the second before it is used. So a commit costs no further fsync (decision 20 lists what remains uncovered).
+the second before it is used. So a commit costs no further fsync (decision 20 lists uncovered cases).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class PointFile:
         return min(max(kept_end, own_end, message_log.state.high_watermark), message_log.end)
 
     def high_watermark(self, message_log: MessageLog) -> int:
-        """Return the offset below which this copy has the frames that it knows to be acknowledged.
+        """Return the offset below which this copy has the frames up to its acknowledged point.
 
         Frames may state more than our own disk has: they came from a master ahead of us. The last frames of a quiet log
         state an older watermark than the point.

@@ -201,7 +201,7 @@ class Slaves:
     def may_yield(self, offset: int) -> bool:
         """Return whether only this copy has our frames from `offset` on.
 
-        With one slave, true. Another of several may have confirmed what an earlier mastership of ours wrote there,
+        With one slave, true. Another of several may have confirmed frames of an earlier mastership of ours there,
         until all slaves of the row sent hellos without it.
         """
         shared = [watch.shared_end for watch in self._watches.values() if watch.shared_end is not None]
@@ -287,7 +287,7 @@ class Slaves:
     def _begin_if_due(self, now_ms: int) -> None:
         """Begin once all slaves were compared, or enough of them and the others stay away, or none comes in time.
 
-        A slave whose log parts from ours before its end has no frames behind it that our disk may have lost.
+        A slave with a log that parts from ours before its end has no frames that our disk may have lost.
         """
         watches, points = self._watches.values(), self._identity.points
         if self._mastership.has_begun:
@@ -313,8 +313,8 @@ class Slaves:
     def _missing(self) -> str:
         """Return the slaves that were in sync at the last report and have not been compared since, as text.
 
-        Our disk may have lied about its last fsync. Then only one of these may have what was acknowledged, and the
-        first slave to come may be another one, which lagged. A slave whose log parts from ours may be it, too.
+        Our disk may have lied about its last fsync. Then only one of these may have acknowledged frames, and the
+        first slave to come may be another one, which lagged. A slave with a log that parts from ours may be it, too.
         """
         compared = {watch.name for watch in self._watches.values() if watch.is_compared}
         return ", ".join(sorted(self._awaited - compared))

@@ -1,7 +1,7 @@
 """Core. Agreed deletion: the master decides in a retention frame (qmq.log.retention), and the copies follow.
 
 It decides only while its slave is in sync and the clocks of both and of the metaserver agree. So one wrong clock
-deletes nothing. Later neither: a segment's age counts from the retention frame behind it, whose time was agreed on, not
+deletes nothing. Later neither: a segment's age counts from the agreed time of the retention frame behind it, not
 from the times in its frames. So each closed segment gets one, which may only state the time. A log without such frames
 begins to age with the first.
 

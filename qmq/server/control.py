@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 512 << 10
 POLL_S = 0.005
 FLUSHED_S = 1.0
-"""A copy whose disk takes longer to store its state must not be chosen."""
+"""A copy that takes longer to store its state must not be chosen."""
 
 
 class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generated code has no types

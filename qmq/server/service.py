@@ -159,7 +159,7 @@ class Service(Generic[M]):
     async def run(self) -> None:
         """Listen and serve."""
         self._loop = asyncio.get_running_loop()
-        self._look_at_disk()  # before anybody produces
+        self._look_at_disk()  # before the first produce
         serve, sync = [await self._listen(port) for port in self._ports]
         async with serve, sync, asyncio.TaskGroup() as tasks:
             tasks.create_task(self.access.run())
