@@ -204,7 +204,7 @@ def _named(node):
     return getattr(qmq, node.attr, None) if is_ours else None
 
 
-def test_what_is_shown_as_python_is_python_and_names_what_is_there():
+def test_python_of_the_pages_names_existing_things():
     found = list(blocks())
     assert len(found) > 25
     assert [text for where, tree in found for node in ast.walk(tree) for text in strange(where, node)] == []

@@ -371,7 +371,7 @@ def test_new_group_begins_at_a_time():
     assert client.take() == ["late"]
 
 
-def test_failed_begin_of_a_group_subscribes_nobody():
+def test_failed_begin_of_a_group_subscribes_no_consumer():
     group, client = a_group(tail_bytes=0)
     for number in range(3):
         client.store(f"m{number}")

@@ -154,7 +154,7 @@ async def test_repeated_change_changes_nothing(world):
         assert await stored(world) == before, name
 
 
-async def test_dry_run_counts_what_the_change_reaches(world):
+async def test_dry_run_counts_affected_clients(world):
     await world.copies("g1")
     await world.routed("s1", "s2")
     world.hub.counts = [Counts(producers=4, consumers=0, watchers=40)]

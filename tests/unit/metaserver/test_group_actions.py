@@ -91,7 +91,7 @@ async def test_marks_and_drains_are_listed(world):
     assert (await world.done("ListReadonly", brokerGroup="g2"))["marks"] == []
 
 
-async def test_drain_counts_what_is_left(world):
+async def test_drain_counts_remaining_messages(world):
     """Weakness 7: QMQ has no step between full use and removal."""
     await world.running_copies("g1")
     await world.running_copies("g2")

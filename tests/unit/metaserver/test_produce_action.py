@@ -123,7 +123,7 @@ ROW = {
         ({"kind": "DELAY"}, {"DrainGroup"}, {"SetGroupTag"}),
     ],
 )
-def test_group_offers_what_applies_now(state, there, hidden):
+def test_group_offers_applicable_actions(state, there, hidden):
     found = set(offers.of_broker_group(ROW | state))
     assert there <= found and not hidden & found
 

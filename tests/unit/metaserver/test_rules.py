@@ -289,7 +289,7 @@ def test_swap_refuses_logs_that_differ(difference):
 @pytest.mark.parametrize(
     "known, term", [(directory(), 6), (directory(slave=None), 7), (directory(master=None), 7)], ids=str
 )
-def test_swap_of_what_changed_meanwhile_is_refused(known, term):
+def test_swap_of_a_changed_group_is_refused(known, term):
     with pytest.raises(OperatorError, match="changed meanwhile"):
         rules.swap_roles(known.groups["g1"], term=term)
 

@@ -117,7 +117,7 @@ def test_retry_delay_grows_unless_served(monkeypatch, served_s, waits):
     assert waited == waits
 
 
-async def test_register_says_begins_until_assigned(tmp_path):
+async def test_register_reports_begins_until_assigned(tmp_path):
     """Also after it started with its remembered part, which may be of an earlier term."""
 
     disk = RealDisk(tmp_path)

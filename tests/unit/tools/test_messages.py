@@ -237,7 +237,7 @@ CONTENT = {"at": datetime(2026, 1, 31, tzinfo=UTC), "no": 7, "x": 0.5, "paid": T
 
 
 @pytest.mark.parametrize("body", [b'{"a": "\xc3\xa9\\u001b"}', bytes(range(256)), b"", None])
-async def test_produce_sends_what_browse_shows(body):
+async def test_produced_body_is_shown_by_browse(body):
     sent = Message(
         "s", CONTENT, body=body, content_type=None if body is None else "x/y", tags={"a"}, id="i1", order_key="k"
     )
