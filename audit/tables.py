@@ -307,8 +307,8 @@ def _events(
         except (QmqError, ValueError) as error:
             found.add(1, at | {"problem": str(error)}, {})
             continue
-        for event in events:
-            found.add(1, at | event, {})
+        names = {name for event in events for name in event}
+        found.add(len(events), at, {name: [event.get(name, at.get(name)) for event in events] for name in names})
 
 
 def _progress(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:

@@ -134,8 +134,9 @@ class _Writer:
 class _Batch:
     """Return the body of a frame of `count` messages, with new message ids each time."""
 
-    def __init__(self, subject: str, count: int) -> None:
-        message = encode_message(Message(subject, {"text": "x" * 940}, id=f"{0:032d}"), 1)
+    def __init__(self, subject: str, count: int, *, has_bodies: bool = False) -> None:
+        content = {"body": b"x" * 947} if has_bodies else {"properties": {"text": "x" * 940}}
+        message = encode_message(Message(subject, id=f"{0:032d}", **content), 1)
         self._body = bytearray(join_batch([message] * count))
         begin = 4 * (count + 1) + message.index(b"0" * 32)
         self._ids = [begin + number * len(message) for number in range(count)]
@@ -146,9 +147,11 @@ class _Batch:
         return bytes(self._body)
 
 
-def write_log(data: Path, size: int, count: int = 100, segment_bytes: int = SEGMENT_BYTES) -> None:
+def write_log(
+    data: Path, size: int, count: int = 100, segment_bytes: int = SEGMENT_BYTES, *, has_bodies: bool = False
+) -> None:
     """Write a log of `size` bytes in frames of `count` messages."""
-    log, batch = _Writer(data, segment_bytes), _Batch(SUBJECT, count)
+    log, batch = _Writer(data, segment_bytes), _Batch(SUBJECT, count, has_bodies=has_bodies)
     while log.state.end < size:
         log.frame(FrameKind.MESSAGES, SUBJECT, batch.body(log.state.next_sequence.get(SUBJECT, 0)), count)
     log.close()
@@ -223,10 +226,10 @@ class _WorkerMemory(threading.Thread):
         self.join()
 
 
-def measure(folder: Path, *, copy_bytes: int = COPY_BYTES, count: int = 100) -> Figures:
+def measure(folder: Path, *, copy_bytes: int = COPY_BYTES, count: int = 100, has_bodies: bool = False) -> Figures:
     """Write the logs into `folder`, audit them, return the figures. Raise RuntimeError if there are findings."""
     for name, size in (("small", SMALL_BYTES), ("large", copy_bytes)):
-        write_log(folder / name / "master", size, count)
+        write_log(folder / name / "master", size, count, has_bodies=has_bodies)
         shutil.copytree(folder / name / "master", folder / name / "slave")
     cores = os.cpu_count() or 1
     spark = start_spark(f"local[{cores}]", "qmq audit benchmark")
@@ -332,6 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit", description="Measure the audit.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--messages", type=int, default=100, help="messages of 1 KiB in a frame")
+    parser.add_argument("--bodies", action="store_true", help="messages have a body instead of a property")
     parser.add_argument("--megabytes", type=int, default=COPY_BYTES >> 20, help="size of each copy, MiB")
     parser.add_argument("--groups", type=int, default=0, help="measure what each of so many small groups costs instead")
     parser.add_argument("--progress", action="store_true", help="measure progress of one subject, and of many, instead")
@@ -347,7 +351,8 @@ def main() -> int:
         return 0
     wants_json = options.json
     with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
-        figures = measure(Path(folder), copy_bytes=options.megabytes << 20, count=options.messages)
+        size = options.megabytes << 20
+        figures = measure(Path(folder), copy_bytes=size, count=options.messages, has_bodies=options.bodies)
     if wants_json:
         note = f"{figures.mb_per_cpu_s:.0f} MB per CPU second, worker peak {figures.worker_peak_rss_mb:.0f} MB"
         print(json.dumps(figures._asdict() | {"note": note}))
