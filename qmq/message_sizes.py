@@ -8,11 +8,11 @@
     SYNC_PACKET_BYTES_MAX    73  a frame and its header, between two copies
     ANSWER_BYTES_MAX         80  a frame, and the 8 MiB of others that one pull or one call over gRPC returns with it
 
-A broker's own settings are lower by default. These constants are what every reader accepts, so an operator may raise
-`message_bytes_max` without another release.
+A broker's own settings are lower by default. Every reader accepts these, so an operator may raise `message_bytes_max`
+without another release.
 
-Versions before bodies of 64 MiB read frames of up to OLDER_FRAME_BYTES_MAX. A slave states what it reads in its hello
-(`qmq.replication.agreement`), and its master stores nothing longer while it is connected.
+Versions before bodies of 64 MiB read frames of up to OLDER_FRAME_BYTES_MAX. A slave states its longest frame in its
+hello (`qmq.replication.agreement`), and its master stores no longer one.
 """
 
 from __future__ import annotations
