@@ -1,7 +1,9 @@
 """Shell. Transport of kombu, with which Celery's tasks are messages of qmq: `broker_url = "qmq://127.0.0.1:8080"`.
 
-Importing this module registers the name `qmq`. A queue is a subject, and all workers are one consumer group of it. An
-unacked task belongs to its worker's lease; the broker keeps the log. Differences from AMQP: docs/integrations.md.
+Importing this module registers the name `qmq`. A queue is a subject, and all workers are one consumer group of it. A
+fanout exchange is a subject, and each of its queues a consumer group; queues that end with their process receive its
+messages as a broadcast. An unacked task belongs to its worker's lease; the broker keeps the log.
+Differences from AMQP: docs/integrations.md.
 
     message of kombu    property `kombu`, JSON: body, headers, properties with delivery_tag and delivery_info
     task with an ETA    delayed message, unless the option `delay` is off
@@ -9,122 +11,43 @@ unacked task belongs to its worker's lease; the broker keeps the log. Difference
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import CancelledError, Future
+import json
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from queue import Empty
-from threading import Event, Lock
 from time import monotonic
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlencode
+from urllib.request import Request
 
+from kombu.exceptions import ChannelError
 from kombu.transport import TRANSPORT_ALIASES, virtual
+from kombu.transport.virtual.base import queue_declare_ok_t
 from kombu.utils.json import dumps, loads
+from kombu.utils.uuid import uuid
 
+from qmq.access import find_token
 from qmq.blocking import Consumer, Producer
 from qmq.client.batch import Receipt
 from qmq.client.received import ReceivedMessage
+from qmq.control_plane import first_answer, get, metaserver_urls
 from qmq.errors import ClientClosed, NotServed, OutcomeUnknown
+from qmq.kombu_tasks import LOOK_S, Arrivals, Tasks
 from qmq.message import Message
 from qmq.types import Endpoint
 
 TRANSPORT_ALIASES["qmq"] = "qmq.kombu:Transport"
 
-CONTENT = "kombu"
-PULL_S = 3_600.0
-"""Of one pull; its end without a message costs nothing."""
-LOOK_S = 1.0
-"""Longest sleep of a thread that waits for tasks; arrivals and acks wake it earlier."""
+CONTENT, FANOUT = "kombu", "fanout"
+ANSWER_S, ANSWER_BYTES_MAX = 5.0, 1 << 20
 GET_S = 2.0
 """Time for the first message of a queue that is read without a consumer."""
 
 
 class NotStored(ConnectionError):
     """A task is not known to be stored. Celery's retry policy sends it again, so it may be stored twice."""
-
-
-class Arrivals:
-    """Signal that a task came, or that one was settled, which makes room for another. Set from any thread.
-
-    A thread waits for it, or kombu's event loop, in which Celery's workers run, for the pipe.
-    """
-
-    def __init__(self) -> None:
-        self._event = Event()
-        self._lock = Lock()
-        self._pipe: tuple[int, int] | None = None
-
-    def set(self) -> None:
-        self._event.set()
-        with self._lock, suppress(BlockingIOError):  # a full pipe wakes the loop, too
-            if self._pipe is not None:
-                os.write(self._pipe[1], b"\0")
-
-    def clear(self) -> None:
-        self._event.clear()
-
-    def wait(self, seconds: float) -> None:
-        self._event.wait(seconds)
-
-    def descriptor(self) -> int:
-        """Return the end of the pipe that is readable after `set`."""
-        with self._lock:
-            if self._pipe is None:
-                self._pipe = os.pipe()
-                for end in self._pipe:
-                    os.set_blocking(end, False)
-            return self._pipe[0]
-
-    def read(self) -> None:
-        """Empty the pipe."""
-        with suppress(BlockingIOError):
-            while os.read(self.descriptor(), 4096):
-                pass
-
-    def close(self) -> None:
-        with self._lock:
-            pipe, self._pipe = self._pipe, None
-            for end in pipe or ():
-                os.close(end)
-
-
-class Tasks:
-    """Tasks of one queue for one channel: one waits here, others in the broker, for any worker."""
-
-    def __init__(self, consumer: Consumer, subject: str, arrived: Arrivals, options: dict[str, Any]) -> None:
-        self._puller = consumer.pull(subject, start="earliest", prefetch_messages=1, **options)
-        self._puller.__enter__()
-        self._arrived = arrived
-        self._coming: Future[list[ReceivedMessage]] | None = None
-        self._ask()
-
-    def get(self, timeout: float = 0.0) -> ReceivedMessage:
-        """Return the next task; raises Empty."""
-        coming = self._ask()
-        try:
-            messages = coming.result(timeout)
-        except TimeoutError:
-            raise Empty from None
-        self._coming = None
-        self._ask()
-        if not messages:
-            raise Empty
-        return messages[0]
-
-    def _ask(self) -> Future[list[ReceivedMessage]]:
-        if self._coming is None:
-            background, puller = self._puller._opened()
-            self._coming = background.submit(puller.pull(1, timeout=PULL_S))
-            self._coming.add_done_callback(lambda _: self._arrived.set())
-        return self._coming
-
-    def close(self) -> None:
-        """Leave: undecided tasks return to the group at once."""
-        if self._coming is not None:
-            self._coming.cancel()
-            with suppress(CancelledError, NotServed):
-                self._coming.result(LOOK_S)
-        self._puller.close()
 
 
 class QoS(virtual.QoS):  # type: ignore[misc]
@@ -160,6 +83,7 @@ class Channel(virtual.Channel):  # type: ignore[misc]
 
     QoS = QoS
     do_restore = False
+    supports_fanout = True
 
     def __init__(self, connection: Transport, **more: Any) -> None:
         super().__init__(connection, **more)
@@ -171,7 +95,12 @@ class Channel(virtual.Channel):  # type: ignore[misc]
     # Sending.
 
     def _put(self, queue: str, message: dict[str, Any], **more: Any) -> None:
-        sent = Message(self._subject(queue))
+        self._send(f"queue {queue}", Message(self._subject(queue)), message)
+
+    def _put_fanout(self, exchange: str, message: dict[str, Any], routing_key: str, **more: Any) -> None:
+        self._send(f"exchange {exchange}", Message(self._subject(f"{exchange}.{FANOUT}")), message)
+
+    def _send(self, place: str, sent: Message, message: dict[str, Any]) -> None:
         sent.set_large(CONTENT, dumps(message))
         eta = self.connection.eta_of(message)
         try:
@@ -180,7 +109,7 @@ class Channel(virtual.Channel):  # type: ignore[misc]
             raise NotStored(str(error)) from error
         if not receipt.is_stored:
             hint = "" if eta is None else '; without a delay group, set broker_transport_options = {"delay": False}'
-            raise NotStored(f"queue {queue}: task is {receipt.outcome}: {receipt.reason}{hint}")
+            raise NotStored(f"{place}: task is {receipt.outcome}: {receipt.reason}{hint}")
 
     # Receiving.
 
@@ -217,15 +146,31 @@ class Channel(virtual.Channel):  # type: ignore[misc]
                 f"the message is not of kombu: its property {CONTENT!r} is missing or unreadable: {error!r}"
             )
             raise Empty from error
+        if self._fanout_of(queue):  # other queues of this channel get the same message
+            properties["delivery_tag"] = f"{queue} {properties['delivery_tag']}"
         self._received[properties["delivery_tag"]] = message
         return payload
 
     def _of(self, queue: str) -> Tasks:
         if (tasks := self._tasks.get(queue)) is None:
-            connection = self.connection
-            tasks = Tasks(connection.consumer, self._subject(queue), connection.arrived, connection.pull_options)
+            connection, (name, group) = self.connection, self._place(queue)
+            is_transient = self._fanout_of(queue) and queue in connection.transient
+            start = "earliest" if name == queue else "latest"
+            options = connection.pull_options | {"group": None if is_transient else group, "start": start}
+            tasks = Tasks(connection.consumer, self._subject(name), connection.arrived, options)
             self._tasks[queue] = tasks
         return tasks
+
+    def _place(self, queue: str) -> tuple[str, str]:
+        """Return the name, without its prefix, of a queue's subject, and its consumer group."""
+        if exchange := self._fanout_of(queue):
+            return f"{exchange}.{FANOUT}", queue
+        return queue, self.connection.pull_options["group"]
+
+    def _fanout_of(self, queue: str) -> str | None:
+        """Return the fanout exchange of a queue."""
+        exchanges = [binding.exchange for binding in self.state.queue_bindings(queue)]
+        return next((exchange for exchange in exchanges if self.typeof(exchange).type == FANOUT), None)
 
     def take(self, delivery_tag: str) -> ReceivedMessage:
         """Return a message that gets its decision now."""
@@ -235,6 +180,41 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         return f"{self.connection.subject_prefix}{queue}"
 
     # Queues.
+
+    def _new_queue(self, queue: str, auto_delete: bool = False, exclusive: bool = False, **more: Any) -> None:
+        if auto_delete or exclusive:
+            self.connection.transient.add(queue)
+
+    def queue_declare(self, queue: str | None = None, passive: bool = False, **more: Any) -> Any:
+        """Declare a queue; a passive declaration counts its tasks, which asks each of its broker groups."""
+        if passive and queue is not None:
+            return queue_declare_ok_t(queue, self.count_waiting(queue), 0)
+        queue = queue or f"amq.gen-{uuid()}"
+        self._new_queue(queue, **more)
+        return queue_declare_ok_t(queue, 0, 0)
+
+    def count_waiting(self, queue: str) -> int:
+        """Return how many tasks were not delivered yet.
+
+        Raises:
+            ChannelError: the token may not read that, or there is no such queue. OSError, ValueError: no answer.
+        """
+        name, group = self._place(queue)
+        words = urlencode({"subject": self._subject(name), "group": group})
+        lag, reason = first_answer(self.connection.metaservers, partial(_lag, words, self.connection.token))
+        if reason:
+            raise ChannelError(f"queue {queue}: {reason}")
+        return lag
+
+    def queue_bind(self, queue: str, exchange: str | None = None, *args: Any, **more: Any) -> None:
+        super().queue_bind(queue, exchange, *args, **more)
+        exchanges = {binding.exchange for binding in self.state.queue_bindings(queue)}
+        if len(exchanges) > 1 and self._fanout_of(queue):
+            self.state.queue_bindings_delete(queue)
+            raise ChannelError(f"Queue {queue!r} is bound to a fanout exchange and another one. Use a queue for each.")
+
+    def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
+        """Bindings live in the state of the process."""
 
     def _purge(self, queue: str) -> int:
         """Ack the tasks that are ready now, and return their number. Those of running workers and later ones stay."""
@@ -264,6 +244,22 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         super().close()
 
 
+def _lag(words: str, token: str, url: str) -> tuple[int, str]:
+    """Return the lag of a consumer group, and the metaserver's reason for refusing it. Blocks."""
+    request = Request(f"{url}/api/v1/Lag?{words}", headers={"X-Api-Token": token})
+    try:
+        answer = json.loads(get(request, timeout_s=ANSWER_S, bytes_max=ANSWER_BYTES_MAX))
+        return sum(row["messages"] for row in answer["data"]["lag"]), ""
+    except HTTPError as error:
+        with error:
+            if error.code >= 500:
+                raise
+            try:
+                return 0, str(json.loads(error.read(ANSWER_BYTES_MAX))["error"]["message"])
+            except (KeyError, TypeError, ValueError):
+                return 0, f"the metaserver does not count tasks: status {error.code}"
+
+
 class Transport(virtual.Transport):  # type: ignore[misc]
     """Transport of one kombu connection, with a producer and a consumer of its own, made on first use."""
 
@@ -279,6 +275,8 @@ class Transport(virtual.Transport):  # type: ignore[misc]
         super().__init__(client, **more)
         options = dict(client.transport_options)
         self.arrived: Arrivals = Arrivals()
+        self.transient: set[str] = set()
+        """Queues that end with their process."""
         self._loop: Any = None
         self.subject_prefix: str = str(options.get("subject_prefix", ""))
         self.pull_options: dict[str, Any] = {
@@ -292,9 +290,14 @@ class Transport(virtual.Transport):  # type: ignore[misc]
             "app": options.get("app", "celery"),
             "token": client.password or None,
         }
+        self.metaservers: str = metaserver_urls(self._settings["metaserver"])
         self._timeout_s = float(options.get("timeout_s", 30.0))
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
+
+    @property
+    def token(self) -> str:
+        return find_token(self._settings["token"])
 
     @property
     def producer(self) -> Producer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
+import qmq
+from tests.integration import cluster_world
 from tests.integration.cluster_world import running
 from tests.support.waiting import until
 
@@ -77,6 +80,39 @@ def test_killed_celery_worker_loses_no_task(environment, tmp_path):
     done = read(environment)
     assert set(done) == expected
     assert len(done) - len(expected) <= 20, "only tasks of the killed worker ran again"
+
+
+COUNT = """
+import kombu, qmq.kombu
+with kombu.Connection({broker!r}) as connection:
+    print(connection.channel().queue_declare("counted", passive=True).message_count)
+"""
+
+
+def count(cluster, token):
+    broker = f"qmq://:{token}@{cluster.metaserver.removeprefix('http://')}"
+    code = COUNT.format(broker=broker)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TEST_S)
+
+
+def test_passive_declaration_counts_waiting_tasks(cluster):
+    missing = count(cluster, cluster.token)
+    assert "ChannelError" in missing.stderr and "counted" in missing.stderr
+    asyncio.run(send(cluster, 3))
+    cluster_world.consume_all(cluster, "counted", "celery", 3)
+    asyncio.run(send(cluster, 2))
+    until(lambda: count(cluster, cluster.token).stdout == "2\n", "two tasks wait")
+    client = cluster.manage("AddToken", name="client", role="client")["token"]
+    refused = count(cluster, client)
+    assert (
+        refused.returncode == 1 and "ChannelError: queue counted: token 'client' has the role client" in refused.stderr
+    )
+
+
+async def send(cluster, number):
+    async with qmq.Producer(metaserver=cluster.metaserver, token=cluster.token, app="test") as producer:
+        receipts = await producer.send_many([qmq.Message("counted", {"n": n}) for n in range(number)])
+        assert receipts.all_stored
 
 
 def test_celery_sender_without_a_broker_reports_the_cause(environment):

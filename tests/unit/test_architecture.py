@@ -53,6 +53,7 @@ CLIENTS = {
     "qmq.asyncapi",
     "qmq.fastapi",
     "qmq.kombu",
+    "qmq.kombu_tasks",
     "qmq.litestar",
     "qmq.metrics",
     "qmq.otel",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import kombu
 import pytest
+from kombu.exceptions import ChannelError
 
 import qmq
 import qmq.blocking
@@ -132,6 +134,67 @@ def test_tasks_without_acks_are_taken_once(broker, connection):
     broker.wait_until_consumed("jobs", "celery")
 
 
+NEWS = kombu.Exchange("news", type="fanout")
+
+
+def listen_to(connection, *queues):
+    """Consume queues on one channel; return the payloads of their messages, which are acked."""
+    got = []
+
+    def take(payload, message):
+        got.append(payload)
+        message.ack()
+
+    kombu.Consumer(connection.channel(), queues, callbacks=[take]).consume()
+    return got
+
+
+def tell(broker, *payloads):
+    with connecting(broker) as connection, connection.Producer() as producer:
+        for payload in payloads:
+            producer.publish(payload, exchange=NEWS, declare=[NEWS])
+
+
+def drained(connection, got, count):
+    with suppress(socket.timeout):
+        connection.drain_events(timeout=0.2)
+    return len(got) >= count
+
+
+def test_fanout_reaches_each_queue(broker, connection):
+    queues = [kombu.Queue(name, NEWS) for name in ("mail", "stock")]
+    got = listen_to(connection, *queues)
+    for queue in queues:
+        broker.wait_until_subscribed("news.fanout", queue.name)
+    tell(broker, 1, 2)
+    until(lambda: drained(connection, got, 4), "both queues have both messages")
+    assert sorted(got) == [1, 1, 2, 2]
+    for queue in queues:
+        broker.wait_until_consumed("news.fanout", queue.name)
+
+
+def test_fanout_reaches_each_process_with_a_transient_queue(broker):
+    with connecting(broker) as first, connecting(broker) as second:
+        connections = (first, second)
+        queues = [kombu.Queue(f"bcast.{n}", NEWS, exclusive=True, auto_delete=True) for n in range(2)]
+        got = [listen_to(connection, queue) for connection, queue in zip(connections, queues)]
+        for connection in connections:
+            broker.wait_until_subscribed("news.fanout", connection.transport.consumer.id)
+        tell(broker, 1)
+        for connection, own in zip(connections, got):
+            until(lambda connection=connection, own=own: drained(connection, own, 1), "each has the message")
+        assert got == [[1], [1]]
+
+
+def test_queue_of_a_fanout_and_another_exchange_is_refused(connection):
+    channel = connection.channel()
+    kombu.Queue("mail", NEWS).bind(channel).declare()
+    with pytest.raises(
+        ChannelError, match="'mail' is bound to a fanout exchange and another one. Use a queue for each"
+    ):
+        kombu.Queue("mail", QUEUE.exchange, routing_key="mail").bind(channel).declare()
+
+
 def test_purge_counts_ready_tasks(broker, connection):
     publish(connection, 1, 2, 3)
     assert connection.channel().queue_purge("jobs") == 3
@@ -145,6 +208,11 @@ def test_deleted_queue_keeps_its_tasks(broker, connection):
     channel.exchange_delete("jobs")
     with connecting(broker) as other:
         assert Worker(other).drain(1)[0].payload == 1
+
+
+def test_count_names_the_reason_without_an_answer(connection):
+    with pytest.raises(ChannelError, match="queue jobs: the metaserver does not count tasks: status 404"):
+        connection.channel().queue_declare("jobs", passive=True)
 
 
 def test_basic_get_returns_none_from_an_empty_queue(connection, monkeypatch):
