@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from qmq.access import Token, token_text
 from qmq.dead_letters import REDRIVER
 from qmq.errors import QmqError
+from qmq.metaserver.actions.causes import Check
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
-from qmq.metaserver.actions.doctor import Check, examine_reported
+from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.installation import active_watchdogs
 from qmq.metaserver.console import burning
 from qmq.metaserver.console.burning import Finding, Movements, Progress

@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from qmq.ledger import LedgerDamaged, readings
 from qmq.metaserver.access import is_valid
-from qmq.metaserver.actions.doctor import Check, CheckKind
+from qmq.metaserver.actions.causes import Check, CheckKind
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import DELAY
 from qmq.metaserver.observability.metrics import Scrapes

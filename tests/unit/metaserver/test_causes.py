@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qmq.metaserver.actions import doctor
-from qmq.metaserver.actions.doctor import CheckKind, one_per_cause
+from qmq.metaserver.actions import causes
+from qmq.metaserver.actions.causes import CheckKind, one_per_cause
 
 
 def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=(), incarnation="disk", min_copies=2):
@@ -137,7 +137,7 @@ def test_remedies_for_three_copies():
 
 def test_full_group_lowers_min_copies_first(monkeypatch):
     """AddBroker refuses more copies than the maximum, and RemoveBroker fewer than acknowledge."""
-    monkeypatch.setattr(doctor, "COPIES_MAX", 3)
+    monkeypatch.setattr(causes, "COPIES_MAX", 3)
     (remedy,) = of_three("c", min_copies=3).values()
     assert "SetCopies --brokerGroup=g1 --minCopies=2, then qmq RemoveBroker --hostname=c" in remedy
     assert "SetCopies" not in of_three("c")["broker c"]

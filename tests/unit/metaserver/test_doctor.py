@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 
 from qmq.errors import OperatorError
-from qmq.metaserver.actions.doctor import CheckKind, examine_reported
+from qmq.metaserver.actions.causes import CheckKind
+from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.model import Broker, MetaserverRow, PartedTail
 from qmq.metaserver.observability.collectors import DoctorMetrics
 from qmq.metaserver.storage.database import DatabaseAway
