@@ -498,7 +498,7 @@ class Liveness:
 
     # -- answers --------------------------------------------------------------------------------------------------
 
-    def state(self, key: BrokerKey, *, now_ms: int) -> ReplicaState | None:
+    def state(self, key: BrokerKey) -> ReplicaState | None:
         """Return the last state of a broker that is up; None: it is down, or has not sent a heartbeat."""
         sighting = self._sightings.get(key)
         return sighting.state if sighting is not None and sighting.up else None
@@ -531,7 +531,7 @@ class Liveness:
             return False
         if self._presumed(group.master, now_ms):
             return True
-        state = self.state(group.master.key, now_ms=now_ms)
+        state = self.state(group.master.key)
         return state is not None and state.writable and state.is_master_in(group.term)
 
     def silent_ms(self, key: BrokerKey, *, now_ms: int) -> int:

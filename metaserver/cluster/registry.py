@@ -275,7 +275,7 @@ class Registry:
         return self.liveness.may_be_up(broker, now_ms=self.now_ms())
 
     def state(self, broker: Broker) -> ReplicaState | None:
-        return self.liveness.state(broker.key, now_ms=self.now_ms())
+        return self.liveness.state(broker.key)
 
     def is_gone(self, broker: Broker, silence_ms: int) -> str:
         """Return why a broker counts as gone; empty: it does not."""

@@ -208,7 +208,7 @@ def replace_broker(
             f"no broker with group {broker.group} and role {broker.part.name}; AddBroker adds one to a vacant place"
         )
     for member in group.brokers:
-        if member.key in (before.key, broker.key) and not _stays_master(group, member, broker):
+        if member.key in (before.key, broker.key) and not _stays_master(member, broker):
             _require_stopped(group, member, may_be_up)
     if before in group.brokers and before.key == broker.key:
         if not accept_loss or broker.role != Role.MASTER:
@@ -538,7 +538,7 @@ def _holder_before(group: Group | None, broker: Broker) -> Broker | None:
     return next((slave for slave in group.slaves if slave.key == broker.key), next(iter(group.slaves), None))
 
 
-def _stays_master(group: Group, member: Broker, broker: Broker) -> bool:
+def _stays_master(member: Broker, broker: Broker) -> bool:
     """The second call of a swap may come after the new master was started: it only fills the vacant place."""
     return broker.role == Role.SLAVE and member.role == Role.MASTER and member.key != broker.key
 

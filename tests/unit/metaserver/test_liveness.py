@@ -99,7 +99,7 @@ def silenced(at=START + TIMEOUT + 1):
 
 def test_silence_is_stored_once_until_a_heartbeat():
     signs, session = silenced()
-    assert not signs.is_up(KEY, now_ms=START + 1100) and signs.state(KEY, now_ms=START + 1100) is None
+    assert not signs.is_up(KEY, now_ms=START + 1100) and signs.state(KEY) is None
     assert [(each.up, each.begins) for each in flush(signs)] == [(False, False)]
     signs.tick(now_ms=START + 1200)
     assert not signs.has_news and signs.to_ask(now_ms=START + 1200) == []
