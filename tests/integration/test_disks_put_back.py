@@ -113,7 +113,7 @@ def returned(cluster, plan):
     """Wait until a master without its slave continues, or reports that it was rolled back."""
     name = plan.hostname
     until(
-        lambda: "rolled_back" in (reasons(cluster, plan) or []) or "without its slave" in log_of(cluster, name),
+        lambda: "rolled_back" in (reasons(cluster, plan) or []) or "no slave matched in time" in log_of(cluster, name),
         f"{name} goes on alone, or says that it was rolled back",
     )
 
