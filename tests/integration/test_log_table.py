@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.errors import PySparkException
@@ -21,6 +22,7 @@ from qmq.log.frame import FrameKind
 from qmq.message import Message
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Epoch
+from tests.support.snippets import snippets
 from tests.support.spark import local_spark
 from tests.unit.audit.logs import BEGIN_MS, LogWriter
 from tests.unit.audit.test_delay_groups import write_groups
@@ -50,6 +52,20 @@ def test_options_skip_segments(spark: SparkSession, tmp_path: Path) -> None:
     assert (count, last) == (100, 99), "whole frames"
     with pytest.raises(PySparkException, match="offset"):
         log.option("sequences", "").load().count()
+
+
+def test_snippet_of_the_page_names_options_of_the_table(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both tables are made and the first is read; the second needs a running broker."""
+    write(tmp_path)
+    ((_, text),) = snippets(Path(__file__).resolve().parents[2] / "docs" / "audit.md")
+    monkeypatch.setattr("qmq.audit.data_source.start_spark", lambda master, name: spark)
+    *before, of_path, of_broker = text.replace("/var/lib/qmq/b1", str(tmp_path)).strip().splitlines()
+    names: dict[str, Any] = {}
+    exec("\n".join([*before, f"first = {of_path}", f"second = {of_broker}"]), names)
+    assert names["first"].columns == ["subject", "sequence", "id"] and names["first"].count() > 0
+    assert "offset" in names["second"].columns
 
 
 def test_failed_stream_yields_each_message_once(spark: SparkSession, tmp_path: Path) -> None:
