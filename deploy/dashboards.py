@@ -1,4 +1,4 @@
-"""Shell. The six Grafana pages for operators on call, as plain data: panels in rows of two with PromQL queries, and
+"""Shell. The seven Grafana pages for operators on call, as plain data: panels in rows of two with PromQL queries, and
 variables.
 
 `qmq dashboards` writes them as JSON for Grafana's import, of schema version 39: Grafana 10.4 and newer.
@@ -492,6 +492,43 @@ OUTBOX = Page(
     ),
 )
 
+GATEWAY = Page(
+    "qmq-gateway",
+    "qmq: HTTP gateways",
+    (
+        panel(
+            "Requests, by status",
+            (f"sum by (cluster, status) (rate(qmq_gateway_requests_total{{{HERE}}}[5m]))", "{{status}}"),
+            unit=Unit.PER_SECOND,
+        ),
+        panel(
+            "Time of requests",
+            *latency(f"qmq_gateway_request_seconds_bucket{{{HERE}}}", "route"),
+            unit=Unit.SECONDS,
+            advice="Pulls wait for their first message.",
+        ),
+        panel(
+            "Messages sent, by outcome",
+            (f"sum by (cluster, outcome) (rate(qmq_gateway_sent_total{{{HERE}}}[5m]))", "{{outcome}}"),
+            unit=Unit.PER_SECOND,
+        ),
+        panel(
+            "Messages decided, and returned as a lease ended",
+            (
+                f"sum by (cluster, decision, outcome) (rate(qmq_gateway_decisions_total{{{HERE}}}[5m]))",
+                "{{decision}} {{outcome}}",
+            ),
+            (f"sum by (cluster) (rate(qmq_gateway_expired_total{{{HERE}}}[5m]))", "lease ended"),
+            unit=Unit.PER_SECOND,
+        ),
+        panel(
+            "Open sessions and undecided messages",
+            (f"sum by (cluster) (qmq_gateway_sessions{{{HERE}}})", "sessions"),
+            (f"sum by (cluster) (qmq_gateway_unacked_messages{{{HERE}}})", "undecided messages"),
+        ),
+    ),
+)
+
 AUDIT = Page(
     "qmq-audit",
     "qmq: audit and nightly jobs",
@@ -543,7 +580,7 @@ AUDIT = Page(
     ),
 )
 
-PAGES = (CLUSTER, BROKER_GROUP, CONSUMERS, DELAY, OUTBOX, AUDIT)
+PAGES = (CLUSTER, BROKER_GROUP, CONSUMERS, DELAY, OUTBOX, GATEWAY, AUDIT)
 
 
 def main(arguments: list[str]) -> int:

@@ -35,6 +35,7 @@ from qmq.deploy.prometheus.config import RULES, find_targets, write_config
 from qmq.ledger import PROVEN, Entry, Ledger, write_gauges
 from tests.integration import broker_with_a_wrong_clock
 from tests.integration.cluster_world import COPY_SETTINGS, SETTINGS, begin, begin_as, end, settings_file, until
+from tests.integration.test_gateway import Gateway
 from tests.integration.watchdog_world import KEY, Application, register
 from tests.support.ports import free_ports, run_of_ports
 from tests.support.small_disk import fill, small_disk
@@ -73,8 +74,8 @@ def faster(text):
 class World:
     """A cluster with its Prometheus, and the nightly jobs of a machine beside it."""
 
-    def __init__(self, cluster, folder):
-        self.cluster, self.folder = cluster, folder
+    def __init__(self, cluster, folder, gateway):
+        self.cluster, self.folder, self.gateway = cluster, folder, gateway
         self.textfiles = folder / "textfiles"
         self.textfiles.mkdir()
         self.url = cluster.others[PROMETHEUS]
@@ -86,7 +87,7 @@ class World:
 
     def _configure(self, node_exporter):
         directory = self.cluster.run_dir / PROMETHEUS
-        targets = find_targets(self.cluster.manage)
+        targets = find_targets(self.cluster.manage, gateways=[f"127.0.0.1:{self.gateway.port}"])
         write_config(directory, targets, token_file=directory / "token", interval_s=1, node_exporters=[node_exporter])
         rules = yaml.safe_load(RULES.read_text())
         for rule in (rule for group in rules["groups"] for rule in group["rules"]):
@@ -95,7 +96,7 @@ class World:
         (directory / RULES.name).write_text(yaml.safe_dump(rules))
         self.cluster.service(PROMETHEUS).signal(signal.SIGHUP)
         until(
-            lambda: self.value('sum(up{kind=~".+"})') == len(targets) == 6, "every process is scraped, with its token"
+            lambda: self.value('sum(up{kind=~".+"})') == len(targets) == 7, "every process is scraped, with its token"
         )
 
     def get(self, path, **words):
@@ -139,19 +140,22 @@ def world(tmp_path_factory, mariadb):
     metaserver["audit_ledger"] = str(folder / "ledger")
     ledger = Ledger(folder / "ledger")
     ledger.append(Entry("night", time.time_ns() // 1_000_000, "g1", PROVEN, verified=4096))
-    with Cluster(
-        folder / "run",
-        groups=("g1",),
-        delay_groups=("d1",),
-        watchdog=True,
-        prometheus=True,
-        broker=SETTINGS,
-        delay_server=COPY_SETTINGS,
-        metaserver=metaserver,
-        http_port=first,
-        broker_port=first + 4,
-    ) as cluster:
-        made = World(cluster, folder)
+    with (
+        Cluster(
+            folder / "run",
+            groups=("g1",),
+            delay_groups=("d1",),
+            watchdog=True,
+            prometheus=True,
+            broker=SETTINGS,
+            delay_server=COPY_SETTINGS,
+            metaserver=metaserver,
+            http_port=first,
+            broker_port=first + 4,
+        ) as cluster,
+        Gateway(cluster, folder) as gateway,
+    ):
+        made = World(cluster, folder, gateway)
         write_gauges(made.textfiles / "qmq_audit.prom", ledger, now_ms=time.time_ns() // 1_000_000)
         jobs = {
             "audit": made.nightly("audit", "true"),  # Spark takes its time; test_audit_cluster.py runs it
@@ -178,6 +182,9 @@ def world(tmp_path_factory, mariadb):
 
 def use(world):
     """Make messages of each kind: delivered, delayed, dead, and from an application's outbox."""
+    sent = world.gateway.post("gateway/messages", {"properties": {"n": "1"}})
+    assert sent.status_code == 201, sent.text
+    assert world.gateway.ack("gateway", world.gateway.pull("gateway", 1)).status_code == 200
     application = Application(f"sqlite:///{world.folder}/shop.db")
     register(world.cluster, application.source)
     application.write(SUBJECT, ["row"])
@@ -186,6 +193,7 @@ def use(world):
     until(lambda: application.count() == 0, "the watchdog has sent the row")
     application.close()
     counted = ["max(qmq_watchdog_rows)", "sum(qmq_delayserver_sent_messages_total)", "sum(qmq_broker_subscriptions)"]
+    counted.append("sum(qmq_gateway_decisions_total)")
     until(lambda: None not in map(world.value, counted), "Prometheus has seen it")
 
 

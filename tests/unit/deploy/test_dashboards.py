@@ -83,7 +83,7 @@ def test_panels_fill_the_grid_without_overlap(page):
 
 
 def test_pages_and_panels_have_names_of_their_own():
-    assert len({page.uid for page in PAGES}) == len({page.title for page in PAGES}) == len(PAGES) == 6
+    assert len({page.uid for page in PAGES}) == len({page.title for page in PAGES}) == len(PAGES) == 7
     for page in PAGES:
         assert len({panel.title for panel in page.panels}) == len(page.panels)
 
@@ -118,4 +118,4 @@ def test_the_command_writes_a_file_for_each_page(tmp_path, capsys):
     assert main(["--out", str(tmp_path / "pages")]) == 0
     written = {path.name: json.loads(path.read_text()) for path in (tmp_path / "pages").iterdir()}
     assert written == {f"{page.uid}.json": to_json(page) for page in PAGES}
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    assert len(capsys.readouterr().out.splitlines()) == len(PAGES)
