@@ -19,7 +19,7 @@ from qmq.crc import crc32
 from qmq.dead_letters import REDRIVER
 from qmq.errors import OutcomeUnknown, QmqError
 from qmq.log.frame import label_flags
-from qmq.message_sizes import ANSWER_BYTES_MAX
+from qmq.message_sizes import ANSWER_BYTES_MAX, LARGE_BYTES_MIN
 from qmq.redrive.redriving import Chosen, ranges_of
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Ack, Command, Nack, NackEntry, Piece, Produced, Pull, Verdict
@@ -168,11 +168,14 @@ class DeadLetters:
         self._disconnect("done")
 
     async def _ask(self, command: Command, *parts: bytes, way: Connection | None = None) -> memoryview:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                return await (way or self._connection).request(command, *parts)
-        except TimeoutError:
-            raise OutcomeUnknown(f"{self.broker_group} did not answer within {ANSWER_S:.0f} s") from None
+        connection = way or self._connection
+        answer, moved_bytes = connection.request(command, *parts), connection.received_bytes - connection.unsent_bytes
+        while not (await asyncio.wait({answer}, timeout=ANSWER_S))[0]:
+            # 64 MiB on a slow link take longer; answers to heartbeats are no progress.
+            least, moved_bytes = moved_bytes + LARGE_BYTES_MIN, connection.received_bytes - connection.unsent_bytes
+            if moved_bytes < least:
+                raise OutcomeUnknown(f"{self.broker_group} did not answer within {ANSWER_S:.0f} s")
+        return answer.result()
 
     async def _renew_lease(self, every_s: float) -> None:
         while True:

@@ -78,7 +78,7 @@ def audit(cluster, folder: Path):
     places = [f"--{role}={data_of(cluster, cluster.broker('g1', role))}" for role in ("master", "slave")]
     command = [sys.executable, "-m", "qmq.audit.jobs.consistency", "--group=g1", *places]
     ended = subprocess.run(
-        [*command, "--piece-bytes=1000000", f"--result={folder / 'result.json'}"],
+        [*command, "--piece-bytes=20000000", f"--result={folder / 'result.json'}"],
         cwd=ROOT,
         capture_output=True,
         text=True,

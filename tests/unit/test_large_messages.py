@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 from types import SimpleNamespace
 
@@ -18,8 +19,10 @@ from qmq.client.group_session import _cut
 from qmq.client.journal import _digests
 from qmq.client.link import Link
 from qmq.codec import batch_blocks, encode_labels, encode_message, join_batch, label_of, without_body
+from qmq.errors import OutcomeUnknown
 from qmq.message import Message
 from qmq.message_sizes import LARGE_BYTES_MIN
+from qmq.redrive.dead_letters import DeadLetters
 from qmq.remoting.commands import Command, Piece
 from qmq.remoting.connection import Connection
 from tests.unit.broker.test_browse import a_log, add
@@ -87,6 +90,34 @@ def test_broker_that_takes_bytes_is_not_silent():
     assert link.is_late(11.1, 5.0)
     link.progressed(11.2)
     assert not link.is_late(16.0, 5.0)
+
+
+@pytest.mark.parametrize("step, result", [(LARGE_BYTES_MIN, "answer"), (1_000, "OutcomeUnknown")])
+async def test_redrive_waits_while_bytes_move(monkeypatch, step, result):
+    """Answers to heartbeats are bytes, too, and no progress."""
+    monkeypatch.setattr("qmq.redrive.dead_letters.ANSWER_S", 0.001)
+
+    class Slow:
+        unsent_bytes = 0
+
+        def __init__(self) -> None:
+            self.answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+            self._reads = 0
+
+        def request(self, command: Command, *parts: bytes) -> asyncio.Future[memoryview]:
+            return self.answer
+
+        @property
+        def received_bytes(self) -> int:
+            self._reads += 1
+            if self._reads == 5:
+                self.answer.set_result(memoryview(b"answer"))
+            return self._reads * step
+
+    letters = DeadLetters("g1", "s", "g", "", "")
+    letters._connection = Slow()  # type: ignore[assignment]
+    with nullcontext() if result == "answer" else pytest.raises(OutcomeUnknown):
+        assert bytes(await letters._ask(Command.PULL)) == b"answer"
 
 
 def test_received_message_is_copied_once():
