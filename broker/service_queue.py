@@ -4,7 +4,7 @@ The pull served longest ago comes first. A pass ends when its budget is spent, e
 reads its sockets before the next pass. So a backlog, a group of many consumers or a consumer with many pulls delays
 the others by at most one pass.
 
-Operators limit service in two ways. A rate fills a bucket of messages for a group, up to what it gains in BURST_S; a
+Operators limit service in two ways. A rate fills a bucket of messages for a group, up to its gain in BURST_S; a
 group with an empty bucket is served again from the next tick on. Messages of the group's retry subject count too.
 Consumers that are switched off stay subscribed and keep their unacked messages, but get no new ones.
 """

@@ -1,11 +1,11 @@
 """Core. Limits of a subject: age, messages and bytes that may wait for each of its consumer groups.
 
 Once a second each group of a limited subject is checked, with or without consumers, so unconsumed messages do not pin
-the log. Expired messages, new or requeued, are given up by a pull frame with that reason. If the subject says so, they
+the log. Expired messages, new or requeued, are given up by a pull frame with that reason. If the subject sets so, they
 become dead letters: a pseudo consumer with a reserved name gets them, and they are stored as its dead letters.
 
 A group's waiting messages are those not delivered and those requeued. At the limit, of messages or of bytes, the oldest
-are given up or producers are refused, as the subject says; an absent broadcast consumer refuses no producer.
+are given up or producers are refused, as the subject sets; an absent broadcast consumer refuses no producer.
 
 A message's age counts from its storage, by the master's clock. Nothing expires while another clock disagrees with it.
 

@@ -240,7 +240,7 @@ class Subscriptions:
             )
 
     def _check_held_end(self, subject: str, name: str, consumer: str, held_end: int) -> None:
-        """Raise InvalidAck unless the log knows all that the consumer has. A deposed master may have delivered safe
+        """Raise InvalidAck unless the log has all that the consumer has. A deposed master may have delivered safe
         messages under other pull sequences than the next one. A consumer that left, or whose group was moved, has no
         unacked messages.
         """
@@ -345,7 +345,7 @@ class Subscriptions:
         return [key for key in gone if self.consumer(*key) is not None]
 
     def left(self, subject: str, group: str, consumer: str) -> None:
-        """Forget a lease. The consumer's reports count until its departure is written, if the log knows the
+        """Forget a lease. The consumer's reports count until its departure is written, if the log has the
         consumer.
         """
         key = (subject, group, consumer)
