@@ -208,7 +208,7 @@ async def test_chosen_dead_letter_subject_gets_all_source_groups(world):
         assert reason in await world.refused("LimitGroup", deadLettersTo=to, **words)
     await world.done("LimitGroup", subject="dead", group="people", deadLettersTo="other")
     text = await world.refused("LimitGroup", subject="other", group="people", deadLettersTo="s1")
-    assert "come back from s1 to other" in text
+    assert "return from s1 to other" in text
     await world.done("LimitGroup", deadLettersTo="%DEAD_RETRY", perSecond="0", **words)
     assert {limit.subject for limit in world.registry.directory.limits} == {"dead"}
 
