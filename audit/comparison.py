@@ -48,7 +48,7 @@ class Copied(NamedTuple):
 
     @property
     def same(self) -> tuple[Any, ...]:
-        """Return the fields that a moved frame keeps."""
+        """Return the fields that stay equal when a frame moves."""
         frame = self.frame
         about = frame.kind, frame.flags, frame.timestamp_ms, frame.producer, frame.batch
         first = None if frame.producer else frame.first_sequence

@@ -31,8 +31,9 @@ which is not ahead of all of them.
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
-    """The first messages frame that no later one states to be safe: their number, the time of the last, and the
-    watermark meanwhile.
+    """A messages frame that the watermarks of all later frames leave out, the first such frame.
+
+    `frames`: messages frames from it on; `last_ms`: time of the last one; `watermark`: the latest one stated.
     """
 
     first: Frame
@@ -45,7 +46,7 @@ class Uncovered:
         return self.frames >= STILL_FRAMES and self.last_ms > self.first.timestamp_ms + STILL_MS
 
     def and_then(self, more: Uncovered) -> Uncovered:
-        """Return this one with the frames of `more`, if the watermark still is below it."""
+        """Return this frame with those of a later period; `more` alone if a watermark there covers this frame."""
         if more.watermark >= self.first.end:
             return more
         return replace(more, first=self.first, frames=self.frames + more.frames)
@@ -72,9 +73,10 @@ class FrameOrder:
     """
     uncovered: Uncovered | None = None
     head: Uncovered | None = None
-    """The first one of this piece, once it is covered: it may go on from the piece before."""
+    """First uncovered frame of this piece, once a later frame has covered it. The period may begin in an earlier piece.
+    """
     still: list[Uncovered] = field(default_factory=list)
-    """Later ones at which the watermark stood still, and moved on."""
+    """Further frames at which the watermark stood still for long, before it moved on."""
     _before_ms: int = 0
     _timed: Frame | None = None
     """The frame with time `time_ms`; `_before_ms` is the time before it."""
@@ -101,7 +103,7 @@ class FrameOrder:
         return before.and_then(self.uncovered)
 
     def stills(self, before: Uncovered | None) -> list[Uncovered]:
-        """Return the frames at which the watermark stood still, once each: when that is known."""
+        """Return the frames at which the watermark stood still for long, each in the piece that shows it first."""
         found = self.still.copy()
         first = self.head or self.uncovered
         if first is not None:

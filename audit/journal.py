@@ -32,7 +32,7 @@ from qmq.log.frame import FrameKind
 
 
 def due_of_logs(group: Group, result: Result, subjects: Mapping[str, Mapping[str, Sequences]]) -> Due:
-    """Return what is due on each copy: messages that its retention cannot have deleted."""
+    """Return the due messages of each copy: those that its retention cannot have deleted."""
     known = {name: first_sequences(place, result.logs[name].start) for name, place in group.places.items()}
     if None not in known.values():
         return Due({name: found or {} for name, found in known.items()}, are_all=True)
@@ -44,7 +44,7 @@ def due_of_logs(group: Group, result: Result, subjects: Mapping[str, Mapping[str
 
 
 def due_since(ledger: Ledger, group: Group, result: Result) -> Due | None:
-    """Return what is due of messages that no earlier run compared, or None if that is unknown.
+    """Return the due messages that no earlier run compared, or None if they are unknown.
 
     The last two runs must have compared the journal and found nothing. Messages from the end of the first of them on
     are due: a producer writes a line once its message is acknowledged, perhaps after the audit has read the journal.
