@@ -21,6 +21,7 @@ FOLDERS = "/unit/", "/golden/", "/property/", "/transcripts/"
 SHORT_S = 240.0
 """Bound of a test in `FOLDERS`, which starts no cluster; others have minutes to name the state that is missing."""
 AGAIN_S = 60.0
+PHASES = {"pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown"}
 BEGIN = pytest.StashKey[Callable[[float], None]]()
 
 
@@ -37,6 +38,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
     def fail(number: int, frame: FrameType | None) -> None:
         __tracebackhide__ = True
+        if not _is_in(PHASES, frame):
+            return  # raised in pytest's own code, it would end the session; the timer fires again
         item.add_report_section("call", "tasks", tasks())
         pytest_timeout.timeout_sigalrm(item, settings)
 
@@ -59,6 +62,14 @@ def pytest_exception_interact(node: pytest.Item) -> None:
     """Bound the fixtures' ends after a failure, for which pytest-timeout has just stopped its timer."""
     if BEGIN in node.stash and not node.config.getoption("usepdb"):
         node.stash[BEGIN](AGAIN_S)
+
+
+def _is_in(names: set[str], frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name in names:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def tasks() -> str:

@@ -27,17 +27,31 @@ async def test_waits(closing):
 """
 
 
+CONFTEST = """
+import sys, time
+
+pytest_plugins = ["tests.support.timeouts"]
+
+
+def pytest_configure():
+    sys.modules["tests.support.timeouts"].AGAIN_S = 0.2
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call":
+        time.sleep(0.5)  # an exception raised here would end the session without a bound
+"""
+
+
 def test_hung_test_shows_its_await_and_ends(tmp_path):
     (tmp_path / "test_hung.py").write_text(HUNG)
-    (tmp_path / "conftest.py").write_text(
-        "import sys\npytest_plugins = ['tests.support.timeouts']\n"
-        "def pytest_configure(): sys.modules['tests.support.timeouts'].AGAIN_S = 0.5\n"
-    )
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     options = ["-o", "anyio_mode=auto", "--timeout=0.5", "--timeout-method=signal", "-p", "no:cacheprovider"]
+    options += ["-p", "anyio.pytest_plugin", "-p", "pytest_timeout"]  # the others take seconds to load
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *options, "test_hung.py"],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=60,
