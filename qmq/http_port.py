@@ -24,7 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qmq.descriptors import HTTP_MAX, socket_family
+from qmq.descriptors import HTTP_MAX, socket_family, stop_accepting
 from qmq.types import Host, plain_peer
 
 HEAD_S = 10.0
@@ -151,6 +151,7 @@ class HttpPort:
         try:
             await asyncio.wait([serving])
         finally:
+            await stop_accepting(self._listener)
             self._server.stop()
             await serving
             self._listener.close()

@@ -7,6 +7,7 @@ from collections import deque
 from functools import partial
 from typing import Any
 
+from qmq.descriptors import close_server
 from qmq.errors import AccessError, InvalidRequest, QmqError
 from qmq.remoting.commands import Command, decode_json, encode_json
 from qmq.remoting.connection import Connection
@@ -48,7 +49,7 @@ class Acceptor:
 
     async def close(self) -> None:
         if self._server is not None:
-            self._server.close()
+            await close_server(self._server)
         await self.drop_all("the broker is closed")
 
     async def drop_all(self, reason: str) -> None:

@@ -16,6 +16,7 @@ import grpc.aio
 
 from qmq.control_plane import SERVER_OPTIONS
 from qmq.crc import crc32
+from qmq.descriptors import close_server
 from qmq.errors import NotServed
 from qmq.grpc_forks import grpc_begins
 from qmq.logs import retrieve_error
@@ -45,7 +46,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
 
     async def open(self, http_port: int = 0) -> None:
         await self.open_grpc()
-        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", http_port)
+        self._http = await asyncio.start_server(self._accept_http, "127.0.0.1", http_port)
         self.url = f"http://127.0.0.1:{self._http.sockets[0].getsockname()[1]}"
 
     async def open_grpc(self) -> None:
@@ -57,8 +58,8 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
 
     async def close(self) -> None:
         if self._http is not None:
-            self._http.close()
-        await self._grpc.stop(None)  # by then accepted connections are registered
+            await close_server(self._http)
+        await self._grpc.stop(None)
         for writer in self._answering.values():
             writer.transport.abort()
         await asyncio.gather(*self._answering, return_exceptions=True)  # otherwise sockets stay open when the loop ends
@@ -116,10 +117,13 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
 
     # Over HTTP.
 
-    async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Registered before the task begins: one that is cancelled before does not close its writer.
+        task = asyncio.get_running_loop().create_task(self._serve_http(reader, writer))
         self._answering[task] = writer
+        task.add_done_callback(self._answering.pop)
+
+    async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             url = urlsplit(head.split(b" ", 2)[1].decode())
@@ -132,7 +136,6 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
-            del self._answering[task]
 
     async def _answer(self, path: str, words: dict[str, list[str]], head: bytes) -> tuple[bytes, bytes]:
         """Return status and body; `head` is the request with its headers."""

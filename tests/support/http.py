@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+from qmq.descriptors import close_server
+
 Answer = Callable[[bytes], tuple[str, bytes]]
 """Function from a request's head to status and body."""
 
@@ -19,7 +21,7 @@ class HttpServer:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self.port = 0
 
     async def start(self, port: int = 0) -> None:
@@ -28,17 +30,16 @@ class HttpServer:
 
     async def stop(self) -> None:
         assert self._server
-        self._server.close()
-        for _ in range(4):  # turns until every accepted connection is listed
-            await asyncio.sleep(0)
-        for connection in self._connections:
+        await close_server(self._server)
+        for connection, writer in self._connections.items():
             connection.cancel()
+            writer.transport.abort()  # a task that is cancelled before it begins does not close its writer
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
+        self._connections[connection] = writer
+        connection.add_done_callback(self._connections.pop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
