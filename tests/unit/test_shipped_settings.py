@@ -29,7 +29,8 @@ SHARED = {"broker": ("qmq/replication", "qmq/server"), "gateway": ("qmq/gateway"
 def names_read(package: str) -> set[str]:
     """Return all attribute names that a package reads."""
     folders = [ROOT / folder for folder in (package, *SHARED.get(package, ()))]
-    trees = [ast.parse(path.read_text()) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    trees = [ast.parse(path.read_text()) for path in (*paths, ROOT / "qmq/process_main.py")]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
 
