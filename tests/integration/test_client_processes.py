@@ -132,7 +132,7 @@ def test_callback_that_exits_is_reported_and_harmless(broker, start):
 
 
 def test_client_after_the_main_thread_works_or_is_refused(broker, run):
-    """From Python 3.12 on, no thread begins once the main thread has ended."""
+    """From Python 3.12 on, no thread begins once the interpreter ends, which is a moment after the main thread."""
     out = run(
         """
         def work():
@@ -145,8 +145,8 @@ def test_client_after_the_main_thread_works_or_is_refused(broker, run):
         """,
     )
     stored = numbers(broker.messages("s"))
-    if sys.version_info >= (3, 12):
-        assert stored == [] and " ".join(out).startswith("the program is ending")
+    if sys.version_info >= (3, 12) and not stored:
+        assert " ".join(out).startswith("the program is ending")
     else:
         assert stored == [0] and out == []
 
