@@ -96,7 +96,7 @@ setsid bash -e > {log} 2>&1 <<'END' &
 {text}
 END
 group=$!
-services+=" $group"
+echo $group >> groups
 until ls -l $(pgrep -g $group | sed 's|.*|/proc/&/fd|') 2>/dev/null | grep -q socket: ; do
     kill -0 $group || {{ cat {log}; exit 1; }}
     sleep 0.1
@@ -177,6 +177,12 @@ class Machine:
         shell.type("set -eo pipefail")
         return shell
 
+    def end_groups(self, path):
+        """End the groups of processes that a file lists, and wait for the last process of each."""
+        groups = path.read_text().split() if path.exists() else []
+        for group in groups:
+            self._first.type(f"kill -- -{group} || true; while pgrep -g {group}; do sleep 0.1; done")
+
     def close(self):
         self._first.process.kill()
         self._first.close()
@@ -203,6 +209,7 @@ class Reader:
 
     def __init__(self, machine, folder):
         self.folder, self._shell, self._services = folder, machine.shell(folder), 0
+        self._machine = machine
 
     def type(self, text):
         return self._shell.type(f"{{ {text}\n}} </dev/null")
@@ -218,11 +225,13 @@ class Reader:
             self.type(f"{command} --dry-run || [ $? = 1 ]" if command.strip() else ":")
 
     def end(self):
-        """End the services, which still run."""
-        self._shell.type("for group in $services; do kill -0 $group; kill -- -$group; done; wait")
+        """Check that the services still run."""
+        self._shell.type("[ ! -e groups ] || kill -0 $(cat groups)")
 
     def close(self):
+        """End the services, also of a page that failed, so that the next page finds their ports free."""
         self._shell.close()
+        self._machine.end_groups(self.folder / "groups")
 
 
 @pytest.fixture
