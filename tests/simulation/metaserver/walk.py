@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from unittest import mock
 from zlib import crc32
 
-from qmq.metaserver.actions import doctor
+from qmq.metaserver.actions import causes
 from qmq.metaserver.roles import rules
 from tests.simulation.events import KEPT_EVENTS, Violation
 from tests.simulation.metaserver.brokers import Box
@@ -703,7 +703,7 @@ def simulate(seed: int, *, steering: Steering = UNSTEERED, faults: str | None = 
     """
     kind = steering.fault or ROTA[seed % len(ROTA)] if faults is None else faults
     with contextlib.ExitStack() as stack:
-        for module in (rules, doctor):
+        for module in (rules, causes):
             stack.enter_context(mock.patch.object(module, "COPIES_MAX", copies_max))
         walk = Walk(_template())
         stack.callback(walk.world.close)
