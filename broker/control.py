@@ -210,7 +210,7 @@ def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessa
                 created_ms=match.created_ms,
                 id=match.id,
                 tags=match.tags,
-                bytes=match.bytes,
+                stored_bytes=match.bytes,
                 properties=_properties(match) if with_properties else (),
                 problem=match.problem,
                 body_bytes=match.body_bytes,

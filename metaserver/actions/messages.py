@@ -144,7 +144,7 @@ def _message_json(broker_group: str, message: pb.BrowsedMessage, body_bytes_max:
         "id": message.id,
         "tags": sorted(message.tags),
         "orderKey": order_key,
-        "bytes": message.bytes,
+        "bytes": message.stored_bytes,
         "problem": message.problem,
         "properties": properties,
         **({"propertyTypes": types} if types else {}),

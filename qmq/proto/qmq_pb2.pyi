@@ -683,14 +683,14 @@ class BrowseRequest(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., since_ms: _Optional[int] = ..., until_ms: _Optional[int] = ..., newest_first: _Optional[bool] = ..., id: _Optional[str] = ..., properties: _Optional[_Mapping[str, str]] = ..., tags: _Optional[_Iterable[str]] = ..., messages_max: _Optional[int] = ..., with_properties: _Optional[bool] = ..., body_bytes_max: _Optional[int] = ..., body_begin: _Optional[int] = ...) -> None: ...
 
 class BrowsedMessage(_message.Message):
-    __slots__ = ("sequence", "offset", "stored_ms", "created_ms", "id", "tags", "bytes", "properties", "problem", "body_bytes", "body")
+    __slots__ = ("sequence", "offset", "stored_ms", "created_ms", "id", "tags", "stored_bytes", "properties", "problem", "body_bytes", "body")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     STORED_MS_FIELD_NUMBER: _ClassVar[int]
     CREATED_MS_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROPERTIES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -701,12 +701,12 @@ class BrowsedMessage(_message.Message):
     created_ms: int
     id: str
     tags: _containers.RepeatedScalarFieldContainer[str]
-    bytes: int
+    stored_bytes: int
     properties: _containers.RepeatedCompositeFieldContainer[Property]
     problem: str
     body_bytes: int
     body: bytes
-    def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., stored_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., id: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., properties: _Optional[_Iterable[_Union[Property, _Mapping]]] = ..., problem: _Optional[str] = ..., body_bytes: _Optional[int] = ..., body: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., stored_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., id: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., stored_bytes: _Optional[int] = ..., properties: _Optional[_Iterable[_Union[Property, _Mapping]]] = ..., problem: _Optional[str] = ..., body_bytes: _Optional[int] = ..., body: _Optional[bytes] = ...) -> None: ...
 
 class Property(_message.Message):
     __slots__ = ("name", "value")

@@ -212,7 +212,7 @@ def _look_at_hostile_bodies(address, world, profile, state):
 
 
 def _stored(sequence, body):
-    message = pb.BrowsedMessage(sequence=sequence, id=f"m-{sequence}", stored_ms=sequence, bytes=9)
+    message = pb.BrowsedMessage(sequence=sequence, id=f"m-{sequence}", stored_ms=sequence, stored_bytes=9)
     message.properties.append(pb.Property(name="body", value=body))
     return pb.BrowseAnswer(messages=[message])
 

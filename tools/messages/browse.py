@@ -86,7 +86,7 @@ class _Reader:
             body=body,
             stored=message.stored_ms,
             offset=message.offset,
-            bytes=message.bytes,
+            bytes=message.stored_bytes,
             problem=message.problem,
         )
 

@@ -185,7 +185,7 @@ def _play_messages(world, now):
         sequence=1,
         id="m-1",
         stored_ms=now - 60_000,
-        bytes=40,
+        stored_bytes=40,
         body=b'{"lines": [{"sku": "A-1"}]}',
         body_bytes=27,
         properties=[
