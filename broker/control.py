@@ -214,7 +214,7 @@ def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessa
                 properties=_properties(match) if with_properties else (),
                 problem=match.problem,
                 body_bytes=match.body_bytes,
-                body=match.body,
+                body=bytes(match.body),
             )
         )
         if at % MESSAGES_AT_ONCE == 0:
