@@ -133,7 +133,9 @@ async def test_audit_page_requires_all_subjects(console):
 
 def stored(sequence, id, **properties):
     pairs = [pb.Property(name=name, value=value) for name, value in properties.items()]
-    return pb.BrowsedMessage(sequence=sequence, id=id, stored_ms=1_000_000 * sequence, stored_bytes=40, properties=pairs)
+    return pb.BrowsedMessage(
+        sequence=sequence, id=id, stored_ms=1_000_000 * sequence, stored_bytes=40, properties=pairs
+    )
 
 
 async def test_messages_are_found_and_escaped(console):
