@@ -26,6 +26,7 @@ from kombu.exceptions import ChannelError
 from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.transport.virtual.base import queue_declare_ok_t
 from kombu.utils.json import dumps, loads
+from kombu.utils.url import parse_url
 from kombu.utils.uuid import uuid
 
 from qmq.access import find_token
@@ -56,12 +57,14 @@ class QoS(virtual.QoS):  # type: ignore[misc]
     restore_at_shutdown = False
 
     def ack(self, delivery_tag: str) -> None:
-        self.channel.take(delivery_tag).ack_nowait()
+        if (message := self.channel.take(delivery_tag)) is not None:
+            message.ack_nowait()
         self._settled(delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        message = self.channel.take(delivery_tag)
-        if requeue:
+        if (message := self.channel.take(delivery_tag)) is None:
+            pass
+        elif requeue:
             message.nack_nowait("requeued by kombu", delay=0)
         else:
             message.dead_letter_nowait("rejected by kombu")
@@ -102,6 +105,8 @@ class Channel(virtual.Channel):  # type: ignore[misc]
 
     def _send(self, place: str, sent: Message, message: dict[str, Any]) -> None:
         sent.set_large(CONTENT, dumps(message))
+        if expires_ms := message["properties"].get("expiration"):
+            sent.expires_after = int(expires_ms) / 1000
         eta = self.connection.eta_of(message)
         try:
             receipt: Receipt = self.connection.producer.send(sent, at=eta)
@@ -123,7 +128,7 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         with suppress(Empty):
             message = self.Message(self._got(queue, GET_S), channel=self)
             if no_ack:
-                self.take(message.delivery_tag).ack_nowait()
+                self._received.pop(message.delivery_tag).ack_nowait()
             else:
                 self.qos.append(message, message.delivery_tag)
             return message
@@ -132,7 +137,7 @@ class Channel(virtual.Channel):  # type: ignore[misc]
     def _get(self, queue: str, timeout: float | None = None) -> dict[str, Any]:
         payload = self._got(queue, 0.0)
         if queue in self._no_ack:
-            self.take(payload["properties"]["delivery_tag"]).ack_nowait()
+            self._received.pop(payload["properties"]["delivery_tag"]).ack_nowait()
         return payload
 
     def _got(self, queue: str, timeout: float) -> dict[str, Any]:
@@ -153,13 +158,18 @@ class Channel(virtual.Channel):  # type: ignore[misc]
 
     def _of(self, queue: str) -> Tasks:
         if (tasks := self._tasks.get(queue)) is None:
-            connection, (name, group) = self.connection, self._place(queue)
-            is_transient = self._fanout_of(queue) and queue in connection.transient
-            start = "earliest" if name == queue else "latest"
-            options = connection.pull_options | {"group": None if is_transient else group, "start": start}
-            tasks = Tasks(connection.consumer, self._subject(name), connection.arrived, options)
+            subject, options = self._pulling(queue)
+            tasks = Tasks(self.connection.consumer, subject, self.connection.arrived, options)
             self._tasks[queue] = tasks
         return tasks
+
+    def _pulling(self, queue: str) -> tuple[str, dict[str, Any]]:
+        """Return the subject of a queue and the options of its puller."""
+        name, group = self._place(queue)
+        is_transient = self._fanout_of(queue) and queue in self.connection.transient
+        start = "earliest" if name == queue else "latest"
+        options = self.connection.pull_options | {"group": None if is_transient else group, "start": start}
+        return self._subject(name), options
 
     def _place(self, queue: str) -> tuple[str, str]:
         """Return the name, without its prefix, of a queue's subject, and its consumer group."""
@@ -172,9 +182,9 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         exchanges = [binding.exchange for binding in self.state.queue_bindings(queue)]
         return next((exchange for exchange in exchanges if self.typeof(exchange).type == FANOUT), None)
 
-    def take(self, delivery_tag: str) -> ReceivedMessage:
-        """Return a message that gets its decision now."""
-        return self._received.pop(delivery_tag)
+    def take(self, delivery_tag: str) -> ReceivedMessage | None:
+        """Return a message that gets its decision now; None: it has one, as without acks, or its channel is closed."""
+        return self._received.pop(delivery_tag, None)
 
     def _subject(self, queue: str) -> str:
         return f"{self.connection.subject_prefix}{queue}"
@@ -212,6 +222,25 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         if len(exchanges) > 1 and self._fanout_of(queue):
             self.state.queue_bindings_delete(queue)
             raise ChannelError(f"Queue {queue!r} is bound to a fanout exchange and another one. Use a queue for each.")
+        if self._fanout_of(queue) and queue not in self.connection.begun:
+            self._begin(queue)
+
+    def _begin(self, queue: str) -> None:
+        """Begin the group of a fanout exchange's queue: it gets the messages from its declaration on.
+
+        Raises:
+            NotServed: no broker group answers.
+        """
+        if queue in self.connection.transient:
+            self._of(queue).wait_until_joined(self.connection.timeout_s)
+        else:
+            subject, options = self._pulling(queue)
+            tasks = Tasks(self.connection.consumer, subject, self.connection.arrived, options)
+            try:
+                tasks.wait_until_joined(self.connection.timeout_s)
+            finally:
+                tasks.close()
+        self.connection.begun.add(queue)
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
         """Bindings live in the state of the process."""
@@ -277,6 +306,8 @@ class Transport(virtual.Transport):  # type: ignore[misc]
         self.arrived: Arrivals = Arrivals()
         self.transient: set[str] = set()
         """Queues that end with their process."""
+        self.begun: set[str] = set()
+        """Queues of fanout exchanges whose groups exist."""
         self._loop: Any = None
         self.subject_prefix: str = str(options.get("subject_prefix", ""))
         self.pull_options: dict[str, Any] = {
@@ -284,16 +315,21 @@ class Transport(virtual.Transport):  # type: ignore[misc]
             "retries_max": options.get("retries_max", 32),
         }
         self._delays = bool(options.get("delay", True))
-        port = client.port or self.default_port
         self._settings = {
-            "metaserver": options.get("metaserver", f"http://{Endpoint(client.hostname or '127.0.0.1', port)}"),
+            "metaserver": options.get("metaserver", self._addresses(client)),
             "app": options.get("app", "celery"),
             "token": client.password or None,
         }
         self.metaservers: str = metaserver_urls(self._settings["metaserver"])
-        self._timeout_s = float(options.get("timeout_s", 30.0))
+        self.timeout_s = float(options.get("timeout_s", 30.0))
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
+
+    def _addresses(self, client: Any) -> str:
+        """Return the metaservers of `qmq://a;qmq://b`: a connection uses all of them, and one that answers."""
+        urls = [parse_url(url) for url in client.alt] or [{"hostname": client.hostname, "port": client.port}]
+        places = [Endpoint(url["hostname"] or "127.0.0.1", url["port"] or self.default_port) for url in urls]
+        return ",".join(f"http://{place}" for place in places)
 
     @property
     def token(self) -> str:
@@ -302,7 +338,7 @@ class Transport(virtual.Transport):  # type: ignore[misc]
     @property
     def producer(self) -> Producer:
         if self._producer is None:
-            self._producer = Producer(**self._settings, timeout_s=self._timeout_s)
+            self._producer = Producer(**self._settings, timeout_s=self.timeout_s)
         return self._producer
 
     @property

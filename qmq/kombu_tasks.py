@@ -7,9 +7,11 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from queue import Empty
 from threading import Event, Lock
+from time import monotonic, sleep
 from typing import Any
 
 from qmq.blocking import Consumer
+from qmq.client.health import HealthState
 from qmq.client.received import ReceivedMessage
 from qmq.errors import NotServed
 
@@ -17,6 +19,8 @@ PULL_S = 3_600.0
 """Of one pull; its end without a message costs nothing."""
 LOOK_S = 1.0
 """Longest sleep of a thread that waits for tasks; arrivals and acks wake it earlier."""
+
+JOIN_LOOK_S = 0.01
 
 
 class Arrivals:
@@ -73,6 +77,14 @@ class Tasks:
         self._arrived = arrived
         self._coming: Future[list[ReceivedMessage]] | None = None
         self._ask()
+
+    def wait_until_joined(self, timeout_s: float) -> None:
+        """Wait until brokers have the queue's group. Raises NotServed."""
+        until_s = monotonic() + timeout_s
+        while (health := self._puller._inner.health).state is HealthState.NOT_CONNECTED:
+            if monotonic() > until_s:
+                raise NotServed(f"the queue is not declared at any broker group: {health.reason}")
+            sleep(JOIN_LOOK_S)
 
     def get(self, timeout: float = 0.0) -> ReceivedMessage:
         """Return the next task; raises Empty."""

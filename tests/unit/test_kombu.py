@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
@@ -130,8 +131,9 @@ def test_unacked_tasks_return_when_the_connection_closes(broker):
 
 def test_tasks_without_acks_are_taken_once(broker, connection):
     publish(connection, 1)
-    Worker(connection, no_ack=True).drain(1)
+    message = Worker(connection, no_ack=True).drain(1)[0]
     broker.wait_until_consumed("jobs", "celery")
+    message.ack()  # kombu's SimpleBuffer does
 
 
 NEWS = kombu.Exchange("news", type="fanout")
@@ -184,6 +186,25 @@ def test_fanout_reaches_each_process_with_a_transient_queue(broker):
         for connection, own in zip(connections, got):
             until(lambda connection=connection, own=own: drained(connection, own, 1), "each has the message")
         assert got == [[1], [1]]
+
+
+def test_fanout_reaches_queues_that_were_only_declared(broker, connection):
+    queues = [kombu.Queue("mail", NEWS), kombu.Queue("bcast", NEWS, exclusive=True, auto_delete=True)]
+    channel = connection.channel()
+    for queue in queues:
+        queue.bind(channel).declare()
+    tell(broker, 1)
+    got = []
+    with kombu.Consumer(channel, queues, callbacks=[lambda payload, message: got.append(payload) or message.ack()]):
+        until(lambda: drained(connection, got, 2), "both have the message that was sent before they consumed")
+
+
+def test_queue_of_a_fanout_without_a_broker_is_an_error():
+    with (
+        kombu.Connection("qmq://127.0.0.1:1", transport_options={"timeout_s": 0.1}) as connection,
+        pytest.raises(qmq.NotServed, match="the queue is not declared at any broker group: news.fanout: "),
+    ):
+        kombu.Queue("mail", NEWS).bind(connection.channel()).declare()
 
 
 def test_queue_of_a_fanout_and_another_exchange_is_refused(connection):
@@ -239,6 +260,21 @@ def test_eta_without_delay_is_sent_at_once(broker):
     with connecting(broker, delay=False) as connection:
         publish(connection, 1, headers={"eta": "2999-01-01T00:00:00+00:00"})
         assert Worker(connection).drain(1)[0].payload == 1
+
+
+def test_expired_task_is_not_delivered(broker, connection):
+    publish(connection, 1, expiration=0.001)
+    stored_s = time.time()
+    publish(connection, 2, expiration=3600)
+    until(lambda: time.time() > stored_s + 0.001, "the first one has expired")
+    assert Worker(connection).drain(1)[0].payload == 2
+
+
+def test_several_addresses_are_metaservers_of_one_connection(broker):
+    address = broker.metaserver.removeprefix("http://")
+    with kombu.Connection(f"qmq://nowhere.invalid:1;qmq://{address};qmq://[::1]") as connection:
+        expected = ["http://nowhere.invalid:1", broker.metaserver, "http://[::1]:8080"]
+        assert connection.transport.metaservers.split(",") == expected
 
 
 def test_refused_task_raises_and_names_the_reason(broker):
