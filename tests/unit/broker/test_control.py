@@ -137,7 +137,7 @@ def test_properties_are_shown_on_request():
     (with_them,) = look(group, begin=1, end=2, with_properties=True).messages
     assert [(property.name, property.value) for property in with_them.properties] == [("x", "y" * 900)]
     (without,) = look(group, begin=1, end=2).messages
-    assert not without.properties and without.bytes == with_them.bytes > 900
+    assert not without.properties and without.stored_bytes == with_them.stored_bytes > 900
 
 
 def test_slow_browse_returns_its_position(monkeypatch):
