@@ -101,6 +101,8 @@ class SubjectQueue:
         self.subject = subject
         self.group = group
         self.ready: deque[Batch] = deque()
+        self.entering: deque[object] = deque()
+        """Calls with a whole batch that wait for room, the first one first."""
         self.waiting: deque[QueuedMessage] = deque()
         self.waiting_bytes: int = 0
         self.under_way: list[QueuedMessage] | None = None

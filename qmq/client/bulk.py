@@ -418,8 +418,8 @@ class BulkSend:
     async def _submit(self, queue: SubjectQueue, ids: list[str], blocks: list[bytes], flags: int) -> Batch:
         """Queue a whole batch once there is room."""
         size = sum(map(len, blocks))
-        while not self._has_room(queue, size) and not self._is_over():
-            await self._sender.wait()
+        if queue.entering or not self._has_room(queue, size):
+            await self._wait_for_room(queue, size)
         deadline_ms, flight = self._deadline_ms(), self._flight()
         batch = Batch(queue.subject, ids, blocks, deadline_ms, partial(self._resolved, flight), flags, self._due_ms)
         self._unresolved += 1
@@ -433,9 +433,31 @@ class BulkSend:
         await asyncio.sleep(0)  # let the loop write the batch and read answers: encoding never waits
         return batch
 
+    async def _wait_for_room(self, queue: SubjectQueue, size: int) -> None:
+        """Wait for room, or the deadline, in the order of the calls.
+
+        Otherwise a call could overtake one that is woken and does not run yet: messages of one transaction would change
+        places.
+        """
+        while (
+            not self._takes(size) and not self._is_over()
+        ):  # before it takes a place, in which others would wait for it
+            await self._sender.wait()
+        place = object()
+        queue.entering.append(place)
+        try:
+            while not (queue.entering[0] is place and self._has_room(queue, size)) and not self._is_over():
+                await self._sender.wait()
+        finally:
+            queue.entering.remove(place)
+            self._sender.wake_waiting()
+
     def _has_room(self, queue: SubjectQueue, size: int) -> bool:
-        open_bytes = self._unresolved_bytes
-        return len(queue.ready) < READY_BATCHES_MAX and (not open_bytes or open_bytes + size <= self._bytes_max)
+        return len(queue.ready) < READY_BATCHES_MAX and self._takes(size)
+
+    def _takes(self, size: int) -> bool:
+        """Return whether the call may have so many more bytes without an outcome."""
+        return not self._unresolved_bytes or self._unresolved_bytes + size <= self._bytes_max
 
     def _deadline_ms(self) -> int:
         return self._sender.now_ms() + self._timeout_ms if self._until_ms is None else self._until_ms

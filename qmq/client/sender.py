@@ -285,6 +285,10 @@ class Sender:
         self._backlog.waiters.append(lambda: None if moved.done() else moved.set_result(None))
         await moved
 
+    def wake_waiting(self) -> None:
+        """Let callers of `wait` look again."""
+        self._backlog.wake_waiters()
+
     # Requests.
 
     async def groups(self, subject: str, deadline_ms: int) -> list[str]:

@@ -378,6 +378,25 @@ async def test_send_many_reads_bounded_bytes_ahead(subjects, most):
         assert ahead <= most and read == count
 
 
+async def test_calls_keep_their_order_when_one_is_woken():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=1) as producer:
+        hold, sending = Hold(broker), list[asyncio.Task[Any]]()
+
+        def send(n: str) -> None:
+            sending.append(asyncio.create_task(producer.send_many([Message("a", {"n": n})])))
+
+        for n in "123":
+            send(n)  # one is in flight, two are ready
+        await until_async(lambda: hold.held and len(producer._senders.of(is_delayed=False).queue("a").ready) == 2)
+        producer._backlog.waiters.append(lambda: send("5"))  # runs before the next call, which is woken after it
+        send("4")
+        await settle()
+        hold.release()
+        await asyncio.gather(*sending)
+        await until_async(lambda: len(sending) == 5 and all(task.done() for task in sending))
+        assert properties(broker) == [*"12345"]
+
+
 async def test_oversized_batch_is_split():
     async with cluster("g1") as (metaserver, [broker]):
         broker.limit(packet_bytes_max=20_000)
