@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from qmq.broker.choice import Chosen
-from qmq.broker.service_queue import DELIVERY_BYTES, OWED_BYTES_MAX, ServiceQueue
 from qmq.broker.subscriptions import Subscription, WaitingPull
 from qmq.codec import Buffer, labels_bytes, slice_batch
 from qmq.crc import crc32
@@ -29,6 +29,9 @@ from qmq.replication.mastership import Mastership
 from qmq.replication.ports import Host, Link
 from qmq.server.producing import ProduceCounters
 
+if TYPE_CHECKING:
+    from qmq.broker.serving import ServiceQueue
+
 
 @dataclass(slots=True)
 class Counters(ProduceCounters):
@@ -39,6 +42,12 @@ class Counters(ProduceCounters):
     returned_consumers: int = 0
 
 
+DELIVERY_BYTES = 48 << 10
+"""Cost of a delivery besides its bytes: progress frame, answer, bookkeeping."""
+OWED_BYTES_MAX = 16 << 20
+"""Unsent answers of one connection; at the limit its pulls wait. A connection that reads nothing costs this much memory
+and its socket buffer, however much it pulls.
+"""
 KEPT_BYTES = 16 << 20
 """Cache of the frames read last. A log only grows during a mastership, so cached frames stay valid."""
 

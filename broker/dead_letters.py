@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from qmq.broker.answers import Counters
 from qmq.broker.labels import labels_of
-from qmq.broker.service_queue import ServiceQueue
 from qmq.broker.subscriptions import Subscriptions
 from qmq.codec import Buffer, decode_properties, encode_labels, join_batch, slice_batch, split_batch, without_body
 from qmq.crc import crc32
@@ -32,6 +31,9 @@ from qmq.operator_limits import OperatorLimits, dead_letter_subjects
 from qmq.replication.ack_gate import Answer
 from qmq.replication.mastership import Mastership
 from qmq.subjects import dead_letter_subject, real_subject
+
+if TYPE_CHECKING:
+    from qmq.broker.serving import ServiceQueue
 
 Key = tuple[str, str, str]
 

@@ -20,12 +20,11 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from qmq.broker.choice import FRAMES_AT_ONCE, Budget, Chosen, Part
 from qmq.broker.group_filter import PASSED_MS, GroupFilter, Keys, frames_of, restore_keys, sequences_unacked
 from qmq.broker.labels import ENDS, NO_LABELS, Body, LabelCache, LabelsRead, TagRule, read_labels_of
-from qmq.broker.service_queue import ServiceQueue
 from qmq.broker.subscriptions import Subscription
 from qmq.dead_letters import PRUNER
 from qmq.errors import LogError
@@ -35,6 +34,9 @@ from qmq.log.group import Consumer, Group
 from qmq.log.index import FrameRef
 from qmq.log.progress_frame import DEFERRED, EXPIRED, NUMBERS_END, OVERFLOWED, PASSED, Entry
 from qmq.log.requeued import RequeuedRange
+
+if TYPE_CHECKING:
+    from qmq.broker.serving import ServiceQueue
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from heapq import nlargest, nsmallest
 from itertools import islice
 from typing import NamedTuple
 
+from qmq.broker.answers import OWED_BYTES_MAX
 from qmq.broker.choice import UNACKED_MESSAGES_MAX
-from qmq.broker.service_queue import OWED_BYTES_MAX
 from qmq.broker.subscriptions import Subscription
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog

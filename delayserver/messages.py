@@ -12,7 +12,7 @@ from qmq.codec import DUE_AT, FLAG_DELAYED, Buffer
 from qmq.crc import crc32
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
-from qmq.server.batch_check import check_messages
+from qmq.server.producing import check_messages
 
 _DUE = struct.Struct(">q")
 DAY_MS = 86_400_000

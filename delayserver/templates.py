@@ -36,7 +36,7 @@ from qmq.errors import InvalidMessage, InvalidRequest, MessageTooLarge
 from qmq.message import DELAY_KEY, ORDER_KEY, RECUR_CRON, RECUR_NAME, RECUR_OWNER, RECUR_SKIPPED, RECUR_ZONE
 from qmq.message_sizes import RECURRING_BYTES_MAX
 from qmq.remoting.commands import RECUR_NAME_BYTES_MAX, Recur, RecurringSchedule
-from qmq.server.batch_check import check_messages
+from qmq.server.producing import check_messages
 from qmq.subjects import NAME_BYTES_MAX, check_name
 
 EXPRESSION_CHARS_MAX = 200

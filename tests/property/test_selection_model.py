@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.broker import filtered_scan, labels, service_queue
+from qmq.broker import filtered_scan, labels, serving
 from qmq.broker.group_filter import GroupFilter, Keys, _Making
 from qmq.broker.labels import TagRule
 from qmq.codec import tag_bits
@@ -184,7 +184,7 @@ class World:
 
 
 NARROW = [
-    (service_queue, "LOOKS_PER_PASS", 3),
+    (serving, "LOOKS_PER_PASS", 3),
     (filtered_scan, "LOOKS_AT_ONCE", 2),
     (filtered_scan, "READ_FRAMES", 2),
     (filtered_scan, "PASSED_MESSAGES", 4),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qmq.codec import VALUE_BYTES_MAX, join_batch
 from qmq.errors import InvalidRequest
-from qmq.server.batch_check import AT_ONCE_MIN, are_usual, check_messages
+from qmq.server.producing import AT_ONCE_MIN, are_usual, check_messages
 
 MESSAGE_BYTES_MAX = 2_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.broker import dead_letters as module
-from qmq.broker import positions, service_queue
+from qmq.broker import positions, serving
 from qmq.codec import (
     decode_message,
     encode_labels,
@@ -198,7 +198,7 @@ def test_undecodable_message_is_kept_unchanged(monkeypatch, limits):
     """Producers cannot send one; if one is in a log all the same, consumers must be able to settle it."""
     group, client, _ = a_group("m0")
     broken = b"\0" * 40
-    monkeypatch.setattr("qmq.server.batch_check.are_usual", lambda *batch: True)
+    monkeypatch.setattr("qmq.server.producing.are_usual", lambda *batch: True)
     client.done(client.produce_raw([broken]))
     (piece,) = commands.decode_pulled(memoryview(client.done(client.pull())))
     group.a.assign(Role.MASTER, limits=limits)
@@ -664,7 +664,7 @@ def test_message_acked_while_it_is_read_does_not_die():
 
 @pytest.mark.parametrize(("copies", "counts"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
 def test_copies_of_a_pass_are_bounded(monkeypatch, copies, counts):
-    monkeypatch.setattr(service_queue, "COPIES_PER_PASS", copies)
+    monkeypatch.setattr(serving, "COPIES_PER_PASS", copies)
     group, client, first = a_group(*[f"m{number}" for number in range(5)])
     group.a.master._delivery.serving._queue.begin()
     opaque, found = client.nack(first, first + 5, dead=True), []
@@ -676,7 +676,7 @@ def test_copies_of_a_pass_are_bounded(monkeypatch, copies, counts):
 
 
 def test_settled_messages_do_not_die_in_later_passes(monkeypatch):
-    monkeypatch.setattr(service_queue, "COPIES_PER_PASS", 4)
+    monkeypatch.setattr(serving, "COPIES_PER_PASS", 4)
     group, client, first = a_group(*[f"m{number}" for number in range(16)])
     group.cut()
     make_dead(group, "c1", *range(first, first + 16))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker import filtered_scan, service_queue
+from qmq.broker import filtered_scan, serving
 from qmq.broker.labels import TagRule
 from qmq.log.group import Consumer as Progress
 from tests.unit.broker.selecting import Consumer, Got, Sent, produce
@@ -90,7 +90,7 @@ def test_dead_letters_of_a_pass_are_bounded(monkeypatch):
     group = stored(*[PAY, NONE] * 30, segment_bytes=1 << 20)
     consumer = Consumer(group, "c1", deliveries_max=1, **PAYS)
     assert len(consumer.sequences()) == 30
-    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 4 * filtered_scan.LOOKS_PER_DEAD)
+    monkeypatch.setattr(serving, "LOOKS_PER_PASS", 4 * filtered_scan.LOOKS_PER_DEAD)
     consumer.nack()
     before = len(pulls_of(group, "c1"))
     assert consumer.sequences() == [] and group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 30
@@ -372,7 +372,7 @@ def test_frames_in_the_tail_are_not_read():
 
 
 def test_body_check_costs_several_label_checks(monkeypatch):
-    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 30)
+    monkeypatch.setattr(serving, "LOOKS_PER_PASS", 30)
     monkeypatch.setattr(filtered_scan, "LOOKS_PER_BODY", 10)
     group = Group.made().start()
     more(group, *[PAY] * 8, CANCEL, first=0, labelled=False)
@@ -398,7 +398,7 @@ def test_body_check_costs_several_label_checks(monkeypatch):
 
 
 def test_scan_continues_in_the_next_pass(monkeypatch):
-    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
+    monkeypatch.setattr(serving, "LOOKS_PER_PASS", 10)
     monkeypatch.setattr(filtered_scan, "LOOKS_AT_ONCE", 4)
     group = Group.made().start()
     for at in range(4):

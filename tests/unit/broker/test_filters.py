@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.broker import filtered_scan, service_queue
+from qmq.broker import filtered_scan, serving
 from qmq.broker.filtered_scan import Filters, Reading
 from qmq.broker.group_filter import FAILED_MS, Keys
 from qmq.broker.labels import LabelCache, LabelsRead, TagRule
-from qmq.broker.service_queue import ServiceQueue
+from qmq.broker.serving import ServiceQueue
 from qmq.broker.subscriptions import Subscription
 from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame
@@ -211,7 +211,7 @@ def test_failed_scan_changes_no_keys():
 
 
 def test_groups_share_the_scan_budget(monkeypatch):
-    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
+    monkeypatch.setattr(serving, "LOOKS_PER_PASS", 10)
     group = Group.made().start()
     consumers = [Consumer(group, "c", group=name, tags=["cancel"]) for name in ("g1", "g2", "g3")]
     waiting = [consumer.ask(timeout_ms=60_000) for consumer in consumers]
@@ -239,7 +239,7 @@ def test_groups_share_the_scan_budget(monkeypatch):
 
 
 def test_pull_without_timeout_waits_for_the_scan(monkeypatch):
-    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
+    monkeypatch.setattr(serving, "LOOKS_PER_PASS", 10)
     group = stored(*[PAY] * 15)
     more(group, *[PAY] * 20, first=15)
     more(group, CANCEL, first=35)

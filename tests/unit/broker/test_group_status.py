@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.broker import group_status
+from qmq.broker.answers import OWED_BYTES_MAX
 from qmq.broker.group_status import CAUSES, Backlog, Backlogs, Cause, Facts
-from qmq.broker.service_queue import OWED_BYTES_MAX
 from qmq.errors import CorruptFrame, DiskFailed
 from qmq.log.group import Consumer as LogConsumer
 from qmq.log.group import Group as LogGroup

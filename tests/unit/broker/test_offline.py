@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker.service_queue import OfflineRules
+from qmq.broker.serving import OfflineRules
 from qmq.errors import ErrorCode
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role

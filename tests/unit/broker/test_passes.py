@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
-from qmq.broker import service_queue, serving
-from qmq.broker.service_queue import OWED_BYTES_MAX, PASS_BYTES, ServiceQueue
+from qmq.broker import answers, serving
+from qmq.broker.answers import OWED_BYTES_MAX
+from qmq.broker.serving import PASS_BYTES, ServiceQueue
 from qmq.errors import ErrorCode
 from tests.unit.broker.selecting import Sent, produce
 from tests.unit.broker.world import Client, Group, a_group
@@ -77,7 +78,7 @@ def test_unserved_pulls_go_to_the_next_pass(looks, monkeypatch):
     group, _ = a_group()
     for name in "abc":
         waits(consumers(group, 1, name=name)[0])
-    monkeypatch.setattr(service_queue, "PASS_BYTES", service_queue.TRY_BYTES)
+    monkeypatch.setattr(serving, "PASS_BYTES", serving.TRY_BYTES)
     looks.clear()
     group.a.master.go_on()
     group.a.host.turn()
@@ -93,7 +94,7 @@ def test_delivery_costs_its_bytes_and_overhead(monkeypatch):
     consumer.link.writable = False
     producer.store("m0", "m1", "m2")
     consumer.link.writable = True
-    monkeypatch.setattr(service_queue, "PASS_BYTES", service_queue.TRY_BYTES + service_queue.DELIVERY_BYTES + 1)
+    monkeypatch.setattr(serving, "PASS_BYTES", serving.TRY_BYTES + answers.DELIVERY_BYTES + 1)
     group.a.node.writable_again(consumer.link)
     for position in (1, 2, 3):
         group.a.host.turn()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.broker.group_status import Cause
-from qmq.broker.service_queue import DRY_MS, Rates
+from qmq.broker.serving import DRY_MS, Rates
 from qmq.operator_limits import OperatorLimits, by_key
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role

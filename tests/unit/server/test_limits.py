@@ -10,7 +10,7 @@ from qmq.codec import decode_labels, encode_labels, join_batch, label_of
 from qmq.errors import ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
-from qmq.server.batch_check import check_messages
+from qmq.server.producing import check_messages
 from tests.unit.broker.world import Client, Group, message
 
 
