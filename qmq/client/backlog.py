@@ -56,7 +56,7 @@ class Backlog:
 
     def resolve(self, batch: Batch, result: Result) -> None:
         """Resolve a batch and count its messages."""
-        self.outcomes[result.outcome] += len(batch) - len(result.refused)
+        self.outcomes[result.outcome] += len(batch.ids) - len(result.refused)
         self.outcomes[Outcome.REFUSED] += len(result.refused)
         batch.resolve(result)
 
@@ -274,10 +274,6 @@ class SendOrder:
         """Crowded queues by broker group, longest waiting first."""
         self._to_expire: list[SubjectQueue] = []
         """Queues with the deadlines to check next."""
-
-    def first(self) -> SubjectQueue | None:
-        """Return the active queue that sends next, or None."""
-        return next(iter(self.active), None)
 
     def note(self, queue: SubjectQueue, *, is_active: bool) -> None:
         """Record that a queue has messages; an active queue keeps its place."""

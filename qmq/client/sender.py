@@ -371,7 +371,8 @@ class Sender:
                     self._backlog.repeats += 1
                     self._transmit(group, batch)
         left = BATCHES_AT_ONCE
-        while (queue := self._order.first()) is not None:
+        while self._order.active:
+            queue = next(iter(self._order.active))
             if not left:
                 self._pump_soon()
                 break
@@ -429,16 +430,16 @@ class Sender:
         connection = group.link.connection
         assert connection is not None
         if group.batches.load == 1:
-            group.link.progressed(self._loop.time())
+            group.link.progress_s = self._loop.time()
         header = commands.produce_header(
-            self._producer_id, batch.number, len(batch), batch.crc, batch.subject, batch.flags
+            self._producer_id, batch.number, len(batch.ids), batch.crc, batch.subject, batch.flags
         )
         connection.ask(partial(self._answered, group, connection, batch), Command.PRODUCE, header, *batch.blocks)
 
     # Answers.
 
     def _answered(self, group: _Group, connection: Connection, batch: Batch, answer: memoryview | QmqError) -> None:
-        group.link.progressed(self._loop.time())
+        group.link.progress_s = self._loop.time()
         if connection.is_open:
             group.breaker.answered()
         elif group.breaker.failed(now_ms := self.now_ms()):

@@ -303,8 +303,8 @@ class MessageLog:
         self.disk.put(snapshot_name(roll.end), roll.snapshot)
         self.disk.put(manifest.NAME, roll.manifest)
 
-    def flushed(self, commit: Commit) -> None:
-        """Record that `perform` returned."""
+    def flushed(self, commit: Commit) -> bool:
+        """Record that `perform` returned; return whether newer frames are not on disk yet."""
         if self._writing is not commit:
             raise BrokenInvariant("commits are performed one at a time")
         self._writing = None
@@ -313,6 +313,7 @@ class MessageLog:
             if isinstance(step, _Roll):
                 self._consume_log.rolled(step.base)
         self._shrink_tail()
+        return bool(self._pending.steps)
 
     def _shrink_tail(self) -> None:
         while self._tail_bytes > self._tail_bytes_max:

@@ -367,12 +367,12 @@ class Node(Generic[M]):
 
     def committed(self, commit: Commit) -> None:
         """Record that the commit is on disk. Frames that arrived meanwhile are the next one."""
-        self.log.flushed(commit)
+        has_more = self.log.flushed(commit)
         if isinstance(self.role, Master):
             self.role.committed(commit.end, commit.chain)
         elif self.role is not None:
             self.role.committed(commit)
-        if not self.log.is_idle:
+        if has_more:
             self.host.pass_soon()
         self._give_up_tail()
 

@@ -61,7 +61,7 @@ class Shipper:
     def ship(self) -> None:
         """Send frames as far as link, window and rate allow."""
         log, link = self._log, self.link
-        while self.position < log.end and link.is_open and link.writable and not self._reading:
+        while self.position < log.state.end and link.is_open and link.writable and not self._reading:
             if self.position - self.confirmed_end > WINDOW_BYTES:
                 return
             found = log.tail_frames(self.position, PACKET_BYTES)

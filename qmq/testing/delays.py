@@ -31,8 +31,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
 from qmq.replication.master import Promotion
-from qmq.testing.acceptor import Acceptor
-from qmq.testing.copies import Clock, Copies, Copy
+from qmq.testing.copies import Acceptor, Clock, Copies, Copy
 
 COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 PASSES_MAX = 2_000

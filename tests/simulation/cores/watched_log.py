@@ -54,9 +54,9 @@ class WatchedLog(MessageLog):
         self.last_taken = frame.offset
         return frame
 
-    def flushed(self, commit: Commit) -> None:
+    def flushed(self, commit: Commit) -> bool:
         self._oracle.flushed(self, commit)
-        super().flushed(commit)
+        return super().flushed(commit)
 
     def cut(self, to: int, why: str) -> str | None:
         if self.damage is None:

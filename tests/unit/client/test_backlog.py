@@ -372,10 +372,10 @@ def test_queues_send_in_order_and_crowded_ones_follow_answers():
     order.note(a, is_active=True)
     assert list(order.active) == queues, "a noted queue keeps its place"
     for queue in queues:
-        assert order.first() is queue
+        assert next(iter(order.active)) is queue
         order.crowd(queue, ["g1", "g2"])
     order.remove(b)
-    assert order.first() is None and list(order.waiting) == [a, c]
+    assert not order.active and list(order.waiting) == [a, c]
     assert list(order.take_crowd("g1", 1)) == [a]
     order.note(a, is_active=True)
     assert list(order.take_crowd("g2", 9)) == [c], "neither active queues nor empty ones"

@@ -44,8 +44,7 @@ from qmq.remoting.commands import Command, Verdict
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.testing import delays, machine
-from qmq.testing.acceptor import Acceptor
-from qmq.testing.copies import Clock, Copies, Copy
+from qmq.testing.copies import Acceptor, Clock, Copies, Copy
 from qmq.testing.metaserver import Metaserver, group_route
 from qmq.types import GroupKind
 from tests.support.ports import free_ports
