@@ -102,10 +102,11 @@ class World:
     async def audit(self):
         return await self.database.read(lambda repository: repository.audit_trail())
 
-    async def copies(self, group="g1"):
-        """Add a group of two brokers that are not started."""
-        await self.done("AddBroker", **place(group, 0, f"{group}-a"))
-        await self.done("AddBroker", **place(group, 1, f"{group}-b"))
+    async def copies(self, *groups):
+        """Add groups, g1 by default, of two brokers that are not started."""
+        for group in groups or ("g1",):
+            await self.done("AddBroker", **place(group, 0, f"{group}-a"))
+            await self.done("AddBroker", **place(group, 1, f"{group}-b"))
 
     async def start(self, hostname, *, complete=False):
         """Register a broker and send a heartbeat."""
@@ -140,10 +141,11 @@ class World:
         self.liveness.answered(question, None, now_ms=self.registry.now_ms())
         del self.brokers.states[key]
 
-    async def running_copies(self, group="g1"):
-        await self.copies(group)
-        await self.start(f"{group}-a")
-        await self.start(f"{group}-b", complete=True)
+    async def running_copies(self, *groups):
+        for group in groups or ("g1",):
+            await self.copies(group)
+            await self.start(f"{group}-a")
+            await self.start(f"{group}-b", complete=True)
 
     async def routed(self, *subjects, groups=("g1",)):
         routes = [(subject, groups, 0) for subject in subjects]

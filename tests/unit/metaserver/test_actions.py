@@ -118,8 +118,7 @@ async def test_dry_run_changes_nothing(world):
     """Weakness 33: QMQ's tools have no dry run. A plan keeps its word until something concerned changes: otherwise no
     plan could be confirmed while brokers proceed and new subjects arrive.
     """
-    await world.running_copies("g1")
-    await world.running_copies("g2")
+    await world.running_copies("g1", "g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.routed("s2", groups=("g2",))
     before = await stored(world)
@@ -132,20 +131,8 @@ async def test_dry_run_changes_nothing(world):
         assert again["wouldChange"] and again["plan"] == plans[name]["plan"] != "", name
 
 
-SETTINGS = (
-    "LimitGroup",
-    "MarkReadonlyBrokerGroup",
-    "OnOffline",
-    "SetFailover",
-    "SetGroupTag",
-    "SetLimits",
-    "DrainGroup",
-)
-
-
 async def test_repeated_change_changes_nothing(world):
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("s1", groups=("g1", "g2"))
     for name in ("LimitGroup", "MarkReadonlyBrokerGroup", "OnOffline", "SetFailover", "SetGroupTag", "DrainGroup"):
         await world.done(name, **CHANGES[name])
@@ -195,8 +182,7 @@ async def test_refused_dry_run_has_the_reasons(world):
 
 
 async def test_scope_of_a_token_limits_changes(world):
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("shop.a", "other", groups=("g1", "g2"))
     of_g1, of_shop = caller("operator", groups=["g1"]), caller("operator", subjects=["shop.*"])
     assert "g2" in await world.refused("MarkReadonlyBrokerGroup", of_g1, brokerGroup="g2")
@@ -228,8 +214,7 @@ async def test_subject_scope_protects_other_subjects_of_a_group(world):
 
 
 async def test_preview_of_roles_counts_subjects_of_the_group(world):
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("s1", "s2", groups=("g1", "g2"))
     await world.routed("s3", groups=("g2",))
     world.hub.counts = [Counts(3, 0, 9)]
@@ -241,9 +226,7 @@ async def test_preview_of_roles_counts_subjects_of_the_group(world):
 
 async def test_lost_race_is_planned_again(world):
     """Weakness 6: QMQ reads, computes and compares once, and leaves the loss to the operator."""
-    await world.copies("g1")
-    await world.copies("g2")
-    await world.copies("g3")
+    await world.copies("g1", "g2", "g3")
     await world.routed("s1")
     change, lost = world.registry.change, 0
 
@@ -263,8 +246,7 @@ async def test_lost_race_is_planned_again(world):
 
 
 async def test_repeatedly_lost_race_is_refused(world):
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("s1")
     change, rounds = world.registry.change, 0
 

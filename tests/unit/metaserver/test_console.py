@@ -67,8 +67,7 @@ async def test_pages_contain_nothing_that_the_policy_forbids(console):
 
 
 async def test_overview_shows_readonly_groups_with_reasons(console):
-    await console.running_copies("g1")
-    await console.running_copies("g2")
+    await console.running_copies("g1", "g2")
     console.beat("g2-a", writable=False, readonly_reasons=("slave_down",), log_end=9000)
     text = await console.read()
     assert "1 of 2 take messages" in text

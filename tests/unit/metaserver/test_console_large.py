@@ -153,8 +153,7 @@ async def test_group_without_audit_is_named(console, tmp_path):
     night(ledger, "g1", 1000)
     await answer_with(console, {})
     console.served._nights = Nights(tmp_path / "ledger")
-    await console.running_copies("g1")
-    await console.running_copies("g2")
+    await console.running_copies("g1", "g2")
     text = text_of(await console.see("/audit"))
     assert "1 of 2 broker groups were proven equal" in text and "Never audited: g2" in text
     assert "Never audited" not in text_of(await console.see("/audit", group="g1"))

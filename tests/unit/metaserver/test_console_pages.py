@@ -32,8 +32,7 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 async def test_consumers_behind_are_shown_with_age_and_cause(console):
-    await console.running_copies("g1")
-    await console.running_copies("g2")
+    await console.running_copies("g1", "g2")
     await console.routed("order.changed", "quiet", groups=("g1", "g2"))
     since = wall_ms() - 3_725_000
     stuck = left("order.changed", "billing", 1234, since)
@@ -109,8 +108,7 @@ async def test_audit_page_shows_each_night(console, tmp_path):
     assert "is not configured" in await console.read("/audit")
     console.served._nights = Nights(tmp_path / "ledger")
     assert "is no directory" in await console.read("/audit")
-    await console.copies("g1")
-    await console.copies("g2")
+    await console.copies("g1", "g2")
     night(ledger, "g1", 1)
     night(ledger, "g1", 2)
     night(ledger, "g2", 2)
@@ -340,8 +338,7 @@ async def test_group_page_draws_rates(console):
 
 
 async def test_consumers_page_draws_rates(console):
-    await console.running_copies("g1")
-    await console.running_copies("g2")
+    await console.running_copies("g1", "g2")
     await console.routed("s", groups=("g1", "g2"))
     looked, began = [], wall_ms() - 60_000
     note = console.served._looks.note

@@ -61,8 +61,7 @@ async def test_removed_group_leaves_brokers_and_database(world):
 async def test_removal_reaches_groups_off_the_route(world):
     """Also one with nothing but the mailbox; broker groups without the consumer group are left alone."""
     await two_groups(world)
-    for group in ("g3", "g4", "g5"):
-        await world.running_copies(group)
+    await world.running_copies("g3", "g4", "g5")
     world.brokers.progress |= {"g3": [left("s1", "shop", 1)], "g4": [left("%RETRY%s1%shop", "shop", 1)]}
     world.brokers.progress["g5"] = [left("s2", "shop", 1), left("s1", "other", 1)]
     world.brokers.silent.add("g5")

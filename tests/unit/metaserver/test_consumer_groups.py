@@ -36,8 +36,7 @@ class Masters:
 
 
 async def made(world, *, groups=("g1", "g2"), subject="s1"):
-    for name in ("g1", "g2", "g3"):
-        await world.running_copies(name)
+    await world.running_copies("g1", "g2", "g3")
     await world.routed(subject, groups=groups)
     masters = Masters()
     return ConsumerGroups(world.registry, world.database, masters), masters

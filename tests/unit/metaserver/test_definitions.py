@@ -8,20 +8,11 @@ import pytest
 
 from qmq.metaserver.actions.definitions import LISTS
 from qmq.operator_limits import OperatorLimits
-from tests.unit.metaserver.actions_world import World, caller
-
-
-@pytest.fixture
-async def world(tmp_path):
-    world = World(tmp_path / "metaserver.db")
-    await world.open()
-    yield world
-    world.close()
+from tests.unit.metaserver.actions_world import caller
 
 
 async def filled(world):
-    for group in ("g1", "g2"):
-        await world.copies(group)
+    await world.copies("g1", "g2")
     await world.routed("order.changed", "dead", groups=("g1", "g2"))
     await world.done("SetGroupTag", brokerGroup="g1", tag="fast")
     await world.done("SetFailover", brokerGroup="g1", failover="on")
@@ -42,8 +33,7 @@ async def test_import_makes_another_cluster_alike(world, tmp_path):
     exported = await world.done("ExportDefinitions")
     assert all(exported[name] for name in LISTS) and "secret" not in json.dumps(exported)
     other = await world.another(f"sqlite:///{tmp_path}/other.db")
-    for group in ("g1", "g2"):
-        await other.copies(group)
+    await other.copies("g1", "g2")
     text = json.dumps(exported)
     planned = await other.done("ImportDefinitions", definitions=text, dryRun="true")
     assert planned["wouldChange"] and not other.registry.routes and not other.registry.directory.marks
@@ -96,8 +86,7 @@ async def test_bad_definitions_change_nothing(world, document, text):
 
 
 async def test_new_route_and_its_limits_come_together(world):
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("dead", groups=("g2",))
     limits = OperatorLimits("s", "billing")
     row = {"expiresAfterS": 0, "expired": "drop", "messagesMax": 0, "whenFull": "refuse", "perSecond": 0, "bytesMax": 0}

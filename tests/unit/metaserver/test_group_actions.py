@@ -12,8 +12,7 @@ from tests.unit.metaserver.actions_world import caller, left
 
 async def test_mark_counts_clients_with_old_routes(world):
     """Weakness 20: QMQ does not show which producers follow a readonly mark."""
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.routed("s2", groups=("g1",))
     world.hub.counts = [Counts(producers=3, consumers=1, watchers=9)]
@@ -45,8 +44,7 @@ async def test_mark_requires_existing_group_and_subject(world):
 
 
 async def test_mark_of_removed_subject_can_be_removed(world):
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
     await world.done("RemoveSubject", subject="s1")
@@ -55,8 +53,7 @@ async def test_mark_of_removed_subject_can_be_removed(world):
 
 
 async def test_concurrent_drains_leave_one_group(world):
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await precede(world, SetGroupState("g2", draining=True))
     assert "g1 is the only one" in await world.refused("DrainGroup", brokerGroup="g1")
     assert not world.registry.directory.groups["g1"].draining
@@ -64,8 +61,7 @@ async def test_concurrent_drains_leave_one_group(world):
 
 async def test_drained_brokers_refuse_messages(world):
     """A producer with an old route would fill a group that its consumers leave."""
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
 
     def refused(hostname):
         assignment = assignment_for(world.registry.directory, BrokerKey(hostname, 20881))
@@ -81,8 +77,7 @@ async def test_drained_brokers_refuse_messages(world):
 
 async def test_marks_and_drains_are_listed(world):
     """Weakness 37: QMQ cannot list its marks."""
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
     await world.done("DrainGroup", brokerGroup="g2")
     listed = await world.done("ListReadonly")
@@ -93,8 +88,7 @@ async def test_marks_and_drains_are_listed(world):
 
 async def test_drain_counts_remaining_messages(world):
     """Weakness 7: QMQ has no step between full use and removal."""
-    await world.running_copies("g1")
-    await world.running_copies("g2")
+    await world.running_copies("g1", "g2")
     await world.routed("s1", "s2", groups=("g1", "g2"))
     world.brokers.progress["g1"] = [left("s1", "shop", 5, 1000), left("s1", "bill", 7), left("s2", "shop", 0)]
     world.hub.counts = [Counts(1, 0, 4)]
@@ -122,8 +116,7 @@ async def test_last_group_is_not_drained(world):
 
 
 async def test_drained_group_joins_no_route(world):
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("s1")
     await world.done("DrainGroup", brokerGroup="g2")
     assert "being drained" in await world.refused("AddSubjectBrokerGroup", subject="s1", brokerGroup="g2")
@@ -190,8 +183,7 @@ async def test_limits_change_named_fields_only(world):
 
 
 async def test_chosen_dead_letter_subject_gets_all_source_groups(world):
-    for name in ("g1", "g2"):
-        await world.copies(name)
+    await world.copies("g1", "g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.routed("dead", "other", groups=("g2",))
     words = {"subject": "s1", "group": "shop"}
@@ -215,8 +207,7 @@ async def test_chosen_dead_letter_subject_gets_all_source_groups(world):
 
 async def test_group_with_dead_letter_source_stays_in_route(world):
     """A fixed bug: the group left the route and returned a second later, without a reason."""
-    for name in ("g1", "g2"):
-        await world.copies(name)
+    await world.copies("g1", "g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.routed("dead", groups=("g2",))
     await world.done("LimitGroup", subject="s1", group="shop", deadLettersTo="dead")

@@ -13,12 +13,12 @@ from qmq.metaserver.console import offers
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole
 from qmq.zstd import compressed
-from tests.unit.metaserver.actions_world import World, caller
+from tests.unit.metaserver.actions_world import caller
 
 
 @pytest.fixture
-async def world(tmp_path):
-    world = World(tmp_path / "metaserver.db")
+async def world(world):
+    """A metaserver with a producer, group g1 of two running copies, and a route."""
     world.sent = []
 
     async def send(message):
@@ -26,11 +26,9 @@ async def world(tmp_path):
         return Receipt(Outcome.STORED, "m-1", message.subject, "g1", 7, None)
 
     world.actions._desk = replace(world.desk, send=send)
-    await world.open()
     await world.running_copies("g1")
     await world.routed("order.changed")
-    yield world
-    world.close()
+    return world
 
 
 WORDS = {"subject": "order.changed", "properties": '{"orderNo": 4711, "lines": [1], "gone": null}', "tags": "paid"}

@@ -13,8 +13,7 @@ from tests.unit.metaserver.actions_world import left
 
 
 async def two_groups(world, *subjects, groups=("g1", "g2")):
-    for group in ("g1", "g2"):
-        await world.running_copies(group)
+    await world.running_copies("g1", "g2")
     await world.routed(*subjects, groups=groups)
 
 
@@ -143,8 +142,7 @@ ALL = {
 )
 async def test_unrelated_new_subjects_do_not_delay_changes(world, action, others):
     """With a new subject every second, a plan that takes seconds would never be stored."""
-    for group in ("g1", "g2", "g3"):
-        await world.copies(group)
+    await world.copies("g1", "g2", "g3")
     await world.routed("a", "b", groups=("g1", "g3"))
     with_a_new_route_before_each_try(world, others)
     assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2
@@ -152,8 +150,7 @@ async def test_unrelated_new_subjects_do_not_delay_changes(world, action, others
 
 @pytest.mark.parametrize("action", ALL)
 async def test_change_of_all_includes_a_new_route(world, action):
-    for group in ("g1", "g2", "g3"):
-        await world.copies(group)
+    await world.copies("g1", "g2", "g3")
     await world.routed("a", groups=("g1", "g3"))
     with_a_new_route_before_each_try(world, ("g1", "g3"), tries=1)
     assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2

@@ -16,20 +16,11 @@ from qmq.metaserver.console.survey import Surveyor, closed_subjects, figures_of,
 from qmq.process_metrics import process_figures
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import dead_letter_subject
-from tests.unit.metaserver.actions_world import World, left
-
-
-@pytest.fixture
-async def world(tmp_path):
-    world = World(tmp_path / "metaserver.db")
-    await world.open()
-    yield world
-    world.close()
+from tests.unit.metaserver.actions_world import left
 
 
 async def test_survey_sums_the_cluster(world):
-    await world.running_copies("g1")
-    await world.running_copies("g2")
+    await world.running_copies("g1", "g2")
     held = left("s", "billing", 5, 1, dead=2)
     held.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, unacked=3))
     world.brokers.progress = {"g1": [held], "g2": [left("s", "billing", 7)]}
@@ -114,8 +105,7 @@ async def test_stopped_broker_is_down_in_the_survey(world):
 
 
 async def test_subject_without_an_open_group_is_found(world):
-    await world.running_copies("g1")
-    await world.running_copies("g2")
+    await world.running_copies("g1", "g2")
     await world.routed("shop", groups=("g1",))
     await world.routed("wide", groups=("g1", "g2"))
     registry = world.registry

@@ -156,8 +156,7 @@ async def test_backup_cannot_grant_the_cluster_role(world):
 
 
 async def test_trail_is_filtered_by_group_and_subject(world):
-    for group in ("g1", "g11", "g2"):
-        await world.copies(group)
+    await world.copies("g1", "g11", "g2")
     await world.routed("s1", "s11", groups=("g1", "g11"))
     await world.done("RemoveSubjectBrokerGroup", subject="*", brokerGroup="g11", force="true")
     await world.done("RemoveBroker", hostname="g1-b", servePort=20881)
