@@ -10,7 +10,7 @@ import pytest
 
 from qmq.errors import OutcomeUnknown
 from qmq.metaserver.actions import Status
-from qmq.metaserver.model import BrokerKey, ReplicaState
+from qmq.metaserver.model import BrokerKey, PartedTail, ReplicaState
 from qmq.metaserver.observability.collectors import StateMetrics
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.replication.points import Point
@@ -136,8 +136,7 @@ async def test_damaged_slave_replaces_no_master_by_itself(world):
 
 async def test_removing_the_last_broker_removes_its_group(world):
     """Weakness 8: QMQ cannot remove a group, and its routes keep it."""
-    await world.copies("g1")
-    await world.copies("g2")
+    await world.copies("g1", "g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.routed("s2", groups=("g2",))
     await world.done("RemoveBroker", hostname="g2-b", servePort=20881)
@@ -291,6 +290,10 @@ async def test_status_compares_copies(world):
         world.brokers.states[key] = replace(world.brokers.states[key], log_end=end, chain=chain)
         [status] = await world.done("ReplicaStatus", brokerGroup="g1")
         assert status["equal"] is is_equal and status["lagBytes"] == 4096 - end
+    world.beat("g1-b", parted=PartedTail(400, (("s.a", 30, 31), ("s.b", 7, 7))))
+    [status] = await world.done("ReplicaStatus")
+    parted = {"offset": 400, "messages": 3, "subjects": {"s.a": [30, 31], "s.b": [7, 7]}}
+    assert [replica["parted"] for replica in status["replicas"]] == [None, parted], "RecoverGroup lists them"
 
 
 async def test_status_shows_the_acknowledged_point(world):
