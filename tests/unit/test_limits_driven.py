@@ -1,10 +1,10 @@
 """Shell. Each limit that stops or slows a client is exceeded once, and shows the name in tests/unit/test_limits.py: in
 `Lag`, Doctor, a metric or an error.
 
-Rows of operators, brokers, delay servers and watchdogs read the value on the page of metrics that a process would make
-of its core (tests/support/pages.py), and some Doctor's finding about it. Those of consumers read the core's causes for
-such a page. Limits of the process, and not its core, are exceeded on processes (`ON_PROCESSES`). Rows marked `Nobody`
-are not driven, as they stop no client.
+Rows of operators, brokers and delay servers read the value on the page of metrics that a process would make of its core
+(tests/support/pages.py), and some Doctor's finding about it. Those of consumers read the core's causes for such a page.
+Limits of the process, and not its core, are exceeded on processes (`ON_PROCESSES`), others by the tests of their
+component (`ELSEWHERE`). Rows marked `Nobody` are not driven, as they stop no client.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import pytest
 
 import qmq
 from qmq.broker.group_status import Cause
-from qmq.client.batch import Unknown
-from qmq.errors import BrokerReadOnly, ErrorCode, Overloaded, QueueFull
-from qmq.metaserver.routes.quotas import Bounds, Quotas
+from qmq.errors import ErrorCode, QueueFull
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
-from qmq.rations import NewProducers, NewSubjects, SentBytes, TokenGroups, TokenRation
+from qmq.rations import NewProducers, TokenGroups, TokenRation
 from qmq.remoting.packet import PacketReader
 from qmq.replication.readonly import Reason
 from qmq.rights import Caller, TokenRole
@@ -29,19 +27,21 @@ from qmq.server.overload import LimitsReached
 from qmq.testing import Broker as BrokerInMemory
 from qmq.tools.findings import judge_limits
 from qmq.types import Role
-from qmq.watchdog.database import Stats
 from tests.integration.test_connections import REACHES
 from tests.integration.test_overload import READONLY
-from tests.support.pages import broker_page, delay_page, samples, value, watchdog_page
+from tests.support.pages import broker_page, delay_page, samples, value
 from tests.support.waiting import until_async
-from tests.unit.broker import limited, test_retention
+from tests.unit.broker import limited, test_new_groups, test_retention, test_subscriptions
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
+from tests.unit.client import test_producer_outcomes
 from tests.unit.client.test_producer import producer_of
 from tests.unit.client.world import LocalBroker, cluster
+from tests.unit.delayserver import test_master
 from tests.unit.delayserver.world import HOUR_MS, a_group
-from tests.unit.server.test_tokens import limits, produce
+from tests.unit.metaserver import test_hub
+from tests.unit.server import test_tokens
 from tests.unit.test_limits import BROKER, CONSUMER, DELAY, METASERVER, OPERATOR, PRODUCER, REACHED, WATCHDOG, Nobody
-from tests.unit.watchdog.test_drain_plan import Drain, row
+from tests.unit.watchdog import test_drain_plan
 
 Seen = Iterable[object]
 KEY = ("s", "g")
@@ -56,6 +56,23 @@ TABLES = {
     "producer": PRODUCER,
 }
 DRIVES: dict[tuple[str, str], Callable[[], Seen]] = {}
+ELSEWHERE = {
+    ("broker", "new_subjects_max"): test_tokens.test_refusal_names_the_setting,
+    ("broker", "token_groups_max"): test_new_groups.test_new_groups_of_a_token_are_rationed,
+    ("broker", "token_subscriptions_max"): test_subscriptions.test_subscriptions_of_a_token_are_bounded,
+    ("delay", "token_bytes_per_s"): test_master.test_reschedule_counts_towards_the_token_ration,
+    ("metaserver", "watch_subjects_max"): test_hub.test_subject_over_the_bound_is_refused_alone,
+    ("metaserver", "token_subjects_max"): test_hub.test_subjects_are_bounded_per_token,
+    ("metaserver", "token_watches_max"): test_hub.test_watches_are_bounded_per_token,
+    ("metaserver", "new_subjects_per_minute"): test_tokens.test_refusal_names_the_setting,
+    ("metaserver", "new_subjects_max"): test_tokens.test_refusal_names_the_setting,
+    ("watchdog", "claims_max"): test_drain_plan.test_unknown_batches_do_not_count_as_under_way,
+    ("watchdog", "errors_max"): test_drain_plan.test_invalid_or_failed_row_blocks_no_other,
+    ("watchdog", "unknown_s_max"): test_drain_plan.test_unknown_batch_is_released_after_a_day,
+    ("producer", "timeout_s"): test_producer_outcomes.test_silent_group_is_given_up,
+    ("producer", "readonly_wait_s"): test_producer_outcomes.test_readonly_wait_zero_refuses_at_once,
+}
+"""Rows that the tests of their component exceed; these read the name in the error, the refusal or the counter."""
 ON_PROCESSES = REACHES.keys() | READONLY.keys()
 """Exceeded on a real broker by tests/integration/test_connections.py, which checks metrics, log and Doctor, and
 test_overload.py, which fills memory, exhausts the disk, and reads the reasons.
@@ -79,7 +96,7 @@ def rows() -> list[tuple[str, str]]:
     same = {
         ("delay", setting) for setting in BROKER.keys() & DELAY.keys() - OF_ITS_OWN
     }  # same code, driven in a broker
-    elsewhere = {("broker", setting) for setting in ON_PROCESSES}
+    elsewhere = {("broker", setting) for setting in ON_PROCESSES} | ELSEWHERE.keys()
     return sorted(row for row in found - same - elsewhere if not isinstance(TABLES[row[0]][row[1]], Nobody))
 
 
@@ -98,6 +115,7 @@ def test_driven_limit_shows_its_name(process, setting):
 
 def test_each_row_is_an_existing_limit():
     assert set(DRIVES) == set(rows())
+    assert all(setting in TABLES[process] for process, setting in ELSEWHERE)
 
 
 # Brokers, and their limits in delay servers.
@@ -143,39 +161,6 @@ def shown_reached(page: str, prefix: str = "qmq_broker") -> list[str]:
     return [labels["setting"] for labels, count in counts if count > 0 and labels["setting"] in named]
 
 
-@drives("broker", "new_subjects_max")
-def too_many_subjects_in_all() -> Seen:
-    allowed = limits(in_all=2)
-    with pytest.raises(Overloaded) as caught:
-        for number in range(10):
-            allowed.check(produce(f"s{number}"), {}, now_ms=0)
-    return [caught.value.limit]
-
-
-@drives("broker", "token_groups_max")
-def too_many_groups() -> Seen:
-    """Each stays in the log and in memory for good."""
-    group, client = a_broker_group()
-    client.link = link = NotingLink("c")
-    link.ration = TokenRation(ANYBODY, TokenGroups(100, 2), None, lambda: 0)
-    for number in range(10):
-        client.subscribe(group=f"g{number}")
-        group.settle()
-    assert len(group.a.log.state.groups) == 1 + 2
-    return shown_reached(broker_page(group.a, link.reached))
-
-
-@drives("broker", "token_subscriptions_max")
-def too_many_subscriptions() -> Seen:
-    group, client = a_broker_group()
-    client.link = link = NotingLink("c")
-    link.ration = TokenRation(ANYBODY, TokenGroups(100, 100), None, lambda: 0, subscriptions_max=2)
-    for number in range(10):
-        client.subscribe(group=f"g{number}")
-        group.settle()
-    return shown_reached(broker_page(group.a, link.reached))
-
-
 @drives("broker", "new_producers_per_minute")
 def too_many_producers() -> Seen:
     group, client = a_broker_group()
@@ -203,6 +188,13 @@ def shown_causes(broker: Broker) -> list[Cause]:
     broker.node.tick()
     found = samples(broker_page(broker), "qmq_broker_group_cause")
     return [Cause(labels["cause"]) for labels, _ in found if (labels["subject"], labels["consumer_group"]) == KEY]
+
+
+@pytest.mark.parametrize("setting", sorted(name for name, named in (BROKER | DELAY).items() if named is REACHED))
+def test_reached_limit_is_on_the_page_and_in_doctor(setting):
+    reached = LimitsReached()
+    reached.reached(setting, 0)
+    assert shown_reached(broker_page(Group.made().start().a, reached)) == [setting]
 
 
 def slave_lags(**settings) -> Seen:
@@ -372,104 +364,6 @@ def a_batch_has_no_answer() -> Seen:
     return [name, "DelayStats"] if stats["overdue_groups"]["g1"][0] == value(delay_page(copies.a), name) == 1 else []
 
 
-@drives("delay", "token_bytes_per_s")
-def messages_are_written_again_and_again() -> Seen:
-    copies, producer = a_group()
-    producer.delayed(copies.now_ms + HOUR_MS, *map(str, range(20)), key="k", size=900)
-    copies.run(200)
-    producer.link = link = NotingLink("c")
-    link.ration = TokenRation(ANYBODY, NewSubjects(1, 1), SentBytes(10_000), copies.a.host.monotonic_ms)
-    for hours in (2, 3):
-        producer.reschedule("", copies.now_ms + hours * HOUR_MS, key="k")
-        copies.run(200)
-    return shown_reached(delay_page(copies.a, link.reached), "qmq_delayserver")
-
-
-# Metaservers: each refusal is kept for Doctor's finding `routes`, by its token, with its setting.
-
-
-def told_to_doctor(quotas: Quotas, setting: str) -> Seen:
-    [why] = quotas.refusals(0.0).values()
-    return ["routes", setting] if f"({setting})" in why else [why]
-
-
-def watching(setting: str, **bounds) -> Seen:
-    quotas = Quotas(Bounds(**{"subjects_max": 100, "token_subjects_max": 100, "token_watches_max": 100} | bounds))
-    for _ in range(2):
-        if not quotas.open(ANYBODY, 0.0):
-            quotas.add(ANYBODY, 0, 0.0)
-            quotas.add(ANYBODY, 1, 0.0)
-    return told_to_doctor(quotas, setting)
-
-
-@drives("metaserver", "watch_subjects_max")
-def a_client_watches_too_much() -> Seen:
-    return watching("watch_subjects_max", subjects_max=1)
-
-
-@drives("metaserver", "token_subjects_max")
-def a_token_watches_too_much() -> Seen:
-    return watching("token_subjects_max", token_subjects_max=1)
-
-
-@drives("metaserver", "token_watches_max")
-def a_token_has_too_many_watches() -> Seen:
-    return watching("token_watches_max", token_watches_max=1)
-
-
-def bringing(setting: str, ration: NewSubjects) -> Seen:
-    quotas = Quotas(Bounds(100, 100, 100))
-    _, why = ration.allowed(ANYBODY, 3, now_ms=0)
-    quotas.note(ANYBODY, why, 0.0)
-    return told_to_doctor(quotas, setting)
-
-
-@drives("metaserver", "new_subjects_per_minute")
-def a_token_brings_too_many_subjects_at_once() -> Seen:
-    return bringing("new_subjects_per_minute", NewSubjects(2, 100))
-
-
-@drives("metaserver", "new_subjects_max")
-def a_token_brings_too_many_subjects_in_all() -> Seen:
-    return bringing("new_subjects_max", NewSubjects(100, 2))
-
-
-# Watchdogs.
-
-
-@drives("watchdog", "claims_max")
-def brokers_answer_slowly() -> Seen:
-    drain = Drain("g1", claims_max=1, page_rows=1, rest_ms=0)
-    drain.page(row(1), after=("t", 1))
-    drain.claim()
-    assert len(drain.attempts()) == 1 and drain.next() is None
-    page = watchdog_page(drain.core.counts, Stats(pending=2, claimed=1, parked=0, oldest_s=1.0, by_age={}))
-    rows = {labels["state"]: count for labels, count in samples(page, "qmq_watchdog_rows")}
-    assert value(page, "qmq_watchdog_claimed_total") == 1
-    return ["rows of an outbox wait"] if rows == {"pending": 2, "claimed": 1, "parked": 0} else []
-
-
-@drives("watchdog", "errors_max")
-def a_row_fails_too_often() -> Seen:
-    drain = Drain(errors_max=5)
-    drain.page(row(1, errors=5), row(2))
-    [(_, why)] = drain.claim().parked
-    assert why == "too many errors"
-    parked = value(watchdog_page(drain.core.counts), "qmq_watchdog_parked_total")
-    return ["the watchdog's metrics"] if parked == 1 else []
-
-
-@drives("watchdog", "unknown_s_max")
-def nobody_can_say_whether_a_batch_is_stored() -> Seen:
-    drain = Drain(unknown_ms_max=60_000)
-    drain.page(row(1))
-    drain.claim()
-    [attempt] = drain.attempts()
-    drain.answer(attempt, Unknown("lost"))
-    unknown = value(watchdog_page(drain.core.counts), "qmq_watchdog_unknown_total")
-    return ["the watchdog's metrics"] if unknown == 1 else []
-
-
 # Consumers, on the broker in memory: their group's state at its master.
 
 
@@ -594,36 +488,6 @@ def producing(test: Callable[[LocalBroker, qmq.Producer], Awaitable[None]], **wo
 
 def hold_answers(broker: LocalBroker) -> None:
     broker.on_produce = lambda *_: True
-
-
-def refused_at(broker_does: Callable[[LocalBroker], None], **words) -> qmq.Receipt:
-    """Return the receipt of a message that a broker does not store."""
-    receipts: list[qmq.Receipt] = []
-
-    async def test(broker: LocalBroker, producer: qmq.Producer) -> None:
-        broker_does(broker)
-        receipts.append(await producer.send(qmq.Message("s", {"n": "1"})))
-
-    producing(test, **words)
-    return receipts[0]
-
-
-@drives("producer", "timeout_s")
-def no_outcome_until_the_deadline() -> Seen:
-    receipt = refused_at(hold_answers, timeout_s=0.3)
-    assert "no answer of g1 before the deadline" in receipt.reason
-    return [receipt.outcome.value]
-
-
-def be_readonly(broker: LocalBroker) -> None:
-    broker.refuse_with = BrokerReadOnly("slave_down")
-
-
-@drives("producer", "readonly_wait_s")
-def all_groups_are_readonly() -> Seen:
-    receipt = refused_at(be_readonly, readonly_wait_s=0)
-    assert "slave_down" in receipt.reason
-    return [receipt.outcome.value]
 
 
 @drives("producer", "answer_timeout_s")

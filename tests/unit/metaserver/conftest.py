@@ -9,10 +9,6 @@ from tests.unit.metaserver.console_world import ConsoleWorld
 from tests.unit.metaserver.http_world import HttpWorld
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "hub(*groups, **options): groups and bounds of the hub in test_hub.py")
-
-
 @pytest.fixture
 async def world(tmp_path):
     """Actions of one metaserver."""

@@ -290,7 +290,7 @@ async def test_subject_over_the_bound_is_refused_alone(registry, hub):
     client = Client(hub)
     await client.ask("a", "b", "c")
     assert await client.ask("a", "d") == ["d"]
-    assert "watches 3 subjects" in client.routes["d"].refused
+    assert "watches 3 subjects, the most that one may (watch_subjects_max)" in client.routes["d"].refused
     registry.set_down("g2")
     for subject in "abc":
         await client.until_writable(subject, g1=True, g2=False)
@@ -305,7 +305,8 @@ async def test_subjects_are_bounded_per_token(registry, hub):
     first, second = Client(hub), Client(hub)
     await first.ask("a", "b")
     await second.ask("b", "c")
-    assert second.writable("b") and "token 'app' watches 3 subjects" in second.routes["c"].refused
+    refused = "token 'app' watches 3 subjects, the most that one token may (token_subjects_max)"
+    assert second.writable("b") and refused in second.routes["c"].refused
     stranger, cluster = Client(hub, caller=Caller("other", TokenRole.CLIENT)), Client(hub, caller=CLUSTER)
     for client in (stranger, cluster):
         await client.ask("c", "d")
@@ -322,7 +323,7 @@ async def test_watches_are_bounded_per_token(registry, hub):
     first = Client(hub)
     await first.ask("a")
     await hub.poll(["a"], {}, ANYBODY, app="shop", client_id="p", produces=True)
-    with pytest.raises(TooManyWatches, match="token 'app' has 2 watches"):
+    with pytest.raises(TooManyWatches, match=r"token 'app' has 2 watches, .* \(token_watches_max\)"):
         Client(hub)
     with pytest.raises(TooManyWatches):
         await hub.poll(["a"], {}, ANYBODY, app="shop", client_id="q", produces=True)
@@ -381,6 +382,7 @@ async def test_new_subjects_over_the_allowance_wait(registry, hub):
     client = Client(hub)
     await client.ask("a", "b", "c", "d")
     assert [bool(client.routes[name].refused) for name in "abcd"] == [False, False, True, True]
+    assert hub._quotas.refusals(time.monotonic()) == {"app": "too many"}, "for Doctor"
     await client.until(lambda: not any(client.routes[name].refused for name in "abcd"))
 
 

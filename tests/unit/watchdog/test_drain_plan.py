@@ -217,7 +217,7 @@ def test_unknown_batch_is_released_after_a_day():
     drain.now_ms += 86_400_001
     assert drain.attempts() == []
     [end] = drain.settle().released
-    assert "86400 s" in end.reason
+    assert "86400 s" in end.reason and drain.core.counts.unknown == 1
 
 
 def test_rejected_messages_are_parked():
@@ -628,7 +628,7 @@ def test_unknown_batches_do_not_count_as_under_way():
         drain.page(row(id), after=("t", id))
         drain.claim()
     attempts = drain.attempts()
-    assert len(attempts) == 2 and drain.next() is None
+    assert len(attempts) == 2 and drain.next() is None and drain.core.counts.claimed == 2
     drain.answer(attempts[0], Unknown("lost"))
     assert isinstance(drain.next(), ReadPage)
 
