@@ -14,7 +14,7 @@
     since, until       only frames stored in `[since, until)`: 2026-01-31T12:00:00Z, or ms since 1970
     sequences          "begin-end", half-open: only frames of messages with these sequences
     contains           only frames of messages with these texts, one a line, as id, tag, or part of a property
-    damage             "rows" (default): a damaged range is a row with its reason in `problem`, and the read goes on
+    damage             "rows" (default): a damaged range is a row with its reason in `problem`, and the read continues
                        after it; "fail": the query fails
     begin, end         offsets, half-open; by default the whole log
     ranges             "begin-end,begin-end" instead: only these

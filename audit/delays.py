@@ -170,7 +170,7 @@ TRIES = pa.schema(
 
 
 class Waiting(NamedTuple):
-    """Broker groups that take no messages, and the subjects whose delayed messages all go to such groups."""
+    """Readonly broker groups, and the subjects whose delayed messages all go to such groups."""
 
     closed: frozenset[str] = frozenset()
     subjects: Mapping[str, tuple[str, ...]] = {}

@@ -166,7 +166,7 @@ def _frames(copy: Storage, begin: int, end: int, state: State | None) -> Iterato
             yield frame, memoryview(b"") if frame.kind == FrameKind.MESSAGES else body
         data, at = data[found[-1].end - at :], found[-1].end
     if at != end:
-        raise CorruptFrame(at, f"a frame goes on past the segment's end at {end}")
+        raise CorruptFrame(at, f"a frame continues past the segment's end at {end}")
 
 
 def _of_index(data: bytes, due: _Folded) -> Iterator[Wrong]:

@@ -125,7 +125,7 @@ UNVERIFIED = frozenset(
 """Kinds that leave their range unverified even where both copies are wrong alike."""
 
 UNACKED_MS = 86_400_000
-"""A handler may take long, and its consumer's lease goes on; the broker's own alert begins after an hour."""
+"""A handler may take long while its consumer's lease is renewed; the broker's own alert begins after an hour."""
 FINDINGS_MAX = 1000
 """Findings of one kind that are listed; all are counted."""
 

@@ -20,8 +20,8 @@ AHEAD_MS_MAX = 300_000
 """Maximum lead of a broker's clock over the audit's."""
 FOREVER_MS = 1 << 62
 STILL_MS, STILL_FRAMES = 300_000, 8
-"""A master takes messages only while its slaves follow, so the high watermark passes each of its frames at once. After
-a slave's return, a few messages may precede that.
+"""A master accepts produces only while its slaves follow, so the high watermark passes each of its frames at once.
+After a slave's return, a few messages may precede that.
 """
 _OTHER_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH, FrameKind.RETENTION})
 """Kinds with times by other clocks: the mastership's own clock, which is never set, or the agreement of several clocks,

@@ -77,7 +77,7 @@ def freeze(group: Group, result: Result) -> None:
             result.notes.append(f"the {name} ends at {log.end}, {behind} bytes before the end that others acknowledged")
         if log.end > result.watermark:
             past = log.end - result.watermark
-            result.notes.append(f"the {name} goes on to {log.end}, {past} bytes past the high watermark")
+            result.notes.append(f"the {name} continues to {log.end}, {past} bytes past the high watermark")
 
 
 def look_back(group: Group, result: Result, ledger: Ledger | None, share: int) -> History:

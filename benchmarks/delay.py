@@ -169,7 +169,7 @@ class Delay:
             receiver.begin("receive", subject="first", messages=100, timeout_s=60)
             sender.run("fill", subject="first", messages=100, begin_ms=_now_ms() - 1000, span_ms=1)
             receiver.end()
-        self._note("restart_s", writable, note="after kill -9 until the group takes messages again")
+        self._note("restart_s", writable, note="after kill -9 until the group accepts produces again")
         self._note("restart_sends_s", time.monotonic() - began, note="until a message that is due then was received")
 
     def _ahead_minutes(self) -> float:

@@ -105,7 +105,7 @@ _NO_END = 1 << 63
 
 
 class BrowseCalls:
-    """Answers Browse: reads the disk on threads in small steps, so other work goes on. Made by the control port; used
+    """Answers Browse: reads the disk on threads in small steps, so other work continues. Made by the control port; used
     on the loop.
     """
 

@@ -116,7 +116,7 @@ class Dispatcher:
         self._shares.join(subject)
 
     def remove(self, records: Records) -> None:
-        """Take messages out of their queues: they were cancelled, or moved."""
+        """Remove messages from their queues: they were cancelled, or moved."""
         for subject in np.unique(records["subject"]).tolist():
             rest = self.leftovers.gone(subject, records)
             if subject in self._shares:
@@ -137,7 +137,7 @@ class Dispatcher:
         return sum(self._queues[subject].waiting for subject in self._shares) + self.leftovers.messages
 
     def why_not(self, subject: str) -> str:
-        """Return why no broker group takes messages of the subject; empty if one does."""
+        """Return why no broker group accepts messages of the subject; empty if one does."""
         return "" if self._senders.groups(subject) else self._senders.why_not(subject)
 
     def overdue(self, on_wheel: int, first_on_wheel_ms: int | None) -> Overdue:
@@ -243,7 +243,7 @@ class Dispatcher:
         return min(names, key=self._senders.in_flight, default=None)
 
     def _takes_keys(self, queue: PendingQueue, home: str | None) -> bool:
-        """Return whether this group takes messages with order keys now: none of the subject are in flight there."""
+        """Return whether this group accepts messages with order keys now: none of the subject are in flight there."""
         if home is None or self.flights.is_blocked(queue.subject, home):
             return False
         return home in self._senders.groups(queue.subject) and self.flights.has_room(home, queue.subject)

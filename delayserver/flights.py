@@ -234,7 +234,7 @@ class Flights:
     # Sending.
 
     def _when_safe(self, batch: Flight) -> None:
-        """Send the batch when both copies have its plan. Without a slave, messages that both copies have go on.
+        """Send the batch when both copies have its plan. Without a slave, messages that both copies have are sent.
         Messages of this copy alone become due again (P3), unless an earlier mastership may have sent them.
         """
 

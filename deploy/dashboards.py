@@ -223,7 +223,7 @@ CLUSTER = Page(
             advice="0: all is well. `qmq Doctor` names each, and the command that ends it.",
         ),
         panel(
-            "Groups that take messages",
+            "Groups that accept produces",
             (f"min by (cluster, broker_group) (qmq_metaserver_group_writable{{{HERE}}})", "{{broker_group}}"),
             unit=Unit.UP,
             kind=PanelKind.NOW,
@@ -285,7 +285,7 @@ BROKER_GROUP = Page(
     "qmq: broker group",
     (
         panel(
-            "Why it accepts no messages",
+            "Why it is readonly",
             (f"max by (cluster, broker_group, reason) ({both('readonly')})", "{{broker_group}} {{reason}}"),
             unit=Unit.UP,
         ),

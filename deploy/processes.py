@@ -140,7 +140,7 @@ def stop_all(services: list[Service]) -> None:
 def suspend(pid: int) -> None:
     """Stop a process with SIGSTOP and wait until none of its threads runs; an ended one counts as stopped.
 
-    `kill` returns earlier: on a busy machine the other threads go on and confirm frames until one takes the signal.
+    `kill` returns earlier: on a busy machine the other threads run on and confirm frames until one takes the signal.
     """
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)

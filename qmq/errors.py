@@ -251,7 +251,7 @@ class OperatorError(QmqError):
 
 class IllegalTransition(QmqError):
     """Bug of qmq: an event came in a state without a move for it (qmq.states). Nothing changed. End the session, link
-    or mastership concerned; the process goes on.
+    or mastership concerned; the process continues.
     """
 
     code = ErrorCode.ILLEGAL_TRANSITION

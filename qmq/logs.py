@@ -174,7 +174,7 @@ def retrieve_error(task: asyncio.Future[Any]) -> None:
 
 
 async def shielded(task: asyncio.Future[T]) -> T:
-    """Return the result of a task that goes on if the caller is cancelled. asyncio does not log its error then.
+    """Return the result of a task that continues if the caller is cancelled. asyncio does not log its error then.
 
     `asyncio.shield` leaves such an error to asyncio, and logs it itself from Python 3.14 on.
     """

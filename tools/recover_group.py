@@ -1,4 +1,4 @@
-"""Shell. RecoverGroup: reads the state of every copy of a group, chooses the copy that goes on, makes it the master.
+"""Shell. RecoverGroup: reads the state of every copy of a group, chooses the copy that becomes the master, promotes it.
 
 A copy runs, or its disk is at hand (`qmq inspect --json`), or the operator declares it gone for good. A copy that is
 only silent blocks the decision: it may be the one that holds everything.

@@ -427,7 +427,7 @@ def _carry(book: Book, frame: Frame, body: Buffer) -> Filed:
 
 
 def _add(book: Book, records: Records) -> Records:
-    """File messages; return those that go on the wheel at once."""
+    """File messages; return those that belong on the wheel at once."""
     if not book.loaded_until_ms:
         book.add(records)
         return no_records()

@@ -59,7 +59,7 @@ def _raise_loopback() -> None:
 ROUTES_S = 4.0
 """A mark reaches clients and brokers within a second, or after a stall of as long."""
 ROOM_BYTES = 64 << 20
-"""Free space of a small disk. A broker takes no messages while less than half of it is free."""
+"""Free space of a small disk. A broker is readonly while less than half of it is free."""
 PIECE_BYTES = 1 << 20
 NFT_TABLE = "inet qmq_chaos"
 LOST_OF_TEN = 2

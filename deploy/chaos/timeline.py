@@ -22,7 +22,7 @@ MOMENTS = 240
 """Intervals of a run; events of an interval are counted together."""
 COLOURS = {"acknowledged": "#2e9e5b", "refused": "#e0a100", "unknown": "#d43f3a", "delivered": "#3b82c4"}
 BROKERS, CONSUMERS = "#b8c4d0", "#dccbe8"
-"""So light that a name in black can be read on them, and go on beside a bar that is shorter."""
+"""So light that a name in black can be read on them, and continue beside a bar that is shorter."""
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1040px;padding:24px;color:#1f2933;background:#fff}
 h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}svg{display:block}text{font:11px system-ui,sans-serif}

@@ -4,7 +4,7 @@ all brokers at one address, two or more, do not answer      one finding, about t
 one broker does not answer                                  one finding, about the broker
 a slave answers, and is no whole copy                       one finding, about that slave
 its master is readonly for want of a slave                  follows from either
-a group takes no messages, and a broker of it has a finding follows from that
+a group is readonly, and a broker of it has a finding follows from that
 """
 
 from __future__ import annotations

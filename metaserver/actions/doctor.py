@@ -142,7 +142,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask, places: Mapping[str, str
         return check(False, "answers, but sends no heartbeats", NOT_HEARD)
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
         facts["reasons"] = troubles
-        found = f"{'takes no messages' if broker.role == Role.MASTER else 'is no whole copy'}: {', '.join(troubles)}"
+        found = f"{'rejects produces' if broker.role == Role.MASTER else 'is no whole copy'}: {', '.join(troubles)}"
         if state.parted is not None:
             facts["parted"] = parted = parted_json(state.parted)
             found += (
@@ -235,8 +235,8 @@ def _group(desk: Desk, group: Group, unplaced: Sequence[Mapping[str, Any]] = ())
         return check(False, f"has no master, and no slave can be promoted: {found}", remedy)
     if not desk.registry.is_writable(group):
         facts = {"group": group.name, "takesNothing": True}
-        return check(False, "takes no messages", "ReplicaStatus shows why", facts=facts)
-    return check(True, "takes messages")
+        return check(False, "rejects produces", "ReplicaStatus shows why", facts=facts)
+    return check(True, "accepts produces")
 
 
 async def _tokens(desk: Desk) -> list[Check]:

@@ -81,7 +81,7 @@ def group_json(
 
 
 def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterable[str]) -> list[str]:
-    """Return the reasons why a group takes no messages, each with its remedy."""
+    """Return the reasons why a group is readonly, each with its remedy."""
     conditions = {
         "it has no master: AddBroker or ReplaceBroker gives it one": group.master is None,
         f"its master is down or silent: start it, or Failover --brokerGroup={group.name}": group.master and not state,

@@ -1,4 +1,4 @@
-"""Core. Liveness of brokers: up or down, and whether their groups take messages, from heartbeats at all metaservers.
+"""Core. Liveness of brokers: up or down, and whether their groups accept produces, from heartbeats at all metaservers.
 
 A broker sends heartbeats to one metaserver, in a numbered *session*. All metaservers share one row per broker.
 
@@ -523,7 +523,7 @@ class Liveness:
         return self.is_up(broker.key, now_ms=now_ms) or self._presumed(broker, now_ms)
 
     def is_writable(self, group: Group, *, now_ms: int) -> bool:
-        """Return whether the group's master takes messages in the group's term.
+        """Return whether the group's master accepts produces in the group's term.
 
         A wrong presumption costs a producer one rejected attempt.
         """

@@ -262,7 +262,7 @@ class Registry:
         return self._clock.at(time.monotonic_ns() // 1_000_000)
 
     def is_writable(self, group: Group) -> bool:
-        """Return whether the group takes messages of subjects without a readonly mark."""
+        """Return whether the group accepts messages of subjects without a readonly mark."""
         return self._takes(group) and not group.draining and not self.directory.is_marked(group.name, ALL_SUBJECTS)
 
     def _takes(self, group: Group) -> bool:

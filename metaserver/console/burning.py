@@ -64,8 +64,8 @@ class _Movement(NamedTuple):
 
 
 class Movements:
-    """When each consumer group moved last, on each broker group: on one it may stand still while others go on. Made by
-    the survey.
+    """When each consumer group moved last, on each broker group: on one it may stand still while others continue.
+    Made by the survey.
     """
 
     def __init__(self) -> None:

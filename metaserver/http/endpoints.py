@@ -49,7 +49,7 @@ async def run_within(actions: ActionsPort, action: Action, words: Mapping[str, s
     if not action.changes:
         task.cancel()
         return Answer(Status.WAIT, f"{action.name} was not done within {limit_ms} ms")
-    return Answer(Status.UNKNOWN, f"{action.name} was not done within {limit_ms} ms and goes on; check its outcome")
+    return Answer(Status.UNKNOWN, f"{action.name} was not done within {limit_ms} ms and continues; check its outcome")
 
 
 def _report_late_error(task: asyncio.Task[Answer]) -> None:

@@ -112,7 +112,7 @@ class _Groups(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         writable = GaugeMetricFamily(
-            "qmq_metaserver_group_writable", "1 while the group takes messages.", labels=["broker_group"]
+            "qmq_metaserver_group_writable", "1 while the group accepts produces.", labels=["broker_group"]
         )
         term = GaugeMetricFamily("qmq_metaserver_group_term", "Term of the group's master.", labels=["broker_group"])
         up = GaugeMetricFamily(

@@ -295,7 +295,7 @@ def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> R
         if 2 < len(group.brokers) <= group.min_copies:
             raise OperatorError(
                 f"{group.name} has {len(group.brokers)} copies, and minCopies is {group.min_copies}: without this one "
-                "it could take no messages. First SetCopies with a smaller minCopies, or AddBroker"
+                "it would be readonly. First SetCopies with a smaller minCopies, or AddBroker"
             )
         left = tuple(slave for slave in group.slaves if slave.key != broker.key)
         if len(group.brokers) > group.min_copies:  # the removed one may have confirmed frames that these lack

@@ -32,7 +32,7 @@ log = logging.getLogger("qmq.metaserver")
 TRIES_MAX = 10
 """Retries after another field of the group's row changed: the row is compared as a whole."""
 WRITABLE_WAIT_MS = 5000
-"""Time to wait until the new master's slave connects and the group takes messages."""
+"""Time to wait until the new master's slave connects and the group accepts produces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Swaps:
         await self._registry.mirror.catch_up()
         current = self._registry.directory.groups.get(group.name)
         if time.monotonic() > hold_ends:
-            raise OperatorError("it took too long; the master takes messages again")
+            raise OperatorError("it took too long; the master accepts produces again")
         if current is None:
             raise OperatorError(f"{group.name} was removed meanwhile")
         if _disks(current) != _disks(group):

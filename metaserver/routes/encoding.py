@@ -111,7 +111,7 @@ class _View:
     group: Group
     data: GroupBytes
     writable: bool
-    """Whether it takes messages of subjects without a readonly mark."""
+    """Whether it accepts messages of subjects without a readonly mark."""
 
 
 class GroupViews:

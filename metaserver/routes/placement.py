@@ -1,9 +1,9 @@
-"""Core. Placement: which broker groups serve a subject, which of them take messages now, and which routes to store.
+"""Core. Placement: which broker groups serve a subject, which of them accept produces now, and which routes to store.
 
-A new subject gets the `groups_new` least loaded groups that take messages. If these are fewer than `groups_min` (QMQ's
-min.group.num), other groups are added, so that a subject that was created during an outage is not bound to one group
-for ever. A route with too few groups is extended in the same way. Groups of another kind, missing groups, and groups
-that operators keep producers away from do not count.
+A new subject gets the `groups_new` least loaded groups that accept produces. If these are fewer than `groups_min`
+(QMQ's min.group.num), other groups are added, so that a subject that was created during an outage is not bound to one
+group for ever. A route with too few groups is extended in the same way. Groups of another kind, missing groups, and
+groups that operators keep producers away from do not count.
 
 Subjects of dead letters follow the routes of their sources.
 
@@ -22,7 +22,7 @@ from qmq.operator_limits import OperatorLimits
 from qmq.subjects import is_derived_name
 
 IsWritable = Callable[[Group], bool]
-"""Whether a group's master takes messages, apart from marks of single subjects."""
+"""Whether a group's master accepts produces, apart from marks of single subjects."""
 
 
 def serves(group: Group | None) -> bool:
@@ -83,7 +83,7 @@ class Placement:
         loads: subjects of each group, as of the beginning of the batch.
         stored_bytes: bytes in groups' logs, where known.
         groups_min: a route with so many groups is not extended.
-        groups_new: groups of a new subject, if so many take messages.
+        groups_new: groups of a new subject, if so many accept produces.
     """
 
     def __init__(

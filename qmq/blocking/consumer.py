@@ -304,7 +304,7 @@ class Puller:
         self._inner.stop()
 
     def resume(self) -> None:
-        """Take messages again."""
+        """Resume receiving."""
         self._inner.resume()
 
     def flush_at_exit(self) -> None:

@@ -224,7 +224,7 @@ class Producer:
         """Wait for the outcomes of all earlier messages of `send_nowait` and of transactions.
 
         Raises:
-            TimeoutError: outcomes are missing after `timeout` seconds; sending goes on.
+            TimeoutError: outcomes are missing after `timeout` seconds; sending continues.
         """
         if (session := self._open_here()) is not None:
             session.flush(timeout)

@@ -674,7 +674,7 @@ class GroupSession:
         """Handle the answer to a nack.
 
         A master without a slave in sync stores no dead letters, and a broker stores a limited number of delayed
-        retries. Such refused nacks wait; all other decisions go on.
+        retries. Such refused nacks wait; all other decisions continue.
         """
         if here is self._life.now and isinstance(answer, NotServed):
             here.nacks -= 1

@@ -1,4 +1,4 @@
-"""Shell. Listener: workers that take messages, call the handler, and ack or nack by its outcome.
+"""Shell. Listener: workers that remove messages from the queue, call the handler, and ack or nack by its outcome.
 
 A handler takes one message, or a list of up to `batch`. The outcome of a call applies to each message of it that the
 handler did not decide. After a failure the messages return in lists of half the size, at the last attempt alone, so a

@@ -286,7 +286,7 @@ class Membership:
         self._change()
 
     def resume(self) -> None:
-        """Take messages again."""
+        """Resume receiving."""
         self.is_stopped = False
         self._change()
 

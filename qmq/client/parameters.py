@@ -82,7 +82,7 @@ class BoundHandler:
 
     @property
     def call(self) -> Call:
-        """Function for the listener: the handler itself if it takes messages only."""
+        """Function for the listener: the handler itself if messages are its only arguments."""
         if self._decode is None and not self._is_injected:
             return self._handler
         handler = _injected(self._handler) if self._is_injected else self._handler

@@ -7,7 +7,7 @@ uses an old one. Without a stream, routes are polled over HTTP while gRPC is ret
 routes stay in use. A process that must not use gRPC (qmq.grpc_forks) always polls.
 
 A process may use 100,000 subjects: requests and updates are bounded, and above `KEPT` routes unused ones are forgotten.
-A subject that the metaserver refuses is requested again; the others go on.
+A subject that the metaserver refuses is requested again; the others stay watched.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ REQUEST_SUBJECTS_MAX = 2_000
 REPEAT_S = 10.0
 """Interval of requests for refused subjects."""
 KEPT = 10_000
-"""Number of routes that are never forgotten, to go on without a metaserver."""
+"""Number of routes that are never forgotten, to continue without a metaserver."""
 IDLE_S = 300.0
 """Above `KEPT`, a route is forgotten after this time without use, or up to twice that."""
 TROUBLE_S = 10.0

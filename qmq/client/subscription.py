@@ -292,7 +292,7 @@ class Subscription:
             raise
 
     def wake_all(self) -> None:
-        """Wake all workers, to check whether they should go on."""
+        """Wake all workers, to check whether they should continue."""
         self._wake(len(self._takers))
         self.go_on()
 

@@ -227,7 +227,7 @@ _BROKERS = (
     ),
     Action(
         "ListBrokerGroups",
-        "list broker groups: term, master, slaves, and why a group takes no messages",
+        "list broker groups: term, master, slaves, and why a group is readonly",
         VIEWER,
         (_ANY_GROUP,),
         style=Style.RAW,

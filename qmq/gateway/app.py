@@ -266,7 +266,7 @@ def _consume_routes(clients: Clients, access: Access, settings: GatewaySettings)
         "/v1/subjects/{subject}/groups/{group}/pull",
         response_model=Pulled,
         responses=_errors(Code.OTHER_TERMS),
-        summary="take messages for a consumer group",
+        summary="pull messages for a consumer group",
         description="Waits for the first message. The pulls of a client's session have the same parameters.",
     )
     async def pull(request: Request, subject: Subject, group: Group, query: Annotated[PullQuery, Query()]) -> Response:
@@ -283,7 +283,7 @@ def _consume_routes(clients: Clients, access: Access, settings: GatewaySettings)
         response_class=StreamingResponse,
         responses=_errors(Code.OTHER_TERMS)
         | {200: {"description": "server-sent events", "content": {EVENT_STREAM: {"schema": {"type": "string"}}}}},
-        summary="take messages for a consumer group, as server-sent events",
+        summary="pull messages for a consumer group, as server-sent events",
         description="Events `message` have the JSON of a pulled message; decide each with a POST. It pauses at "
         "`unacked_max` undecided messages. An event `error` ends it.",
     )

@@ -73,7 +73,7 @@ class TokenClients:
             await self._send_all(subject, {at: messages[at] for at in fresh}, ids, fresh)
         finally:
             for at, future in fresh.items():
-                _resolve(future, _cancelled(subject, ids[at]))  # the producer goes on
+                _resolve(future, _cancelled(subject, ids[at]))  # the producer continues
                 if key is not None and future.result().outcome is not Outcome.STORED:
                     self._repeats.forget((subject, key, at))
         receipts = [(await shielded((kept | fresh)[at]), at in kept) for at in range(len(messages))]

@@ -148,7 +148,7 @@ class StoredLog:
             chain: before `at`; None at the segment's begin, where its snapshot may contain it.
 
         Returns:
-            Offset to go on at, the chain there, and whether that is the segment's end.
+            Offset to continue at, the chain there, and whether that is the segment's end.
 
         Raises:
             CorruptFrame: this copy is damaged there. ForeignSegment: the whole segment is another log's.

@@ -389,7 +389,7 @@ def _after_begin(session: Session, transaction: SessionTransaction, connection: 
 
 @event.listens_for(Session, "after_commit")
 def _after_commit(session: Session) -> None:
-    """Report the commit, unless a savepoint or a joined session committed and the transaction goes on."""
+    """Report the commit, unless a savepoint or a joined session committed and the transaction continues."""
     work = _works.get(session)
     if work is not None and work.is_owner and work.outbox is not None and not work.outbox.in_transaction():
         if unit := _units.pop(work.outbox, None):

@@ -80,7 +80,7 @@ class Courier(Protocol):
 
 @runtime_checkable
 class Transaction(Protocol):
-    """A transaction that takes messages, in the thread that uses it."""
+    """A transaction to which messages are added, in the thread that uses it."""
 
     def stage(self, items: list[Item]) -> None:
         """Write messages within the transaction; they are sent after its commit.

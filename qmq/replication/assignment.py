@@ -47,7 +47,7 @@ class FillOrders:
         )
 
     def may_begin(self, fill_id: str) -> bool:
-        """Whether this filling may begin, or go on over a new connection."""
+        """Whether this filling may begin, or continue over a new connection."""
         order = self._order_of(fill_id)
         return self.mode is SyncMode.AUTOMATIC if order is None else order.is_allowed
 

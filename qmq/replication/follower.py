@@ -379,7 +379,7 @@ class SlaveWatch:
         self._identity.points.refilled()
 
     def _without_slave(self) -> None:
-        """Stop counting the slave. With too few left, consumers go on below the high watermark, and pulls that were
+        """Stop counting the slave. With too few left, consumers continue below the high watermark, and pulls that were
         given more ask again.
         """
         gate = self._mastership.gate

@@ -171,11 +171,11 @@ class Master:
         self._mastership.found_damage(problem)
 
     def repaired(self) -> None:
-        """Go on after the damaged range was fetched from the other copy."""
+        """Resume after the damaged range was fetched from the other copy."""
         self.readonly.change(Reason.CORRUPT, False)
 
     def resume(self) -> None:
-        """Go on after a swap that did not happen."""
+        """Resume after a swap that did not happen."""
         self.readonly.change(Reason.DRAINING, False)
         self.go_on()
 

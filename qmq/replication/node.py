@@ -470,7 +470,7 @@ class Node(Generic[M]):
             self.identity.points.save()
 
     def repaired(self) -> None:
-        """Go on, or begin a role, after a repair."""
+        """Resume, or begin a role, after a repair."""
         if self.master is not None:
             self.master.repaired()
         elif self.role is None:

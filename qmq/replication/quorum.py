@@ -209,7 +209,7 @@ class Slaves:
         return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_nobodys))
 
     def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
-        """Return whether a slave besides `other`, the sender of `hello`, restores our log and should go on.
+        """Return whether a slave besides `other`, the sender of `hello`, restores our log and should continue.
 
         A slave with frames of a newer epoch comes first: frames that an older master wrote alone would contradict
         them.

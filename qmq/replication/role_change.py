@@ -160,7 +160,7 @@ class RoleChange:
         node.identity.promise(term)
 
     def cancel_swap(self) -> None:
-        """Go on as master, unless a newer term was promised: another copy may be the master of that."""
+        """Continue as master, unless a newer term was promised: another copy may be the master of that."""
         node = self._node
         may_resume = node.master is not None and node.master.epoch.term >= node.identity.value.promised
         event = NodeEvent.SWAP_ENDED if may_resume else NodeEvent.SWAP_PROMISED

@@ -211,7 +211,7 @@ class MetaLink:
 
     async def _beats(self, stub: MetaserverStub, silence: asyncio.Timeout) -> AsyncIterator[pb.BrokerState]:
         changed, loop = self._service.state_changed, asyncio.get_running_loop()
-        while self.stub is stub:  # gRPC's task goes on reading these for a while after the stream has failed
+        while self.stub is stub:  # gRPC's task continues to read these for a while after the stream has failed
             changed.clear()
             self._patience.asked(loop.time())
             if self._look is None:

@@ -1,4 +1,4 @@
-"""Shell. Start on a full disk: a reserve lets the process start and consumers go on.
+"""Shell. Start on a full disk: a reserve lets the process start and consumers continue.
 
     data/reserve   `RESERVE_BYTES` of held space
 

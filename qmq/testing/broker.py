@@ -1,6 +1,6 @@
 """Shell. In-memory broker for tests: `Broker` for coroutines, `BlockingBroker` for plain functions.
 
-It runs on a thread and an event loop of its own, so it serves code on any loop or none, and goes on while that code
+It runs on a thread and an event loop of its own, so it serves code on any loop or none, and continues while that code
 blocks.
 """
 
@@ -187,7 +187,7 @@ class _Broker:
     def readonly(self, subject: str = "*") -> None:
         """Reject new messages of `subject` (by default of all) until `writable`, as after MarkReadonly.
 
-        Producers keep messages until their `timeout_s`, then report them as refused. Consumers go on.
+        Producers keep messages until their `timeout_s`, then report them as refused. Consumers continue.
         """
         self._ask(lambda machine: machine.mark(readonly=plain(subject)))
 

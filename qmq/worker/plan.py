@@ -132,7 +132,7 @@ class Plan:
         return {process: now_s - at_s for process, at_s in dict(self._reported_s).items()}
 
     def ready(self, process: int, now_s: float) -> None:
-        """Note that a process is connected; a reload ends its predecessor and goes on."""
+        """Note that a process is connected; a reload ends its predecessor and continues."""
         if process in self._ready:
             return
         self._ready.add(process)
@@ -159,7 +159,7 @@ class Plan:
             times.pop(process, None)
         if place is None:
             return
-        if place.following == process:  # the reload has failed; the old processes go on
+        if place.following == process:  # the reload has failed; the old processes continue
             place.following = None
             self._to_reload.clear()
             return

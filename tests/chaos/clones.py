@@ -247,7 +247,7 @@ def _fail_over(cluster: Cluster, pairs: list[Pair], send: Callable[[int], None])
     send(0)
     cluster.begin("metaserver")
     for pair in pairs:  # a master that ends before its first report has no successor
-        _until(pair.is_reported_writable, f"the metaserver knows that {pair.group} takes messages")
+        _until(pair.is_reported_writable, f"the metaserver knows that {pair.group} accepts produces")
     for step in range(1, 4):
         send(step)
     for pair in pairs:

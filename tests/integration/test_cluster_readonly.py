@@ -256,7 +256,7 @@ def test_brokers_restart_in_their_roles_without_the_metaserver(cluster, subject)
     cluster.wait_writable()
     end(cluster, "metaserver", master.hostname, slave.hostname)
     begin(cluster, master.hostname, slave.hostname)
-    until(lambda: (found := state(cluster, slave)) and found.writable, "the last master takes messages again")
+    until(lambda: (found := state(cluster, slave)) and found.writable, "the last master accepts produces again")
     with Wire(slave.serve_port, token=cluster.token) as wire:
         produced = commands.decode_produced(wire.ask(Command.PRODUCE, produce_body(subject, {"n": "1"})).body)
         assert produced.first_sequence == 10

@@ -91,7 +91,7 @@ async def test_change_is_atomic_and_safely_repeated(console, database_server, br
     else:
         assert "Nothing was changed: the database does not answer" in text, text
     assert "Done." not in text and "Traceback" not in text and "sqlalchemy" not in text.lower()
-    assert "takes messages" in await console.read(), "pages are served from memory"
+    assert "accepts produces" in await console.read(), "pages are served from memory"
 
     database_server.ensure()
     await is_back(console)

@@ -39,9 +39,9 @@ def test_overview_answers_which_group_is_readonly(night):
     _, browser = night
     with within_a_minute(browser):
         text = browser.text()
-        assert "1 of 2 take messages" in text.replace("2 of 3", "1 of 2")
+        assert "1 of 2 accept produces" in text.replace("2 of 3", "1 of 2")
         assert "g2 readonly" in text and "an operator marked it: UnMarkReadonlyBrokerGroup ends it" in text
-        assert text.index("g2 readonly") < text.index("takes messages")
+        assert text.index("g2 readonly") < text.index("accepts produces")
         assert "It is readonly." in browser.click("g2") and "All logs end alike and are equal" in browser.text()
 
 

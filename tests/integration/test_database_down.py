@@ -152,7 +152,7 @@ def test_broker_restarts_while_the_database_is_away(world, mariadb):
         all_know(world, up=False)
         end(world.brokers[0], signal.SIGTERM)
         world.brokers[0].start()
-        until(lambda: any(world.writable(service.url) for service in world.metaservers), "g1 takes messages again")
+        until(lambda: any(world.writable(service.url) for service in world.metaservers), "g1 accepts produces again")
         until(lambda: all(world.writable(service.url) for service in world.metaservers), "both know")
     all_know(world, up=True)
     assert world.writable(world.url)

@@ -116,7 +116,7 @@ def metrics(cluster):
 def test_swap_keeps_pending_messages(cluster):
     (id,) = send(cluster, 1, delay=3600, subject="kept")
     cluster.swap_roles("d1")
-    until(lambda: cluster.writable("d1"), "the new master takes messages")
+    until(lambda: cluster.writable("d1"), "the new master accepts produces")
     shown = until(lambda: cluster.manage("ListDelayed", subject="kept")["messages"], "the new master lists it")
     assert [row["id"] for row in shown] == [id]
     roles = {row["role"] for row in cluster.manage("ListBrokers", brokerGroup="d1")}

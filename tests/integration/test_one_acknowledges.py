@@ -84,7 +84,7 @@ class Cabled(Installation):
 
     def all_metaservers_know(self):
         """Wait until each metaserver has read the master's report, so that each may promote."""
-        until(self._is_stored, "a metaserver stored that the master takes messages")
+        until(self._is_stored, "a metaserver stored that the master accepts produces")
         for action, writable in (("MarkReadonlyBrokerGroup", False), ("UnMarkReadonlyBrokerGroup", True)):
             manage(self.url, TOKEN, action, brokerGroup="g1")  # the report stored before this change is read with it
             for service in self.metaservers:

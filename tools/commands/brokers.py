@@ -29,7 +29,7 @@ def _new_master(data: Any) -> Iterable[Block]:
 
 
 def _not_yet_writable() -> Block:
-    return warning("the group does not take messages yet; ListBrokerGroups shows why")
+    return warning("the group is still readonly; ListBrokerGroups shows why")
 
 
 def _swapped(data: Any) -> Iterable[Block]:
@@ -40,7 +40,7 @@ def _swapped(data: Any) -> Iterable[Block]:
     )
     yield f"logs equal up to {data['logEnd']} (chain {data['chain']}); took {span(data['durationMs'])}"
     if data["writable"]:
-        yield good("the group takes messages")
+        yield good("the group accepts produces")
     else:
         yield _not_yet_writable()
 

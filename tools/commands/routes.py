@@ -97,7 +97,7 @@ def _marked(data: Any) -> Iterable[Block]:
         if names == "*":
             yield warning("delayed messages have no other group of delay servers now")
         else:
-            yield warning(f"{stranded:,} subjects have no other group that takes messages: {names}")
+            yield warning(f"{stranded:,} subjects have no other group that accepts produces: {names}")
 
 
 def _unmarked(data: Any) -> Iterable[Block]:

@@ -1,4 +1,4 @@
-"""Operator that follows the remedies of Doctor and of refusals until a group takes messages again."""
+"""Operator that follows the remedies of Doctor and of refusals until a group accepts produces again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Nothing(Exception):
 
 
 class Operator:
-    """Made for one group that takes no messages after all faults are over."""
+    """Made for one group that is readonly after all faults are over."""
 
     def __init__(self, world: World, server: Server, group: str) -> None:
         self.world = world
@@ -45,10 +45,10 @@ class Operator:
         while not is_at_work():
             if len(self.followed) == FOLLOWED_MAX:
                 named = "; then: ".join(self.followed)
-                raise Violation(f"{self.group} takes no messages after these remedies: {named}")
+                raise Violation(f"{self.group} is readonly after these remedies: {named}")
             remedies = [remedy for remedy in self.doctor() if remedy]
             if not remedies:
-                raise Violation(f"{self.group} takes no messages, and Doctor has no remedy")
+                raise Violation(f"{self.group} is readonly, and Doctor has no remedy")
             self.followed.append(" and ".join(remedies))
             for remedy in remedies:
                 self.world.note(f"Doctor: {remedy}")

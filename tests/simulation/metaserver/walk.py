@@ -612,7 +612,7 @@ class Walk:
             raise Violation(f"{aside} use no database after every decision")
 
     def check_groups_work(self) -> None:
-        """Check, without faults, that each group takes messages, or that Doctor names a remedy that works."""
+        """Check, without faults, that each group accepts produces, or that Doctor names a remedy that works."""
         world, dice = self.world, self.world.loop.rng
         self.all_is_well(3)
         for group in list(world.oracle.decided.states):
@@ -652,7 +652,7 @@ class Walk:
             box.is_lost = True
 
     def not_at_work(self) -> list[str]:
-        """Return the groups that take no messages although no operator ordered that."""
+        """Return the groups that are readonly although no operator ordered that."""
         decided, registry = self.world.oracle.decided, self.world.servers[0].process.registry
         wanted = {name for name, (draining, *_) in decided.states.items() if draining}
         wanted |= {group for subject, group in decided.marks if subject == "*"}

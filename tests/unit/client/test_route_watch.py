@@ -238,7 +238,7 @@ async def test_all_readonly_route_reaches_producers():
         waiting = asyncio.create_task(producer.send(Message("a", {})))
         await asyncio.sleep(0)
         metaserver.set_group(brokers[1], writable=True)
-        assert (await waiting).broker_group == "g2", "who waits goes on as soon as a group takes messages"
+        assert (await waiting).broker_group == "g2", "the waiting call ends as soon as a group accepts produces"
 
 
 async def test_consumer_keeps_a_refused_route():

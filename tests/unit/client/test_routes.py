@@ -165,7 +165,7 @@ def over_at(waiting: RefusalClock, *moments_ms: int, only: str = "") -> list[int
 
 def test_wait_ends_after_continuous_refusals():
     routing, waiting = refusing(group("g1", writable=False), group("g2"))
-    assert over_at(waiting, 0, 4_999, 9_000) == [], "one group takes messages"
+    assert over_at(waiting, 0, 4_999, 9_000) == [], "one group accepts produces"
     routing.failed("g2", "disk", now_ms=9_000, is_readonly=True)
     assert over_at(waiting, *range(10_000, 16_000, 500)) == [15_000, 15_500]
 

@@ -40,7 +40,7 @@ async def test_each_page_works_without_the_database(console):
     for page in PAGES:
         text = await console.read(page.path, name="g1")
         assert f"{page.title} " in text and "connection refused" in text
-    assert "takes messages" in await console.read()
+    assert "accepts produces" in await console.read()
 
 
 async def test_pages_have_the_strict_content_policy(console):
@@ -70,7 +70,7 @@ async def test_overview_shows_readonly_groups_with_reasons(console):
     await console.running_copies("g1", "g2")
     console.beat("g2-a", writable=False, readonly_reasons=("slave_down",), log_end=9000)
     text = await console.read()
-    assert "1 of 2 take messages" in text
+    assert "1 of 2 accept produces" in text
     assert re.search(
         r"g2 readonly its slave is missing: start it.* 2 of 2 up master g2-a:20881 .* 4.9 KB 9 KB g1", text
     )
@@ -292,7 +292,7 @@ async def test_open_lists_are_shown_without_login(tmp_path):
     await console.open()
     await console.running_copies("g1")
     text = await console.read()
-    assert "1 of 1 take messages" in text and "log in to see this" in text
+    assert "1 of 1 accept produces" in text and "log in to see this" in text
     assert (await console.browser.get("/console/change?action=DrainGroup")).status_code == 303
     console.close()
 

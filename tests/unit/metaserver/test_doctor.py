@@ -219,7 +219,7 @@ SITUATIONS = [
         readonly("disk"),
         {"g1-b": metrics(free=GIB // 2)},
         verdict=(
-            "FAIL brokers: g1-a:20881 (MASTER of g1) takes no messages: disk",
+            "FAIL brokers: g1-a:20881 (MASTER of g1) rejects produces: disk",
             "FAIL disks: g1-b:20881 (slave of g1) has 512.0 MiB free; it stops taking messages below 1.0 GiB",
         ),
     ),
@@ -228,7 +228,7 @@ SITUATIONS = [
         readonly("disk"),
         {"g1-a": metrics(master=True, free=GIB // 2)},
         verdict=(
-            "FAIL brokers: g1-a:20881 (MASTER of g1) takes no messages: disk",
+            "FAIL brokers: g1-a:20881 (MASTER of g1) rejects produces: disk",
             "FAIL disks: g1-a:20881 (master of g1) has 512.0 MiB free; it stops taking messages below 1.0 GiB",
         ),
     ),
@@ -283,7 +283,7 @@ SITUATIONS = [
     Situation(
         "master damaged",
         readonly("corrupt"),
-        verdict=("FAIL brokers: g1-a:20881 (MASTER of g1) takes no messages: corrupt",),
+        verdict=("FAIL brokers: g1-a:20881 (MASTER of g1) rejects produces: corrupt",),
     ),
     Situation(
         "copies differ",

@@ -341,7 +341,7 @@ def impatient(monkeypatch):
 async def test_late_change_goes_on_and_logs_its_error(impatient, caplog):
     slow, action = impatient
     answer = await endpoints.run_within(slow, action, {}, Caller("ann", TokenRole.ADMIN))
-    assert answer.status is Status.UNKNOWN and "goes on" in answer.message
+    assert answer.status is Status.UNKNOWN and "continues" in answer.message
     slow.may_end.set()
     while endpoints._going_on:
         await asyncio.sleep(0)

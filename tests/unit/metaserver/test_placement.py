@@ -1,4 +1,4 @@
-"""Core. Groups of a subject, and which of them take messages."""
+"""Core. Groups of a subject, and which of them accept produces."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def placement(directory, is_writable, *, loads=None, groups_min=2, groups_new=4,
 @pytest.mark.parametrize(
     "current, groups, chosen",
     [
-        pytest.param("", {"writable": "abc"}, "abc", id="new subject: all that take messages, if they are few"),
+        pytest.param("", {"writable": "abc"}, "abc", id="new subject: all that accept produces, if they are few"),
         pytest.param("", {"writable": "abcdefgh"}, "abcd", id="new subject: a bounded number"),
         pytest.param("", {"writable": "ab", "readonly": "c"}, "ab", id="new subject: not the readonly one"),
         pytest.param("", {"writable": "a", "readonly": "bc"}, "ab", id="filled up to two"),
-        pytest.param("", {"readonly": "abc"}, "ab", id="nothing takes messages: two all the same"),
+        pytest.param("", {"readonly": "abc"}, "ab", id="nothing accepts produces: two all the same"),
         pytest.param("", {"writable": "a"}, "a", id="only one exists"),
         pytest.param("", {"masterless": "ab"}, "", id="no master, no group"),
         pytest.param("", {}, "", id="nothing exists"),

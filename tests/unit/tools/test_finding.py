@@ -165,14 +165,14 @@ def test_the_metaservers_own_checks_are_passed_on():
     checks = [
         {"name": "database", "ok": False, "found": "away", "remedy": "start it"},
         {"name": "tokens", "ok": False, "found": "one expires", "remedy": "AddToken"},
-        {"name": "group g1", "ok": True, "found": "takes messages", "remedy": ""},
+        {"name": "group g1", "ok": True, "found": "accepts produces", "remedy": ""},
     ]
     caller = {"name": "ops", "role": "operator"}
     assert list(judge_facts({"caller": caller, "checks": checks})) == [
         ok("token", "ops, with the role operator"),
         fail("database", "away", "start it"),
         warn("tokens", "one expires", "AddToken"),
-        ok("groups", "g1 takes messages"),
+        ok("groups", "g1 accepts produces"),
     ]
 
 
