@@ -138,7 +138,7 @@ def _groups(groups: Any) -> Table:
         (
             Column("GROUP", "groupName"),
             Column("TERM", "term", drop=5),
-            Column("TAKES", _takes),
+            Column("ACCEPTS", _accepts),
             Column("MASTER", "master"),
             Column("SLAVES", lambda group: group.get("slaves")),
             Column("WHY NOT", _reasons, fold=12),
@@ -151,13 +151,13 @@ def _groups(groups: Any) -> Table:
     )
 
 
-def _takes(group: Mapping[str, Any]) -> Cell:
+def _accepts(group: Mapping[str, Any]) -> Cell:
     if group.get("draining"):
         return warning("draining")
     if group.get("full"):
         return warning("old subjects")
     if group.get("writable"):
-        return good("messages")
+        return good("produces")
     return warning("pulls only") if group.get("brokerState") == "R" else bad("nothing")
 
 
