@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 from qmq.client.batch import (
     BATCH_BYTES_MAX,
@@ -36,6 +36,20 @@ SHARES = 8
 """Limit of one queue, as a multiple of the free room. A queue that does not move leaves a ninth to the others."""
 
 
+class Place(Protocol):
+    """Place of a call in a line, an `asyncio.Future`: it ends when the call is the first."""
+
+    def done(self) -> bool: ...
+
+    def set_result(self, result: None, /) -> None: ...
+
+
+Line: TypeAlias = deque[Place]
+"""Calls that wait for room in a queue, the first one first. Without a line a call could overtake one that is woken and
+does not run yet: messages of one order key, or of one transaction, would change places.
+"""
+
+
 class Backlog:
     """Total size of a producer's queues, and the room left for each of them.
 
@@ -49,6 +63,8 @@ class Backlog:
         self.messages = self.bytes = 0
         self.waiters: list[Callable[[], None]] = []
         """Called once on progress: a batch left a queue, was resolved, or was given up."""
+        self.entering: dict[tuple[str, int], Line] = {}
+        """Calls that wait for room for a message with an order key, by subject and key."""
         self.outcomes: dict[Outcome, int] = dict.fromkeys(Outcome, 0)
         """Number of messages by outcome, for `qmq.client.numbers`."""
         self.repeats = 0
@@ -64,8 +80,14 @@ class Backlog:
         """Count a message that was refused without a batch."""
         self.outcomes[Outcome.REFUSED] += 1
 
-    def has_room(self, queue: SubjectQueue, size: int) -> bool:
-        """Return whether `queue` has room for a message of `size` bytes; an empty backlog takes any size."""
+    def has_room(self, queue: SubjectQueue, size: int, label: int = 0) -> bool:
+        """Return whether `queue` has room for a message of `size` bytes; an empty backlog takes any size.
+
+        Args:
+            label: of the message; there is no room while an earlier one of its order key still waits for it.
+        """
+        if self.entering and (queue.subject, label >> 32) in self.entering:
+            return False
         messages, waiting = len(queue.waiting) + 1, queue.waiting_bytes + size
         if messages + SHARES * (self.messages + 1) > (SHARES + 1) * self.messages_max:
             return False
@@ -101,8 +123,8 @@ class SubjectQueue:
         self.subject = subject
         self.group = group
         self.ready: deque[Batch] = deque()
-        self.entering: deque[object] = deque()
-        """Calls with a whole batch that wait for room, the first one first."""
+        self.entering: Line = deque()
+        """Calls that wait for room for a whole batch."""
         self.waiting: deque[QueuedMessage] = deque()
         self.waiting_bytes: int = 0
         self.under_way: list[QueuedMessage] | None = None

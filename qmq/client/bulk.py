@@ -434,23 +434,11 @@ class BulkSend:
         return batch
 
     async def _wait_for_room(self, queue: SubjectQueue, size: int) -> None:
-        """Wait for room, or the deadline, in the order of the calls.
-
-        Otherwise a call could overtake one that is woken and does not run yet: messages of one transaction would change
-        places.
-        """
-        while (
-            not self._takes(size) and not self._is_over()
-        ):  # before it takes a place, in which others would wait for it
+        """Wait for room, or the deadline, in the order of the calls."""
+        # Before it takes a place, in which others would wait for it:
+        while not self._takes(size) and not self._is_over():
             await self._sender.wait()
-        place = object()
-        queue.entering.append(place)
-        try:
-            while not (queue.entering[0] is place and self._has_room(queue, size)) and not self._is_over():
-                await self._sender.wait()
-        finally:
-            queue.entering.remove(place)
-            self._sender.wake_waiting()
+        await self._sender.wait_for_room(queue.entering, lambda: self._has_room(queue, size), self._until_ms)
 
     def _has_room(self, queue: SubjectQueue, size: int) -> bool:
         return len(queue.ready) < READY_BATCHES_MAX and self._takes(size)

@@ -426,7 +426,7 @@ class Producer:
         sender = senders.of(is_delayed=later is not None)
         queue, data, label = self._encode(sender, message, later)
         deadline_ms = sender.now_ms() + self._timeout_ms
-        if not self._backlog.has_room(queue, len(data)):
+        if not self._backlog.has_room(queue, len(data), label):
             room = await sender.room(message.subject, label, len(data), deadline_ms)
             if isinstance(room, QueueFull):
                 sender.count_refused()
@@ -483,7 +483,7 @@ class Producer:
         senders = self._senders
         sender = senders.of(is_delayed=later is not None)
         queue, data, label = self._encode(sender, message, later)
-        if not self._backlog.has_room(queue, len(data)):
+        if not self._backlog.has_room(queue, len(data), label):
             raise self._backlog.full()
         loop, flight = asyncio.get_running_loop(), senders.board()
 

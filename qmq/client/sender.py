@@ -6,11 +6,22 @@ The rules are in `qmq.client.batch`, `backlog` and `routes`.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 
 from qmq.access import Token
-from qmq.client.backlog import Backlog, GroupBatches, Lanes, Limits, QueuedMessage, SendOrder, SubjectQueue
+from qmq.client.backlog import (
+    Backlog,
+    GroupBatches,
+    Lanes,
+    Limits,
+    Line,
+    QueuedMessage,
+    SendOrder,
+    SubjectQueue,
+)
 from qmq.client.batch import (
     BATCH_BYTES_MAX,
     Batch,
@@ -271,12 +282,36 @@ class Sender:
         return NoRoute(why if self._kind is not GroupKind.DELAY else f"{NO_DELAY_GROUP} ({why})")
 
     async def room(self, subject: str, label: int, size: int, deadline_ms: int) -> SubjectQueue | QueueFull:
-        """Return the queue once it has room for `size` bytes, or the error at the deadline."""
-        while not self._backlog.has_room(queue := self.queue(subject, label), size):
-            await self.wait()  # look the queue up again: keys may have changed groups
-            if self.now_ms() >= deadline_ms:
-                return self._backlog.full()
-        return queue
+        """Return the queue once it has room for `size` bytes, or the error at the deadline. Calls for one order key
+        enter in their order.
+        """
+        backlog, key = self._backlog, (subject, label >> 32)
+        if backlog.has_room(queue := self.queue(subject, label), size, label):
+            return queue
+        line = backlog.entering.setdefault(key, deque()) if label >> 32 else deque()
+        try:
+            # The queue is looked up again: keys may have changed groups.
+            await self.wait_for_room(line, lambda: backlog.has_room(self.queue(subject, label), size), deadline_ms)
+        finally:
+            if not line:
+                backlog.entering.pop(key, None)
+        return backlog.full() if self.now_ms() >= deadline_ms else self.queue(subject, label)
+
+    async def wait_for_room(self, line: Line, has_room: Callable[[], bool], deadline_ms: int | None) -> None:
+        """Wait until a call is the first of its line and has room, or until the deadline."""
+        place: asyncio.Future[None] = self._loop.create_future()
+        line.append(place)
+        try:
+            if line[0] is not place:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(None if deadline_ms is None else deadline_ms / 1000):
+                        await place
+            while not has_room() and (deadline_ms is None or self.now_ms() < deadline_ms):
+                await self.wait()
+        finally:
+            line.remove(place)
+            if line and not line[0].done():
+                line[0].set_result(None)
 
     async def wait(self) -> None:
         """Wait for progress in either sender of the producer, or for a tick."""
@@ -284,10 +319,6 @@ class Sender:
         moved: asyncio.Future[None] = self._loop.create_future()
         self._backlog.waiters.append(lambda: None if moved.done() else moved.set_result(None))
         await moved
-
-    def wake_waiting(self) -> None:
-        """Let callers of `wait` look again."""
-        self._backlog.wake_waiters()
 
     # Requests.
 

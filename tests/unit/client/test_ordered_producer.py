@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
 import qmq
 from qmq.client.routes import group_of_key
 from qmq.codec import decode_message, label_of
-from qmq.errors import BrokerReadOnly, Overloaded
+from qmq.errors import BrokerReadOnly, Overloaded, QueueFull
 from qmq.message import Message
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
@@ -197,3 +198,61 @@ async def test_keys_change_groups_while_no_group_takes_anything():
         first.refuse_with = second.refuse_with = None
         assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2"]
         await second.stop()
+
+
+@pytest.mark.parametrize("way", ["send", "send_many", "send_nowait"])
+async def test_calls_of_a_key_enter_a_full_queue_in_order(way):
+    """A call that is woken and does not run yet is not overtaken."""
+    async with (
+        cluster("g1") as (metaserver, [broker]),
+        producer_of(metaserver, queue_messages_max=2, in_flight_max=1) as producer,
+    ):
+        await producer.send(Message("a", {"n": "0"}, order_key="k"))
+        hold, sending, refused = Hold(broker), list[asyncio.Task[Any]](), list[QueueFull]()
+
+        def send(n: str, way: str = way) -> None:
+            message = Message("a", {"n": n}, order_key="k")
+            if way == "send_nowait":
+                try:
+                    producer.send_nowait(message, lambda receipt: None)
+                except QueueFull as full:
+                    refused.append(full)
+            else:
+                call = producer.send(message) if way == "send" else producer.send_many([message])
+                sending.append(asyncio.create_task(call))
+
+        send("1", "send")
+        await until_async(lambda: hold.held)
+        for n in "234":
+            send(n, "send")  # two wait in the queue, the third for room
+        await settle()
+        assert producer._backlog.messages == 2
+        producer._backlog.waiters.insert(0, lambda: send("5"))  # runs before the call that is woken after it
+        hold.release()
+        await until_async(lambda: len(sending) + len(refused) == 5 and all(task.done() for task in sending))
+        assert numbers_of_keys(broker)["k"] == [*range(5 if refused else 6)]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+async def test_call_that_leaves_the_line_lets_the_next_one_enter(end):
+    async with (
+        cluster("g1") as (metaserver, [broker]),
+        producer_of(metaserver, queue_messages_max=1, in_flight_max=1, timeout_s=0.3) as producer,
+    ):
+        await producer.send(Message("a", {"n": "0"}, order_key="k"))
+        hold, first = Hold(broker), Message("a", {"n": "1"}, order_key="k")
+        sending = [asyncio.create_task(producer.send(first))]
+        await until_async(lambda: hold.held)
+        for n in "23":
+            sending.append(asyncio.create_task(producer.send(Message("a", {"n": n}, order_key="k"))))
+        await settle()
+        if end == "cancelled":
+            sending[2].cancel()
+            await asyncio.wait(sending[2:])
+        else:
+            assert (await sending[2]).outcome is qmq.Outcome.REFUSED
+        hold.release()
+        assert (await producer.send(Message("a", {"n": "4"}, order_key="k"))).is_stored
+        await asyncio.wait(sending)
+        assert producer._backlog.entering == {}
+        assert numbers_of_keys(broker)["k"][-1] == 4
