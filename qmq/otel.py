@@ -153,7 +153,7 @@ class TracedProducer(Sending):
         **fields: Unpack[MessageFields],
     ) -> Receipt | asyncio.Future[Receipt]:
         """Send a message; see `Producer.send`. With a session, the spans end with the outcome, after the commit."""
-        message = self._producer._outgoing.made(message, payload, fields)
+        message = self._producer._outgoing.message(message, payload, fields)
         if session is not None:
             read_delay(delay, at, key, session)
             return await self._send_in(session, message)
@@ -182,7 +182,7 @@ class TracedProducer(Sending):
         **fields: Unpack[MessageFields],
     ) -> Receipts:
         """Send messages; see `Producer.send_many`."""
-        made = self._producer._outgoing.many_made(messages, payloads, fields)
+        made = self._producer._outgoing.messages(messages, payloads, fields)
         with self._sending_many(made) as (carrying, note_all):
             note_all(receipts := await self._producer.send_many(carrying, delay=delay, at=at, key=key))
             return receipts
@@ -208,7 +208,7 @@ class TracedProducer(Sending):
         """Queue a message; see `Producer.send_nowait`. The spans end with the outcome."""
         payload, callback = payload_and_callback(message, rest, on_done)
         check_callable("on_done", callback)
-        made = self._producer._outgoing.made(message, payload, fields)
+        made = self._producer._outgoing.message(message, payload, fields)
         with self._until_known(made) as end:
 
             def done(receipt: Receipt) -> object:

@@ -59,7 +59,7 @@ class TracedProducer(Sending):
         **fields: Unpack[MessageFields],
     ) -> Receipt | Future[Receipt]:
         """Send a message; see `Producer.send`. With a session, the spans end with the outcome, after the commit."""
-        message = self._producer._outgoing.made(message, payload, fields)
+        message = self._producer._outgoing.message(message, payload, fields)
         if session is not None:
             read_delay(delay, at, key, session)
             with self._until_known(message) as end:
@@ -89,7 +89,7 @@ class TracedProducer(Sending):
         **fields: Unpack[MessageFields],
     ) -> Receipts:
         """Send messages; see `Producer.send_many`."""
-        made = self._producer._outgoing.many_made(messages, payloads, fields)
+        made = self._producer._outgoing.messages(messages, payloads, fields)
         with self._sending_many(made) as (carrying, note_all):
             note_all(receipts := self._producer.send_many(carrying, delay=delay, at=at, key=key))
             return receipts
@@ -116,7 +116,7 @@ class TracedProducer(Sending):
     ) -> Future[Receipt]:
         """Queue a message; see `Producer.send_nowait`. The spans end with the future."""
         payload, callback = payload_and_callback(message, rest, on_done, is_optional=True)
-        made = self._producer._outgoing.made(message, payload, fields)
+        made = self._producer._outgoing.message(message, payload, fields)
         with self._until_known(made) as end:
             future = self._producer.send_nowait(made, callback, delay=delay, at=at, key=key)
         future.add_done_callback(partial(end_with, end))

@@ -115,7 +115,7 @@ class Producer:
     ) -> Receipt | Future[Receipt]:
         """Send one message, or a payload, and return its receipt: see `qmq.Producer.send`."""
         later = read_delay(delay, at, key, session)
-        message = self._outgoing.one(message, payload, fields)
+        message = self._outgoing.filtered_message(message, payload, fields)
         own = self._session()
         if session is not None:
             (receipt,) = own.stage([message], session)
@@ -152,7 +152,7 @@ class Producer:
         The iterable is read in this thread, up to 10,000 messages or 16 MiB ahead.
         """
         later = read_delay(delay, at, key, session)
-        messages = self._outgoing.many(messages, payloads, fields)
+        messages = self._outgoing.filtered_messages(messages, payloads, fields)
         own = self._session()
         if session is not None:
             return own.stage(messages, session)
@@ -195,7 +195,7 @@ class Producer:
             ClientClosed: the producer is closed.
         """
         payload, callback = payload_and_callback(message, rest, on_done, is_optional=True)
-        made = self._outgoing.one(message, payload, fields)
+        made = self._outgoing.filtered_message(message, payload, fields)
         return self._session().put(made, callback, read_delay(delay, at, key))
 
     cancel: Final = waits_for(AsyncProducer.cancel)

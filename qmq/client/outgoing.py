@@ -100,7 +100,7 @@ class Outgoing:
                     "declare its type, too"
                 )
 
-    def made(self, message: Message | str, payload: object | Absent, fields: Mapping[str, Any]) -> Message:
+    def message(self, message: Message | str, payload: object | Absent, fields: Mapping[str, Any]) -> Message:
         """Return the message of a call, without the filters.
 
         Raises:
@@ -123,16 +123,16 @@ class Outgoing:
             raise InvalidRequest(f"{', '.join(fields)} of a qmq.Message are set in it: qmq.Message(…, …=…)")
         return message
 
-    def one(self, message: Message | str, payload: object | Absent, fields: Mapping[str, Any]) -> Message:
-        """Return the message of a call, after the filters. Raises: see `made`."""
-        return self._filtered(self.made(message, payload, fields))
+    def filtered_message(self, message: Message | str, payload: object | Absent, fields: Mapping[str, Any]) -> Message:
+        """Return the message of a call, after the filters. Raises: see `message`."""
+        return self._filtered(self.message(message, payload, fields))
 
-    def many_made(
+    def messages(
         self, messages: Iterable[Message] | str, payloads: Iterable[object] | Absent, fields: Mapping[str, Any]
     ) -> Iterable[Message]:
         """Return the messages of a call for several, without the filters.
 
-        Raises: see `made`; errors of a payload when it is read.
+        Raises: see `message`; errors of a payload when it is read.
         """
         if isinstance(messages, str):
             if payloads is ABSENT or isinstance(payloads, str | bytes | Mapping):
@@ -140,16 +140,16 @@ class Outgoing:
             if fields.get("id") is not None:
                 raise InvalidRequest("id= would be the same for all messages: leave it out")
             subject = messages
-            return (self.made(subject, payload, fields) for payload in payloads)
+            return (self.message(subject, payload, fields) for payload in payloads)
         if payloads is not ABSENT or fields:
-            self.made(Message("a"), payloads, fields)
+            self.message(Message("a"), payloads, fields)
         return messages
 
-    def many(
+    def filtered_messages(
         self, messages: Iterable[Message] | str, payloads: Iterable[object] | Absent, fields: Mapping[str, Any]
     ) -> Iterable[Message]:
-        """Return the messages of a call for several, after the filters. Raises: see `many_made`."""
-        made = self.many_made(messages, payloads, fields)
+        """Return the messages of a call for several, after the filters. Raises: see `messages`."""
+        made = self.messages(messages, payloads, fields)
         return self._each(made) if self._filters else made
 
     def _each(self, messages: Iterable[Message]) -> Iterator[Message]:

@@ -414,7 +414,7 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key, session)
-        message = self._outgoing.one(message, payload, fields)
+        message = self._outgoing.filtered_message(message, payload, fields)
         if session is not None:
             (receipt,) = await self.outbox.stage([message], session)
             return after_commit(asyncio.wrap_future(receipt))
@@ -476,7 +476,7 @@ class Producer:
         """
         payload, on_done = payload_and_callback(message, rest, on_done)
         check_callable("on_done", on_done)
-        self._queue_made(self._outgoing.one(message, payload, fields), on_done, read_delay(delay, at, key))
+        self._queue_made(self._outgoing.filtered_message(message, payload, fields), on_done, read_delay(delay, at, key))
 
     def _queue_made(self, message: Message, on_done: OnReceipt, later: Delay | None) -> None:
         """Queue a message that the filters have passed; see `send_nowait`."""
@@ -547,7 +547,7 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key, session)
-        messages = self._outgoing.many(messages, payloads, fields)
+        messages = self._outgoing.filtered_messages(messages, payloads, fields)
         if session is not None:
             staged = await self.outbox.stage(messages, session)
             return [after_commit(asyncio.wrap_future(receipt)) for receipt in staged]
@@ -651,7 +651,7 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         recur = schedule_request(
-            self._outgoing.one(message, ABSENT, {}),
+            self._outgoing.filtered_message(message, ABSENT, {}),
             name=name,
             cron=cron,
             timezone=timezone,

@@ -127,14 +127,29 @@ async def test_filter_may_replace_and_refuse_a_message(qmq_broker):
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
-        (lambda outgoing: outgoing.one("a", ABSENT, {}), r"a subject with its payload: \('a', payload\)"),
-        (lambda outgoing: outgoing.one("a", qmq.Message("a"), {}), "the payload is a qmq.Message, .*message alone"),
-        (lambda outgoing: outgoing.one(qmq.Message("a"), Order(1), {}), "holds its content: give the message alone"),
-        (lambda outgoing: outgoing.one(qmq.Message("a"), ABSENT, {"tags": "t"}), "tags of a qmq.Message are set"),
-        (lambda outgoing: outgoing.one(Order(1), ABSENT, {}), "send a qmq.Message, not a Order"),
-        (lambda outgoing: outgoing.many("a", "payload", {}), r"several payloads as a list: \('a', \[payload"),
-        (lambda outgoing: outgoing.many("a", [1], {"id": "x"}), "id= would be the same for all"),
-        (lambda outgoing: list(outgoing.many("a", [object()], {})), "a object has no form in JSON: send a dataclass"),
+        (lambda outgoing: outgoing.filtered_message("a", ABSENT, {}), r"a subject with its payload: \('a', payload\)"),
+        (
+            lambda outgoing: outgoing.filtered_message("a", qmq.Message("a"), {}),
+            "the payload is a qmq.Message, .*message alone",
+        ),
+        (
+            lambda outgoing: outgoing.filtered_message(qmq.Message("a"), Order(1), {}),
+            "holds its content: give the message alone",
+        ),
+        (
+            lambda outgoing: outgoing.filtered_message(qmq.Message("a"), ABSENT, {"tags": "t"}),
+            "tags of a qmq.Message are set",
+        ),
+        (lambda outgoing: outgoing.filtered_message(Order(1), ABSENT, {}), "send a qmq.Message, not a Order"),
+        (
+            lambda outgoing: outgoing.filtered_messages("a", "payload", {}),
+            r"several payloads as a list: \('a', \[payload",
+        ),
+        (lambda outgoing: outgoing.filtered_messages("a", [1], {"id": "x"}), "id= would be the same for all"),
+        (
+            lambda outgoing: list(outgoing.filtered_messages("a", [object()], {})),
+            "a object has no form in JSON: send a dataclass",
+        ),
     ],
 )
 def test_wrong_arguments_show_the_remedy(call, remedy):
@@ -149,7 +164,7 @@ def test_wrong_filters_show_the_remedy():
     with pytest.raises(qmq.InvalidRequest, match="a filter of the producer is a plain function"):
         qmq.Producer(app="a", filters=[coroutine])  # type: ignore[list-item]
     with pytest.raises(qmq.InvalidMessage, match="returned None: a filter returns the qmq.Message to send"):
-        Outgoing(None, [lambda message: None]).one(qmq.Message("a"), ABSENT, {})  # type: ignore[arg-type, return-value]
+        Outgoing(None, [lambda message: None]).filtered_message(qmq.Message("a"), ABSENT, {})  # type: ignore[arg-type, return-value]
 
 
 async def test_order_key_is_named_to_those_that_use_key(qmq_broker):
@@ -224,8 +239,8 @@ def test_payload_is_of_a_declared_type(kinds, good, bad):
         outgoing.declare("a", kind, "")
     outgoing._check_declared("a", good)
     with pytest.raises(qmq.InvalidMessage, match=f"'a' is declared with .*, and the payload is {type(bad).__name__}"):
-        outgoing.made("a", bad, {})
-    outgoing.made("b", 1, {})
+        outgoing.message("a", bad, {})
+    outgoing.message("b", 1, {})
     outgoing.declare("a", None, "")
     outgoing._check_declared("a", bad)
 
