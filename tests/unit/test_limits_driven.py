@@ -34,8 +34,7 @@ from tests.support.waiting import until_async
 from tests.unit.broker import limited, test_new_groups, test_retention, test_subscriptions
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
 from tests.unit.client import test_producer_outcomes
-from tests.unit.client.test_producer import producer_of
-from tests.unit.client.world import LocalBroker, cluster
+from tests.unit.client.world import LocalBroker, cluster, producer_of
 from tests.unit.delayserver import test_master
 from tests.unit.delayserver.world import HOUR_MS, a_group
 from tests.unit.metaserver import test_hub

@@ -11,7 +11,7 @@ from qmq.client.terms import RetryPolicy, batch_of
 from qmq.codec import encode_message, with_properties
 from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
-from tests.unit.client.world import LocalBroker, cluster, consumer_of, fill, handling, listening, ns
+from tests.unit.client.world import LocalBroker, fill, handling, listening, ns
 
 
 def settled(broker: LocalBroker, consumer: str = "c1") -> bool:
@@ -66,37 +66,35 @@ async def test_failing_message_dies_alone(retries_max):
     assert dead == [[17]] and handled == set(range(100)) - {17}
 
 
-async def test_own_limit_isolates_the_last_attempt():
-    async with cluster("g1") as (metaserver, [broker]):
-        for n in range(20):
-            own = 2 if n == 9 else None
-            broker.add("a", encode_message(qmq.Message("a", {"n": str(n)}, id=f"m{n}", retries_max=own), 0))
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), set()
+async def test_own_limit_isolates_the_last_attempt(consumer, broker):
+    for n in range(20):
+        own = 2 if n == 9 else None
+        broker.add("a", encode_message(qmq.Message("a", {"n": str(n)}, id=f"m{n}", retries_max=own), 0))
+    handled = set()
 
-        @consumer.listen("a", group="g", start="earliest", batch=20, retries_max=8, retry_delay=0.0)
-        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            if 8 in (numbers := ns(messages)):
-                raise ValueError("8 is a poison")
-            handled.update(numbers)
+    @consumer.listen("a", group="g", start="earliest", batch=20, retries_max=8, retry_delay=0.0)
+    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+        if 8 in (numbers := ns(messages)):
+            raise ValueError("8 is a poison")
+        handled.update(numbers)
 
-        async with listening(consumer):
-            await until_async(lambda: len(handled) == 19 and settled(broker))
+    async with listening(consumer):
+        await until_async(lambda: len(handled) == 19 and settled(broker))
 
 
-async def test_mailbox_message_is_alone_at_last_attempt():
-    async with cluster("g1") as (metaserver, [broker]):
-        for n in range(10):
-            data = encode_message(qmq.Message("a", {"n": str(n)}, id=f"m{n}"), 0)
-            broker.add("%RETRY%a%g", with_properties(data, {"qmq_times": "4"}) if n == 1 else data)
-        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+async def test_mailbox_message_is_alone_at_last_attempt(consumer, broker):
+    for n in range(10):
+        data = encode_message(qmq.Message("a", {"n": str(n)}, id=f"m{n}"), 0)
+        broker.add("%RETRY%a%g", with_properties(data, {"qmq_times": "4"}) if n == 1 else data)
+    calls = []
 
-        @consumer.listen("a", group="g", start="earliest", batch=10, retries_max=4)
-        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            calls.append([(number, message.times) for number, message in zip(ns(messages), messages, strict=True)])
+    @consumer.listen("a", group="g", start="earliest", batch=10, retries_max=4)
+    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+        calls.append([(number, message.times) for number, message in zip(ns(messages), messages, strict=True)])
 
-        async with listening(consumer):
-            await until_async(lambda: sum(map(len, calls)) == 10)
-        assert [(1, 4)] in calls
+    async with listening(consumer):
+        await until_async(lambda: sum(map(len, calls)) == 10)
+    assert [(1, 4)] in calls
 
 
 async def test_a_call_that_fails_is_logged_once(caplog):
@@ -113,20 +111,19 @@ async def test_a_call_that_fails_is_logged_once(caplog):
     assert f"messages={calls[0]}" in line
 
 
-async def test_suspected_message_has_its_own_list():
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.suspected = {3, 4}
-        fill(broker, range(10), apart=True)
-        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+async def test_suspected_message_has_its_own_list(consumer, broker):
+    broker.suspected = {3, 4}
+    fill(broker, range(10), apart=True)
+    calls = []
 
-        @consumer.listen("a", group="g", start="earliest", batch=10, concurrency=2)
-        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-            calls.append(ns(messages))
-            assert {3, 4}.isdisjoint(calls[-1]) or broker.begun[-1] == calls[-1][0]
+    @consumer.listen("a", group="g", start="earliest", batch=10, concurrency=2)
+    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+        calls.append(ns(messages))
+        assert {3, 4}.isdisjoint(calls[-1]) or broker.begun[-1] == calls[-1][0]
 
-        async with listening(consumer):
-            await until_async(lambda: sum(map(len, calls)) == 10 and settled(broker))
-        assert [3] in calls and [4] in calls and sorted(broker.begun) == [3, 4]
+    async with listening(consumer):
+        await until_async(lambda: sum(map(len, calls)) == 10 and settled(broker))
+    assert [3] in calls and [4] in calls and sorted(broker.begun) == [3, 4]
 
 
 async def test_most_once_list_has_acked_messages():

@@ -28,9 +28,9 @@ from qmq.outbox.dbapi import Database
 from qmq.outbox.schema import create_statements
 from tests.support.waiting import until_async
 from tests.unit.client.test_handling import listen_and_wait
-from tests.unit.client.test_producer import producer_of, run
+from tests.unit.client.test_producer import run
 from tests.unit.client.test_wrong_calls import consumer, producer
-from tests.unit.client.world import cluster
+from tests.unit.client.world import cluster, producer_of
 
 effects: list[str] = []
 processes: ThreadPool
@@ -374,16 +374,14 @@ async def test_master_changed_coroutines_run(caplog):
             await until_async(lambda: effects and "failed later" in caplog.text)
 
 
-async def test_transaction_receipt_may_be_returned(tmp_path):
+async def test_transaction_receipt_may_be_returned(tmp_path, producer):
     """Waiting for it in the handler would deadlock: the commit follows the handler."""
-
-    async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
-        for statement in create_statements("sqlite"):
-            sqlite3.connect(tmp_path / "db").execute(statement)
-        with Database(lambda: sqlite3.connect(tmp_path / "db")).transaction() as transaction:
-            later = await one.send(qmq.Message("a"), session=transaction)
-            assert await finished(later) is later and not later.done()
-        assert (await later).is_stored
+    for statement in create_statements("sqlite"):
+        sqlite3.connect(tmp_path / "db").execute(statement)
+    with Database(lambda: sqlite3.connect(tmp_path / "db")).transaction() as transaction:
+        later = await producer.send(qmq.Message("a"), session=transaction)
+        assert await finished(later) is later and not later.done()
+    assert (await later).is_stored
 
 
 @pytest.mark.parametrize("key", [None, noted, object()])

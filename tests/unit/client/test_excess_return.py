@@ -158,109 +158,98 @@ def joining(metaserver: LocalMetaserver, **options: object) -> tuple[qmq.Consume
         pytest.param({"most_once": True}, 1, id="at most once"),
     ],
 )
-async def test_slow_listener_returns_excess_uncounted(hurried, options, kept):
+async def test_slow_listener_returns_excess_uncounted(hurried, options, kept, metaserver, broker):
     """Regression: a second consumer got nothing while the first had any of its thousand messages."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        first, (second, done) = Slow(metaserver, **options), joining(metaserver)
-        task = await first.begin(broker)
-        await until_async(lambda: released(broker) and first.waiting <= kept)
-        still = first.waiting
-        async with listening(second):
-            await until_async(lambda: len(done) == MESSAGES - len(first.began) - still)
-        first.gate.set()
-        await until_async(lambda: len(first.done) + len(done) == MESSAGES)
-        await cancelled(task)
-        assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
-        assert {times for _, times in done} == {1} and set(broker.times["a", "g"].values()) == {1}
-        assert still == kept
+    first, (second, done) = Slow(metaserver, **options), joining(metaserver)
+    task = await first.begin(broker)
+    await until_async(lambda: released(broker) and first.waiting <= kept)
+    still = first.waiting
+    async with listening(second):
+        await until_async(lambda: len(done) == MESSAGES - len(first.began) - still)
+    first.gate.set()
+    await until_async(lambda: len(first.done) + len(done) == MESSAGES)
+    await cancelled(task)
+    assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+    assert {times for _, times in done} == {1} and set(broker.times["a", "g"].values()) == {1}
+    assert still == kept
 
 
-async def test_pace_is_measured_after_a_pause(hurried):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(FAST))
-        first = Slow(metaserver)
-        task = asyncio.create_task(first.client.run())
-        await until_async(lambda: len(first.done) == FAST)
-        await _many_looks()
-        fill(broker, range(FAST, MESSAGES))
-        await until_async(lambda: released(broker))
-        first.gate.set()
-        await until_async(lambda: len(first.done) == MESSAGES)
-        await cancelled(task)
+async def test_pace_is_measured_after_a_pause(hurried, metaserver, broker):
+    fill(broker, range(FAST))
+    first = Slow(metaserver)
+    task = asyncio.create_task(first.client.run())
+    await until_async(lambda: len(first.done) == FAST)
+    await _many_looks()
+    fill(broker, range(FAST, MESSAGES))
+    await until_async(lambda: released(broker))
+    first.gate.set()
+    await until_async(lambda: len(first.done) == MESSAGES)
+    await cancelled(task)
 
 
-async def test_single_consumer_returns_little(hurried):
+async def test_single_consumer_returns_little(hurried, metaserver, broker):
     """Pulls in flight ask for as much as fast handlers had."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        first = Slow(metaserver)
-        task = await first.begin(broker)
-        await until_async(lambda: first.waiting == 1)
-        await _many_looks()
-        assert sum(entry.end - entry.begin for entry in released(broker)) <= MESSAGES + 4 * 250
-        assert len([pull for pull in broker.pulls if pull.messages_max > 1]) <= 8, "it asks for no more of them"
-        first.gate.set()
-        await until_async(lambda: len(first.done) == MESSAGES)
-        await cancelled(task)
-        assert first.done == list(range(MESSAGES)), "one at a time, in order"
+    first = Slow(metaserver)
+    task = await first.begin(broker)
+    await until_async(lambda: first.waiting == 1)
+    await _many_looks()
+    assert sum(entry.end - entry.begin for entry in released(broker)) <= MESSAGES + 4 * 250
+    assert len([pull for pull in broker.pulls if pull.messages_max > 1]) <= 8, "it asks for no more of them"
+    first.gate.set()
+    await until_async(lambda: len(first.done) == MESSAGES)
+    await cancelled(task)
+    assert first.done == list(range(MESSAGES)), "one at a time, in order"
 
 
-async def test_new_messages_follow_returned_ones(hurried):
+async def test_new_messages_follow_returned_ones(hurried, metaserver, broker):
     """A pull in flight brings newer messages before the broker has the returned ones."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        first = Slow(metaserver)
-        broker.holds.add(Command.NACK)
-        task = asyncio.create_task(first.begin(broker))
-        await until_async(lambda: broker.held)
-        fill(broker, range(MESSAGES, MESSAGES + 10))
-        await asyncio.sleep(0.02)
-        broker.release()
-        task = await task
-        await until_async(lambda: any(entry.end - entry.begin > 200 for entry in released(broker)))
-        assert len(released(broker)) > 1 and first.waiting == 1
-        first.gate.set()
-        await until_async(lambda: len(first.done) == MESSAGES + 10)
-        await cancelled(task)
-        assert first.done == list(range(MESSAGES + 10))
+    first = Slow(metaserver)
+    broker.holds.add(Command.NACK)
+    task = asyncio.create_task(first.begin(broker))
+    await until_async(lambda: broker.held)
+    fill(broker, range(MESSAGES, MESSAGES + 10))
+    await asyncio.sleep(0.02)
+    broker.release()
+    task = await task
+    await until_async(lambda: any(entry.end - entry.begin > 200 for entry in released(broker)))
+    assert len(released(broker)) > 1 and first.waiting == 1
+    first.gate.set()
+    await until_async(lambda: len(first.done) == MESSAGES + 10)
+    await cancelled(task)
+    assert first.done == list(range(MESSAGES + 10))
 
 
-async def test_returned_messages_are_pulled_first(hurried, monkeypatch):
+async def test_returned_messages_are_pulled_first(hurried, monkeypatch, metaserver, broker):
     """A handler that goes on at that moment causes the next pull; returned messages must be sent first."""
+    first, sent, ask = Slow(metaserver, prefetch_messages=100), [], GroupSession._ask
+    send_released = GroupSession.released
 
-    async with cluster("g1") as (metaserver, [broker]):
-        first, sent, ask = Slow(metaserver, prefetch_messages=100), [], GroupSession._ask
-        send_released = GroupSession.released
+    def asked(session: GroupSession, command: Command, *rest: Any) -> None:
+        if first.gate.is_set() and command in (Command.NACK, Command.PULL):
+            sent.append(command)
+        ask(session, command, *rest)
 
-        def asked(session: GroupSession, command: Command, *rest: Any) -> None:
-            if first.gate.is_set() and command in (Command.NACK, Command.PULL):
-                sent.append(command)
-            ask(session, command, *rest)
-
-        def went_back(session: GroupSession) -> None:
-            first.gate.set()
-            send_released(session)
-
-        monkeypatch.setattr(GroupSession, "_ask", asked)
-        monkeypatch.setattr(GroupSession, "released", went_back)
-        task = await first.begin(broker, delivered=FAST + 100)
-        await until_async(lambda: len(first.done) == MESSAGES)
-        await cancelled(task)
-        assert sent[0] is Command.NACK and first.done == list(range(MESSAGES))
-
-
-async def test_double_prefetch_stays(hurried):
-    """Otherwise handlers of varying speed would have messages come and go."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        first = Slow(metaserver)
-        task = await first.begin(broker, FAST + 3)
-        await _many_looks(lambda: bool(broker.nacks))
-        assert not broker.nacks and first.waiting == 2
+    def went_back(session: GroupSession) -> None:
         first.gate.set()
-        await until_async(lambda: len(first.done) == FAST + 3)
-        await cancelled(task)
+        send_released(session)
+
+    monkeypatch.setattr(GroupSession, "_ask", asked)
+    monkeypatch.setattr(GroupSession, "released", went_back)
+    task = await first.begin(broker, delivered=FAST + 100)
+    await until_async(lambda: len(first.done) == MESSAGES)
+    await cancelled(task)
+    assert sent[0] is Command.NACK and first.done == list(range(MESSAGES))
+
+
+async def test_double_prefetch_stays(hurried, metaserver, broker):
+    """Otherwise handlers of varying speed would have messages come and go."""
+    first = Slow(metaserver)
+    task = await first.begin(broker, FAST + 3)
+    await _many_looks(lambda: bool(broker.nacks))
+    assert not broker.nacks and first.waiting == 2
+    first.gate.set()
+    await until_async(lambda: len(first.done) == FAST + 3)
+    await cancelled(task)
 
 
 async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
@@ -278,48 +267,44 @@ async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
         pytest.param(True, {"exclusive": True}, id="nor has one that has all of the group"),
     ],
 )
-async def test_unshared_listener_keeps_messages(hurried, begins, options):
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.is_old = not begins
-        first = Slow(metaserver, **options)
-        task = await first.begin(broker)
-        await _many_looks(lambda: bool(broker.nacks))
-        assert not broker.nacks and first.waiting == MESSAGES - FAST - 1
-        first.gate.set()
-        await until_async(lambda: len(first.done) == MESSAGES)
-        await cancelled(task)
+async def test_unshared_listener_keeps_messages(hurried, begins, options, metaserver, broker):
+    broker.is_old = not begins
+    first = Slow(metaserver, **options)
+    task = await first.begin(broker)
+    await _many_looks(lambda: bool(broker.nacks))
+    assert not broker.nacks and first.waiting == MESSAGES - FAST - 1
+    first.gate.set()
+    await until_async(lambda: len(first.done) == MESSAGES)
+    await cancelled(task)
 
 
-async def test_messages_behind_suspected_are_returned(hurried):
+async def test_messages_behind_suspected_are_returned(hurried, metaserver, broker):
     """It is handled alone, so all others wait for it."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.suspected = {*range(FAST, 40)}
-        first, (second, done) = Slow(metaserver, concurrency=4), joining(metaserver)
-        task = await first.begin(broker)
-        assert first.began[-1] == FAST
-        async with listening(second):
-            await until_async(lambda: len(done) >= MESSAGES - FAST - 2 * 4 - 1)
-            first.gate.set()
-            await until_async(lambda: len(first.done) + len(done) == MESSAGES)
-        await cancelled(task)
-        assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
-        assert set(broker.times["a", "g"].values()) == {1}
-        assert sorted(broker.begun) == list(range(FAST, 40)), "where it is handled, and only there"
+    broker.suspected = {*range(FAST, 40)}
+    first, (second, done) = Slow(metaserver, concurrency=4), joining(metaserver)
+    task = await first.begin(broker)
+    assert first.began[-1] == FAST
+    async with listening(second):
+        await until_async(lambda: len(done) >= MESSAGES - FAST - 2 * 4 - 1)
+        first.gate.set()
+        await until_async(lambda: len(first.done) + len(done) == MESSAGES)
+    await cancelled(task)
+    assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+    assert set(broker.times["a", "g"].values()) == {1}
+    assert sorted(broker.begun) == list(range(FAST, 40)), "where it is handled, and only there"
 
 
-async def test_leaving_returns_each_message_once(hurried):
-    async with cluster("g1") as (metaserver, [broker]):
-        first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
-        task = await first.begin(broker)
-        await until_async(lambda: released(broker))
-        first.client.stop()
-        async with listening(second):
-            await until_async(lambda: len(done) == MESSAGES - len(first.began))
-            first.gate.set()
-            await task
-        assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
-        assert set(broker.times["a", "g"].values()) == {1}
+async def test_leaving_returns_each_message_once(hurried, metaserver, broker):
+    first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
+    task = await first.begin(broker)
+    await until_async(lambda: released(broker))
+    first.client.stop()
+    async with listening(second):
+        await until_async(lambda: len(done) == MESSAGES - len(first.began))
+        first.gate.set()
+        await task
+    assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+    assert set(broker.times["a", "g"].values()) == {1}
 
 
 async def test_each_source_keeps_its_oldest(hurried):
@@ -341,33 +326,32 @@ async def test_each_source_keeps_its_oldest(hurried):
         assert {times for _, times in done} == {1}
 
 
-async def test_key_order_survives_returned_messages(hurried):
+async def test_key_order_survives_returned_messages(hurried, metaserver, broker):
     """Each key has two messages; the second one comes when the first one is settled."""
     keys, done = 150, []
 
-    async with cluster("g1") as (metaserver, [broker]):
-        for n in range(2 * keys):
-            fill(broker, [n], order_key=f"k{n % keys}")
-        first, second = consumer_of(metaserver), consumer_of(metaserver)
-        gate, is_slow = asyncio.Event(), asyncio.Event()
+    for n in range(2 * keys):
+        fill(broker, [n], order_key=f"k{n % keys}")
+    first, second = consumer_of(metaserver), consumer_of(metaserver)
+    gate, is_slow = asyncio.Event(), asyncio.Event()
 
-        @first.listen("a", group="g", start="earliest", prefetch_messages=1_000)
-        async def slow(message: qmq.ReceivedMessage) -> None:
-            if len(done) >= FAST:
-                is_slow.set()
-                await gate.wait()
-            done.append(int(message["n"]))
+    @first.listen("a", group="g", start="earliest", prefetch_messages=1_000)
+    async def slow(message: qmq.ReceivedMessage) -> None:
+        if len(done) >= FAST:
+            is_slow.set()
+            await gate.wait()
+        done.append(int(message["n"]))
 
-        @second.listen("a", group="g", start="earliest")
-        async def fast(message: qmq.ReceivedMessage) -> None:
-            done.append(int(message["n"]))
+    @second.listen("a", group="g", start="earliest")
+    async def fast(message: qmq.ReceivedMessage) -> None:
+        done.append(int(message["n"]))
 
-        async with listening(first):
-            await is_slow.wait()
-            await until_async(lambda: released(broker))
-            async with listening(second):
-                await until_async(lambda: len(done) >= keys)
-                gate.set()
-                await until_async(lambda: len(done) == 2 * keys)
-        assert sorted(done) == list(range(2 * keys))
-        assert all(done.index(n) < done.index(n + keys) for n in range(keys))
+    async with listening(first):
+        await is_slow.wait()
+        await until_async(lambda: released(broker))
+        async with listening(second):
+            await until_async(lambda: len(done) >= keys)
+            gate.set()
+            await until_async(lambda: len(done) == 2 * keys)
+    assert sorted(done) == list(range(2 * keys))
+    assert all(done.index(n) < done.index(n + keys) for n in range(keys))

@@ -17,7 +17,7 @@ from qmq.message import Message
 from qmq.outbox.row import decode_row, encode_row
 from qmq.remoting.commands import Command, Verdict
 from tests.support.waiting import until_async
-from tests.unit.client.world import LocalBroker, cluster, consumer_of, listening, ns
+from tests.unit.client.world import LocalBroker, consumer_of, listening, ns
 
 DAY_S = 86_400
 
@@ -39,34 +39,32 @@ def verdicts(broker: LocalBroker) -> list[int]:
 
 @pytest.mark.parametrize("batch", [None, 4])
 @pytest.mark.parametrize("most_once", [False, True])
-async def test_expired_message_is_reported_not_handled(batch, most_once):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill_expiring(broker, 60, {2: 30, 3: 59, 4: DAY_S, 9: 1})
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_expired_message_is_reported_not_handled(batch, most_once, consumer, broker):
+    fill_expiring(broker, 60, {2: 30, 3: 59, 4: DAY_S, 9: 1})
+    handled = []
 
-        @consumer.listen("a", group="g", start="earliest", batch=batch, most_once=most_once)
-        async def handle(given) -> None:
-            handled.extend(ns(given if batch else [given]))
+    @consumer.listen("a", group="g", start="earliest", batch=batch, most_once=most_once)
+    async def handle(given) -> None:
+        handled.extend(ns(given if batch else [given]))
 
-        async with listening(consumer):
-            await until_async(lambda: len(handled) == 7 and not broker.unacked())
-        assert handled == [0, 1, 4, 5, 6, 7, 8]
-        assert verdicts(broker) == [Verdict.EXPIRED] * 3
+    async with listening(consumer):
+        await until_async(lambda: len(handled) == 7 and not broker.unacked())
+    assert handled == [0, 1, 4, 5, 6, 7, 8]
+    assert verdicts(broker) == [Verdict.EXPIRED] * 3
 
 
-async def test_message_expires_in_the_buffer():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill_expiring(broker, 0, {1: 0.05}, count=2)
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_message_expires_in_the_buffer(consumer, broker):
+    fill_expiring(broker, 0, {1: 0.05}, count=2)
+    handled = []
 
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(int(message["n"]))
-            await asyncio.sleep(0.06)
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(int(message["n"]))
+        await asyncio.sleep(0.06)
 
-        async with listening(consumer):
-            await until_async(lambda: verdicts(broker) == [Verdict.EXPIRED])
-        assert handled == [0]
+    async with listening(consumer):
+        await until_async(lambda: verdicts(broker) == [Verdict.EXPIRED])
+    assert handled == [0]
 
 
 @pytest.fixture
@@ -80,43 +78,41 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-async def test_message_expires_before_its_turn(clock, suspected, batch):
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.suspected = suspected
-        fill_expiring(broker, 0, {1: DAY_S}, count=3)
-        consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_message_expires_before_its_turn(clock, suspected, batch, consumer, broker):
+    broker.suspected = suspected
+    fill_expiring(broker, 0, {1: DAY_S}, count=3)
+    began, gate = [], asyncio.Event()
 
-        @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
-        async def handle(given) -> None:
-            began.extend(ns(given if batch else [given]))
-            await gate.wait()
+    @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
+    async def handle(given) -> None:
+        began.extend(ns(given if batch else [given]))
+        await gate.wait()
 
-        async with listening(consumer):
-            taken = 3 if batch and suspected == {0} else 2
-            await until_async(lambda: began and waiting(consumer) == 3 - taken)
-            clock.ahead_s = 2 * DAY_S
-            gate.set()
-            await until_async(lambda: verdicts(broker) and not broker.unacked())
-        assert began == [0, 2] and verdicts(broker) == [Verdict.EXPIRED]
+    async with listening(consumer):
+        taken = 3 if batch and suspected == {0} else 2
+        await until_async(lambda: began and waiting(consumer) == 3 - taken)
+        clock.ahead_s = 2 * DAY_S
+        gate.set()
+        await until_async(lambda: verdicts(broker) and not broker.unacked())
+    assert began == [0, 2] and verdicts(broker) == [Verdict.EXPIRED]
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-async def test_most_once_message_expires_during_its_ack(clock, batch):
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.holds.add(Command.ACK)
-        fill_expiring(broker, 0, {0: DAY_S}, count=2)
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_most_once_message_expires_during_its_ack(clock, batch, consumer, broker):
+    broker.holds.add(Command.ACK)
+    fill_expiring(broker, 0, {0: DAY_S}, count=2)
+    handled = []
 
-        @consumer.listen("a", group="g", start="earliest", most_once=True, batch=batch)
-        async def handle(given) -> None:
-            handled.extend(ns(given if batch else [given]))
+    @consumer.listen("a", group="g", start="earliest", most_once=True, batch=batch)
+    async def handle(given) -> None:
+        handled.extend(ns(given if batch else [given]))
 
-        async with listening(consumer):
-            await until_async(lambda: broker.held)
-            clock.ahead_s = 2 * DAY_S
-            broker.release()
-            await until_async(lambda: handled)
-        assert handled == [1] and not broker.nacks
+    async with listening(consumer):
+        await until_async(lambda: broker.held)
+        clock.ahead_s = 2 * DAY_S
+        broker.release()
+        await until_async(lambda: handled)
+    assert handled == [1] and not broker.nacks
 
 
 def waiting(consumer: qmq.Consumer) -> int:
@@ -125,22 +121,20 @@ def waiting(consumer: qmq.Consumer) -> int:
     return sum(len(parcel.messages) - parcel.at for parcel in subscription._parcels)
 
 
-async def test_a_puller_gets_nothing_that_has_expired():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill_expiring(broker, 60, dict.fromkeys(range(9), 30))
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            assert ns(await puller.pull(10, timeout=10)) == [9]
-            await puller.flush()
-        assert verdicts(broker)[:9] == [Verdict.EXPIRED] * 9
+async def test_a_puller_gets_nothing_that_has_expired(metaserver, broker):
+    fill_expiring(broker, 60, dict.fromkeys(range(9), 30))
+    async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+        assert ns(await puller.pull(10, timeout=10)) == [9]
+        await puller.flush()
+    assert verdicts(broker)[:9] == [Verdict.EXPIRED] * 9
 
 
-async def test_dead_letters_do_not_expire():
-    async with cluster("g1") as (metaserver, [broker]):
-        dead = "%DEAD_RETRY%a%g"
-        encode = batch_encoder(dead, now_ms() - 60_000)
-        broker.add(dead, encode(Message(dead, {"n": "1"}, id="m1", expires_after=1)))
-        async with consumer_of(metaserver).pull(dead, group="support", start="earliest") as puller:
-            assert ns(await puller.pull(10, timeout=10)) == [1]
+async def test_dead_letters_do_not_expire(metaserver, broker):
+    dead = "%DEAD_RETRY%a%g"
+    encode = batch_encoder(dead, now_ms() - 60_000)
+    broker.add(dead, encode(Message(dead, {"n": "1"}, id="m1", expires_after=1)))
+    async with consumer_of(metaserver).pull(dead, group="support", start="earliest") as puller:
+        assert ns(await puller.pull(10, timeout=10)) == [1]
 
 
 class _Piece:
@@ -166,14 +160,13 @@ def test_a_time_that_cannot_be_is_refused(wrong):
         encode_message(Message("a", id="m", expires_after=wrong), 0)
 
 
-async def test_send_many_sets_expiry():
-    async with cluster("g1") as (metaserver, [broker]):
-        async with qmq.Producer(metaserver=metaserver.url, app="test", token="secret") as producer:
-            await producer.send_many(Message("a", {"n": str(n)}, expires_after=60 if n else None) for n in range(3))
-            await producer.send(Message("a", {"n": "3"}, expires_after=61))
-        found = [decode_message(bytes(data)) for data in broker.subjects["a"]]
-        name = "qmq_consumerExpiresAfter"
-        assert [one.properties.get(name) for one in found] == [None, "60000", "60000", "61000"]
+async def test_send_many_sets_expiry(metaserver, broker):
+    async with qmq.Producer(metaserver=metaserver.url, app="test", token="secret") as producer:
+        await producer.send_many(Message("a", {"n": str(n)}, expires_after=60 if n else None) for n in range(3))
+        await producer.send(Message("a", {"n": "3"}, expires_after=61))
+    found = [decode_message(bytes(data)) for data in broker.subjects["a"]]
+    name = "qmq_consumerExpiresAfter"
+    assert [one.properties.get(name) for one in found] == [None, "60000", "60000", "61000"]
 
 
 def test_outbox_keeps_expiry():

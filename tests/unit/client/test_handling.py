@@ -217,24 +217,23 @@ def test_filter_may_be_an_object():
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
-async def test_exit_in_a_handler_ends_run_in_order(error, batch):
+async def test_exit_in_a_handler_ends_run_in_order(error, batch, metaserver, broker):
     async def handler(given: Any) -> None:
         raise error
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(3))
-        consumer = consumer_of(metaserver, drain_s=1_000)
-        consumer.listen("a", group="g", start="earliest", batch=batch, retry_delay=0.0)(handler)
-        try:
-            await consumer.run()  # not in a task, which would end the test's loop
-        except (SystemExit, KeyboardInterrupt) as raised:
-            assert raised is error
-        assert {nack.reason for nack in broker.nacks} >= {repr(error)}
-        await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
-        assert broker.times["a", "g"][0] == 1
+    fill(broker, range(3))
+    consumer = consumer_of(metaserver, drain_s=1_000)
+    consumer.listen("a", group="g", start="earliest", batch=batch, retry_delay=0.0)(handler)
+    try:
+        await consumer.run()  # not in a task, which would end the test's loop
+    except (SystemExit, KeyboardInterrupt) as raised:
+        assert raised is error
+    assert {nack.reason for nack in broker.nacks} >= {repr(error)}
+    await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
+    assert broker.times["a", "g"][0] == 1
 
 
-async def test_run_again_forgets_the_exit():
+async def test_run_again_forgets_the_exit(consumer, broker):
     raised = [SystemExit(3)]
 
     async def handler(message: qmq.ReceivedMessage) -> None:
@@ -242,14 +241,12 @@ async def test_run_again_forgets_the_exit():
             raise raised.pop()
         consumer.stop()
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        consumer = consumer_of(metaserver)
-        consumer.listen("a", group="g", start="earliest", retry_delay=0.0)(handler)
-        with pytest.raises(SystemExit):
-            await consumer.run()
+    fill(broker, range(1))
+    consumer.listen("a", group="g", start="earliest", retry_delay=0.0)(handler)
+    with pytest.raises(SystemExit):
         await consumer.run()
-        assert not broker.unacked()
+    await consumer.run()
+    assert not broker.unacked()
 
 
 def test_generator_exit_fails_its_message():
@@ -312,24 +309,22 @@ def test_handlers_own_timeout_error_is_kept():
     assert broker.dead["a", "g"] == [(0, 'delivered once; TimeoutError("the bank\'s")')]
 
 
-async def test_hung_threads_are_replaced_and_counted():
+async def test_hung_threads_are_replaced_and_counted(consumer, broker):
     release, began = threading.Event(), list[object]()
 
     def handler(message: qmq.ReceivedMessage) -> None:
         began.append(message["n"])
         release.wait(120)
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(8))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        consumer.listen("a", group="g", start="earliest", concurrency=2, timeout=0.5, retries_max=1)(handler)
-        listener = consumer.listeners["a", "g"]
-        async with listening(consumer):
-            await until_async(lambda: listener.hung_threads >= 2)
-            release.set()
-            await until_async(lambda: len(began) == 8 and not broker.unacked())
-            await until_async(lambda: listener.hung_threads == 0)
-            assert 2 <= len(broker.dead["a", "g"]) <= 3, "no call begins while as many hang as may run"
+    fill(broker, range(8))
+    consumer.listen("a", group="g", start="earliest", concurrency=2, timeout=0.5, retries_max=1)(handler)
+    listener = consumer.listeners["a", "g"]
+    async with listening(consumer):
+        await until_async(lambda: listener.hung_threads >= 2)
+        release.set()
+        await until_async(lambda: len(began) == 8 and not broker.unacked())
+        await until_async(lambda: listener.hung_threads == 0)
+        assert 2 <= len(broker.dead["a", "g"]) <= 3, "no call begins while as many hang as may run"
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "3", float("nan")])

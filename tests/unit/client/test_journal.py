@@ -17,27 +17,24 @@ from qmq.codec import encode_message, join_batch
 from qmq.errors import BrokerReadOnly, InvalidRequest
 from qmq.message import Message
 from qmq.types import Durability
-from tests.unit.client.test_producer import producer_of
-from tests.unit.client.world import cluster
+from tests.unit.client.world import producer_of
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in sorted(folder.glob("*.ndjson")) for line in path.read_text().splitlines()]
 
 
-async def test_journal_matches_stored_messages(tmp_path: Path) -> None:
+async def test_journal_matches_stored_messages(tmp_path: Path, metaserver, broker) -> None:
     """Labels of tags and order keys follow the batch and are not part of a message."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        async with producer_of(metaserver, journal=qmq.Journal(tmp_path / "made", one_in=1)) as producer:
-            sent = [Message("a", {"n": str(n)}, tags={"t"} if n % 2 else (), order_key=f"k{n}") for n in range(5)]
-            receipts = [*await producer.send_many(sent), await producer.send(Message("b", {"n": "9"}))]
-        found = lines(tmp_path / "made")
-        assert [(one["subject"], one["group"], one["sequence"], one["id"]) for one in found] == [
-            (receipt.subject, "g1", receipt.sequence, receipt.message_id) for receipt in receipts
-        ]
-        kept = [*broker.subjects["a"], *broker.subjects["b"]]
-        assert [one["hash"] for one in found] == [sha256(message).hexdigest()[:16] for message in kept]
+    async with producer_of(metaserver, journal=qmq.Journal(tmp_path / "made", one_in=1)) as producer:
+        sent = [Message("a", {"n": str(n)}, tags={"t"} if n % 2 else (), order_key=f"k{n}") for n in range(5)]
+        receipts = [*await producer.send_many(sent), await producer.send(Message("b", {"n": "9"}))]
+    found = lines(tmp_path / "made")
+    assert [(one["subject"], one["group"], one["sequence"], one["id"]) for one in found] == [
+        (receipt.subject, "g1", receipt.sequence, receipt.message_id) for receipt in receipts
+    ]
+    kept = [*broker.subjects["a"], *broker.subjects["b"]]
+    assert [one["hash"] for one in found] == [sha256(message).hexdigest()[:16] for message in kept]
 
 
 def test_unstored_messages_are_not_journaled(tmp_path: Path) -> None:

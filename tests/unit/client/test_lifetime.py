@@ -9,19 +9,20 @@ import pytest
 import qmq
 from qmq.client.lifetime import logged_task
 from qmq.client.sender import Sender
-from tests.unit.client.world import TOKEN, cluster
+from tests.unit.client.world import TOKEN
 
 
-async def test_failed_task_is_logged_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_task_is_logged_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, metaserver
+) -> None:
     async def broken(self: Sender) -> None:
         raise ValueError("a defect")
 
     monkeypatch.setattr(Sender, "_tick", broken)
-    async with cluster("g1") as (metaserver, _):
-        async with qmq.Producer(metaserver=metaserver.url, app="test", token=TOKEN):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert "client task failed" in caplog.text and "a defect" in caplog.text
+    async with qmq.Producer(metaserver=metaserver.url, app="test", token=TOKEN):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert "client task failed" in caplog.text and "a defect" in caplog.text
 
 
 async def test_a_part_that_is_cancelled_is_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,50 +38,48 @@ async def test_failed_message_is_retried_without_blocking_others():
 
 
 @pytest.mark.parametrize("how", ["cancelled", "SIGTERM"])
-async def test_stop_finishes_handlers_and_returns_the_rest(how):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(50))
-        consumer, started, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_stop_finishes_handlers_and_returns_the_rest(how, consumer, broker):
+    fill(broker, range(50))
+    started, gate = [], asyncio.Event()
 
-        @consumer.listen("a", group="g", start="earliest", concurrency=2)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            started.append(int(message["n"]))
-            await gate.wait()
+    @consumer.listen("a", group="g", start="earliest", concurrency=2)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        started.append(int(message["n"]))
+        await gate.wait()
 
-        task = asyncio.create_task(consumer.run())
-        await until_async(lambda: len(started) == 2)
-        if how == "SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            task.cancel()
-        await settle()
-        assert not task.done(), "handlers still run"
-        gate.set()
-        if how == "SIGTERM":
+    task = asyncio.create_task(consumer.run())
+    await until_async(lambda: len(started) == 2)
+    if how == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        task.cancel()
+    await settle()
+    assert not task.done(), "handlers still run"
+    gate.set()
+    if how == "SIGTERM":
+        await task
+    else:
+        with pytest.raises(asyncio.CancelledError):
             await task
-        else:
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert started == [0, 1]
-        pulled = broker.positions["a", "g"]
-        assert pulled > 2 and sorted(broker.returned["a", "g"]) == list(range(2, pulled)), "released at once"
-        assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as delivered"
+    assert started == [0, 1]
+    pulled = broker.positions["a", "g"]
+    assert pulled > 2 and sorted(broker.returned["a", "g"]) == list(range(2, pulled)), "released at once"
+    assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as delivered"
 
 
-async def test_endless_handler_is_cancelled():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        consumer, started = consumer_of(metaserver, drain_s=0.1), asyncio.Event()
+async def test_endless_handler_is_cancelled(metaserver, broker):
+    fill(broker, range(1))
+    consumer, started = consumer_of(metaserver, drain_s=0.1), asyncio.Event()
 
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            started.set()
-            await asyncio.Event().wait()
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        started.set()
+        await asyncio.Event().wait()
 
-        task = asyncio.create_task(consumer.run())
-        await started.wait()
-        await cancelled(task)
-        assert broker.returned["a", "g"] == [0]
+    task = asyncio.create_task(consumer.run())
+    await started.wait()
+    await cancelled(task)
+    assert broker.returned["a", "g"] == [0]
 
 
 # Failures.
@@ -103,23 +101,22 @@ async def test_exceptions_decide_the_message():
     assert broker.dead["a", "g"] == [(0, "no such order")]
 
 
-async def test_invalid_bytes_become_a_dead_letter():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, [0])
-        good = batch_encoder("a", 1)(qmq.Message("a", {"n": "1"}, id="bad"))
-        bad = good[:-3] + b"\0\x09" + good[-1:]  # the value's length is wrong
-        broker.add("a", bad)
-        fill(broker, [2])
-        consumer, handled = consumer_of(metaserver), []
+async def test_invalid_bytes_become_a_dead_letter(consumer, broker):
+    fill(broker, [0])
+    good = batch_encoder("a", 1)(qmq.Message("a", {"n": "1"}, id="bad"))
+    bad = good[:-3] + b"\0\x09" + good[-1:]  # the value's length is wrong
+    broker.add("a", bad)
+    fill(broker, [2])
+    handled = []
 
-        @consumer.listen("a", group="g", start="earliest", retries_max=2, retry_delay=0.0)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(message["n"])
+    @consumer.listen("a", group="g", start="earliest", retries_max=2, retry_delay=0.0)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(message["n"])
 
-        async with listening(consumer):
-            await until_async(lambda: broker.subjects["%DEAD_RETRY%a%g"] == [bad])
-        assert handled == ["0", "2"]
-        assert all("InvalidMessage" in nack.reason for nack in broker.nacks)
+    async with listening(consumer):
+        await until_async(lambda: broker.subjects["%DEAD_RETRY%a%g"] == [bad])
+    assert handled == ["0", "2"]
+    assert all("InvalidMessage" in nack.reason for nack in broker.nacks)
 
 
 async def test_messages_that_fail_together_travel_in_one_nack():
@@ -133,83 +130,78 @@ async def test_messages_that_fail_together_travel_in_one_nack():
     assert len(broker.nacks) < 10
 
 
-async def test_refused_ack_drops_handled_messages():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(2))
-        consumer, gate, began = consumer_of(metaserver, consumer_id="c1"), asyncio.Event(), []
+async def test_refused_ack_drops_handled_messages(consumer, broker):
+    fill(broker, range(2))
+    gate, began = asyncio.Event(), []
 
-        @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.0)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            began.append((message["n"], message.times))
-            if message["n"] == "1" and not gate.is_set():
-                await gate.wait()
-                raise ValueError("too late")
+    @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.0)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        began.append((message["n"], message.times))
+        if message["n"] == "1" and not gate.is_set():
+            await gate.wait()
+            raise ValueError("too late")
 
-        broker.ack_error = InvalidAck("not yours")
-        async with listening(consumer):
-            await until_async(lambda: broker.ack_error is None and len(subscribes(broker)) == 2)
-            gate.set()
-            await until_async(lambda: len(began) == 4 and not broker.unacked())
-        assert sorted(began) == [("0", 1), ("0", 1), ("1", 1), ("1", 1)], "the broker counts no second delivery"
-        assert not broker.nacks
+    broker.ack_error = InvalidAck("not yours")
+    async with listening(consumer):
+        await until_async(lambda: broker.ack_error is None and len(subscribes(broker)) == 2)
+        gate.set()
+        await until_async(lambda: len(began) == 4 and not broker.unacked())
+    assert sorted(began) == [("0", 1), ("0", 1), ("1", 1), ("1", 1)], "the broker counts no second delivery"
+    assert not broker.nacks
 
 
 # Messages of other kinds.
 
 
-async def test_mailbox_messages_show_the_subject():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, [0])
-        fill(broker, [1], subject="%RETRY%a%g")
-        consumer, handled = consumer_of(metaserver), []
+async def test_mailbox_messages_show_the_subject(consumer, broker):
+    fill(broker, [0])
+    fill(broker, [1], subject="%RETRY%a%g")
+    handled = []
 
-        @consumer.listen("a", group="g", tags=["x"])
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append((message.subject, message.source, message["n"]))
+    @consumer.listen("a", group="g", tags=["x"])
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append((message.subject, message.source, message["n"]))
 
-        async with listening(consumer):
-            await until_async(lambda: handled)
-        assert handled == [("a", "%RETRY%a%g", "1")], "from the earliest on, though the group begins at the latest"
-        plain, mailbox = subscribes(broker)[0], subscribes(broker, "%RETRY%a%g")[0]
-        assert (plain["start"], plain["tags"], plain["deliveries_max"]) == ("latest", ["x"], 1_000)
-        assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 1_000)
-
-
-async def test_broadcast_has_own_group_and_no_mailbox():
-    async with cluster("g1") as (metaserver, [broker]):
-        consumer = consumer_of(metaserver, consumer_id="c1")
-
-        @consumer.listen("a", tags=["y", "x"], tag_mode="all", start=datetime(1970, 1, 1, 0, 0, 7, tzinfo=UTC))
-        async def handle(message: qmq.ReceivedMessage) -> None: ...
-
-        async with listening(consumer):
-            await until_async(lambda: broker.pulls)
-        (fields,) = broker.subscribes
-        asked = {name: fields[name] for name in ("group", "broadcast", "tags", "tag_mode", "start", "since_ms")}
-        assert asked == {
-            "group": "c1",
-            "broadcast": True,
-            "tags": ["x", "y"],
-            "tag_mode": "all",
-            "start": "since",
-            "since_ms": 7000,
-        }
+    async with listening(consumer):
+        await until_async(lambda: handled)
+    assert handled == [("a", "%RETRY%a%g", "1")], "from the earliest on, though the group begins at the latest"
+    plain, mailbox = subscribes(broker)[0], subscribes(broker, "%RETRY%a%g")[0]
+    assert (plain["start"], plain["tags"], plain["deliveries_max"]) == ("latest", ["x"], 1_000)
+    assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 1_000)
 
 
-async def test_message_for_another_group_is_acked():
-    async with cluster("g1") as (metaserver, [broker]):
-        for at, group in enumerate(("other", "g", "")):
-            encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": str(at)}, id=str(at)))
-            broker.add("a", with_properties(encoded, {"qmq_consumerGroupName": group} if group else {}))
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_broadcast_has_own_group_and_no_mailbox(consumer, broker):
 
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(message["n"])
+    @consumer.listen("a", tags=["y", "x"], tag_mode="all", start=datetime(1970, 1, 1, 0, 0, 7, tzinfo=UTC))
+    async def handle(message: qmq.ReceivedMessage) -> None: ...
 
-        async with listening(consumer):
-            await until_async(lambda: len(handled) == 2 and not broker.unacked())
-        assert handled == ["1", "2"]
+    async with listening(consumer):
+        await until_async(lambda: broker.pulls)
+    (fields,) = broker.subscribes
+    asked = {name: fields[name] for name in ("group", "broadcast", "tags", "tag_mode", "start", "since_ms")}
+    assert asked == {
+        "group": "c1",
+        "broadcast": True,
+        "tags": ["x", "y"],
+        "tag_mode": "all",
+        "start": "since",
+        "since_ms": 7000,
+    }
+
+
+async def test_message_for_another_group_is_acked(consumer, broker):
+    for at, group in enumerate(("other", "g", "")):
+        encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": str(at)}, id=str(at)))
+        broker.add("a", with_properties(encoded, {"qmq_consumerGroupName": group} if group else {}))
+    handled = []
+
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(message["n"])
+
+    async with listening(consumer):
+        await until_async(lambda: len(handled) == 2 and not broker.unacked())
+    assert handled == ["1", "2"]
 
 
 # At most once.
@@ -229,101 +221,96 @@ async def test_most_once_acks_before_handling():
     assert broker.times["a", "g"] == dict.fromkeys(range(20), 1)
 
 
-async def test_most_once_skips_begun_messages():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        fill(broker, range(1, 4))
-        broker.earlier = {0: 1}
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_most_once_skips_begun_messages(consumer, broker):
+    fill(broker, range(1))
+    fill(broker, range(1, 4))
+    broker.earlier = {0: 1}
+    handled = []
 
-        @consumer.listen("a", group="g", start="earliest", most_once=True)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(message.sequence)
+    @consumer.listen("a", group="g", start="earliest", most_once=True)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(message.sequence)
 
-        async with listening(consumer):
-            await until_async(lambda: len(handled) == 3)
-        assert sorted(handled) == [1, 2, 3]
-        assert not broker.unacked()
-        assert broker.returned["a", "g"] == []
-
-
-async def test_most_once_acks_no_waiting_messages():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(50))
-        consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
-
-        @consumer.listen("a", group="g", start="earliest", most_once=True, prefetch_messages=40)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            began.append(message.sequence)
-            await gate.wait()
-
-        async with listening(consumer) as task:
-            await until_async(lambda: began and len(broker.unacked()) >= 3)
-            consumer.stop()
-            gate.set()
-            await task
-        assert began == [0]
-        left = sorted(broker.returned["a", "g"])
-        assert left + list(range(broker.positions["a", "g"], 50)) == list(range(1, 50))
-        assert {broker.times["a", "g"][sequence] for sequence in left} == {0}, "the next one does not skip them"
+    async with listening(consumer):
+        await until_async(lambda: len(handled) == 3)
+    assert sorted(handled) == [1, 2, 3]
+    assert not broker.unacked()
+    assert broker.returned["a", "g"] == []
 
 
-async def test_most_once_refused_ack_is_not_handled():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        broker.ack_error = InvalidAck("not yours")
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_most_once_acks_no_waiting_messages(consumer, broker):
+    fill(broker, range(50))
+    began, gate = [], asyncio.Event()
 
-        @consumer.listen("a", group="g", start="earliest", most_once=True)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(message.sequence)
+    @consumer.listen("a", group="g", start="earliest", most_once=True, prefetch_messages=40)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        began.append(message.sequence)
+        await gate.wait()
 
-        async with listening(consumer):
-            await until_async(lambda: len(broker.acks) == 1)  # of the redelivered message
-        assert handled == []
+    async with listening(consumer) as task:
+        await until_async(lambda: began and len(broker.unacked()) >= 3)
+        consumer.stop()
+        gate.set()
+        await task
+    assert began == [0]
+    left = sorted(broker.returned["a", "g"])
+    assert left + list(range(broker.positions["a", "g"], 50)) == list(range(1, 50))
+    assert {broker.times["a", "g"][sequence] for sequence in left} == {0}, "the next one does not skip them"
 
 
-async def test_refused_dead_letter_does_not_block_others():
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.stores_dead_letters = False
-        fill(broker, [0])
-        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_most_once_refused_ack_is_not_handled(consumer, broker):
+    fill(broker, range(1))
+    broker.ack_error = InvalidAck("not yours")
+    handled = []
 
-        @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            if message["n"] == "0":
-                raise qmq.DeadLetter("no such order")
-            if message["n"] == "1" and message.times == 1:
-                raise ValueError("not now")
-            handled.append(int(message["n"]))
+    @consumer.listen("a", group="g", start="earliest", most_once=True)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(message.sequence)
 
-        async with listening(consumer):
-            await until_async(lambda: len(subscribes(broker)) == 1)
-            await until_async(lambda: broker.refused > 1)
-            for number in range(1, 20):
-                fill(broker, [number])
-                await until_async(lambda: number == 1 or number in handled)  # noqa: B023
-            await until_async(lambda: sorted(handled) == list(range(1, 20)))
-            assert len(subscribes(broker)) == 1, "the subscription goes on"
-            broker.stores_dead_letters = True
-            await until_async(lambda: broker.dead["a", "g"] == [(0, "no such order")])
+    async with listening(consumer):
+        await until_async(lambda: len(broker.acks) == 1)  # of the redelivered message
+    assert handled == []
+
+
+async def test_refused_dead_letter_does_not_block_others(consumer, broker):
+    broker.stores_dead_letters = False
+    fill(broker, [0])
+    handled = []
+
+    @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        if message["n"] == "0":
+            raise qmq.DeadLetter("no such order")
+        if message["n"] == "1" and message.times == 1:
+            raise ValueError("not now")
+        handled.append(int(message["n"]))
+
+    async with listening(consumer):
+        await until_async(lambda: len(subscribes(broker)) == 1)
+        await until_async(lambda: broker.refused > 1)
+        for number in range(1, 20):
+            fill(broker, [number])
+            await until_async(lambda: number == 1 or number in handled)  # noqa: B023
+        await until_async(lambda: sorted(handled) == list(range(1, 20)))
+        assert len(subscribes(broker)) == 1, "the subscription goes on"
+        broker.stores_dead_letters = True
+        await until_async(lambda: broker.dead["a", "g"] == [(0, "no such order")])
 
 
 @pytest.mark.parametrize("number", ["9" * 5_000, "9" * 30])
-async def test_odd_retry_limits_are_decided(number):
-    async with cluster("g1") as (metaserver, [broker]):
-        data = batch_encoder("a", 1)(qmq.Message("a", {}, id="m"))
-        broker.add("a", with_properties(data, {"qmq_maxRetryNum": number}))
-        consumer, times = consumer_of(metaserver, consumer_id="c1"), []
+async def test_odd_retry_limits_are_decided(number, consumer, broker):
+    data = batch_encoder("a", 1)(qmq.Message("a", {}, id="m"))
+    broker.add("a", with_properties(data, {"qmq_maxRetryNum": number}))
+    times = []
 
-        @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            times.append(message.times)
-            if message.times < 3:
-                raise ValueError("not now")
+    @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        times.append(message.times)
+        if message.times < 3:
+            raise ValueError("not now")
 
-        async with listening(consumer):
-            await until_async(lambda: times == [1, 2, 3])
+    async with listening(consumer):
+        await until_async(lambda: times == [1, 2, 3])
 
 
 async def test_exception_with_failing_repr_decides():
@@ -421,26 +408,25 @@ async def test_without_auto_ack_the_application_decides():
         await taken[4].ack()
 
 
-async def test_stop_waits_for_decisions():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(2))
-        consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
+async def test_stop_waits_for_decisions(consumer, broker):
+    fill(broker, range(2))
+    taken = []
 
-        @consumer.listen("a", group="g", start="earliest", auto_ack=False)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            taken.append(message)
+    @consumer.listen("a", group="g", start="earliest", auto_ack=False)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        taken.append(message)
 
-        async with listening(consumer) as task:
-            await until_async(lambda: len(taken) == 2)
-            consumer.stop()
-            await asyncio.wait([task], timeout=0.05)
-            assert not task.done()
-            await taken[1].ack()
-            await taken[0].nack("not done", delay=1_000)
-            await task
-        assert broker.times["a", "g"] == {0: 1, 1: 1}
-        assert [nack.reason for nack in broker.nacks] == ["not done"]
-        assert broker.returned["a", "g"] == [0], "it waits for its retry"
+    async with listening(consumer) as task:
+        await until_async(lambda: len(taken) == 2)
+        consumer.stop()
+        await asyncio.wait([task], timeout=0.05)
+        assert not task.done()
+        await taken[1].ack()
+        await taken[0].nack("not done", delay=1_000)
+        await task
+    assert broker.times["a", "g"] == {0: 1, 1: 1}
+    assert [nack.reason for nack in broker.nacks] == ["not done"]
+    assert broker.returned["a", "g"] == [0], "it waits for its retry"
 
 
 async def test_exception_after_decision_is_only_logged(caplog):
@@ -456,144 +442,135 @@ async def test_exception_after_decision_is_only_logged(caplog):
 # While it runs.
 
 
-async def test_concurrency_changes_while_handlers_run():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1_000))
-        consumer, running, gate = consumer_of(metaserver), set(), asyncio.Semaphore(0)
+async def test_concurrency_changes_while_handlers_run(consumer, broker):
+    fill(broker, range(1_000))
+    running, gate = set(), asyncio.Semaphore(0)
 
-        @consumer.listen("a", group="g", start="earliest", concurrency=2)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            running.add(message.sequence)
-            await gate.acquire()
-            running.discard(message.sequence)
+    @consumer.listen("a", group="g", start="earliest", concurrency=2)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        running.add(message.sequence)
+        await gate.acquire()
+        running.discard(message.sequence)
 
-        listener = consumer.listeners["a", "g"]
-        async with listening(consumer):
-            await until_async(lambda: len(running) == 2)
-            listener.concurrency = 7
-            await until_async(lambda: len(running) == 7)
-            listener.concurrency = 3
-            for _ in range(6):  # surplus workers end at once, two go on
-                gate.release()
-            await until_async(lambda: gate.locked() and len(running) == 3 and len(listener._workers) == 3)
-            listener.concurrency = 4
-            await until_async(lambda: len(running) == 4)
-            for _ in range(2_000):
-                gate.release()
-        assert max(broker.times["a", "g"].values()) == 1
+    listener = consumer.listeners["a", "g"]
+    async with listening(consumer):
+        await until_async(lambda: len(running) == 2)
+        listener.concurrency = 7
+        await until_async(lambda: len(running) == 7)
+        listener.concurrency = 3
+        for _ in range(6):  # surplus workers end at once, two go on
+            gate.release()
+        await until_async(lambda: gate.locked() and len(running) == 3 and len(listener._workers) == 3)
+        listener.concurrency = 4
+        await until_async(lambda: len(running) == 4)
+        for _ in range(2_000):
+            gate.release()
+    assert max(broker.times["a", "g"].values()) == 1
 
 
 @pytest.mark.parametrize("how", ["stop and resume", "offline and online"])
-async def test_a_listener_leaves_its_group_and_comes_back(how):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(100))
-        consumer, handled, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_a_listener_leaves_its_group_and_comes_back(how, consumer, broker):
+    fill(broker, range(100))
+    handled, gate = [], asyncio.Event()
 
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(message["n"])
-            await gate.wait()
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(message["n"])
+        await gate.wait()
 
-        listener = consumer.listeners["a", "g"]
-        away, back = (
-            (listener.stop, listener.resume) if how == "stop and resume" else (consumer.offline, consumer.online)
-        )
-        async with listening(consumer):
-            await until_async(lambda: handled)
-            away()
-            gate.set()
-            await until_async(lambda: broker.unsubscribes == 2)  # the mailbox, too
-            assert handled == ["0"]
-            pulled = broker.positions["a", "g"]
-            assert pulled > 1 and sorted(broker.returned["a", "g"]) == list(range(1, pulled))
-            assert broker.times["a", "g"] == {n: int(n < 1) for n in range(pulled)}
-            back()
-            await until_async(lambda: len(handled) == 100)
-        assert sorted(handled, key=int) == [str(n) for n in range(100)]
+    listener = consumer.listeners["a", "g"]
+    away, back = (listener.stop, listener.resume) if how == "stop and resume" else (consumer.offline, consumer.online)
+    async with listening(consumer):
+        await until_async(lambda: handled)
+        away()
+        gate.set()
+        await until_async(lambda: broker.unsubscribes == 2)  # the mailbox, too
+        assert handled == ["0"]
+        pulled = broker.positions["a", "g"]
+        assert pulled > 1 and sorted(broker.returned["a", "g"]) == list(range(1, pulled))
+        assert broker.times["a", "g"] == {n: int(n < 1) for n in range(pulled)}
+        back()
+        await until_async(lambda: len(handled) == 100)
+    assert sorted(handled, key=int) == [str(n) for n in range(100)]
 
 
-async def test_resume_before_cancelled_handler_ends(monkeypatch):
+async def test_resume_before_cancelled_handler_ends(monkeypatch, metaserver, broker):
     monkeypatch.setattr("qmq.client.listener.CANCEL_S", 0.0)
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(10))
-        consumer, begun, handled = consumer_of(metaserver, consumer_id="c1", drain_s=0.0), asyncio.Event(), []
-        tidied = asyncio.Event()
+    fill(broker, range(10))
+    consumer, begun, handled = consumer_of(metaserver, consumer_id="c1", drain_s=0.0), asyncio.Event(), []
+    tidied = asyncio.Event()
 
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            if not begun.is_set():
-                begun.set()
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    await tidied.wait()
-            handled.append(int(message["n"]))
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        if not begun.is_set():
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await tidied.wait()
+        handled.append(int(message["n"]))
 
-        listener = consumer.listeners["a", "g"]
-        async with listening(consumer):
-            await begun.wait()
-            listener.stop()
-            await until_async(lambda: broker.unsubscribes == 2)
-            listener.resume()
-            await until_async(lambda: sorted(handled) == list(range(10)))
-            tidied.set()
+    listener = consumer.listeners["a", "g"]
+    async with listening(consumer):
+        await begun.wait()
+        listener.stop()
+        await until_async(lambda: broker.unsubscribes == 2)
+        listener.resume()
+        await until_async(lambda: sorted(handled) == list(range(10)))
+        tidied.set()
 
 
 @pytest.mark.parametrize("how", ["stop", "offline"])
-async def test_short_stop_rejoins(how):
+async def test_short_stop_rejoins(how, consumer, broker):
     """Regression: within one turn of the loop the old subscription had ended and no new one was made."""
+    handled = []
 
-    async with cluster("g1") as (metaserver, [broker]):
-        consumer, handled = consumer_of(metaserver), []
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(int(message["n"]))
 
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(int(message["n"]))
-
-        fill(broker, range(3))
-        async with listening(consumer):
-            await until_async(lambda: len(handled) == 3)
-            if how == "stop":
-                consumer.listeners["a", "g"].stop()
-                consumer.listeners["a", "g"].resume()
-            else:
-                consumer.offline()
-                consumer.online()
-            fill(broker, range(3, 6))
-            await until_async(lambda: handled == [*range(6)])
-
-
-async def test_offline_consumer_waits():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        consumer, handled = consumer_of(metaserver, online=False), asyncio.Event()
-
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.set()
-
-        async with listening(consumer):
-            await settle()
-            assert not broker.subscribes
+    fill(broker, range(3))
+    async with listening(consumer):
+        await until_async(lambda: len(handled) == 3)
+        if how == "stop":
+            consumer.listeners["a", "g"].stop()
+            consumer.listeners["a", "g"].resume()
+        else:
+            consumer.offline()
             consumer.online()
-            await handled.wait()
+        fill(broker, range(3, 6))
+        await until_async(lambda: handled == [*range(6)])
 
 
-async def test_added_listener_starts():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        fill(broker, range(1), subject="b")
-        consumer, handled = consumer_of(metaserver), []
+async def test_offline_consumer_waits(metaserver, broker):
+    fill(broker, range(1))
+    consumer, handled = consumer_of(metaserver, online=False), asyncio.Event()
 
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(message.subject)
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.set()
 
-        consumer.listen("a", group="g", start="earliest")(handle)
-        async with listening(consumer):
-            await until_async(lambda: handled == ["a"])
-            consumer.listen("b", group="g", start="earliest")(handle)
-            await until_async(lambda: handled == ["a", "b"])
+    async with listening(consumer):
+        await settle()
+        assert not broker.subscribes
+        consumer.online()
+        await handled.wait()
+
+
+async def test_added_listener_starts(consumer, broker):
+    fill(broker, range(1))
+    fill(broker, range(1), subject="b")
+    handled = []
+
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(message.subject)
+
+    consumer.listen("a", group="g", start="earliest")(handle)
+    async with listening(consumer):
+        await until_async(lambda: handled == ["a"])
+        consumer.listen("b", group="g", start="earliest")(handle)
+        await until_async(lambda: handled == ["a", "b"])
 
 
 async def test_new_master_is_reported():
@@ -625,20 +602,19 @@ async def test_new_master_is_reported():
         await new.stop()
 
 
-async def test_consumer_runs_again_after_its_end():
-    async with cluster("g1") as (metaserver, [broker]):
-        consumer, handled = consumer_of(metaserver), []
+async def test_consumer_runs_again_after_its_end(consumer, broker):
+    handled = []
 
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(message["n"])
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        handled.append(message["n"])
 
-        for n in range(2):
-            fill(broker, [n])
-            async with listening(consumer):
-                await until_async(lambda: len(handled) == n + 1)  # noqa: B023
-                with pytest.raises(qmq.InvalidRequest, match="runs"):
-                    await consumer.run()
+    for n in range(2):
+        fill(broker, [n])
+        async with listening(consumer):
+            await until_async(lambda: len(handled) == n + 1)  # noqa: B023
+            with pytest.raises(qmq.InvalidRequest, match="runs"):
+                await consumer.run()
 
 
 # Signals.
@@ -669,53 +645,49 @@ def test_consumer_in_a_thread_is_stopped():
         future.result(timeout=60)
 
 
-async def test_sigterm_ends_all_consumers():
-    async with cluster("g1") as (metaserver, [broker]):
-        tasks = []
-        for _ in range(2):
-            consumer = consumer_of(metaserver)
-            consumer.listen("a", group="g")(_nothing)
-            tasks.append(asyncio.create_task(consumer.run()))
-        await until_async(lambda: len(subscribes(broker)) == 2)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.gather(*tasks)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+async def test_sigterm_ends_all_consumers(metaserver, broker):
+    tasks = []
+    for _ in range(2):
+        consumer = consumer_of(metaserver)
+        consumer.listen("a", group="g")(_nothing)
+        tasks.append(asyncio.create_task(consumer.run()))
+    await until_async(lambda: len(subscribes(broker)) == 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.gather(*tasks)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-async def test_application_keeps_its_sigterm_handler():
-    async with cluster("g1") as (metaserver, [broker]):
-        signals: list[int] = []
-        before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-        try:
-            consumer = consumer_of(metaserver)
-            consumer.listen("a", group="g")(_nothing)
-            async with listening(consumer) as task:
-                await until_async(lambda: broker.pulls)
-                os.kill(os.getpid(), signal.SIGTERM)
-                await until_async(lambda: signals)
-                assert not task.done()
-        finally:
-            signal.signal(signal.SIGTERM, before)
+async def test_application_keeps_its_sigterm_handler(metaserver, broker):
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    try:
+        consumer = consumer_of(metaserver)
+        consumer.listen("a", group="g")(_nothing)
+        async with listening(consumer) as task:
+            await until_async(lambda: broker.pulls)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until_async(lambda: signals)
+            assert not task.done()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def _nothing(message: qmq.ReceivedMessage) -> None: ...
 
 
-async def test_exclusive_consumer_sends_its_start():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        begin_ms, seen = time.time_ns() // 1_000_000, asyncio.Event()
-        consumer = consumer_of(metaserver, consumer_id="c1")
+async def test_exclusive_consumer_sends_its_start(consumer, broker):
+    fill(broker, range(1))
+    begin_ms, seen = time.time_ns() // 1_000_000, asyncio.Event()
 
-        @consumer.listen("a", group="g", start="earliest", exclusive=True)
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            seen.set()
+    @consumer.listen("a", group="g", start="earliest", exclusive=True)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        seen.set()
 
-        async with listening(consumer):
-            await seen.wait()
-        assert begin_ms <= subscribes(broker)[0]["exclusive_ms"] <= time.time_ns() // 1_000_000
-        with pytest.raises(qmq.InvalidRequest, match="exclusive"):
-            consumer.listen("b", broadcast=True, exclusive=True)
+    async with listening(consumer):
+        await seen.wait()
+    assert begin_ms <= subscribes(broker)[0]["exclusive_ms"] <= time.time_ns() // 1_000_000
+    with pytest.raises(qmq.InvalidRequest, match="exclusive"):
+        consumer.listen("b", broadcast=True, exclusive=True)
 
 
 @pytest.mark.parametrize("batch", [None, 5], ids=["single", "in lists"])

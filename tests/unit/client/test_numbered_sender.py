@@ -48,6 +48,12 @@ async def sender_of(metaserver: LocalMetaserver, *groups: str, **options: float)
         yield sender
 
 
+@pytest.fixture
+async def sender(metaserver: LocalMetaserver) -> AsyncIterator[NumberedSender]:
+    async with sender_of(metaserver, "g1") as sender:
+        yield sender
+
+
 async def sent(sender: NumberedSender, group: str, numbered: NumberedBatch) -> Answer:
     answers: list[Answer] = []
     sender.send(group, numbered, answers.append)
@@ -66,80 +72,72 @@ async def test_batch_is_stored_under_its_number():
         assert brokers[0].attempts == []
 
 
-async def test_labels_travel_with_the_batch():
-    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        assert isinstance(await sent(sender, "g1", batch(1, "x", key="k")), Stored)
-        assert broker.attempts[0].labels == [label_of((), "k")]
+async def test_labels_travel_with_the_batch(broker, sender):
+    assert isinstance(await sent(sender, "g1", batch(1, "x", key="k")), Stored)
+    assert broker.attempts[0].labels == [label_of((), "k")]
 
 
-async def test_repeat_after_lost_connection_stores_once():
-    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        lose_answer(broker)
-        answers: list[Answer] = []
-        sender.send("g1", batch(1, "x"), answers.append)
-        await until_async(lambda: answers)
-        assert isinstance(answers[0], Unknown)
-        await until_async(lambda: sender.groups("a"))
-        assert await sent(sender, "g1", batch(1, "x")) == Stored(0, 1, [])
-        assert len(broker.subjects["a"]) == 1
+async def test_repeat_after_lost_connection_stores_once(broker, sender):
+    lose_answer(broker)
+    answers: list[Answer] = []
+    sender.send("g1", batch(1, "x"), answers.append)
+    await until_async(lambda: answers)
+    assert isinstance(answers[0], Unknown)
+    await until_async(lambda: sender.groups("a"))
+    assert await sent(sender, "g1", batch(1, "x")) == Stored(0, 1, [])
+    assert len(broker.subjects["a"]) == 1
 
 
 @pytest.mark.parametrize("error", [BrokerReadOnly("no slave"), Overloaded("full"), InvalidMessage("bad")])
-async def test_refusal_is_not_repeated(error):
-    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        broker.refuse_with = error
-        answer = await sent(sender, "g1", batch(1, "x"))
-        assert isinstance(answer, NotStored) and type(answer.error) is type(error)
-        assert len(broker.attempts) == 1
+async def test_refusal_is_not_repeated(error, broker, sender):
+    broker.refuse_with = error
+    answer = await sent(sender, "g1", batch(1, "x"))
+    assert isinstance(answer, NotStored) and type(answer.error) is type(error)
+    assert len(broker.attempts) == 1
 
 
-async def test_unknown_answer_stays_unknown():
-    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        broker.refuse_with = OutcomeUnknown("stored on one copy")
-        assert isinstance(await sent(sender, "g1", batch(1, "x")), Unknown)
+async def test_unknown_answer_stays_unknown(broker, sender):
+    broker.refuse_with = OutcomeUnknown("stored on one copy")
+    assert isinstance(await sent(sender, "g1", batch(1, "x")), Unknown)
 
 
-async def test_refused_messages_have_positions():
-    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        broker.limit(message_bytes_max=200)
-        answer = await sent(sender, "g1", batch(1, "x", "y" * 300, "z"))
-        assert isinstance(answer, Stored) and answer.stored == 2
-        assert [position for position, _ in answer.refused] == [1]
+async def test_refused_messages_have_positions(broker, sender):
+    broker.limit(message_bytes_max=200)
+    answer = await sent(sender, "g1", batch(1, "x", "y" * 300, "z"))
+    assert isinstance(answer, Stored) and answer.stored == 2
+    assert [position for position, _ in answer.refused] == [1]
 
 
-async def test_a_group_without_a_connection_stores_nothing():
-    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        await broker.stop()
-        await until_async(lambda: not sender.groups("a"))
-        for group in ("g1", "never heard of"):
-            answer = await sent(sender, group, batch(1, "x"))
-            assert isinstance(answer, NotStored) and isinstance(answer.error, NotServed)
-        assert "g1" in sender.why_not("a")
+async def test_a_group_without_a_connection_stores_nothing(broker, sender):
+    await broker.stop()
+    await until_async(lambda: not sender.groups("a"))
+    for group in ("g1", "never heard of"):
+        answer = await sent(sender, group, batch(1, "x"))
+        assert isinstance(answer, NotStored) and isinstance(answer.error, NotServed)
+    assert "g1" in sender.why_not("a")
 
 
-async def test_oversized_batch_is_refused():
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.limit(packet_bytes_max=4096)
-        async with sender_of(metaserver, "g1") as sender:
-            assert sender.room("g1") < 4096
-            answer = await sent(sender, "g1", batch(1, "x" * 5000))
-            assert isinstance(answer, NotStored) and isinstance(answer.error, MessageTooLarge)
-            assert broker.attempts == []
+async def test_oversized_batch_is_refused(metaserver, broker):
+    broker.limit(packet_bytes_max=4096)
+    async with sender_of(metaserver, "g1") as sender:
+        assert sender.room("g1") < 4096
+        answer = await sent(sender, "g1", batch(1, "x" * 5000))
+        assert isinstance(answer, NotStored) and isinstance(answer.error, MessageTooLarge)
+        assert broker.attempts == []
 
 
-async def test_the_window_of_the_broker_is_kept():
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.limit(window_bytes=1000)
-        async with sender_of(metaserver, "g1") as sender:
-            hold, answers = Hold(broker), []
-            sender.send("g1", batch(1, "x" * 600), answers.append)
-            assert 0 < sender.room("g1") < 400 and sender.in_flight("g1") == 1
-            answer = await sent(sender, "g1", batch(2, "y" * 600))
-            assert isinstance(answer, NotStored) and isinstance(answer.error, Overloaded)
-            await until_async(lambda: hold.held)
-            hold.release()
-            await until_async(lambda: answers)
-            assert sender.room("g1") == 1000 and sender.in_flight("g1") == 0
+async def test_the_window_of_the_broker_is_kept(metaserver, broker):
+    broker.limit(window_bytes=1000)
+    async with sender_of(metaserver, "g1") as sender:
+        hold, answers = Hold(broker), []
+        sender.send("g1", batch(1, "x" * 600), answers.append)
+        assert 0 < sender.room("g1") < 400 and sender.in_flight("g1") == 1
+        answer = await sent(sender, "g1", batch(2, "y" * 600))
+        assert isinstance(answer, NotStored) and isinstance(answer.error, Overloaded)
+        await until_async(lambda: hold.held)
+        hold.release()
+        await until_async(lambda: answers)
+        assert sender.room("g1") == 1000 and sender.in_flight("g1") == 0
 
 
 async def test_late_answers_drop_the_connection():
@@ -174,15 +172,14 @@ async def test_readonly_group_is_excluded():
         assert ["g2"] in changes and sorted(changes[-1]) == ["g1", "g2"]
 
 
-async def test_refusing_group_rests_and_returns():
-    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-        changed = asyncio.Event()
-        broker.refuse_with = BrokerReadOnly("no slave")
-        await sent(sender, "g1", batch(1, "x"))
-        assert sender.groups("a") == []
-        sender.on_change(lambda: changed.set() if sender.groups("a") else None)
-        async with asyncio.timeout(20):  # the metaserver would send it again after 50
-            await changed.wait()
+async def test_refusing_group_rests_and_returns(metaserver, broker, sender):
+    changed = asyncio.Event()
+    broker.refuse_with = BrokerReadOnly("no slave")
+    await sent(sender, "g1", batch(1, "x"))
+    assert sender.groups("a") == []
+    sender.on_change(lambda: changed.set() if sender.groups("a") else None)
+    async with asyncio.timeout(20):  # the metaserver would send it again after 50
+        await changed.wait()
 
 
 async def test_home_matches_producers():
@@ -196,29 +193,26 @@ async def test_home_matches_producers():
         assert sender.home("unwatched", label) is None
 
 
-async def test_missing_route_has_a_reason():
-    async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
-        metaserver.refuse["b"] = "no group is allowed for it"
-        assert not sender.is_known("b")
-        sender.watch("b")
-        await until_async(lambda: sender.is_known("b"))
-        assert sender.groups("b") == [] and "no group is allowed" in sender.why_not("b")
+async def test_missing_route_has_a_reason(metaserver, sender):
+    metaserver.refuse["b"] = "no group is allowed for it"
+    assert not sender.is_known("b")
+    sender.watch("b")
+    await until_async(lambda: sender.is_known("b"))
+    assert sender.groups("b") == [] and "no group is allowed" in sender.why_not("b")
 
 
-async def test_forgotten_route_returns(monkeypatch):
+async def test_forgotten_route_returns(monkeypatch, metaserver):
     monkeypatch.setattr(route_watch, "KEPT", 0)
     monkeypatch.setattr(route_watch, "IDLE_S", 0.05)
-
-    async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
+    async with sender_of(metaserver, "g1") as sender:
         await until_async(lambda: not sender.is_known("a"))
         await until_async(lambda: sender.groups("a") == ["g1"])
         assert isinstance(await sent(sender, "g1", batch(1, "x")), Stored)
 
 
-async def test_refused_subject_has_its_reason(monkeypatch):
-    async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
-        assert sender.refusals == {}
-        metaserver.refuse["b"] = "one subject too many"
-        sender.watch("b")
-        await until_async(lambda: sender.refusals == {"b": "one subject too many"})
-        assert sender.groups("a") == ["g1"]
+async def test_refused_subject_has_its_reason(monkeypatch, metaserver, sender):
+    assert sender.refusals == {}
+    metaserver.refuse["b"] = "one subject too many"
+    sender.watch("b")
+    await until_async(lambda: sender.refusals == {"b": "one subject too many"})
+    assert sender.groups("a") == ["g1"]

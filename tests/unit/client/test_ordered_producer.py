@@ -16,8 +16,8 @@ from qmq.message import Message
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from tests.support.waiting import settle, until_async
-from tests.unit.client.test_producer import Hold, lose_answer, producer_of, properties
-from tests.unit.client.world import Attempt, LocalBroker, cluster
+from tests.unit.client.test_producer import Hold, lose_answer, properties
+from tests.unit.client.world import Attempt, LocalBroker, cluster, producer_of
 
 
 def group_of(key: str, *groups: str) -> str:
@@ -76,31 +76,29 @@ async def test_mixed_receipts_keep_the_order():
             assert (stored["n"], stored.id) == (str(number), receipt.message_id)
 
 
-async def test_labels_carry_keys_and_tags():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        await producer.send(Message("a", {"n": "1"}, tags={"pay"}, order_key="k"))
-        await producer.send_many([Message("a", {"n": "2"}), Message("a", {"n": "3"}, tags={"pay"})])
-        await producer.send(Message("a", {"n": "4"}))
-        assert [attempt.labels for attempt in broker.attempts] == [
-            [label_of({"pay"}, "k")],
-            [0, label_of({"pay"}, None)],
-            [],
-        ]
+async def test_labels_carry_keys_and_tags(broker, producer):
+    await producer.send(Message("a", {"n": "1"}, tags={"pay"}, order_key="k"))
+    await producer.send_many([Message("a", {"n": "2"}), Message("a", {"n": "3"}, tags={"pay"})])
+    await producer.send(Message("a", {"n": "4"}))
+    assert [attempt.labels for attempt in broker.attempts] == [
+        [label_of({"pay"}, "k")],
+        [0, label_of({"pay"}, None)],
+        [],
+    ]
 
 
-async def test_one_ordered_batch_is_in_flight():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        await producer.send(Message("a", {"n": "connected"}))
-        hold = Hold(broker)
-        sends = [asyncio.create_task(producer.send(message)) for message in in_order(3, keys=3)]
-        await until_async(lambda: hold.held)
-        sends += [asyncio.create_task(producer.send(message)) for message in in_order(50, keys=3)]
-        sends.append(asyncio.create_task(producer.send(Message("a", {"n": "plain"}))))
-        await until_async(lambda: len(hold.held) == 2)
-        assert [attempt.count for _, _, attempt in hold.held] == [3, 1]
-        hold.release()
-        await asyncio.gather(*sends)
-        assert [attempt.count for attempt in broker.attempts] == [1, 3, 1, 50]
+async def test_one_ordered_batch_is_in_flight(broker, producer):
+    await producer.send(Message("a", {"n": "connected"}))
+    hold = Hold(broker)
+    sends = [asyncio.create_task(producer.send(message)) for message in in_order(3, keys=3)]
+    await until_async(lambda: hold.held)
+    sends += [asyncio.create_task(producer.send(message)) for message in in_order(50, keys=3)]
+    sends.append(asyncio.create_task(producer.send(Message("a", {"n": "plain"}))))
+    await until_async(lambda: len(hold.held) == 2)
+    assert [attempt.count for _, _, attempt in hold.held] == [3, 1]
+    hold.release()
+    await asyncio.gather(*sends)
+    assert [attempt.count for attempt in broker.attempts] == [1, 3, 1, 50]
 
 
 @pytest.mark.parametrize("error", [BrokerReadOnly("operator"), Overloaded("full")])

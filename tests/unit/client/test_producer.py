@@ -22,7 +22,7 @@ from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from tests.support.waiting import settle, until_async
-from tests.unit.client.world import TOKEN, Attempt, LocalBroker, LocalMetaserver, cluster
+from tests.unit.client.world import TOKEN, Attempt, LocalBroker, cluster, producer_of
 
 WAIT_S = 120.0
 """Far above the time of a test: it limits a hang, it measures nothing."""
@@ -34,10 +34,6 @@ def run(test: Coroutine[Any, Any, None]) -> None:
             await test
 
     asyncio.run(bounded())
-
-
-def producer_of(metaserver: LocalMetaserver, **options: Any) -> qmq.Producer:
-    return qmq.Producer(metaserver=metaserver.url, app="test", token=TOKEN, **options)
 
 
 def properties(broker: LocalBroker, subject: str = "a") -> list[str]:
@@ -94,11 +90,10 @@ async def test_waiting_messages_form_one_batch():
         assert all(receipt.is_stored for receipt in receipts)
 
 
-async def test_messages_of_one_turn_form_one_batch():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        await producer.send(Message("a", {"n": "connected"}))
-        await asyncio.gather(*(producer.send(message) for message in numbered(50)))
-        assert [attempt.count for attempt in broker.attempts] == [1, 50]
+async def test_messages_of_one_turn_form_one_batch(broker, producer):
+    await producer.send(Message("a", {"n": "connected"}))
+    await asyncio.gather(*(producer.send(message) for message in numbered(50)))
+    assert [attempt.count for attempt in broker.attempts] == [1, 50]
 
 
 @pytest.mark.parametrize("is_stored", [True, False], ids=["stored before the loss", "lost before it was stored"])
@@ -211,18 +206,17 @@ async def test_no_answer_makes_the_outcome_unknown():
             assert len(attempts) >= 2 and all(attempt == attempts[0] for attempt in attempts)
 
 
-async def test_slow_upload_is_not_repeated(monkeypatch):
+async def test_slow_upload_is_not_repeated(monkeypatch, metaserver, broker):
     """A body of 64 MiB takes 5.4 s at 100 Mbit/s; the connection was closed after 5 s, again and again."""
-    async with cluster("g1") as (metaserver, [broker]):
-        async with producer_of(metaserver, answer_timeout_s=0.2) as producer:
-            await producer.send(Message("a", {}))
-            hold, left = Hold(broker), iter(range(50, 0, -1))
-            monkeypatch.setattr(Connection, "unsent_bytes", property(lambda _: next(left, 0)))
-            sending = asyncio.create_task(producer.send(Message("a", {})))
-            await until_async(lambda: len(hold.held) > 1)
-            assert next(left, 0) == 0, "not repeated while the broker took bytes"
-            hold.release()
-            assert (await sending).is_stored
+    async with producer_of(metaserver, answer_timeout_s=0.2) as producer:
+        await producer.send(Message("a", {}))
+        hold, left = Hold(broker), iter(range(50, 0, -1))
+        monkeypatch.setattr(Connection, "unsent_bytes", property(lambda _: next(left, 0)))
+        sending = asyncio.create_task(producer.send(Message("a", {})))
+        await until_async(lambda: len(hold.held) > 1)
+        assert next(left, 0) == 0, "not repeated while the broker took bytes"
+        hold.release()
+        assert (await sending).is_stored
 
 
 async def test_a_final_refusal_is_not_repeated():
@@ -233,62 +227,58 @@ async def test_a_final_refusal_is_not_repeated():
         assert sum(len(broker.attempts) for broker in brokers) == 1
 
 
-async def test_refused_messages_do_not_touch_their_batch_mates():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        broker.limit(message_bytes_max=10_000)
-        messages = numbered(20)
-        messages[3] = Message("a", {"n": "x" * 40_000})
-        messages[5] = Message("a", {"n": "x" * 20_000})
-        messages[8] = Message("a/b", {"n": "slash"})
-        messages[11] = Message("a", {"n": [1]})  # type: ignore[dict-item]
-        receipts = await producer.send_many(messages)
-        refused = [at for at, receipt in enumerate(receipts) if receipt.outcome is qmq.Outcome.REFUSED]
-        assert refused == [3, 5, 8, 11]
-        assert all(receipts[at].reason for at in refused) and isinstance(receipts[5].error, InvalidMessage)
-        kept = [at for at in range(20) if at not in refused]
-        assert properties(broker) == [str(at) for at in kept]
-        assert [receipts[at].sequence for at in kept] == list(range(16))
-        assert receipts.count_of(qmq.Outcome.STORED) == 16 and not receipts.all_stored
-        assert receipts[0].check().sequence == 0
+async def test_refused_messages_do_not_touch_their_batch_mates(broker, producer):
+    broker.limit(message_bytes_max=10_000)
+    messages = numbered(20)
+    messages[3] = Message("a", {"n": "x" * 40_000})
+    messages[5] = Message("a", {"n": "x" * 20_000})
+    messages[8] = Message("a/b", {"n": "slash"})
+    messages[11] = Message("a", {"n": [1]})  # type: ignore[dict-item]
+    receipts = await producer.send_many(messages)
+    refused = [at for at, receipt in enumerate(receipts) if receipt.outcome is qmq.Outcome.REFUSED]
+    assert refused == [3, 5, 8, 11]
+    assert all(receipts[at].reason for at in refused) and isinstance(receipts[5].error, InvalidMessage)
+    kept = [at for at in range(20) if at not in refused]
+    assert properties(broker) == [str(at) for at in kept]
+    assert [receipts[at].sequence for at in kept] == list(range(16))
+    assert receipts.count_of(qmq.Outcome.STORED) == 16 and not receipts.all_stored
+    assert receipts[0].check().sequence == 0
 
 
-async def test_faulty_message_affects_no_other():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        messages = numbered(2500)
-        for at in (0, 700, 701, 2499):
-            messages[at] = Message("a", {"n": "x" * 40_000}, id=f"bad-{at}")
-        receipts = await producer.send_many(messages)
-        refused = [receipt.message_id for receipt in receipts if not receipt.is_stored]
-        assert refused == ["bad-0", "bad-700", "bad-701", "bad-2499"]
-        assert properties(broker) == [str(at) for at in range(2500) if at not in (0, 700, 701, 2499)]
+async def test_faulty_message_affects_no_other(broker, producer):
+    messages = numbered(2500)
+    for at in (0, 700, 701, 2499):
+        messages[at] = Message("a", {"n": "x" * 40_000}, id=f"bad-{at}")
+    receipts = await producer.send_many(messages)
+    refused = [receipt.message_id for receipt in receipts if not receipt.is_stored]
+    assert refused == ["bad-0", "bad-700", "bad-701", "bad-2499"]
+    assert properties(broker) == [str(at) for at in range(2500) if at not in (0, 700, 701, 2499)]
 
 
-async def test_send_raises_for_invalid_messages():
-    async with cluster("g1") as (metaserver, _), producer_of(metaserver) as producer:
-        with pytest.raises(qmq.InvalidName):
-            await producer.send(Message("a/b", {}))
-        with pytest.raises(qmq.InvalidMessage):
-            await producer.send(Message("a", {"n": "x" * 40_000}))
-        with pytest.raises(qmq.InvalidMessage):
-            producer.send_nowait(Message("a", {"n": None}), print)  # type: ignore[dict-item]
+async def test_send_raises_for_invalid_messages(producer):
+    with pytest.raises(qmq.InvalidName):
+        await producer.send(Message("a/b", {}))
+    with pytest.raises(qmq.InvalidMessage):
+        await producer.send(Message("a", {"n": "x" * 40_000}))
+    with pytest.raises(qmq.InvalidMessage):
+        producer.send_nowait(Message("a", {"n": None}), print)  # type: ignore[dict-item]
 
 
-async def test_ids_are_kept_through_retries():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        broker.refuse_with = BrokerReadOnly("for a moment")
-        made, given = Message("a", {"n": "1"}), Message("a", {"n": "2"}, id="mine")
-        sending = [asyncio.create_task(producer.send(message)) for message in (made, given)]
-        await until_async(lambda: len(broker.attempts) >= 2)
-        broker.refuse_with = None
-        receipts = await asyncio.gather(*sending)
-        ids = [decode_message(data).id for data in broker.subjects["a"]]
-        assert ids == [made.id, "mine"] == [receipt.message_id for receipt in receipts]
-        more = await producer.send_many(numbered(2500))
-        all_ids = {decode_message(data).id for data in broker.subjects["a"]}
-        assert len(all_ids) == 2502
-        assert {receipt.message_id for receipt in more} < all_ids
-        form = re.compile(r"\d{6}\.\d{6}\.\d+\.\d+\.\d+\.\d+\.\d+\.-?\d+")
-        assert [id for id in all_ids if not form.fullmatch(str(id))] == ["mine"], "ids have the form of QMQ's"
+async def test_ids_are_kept_through_retries(broker, producer):
+    broker.refuse_with = BrokerReadOnly("for a moment")
+    made, given = Message("a", {"n": "1"}), Message("a", {"n": "2"}, id="mine")
+    sending = [asyncio.create_task(producer.send(message)) for message in (made, given)]
+    await until_async(lambda: len(broker.attempts) >= 2)
+    broker.refuse_with = None
+    receipts = await asyncio.gather(*sending)
+    ids = [decode_message(data).id for data in broker.subjects["a"]]
+    assert ids == [made.id, "mine"] == [receipt.message_id for receipt in receipts]
+    more = await producer.send_many(numbered(2500))
+    all_ids = {decode_message(data).id for data in broker.subjects["a"]}
+    assert len(all_ids) == 2502
+    assert {receipt.message_id for receipt in more} < all_ids
+    form = re.compile(r"\d{6}\.\d{6}\.\d+\.\d+\.\d+\.\d+\.\d+\.-?\d+")
+    assert [id for id in all_ids if not form.fullmatch(str(id))] == ["mine"], "ids have the form of QMQ's"
 
 
 async def test_receipts_keep_the_message_order():
@@ -303,44 +293,41 @@ async def test_receipts_keep_the_message_order():
             assert (stored["n"], stored.id) == (str(number), receipt.message_id)
 
 
-async def test_window_limits_are_kept():
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.limit(window_bytes=40_000)
-        async with producer_of(metaserver, in_flight_max=64) as producer:
-            hold = Hold(broker)
-            sends = []
-            for _number in range(60):
-                sends.append(asyncio.create_task(producer.send(Message("a", {"n": "x" * 2_000}))))
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-            await until_async(lambda: hold.held)
-            await settle()
-            assert sum(len(attempt.body) for _, _, attempt in hold.held) <= 40_000
-            hold.release()
-            assert all(receipt.is_stored for receipt in await asyncio.gather(*sends))
+async def test_window_limits_are_kept(metaserver, broker):
+    broker.limit(window_bytes=40_000)
+    async with producer_of(metaserver, in_flight_max=64) as producer:
+        hold = Hold(broker)
+        sends = []
+        for _number in range(60):
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": "x" * 2_000}))))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await until_async(lambda: hold.held)
+        await settle()
+        assert sum(len(attempt.body) for _, _, attempt in hold.held) <= 40_000
+        hold.release()
+        assert all(receipt.is_stored for receipt in await asyncio.gather(*sends))
 
 
-async def test_advised_batches_are_small():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+async def test_advised_batches_are_small(broker, producer):
+    async def largest(batch_bytes: int, messages: list[Message]) -> int:
+        broker.batch_bytes = batch_bytes
+        await producer.send(Message("a", {"n": "x"}))  # its answer has the current advice
+        begin = len(broker.attempts)
+        assert (await producer.send_many(messages)).all_stored
+        return max(len(attempt.body) for attempt in broker.attempts[begin:])
 
-        async def largest(batch_bytes: int, messages: list[Message]) -> int:
-            broker.batch_bytes = batch_bytes
-            await producer.send(Message("a", {"n": "x"}))  # its answer has the current advice
-            begin = len(broker.attempts)
-            assert (await producer.send_many(messages)).all_stored
-            return max(len(attempt.body) for attempt in broker.attempts[begin:])
+    uniform = [Message("a", {"n": "x" * 1_000}) for _ in range(1_000)]
+    mixed = [Message(subject, {"n": "x" * 1_000}) for _ in range(500) for subject in "ab"]
+    for messages in (uniform, mixed):
+        assert await largest(0, messages) > 500_000
+        assert 100_000 < await largest(128 << 10, messages) < 140_000
 
-        uniform = [Message("a", {"n": "x" * 1_000}) for _ in range(1_000)]
-        mixed = [Message(subject, {"n": "x" * 1_000}) for _ in range(500) for subject in "ab"]
-        for messages in (uniform, mixed):
-            assert await largest(0, messages) > 500_000
-            assert 100_000 < await largest(128 << 10, messages) < 140_000
-
-        begin, receipts = len(broker.attempts), []
-        for message in uniform:
-            producer.send_nowait(message, receipts.append)
-        await until_async(lambda: len(receipts) == len(uniform))
-        assert max(len(attempt.body) for attempt in broker.attempts[begin:]) < 140_000
+    begin, receipts = len(broker.attempts), []
+    for message in uniform:
+        producer.send_nowait(message, receipts.append)
+    await until_async(lambda: len(receipts) == len(uniform))
+    assert max(len(attempt.body) for attempt in broker.attempts[begin:]) < 140_000
 
 
 async def test_advice_ends_with_readonly():
@@ -397,20 +384,19 @@ async def test_calls_keep_their_order_when_one_is_woken():
         assert properties(broker) == [*"12345"]
 
 
-async def test_oversized_batch_is_split():
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.limit(packet_bytes_max=20_000)
-        async with producer_of(metaserver) as producer:
-            messages = numbered(200)
-            for message in messages[:100]:
-                message.properties = {"n": message["n"], "text": "x" * 1_000}
-            messages[50] = Message("a", {"n": "x" * 30_000})
-            receipts = await producer.send_many(messages)
-            refused = [at for at, receipt in enumerate(receipts) if not receipt.is_stored]
-            assert refused == [50]
-            assert "exceed the request limit of g1" in receipts[50].reason
-            assert properties(broker) == [str(at) for at in range(200) if at != 50]
-            assert max(len(attempt.body) for attempt in broker.attempts) < 20_000
+async def test_oversized_batch_is_split(metaserver, broker):
+    broker.limit(packet_bytes_max=20_000)
+    async with producer_of(metaserver) as producer:
+        messages = numbered(200)
+        for message in messages[:100]:
+            message.properties = {"n": message["n"], "text": "x" * 1_000}
+        messages[50] = Message("a", {"n": "x" * 30_000})
+        receipts = await producer.send_many(messages)
+        refused = [at for at, receipt in enumerate(receipts) if not receipt.is_stored]
+        assert refused == [50]
+        assert "exceed the request limit of g1" in receipts[50].reason
+        assert properties(broker) == [str(at) for at in range(200) if at != 50]
+        assert max(len(attempt.body) for attempt in broker.attempts) < 20_000
 
 
 async def test_new_master_stores_repeats_once():
@@ -431,39 +417,37 @@ async def test_new_master_stores_repeats_once():
         await new.stop()
 
 
-async def test_routes_survive_a_metaserver_outage():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        await producer.send(Message("a", {"n": "0"}))
-        port = metaserver.http_port
-        await metaserver.stop()
-        assert (await producer.send(Message("a", {"n": "1"}))).is_stored
-        moved = LocalBroker("g1", slave_of=broker)
-        await moved.start()
-        broker.move_to(moved)
-        metaserver.set_group(moved, term=2)
-        await metaserver.start(http_port=port)
-        assert (await producer.send(Message("a", {"n": "2"}))).is_stored
-        assert [attempt.count for attempt in moved.attempts] == [1]
-        await moved.stop()
+async def test_routes_survive_a_metaserver_outage(metaserver, broker, producer):
+    await producer.send(Message("a", {"n": "0"}))
+    port = metaserver.http_port
+    await metaserver.stop()
+    assert (await producer.send(Message("a", {"n": "1"}))).is_stored
+    moved = LocalBroker("g1", slave_of=broker)
+    await moved.start()
+    broker.move_to(moved)
+    metaserver.set_group(moved, term=2)
+    await metaserver.start(http_port=port)
+    assert (await producer.send(Message("a", {"n": "2"}))).is_stored
+    assert [attempt.count for attempt in moved.attempts] == [1]
+    await moved.stop()
 
 
-async def test_send_nowait_raises_queue_full():
-    async with cluster("g1") as (metaserver, [broker]):
-        async with producer_of(metaserver, queue_messages_max=10, in_flight_max=1) as producer:
-            await producer.send(Message("a", {"n": "connected"}))
-            hold = Hold(broker)
-            receipts: list[qmq.Receipt] = []
-            producer.send_nowait(Message("a", {"n": "in flight"}), receipts.append)
-            await until_async(lambda: hold.held)
-            for message in numbered(10):
-                producer.send_nowait(message, receipts.append)
-            with pytest.raises(qmq.QueueFull):
-                producer.send_nowait(Message("a", {"n": "11"}), receipts.append)
-            waiting = asyncio.create_task(producer.send(Message("a", {"n": "waits for room"})))
-            await asyncio.sleep(0)
-            hold.release()
-            assert (await waiting).is_stored
-            assert len(receipts) == 11 and all(receipt.is_stored for receipt in receipts)
+async def test_send_nowait_raises_queue_full(metaserver, broker):
+    async with producer_of(metaserver, queue_messages_max=10, in_flight_max=1) as producer:
+        await producer.send(Message("a", {"n": "connected"}))
+        hold = Hold(broker)
+        receipts: list[qmq.Receipt] = []
+        producer.send_nowait(Message("a", {"n": "in flight"}), receipts.append)
+        await until_async(lambda: hold.held)
+        for message in numbered(10):
+            producer.send_nowait(message, receipts.append)
+        with pytest.raises(qmq.QueueFull):
+            producer.send_nowait(Message("a", {"n": "11"}), receipts.append)
+        waiting = asyncio.create_task(producer.send(Message("a", {"n": "waits for room"})))
+        await asyncio.sleep(0)
+        hold.release()
+        assert (await waiting).is_stored
+        assert len(receipts) == 11 and all(receipt.is_stored for receipt in receipts)
 
 
 def test_raising_callback_affects_no_other(caplog):
@@ -483,40 +467,37 @@ def test_raising_callback_affects_no_other(caplog):
     assert "on_done of send_nowait failed" in caplog.text
 
 
-async def test_close_waits_for_outcomes():
-    async with cluster("g1") as (metaserver, [broker]):
-        receipts: list[qmq.Receipt] = []
-        async with producer_of(metaserver) as producer:
-            for message in numbered(3000):
-                producer.send_nowait(message, receipts.append)
-            with pytest.raises(qmq.ClientClosed, match="open already"):
-                await producer.__aenter__()
-        assert len(receipts) == 3000 and len(broker.subjects["a"]) == 3000
-        for call in (producer.send(Message("a")), producer.send_many([])):
-            with pytest.raises(qmq.ClientClosed):
-                await _awaited(call)
+async def test_close_waits_for_outcomes(metaserver, broker):
+    receipts: list[qmq.Receipt] = []
+    async with producer_of(metaserver) as producer:
+        for message in numbered(3000):
+            producer.send_nowait(message, receipts.append)
+        with pytest.raises(qmq.ClientClosed, match="open already"):
+            await producer.__aenter__()
+    assert len(receipts) == 3000 and len(broker.subjects["a"]) == 3000
+    for call in (producer.send(Message("a")), producer.send_many([])):
+        with pytest.raises(qmq.ClientClosed):
+            await _awaited(call)
 
 
-async def test_closed_producer_opens_again_as_another_one():
-    async with cluster("g1") as (metaserver, [broker]):
-        producer, ids = producer_of(metaserver), []
-        for n in range(2):
-            async with producer:
-                ids.append(producer.id)
-                assert (await producer.send(Message("a", {"n": str(n)}))).is_stored
-        assert ids[0] != ids[1] and len(broker.subjects["a"]) == 2
+async def test_closed_producer_opens_again_as_another_one(metaserver, broker):
+    producer, ids = producer_of(metaserver), []
+    for n in range(2):
+        async with producer:
+            ids.append(producer.id)
+            assert (await producer.send(Message("a", {"n": str(n)}))).is_stored
+    assert ids[0] != ids[1] and len(broker.subjects["a"]) == 2
 
 
 async def _awaited(call: Awaitable[object]) -> object:
     return await call
 
 
-async def test_wrong_token_is_refused_at_once():
-    async with cluster("g1") as (metaserver, _):
-        async with qmq.Producer(metaserver=metaserver.url, app="test", token="wrong") as producer:
-            receipt = await producer.send(Message("a", {"n": "1"}))
-            assert receipt.outcome is qmq.Outcome.REFUSED
-            assert "token" in receipt.reason
+async def test_wrong_token_is_refused_at_once(metaserver):
+    async with qmq.Producer(metaserver=metaserver.url, app="test", token="wrong") as producer:
+        receipt = await producer.send(Message("a", {"n": "1"}))
+        assert receipt.outcome is qmq.Outcome.REFUSED
+        assert "token" in receipt.reason
 
 
 async def test_the_token_comes_from_the_environment(monkeypatch):

@@ -23,8 +23,8 @@ from qmq.errors import (
 )
 from qmq.message import Message
 from tests.support.waiting import settle, until_async
-from tests.unit.client.test_producer import Hold, numbered, producer_of, properties
-from tests.unit.client.world import TOKEN, LocalBroker, cluster
+from tests.unit.client.test_producer import Hold, numbered, properties
+from tests.unit.client.world import TOKEN, LocalBroker, cluster, producer_of
 
 
 async def test_subject_without_route_is_refused():
@@ -52,26 +52,24 @@ async def test_without_a_metaserver_a_send_ends_in_time():
             assert isinstance((await producer.send(Message("a"))).error, NoRoute)
 
 
-async def test_missing_routes_delay_no_other_subject():
+async def test_missing_routes_delay_no_other_subject(metaserver, broker):
     """Gap of QMQ, section 2: three such subjects stop the producer."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        async with producer_of(metaserver, queue_messages_max=500) as producer:
-            stuck: list[qmq.Receipt] = []
-            for number in range(3):
-                metaserver.refuse[f"stuck{number}"] = "no broker group"
-                with pytest.raises(QueueFull):
-                    for _ in range(501):
-                        producer.send_nowait(Message(f"stuck{number}"), stuck.append)
-            for _ in range(5):
-                receipts = await asyncio.gather(*(producer.send(message) for message in numbered(100)))
-                assert all(receipt.is_stored for receipt in receipts)
-            assert (await producer.send_many(numbered(3_000))).all_stored
-            assert not stuck
-            metaserver.refuse.clear()
-            metaserver.notify()
-            await producer.flush()
-            assert stuck and all(receipt.is_stored for receipt in stuck)
+    async with producer_of(metaserver, queue_messages_max=500) as producer:
+        stuck: list[qmq.Receipt] = []
+        for number in range(3):
+            metaserver.refuse[f"stuck{number}"] = "no broker group"
+            with pytest.raises(QueueFull):
+                for _ in range(501):
+                    producer.send_nowait(Message(f"stuck{number}"), stuck.append)
+        for _ in range(5):
+            receipts = await asyncio.gather(*(producer.send(message) for message in numbered(100)))
+            assert all(receipt.is_stored for receipt in receipts)
+        assert (await producer.send_many(numbered(3_000))).all_stored
+        assert not stuck
+        metaserver.refuse.clear()
+        metaserver.notify()
+        await producer.flush()
+        assert stuck and all(receipt.is_stored for receipt in stuck)
 
 
 async def test_stuck_send_many_ends_early():
@@ -114,28 +112,26 @@ async def test_readonly_wait_zero_refuses_at_once(is_told):
             pass
 
 
-async def test_full_queue_refuses_at_the_deadline():
+async def test_full_queue_refuses_at_the_deadline(metaserver, broker):
     """Rule: queue full. QMQ blocks for 50 ms and then drops the message."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1) as producer:
-            await producer.send(Message("a", {"n": "connected"}))
-            hold = Hold(broker)
-            done: list[qmq.Receipt] = []
-            producer.send_nowait(Message("a", {"n": "under way"}), done.append)
-            await until_async(lambda: hold.held)
-            for message in numbered(5):
-                producer.send_nowait(message, done.append)
-            with pytest.raises(QueueFull):
-                producer.send_nowait(Message("a", {"n": "5"}), done.append)
-            patient_ms, producer._timeout_ms = producer._timeout_ms, 200  # less than the earlier ones have
-            receipt = await producer.send(Message("a", {"n": "waits"}))
-            assert receipt.outcome is qmq.Outcome.REFUSED and not done
-            producer._timeout_ms = patient_ms
-            hold.release()
-            await producer.flush()
-            assert len(done) == 6
-            assert properties(broker) == ["connected", "under way", *"01234"]
+    async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1) as producer:
+        await producer.send(Message("a", {"n": "connected"}))
+        hold = Hold(broker)
+        done: list[qmq.Receipt] = []
+        producer.send_nowait(Message("a", {"n": "under way"}), done.append)
+        await until_async(lambda: hold.held)
+        for message in numbered(5):
+            producer.send_nowait(message, done.append)
+        with pytest.raises(QueueFull):
+            producer.send_nowait(Message("a", {"n": "5"}), done.append)
+        patient_ms, producer._timeout_ms = producer._timeout_ms, 200  # less than the earlier ones have
+        receipt = await producer.send(Message("a", {"n": "waits"}))
+        assert receipt.outcome is qmq.Outcome.REFUSED and not done
+        producer._timeout_ms = patient_ms
+        hold.release()
+        await producer.flush()
+        assert len(done) == 6
+        assert properties(broker) == ["connected", "under way", *"01234"]
 
 
 async def test_producers_of_one_process_share_nothing():
@@ -177,71 +173,65 @@ async def test_flush_waits_for_earlier_messages_only():
         assert len(receipts) == 12
 
 
-async def test_flush_of_a_closed_producer_is_refused():
-    async with cluster("g1") as (metaserver, _):
-        producer = producer_of(metaserver)
-        with pytest.raises(ClientClosed):
-            await producer.flush()
-        async with producer:
-            pass
-        with pytest.raises(ClientClosed):
-            await producer.flush()
+async def test_flush_of_a_closed_producer_is_refused(metaserver):
+    producer = producer_of(metaserver)
+    with pytest.raises(ClientClosed):
+        await producer.flush()
+    async with producer:
+        pass
+    with pytest.raises(ClientClosed):
+        await producer.flush()
 
 
 @pytest.mark.parametrize("cancels", [1, 2], ids=["cancelled", "cancelled while it disconnects, too"])
-async def test_cancelled_close_resolves_all_messages(cancels):
+async def test_cancelled_close_resolves_all_messages(cancels, metaserver, broker):
     """Gap of QMQ, section 2: messages left at shutdown are neither sent nor reported."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        producer = await producer_of(metaserver, in_flight_max=1).__aenter__()
-        await producer.send(Message("a", {"n": "0"}))
-        hold, receipts = Hold(broker), []
-        sends = [asyncio.create_task(producer.send(Message("a", {"n": "under way"})))]
-        await until_async(lambda: hold.held)
-        sends += [asyncio.create_task(producer.send(Message("a", {"n": "waits"}))) for _ in range(2)]
-        sends.append(asyncio.create_task(producer.send(Message("a", {"n": "in order"}, order_key="k"))))
-        many = asyncio.create_task(producer.send_many(numbered(10)))
-        producer.send_nowait(Message("a"), receipts.append)
-        await settle()
-        closing = asyncio.create_task(producer.close())
-        for _ in range(cancels):
-            await asyncio.sleep(0)
-            closing.cancel()
-        outcomes = [receipt.outcome for receipt in await asyncio.gather(*sends)]
-        assert outcomes == [qmq.Outcome.UNKNOWN] + [qmq.Outcome.REFUSED] * 3
-        assert (await many).count_of(qmq.Outcome.REFUSED) == 10
-        assert [type(receipt.error) for receipt in receipts] == [ClientClosed]
+    producer = await producer_of(metaserver, in_flight_max=1).__aenter__()
+    await producer.send(Message("a", {"n": "0"}))
+    hold, receipts = Hold(broker), []
+    sends = [asyncio.create_task(producer.send(Message("a", {"n": "under way"})))]
+    await until_async(lambda: hold.held)
+    sends += [asyncio.create_task(producer.send(Message("a", {"n": "waits"}))) for _ in range(2)]
+    sends.append(asyncio.create_task(producer.send(Message("a", {"n": "in order"}, order_key="k"))))
+    many = asyncio.create_task(producer.send_many(numbered(10)))
+    producer.send_nowait(Message("a"), receipts.append)
+    await settle()
+    closing = asyncio.create_task(producer.close())
+    for _ in range(cancels):
+        await asyncio.sleep(0)
+        closing.cancel()
+    outcomes = [receipt.outcome for receipt in await asyncio.gather(*sends)]
+    assert outcomes == [qmq.Outcome.UNKNOWN] + [qmq.Outcome.REFUSED] * 3
+    assert (await many).count_of(qmq.Outcome.REFUSED) == 10
+    assert [type(receipt.error) for receipt in receipts] == [ClientClosed]
 
 
-async def test_send_many_ends_with_its_producer():
-    async with cluster("g1") as (metaserver, [broker]):
-        async with producer_of(metaserver) as producer:
-            opened = asyncio.Event()
+async def test_send_many_ends_with_its_producer(metaserver, broker):
+    async with producer_of(metaserver) as producer:
+        opened = asyncio.Event()
 
-            def messages() -> Iterator[Message]:
-                for number in range(20_000):
-                    if number == 5_000:
-                        opened.set()
-                    yield Message("a", {"n": str(number)}, order_key="k" if number % 5_000 == 1 else None)
+        def messages() -> Iterator[Message]:
+            for number in range(20_000):
+                if number == 5_000:
+                    opened.set()
+                yield Message("a", {"n": str(number)}, order_key="k" if number % 5_000 == 1 else None)
 
-            many = asyncio.create_task(producer.send_many(messages()))
-            await opened.wait()
-        receipts = await many
-        stored = receipts.count_of(qmq.Outcome.STORED)
-        assert len(receipts) == 20_000 and stored == len(broker.subjects["a"])
-        assert {type(receipt.error) for receipt in receipts if not receipt.is_stored} <= {ClientClosed}
+        many = asyncio.create_task(producer.send_many(messages()))
+        await opened.wait()
+    receipts = await many
+    stored = receipts.count_of(qmq.Outcome.STORED)
+    assert len(receipts) == 20_000 and stored == len(broker.subjects["a"])
+    assert {type(receipt.error) for receipt in receipts if not receipt.is_stored} <= {ClientClosed}
 
 
-async def test_overload_does_not_open_the_breaker():
+async def test_overload_does_not_open_the_breaker(broker, producer):
     """Rule: any answer counts as a success for the breaker."""
-
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        broker.refuse_with = Overloaded("full")
-        sending = asyncio.create_task(producer.send(Message("a")))
-        await until_async(lambda: len(broker.attempts) >= 3)
-        assert producer._senders.of(is_delayed=False)._groups["g1"].breaker._failures == 0
-        broker.refuse_with = None
-        assert (await sending).is_stored
+    broker.refuse_with = Overloaded("full")
+    sending = asyncio.create_task(producer.send(Message("a")))
+    await until_async(lambda: len(broker.attempts) >= 3)
+    assert producer._senders.of(is_delayed=False)._groups["g1"].breaker._failures == 0
+    broker.refuse_with = None
+    assert (await sending).is_stored
 
 
 async def test_silent_group_is_given_up():
@@ -272,51 +262,46 @@ async def test_silent_group_is_given_up():
             await other.stop()
 
 
-async def test_a_new_master_gets_a_new_breaker():
+async def test_a_new_master_gets_a_new_breaker(metaserver, broker, producer):
     """Rule: kept while the master's address is the same."""
-
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        await producer.send(Message("a"))
-        group = producer._senders.of(is_delayed=False)._groups["g1"]
-        breaker = group.breaker
-        metaserver.set_group(broker, writable=False)
-        metaserver.set_group(broker, writable=True)
-        await producer.send(Message("a"))
-        assert group.breaker is breaker
-        metaserver.set_group(broker, term=2)
-        await until_async(lambda: group.breaker is not breaker)
+    await producer.send(Message("a"))
+    group = producer._senders.of(is_delayed=False)._groups["g1"]
+    breaker = group.breaker
+    metaserver.set_group(broker, writable=False)
+    metaserver.set_group(broker, writable=True)
+    await producer.send(Message("a"))
+    assert group.breaker is breaker
+    metaserver.set_group(broker, term=2)
+    await until_async(lambda: group.breaker is not breaker)
 
 
 @pytest.mark.parametrize("error", [ValueError("mine alone"), asyncio.CancelledError()], ids=["error", "cancellation"])
-async def test_callbacks_that_raise_leave_their_batch_alone(error):
+async def test_callbacks_that_raise_leave_their_batch_alone(error, broker, producer):
     """Gap of QMQ, section 2: the other messages of the request get no callback and no resend."""
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    await producer.send(Message("a", {"n": "connected"}))
+    receipts: list[qmq.Receipt] = []
 
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        await producer.send(Message("a", {"n": "connected"}))
-        receipts: list[qmq.Receipt] = []
+    def fail(receipt: qmq.Receipt) -> None:
+        receipts.append(receipt)
+        raise error
 
-        def fail(receipt: qmq.Receipt) -> None:
-            receipts.append(receipt)
-            raise error
-
-        for message in numbered(20):
-            producer.send_nowait(message, fail)
-        await producer.flush()
-        assert len(receipts) == 20 and broker.attempts[-1].count == 20
+    for message in numbered(20):
+        producer.send_nowait(message, fail)
+    await producer.flush()
+    assert len(receipts) == 20 and broker.attempts[-1].count == 20
 
 
-async def test_a_callback_may_send_the_next_message():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        left = iter(range(50))
+async def test_a_callback_may_send_the_next_message(broker, producer):
+    left = iter(range(50))
 
-        def again(_: qmq.Receipt) -> None:
-            if (number := next(left, None)) is not None:
-                producer.send_nowait(Message("a", {"n": str(number)}), again)
+    def again(_: qmq.Receipt) -> None:
+        if (number := next(left, None)) is not None:
+            producer.send_nowait(Message("a", {"n": str(number)}), again)
 
-        again(None)  # type: ignore[arg-type]
-        await until_async(lambda: len(broker.subjects["a"]) == 50)
-        assert properties(broker) == [str(number) for number in range(50)]
+    again(None)  # type: ignore[arg-type]
+    await until_async(lambda: len(broker.subjects["a"]) == 50)
+    assert properties(broker) == [str(number) for number in range(50)]
 
 
 async def test_resending_callback_blocks_no_other():
@@ -340,34 +325,31 @@ async def test_resending_callback_blocks_no_other():
         await until_async(lambda: properties(broker) == ["connected", "1"])
 
 
-async def test_resending_too_large_blocks_no_other():
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        broker.limit(packet_bytes_max=10_000)
-        await producer.send(Message("a", {"n": "connected"}))
-        calls, seen = 0, set()
+async def test_resending_too_large_blocks_no_other(broker, producer):
+    broker.limit(packet_bytes_max=10_000)
+    await producer.send(Message("a", {"n": "connected"}))
+    calls, seen = 0, set()
 
-        def again(receipt: qmq.Receipt) -> None:
-            nonlocal calls
-            calls += 1
-            if isinstance(receipt.error, MessageTooLarge) and calls < 5_000:
-                producer.send_nowait(Message("a", {"n": "x" * 20_000}), again)
+    def again(receipt: qmq.Receipt) -> None:
+        nonlocal calls
+        calls += 1
+        if isinstance(receipt.error, MessageTooLarge) and calls < 5_000:
+            producer.send_nowait(Message("a", {"n": "x" * 20_000}), again)
 
-        again(qmq.Receipt(qmq.Outcome.REFUSED, "", "a", "", -1, None, error=MessageTooLarge("20,000 bytes")))
-        while calls < 5_000:
-            await asyncio.sleep(0)
-            seen.add(calls)
-        assert len(seen) > 3, "others had no turn in between"
+    again(qmq.Receipt(qmq.Outcome.REFUSED, "", "a", "", -1, None, error=MessageTooLarge("20,000 bytes")))
+    while calls < 5_000:
+        await asyncio.sleep(0)
+        seen.add(calls)
+    assert len(seen) > 3, "others had no turn in between"
 
 
-async def test_long_derived_subject_is_sent():
+async def test_long_derived_subject_is_sent(producer):
     """Rule: retry and dead-letter subjects are exempt from the length of a subject."""
-
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        subject = f"%RETRY%{'s' * 100}%{'g' * 100}"
-        assert (await producer.send(Message(subject, {"n": "1"}))).is_stored
-        for illegal in ("s" * 101, "", "a/b", "a\nb", "a\rb", " a", "a\u2028b", f"%RETRY%{'s' * 101}%g"):
-            with pytest.raises(qmq.InvalidName):
-                await producer.send(Message(illegal))
+    subject = f"%RETRY%{'s' * 100}%{'g' * 100}"
+    assert (await producer.send(Message(subject, {"n": "1"}))).is_stored
+    for illegal in ("s" * 101, "", "a/b", "a\nb", "a\rb", " a", "a\u2028b", f"%RETRY%{'s' * 101}%g"):
+        with pytest.raises(qmq.InvalidName):
+            await producer.send(Message(illegal))
 
 
 async def test_full_subject_is_refused_at_once():

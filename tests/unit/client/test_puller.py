@@ -61,40 +61,36 @@ async def test_slow_message_delays_only_its_piece():
         assert broker.unacked() == [1, 2, 3, 7], "the done messages of its piece follow"
 
 
-async def test_consecutive_pieces_share_an_ack():
+async def test_consecutive_pieces_share_an_ack(consumer, broker):
     """Each message selected by a tag is a batch of its own in the log; it must not cost as much as a batch."""
-
-    async with cluster("g1") as (metaserver, [broker]):
-        for n in range(100):
-            fill(broker, [n], tags={"t"} if n % 10 in (3, 4, 7) else ())
-        broker.earlier = {53: 1}  # it cannot be held with the others
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest", tags=["t"]) as puller:
-            messages = await pull_all(puller, 30)
-            expected = [n for n in range(100) if n % 10 in (3, 4, 7)]
-            assert ns(messages) == [message.sequence for message in messages] == expected
-            base = messages[0].pull_sequence
-            assert [message.pull_sequence - base for message in messages] == list(range(30))
-            assert [message.sequence for message in messages if message.times > 1] == [53]
-            await puller.ack([message for message in messages if message.sequence not in (47, 53)])
-            await until_async(lambda: broker.acks)
-            assert broker.acks == [[(base, base + 14), (base + 16, base + 30)]]
-            broker.cut()
-            await until_async(lambda: len(subscribes(broker)) == 2)
-            await puller.ack(messages)
-            await puller.flush()
-            assert not broker.unacked()
+    for n in range(100):
+        fill(broker, [n], tags={"t"} if n % 10 in (3, 4, 7) else ())
+    broker.earlier = {53: 1}  # it cannot be held with the others
+    async with consumer.pull("a", group="g", start="earliest", tags=["t"]) as puller:
+        messages = await pull_all(puller, 30)
+        expected = [n for n in range(100) if n % 10 in (3, 4, 7)]
+        assert ns(messages) == [message.sequence for message in messages] == expected
+        base = messages[0].pull_sequence
+        assert [message.pull_sequence - base for message in messages] == list(range(30))
+        assert [message.sequence for message in messages if message.times > 1] == [53]
+        await puller.ack([message for message in messages if message.sequence not in (47, 53)])
+        await until_async(lambda: broker.acks)
+        assert broker.acks == [[(base, base + 14), (base + 16, base + 30)]]
+        broker.cut()
+        await until_async(lambda: len(subscribes(broker)) == 2)
+        await puller.ack(messages)
+        await puller.flush()
+        assert not broker.unacked()
 
 
-async def test_full_consumer_with_slow_message_pulls_again(monkeypatch):
+async def test_full_consumer_with_slow_message_pulls_again(monkeypatch, metaserver, broker):
     monkeypatch.setattr(group_session, "SWEEP_S", 3600)
 
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(200), apart=True)  # each message is a piece of its own
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest", unacked_max=40) as puller:
-            messages = await pull_all(puller, 40)
-            await puller.ack(messages[1:])
-            assert ns(await pull_all(puller, 39)) == list(range(40, 79))
+    fill(broker, range(200), apart=True)  # each message is a piece of its own
+    async with consumer_of(metaserver).pull("a", group="g", start="earliest", unacked_max=40) as puller:
+        messages = await pull_all(puller, 40)
+        await puller.ack(messages[1:])
+        assert ns(await pull_all(puller, 39)) == list(range(40, 79))
 
 
 async def test_partial_piece_is_acked_after_the_ack_delay(monkeypatch):
@@ -121,55 +117,51 @@ async def test_flush_stores_acks_inside_pieces():
         assert broker.unacked() == [0, 2, 3, 4]
 
 
-async def test_flush_raises_after_the_subscription_failed():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(3))
-        first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.1) for _ in range(2))
-        async with first.pull("a", group="g", start="earliest") as puller:
-            messages = await pull_all(puller, 3)
-            async with second.pull("a", group="g"):
-                with pytest.raises(SubscriptionReplaced):
-                    await puller.pull(1, timeout=10)
-                await puller.ack(messages)
-                with pytest.raises(SubscriptionReplaced):
-                    await puller.flush()
-                await until_async(puller._task.done)
-                with pytest.raises(SubscriptionReplaced):
-                    await puller.flush()
-
-
-async def test_flush_waits_while_going_offline():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(3))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest") as puller:
-            messages = await pull_all(puller, 3)
-            broker.holds.add(Command.ACK)
+async def test_flush_raises_after_the_subscription_failed(metaserver, broker):
+    fill(broker, range(3))
+    first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.1) for _ in range(2))
+    async with first.pull("a", group="g", start="earliest") as puller:
+        messages = await pull_all(puller, 3)
+        async with second.pull("a", group="g"):
+            with pytest.raises(SubscriptionReplaced):
+                await puller.pull(1, timeout=10)
             await puller.ack(messages)
-            consumer.offline()
-            await until_async(lambda: broker.held)
-            await settle()
-            flushed = asyncio.create_task(puller.flush())
-            await settle()
-            assert not flushed.done()
-            broker.release()
-            await flushed
-            assert all(message.is_settled for message in messages)
+            with pytest.raises(SubscriptionReplaced):
+                await puller.flush()
+            await until_async(puller._task.done)
+            with pytest.raises(SubscriptionReplaced):
+                await puller.flush()
 
 
-async def test_restart_with_same_id_gets_unacked_messages():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(10))
-        first = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
-        puller = await first.pull("a", group="g", start="earliest").__aenter__()
-        await puller.ack((await pull_all(puller, 10))[:3])
-        await puller.flush()
-        assert first._connections is not None
-        await first._connections.close()  # as in a crash: no unsubscribe
-        second = consumer_of(metaserver, consumer_id="c1")
-        async with second.pull("a", group="g") as again:
-            assert subscribes(broker)[0]["held_end"] == 0
-            assert ns(await pull_all(again, 7)) == list(range(3, 10))
+async def test_flush_waits_while_going_offline(consumer, broker):
+    fill(broker, range(3))
+    async with consumer.pull("a", group="g", start="earliest") as puller:
+        messages = await pull_all(puller, 3)
+        broker.holds.add(Command.ACK)
+        await puller.ack(messages)
+        consumer.offline()
+        await until_async(lambda: broker.held)
+        await settle()
+        flushed = asyncio.create_task(puller.flush())
+        await settle()
+        assert not flushed.done()
+        broker.release()
+        await flushed
+        assert all(message.is_settled for message in messages)
+
+
+async def test_restart_with_same_id_gets_unacked_messages(metaserver, broker):
+    fill(broker, range(10))
+    first = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
+    puller = await first.pull("a", group="g", start="earliest").__aenter__()
+    await puller.ack((await pull_all(puller, 10))[:3])
+    await puller.flush()
+    assert first._connections is not None
+    await first._connections.close()  # as in a crash: no unsubscribe
+    second = consumer_of(metaserver, consumer_id="c1")
+    async with second.pull("a", group="g") as again:
+        assert subscribes(broker)[0]["held_end"] == 0
+        assert ns(await pull_all(again, 7)) == list(range(3, 10))
 
 
 async def test_consumer_follows_the_new_master():
@@ -195,14 +187,13 @@ async def test_consumer_follows_the_new_master():
         await new.stop()
 
 
-async def test_not_master_is_retried():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(5))
-        broker.refuse_with = NotMaster("not yet")
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            await until_async(lambda: len(metaserver.requests) >= 2)  # it requested routes again
-            broker.refuse_with = None
-            assert ns(await pull_all(puller, 5)) == list(range(5))
+async def test_not_master_is_retried(metaserver, broker):
+    fill(broker, range(5))
+    broker.refuse_with = NotMaster("not yet")
+    async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+        await until_async(lambda: len(metaserver.requests) >= 2)  # it requested routes again
+        broker.refuse_with = None
+        assert ns(await pull_all(puller, 5)) == list(range(5))
 
 
 async def test_waiting_messages_survive_a_refused_ack():
@@ -239,11 +230,10 @@ async def test_small_prefetch_is_not_exceeded(prefetch):
             assert broker.positions["a", "g"] - taken <= prefetch
 
 
-async def test_heartbeats_keep_the_lease():
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.lease_ms = 60
-        async with consumer_of(metaserver).pull("a", group="g"):
-            await until_async(lambda: broker.heartbeats >= 5)
+async def test_heartbeats_keep_the_lease(metaserver, broker):
+    broker.lease_ms = 60
+    async with consumer_of(metaserver).pull("a", group="g"):
+        await until_async(lambda: broker.heartbeats >= 5)
 
 
 async def test_heartbeats_follow_each_groups_lease():
@@ -385,78 +375,71 @@ async def test_most_once_cancelled_pull_is_returned_next():
         assert ns(await pull_all(puller, 5)) == [3, 4, 5, 6, 7]
 
 
-async def test_most_once_pull_ends_with_the_puller():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(10))
-        consumer = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
-        async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
-            await puller.pull(1, timeout=10)
-            broker.ack_error = NotServed("the roles are being swapped")
-            pulled = asyncio.create_task(puller.pull(4, timeout=0.1))
-            await until_async(lambda: broker.ack_error is None)
-            await broker.stop()
-            puller.stop()
-            async with asyncio.timeout(60):
-                assert await pulled == []
+async def test_most_once_pull_ends_with_the_puller(metaserver, broker):
+    fill(broker, range(10))
+    consumer = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
+    async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
+        await puller.pull(1, timeout=10)
+        broker.ack_error = NotServed("the roles are being swapped")
+        pulled = asyncio.create_task(puller.pull(4, timeout=0.1))
+        await until_async(lambda: broker.ack_error is None)
+        await broker.stop()
+        puller.stop()
+        async with asyncio.timeout(60):
+            assert await pulled == []
 
 
-async def test_offline_puller_holds_nothing():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(10))
-        consumer = consumer_of(metaserver, consumer_id="c1")
-        async with consumer.pull("a", group="g", start="earliest") as puller:
-            messages = await puller.pull(3, timeout=10)
-            consumer.offline()
-            assert await puller.pull(1, timeout=0.05) == []
-            assert broker.unsubscribes == 0, "it waits for what was taken"
-            await puller.ack(messages)
-            await until_async(lambda: broker.unsubscribes == 2)
-            assert sorted(broker.returned["a", "g"]) == list(range(3, 10))
-            waiting = asyncio.create_task(puller.pull(100, timeout=10))
-            consumer.online()
-            assert ns(await waiting)[0] == 3
+async def test_offline_puller_holds_nothing(consumer, broker):
+    fill(broker, range(10))
+    async with consumer.pull("a", group="g", start="earliest") as puller:
+        messages = await puller.pull(3, timeout=10)
+        consumer.offline()
+        assert await puller.pull(1, timeout=0.05) == []
+        assert broker.unsubscribes == 0, "it waits for what was taken"
+        await puller.ack(messages)
+        await until_async(lambda: broker.unsubscribes == 2)
+        assert sorted(broker.returned["a", "g"]) == list(range(3, 10))
+        waiting = asyncio.create_task(puller.pull(100, timeout=10))
+        consumer.online()
+        assert ns(await waiting)[0] == 3
 
 
-async def test_urgent_subject_is_pulled_first():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(500), "normal")
-        consumer, handled = consumer_of(metaserver), []
-        terms = {"group": "pay", "start": "earliest", "prefetch_messages": 100}
-        async with consumer.pull("urgent", **terms) as urgent, consumer.pull("normal", **terms) as normal:
-            while len(handled) < 505:
-                for puller in (urgent, normal):
-                    if messages := await puller.pull(10, timeout=0.05 if puller is normal else 0):
-                        handled += [message.subject for message in messages]
-                        await puller.ack(messages)
-                        break
-                if len(handled) == 100:
-                    fill(broker, range(5), "urgent")
-                    await until_async(lambda: urgent._subscription.next_message() is not None)
-        assert handled.index("urgent") <= 110 and handled.count("urgent") == 5
+async def test_urgent_subject_is_pulled_first(consumer, broker):
+    fill(broker, range(500), "normal")
+    handled = []
+    terms = {"group": "pay", "start": "earliest", "prefetch_messages": 100}
+    async with consumer.pull("urgent", **terms) as urgent, consumer.pull("normal", **terms) as normal:
+        while len(handled) < 505:
+            for puller in (urgent, normal):
+                if messages := await puller.pull(10, timeout=0.05 if puller is normal else 0):
+                    handled += [message.subject for message in messages]
+                    await puller.ack(messages)
+                    break
+            if len(handled) == 100:
+                fill(broker, range(5), "urgent")
+                await until_async(lambda: urgent._subscription.next_message() is not None)
+    assert handled.index("urgent") <= 110 and handled.count("urgent") == 5
 
 
-async def test_leaving_offline_does_not_wait():
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(3))
-        consumer = consumer_of(metaserver, consumer_id="c1", drain_s=1_000.0)
-        async with consumer.pull("a", group="g", start="earliest") as puller:
-            await puller.pull(3, timeout=10)
-            consumer.offline()
-            assert await puller.pull(1, timeout=0.05) == []
-        assert broker.times["a", "g"] == {0: 1, 1: 1, 2: 1}
+async def test_leaving_offline_does_not_wait(metaserver, broker):
+    fill(broker, range(3))
+    consumer = consumer_of(metaserver, consumer_id="c1", drain_s=1_000.0)
+    async with consumer.pull("a", group="g", start="earliest") as puller:
+        await puller.pull(3, timeout=10)
+        consumer.offline()
+        assert await puller.pull(1, timeout=0.05) == []
+    assert broker.times["a", "g"] == {0: 1, 1: 1, 2: 1}
 
 
-async def test_puller_opens_once():
-    async with cluster("g1") as (metaserver, _):
-        consumer = consumer_of(metaserver)
-        puller = consumer.pull("a", group="g")
+async def test_puller_opens_once(consumer):
+    puller = consumer.pull("a", group="g")
+    with pytest.raises(qmq.ClientClosed):
+        await puller.pull(1, timeout=1)
+    async with puller:
+        with pytest.raises(qmq.InvalidRequest, match="already"):
+            consumer.listen("a", group="g")
+    for use in (puller.__aenter__(), puller.pull(1, timeout=1)):
         with pytest.raises(qmq.ClientClosed):
-            await puller.pull(1, timeout=1)
-        async with puller:
-            with pytest.raises(qmq.InvalidRequest, match="already"):
-                consumer.listen("a", group="g")
-        for use in (puller.__aenter__(), puller.pull(1, timeout=1)):
-            with pytest.raises(qmq.ClientClosed):
-                await use
-        async with consumer.pull("a", group="g"):
-            pass
+            await use
+    async with consumer.pull("a", group="g"):
+        pass

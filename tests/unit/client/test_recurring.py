@@ -11,8 +11,7 @@ from qmq.message import RECUR_NAME
 from qmq.remoting.commands import Command
 from qmq.types import GroupKind
 from tests.support.waiting import until_async
-from tests.unit.client.test_producer import producer_of
-from tests.unit.client.world import delay_cluster
+from tests.unit.client.world import delay_groups, producer_of
 
 DAILY = {"name": "daily", "cron": "0 8 * * *", "timezone": "Europe/Berlin"}
 
@@ -26,32 +25,30 @@ def holders(servers, name="daily"):
     return [server.name for server in servers if name in names(server)]
 
 
-async def test_schedule_is_listed_and_deleted():
-    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-        message = Message("s", {"kind": "report"}, tags={"t"}, order_key="k")
-        put = await producer.put_recurring(message, **DAILY, owner="billing")
-        assert (put.subject, put.name, put.owner, put.cron, put.timezone) == (
-            "s",
-            "daily",
-            "billing",
-            "0 8 * * *",
-            "Europe/Berlin",
-        )
-        stored = decode_message(server.subjects["s"][0])
-        assert (stored["kind"], stored.tags, stored.order_key) == ("report", {"t"}, "k")
-        assert message.id is None, "it can be put again"
-        assert await producer.list_recurring(subject="s") == [put]
-        assert await producer.delete_recurring(subject="s", name="daily") is True
-        assert await producer.delete_recurring(subject="s", name="daily") is False
+async def test_schedule_is_listed_and_deleted(server, producer):
+    message = Message("s", {"kind": "report"}, tags={"t"}, order_key="k")
+    put = await producer.put_recurring(message, **DAILY, owner="billing")
+    assert (put.subject, put.name, put.owner, put.cron, put.timezone) == (
+        "s",
+        "daily",
+        "billing",
+        "0 8 * * *",
+        "Europe/Berlin",
+    )
+    stored = decode_message(server.subjects["s"][0])
+    assert (stored["kind"], stored.tags, stored.order_key) == ("report", {"t"}, "k")
+    assert message.id is None, "it can be put again"
+    assert await producer.list_recurring(subject="s") == [put]
+    assert await producer.delete_recurring(subject="s", name="daily") is True
+    assert await producer.delete_recurring(subject="s", name="daily") is False
 
 
-async def test_owner_defaults_to_the_application():
-    async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
-        assert (await producer.put_recurring(Message("s"), **DAILY)).owner == producer._app
+async def test_owner_defaults_to_the_application(server, producer):
+    assert (await producer.put_recurring(Message("s"), **DAILY)).owner == producer._app
 
 
-async def test_names_spread_over_groups():
-    async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers):
+async def test_names_spread_over_groups(metaserver, broker):
+    async with delay_groups(metaserver, broker, "d1", "d2", "d3") as servers:
         for _ in range(3):
             async with producer_of(metaserver) as producer:
                 for at in range(20):
@@ -60,8 +57,8 @@ async def test_names_spread_over_groups():
         assert all(len(place) == 1 for place in places) and len({place[0] for place in places}) == 3
 
 
-async def test_schedule_stays_in_its_group():
-    async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers), producer_of(metaserver) as producer:
+async def test_schedule_stays_in_its_group(metaserver, broker):
+    async with delay_groups(metaserver, broker, "d1", "d2", "d3") as servers, producer_of(metaserver) as producer:
         groups = dict(metaserver.delay_groups)
 
         async def put(*names, cron):
@@ -83,8 +80,8 @@ async def test_schedule_stays_in_its_group():
         assert len(holders(servers)) == 1
 
 
-async def test_readonly_group_gets_no_new_schedule():
-    async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
+async def test_readonly_group_gets_no_new_schedule(metaserver, broker):
+    async with delay_groups(metaserver, broker, "d1", "d2") as servers, producer_of(metaserver) as producer:
         servers[0].refuse_put_with = BrokerReadOnly("d1 is readonly: operator")
         for at in range(8):
             await producer.put_recurring(Message("s"), **DAILY | {"name": f"n{at}"})
@@ -94,9 +91,9 @@ async def test_readonly_group_gets_no_new_schedule():
             await producer.put_recurring(Message("s"), **DAILY)
 
 
-async def test_silent_group_blocks_the_change():
+async def test_silent_group_blocks_the_change(metaserver, broker):
     async with (
-        delay_cluster("d1", "d2") as (metaserver, _, servers),
+        delay_groups(metaserver, broker, "d1", "d2") as servers,
         producer_of(metaserver, timeout_s=3.0, answer_timeout_s=0.5) as producer,
     ):
         servers[1].is_silent = True
@@ -107,20 +104,18 @@ async def test_silent_group_blocks_the_change():
         assert holders(servers) == []
 
 
-async def test_answer_that_was_lost_is_asked_for_again():
-    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-        server.loses_answer_to = Command.RECUR
-        assert (await producer.put_recurring(Message("s"), **DAILY)).name == "daily"
+async def test_answer_that_was_lost_is_asked_for_again(server, producer):
+    server.loses_answer_to = Command.RECUR
+    assert (await producer.put_recurring(Message("s"), **DAILY)).name == "daily"
 
 
-async def test_invalid_schedule_is_refused_locally():
-    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-        with pytest.raises(InvalidMessage, match="an id of its own"):
-            await producer.put_recurring(Message("s", id="mine"), **DAILY)
-        with pytest.raises(InvalidRequest, match="name of a recurring schedule"):
-            await producer.put_recurring(Message("s"), **DAILY | {"name": ""})
-        with pytest.raises(InvalidMessage):
-            await producer.put_recurring(Message("s", {"x": "y" * 40_000}), **DAILY)
-        server.refuse_put_with = InvalidRequest("cron expression 'x': write five fields")
-        with pytest.raises(CallError, match="write five fields"):
-            await producer.put_recurring(Message("s"), **DAILY | {"cron": "x"})
+async def test_invalid_schedule_is_refused_locally(server, producer):
+    with pytest.raises(InvalidMessage, match="an id of its own"):
+        await producer.put_recurring(Message("s", id="mine"), **DAILY)
+    with pytest.raises(InvalidRequest, match="name of a recurring schedule"):
+        await producer.put_recurring(Message("s"), **DAILY | {"name": ""})
+    with pytest.raises(InvalidMessage):
+        await producer.put_recurring(Message("s", {"x": "y" * 40_000}), **DAILY)
+    server.refuse_put_with = InvalidRequest("cron expression 'x': write five fields")
+    with pytest.raises(CallError, match="write five fields"):
+        await producer.put_recurring(Message("s"), **DAILY | {"cron": "x"})

@@ -21,8 +21,8 @@ from qmq.client.routes import Routing
 from qmq.message import Message
 from qmq.types import GroupKind
 from tests.support.waiting import settle, until_async
-from tests.unit.client.test_producer import Hold, producer_of
-from tests.unit.client.world import TOKEN, LocalMetaserver, cluster
+from tests.unit.client.test_producer import Hold
+from tests.unit.client.world import TOKEN, LocalMetaserver, cluster, producer_of
 
 
 class Client:
@@ -66,6 +66,13 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
+async def client(metaserver) -> AsyncIterator[Client]:
+    """Watch of the subject "a"."""
+    async with watching(metaserver, "a") as client:
+        yield client
+
+
+@pytest.fixture
 def polls_soon(quick, monkeypatch):
     """On a busy machine a poll may then come before the stream."""
     monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05)
@@ -86,15 +93,13 @@ async def test_new_stream_brings_changed_routes():
         assert set(first.subjects) == set(first.held) == {"a", "b"}
 
 
-async def test_routes_in_use_are_confirmed():
+async def test_routes_in_use_are_confirmed(metaserver, broker, client):
     """Weakness 20: QMQ does not report how many producers still use an old route."""
-
-    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route_now("a").version})
-        metaserver.set_group(broker, writable=False)
-        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route_now("a").version})
-        assert client.writable("a") == {"g1": False}
-        assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
+    await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route_now("a").version})
+    metaserver.set_group(broker, writable=False)
+    await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route_now("a").version})
+    assert client.writable("a") == {"g1": False}
+    assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
 
 
 async def test_confirmation_delays_no_request(monkeypatch):
@@ -116,69 +121,63 @@ async def test_confirmation_delays_no_request(monkeypatch):
         assert metaserver.requests[0].held == {"a": a, "b": b}, "a new stream says it at once"
 
 
-async def test_an_error_never_empties_a_route():
+async def test_an_error_never_empties_a_route(metaserver, broker, client):
     """Weakness 18: QMQ's refusal takes all groups from a consumer."""
-
-    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-        await until_async(lambda: client.writable("a") == {"g1": True})
-        version = metaserver.route_now("a").version
-        metaserver.refuse["a"] = "the database does not answer"
-        metaserver.notify()
-        await until_async(lambda: len(client.brought) >= 2)
-        assert client.writable("a") == {"g1": True}
-        assert "does not answer" in client.routing.why_not("a")
-        assert metaserver.confirmed() == {"a": version}, "what is in use is still the route before"
-        del metaserver.refuse["a"]
-        metaserver.set_group(broker, writable=False)
-        await until_async(lambda: client.writable("a") == {"g1": False})
-        await metaserver.stop()
-        client.watch.refresh()
-        await until_async(lambda: client.watch._failure)
-        assert client.writable("a") == {"g1": False}
+    await until_async(lambda: client.writable("a") == {"g1": True})
+    version = metaserver.route_now("a").version
+    metaserver.refuse["a"] = "the database does not answer"
+    metaserver.notify()
+    await until_async(lambda: len(client.brought) >= 2)
+    assert client.writable("a") == {"g1": True}
+    assert "does not answer" in client.routing.why_not("a")
+    assert metaserver.confirmed() == {"a": version}, "what is in use is still the route before"
+    del metaserver.refuse["a"]
+    metaserver.set_group(broker, writable=False)
+    await until_async(lambda: client.writable("a") == {"g1": False})
+    await metaserver.stop()
+    client.watch.refresh()
+    await until_async(lambda: client.watch._failure)
+    assert client.writable("a") == {"g1": False}
 
 
-async def test_no_groups_on_purpose_are_no_groups():
+async def test_no_groups_on_purpose_are_no_groups(metaserver, client):
     """Weakness 19: with QMQ, an empty route and an error look the same."""
-
-    async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
-        await until_async(lambda: client.writable("a") == {"g1": True})
-        metaserver.groups.clear()
-        metaserver.notify()
-        await until_async(lambda: client.writable("a") == {})
+    await until_async(lambda: client.writable("a") == {"g1": True})
+    metaserver.groups.clear()
+    metaserver.notify()
+    await until_async(lambda: client.writable("a") == {})
 
 
 @pytest.mark.usefixtures("polls_soon")
-async def test_blocked_grpc_falls_back_to_http(caplog):
+async def test_blocked_grpc_falls_back_to_http(caplog, metaserver, broker):
     caplog.set_level(logging.INFO)
 
-    async with cluster("g1") as (metaserver, [broker]):
-        await metaserver.block_grpc()
-        async with watching(metaserver, "a") as client:
-            await until_async(lambda: client.writable("a") == {"g1": True})
-            metaserver.set_group(broker, writable=False)
-            await until_async(lambda: client.writable("a") == {"g1": False})
-            client.watch.watch("b")
-            await until_async(lambda: client.writable("b"))
-            await until_async(lambda: len(metaserver.polls[-1].get("held", ())) == 2)
-            assert client.brought == ["a", "a", "b"], "each poll brings what differs"
-            assert metaserver.polls[-1]["produces"] == ["true"] and not metaserver.requests
-            await metaserver.unblock_grpc()
-            await until_async(lambda: metaserver.requests)
-            metaserver.set_group(broker, writable=True, term=2)
-            await until_async(lambda: client.writable("a") == {"g1": True})
-            count = len(metaserver.polls)
-            await until_async(lambda: "routes come over gRPC again" in caplog.text)
-            await settle()
-            assert len(metaserver.polls) == count, "who has a stream does not poll"
+    await metaserver.block_grpc()
+    async with watching(metaserver, "a") as client:
+        await until_async(lambda: client.writable("a") == {"g1": True})
+        metaserver.set_group(broker, writable=False)
+        await until_async(lambda: client.writable("a") == {"g1": False})
+        client.watch.watch("b")
+        await until_async(lambda: client.writable("b"))
+        await until_async(lambda: len(metaserver.polls[-1].get("held", ())) == 2)
+        assert client.brought == ["a", "a", "b"], "each poll brings what differs"
+        assert metaserver.polls[-1]["produces"] == ["true"] and not metaserver.requests
+        await metaserver.unblock_grpc()
+        await until_async(lambda: metaserver.requests)
+        metaserver.set_group(broker, writable=True, term=2)
+        await until_async(lambda: client.writable("a") == {"g1": True})
+        count = len(metaserver.polls)
+        await until_async(lambda: "routes come over gRPC again" in caplog.text)
+        await settle()
+        assert len(metaserver.polls) == count, "who has a stream does not poll"
 
 
 @pytest.mark.usefixtures("polls_soon")
-async def test_broken_stream_is_polled_over_http():
-    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-        await until_async(lambda: client.writable("a") == {"g1": True})
-        await metaserver.block_grpc()
-        metaserver.set_group(broker, writable=False)
-        await until_async(lambda: client.writable("a") == {"g1": False})
+async def test_broken_stream_is_polled_over_http(metaserver, broker, client):
+    await until_async(lambda: client.writable("a") == {"g1": True})
+    await metaserver.block_grpc()
+    metaserver.set_group(broker, writable=False)
+    await until_async(lambda: client.writable("a") == {"g1": False})
 
 
 @pytest.mark.parametrize("way", ["a stream", "a stream, behind an error of gRPC's own", "HTTP"])
@@ -213,13 +212,12 @@ async def test_rejected_token_is_logged(way, caplog):
 
 
 @pytest.mark.usefixtures("polls_soon")
-async def test_many_subjects_are_polled_in_several_requests():
+async def test_many_subjects_are_polled_in_several_requests(metaserver):
     names = [f"{number:03d}" + "ü" * 48 for number in range(100)]
-    async with cluster("g1") as (metaserver, _):
-        await metaserver.block_grpc()
-        async with watching(metaserver, *names) as client:
-            await until_async(lambda: set(client.brought) == set(names))
-            assert max(len(words["subject"]) for words in metaserver.polls) <= 40
+    await metaserver.block_grpc()
+    async with watching(metaserver, *names) as client:
+        await until_async(lambda: set(client.brought) == set(names))
+        assert max(len(words["subject"]) for words in metaserver.polls) <= 40
 
 
 async def test_all_readonly_route_reaches_producers():
@@ -241,19 +239,17 @@ async def test_all_readonly_route_reaches_producers():
         assert (await waiting).broker_group == "g2", "the waiting call ends as soon as a group accepts produces"
 
 
-async def test_consumer_keeps_a_refused_route():
+async def test_consumer_keeps_a_refused_route(metaserver, producer):
     """Weaknesses 17 and 18."""
-
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        consumer = qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
-        async with consumer.pull("a", group="g", start="earliest") as puller:
-            await producer.send(Message("a", {"n": "1"}))
-            assert len(await puller.pull(10, timeout=60)) == 1
-            metaserver.refuse["a"] = "the database does not answer"
-            metaserver.notify()
-            await until_async(lambda: len(metaserver.updates) >= 4)
-            await producer.send(Message("a", {"n": "2"}))
-            assert len(await puller.pull(10, timeout=60)) == 1
+    consumer = qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
+    async with consumer.pull("a", group="g", start="earliest") as puller:
+        await producer.send(Message("a", {"n": "1"}))
+        assert len(await puller.pull(10, timeout=60)) == 1
+        metaserver.refuse["a"] = "the database does not answer"
+        metaserver.notify()
+        await until_async(lambda: len(metaserver.updates) >= 4)
+        await producer.send(Message("a", {"n": "2"}))
+        assert len(await puller.pull(10, timeout=60)) == 1
 
 
 async def test_requests_move_to_the_next_stream(monkeypatch):
@@ -271,32 +267,30 @@ async def test_requests_move_to_the_next_stream(monkeypatch):
 
 
 @pytest.mark.usefixtures("polls_soon")
-async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
+async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch, metaserver, broker):
     """The poll's answer is older, and the metaserver would not send the newer one again."""
+    await metaserver.block_grpc()
+    polling, go_on = threading.Event(), threading.Event()
+    poll = route_watch.poll
 
-    async with cluster("g1") as (metaserver, [broker]):
-        await metaserver.block_grpc()
-        polling, go_on = threading.Event(), threading.Event()
-        poll = route_watch.poll
+    def late(*args, **options):
+        routes = poll(*args, **options)
+        polling.set()
+        go_on.wait(60)
+        return routes
 
-        def late(*args, **options):
-            routes = poll(*args, **options)
-            polling.set()
-            go_on.wait(60)
-            return routes
-
-        monkeypatch.setattr(route_watch, "poll", late)
-        async with watching(metaserver, "a") as client:
-            await until_async(polling.is_set)
-            metaserver.set_group(broker, writable=False)
-            await metaserver.unblock_grpc()
-            version = metaserver.route_now("a", GroupKind.NORMAL).version
-            await until_async(lambda: metaserver.confirmed().get("a") == version)
-            assert client.writable("a") == {"g1": False}
-            go_on.set()
-            client.watch.watch("b")
-            await until_async(lambda: client.writable("b"))
-            assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == version
+    monkeypatch.setattr(route_watch, "poll", late)
+    async with watching(metaserver, "a") as client:
+        await until_async(polling.is_set)
+        metaserver.set_group(broker, writable=False)
+        await metaserver.unblock_grpc()
+        version = metaserver.route_now("a", GroupKind.NORMAL).version
+        await until_async(lambda: metaserver.confirmed().get("a") == version)
+        assert client.writable("a") == {"g1": False}
+        go_on.set()
+        client.watch.watch("b")
+        await until_async(lambda: client.writable("b"))
+        assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == version
 
 
 async def test_refreshes_are_rate_limited():
@@ -345,17 +339,16 @@ async def test_requests_have_bounded_size(monkeypatch):
         assert [name for request in metaserver.requests for name in request.forgotten] == names[:7]
 
 
-async def test_refused_subject_is_requested_again(monkeypatch):
+async def test_refused_subject_is_requested_again(monkeypatch, metaserver):
     monkeypatch.setattr(route_watch, "REPEAT_S", 0.05)
 
-    async with cluster("g1") as (metaserver, _):
-        metaserver.refuse["b"] = "one subject too many"
-        async with watching(metaserver, "a", "b") as client:
-            await until_async(lambda: client.watch.refusals == {"b": "one subject too many"})
-            assert client.writable("a") == {"g1": True}
-            del metaserver.refuse["b"]  # without a notification
-            await until_async(lambda: client.writable("b"))
-            assert client.watch.refusals == {} and client.watch.trouble == ""
+    metaserver.refuse["b"] = "one subject too many"
+    async with watching(metaserver, "a", "b") as client:
+        await until_async(lambda: client.watch.refusals == {"b": "one subject too many"})
+        assert client.writable("a") == {"g1": True}
+        del metaserver.refuse["b"]  # without a notification
+        await until_async(lambda: client.writable("b"))
+        assert client.watch.refusals == {} and client.watch.trouble == ""
 
 
 @pytest.mark.usefixtures("polls_soon")
@@ -374,27 +367,26 @@ async def test_lasting_silence_is_trouble(monkeypatch):
         assert client.watch.trouble == "", "polls keep routes up to date"
 
 
-async def test_idle_routes_are_forgotten(monkeypatch):
+async def test_idle_routes_are_forgotten(monkeypatch, metaserver, broker, producer):
     monkeypatch.setattr(route_watch, "KEPT", 2)
 
-    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-        names = [f"s{number}" for number in range(6)]
-        for name in names:
-            assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
-        sender = producer._senders.of(is_delayed=False)
-        hold = Hold(broker)
-        waiting = asyncio.create_task(producer.send(Message("s0", {})))
-        await until_async(lambda: hold.held)
-        sender._watch._forget_idle()
-        assert len(sender._queues) == 6, "all were used since the last time"
-        sender._watch._forget_idle()
-        assert list(sender._queues) == ["s0", "s4", "s5"], "the message of s0 has no outcome yet"
-        assert list(sender._lanes) == list(sender._watch._held) == list(sender._queues)
-        hold.release()
-        assert (await waiting).is_stored
-        for name in names:
-            assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
-        assert {name for request in metaserver.requests for name in request.forgotten} == {"s1", "s2", "s3"}
+    names = [f"s{number}" for number in range(6)]
+    for name in names:
+        assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
+    sender = producer._senders.of(is_delayed=False)
+    hold = Hold(broker)
+    waiting = asyncio.create_task(producer.send(Message("s0", {})))
+    await until_async(lambda: hold.held)
+    sender._watch._forget_idle()
+    assert len(sender._queues) == 6, "all were used since the last time"
+    sender._watch._forget_idle()
+    assert list(sender._queues) == ["s0", "s4", "s5"], "the message of s0 has no outcome yet"
+    assert list(sender._lanes) == list(sender._watch._held) == list(sender._queues)
+    hold.release()
+    assert (await waiting).is_stored
+    for name in names:
+        assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
+    assert {name for request in metaserver.requests for name in request.forgotten} == {"s1", "s2", "s3"}
 
 
 @pytest.mark.parametrize("is_streaming", [True, False], ids=["gRPC", "polls"])
@@ -414,14 +406,13 @@ async def test_another_metaserver_follows_a_dead_one(is_streaming):
             await until_async(lambda: client.writable("a") == {"g1": False})
 
 
-async def test_clients_without_arguments_use_the_environment(monkeypatch):
-    async with cluster("g1") as (metaserver, [broker]):
-        for name, value in {"METASERVER": metaserver.url, "APP": "shop", "TOKEN": TOKEN}.items():
-            monkeypatch.setenv(f"QMQ_{name}", value)
-        async with qmq.Producer() as producer:
-            assert (await producer.send(qmq.Message("a"))).is_stored
-        assert metaserver.requests[0].app == "shop"
-        assert qmq.Consumer() and qmq.blocking.Producer() and qmq.blocking.Consumer()
+async def test_clients_without_arguments_use_the_environment(monkeypatch, metaserver):
+    for name, value in {"METASERVER": metaserver.url, "APP": "shop", "TOKEN": TOKEN}.items():
+        monkeypatch.setenv(f"QMQ_{name}", value)
+    async with qmq.Producer() as producer:
+        assert (await producer.send(qmq.Message("a"))).is_stored
+    assert metaserver.requests[0].app == "shop"
+    assert qmq.Consumer() and qmq.blocking.Producer() and qmq.blocking.Consumer()
 
 
 async def test_read_that_fails_while_it_is_cancelled_is_no_unseen_error(monkeypatch):

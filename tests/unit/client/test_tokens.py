@@ -15,8 +15,18 @@ from qmq.errors import AccessError, MissingRight, NotServed
 from qmq.remoting.commands import Command
 from tests.support.waiting import until_async
 from tests.unit.client import world
-from tests.unit.client.test_producer import Hold, producer_of
-from tests.unit.client.world import TOKEN, LocalBroker, LocalMetaserver, cluster, consumer_of, fill, ns, pull_all
+from tests.unit.client.test_producer import Hold
+from tests.unit.client.world import (
+    TOKEN,
+    LocalBroker,
+    LocalMetaserver,
+    cluster,
+    consumer_of,
+    fill,
+    ns,
+    producer_of,
+    pull_all,
+)
 
 WAIT_S = 60.0
 
@@ -51,26 +61,24 @@ def consumer(metaserver: LocalMetaserver) -> qmq.Consumer:
     return qmq.Consumer(metaserver=metaserver.url, app="test", consumer_id="c1")
 
 
-async def test_rotated_file_is_read_again(monkeypatch, file):
-    async with cluster("g1") as (metaserver, [broker]):
-        async with consumer(metaserver).pull("a", group="g", start="earliest") as puller:
-            fill(broker, range(1))
-            assert ns(await pull_all(puller, 1)) == [0]
-            file.write_text("new")
-            revoke(monkeypatch, broker, metaserver)
-            fill(broker, range(1, 2))
-            assert ns(await pull_all(puller, 1)) == [1]
+async def test_rotated_file_is_read_again(monkeypatch, file, metaserver, broker):
+    async with consumer(metaserver).pull("a", group="g", start="earliest") as puller:
+        fill(broker, range(1))
+        assert ns(await pull_all(puller, 1)) == [0]
+        file.write_text("new")
+        revoke(monkeypatch, broker, metaserver)
+        fill(broker, range(1, 2))
+        assert ns(await pull_all(puller, 1)) == [1]
 
 
-async def test_file_is_read_again_after_a_refusal(file):
+async def test_file_is_read_again_after_a_refusal(file, metaserver):
     file.write_text("old")
-    async with cluster("g1") as (metaserver, [broker]):
-        async with qmq.Producer(metaserver=metaserver.url, app="test") as producer:
-            file.write_text(TOKEN)
+    async with qmq.Producer(metaserver=metaserver.url, app="test") as producer:
+        file.write_text(TOKEN)
+        receipt = await producer.send(qmq.Message("a", {}))
+        while not receipt.is_stored:  # the first connection may have had the old token
+            assert isinstance(receipt.error, AccessError)
             receipt = await producer.send(qmq.Message("a", {}))
-            while not receipt.is_stored:  # the first connection may have had the old token
-                assert isinstance(receipt.error, AccessError)
-                receipt = await producer.send(qmq.Message("a", {}))
 
 
 @pytest.mark.parametrize("is_rotated", [True, False], ids=["another token", "the same"])
@@ -93,55 +101,51 @@ async def test_missing_right_of_an_old_token_is_repeated(monkeypatch, file, is_r
         assert receipt.is_stored if is_rotated else receipt.error.args == right.args
 
 
-async def test_subscribe_is_repeated_with_the_new_token(monkeypatch, file):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        rights = iter([MissingRight("may not consume"), None])
-        refusal = broker.refusal
-        is_first = lambda packet: packet.code == Command.SUBSCRIBE and next(rights, None)
-        monkeypatch.setattr(broker, "refusal", lambda packet: is_first(packet) or refusal(packet))
-        broker.holds = {Command.SUBSCRIBE}
-        async with consumer(metaserver).pull("a", group="g", start="earliest") as pulling:
-            await until_async(lambda: broker.held)
-            file.write_text("new")
-            monkeypatch.setattr(world, "TOKEN", "new")
-            broker.holds, held = set(), broker.held
-            for connection, packet in held:
-                broker.packet_received(connection, packet)
-            assert ns(await pull_all(pulling, 1)) == [0]
+async def test_subscribe_is_repeated_with_the_new_token(monkeypatch, file, metaserver, broker):
+    fill(broker, range(1))
+    rights = iter([MissingRight("may not consume"), None])
+    refusal = broker.refusal
+    is_first = lambda packet: packet.code == Command.SUBSCRIBE and next(rights, None)
+    monkeypatch.setattr(broker, "refusal", lambda packet: is_first(packet) or refusal(packet))
+    broker.holds = {Command.SUBSCRIBE}
+    async with consumer(metaserver).pull("a", group="g", start="earliest") as pulling:
+        await until_async(lambda: broker.held)
+        file.write_text("new")
+        monkeypatch.setattr(world, "TOKEN", "new")
+        broker.holds, held = set(), broker.held
+        for connection, packet in held:
+            broker.packet_received(connection, packet)
+        assert ns(await pull_all(pulling, 1)) == [0]
 
 
-async def test_wrong_token_ends_run(file):
+async def test_wrong_token_ends_run(file, metaserver):
     file.write_text("wrong")
-    async with cluster("g1") as (metaserver, _):
-        listening = consumer(metaserver)
-        listening.listen("a", group="g")(print)
-        with pytest.raises(AccessError, match=f"unknown token; put a valid token into {file}"):
-            await asyncio.wait_for(listening.run(), WAIT_S)
+    listening = consumer(metaserver)
+    listening.listen("a", group="g")(print)
+    with pytest.raises(AccessError, match=f"unknown token; put a valid token into {file}"):
+        await asyncio.wait_for(listening.run(), WAIT_S)
 
 
 @pytest.mark.parametrize("has_stream", [False, True], ids=["stream ended", "stream open"])
-async def test_revoked_token_ends_a_pull(monkeypatch, has_stream):
-    async with cluster("g1") as (metaserver, [broker]):
-        fill(broker, range(1))
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-            assert ns(await pull_all(puller, 1)) == [0]
-            revoke(monkeypatch, broker, None if has_stream else metaserver)
-            with pytest.raises(AccessError, match="rejects the token: unknown token"):
-                await asyncio.wait_for(puller.pull(1, timeout=1_000), WAIT_S)
+async def test_revoked_token_ends_a_pull(monkeypatch, has_stream, metaserver, broker):
+    fill(broker, range(1))
+    async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+        assert ns(await pull_all(puller, 1)) == [0]
+        revoke(monkeypatch, broker, None if has_stream else metaserver)
+        with pytest.raises(AccessError, match="rejects the token: unknown token"):
+            await asyncio.wait_for(puller.pull(1, timeout=1_000), WAIT_S)
 
 
-async def test_rejection_lasts_before_a_client_ends(monkeypatch):
+async def test_rejection_lasts_before_a_client_ends(monkeypatch, metaserver, broker):
     """A new token reaches all metaservers within a second or two."""
     monkeypatch.setattr(route_watch, "REJECTED_S", 1_000)
-    async with cluster("g1") as (metaserver, [broker]):
-        monkeypatch.setattr(world, "TOKEN", "not yet there")
-        fill(broker, range(1))
-        client = qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
-        async with client.pull("a", group="g", start="earliest") as puller:
-            await until_async(lambda: "unknown token" in puller.trouble)
-            monkeypatch.setattr(world, "TOKEN", TOKEN)
-            assert ns(await pull_all(puller, 1)) == [0]
+    monkeypatch.setattr(world, "TOKEN", "not yet there")
+    fill(broker, range(1))
+    client = qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
+    async with client.pull("a", group="g", start="earliest") as puller:
+        await until_async(lambda: "unknown token" in puller.trouble)
+        monkeypatch.setattr(world, "TOKEN", TOKEN)
+        assert ns(await pull_all(puller, 1)) == [0]
 
 
 async def test_revoked_token_ends_waiting_sends(monkeypatch):
@@ -199,16 +203,15 @@ async def test_pull_without_a_metaserver_raises(monkeypatch):
             await pulling.pull(1, timeout=0.01)
 
 
-async def test_timeout_begins_after_the_connection():
-    async with cluster("g1") as (metaserver, [broker]):
-        broker.holds = {Command.SUBSCRIBE}
-        fill(broker, range(1))
-        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as pulling:
-            pulled = asyncio.create_task(pulling.pull(1, timeout=0.01))
-            await until_async(lambda: broker.held)
-            assert not pulled.done()
-            broker.release()
-            assert ns(await pulled) == [0]
+async def test_timeout_begins_after_the_connection(metaserver, broker):
+    broker.holds = {Command.SUBSCRIBE}
+    fill(broker, range(1))
+    async with consumer_of(metaserver).pull("a", group="g", start="earliest") as pulling:
+        pulled = asyncio.create_task(pulling.pull(1, timeout=0.01))
+        await until_async(lambda: broker.held)
+        assert not pulled.done()
+        broker.release()
+        assert ns(await pulled) == [0]
 
 
 async def test_pull_of_an_unknown_subject_returns_none():
@@ -216,25 +219,24 @@ async def test_pull_of_an_unknown_subject_returns_none():
         assert await pulling.pull(1, timeout=0.01) == [] and not pulling.trouble
 
 
-async def test_consumer_names_why_it_is_cut_off(monkeypatch):
+async def test_consumer_names_why_it_is_cut_off(monkeypatch, metaserver, broker):
     monkeypatch.setattr(subscription, "TROUBLE_S", 1_000)
-    async with cluster("g1") as (metaserver, [broker]):
-        await broker.stop()
-        listening = consumer_of(metaserver)
-        listening.listen("a", group="g")(print)
-        running = asyncio.create_task(listening.run())
-        await until_async(lambda: "Connect call failed" in listening.cut_off)
-        assert listening.cut_off.startswith("a: g1: ")
-        await broker.start(broker.port)
-        await until_async(lambda: not listening.cut_off)
-        await broker.stop()
-        await until_async(lambda: listening.listeners["a", "g"].trouble)
-        assert not listening.cut_off, "a restart of a broker takes seconds"
-        monkeypatch.setattr(subscription, "TROUBLE_S", 0.0)
-        assert listening.cut_off.startswith("a: g1: ")
-        listening.stop()
-        await running
-        assert not listening.cut_off
+    await broker.stop()
+    listening = consumer_of(metaserver)
+    listening.listen("a", group="g")(print)
+    running = asyncio.create_task(listening.run())
+    await until_async(lambda: "Connect call failed" in listening.cut_off)
+    assert listening.cut_off.startswith("a: g1: ")
+    await broker.start(broker.port)
+    await until_async(lambda: not listening.cut_off)
+    await broker.stop()
+    await until_async(lambda: listening.listeners["a", "g"].trouble)
+    assert not listening.cut_off, "a restart of a broker takes seconds"
+    monkeypatch.setattr(subscription, "TROUBLE_S", 0.0)
+    assert listening.cut_off.startswith("a: g1: ")
+    listening.stop()
+    await running
+    assert not listening.cut_off
 
 
 # The file.

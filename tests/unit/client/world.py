@@ -549,22 +549,27 @@ async def cluster(*names: str) -> AsyncIterator[tuple[LocalMetaserver, list[Loca
 
 
 @asynccontextmanager
-async def delay_cluster(*names: str) -> AsyncIterator[tuple[LocalMetaserver, LocalBroker, list[LocalDelayServer]]]:
-    """Run a metaserver, one broker group, and one delay group per name."""
-    async with cluster("g1") as (metaserver, [broker]):
-        servers = [LocalDelayServer(name, broker) for name in names]
-        try:
-            for server in servers:
-                await server.start()
-                metaserver.delay_groups[server.name] = server.port, True, 1
-            metaserver.notify()
-            yield metaserver, broker, servers
-        finally:
-            for server in servers:
-                await server.stop()
+async def delay_groups(
+    metaserver: LocalMetaserver, broker: LocalBroker, *names: str
+) -> AsyncIterator[list[LocalDelayServer]]:
+    """Run one delay group per name, which sends due messages to `broker`."""
+    servers = [LocalDelayServer(name, broker) for name in names]
+    try:
+        for server in servers:
+            await server.start()
+            metaserver.delay_groups[server.name] = server.port, True, 1
+        metaserver.notify()
+        yield servers
+    finally:
+        for server in servers:
+            await server.stop()
 
 
-# Consumers.
+# Clients.
+
+
+def producer_of(metaserver: LocalMetaserver, **options: Any) -> qmq.Producer:
+    return qmq.Producer(metaserver=metaserver.url, app="test", token=TOKEN, **options)
 
 
 def consumer_of(metaserver: LocalMetaserver, **options: Any) -> qmq.Consumer:
