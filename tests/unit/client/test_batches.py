@@ -157,8 +157,6 @@ async def _filter(message, handle):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"batch": 0}, "1 to"),
-        ({"batch": 10_001}, "1 to"),
         ({"batch": 100, "prefetch_messages": 99}, "prefetch"),
         ({"batch": 10, "filters": [_filter]}, "filters"),
     ],

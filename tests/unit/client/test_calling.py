@@ -21,7 +21,6 @@ import qmq.blocking
 from qmq.client.handler import FilteredHandler, HandlerThread, check_callable, finished
 from qmq.errors import InvalidRequest
 from qmq.idempotence import Idempotence, MemoryKeys
-from qmq.idempotence.keys import message_key
 from qmq.idempotence.transaction import BlockingSqlTransaction, SqlTransaction
 from qmq.otel import TracedProducer
 from qmq.outbox.dbapi import Database
@@ -382,11 +381,3 @@ async def test_transaction_receipt_may_be_returned(tmp_path, producer):
         later = await producer.send(qmq.Message("a"), session=transaction)
         assert await finished(later) is later and not later.done()
     assert (await later).is_stored
-
-
-@pytest.mark.parametrize("key", [None, noted, object()])
-def test_key_without_text_fails_the_message(key):
-    """An object's text holds its address, which a later object may have: that message would count as handled."""
-    message = Mock(subject="a", group="g", id="1")
-    with pytest.raises(InvalidRequest, match="is a str|is empty"):
-        message_key(message, lambda message: key)

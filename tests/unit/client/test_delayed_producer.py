@@ -151,10 +151,3 @@ async def test_closing_waits_for_delayed_messages_too(metaserver, server):
     async with producer_of(metaserver) as producer:
         producer.send_nowait(Message("a"), receipts.append, at=LATER)
     assert [receipt.outcome for receipt in receipts] == [Outcome.STORED] and len(server.subjects["a"]) == 1
-
-
-async def test_a_closed_producer_cancels_nothing(metaserver, server):
-    async with producer_of(metaserver) as producer:
-        pass
-    with pytest.raises(qmq.ClientClosed):
-        await producer.cancel(subject="a", id="x")

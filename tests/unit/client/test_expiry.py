@@ -14,10 +14,9 @@ from qmq.client.received import ReceivedMessage
 from qmq.codec import batch_encoder, decode_message, delayed_encoder, encode_message
 from qmq.errors import InvalidMessage
 from qmq.message import Message
-from qmq.outbox.row import decode_row, encode_row
 from qmq.remoting.commands import Command, Verdict
 from tests.support.waiting import until_async
-from tests.unit.client.world import LocalBroker, consumer_of, listening, ns
+from tests.unit.client.world import LocalBroker, consumer_of, handled_by, listening, ns
 
 DAY_S = 86_400
 
@@ -41,15 +40,10 @@ def verdicts(broker: LocalBroker) -> list[int]:
 @pytest.mark.parametrize("most_once", [False, True])
 async def test_expired_message_is_reported_not_handled(batch, most_once, consumer, broker):
     fill_expiring(broker, 60, {2: 30, 3: 59, 4: DAY_S, 9: 1})
-    handled = []
-
-    @consumer.listen("a", group="g", start="earliest", batch=batch, most_once=most_once)
-    async def handle(given) -> None:
-        handled.extend(ns(given if batch else [given]))
-
+    handled = handled_by(consumer, batch=batch, most_once=most_once)
     async with listening(consumer):
-        await until_async(lambda: len(handled) == 7 and not broker.unacked())
-    assert handled == [0, 1, 4, 5, 6, 7, 8]
+        await until_async(lambda: len(handled.messages) == 7 and not broker.unacked())
+    assert handled.numbers == [0, 1, 4, 5, 6, 7, 8]
     assert verdicts(broker) == [Verdict.EXPIRED] * 3
 
 
@@ -81,38 +75,28 @@ def clock(monkeypatch):
 async def test_message_expires_before_its_turn(clock, suspected, batch, consumer, broker):
     broker.suspected = suspected
     fill_expiring(broker, 0, {1: DAY_S}, count=3)
-    began, gate = [], asyncio.Event()
-
-    @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
-    async def handle(given) -> None:
-        began.extend(ns(given if batch else [given]))
-        await gate.wait()
-
+    gate = asyncio.Event()
+    began = handled_by(consumer, gate, concurrency=2, batch=batch)
     async with listening(consumer):
         taken = 3 if batch and suspected == {0} else 2
-        await until_async(lambda: began and waiting(consumer) == 3 - taken)
+        await until_async(lambda: began.messages and waiting(consumer) == 3 - taken)
         clock.ahead_s = 2 * DAY_S
         gate.set()
         await until_async(lambda: verdicts(broker) and not broker.unacked())
-    assert began == [0, 2] and verdicts(broker) == [Verdict.EXPIRED]
+    assert began.numbers == [0, 2] and verdicts(broker) == [Verdict.EXPIRED]
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
 async def test_most_once_message_expires_during_its_ack(clock, batch, consumer, broker):
     broker.holds.add(Command.ACK)
     fill_expiring(broker, 0, {0: DAY_S}, count=2)
-    handled = []
-
-    @consumer.listen("a", group="g", start="earliest", most_once=True, batch=batch)
-    async def handle(given) -> None:
-        handled.extend(ns(given if batch else [given]))
-
+    handled = handled_by(consumer, most_once=True, batch=batch)
     async with listening(consumer):
         await until_async(lambda: broker.held)
         clock.ahead_s = 2 * DAY_S
         broker.release()
-        await until_async(lambda: handled)
-    assert handled == [1] and not broker.nacks
+        await until_async(lambda: handled.messages)
+    assert handled.numbers == [1] and not broker.nacks
 
 
 def waiting(consumer: qmq.Consumer) -> int:
@@ -167,8 +151,3 @@ async def test_send_many_sets_expiry(metaserver, broker):
     found = [decode_message(bytes(data)) for data in broker.subjects["a"]]
     name = "qmq_consumerExpiresAfter"
     assert [one.properties.get(name) for one in found] == [None, "60000", "60000", "61000"]
-
-
-def test_outbox_keeps_expiry():
-    row = encode_row(Message("a", {"n": "1"}, id="m", expires_after=1.5), 7)
-    assert decode_row(row).expires_after == 1.5

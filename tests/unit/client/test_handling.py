@@ -100,27 +100,6 @@ def test_blocking_handlers_run_in_threads():
     assert all(name.startswith("qmq-a-g") for name in threads)
 
 
-def test_a_blocking_handler_that_raises_fails_its_message():
-    seen: list[object] = []
-
-    def handler(message: qmq.ReceivedMessage) -> None:
-        seen.append(message["n"])
-        match message["n"]:
-            case "0":
-                raise ValueError("one")
-            case "1":
-                raise StopIteration
-            case "2":
-                raise qmq.DeadLetter("three")
-
-    broker = listen_and_wait(handler, 4, lambda: len(seen) == 4, concurrency=1)
-    assert [nack.reason for nack in broker.nacks] == [
-        "ValueError('one')",
-        "RuntimeError('the handler raised StopIteration()')",
-        "three",
-    ]
-
-
 def test_filters_run_around_or_in_the_thread():
     where: dict[str, bool] = {}
     context = contextvars.ContextVar("context", default="nothing")
@@ -142,20 +121,6 @@ def test_filters_run_around_or_in_the_thread():
 
     listen_and_wait(handler, 1, lambda: len(where) == 3, filters=[outer, inner])
     assert where == {"inner": False, "handler": False, "from the filter": True}
-
-
-def test_a_blocking_handler_decides_from_its_thread():
-    seen: list[object] = []
-
-    def handler(message: qmq.ReceivedMessage) -> None:
-        seen.append(message["n"])
-        if message["n"] == "0":
-            message.ack_nowait()
-        else:
-            message.dead_letter_nowait("of no use")
-
-    broker = listen_and_wait(handler, 2, lambda: len(seen) == 2, auto_ack=False)
-    assert broker.dead["a", "g"] == [(1, "of no use")]
 
 
 async def test_endless_blocking_handler_does_not_block_exit():
@@ -247,17 +212,6 @@ async def test_run_again_forgets_the_exit(consumer, broker):
         await consumer.run()
     await consumer.run()
     assert not broker.unacked()
-
-
-def test_generator_exit_fails_its_message():
-    seen: list[int] = []
-
-    async def handler(message: qmq.ReceivedMessage) -> None:
-        seen.append(message.times)
-        raise GeneratorExit
-
-    broker = listen_and_wait(handler, 1, lambda: len(seen) == 2, retries_max=2, retry_delay=0.0)
-    assert broker.dead["a", "g"] == [(0, "delivered 2 times; GeneratorExit()")]
 
 
 def test_failed_program_does_not_wait_for_a_cancelled_consumer():

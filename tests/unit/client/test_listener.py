@@ -12,12 +12,13 @@ from datetime import UTC, datetime
 import pytest
 
 import qmq
-from qmq.client import handler, listener
-from qmq.codec import batch_encoder, with_properties
+from qmq.client import group_session, handler, listener
+from qmq.codec import batch_encoder, encode_message, with_properties
+from qmq.dead_letters import delivered
 from qmq.errors import InvalidAck
-from tests.support.waiting import settle, until_async
+from tests.support.waiting import settle, until, until_async
 from tests.unit.client.test_producer import run
-from tests.unit.client.world import LocalBroker, cancelled, cluster, consumer_of, fill, handling, listening, subscribes
+from tests.unit.client.world import cancelled, cluster, consumer_of, fill, handled_by, handling, listening, subscribes
 
 
 async def test_failed_message_is_retried_without_blocking_others():
@@ -37,31 +38,19 @@ async def test_failed_message_is_retried_without_blocking_others():
     assert [nack.reason for nack in broker.nacks] == ["ValueError('not now')"] * 2
 
 
-@pytest.mark.parametrize("how", ["cancelled", "SIGTERM"])
-async def test_stop_finishes_handlers_and_returns_the_rest(how, consumer, broker):
+async def test_cancelled_run_finishes_handlers_and_returns_the_rest(consumer, broker):
     fill(broker, range(50))
-    started, gate = [], asyncio.Event()
-
-    @consumer.listen("a", group="g", start="earliest", concurrency=2)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        started.append(int(message["n"]))
-        await gate.wait()
-
+    gate = asyncio.Event()
+    started = handled_by(consumer, gate, concurrency=2)
     task = asyncio.create_task(consumer.run())
-    await until_async(lambda: len(started) == 2)
-    if how == "SIGTERM":
-        os.kill(os.getpid(), signal.SIGTERM)
-    else:
-        task.cancel()
+    await until_async(lambda: len(started.messages) == 2)
+    task.cancel()
     await settle()
     assert not task.done(), "handlers still run"
     gate.set()
-    if how == "SIGTERM":
+    with pytest.raises(asyncio.CancelledError):
         await task
-    else:
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert started == [0, 1]
+    assert started.numbers == [0, 1]
     pulled = broker.positions["a", "g"]
     assert pulled > 2 and sorted(broker.returned["a", "g"]) == list(range(2, pulled)), "released at once"
     assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as delivered"
@@ -69,15 +58,10 @@ async def test_stop_finishes_handlers_and_returns_the_rest(how, consumer, broker
 
 async def test_endless_handler_is_cancelled(metaserver, broker):
     fill(broker, range(1))
-    consumer, started = consumer_of(metaserver, drain_s=0.1), asyncio.Event()
-
-    @consumer.listen("a", group="g", start="earliest")
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        started.set()
-        await asyncio.Event().wait()
-
+    consumer = consumer_of(metaserver, drain_s=0.1)
+    started = handled_by(consumer, asyncio.Event())
     task = asyncio.create_task(consumer.run())
-    await started.wait()
+    await until_async(lambda: started.messages)
     await cancelled(task)
     assert broker.returned["a", "g"] == [0]
 
@@ -85,17 +69,21 @@ async def test_endless_handler_is_cancelled(metaserver, broker):
 # Failures.
 
 
-async def test_exceptions_decide_the_message():
+@pytest.mark.parametrize("is_plain", [False, True], ids=["coroutine", "thread"])
+async def test_exceptions_decide_the_message(is_plain):
     handled = []
 
-    async def handle(message: qmq.ReceivedMessage) -> None:
+    def plain(message: qmq.ReceivedMessage) -> None:
         if message["n"] == "0":
             raise qmq.DeadLetter("no such order")
         if message["n"] == "1" and message.times == 1:
             raise qmq.RetryLater(0.01)
         handled.append((message["n"], message.times))
 
-    async with handling(handle, 3, retry_delay=1_000) as broker:
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        plain(message)
+
+    async with handling(plain if is_plain else handle, 3, retry_delay=1_000) as broker:
         await until_async(lambda: len(handled) == 2)
     assert handled == [("2", 1), ("1", 2)]
     assert broker.dead["a", "g"] == [(0, "no such order")]
@@ -150,31 +138,60 @@ async def test_refused_ack_drops_handled_messages(consumer, broker):
     assert not broker.nacks
 
 
+@pytest.mark.parametrize(
+    "own, given, is_handled",
+    [(None, 3, True), (None, 4, False), (None, 7, False), (5, 5, True), (5, 6, False), (1, 2, False), (1, 4, False)],
+)
+async def test_vanished_consumers_count_as_deliveries(own, given, is_handled, consumer, broker):
+    """No consumer decided it: the next client checks the limit before a handler begins."""
+    broker.add("a", encode_message(qmq.Message("a", {"n": "0"}, id="m", retries_max=own), 0))
+    broker.earlier = {0: given - 1}
+    handled = handled_by(consumer, retries_max=3)
+    async with listening(consumer):
+        await until_async(lambda: broker.acks or broker.nacks)
+    assert [message.times for message in handled.messages] == ([given] if is_handled else [])
+    reasons = [nack.reason for nack in broker.nacks]
+    assert reasons == ([] if is_handled else [f"{delivered(given - 1)}, and never acked"])
+    assert [reason for _, reason in broker.dead["a", "g"]] == reasons
+
+
+async def test_slow_message_delays_no_other_key(monkeypatch, consumer, broker):
+    """Its decision is sent at once: later messages of the key wait for it."""
+    monkeypatch.setattr(group_session, "SWEEP_S", 1_000.0)
+
+    encode = batch_encoder("a", 1)
+    for number in range(5):
+        broker.add("a", encode(qmq.Message("a", {"n": str(number)}, id=f"m{number}", order_key=f"k{number}")))
+    gate = asyncio.Event()
+
+    @consumer.listen("a", group="g", start="earliest", concurrency=5)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        if message["n"] == "0":
+            await gate.wait()
+
+    async with listening(consumer):
+        await until_async(lambda: broker.acks and broker.unacked() == [0])
+        gate.set()
+
+
 # Messages of other kinds.
 
 
 async def test_mailbox_messages_show_the_subject(consumer, broker):
     fill(broker, [0])
     fill(broker, [1], subject="%RETRY%a%g")
-    handled = []
-
-    @consumer.listen("a", group="g", tags=["x"])
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.append((message.subject, message.source, message["n"]))
-
+    handled = handled_by(consumer, start="latest", tags=["x"])
     async with listening(consumer):
-        await until_async(lambda: handled)
-    assert handled == [("a", "%RETRY%a%g", "1")], "from the earliest on, though the group begins at the latest"
+        await until_async(lambda: handled.messages)
+    (message,) = handled.messages
+    assert (message.subject, message.source, message["n"]) == ("a", "%RETRY%a%g", "1"), "the earliest"
     plain, mailbox = subscribes(broker)[0], subscribes(broker, "%RETRY%a%g")[0]
     assert (plain["start"], plain["tags"], plain["deliveries_max"]) == ("latest", ["x"], 1_000)
     assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 1_000)
 
 
 async def test_broadcast_has_own_group_and_no_mailbox(consumer, broker):
-
-    @consumer.listen("a", tags=["y", "x"], tag_mode="all", start=datetime(1970, 1, 1, 0, 0, 7, tzinfo=UTC))
-    async def handle(message: qmq.ReceivedMessage) -> None: ...
-
+    handled_by(consumer, group=None, tags=["y", "x"], tag_mode="all", start=datetime(1970, 1, 1, 0, 0, 7, tzinfo=UTC))
     async with listening(consumer):
         await until_async(lambda: broker.pulls)
     (fields,) = broker.subscribes
@@ -193,15 +210,10 @@ async def test_message_for_another_group_is_acked(consumer, broker):
     for at, group in enumerate(("other", "g", "")):
         encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": str(at)}, id=str(at)))
         broker.add("a", with_properties(encoded, {"qmq_consumerGroupName": group} if group else {}))
-    handled = []
-
-    @consumer.listen("a", group="g", start="earliest")
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.append(message["n"])
-
+    handled = handled_by(consumer)
     async with listening(consumer):
-        await until_async(lambda: len(handled) == 2 and not broker.unacked())
-    assert handled == ["1", "2"]
+        await until_async(lambda: len(handled.messages) == 2 and not broker.unacked())
+    assert handled.numbers == [1, 2]
 
 
 # At most once.
@@ -225,34 +237,24 @@ async def test_most_once_skips_begun_messages(consumer, broker):
     fill(broker, range(1))
     fill(broker, range(1, 4))
     broker.earlier = {0: 1}
-    handled = []
-
-    @consumer.listen("a", group="g", start="earliest", most_once=True)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.append(message.sequence)
-
+    handled = handled_by(consumer, most_once=True)
     async with listening(consumer):
-        await until_async(lambda: len(handled) == 3)
-    assert sorted(handled) == [1, 2, 3]
+        await until_async(lambda: len(handled.messages) == 3)
+    assert sorted(handled.numbers) == [1, 2, 3]
     assert not broker.unacked()
     assert broker.returned["a", "g"] == []
 
 
 async def test_most_once_acks_no_waiting_messages(consumer, broker):
     fill(broker, range(50))
-    began, gate = [], asyncio.Event()
-
-    @consumer.listen("a", group="g", start="earliest", most_once=True, prefetch_messages=40)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        began.append(message.sequence)
-        await gate.wait()
-
+    gate = asyncio.Event()
+    began = handled_by(consumer, gate, most_once=True, prefetch_messages=40)
     async with listening(consumer) as task:
-        await until_async(lambda: began and len(broker.unacked()) >= 3)
+        await until_async(lambda: began.messages and len(broker.unacked()) >= 3)
         consumer.stop()
         gate.set()
         await task
-    assert began == [0]
+    assert began.numbers == [0]
     left = sorted(broker.returned["a", "g"])
     assert left + list(range(broker.positions["a", "g"], 50)) == list(range(1, 50))
     assert {broker.times["a", "g"][sequence] for sequence in left} == {0}, "the next one does not skip them"
@@ -261,15 +263,10 @@ async def test_most_once_acks_no_waiting_messages(consumer, broker):
 async def test_most_once_refused_ack_is_not_handled(consumer, broker):
     fill(broker, range(1))
     broker.ack_error = InvalidAck("not yours")
-    handled = []
-
-    @consumer.listen("a", group="g", start="earliest", most_once=True)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.append(message.sequence)
-
+    handled = handled_by(consumer, most_once=True)
     async with listening(consumer):
         await until_async(lambda: len(broker.acks) == 1)  # of the redelivered message
-    assert handled == []
+    assert handled.messages == []
 
 
 async def test_refused_dead_letter_does_not_block_others(consumer, broker):
@@ -297,22 +294,6 @@ async def test_refused_dead_letter_does_not_block_others(consumer, broker):
         await until_async(lambda: broker.dead["a", "g"] == [(0, "no such order")])
 
 
-@pytest.mark.parametrize("number", ["9" * 5_000, "9" * 30])
-async def test_odd_retry_limits_are_decided(number, consumer, broker):
-    data = batch_encoder("a", 1)(qmq.Message("a", {}, id="m"))
-    broker.add("a", with_properties(data, {"qmq_maxRetryNum": number}))
-    times = []
-
-    @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        times.append(message.times)
-        if message.times < 3:
-            raise ValueError("not now")
-
-    async with listening(consumer):
-        await until_async(lambda: times == [1, 2, 3])
-
-
 async def test_exception_with_failing_repr_decides():
     class Broken(qmq.DeadLetter):
         def __str__(self) -> str:
@@ -334,9 +315,11 @@ class Panic(BaseException):
 
 
 THREAD_ENDS = [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), StopIteration()]
+COROUTINE_ENDS = [Panic(), GeneratorExit()]
+ENDS = [*((True, raised) for raised in THREAD_ENDS), *((False, raised) for raised in COROUTINE_ENDS)]
 
 
-@pytest.mark.parametrize("is_plain, raised", [(False, Panic()), *((True, raised) for raised in THREAD_ENDS)])
+@pytest.mark.parametrize("is_plain, raised", ENDS)
 async def test_base_exception_fails_one_message(is_plain, raised):
     handled = []
 
@@ -410,12 +393,7 @@ async def test_without_auto_ack_the_application_decides():
 
 async def test_stop_waits_for_decisions(consumer, broker):
     fill(broker, range(2))
-    taken = []
-
-    @consumer.listen("a", group="g", start="earliest", auto_ack=False)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        taken.append(message)
-
+    taken = handled_by(consumer, auto_ack=False).messages
     async with listening(consumer) as task:
         await until_async(lambda: len(taken) == 2)
         consumer.stop()
@@ -471,27 +449,22 @@ async def test_concurrency_changes_while_handlers_run(consumer, broker):
 @pytest.mark.parametrize("how", ["stop and resume", "offline and online"])
 async def test_a_listener_leaves_its_group_and_comes_back(how, consumer, broker):
     fill(broker, range(100))
-    handled, gate = [], asyncio.Event()
-
-    @consumer.listen("a", group="g", start="earliest")
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.append(message["n"])
-        await gate.wait()
-
+    gate = asyncio.Event()
+    handled = handled_by(consumer, gate)
     listener = consumer.listeners["a", "g"]
     away, back = (listener.stop, listener.resume) if how == "stop and resume" else (consumer.offline, consumer.online)
     async with listening(consumer):
-        await until_async(lambda: handled)
+        await until_async(lambda: handled.messages)
         away()
         gate.set()
         await until_async(lambda: broker.unsubscribes == 2)  # the mailbox, too
-        assert handled == ["0"]
+        assert handled.numbers == [0]
         pulled = broker.positions["a", "g"]
         assert pulled > 1 and sorted(broker.returned["a", "g"]) == list(range(1, pulled))
         assert broker.times["a", "g"] == {n: int(n < 1) for n in range(pulled)}
         back()
-        await until_async(lambda: len(handled) == 100)
-    assert sorted(handled, key=int) == [str(n) for n in range(100)]
+        await until_async(lambda: len(handled.messages) == 100)
+    assert sorted(handled.numbers) == [*range(100)]
 
 
 async def test_resume_before_cancelled_handler_ends(monkeypatch, metaserver, broker):
@@ -524,15 +497,10 @@ async def test_resume_before_cancelled_handler_ends(monkeypatch, metaserver, bro
 @pytest.mark.parametrize("how", ["stop", "offline"])
 async def test_short_stop_rejoins(how, consumer, broker):
     """Regression: within one turn of the loop the old subscription had ended and no new one was made."""
-    handled = []
-
-    @consumer.listen("a", group="g", start="earliest")
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.append(int(message["n"]))
-
+    handled = handled_by(consumer)
     fill(broker, range(3))
     async with listening(consumer):
-        await until_async(lambda: len(handled) == 3)
+        await until_async(lambda: len(handled.messages) == 3)
         if how == "stop":
             consumer.listeners["a", "g"].stop()
             consumer.listeners["a", "g"].resume()
@@ -540,79 +508,35 @@ async def test_short_stop_rejoins(how, consumer, broker):
             consumer.offline()
             consumer.online()
         fill(broker, range(3, 6))
-        await until_async(lambda: handled == [*range(6)])
+        await until_async(lambda: handled.numbers == [*range(6)])
 
 
 async def test_offline_consumer_waits(metaserver, broker):
     fill(broker, range(1))
-    consumer, handled = consumer_of(metaserver, online=False), asyncio.Event()
-
-    @consumer.listen("a", group="g", start="earliest")
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.set()
-
+    consumer = consumer_of(metaserver, online=False)
+    handled = handled_by(consumer)
     async with listening(consumer):
         await settle()
         assert not broker.subscribes
         consumer.online()
-        await handled.wait()
+        await until_async(lambda: handled.messages)
 
 
 async def test_added_listener_starts(consumer, broker):
     fill(broker, range(1))
-    fill(broker, range(1), subject="b")
-    handled = []
-
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.append(message.subject)
-
-    consumer.listen("a", group="g", start="earliest")(handle)
+    first = handled_by(consumer)
     async with listening(consumer):
-        await until_async(lambda: handled == ["a"])
-        consumer.listen("b", group="g", start="earliest")(handle)
-        await until_async(lambda: handled == ["a", "b"])
-
-
-async def test_new_master_is_reported():
-    async with cluster("g1") as (metaserver, [old]):
-        fill(old, range(1))
-        consumer, handled, events = consumer_of(metaserver), [], []
-
-        @consumer.on_master_changed
-        def broken(event: qmq.MasterChanged) -> None:
-            raise ValueError("stops nobody")
-
-        consumer.on_master_changed(events.append)
-
-        @consumer.listen("a", group="g", start="earliest")
-        async def handle(message: qmq.ReceivedMessage) -> None:
-            handled.append(message["n"])
-
-        async with listening(consumer):
-            await until_async(lambda: handled)
-            assert events == []
-            new = LocalBroker("g1", slave_of=old)
-            await new.start()
-            old.move_to(new)
-            metaserver.set_group(new, term=2)
-            await new.copies.ready()
-            fill(new, [1])
-            await until_async(lambda: len(handled) == 2)
-        assert events == [qmq.MasterChanged("g1", 2)]
-        await new.stop()
+        await until_async(lambda: first.messages)
+        added = handled_by(consumer, group="other")
+        await until_async(lambda: added.messages)
 
 
 async def test_consumer_runs_again_after_its_end(consumer, broker):
-    handled = []
-
-    @consumer.listen("a", group="g", start="earliest")
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        handled.append(message["n"])
-
+    handled = handled_by(consumer)
     for n in range(2):
         fill(broker, [n])
         async with listening(consumer):
-            await until_async(lambda: len(handled) == n + 1)  # noqa: B023
+            await until_async(lambda: len(handled.messages) == n + 1)  # noqa: B023
             with pytest.raises(qmq.InvalidRequest, match="runs"):
                 await consumer.run()
 
@@ -621,27 +545,20 @@ async def test_consumer_runs_again_after_its_end(consumer, broker):
 
 
 def test_consumer_in_a_thread_is_stopped():
-    consumers, handled = [], []
+    running = []
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
             fill(broker, range(3))
             consumer = consumer_of(metaserver)
-
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message["n"])
-
-            consumers.append(consumer)
+            running.append((consumer, handled_by(consumer)))
             await consumer.run()
             assert not broker.returned["a", "g"] and broker.acks
 
     with ThreadPoolExecutor() as pool:
         future = pool.submit(run, test())
-        deadline = time.monotonic() + 60
-        while len(handled) < 3 and time.monotonic() < deadline and not future.done():
-            time.sleep(0.01)
-        consumers[0].stop()
+        until(lambda: future.done() or (running and len(running[0][1].messages) == 3))
+        running[0][0].stop()
         future.result(timeout=60)
 
 
@@ -649,7 +566,7 @@ async def test_sigterm_ends_all_consumers(metaserver, broker):
     tasks = []
     for _ in range(2):
         consumer = consumer_of(metaserver)
-        consumer.listen("a", group="g")(_nothing)
+        handled_by(consumer)
         tasks.append(asyncio.create_task(consumer.run()))
     await until_async(lambda: len(subscribes(broker)) == 2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -662,7 +579,7 @@ async def test_application_keeps_its_sigterm_handler(metaserver, broker):
     before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
         consumer = consumer_of(metaserver)
-        consumer.listen("a", group="g")(_nothing)
+        handled_by(consumer)
         async with listening(consumer) as task:
             await until_async(lambda: broker.pulls)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -672,19 +589,12 @@ async def test_application_keeps_its_sigterm_handler(metaserver, broker):
         signal.signal(signal.SIGTERM, before)
 
 
-async def _nothing(message: qmq.ReceivedMessage) -> None: ...
-
-
 async def test_exclusive_consumer_sends_its_start(consumer, broker):
     fill(broker, range(1))
-    begin_ms, seen = time.time_ns() // 1_000_000, asyncio.Event()
-
-    @consumer.listen("a", group="g", start="earliest", exclusive=True)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        seen.set()
-
+    begin_ms = time.time_ns() // 1_000_000
+    handled = handled_by(consumer, exclusive=True)
     async with listening(consumer):
-        await seen.wait()
+        await until_async(lambda: handled.messages)
     assert begin_ms <= subscribes(broker)[0]["exclusive_ms"] <= time.time_ns() // 1_000_000
     with pytest.raises(qmq.InvalidRequest, match="exclusive"):
         consumer.listen("b", broadcast=True, exclusive=True)

@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-import qmq
 from qmq.client.prefetch import AHEAD_S, BEFORE_KNOWN_MIN, Prefetch
 from tests.support.waiting import until_async
-from tests.unit.client.world import consumer_of, fill, listening
+from tests.unit.client.world import consumer_of, fill, handled_by, listening
 
 
 @pytest.mark.parametrize(
@@ -54,22 +53,10 @@ def test_more_handlers_at_once_ask_for_more():
 async def test_slow_backlog_stays_shared(metaserver, broker):
     """Regression: with a prefetch of 1,000, the first consumer took all 100 messages of 0.2 s each."""
     fill(broker, range(100))
-    first, second, done = consumer_of(metaserver), consumer_of(metaserver), []
-    began, ended = asyncio.Event(), asyncio.Event()
-
-    @first.listen("a", group="g", start="earliest")
-    async def slow(message: qmq.ReceivedMessage) -> None:
-        began.set()
-        await ended.wait()
-
-    @second.listen("a", group="g", start="earliest")
-    async def fast(message: qmq.ReceivedMessage) -> None:
-        done.append(int(message["n"]))
-
-    first_task = asyncio.create_task(first.run())
-    await began.wait()
-    async with listening(second):
-        await until_async(lambda: len(done) >= 90)
-    ended.set()
-    first_task.cancel()
-    await asyncio.gather(first_task, return_exceptions=True)
+    first, second, ended = consumer_of(metaserver), consumer_of(metaserver), asyncio.Event()
+    slow, fast = handled_by(first, ended), handled_by(second)
+    async with listening(first):
+        await until_async(lambda: slow.messages)
+        async with listening(second):
+            await until_async(lambda: len(fast.messages) >= 90)
+        ended.set()

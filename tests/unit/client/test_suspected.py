@@ -9,7 +9,7 @@ import pytest
 import qmq
 from qmq.errors import InvalidAck
 from tests.support.waiting import until_async
-from tests.unit.client.world import LocalMetaserver, cancelled, consumer_of, fill, listening, ns
+from tests.unit.client.world import LocalMetaserver, cancelled, consumer_of, fill, handled_by, listening, ns
 
 
 @pytest.mark.parametrize("suspected", [{0}, {3, 4, 5}, set(range(10)), {9}])
@@ -66,38 +66,21 @@ async def test_puller_gets_suspected_messages_singly(metaserver, broker):
 async def test_drain_end_stops_waiting_suspected_message(metaserver, broker):
     broker.suspected = {1}
     fill(broker, range(2), apart=True)
-    consumer, began = consumer_of(metaserver, drain_s=0.05), []
-
-    @consumer.listen("a", group="g", start="earliest", concurrency=2)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        began.append(int(message["n"]))
-        await asyncio.Event().wait()
-
+    consumer = consumer_of(metaserver, drain_s=0.05)
+    began = handled_by(consumer, asyncio.Event(), concurrency=2)
     task = asyncio.create_task(consumer.run())
-    await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
+    await until_async(lambda: began.messages and not consumer._connections._subscriptions[0]._parcels)
     await cancelled(task)
-    assert began == [0] and broker.begun == []
+    assert began.numbers == [0] and broker.begun == []
     assert broker.times["a", "g"] == {0: 1, 1: 0}, "the one that never began does not count"
 
 
 def slow_and_fast(metaserver: LocalMetaserver, *, concurrency: int):
-    """Return two consumers of a group, the messages begun by the first with the event that ends them, and those of the
+    """Return two consumers of a group, the first one's messages with the event that ends its calls, and those of the
     second.
     """
     first, second, gate = consumer_of(metaserver), consumer_of(metaserver), asyncio.Event()
-    began: list[int] = []
-    done: list[tuple[int, int]] = []
-
-    @first.listen("a", group="g", start="earliest", concurrency=concurrency)
-    async def slow(message: qmq.ReceivedMessage) -> None:
-        began.append(int(message["n"]))
-        await gate.wait()
-
-    @second.listen("a", group="g", start="earliest")
-    async def fast(message: qmq.ReceivedMessage) -> None:
-        done.append((int(message["n"]), message.times))
-
-    return first, second, began, gate, done
+    return first, second, handled_by(first, gate, concurrency=concurrency), gate, handled_by(second)
 
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
@@ -107,14 +90,14 @@ async def test_draining_returns_waiting_suspected_messages(suspected, metaserver
     fill(broker, range(2), apart=True)
     first, second, began, gate, done = slow_and_fast(metaserver, concurrency=2)
     task = asyncio.create_task(first.run())
-    await until_async(lambda: began and not first._connections._subscriptions[0]._parcels)
+    await until_async(lambda: began.messages and not first._connections._subscriptions[0]._parcels)
     first.stop()
     async with listening(second):
-        await until_async(lambda: done)
+        await until_async(lambda: done.messages)
         assert not task.done(), "its handler still runs"
         gate.set()
         await task
-    assert began == [0] and done == [(1, 1)]
+    assert began.numbers == [0] and done.numbers == [1] and done.messages[0].times == 1
 
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
@@ -147,14 +130,15 @@ async def test_draining_returns_unbegun_messages(begins, metaserver, broker):
     fill(broker, range(20))
     first, second, began, gate, done = slow_and_fast(metaserver, concurrency=1)
     first_task = asyncio.create_task(first.run())
-    await until_async(lambda: began)
+    await until_async(lambda: began.messages)
     first.stop()
     async with listening(second):
         if begins:
-            await until_async(lambda: len(done) == 19)
+            await until_async(lambda: len(done.messages) == 19)
             assert not first_task.done(), "its handler still runs"
         gate.set()
         await first_task
-        await until_async(lambda: len(done) == 19)
-    assert sorted(done) == [(number, 1) for number in range(1, 20)] and began == [0]
+        await until_async(lambda: len(done.messages) == 19)
+    assert sorted(done.numbers) == [*range(1, 20)] and began.numbers == [0]
+    assert {message.times for message in done.messages} == {1}
     assert all(not nack.entries for nack in broker.nacks) or begins

@@ -115,16 +115,6 @@ def test_a_place_in_a_group_is_given_once():
     assert list(client.listeners) == [("a", "g"), ("a", "other"), ("a", "c1")]
 
 
-@pytest.mark.parametrize("concurrency", [0, -1, 10_001])
-def test_concurrency_has_its_bounds(concurrency):
-    client = consumer()
-    with pytest.raises(qmq.InvalidRequest):
-        client.listen("a", group="g", concurrency=concurrency, prefetch_messages=1)(handle)
-    client.listen("a", group="g")(handle)
-    with pytest.raises(qmq.InvalidRequest):
-        client.listeners["a", "g"].concurrency = concurrency
-
-
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 POLICY = RetryPolicy(deliveries_max=3, delay_s=5.0)
 RETRY, DEAD = Verdict.RETRY, Verdict.DEAD_LETTER
@@ -159,6 +149,8 @@ class Broken:
         pytest.param(1, "0", DEAD, id="no retry is one delivery"),
         pytest.param(2, "-1", RETRY, id="the message says nothing, as QMQ writes it"),
         pytest.param(3, "many", DEAD, id="what the message says is no number"),
+        pytest.param(40, "9" * 30, RETRY, id="a limit above all integers of a packet"),
+        pytest.param(40, "9" * 5_000, RETRY, id="a limit with more digits than Python reads"),
     ],
 )
 def test_last_failed_delivery_makes_a_dead_letter(times, own, expected):

@@ -407,7 +407,6 @@ class LocalDelayServer(Port):
         )
         super().__init__(copies, copies.copies[0], delays.SETTINGS, delays.COMMANDS)
         self.asked: list[commands.Cancel | commands.Reschedule] = []
-        self.puts: list[commands.Recur] = []
         self.refuse_put_with: QmqError | None = None
         self.refuse_recall_with: QmqError | None = None
         self.is_silent = False
@@ -419,8 +418,6 @@ class LocalDelayServer(Port):
                 self.asked.append(commands.decode_cancel(packet.body))
             case Command.RESCHEDULE:
                 self.asked.append(commands.decode_reschedule(packet.body))
-            case Command.RECUR if (recur := commands.decode_recur(packet.body)).action is commands.RecurAction.PUT:
-                self.puts.append(recur)
         return super().record(packet)
 
     def refusal(self, packet: Packet) -> QmqError | None:
@@ -619,6 +616,30 @@ async def listening(consumer: qmq.Consumer) -> AsyncIterator[asyncio.Task[None]]
     finally:
         consumer.stop()
         await task
+
+
+class Handled:
+    """Handler that keeps the messages of its calls. Each call waits for `gate`, if there is one."""
+
+    def __init__(self, gate: asyncio.Event | None = None) -> None:
+        self.messages: list[qmq.ReceivedMessage] = []
+        self._gate = gate
+
+    async def handle(self, given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
+        self.messages += given if isinstance(given, list) else [given]
+        if self._gate is not None:
+            await self._gate.wait()
+
+    @property
+    def numbers(self) -> list[int]:
+        return ns(self.messages)
+
+
+def handled_by(consumer: qmq.Consumer, gate: asyncio.Event | None = None, **options: Any) -> Handled:
+    """Let a consumer handle subject "a" as group "g", from the earliest message on."""
+    handled = Handled(gate)
+    consumer.listen("a", **{"group": "g", "start": "earliest"} | options)(handled.handle)
+    return handled
 
 
 @asynccontextmanager

@@ -88,7 +88,7 @@ async def test_repeated_ack_has_the_same_outcome(world):
 async def test_ended_lease_returns_the_message(world):
     await world.send(*THREE[:2])
     message, kept = await all_of(world, 2, lease_s=60)
-    await world.decide("renew", kept, lease_s=600)
+    assert await world.decide("renew", kept, lease_s=600) == (200, ["renewed"])
     world.tick(59)
     assert world.counted("expired_total") == 0
     world.tick(61)
@@ -105,14 +105,6 @@ async def test_message_that_the_session_lost_is_gone(world):
     session.deliveries.find(message["handle"]).message._piece.is_dropped = True  # as after a lease at the broker
     for action in ("ack", "renew"):
         assert await world.decide(action, message) == (410, ["gone"])
-
-
-async def test_renewed_lease_begins_anew(world):
-    await world.send(THREE[0])
-    messages = await world.pull(lease_s=60)
-    assert await world.decide("renew", *messages, lease_s=120) == (200, ["renewed"])
-    world.tick(119)
-    assert await world.decide("ack", *messages) == (200, ["stored"])
 
 
 async def test_lease_above_the_limit_is_refused(world):
@@ -172,13 +164,6 @@ async def test_stream_that_begins_keeps_its_session(world):
         assert await mine.session(session.place, session.terms, is_full=False) is session
     world.tick()
     assert world.clients.sessions == [session]
-
-
-async def test_session_with_undecided_messages_stays(world):
-    await world.send(THREE[0])
-    messages = await world.pull()
-    world.tick(30)
-    assert await world.decide("ack", *messages) == (200, ["stored"])
 
 
 async def test_sessions_are_limited(world):

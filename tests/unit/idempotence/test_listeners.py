@@ -116,30 +116,6 @@ async def test_thread_transaction_is_kept_once(tmp_path):
     database.dispose()
 
 
-async def test_a_dead_letter_that_is_sent_back_is_handled():
-    """Its key was released at each failure."""
-
-    async with Broker() as broker:
-        consumer, handled = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
-        check, is_broken = Idempotence(MemoryKeys()), True
-
-        @consumer.listen("order", group="g", start="earliest", retries_max=2, filters=[check])
-        async def handle(message):
-            if is_broken:
-                raise ValueError("bad")
-            handled.append(message.id)
-
-        await send(broker, "a")
-        async with consuming(consumer):
-            await broker.wait_until_consumed("order", "g")
-            (dead,) = broker.dead_letters("order", "g")
-            is_broken = False
-            async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
-                assert (await producer.send(dead.copy_to("order", id=dead.id))).is_stored
-            await broker.wait_until_consumed("order", "g")
-        assert handled == ["a"]
-
-
 @pytest.mark.parametrize("wrong", [{"auto_ack": False}, {"most_once": True}], ids=["own acks", "at most once"])
 @pytest.mark.parametrize("kind", ["keys", "transaction"])
 def test_acks_other_than_after_the_handler_are_refused(tmp_path, wrong, kind):

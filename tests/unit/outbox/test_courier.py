@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import sqlite3
-from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
 
 from qmq import Message, Outcome, Receipt
-from qmq.outbox import dbapi
 from qmq.outbox.courier import Courier
-from qmq.outbox.schema import create_statements
 from qmq.outbox.table import Inserted, head_of
 from qmq.outbox.unit import Written
 
@@ -95,30 +90,3 @@ async def test_databases_without_rows_are_forgotten():
     assert all(sorted(deleted.pop(number)) == [0, 1, 2] for number in range(20))
     kept = [name for name, value in vars(courier).items() if isinstance(value, dict) and value]
     assert kept == []
-
-
-async def test_row_with_a_reused_id_stays(tmp_path):
-    """It was restored, or a replica without the last commits became primary, and another process has committed
-    since.
-    """
-
-    path, backup = tmp_path / "shop.db", tmp_path / "backup.db"
-    database = dbapi.Database(lambda: sqlite3.connect(path))
-    with closing(sqlite3.connect(path)) as connection:
-        for statement in create_statements("sqlite", "t"):
-            connection.execute(statement)
-    shutil.copy(path, backup)
-    sender, other = Sender(), Sender()
-    sender.may, other.may = {"lost": asyncio.Event()}, {"kept": asyncio.Event()}
-    courier, dead = courier_of(sender), courier_of(other)
-    with database.transaction() as transaction:
-        await courier.stage([Message("a", id="lost")], transaction)
-    shutil.copy(backup, path)
-    with database.transaction() as transaction:
-        await dead.stage([Message("a", id="kept")], transaction)
-    sender.may["lost"].set()
-    await courier.drain()
-    with closing(sqlite3.connect(path)) as connection:
-        ((content,),) = connection.execute("SELECT content FROM t").fetchall()
-    assert '"kept"' in content
-    dead.stop()

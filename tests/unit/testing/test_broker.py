@@ -130,19 +130,6 @@ async def test_each_broker_is_empty_in_the_beginning(broker):
         assert (broker.messages("s"), numbers(another.messages("s"))) == ([], [1])
 
 
-async def test_repeated_batch_is_stored_once(broker):
-    async with producing(broker) as producer:
-        for n in range(20):
-            sending = asyncio.create_task(producer.send(message(n)))
-            await asyncio.sleep(0)
-            broker.drop_connections()
-            assert (await sending).is_stored
-    assert numbers(broker.messages("s")) == list(range(20))
-
-
-# Consuming.
-
-
 async def test_tags_filter_messages(broker):
     seen = []
 

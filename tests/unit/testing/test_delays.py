@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -39,22 +39,6 @@ async def test_delayed_message_arrives_when_due(broker):
         assert [(message.body, message.content_type) for message in broker.messages("s")] == [(b"\xff\0", "a/b")]
 
 
-async def test_messages_arrive_in_due_order(broker):
-    async with producer_of(broker) as producer:
-        for n, delay_s in enumerate([300, 100, 200]):
-            await producer.send(Message("s", {"n": str(n)}), delay=delay_s)
-        await producer.send(Message("s", {"n": "at once"}))
-        broker.advance(DAY_S)
-        assert names(broker.messages("s")) == ["at once", "1", "2", "0"]
-
-
-async def test_past_due_time_is_delivered_at_once(broker):
-    async with producer_of(broker) as producer:
-        await producer.send(Message("s", {"n": "1"}), at=datetime(2020, 1, 1, tzinfo=UTC))
-        broker.advance(0.001)
-        assert names(broker.messages("s")) == ["1"]
-
-
 async def test_delay_starts_at_the_test_clock(broker):
     async with producer_of(broker) as producer:
         broker.advance(3_600)
@@ -66,32 +50,6 @@ async def test_delay_starts_at_the_test_clock(broker):
         assert names(broker.messages("s")) == ["1"]
         broker.advance(11)
         assert names(broker.messages("s")) == ["1", "2"]
-
-
-async def test_cancelling_answers_the_truth(broker):
-    async with producer_of(broker) as producer:
-        one = await producer.send(Message("s", {"n": "1"}), delay=60)
-        await producer.send(Message("s", {"n": "2"}, id="two"), delay=60)
-        await producer.send(Message("s", {"n": "3"}), delay=60, key="order-3")
-        assert await producer.cancel(one) is DelayOutcome.CANCELLED
-        assert await producer.cancel(one) is DelayOutcome.CANCELLED, "and it stays so"
-        assert await producer.cancel(subject="s", key="order-3") is DelayOutcome.CANCELLED
-        assert await producer.cancel(subject="s", id="nobody") is DelayOutcome.UNKNOWN
-        assert await producer.cancel(subject="other", id="two") is DelayOutcome.UNKNOWN
-        broker.advance(61)
-        assert names(broker.messages("s")) == ["2"]
-        assert await producer.cancel(subject="s", id="two") is DelayOutcome.SENT
-
-
-async def test_rescheduling_moves_a_message_to_earlier_or_later(broker):
-    async with producer_of(broker) as producer:
-        early = await producer.send(Message("s", {"n": "early"}), delay=600)
-        await producer.send(Message("s", {"n": "late"}), delay=60, key="k")
-        assert await producer.reschedule(early, delay=60) is DelayOutcome.RESCHEDULED
-        assert await producer.reschedule(subject="s", key="k", delay=DAY_S) is DelayOutcome.RESCHEDULED
-        broker.advance(600)
-        assert names(broker.messages("s")) == ["early"]
-        assert await producer.cancel(subject="s", key="k") is DelayOutcome.CANCELLED
 
 
 async def test_a_time_too_far_ahead_is_refused(broker):

@@ -23,40 +23,18 @@ def pass_first(broker, schedule):
 
 async def test_each_occurrence_is_one_message(broker):
     async with producer_of(broker) as producer:
-        before = datetime.now(UTC)
-        schedule = await producer.put_recurring(
-            Message("s", {"n": "1"}, tags={"t"}, body=b"\xff\0"), **MINUTELY, owner="ops"
-        )
+        before, template = datetime.now(UTC), Message("s", {"n": "1"}, tags={"t"}, order_key="k", body=b"\xff\0")
+        schedule = await producer.put_recurring(template, **MINUTELY, owner="ops")
         assert before < schedule.next_at <= datetime.now(UTC) + timedelta(minutes=1)
         pass_first(broker, schedule)
         broker.advance(540)
         messages = broker.messages("s")
         assert len(messages) == 10 and len({message.id for message in messages}) == 10
-        assert {(message["n"], message.body, message.tags, message["qmq_recurOwner"]) for message in messages} == {
-            ("1", b"\xff\0", frozenset({"t"}), "ops")
-        }
+        for message in messages:
+            assert (message["n"], message.body, message["qmq_recurOwner"]) == ("1", b"\xff\0", "ops")
+            assert (message.tags, message.order_key) == ({"t"}, "k")
         created = [message.created_ms for message in messages]
         assert created == list(range(schedule.due_ms, schedule.due_ms + 600_000, 60_000))
-
-
-async def test_changed_schedule_uses_new_times(broker):
-    async with producer_of(broker) as producer:
-        pass_first(broker, await producer.put_recurring(Message("s"), **MINUTELY))
-        broker.advance(60)
-        await producer.put_recurring(Message("s"), **MINUTELY | {"cron": "0 0 1 1 *"})
-        broker.advance(600)
-        assert len(broker.messages("s")) == 2
-        assert [one.cron for one in await producer.list_recurring(subject="s")] == ["0 0 1 1 *"]
-        assert await producer.delete_recurring(subject="s", name="minutely")
-        assert await producer.list_recurring(subject="s") == []
-        assert not broker.delayed("s")
-
-
-async def test_occurrences_are_normal_messages(broker):
-    async with producer_of(broker) as producer:
-        await producer.put_recurring(Message("s", order_key="k"), **MINUTELY)
-        broker.advance(180)
-        assert {message.order_key for message in broker.messages("s")} == {"k"}
 
 
 def test_program_without_event_loop_has_the_same(broker):
