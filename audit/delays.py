@@ -170,7 +170,7 @@ TRIES = pa.schema(
 
 
 class Waiting(NamedTuple):
-    """Readonly broker groups, and the subjects whose delayed messages all go to such groups."""
+    """Readonly broker groups, and the subjects that have only such groups."""
 
     closed: frozenset[str] = frozenset()
     subjects: Mapping[str, tuple[str, ...]] = {}

@@ -386,5 +386,5 @@ def _number(stated: int) -> int:
 
 
 def _moment(stated_ms: int) -> int:
-    """Return a stated time in microseconds, within the years that Spark and Python know."""
+    """Return a stated time in microseconds, within the years that Spark and Python represent."""
     return max(0, min(stated_ms, TIME_MS_MAX)) * 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from qmq import grpc_forks as _grpc_forks  # noqa: F401  # first: it decides how gRPC is imported, by whomever
+from qmq import grpc_forks as _grpc_forks  # noqa: F401  # first: it decides how all later imports load gRPC
 from qmq.version import VERSION as __version__
 
 if TYPE_CHECKING:

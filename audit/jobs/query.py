@@ -124,7 +124,7 @@ def _text(value: object) -> str:
 def columns_in(sql: str, rows: str) -> str:
     """Return the columns of a view that a query can mean, with commas; at least one.
 
-    Spark does not pass them to the source, which decodes what it yields. Whole rows, named by `*`, and joins over
+    Spark does not pass them to the source, which decodes every column that it yields. Whole rows, named by `*`, and joins over
     unnamed columns mean all of them.
     """
     words = {word.lower() for word in re.findall(r"\w+", sql)}

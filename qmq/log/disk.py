@@ -152,7 +152,7 @@ class PageCache:
         self._bytes = 0
 
     def synced(self, file: _Descriptor, begin: int, end: int) -> None:
-        """Drop what is too far behind `[begin, end)`, which is written and fsynced."""
+        """Drop cached pages too far behind `[begin, end)`, which is written and fsynced."""
         self._bytes += end - begin
         last = self._ranges[-1] if self._ranges else None
         if last is not None and last.file is file and last.end == begin and last.end - last.begin < STEP_BYTES:

@@ -245,7 +245,7 @@ def test_pages_show_the_same_at_both(apart):
 
 
 def page_text(browser, url, path):
-    """Return a page's text without what passes: rates, ages, and figures of processes."""
+    """Return a page's text without changing figures: rates, ages, and figures of processes."""
     answer = browser.get(f"{url}/console{path}{PATHS.get(path, '')}")
     assert answer.status_code == 200, answer.text
     page = re.sub(

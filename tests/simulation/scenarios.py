@@ -169,7 +169,7 @@ class Kept(NamedTuple):
 
 
 def kept_seeds(scenario: str) -> list[Kept]:
-    """Read `tests/seeds`: lines `SEED [FAULT[@STATE]]  what it found`."""
+    """Read `tests/seeds`: lines `SEED [FAULT[@STATE]]  finding`."""
     kept = []
     for line in (SEEDS / f"{scenario}.txt").read_text().splitlines():
         if not line.startswith("#"):

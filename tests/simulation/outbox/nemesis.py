@@ -33,7 +33,7 @@ class OutboxNemesis(Nemesis):
 
     @fault()
     def leader_deposed(self) -> bool:
-        """Elect another watchdog. Earlier leaders go on: they do not know yet."""
+        """Elect another watchdog. Earlier leaders continue as leaders."""
         if may := bool(self._world.watchdogs) and self._rng.random() < 0.6:
             self._world.elect()
         return may
