@@ -26,7 +26,7 @@ from qmq.errors import QmqError
 from qmq.log import manifest
 from qmq.log.index import ClosedIndex
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
-from qmq.replication.points import COPY, POINTS, Point
+from qmq.replication.identity import COPY, POINTS, Point
 from qmq.types import Endpoint
 
 SEGMENT_SUFFIX, INDEX_SUFFIX, SNAPSHOT_SUFFIX = ".log", ".idx", ".snap"

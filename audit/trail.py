@@ -2,7 +2,7 @@
 
 Messages are found by id: the producer's message at a delay group and at its target group; its dead letter of a consumer
 group, which has the same id; and the redriven copy. The pulls that delivered each of these follow, then the answers of
-their consumers. States are those of `qmq.log.message_life`; a step unknown to that table is listed and changes nothing.
+their consumers. States are those of `qmq.log.group`; a step unknown to that table is listed and changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 
 from qmq.dead_letters import GROUP, REASON, SEQUENCE
 from qmq.errors import IllegalTransition
-from qmq.log.message_life import LIFE, MessageEvent, MessageState
+from qmq.log.group import LIFE, MessageEvent, MessageState
 from qmq.subjects import DEAD_LETTER, parse_derived
 
 STORED_COLUMNS = "broker_group,offset,stored_at,subject,sequence,id,tags,properties,producer,batch"

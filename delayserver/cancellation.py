@@ -21,8 +21,8 @@ import numpy as np
 
 from qmq.codec import decode_envelope, decode_properties
 from qmq.delayserver.decisions import Counters, Decisions
-from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import RECORD, Candidate, DamagedSchedule, Schedule, State, id_hash, key_hash
+from qmq.delayserver.schedule.record import Messages, Records, read_messages
 from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotMaster, NotServed, Overloaded, QmqError
 from qmq.log import MessageLog

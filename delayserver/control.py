@@ -12,8 +12,8 @@ import grpc.aio
 
 from qmq.codec import decode_envelope, decode_properties
 from qmq.delayserver.master import DelayMaster
-from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import DamagedSchedule
+from qmq.delayserver.schedule.record import Messages, Records, read_messages
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import read_template
 from qmq.delayserver.upkeep import ScheduleFiler

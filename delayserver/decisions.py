@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.codec import encode_labels, join_batch
-from qmq.delayserver.messages import Records, with_due
+from qmq.delayserver.schedule.record import Records, with_due
 from qmq.delayserver.templates import LABEL
 from qmq.log import delay_frames
 from qmq.log.delay_frames import Settlement

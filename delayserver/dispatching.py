@@ -3,24 +3,26 @@
 `due` puts messages into the pending queue of their subject. `go_on` plans a batch of them for a broker group, and
 `delayserver.flights` sends it. The schedule, which follows the log, then drops the messages or makes them due again.
 
-Subjects do not wait for each other: one without a route, or with groups that refuse, delays no other.
+Subjects do not wait for each other: one without a route, or with groups that refuse, delays no other. `Overdue` counts
+the messages that are due and not sent.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from heapq import nsmallest
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from qmq.client.batch import BatchSender
 from qmq.delayserver.decisions import Counters, Decisions
-from qmq.delayserver.flights import REST_MS, Flights, bytes_of
-from qmq.delayserver.messages import Records
-from qmq.delayserver.overdue import Overdue, Part
+from qmq.delayserver.flights import REST_MS, Flight, Flights, bytes_of
 from qmq.delayserver.pending_queue import FREE, FairShares, Fits, Leftovers, PendingQueue, Piece
+from qmq.delayserver.schedule.record import Records
 from qmq.log.delay_frames import Outcome
 from qmq.replication.mastership import Mastership
 
@@ -39,6 +41,70 @@ QUANTUM = 512 * 1024
 """Credit of a subject per round: about a full batch. A message costs its bytes and MESSAGE_COST."""
 MESSAGE_COST = 1024
 """Planning, reading, sending and settling a message of 200 bytes takes five times as long as copying its bytes."""
+
+SUBJECTS_MAX = 20
+"""Subjects that are listed, the longest-waiting ones. Each is a metric series, and there may be 100,000 subjects."""
+
+
+class Part(NamedTuple):
+    """Number of overdue messages, and the earliest due time of them."""
+
+    messages: int
+    oldest_ms: int
+
+    def with_more(self, messages: int, oldest_ms: int) -> Part:
+        return Part(self.messages + messages, min(self.oldest_ms, oldest_ms))
+
+
+class Overdue(NamedTuple):
+    """Messages that are due and not sent, in all, by subject and by broker group.
+
+    A message counts from its due time until a broker group has stored it: on the wheel, in its subject's queue, on
+    disk, or in flight. So every backlog shows here, of any cause. `oldest_ms`: the earliest due time of all, None if
+    there are none; `subjects`: at most SUBJECTS_MAX.
+    """
+
+    messages: int
+    oldest_ms: int | None
+    subjects: dict[str, Part]
+    groups: dict[str, Part]
+
+    @classmethod
+    def of(
+        cls,
+        queues: Iterable[PendingQueue],
+        in_flight: Iterable[Flight],
+        on_wheel: int,
+        first_on_wheel_ms: int | None,
+        on_disk: Iterable[tuple[str, Part]] = (),
+    ) -> Overdue:
+        """Count overdue messages.
+
+        Args:
+            on_disk: overdue messages that are on disk only, by subject.
+            on_wheel: overdue messages on the wheel; `first_on_wheel_ms`: their earliest due time.
+        """
+        subjects, groups = dict[str, Part](), dict[str, Part]()
+        for queue in queues:
+            if queue.waiting:
+                subjects[queue.subject] = Part(queue.waiting, queue.oldest_ms)
+        for name, part in on_disk:
+            _add(subjects, name, part)
+        for batch in in_flight:
+            _add(subjects, batch.subject, Part(batch.count, batch.oldest_ms))
+            _add(groups, batch.group, Part(batch.count, batch.oldest_ms))
+        named = nsmallest(SUBJECTS_MAX, subjects.items(), key=lambda item: (item[1].oldest_ms, -item[1].messages))
+        oldest = [part.oldest_ms for _, part in named[:1]]
+        if on_wheel and first_on_wheel_ms is not None:
+            oldest.append(first_on_wheel_ms)
+        messages = sum(part.messages for part in subjects.values()) + on_wheel
+        return cls(messages, min(oldest, default=None), dict(named), groups)
+
+
+def _add(parts: dict[str, Part], name: str, part: Part) -> None:
+    if part.messages:
+        known = parts.get(name)
+        parts[name] = known.with_more(*part) if known else part
 
 
 class Dispatcher:

@@ -32,9 +32,9 @@ from qmq.client.batch import (
 from qmq.codec import encode_labels, join_batch, split_batch
 from qmq.crc import crc32
 from qmq.delayserver.decisions import LATENESS_MS_BUCKETS, Counters, Decisions
-from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.pending_queue import KEY_SHIFT, keys_of
 from qmq.delayserver.schedule import InFlight
+from qmq.delayserver.schedule.record import Messages, Records, read_messages
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, QmqError
 from qmq.log.delay_frames import Outcome, Settlement
 from qmq.log.frame import label_flags

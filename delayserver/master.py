@@ -22,11 +22,10 @@ from qmq.codec import Buffer
 from qmq.delayserver.cancellation import Cancellations, Fates, Named
 from qmq.delayserver.decisions import Counters, Decisions
 from qmq.delayserver.dispatching import Dispatcher
-from qmq.delayserver.messages import DAY_MS, Records, check_delayed
 from qmq.delayserver.pending_queue import Leftovers
 from qmq.delayserver.recurring import Recurring
 from qmq.delayserver.schedule import DamagedSchedule, Filed
-from qmq.delayserver.schedule.record import DUE_MAX_MS, order_of
+from qmq.delayserver.schedule.record import DAY_MS, DUE_MAX_MS, Records, check_delayed, order_of
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import LABEL
 from qmq.delayserver.upkeep import Carrier, ScheduleFiler

@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from qmq.delayserver.decisions import LATENESS_MS_BUCKETS, Counters
+from qmq.delayserver.dispatching import SUBJECTS_MAX
 from qmq.delayserver.master import DelayMaster
-from qmq.delayserver.overdue import SUBJECTS_MAX
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.http_port import HttpPort

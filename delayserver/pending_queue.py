@@ -28,9 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.delayserver.decisions import Decisions
-from qmq.delayserver.messages import Records
 from qmq.delayserver.schedule import DamagedSchedule, Schedule
-from qmq.delayserver.schedule.record import join, no_records, order_of
+from qmq.delayserver.schedule.record import Records, join, no_records, order_of
 from qmq.delayserver.templates import LABEL
 from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import LogError

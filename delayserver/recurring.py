@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.delayserver.decisions import Counters, Decisions, Recurrence
-from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import RECORD, DamagedSchedule, Schedule, id_hash
+from qmq.delayserver.schedule.record import Messages, Records, read_messages
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import ID_PREFIX, LABEL, Template, new_template, read_template
 from qmq.delayserver.upkeep import ScheduleFiler

@@ -19,8 +19,8 @@ import numpy as np
 
 from qmq.codec import Buffer
 from qmq.delayserver.decisions import Counters, Decisions
-from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule, State
+from qmq.delayserver.schedule.record import Messages, Records, read_messages
 from qmq.delayserver.settings import DelaySettings
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog

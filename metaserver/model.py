@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from qmq.operator_limits import OperatorLimits
 from qmq.replication.assignment import SyncMode
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import GroupKind, Role
 
 COPIES_MAX = 5

@@ -31,7 +31,7 @@ from qmq.metaserver.storage.changes import (
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.plain import first_of
 from qmq.replication.assignment import FillOrder
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.replication.readonly import Reason
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from qmq.metaserver.model import Broker, BrokerKey, Group, Points, ReplicaState
 from qmq.metaserver.roles import rules
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import NO_EPOCH
 
 AWAY_MS = 10_000

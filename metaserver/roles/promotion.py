@@ -26,7 +26,7 @@ from qmq.metaserver.model import Broker, BrokerKey, Group, Points, ReplicaState,
 from qmq.metaserver.roles import rules
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.metaserver.storage.changes import Change, RememberPoint, SetRoles
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 

@@ -16,7 +16,7 @@ from qmq.metaserver.model import (
 )
 from qmq.metaserver.roles.rules import awaited, parse_broker
 from qmq.proto import qmq_pb2 as pb
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.subjects import check_name
 from qmq.types import Epoch, Role
 

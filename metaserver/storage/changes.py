@@ -13,7 +13,7 @@ from qmq.metaserver.model import Broker, BrokerKey, DataSource, Offline, Readonl
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.operator_limits import OperatorLimits
 from qmq.replication.assignment import FillOrder
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 
 
 class Order:

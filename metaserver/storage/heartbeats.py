@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from qmq.metaserver.model import BrokerKey, LeaseRow, MetaserverRow, Points, ReplicaState, SightingRow
 from qmq.metaserver.storage.sql import BadRows, checked, chunks, from_json, now_ms, to_json
 from qmq.metaserver.storage.tables import acknowledged_point, broker_sighting, lease, meta_version, metaserver
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch
 
 _sightings = broker_sighting.c

@@ -41,7 +41,7 @@ from qmq.metaserver.storage.transactions import (
     raise_versions,
     read_versions,
 )
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 
 
 class Repository:

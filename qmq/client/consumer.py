@@ -15,13 +15,21 @@ from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from qmq.access import Token, token_source
-from qmq.client.handler import FilteredHandler, Handler, call_back, check_plain
+from qmq.client.handler import (
+    FilteredHandler,
+    Handler,
+    Publishing,
+    Sends,
+    call_back,
+    check_plain,
+    check_producer,
+    opened_for,
+)
 from qmq.client.health import Health, not_connected, worst
 from qmq.client.lifetime import check_loop, check_not_patched, no_pickle, on_sigterm
 from qmq.client.listener import Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
 from qmq.client.numbers import Sample, register, state_samples
-from qmq.client.publishing import Publishing, Sends, check_producer, opened_for
 from qmq.client.puller import Puller
 from qmq.client.received import ReceivedMessage
 from qmq.client.router import Listening, Listens, Router, Start, TagMode

@@ -4,7 +4,7 @@ A handler takes one message, or a list of up to `batch`. The outcome of a call a
 handler did not decide. After a failure the messages return in lists of half the size, at the last attempt alone, so a
 failing message does not take its neighbours along.
 
-A suspected message was held by a consumer that vanished (qmq.log.message_life). It is handled alone, in a list of its
+A suspected message was held by a consumer that vanished (qmq.log.group). It is handled alone, in a list of its
 own: if the process dies, no other message is to blame. It waits until no other handler of the listener runs, and the
 broker is notified before its handler begins. Other messages pay two additions.
 

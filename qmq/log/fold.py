@@ -20,8 +20,7 @@ from qmq.codec import Buffer
 from qmq.crc import crc32
 from qmq.errors import CorruptFrame, IllegalTransition, InvalidAck, NewerFormat
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
-from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
-from qmq.log.message_life import LIFE, MessageEvent
+from qmq.log.group import LIFE, MASTERSHIP_BITS, Consumer, Group, MessageEvent, UnackedRange
 from qmq.log.progress_frame import (
     DEFERRED,
     EXPIRED,

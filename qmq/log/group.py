@@ -1,6 +1,19 @@
 """Core. Progress of a consumer group: delivered messages with their consumers, and messages to be delivered again.
 
-Part of the fold (qmq.log.fold), which alone changes it. The states of one message are a table: qmq.log.message_life.
+Part of the fold (qmq.log.fold), which alone changes it. The states of one message in the group are a table, `LIFE`:
+
+    state       place in the group's state                                          fields in use
+    NEW         at or behind `Group.position`                                       none
+    DELIVERED   in an `UnackedRange` of one `Consumer`                              pull, attempts, suspected
+    REQUEUED    in a `RequeuedRange` of the group                                   attempts, suspected, due_ms
+    ACKED       before the position, and in no range                                none
+    DEAD        as ACKED; a copy is in the group's dead-letter subject              none here; the copy's properties
+
+A message is in one state only. Each event is a progress frame. The fold refuses an event that the table lacks, and the
+log with it is damaged. An operator's move of a group begins it anew: all messages are NEW or ACKED.
+
+`attempts` rises with each delivery. A consumer that leaves, drains or vanishes without having begun with a message
+lowers it again. If the consumer vanished, `suspected` rises instead: the message may have been the cause.
 
 Keeps I21.
 """
@@ -10,14 +23,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from operator import itemgetter
 from typing import NamedTuple
 
 from qmq import ranges
 from qmq.errors import InvalidAck
-from qmq.log.message_life import MessageState
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.ranges import Range
+from qmq.states import TransitionTable
 
 MASTERSHIP_BITS = 32
 """A pull sequence's upper bits are the mastership's epoch, so a late ack never hits other messages (W2, W13).
@@ -26,6 +40,49 @@ A count of masterships would not do: two histories that part may have as many, a
 """
 
 _PULL = itemgetter(0)
+
+
+class MessageState(Enum):
+    NEW = auto()
+    DELIVERED = auto()
+    REQUEUED = auto()
+    ACKED = auto()
+    DEAD = auto()
+
+
+class MessageEvent(Enum):
+    DELIVER = auto()
+    """a pull frame numbers it for a consumer"""
+    PASS_OVER = auto()
+    """a pull frame skips it for good: filtered out, deleted by retention, expired, or too many wait"""
+    DEFER = auto()
+    """a pull frame skips it for now: an earlier message of its order key is not settled"""
+    ACK = auto()
+    NACK = auto()
+    """it comes again after a delay; the delivery counts, or does not as not begun"""
+    LEAVE = auto()
+    """its consumer left or vanished"""
+    GIVE_UP = auto()
+    """a copy is a dead letter, and its ack follows"""
+
+
+_S, _E = MessageState, MessageEvent
+
+LIFE = TransitionTable(
+    MessageState.NEW,
+    {
+        (_S.NEW, _E.DELIVER): _S.DELIVERED,
+        (_S.NEW, _E.PASS_OVER): _S.ACKED,
+        (_S.NEW, _E.DEFER): _S.REQUEUED,
+        (_S.DELIVERED, _E.ACK): _S.ACKED,
+        (_S.DELIVERED, _E.NACK): _S.REQUEUED,
+        (_S.DELIVERED, _E.LEAVE): _S.REQUEUED,
+        (_S.DELIVERED, _E.GIVE_UP): _S.DEAD,
+        (_S.REQUEUED, _E.DELIVER): _S.DELIVERED,
+        (_S.REQUEUED, _E.PASS_OVER): _S.ACKED,
+        (_S.REQUEUED, _E.DEFER): _S.REQUEUED,
+    },
+)
 
 
 class UnackedRange(NamedTuple):

@@ -26,10 +26,9 @@ from qmq.log.frame import (
     encode_header,
     subject_field,
 )
-from qmq.log.health import HealthEvent, LogLife
 from qmq.log.index import ConsumeLog, FrameRef
 from qmq.log.manifest import encode_manifest, write_manifest
-from qmq.log.recovery import Damage, recover, set_aside
+from qmq.log.recovery import Damage, HealthEvent, LogLife, recover, set_aside
 from qmq.log.segments import index_name, log_name, read_raw, segment_at, snapshot_name
 from qmq.log.stored import StoredLog, check_snapshot
 from qmq.message_sizes import FRAME_BYTES_MAX

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qmq.errors import BrokenInvariant, QmqError
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch
 
 Answer = Callable[[QmqError | None], None]

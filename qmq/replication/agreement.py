@@ -30,7 +30,7 @@ from qmq.log.fold import EpochStart
 from qmq.log.message_log import MessageLog
 from qmq.message_sizes import OLDER_FRAME_BYTES_MAX
 from qmq.remoting.commands import decode_json, encode_json
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import NO_EPOCH, Epoch
 
 

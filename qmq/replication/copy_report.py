@@ -20,12 +20,11 @@ from qmq.log import MessageLog, manifest
 from qmq.log.disk import Disk
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.segments import segment_at, segment_bases
-from qmq.replication import identity, points
+from qmq.replication import identity
 from qmq.replication.assignment import Assignment
-from qmq.replication.identity import Identity, IdentityFile
-from qmq.replication.points import Point, PointFile, is_behind_damage, is_lacking
+from qmq.replication.identity import Identity, IdentityFile, Point, PointFile, is_behind_damage, is_lacking
 
-_FILES = (identity.NAME, points.POINTS, points.COPY)
+_FILES = (identity.NAME, identity.POINTS, identity.COPY)
 EPOCHS_MAX = 20
 """Newest masterships that a report lists."""
 IDS_MAX = 10_000

@@ -23,9 +23,8 @@ from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement, Hello, Yield, agree
 from qmq.replication.assignment import FillOrders
-from qmq.replication.identity import IdentityFile
+from qmq.replication.identity import IdentityFile, Point, is_lacking, log_lacking
 from qmq.replication.mastership import Mastership
-from qmq.replication.points import Point, is_lacking, log_lacking
 from qmq.replication.ports import Link
 from qmq.replication.shipper import Shipper
 from qmq.states import Life, TransitionTable

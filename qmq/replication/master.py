@@ -25,10 +25,10 @@ from qmq.replication.ack_gate import AckGate
 from qmq.replication.assignment import Assignment
 from qmq.replication.clocks import METASERVER, Clocks
 from qmq.replication.identity import IdentityFile
-from qmq.replication.mastership import NEVER, Mastership
+from qmq.replication.mastership import NEVER, Mastership, Readonly
 from qmq.replication.ports import QUIET_MS, Host, Link
 from qmq.replication.quorum import Slaves
-from qmq.replication.readonly import Readonly, Reason
+from qmq.replication.readonly import Reason
 from qmq.replication.retention import Keeper, decide
 from qmq.replication.settings import CopySettings
 from qmq.types import Epoch

@@ -17,7 +17,7 @@ from qmq.message_sizes import FRAME_BYTES_MAX
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate, Answer
 from qmq.replication.ports import Host, Link
-from qmq.replication.readonly import Readonly, Reason
+from qmq.replication.readonly import WAY_OUT, Reason
 from qmq.replication.settings import CopySettings
 from qmq.types import Epoch
 
@@ -27,6 +27,51 @@ NEVER = sys.maxsize
 """An offset that no log reaches: before the epoch frame is written no frame counts, and none is this master's own."""
 _BY_THE_MASTERS_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH})
 """Frames with timestamps that decide due times."""
+
+
+class Readonly(set[Reason]):
+    """The readonly reasons of one broker group; only `change` changes them. Ends with the mastership.
+
+    A checker sets and clears its own reason only, so none can undo an operator's mark (I12).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._subjects: frozenset[str] = frozenset()
+
+    def change(self, reason: Reason, holds: bool) -> bool:
+        """Set or clear one reason; return whether that changed anything."""
+        if holds == (reason in self):
+            return False
+        (self.add if holds else self.discard)(reason)
+        return True
+
+    def mark_subjects(self, subjects: frozenset[str]) -> None:
+        """Replace the operators' marks; `*` is the whole group."""
+        self._subjects = subjects - {"*"}
+        self.change(Reason.OPERATOR, "*" in subjects)
+
+    @property
+    def reasons(self) -> list[str]:
+        return sorted(self)
+
+    @property
+    def writable(self) -> bool:
+        return not self
+
+    def check(self, group: str, subject: str) -> None:
+        """Raise BrokerReadOnly, with the reasons and their remedies, unless `subject` may be produced to."""
+        if not self and subject not in self._subjects:
+            return
+        if not self:
+            raise BrokerReadOnly(f"{group} is readonly for {subject}: {WAY_OUT[Reason.OPERATOR]}")
+        why = "; ".join(f"{reason}, {WAY_OUT[reason]}" for reason in sorted(self))
+        raise BrokerReadOnly(f"{group} is readonly: {why}")
+
+    def check_change(self, group: str, subject: str) -> None:
+        """Raise it for changes that add no messages: an operator's mark does not refuse those."""
+        if self - {Reason.OPERATOR}:
+            self.check(group, subject)
 
 
 @dataclass(slots=True)

@@ -27,9 +27,8 @@ from qmq.remoting.packet import Packet
 from qmq.replication.assignment import Assignment
 from qmq.replication.clocks import MASTER, METASERVER, Clocks
 from qmq.replication.copy_repair import CopyRepair
-from qmq.replication.identity import IdentityFile
+from qmq.replication.identity import IdentityFile, Point, is_behind_damage, is_lacking, log_lacking
 from qmq.replication.master import Master, Promotion
-from qmq.replication.points import Point, is_behind_damage, is_lacking, log_lacking
 from qmq.replication.ports import Host, Link
 from qmq.replication.readonly import Reason
 from qmq.replication.retention import Keeper

@@ -19,9 +19,8 @@ from qmq.replication.agreement import Hello
 from qmq.replication.assignment import FillOrders
 from qmq.replication.clocks import SLAVE
 from qmq.replication.follower import FollowerState, SlaveWatch
-from qmq.replication.identity import IdentityFile
+from qmq.replication.identity import IdentityFile, Point
 from qmq.replication.mastership import NEVER, Mastership
-from qmq.replication.points import Point
 from qmq.replication.ports import Link
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch

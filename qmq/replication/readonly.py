@@ -1,13 +1,11 @@
-"""Core. Readonly reasons of a broker group: it takes new messages while there is none.
+"""Core. Readonly reasons of a broker group, each with its remedy. A group takes new messages while it has no reason.
 
-A checker sets and clears its own reason only, so none can undo an operator's mark (I12).
+`qmq.replication.mastership` holds the reasons of a master; the metaserver, Doctor and the console show them.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-
-from qmq.errors import BrokerReadOnly
 
 
 class Reason(StrEnum):
@@ -54,48 +52,6 @@ WAY_OUT = {
     Reason.DRAINING: "its roles are being swapped",
 }
 """Remedy of each reason, for refused producers and Doctor; docs/runbook.md explains each."""
-
-
-class Readonly(set[Reason]):
-    """The reasons of one broker group; only `change` changes them. Made by its master; ends with the mastership."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._subjects: frozenset[str] = frozenset()
-
-    def change(self, reason: Reason, holds: bool) -> bool:
-        """Set or clear one reason; return whether that changed anything."""
-        if holds == (reason in self):
-            return False
-        (self.add if holds else self.discard)(reason)
-        return True
-
-    def mark_subjects(self, subjects: frozenset[str]) -> None:
-        """Replace the operators' marks; `*` is the whole group."""
-        self._subjects = subjects - {"*"}
-        self.change(Reason.OPERATOR, "*" in subjects)
-
-    @property
-    def reasons(self) -> list[str]:
-        return sorted(self)
-
-    @property
-    def writable(self) -> bool:
-        return not self
-
-    def check(self, group: str, subject: str) -> None:
-        """Raise BrokerReadOnly, with the reasons and their remedies, unless `subject` may be produced to."""
-        if not self and subject not in self._subjects:
-            return
-        if not self:
-            raise BrokerReadOnly(f"{group} is readonly for {subject}: {WAY_OUT[Reason.OPERATOR]}")
-        why = "; ".join(f"{reason}, {WAY_OUT[reason]}" for reason in sorted(self))
-        raise BrokerReadOnly(f"{group} is readonly: {why}")
-
-    def check_change(self, group: str, subject: str) -> None:
-        """Raise it for changes that add no messages: an operator's mark does not refuse those."""
-        if self - {Reason.OPERATOR}:
-            self.check(group, subject)
 
 
 def explain(reason: str) -> str:

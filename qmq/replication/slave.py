@@ -19,8 +19,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement, Hello, proofs_of
-from qmq.replication.identity import IdentityFile
-from qmq.replication.points import Point, is_lacking, log_lacking
+from qmq.replication.identity import IdentityFile, Point, is_lacking, log_lacking
 from qmq.replication.ports import QUIET_MS, Host, Link
 from qmq.replication.shipper import Shipper
 from qmq.states import Life, TransitionTable

@@ -18,7 +18,7 @@ from qmq.operator_limits import OperatorLimits
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.replication.assignment import Address, Assignment, SyncMode
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.replication.settings import CopySettings
 from qmq.server.patience import Patience
 from qmq.server.service import Service

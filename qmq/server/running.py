@@ -1,4 +1,13 @@
-"""Shell. Main loop of a broker or delay server: reads its settings, recovers its log, serves until it is stopped."""
+"""Shell. Main loop of a broker or delay server: reads its settings, recovers its log, serves until it is stopped.
+
+It starts on a full disk, too, so that consumers continue:
+
+    data/reserve   `RESERVE_BYTES` of held space
+
+A start writes the new epoch, and consumers write their progress. Without space for that the reserve is deleted. It is
+made again when there is space for it above the limit. Without space or reserve the process waits: restarts would not
+help.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +27,16 @@ from qmq.memory import collect_by_the_clock
 from qmq.process_main import run_process
 from qmq.replication.identity import IdentityFile
 from qmq.replication.settings import CopySettings
-from qmq.server.reserve import wait_for_room
 
 log = logging.getLogger(__name__)
+
+RESERVE = "reserve"
+RESERVE_BYTES = 8 << 20
+DISK_FLOOR_BYTES = 32 << 20
+"""Below it the group is readonly, even if `disk_free_limit` is less: a disk writes this much in a tenth of a second."""
+NEEDED_BYTES = 2 << 20
+"""Of epoch, snapshot of a small installation, and a torn tail. More is rare, and ends the process as any full disk."""
+LOOK_S = 1.0
 
 S = TypeVar("S", bound=CopySettings)
 
@@ -74,6 +90,26 @@ async def serve(settings: S, build: Build[S], instance: str, stop: asyncio.Event
         task.result()
     identity.points.save()
     log.info("stopped end=%d", message_log.end)
+
+
+async def wait_for_room(disk: RealDisk) -> None:
+    """Return when a process can start on this disk."""
+    while disk.free_bytes() < NEEDED_BYTES and disk.sweep():
+        pass
+    if disk.free_bytes() < NEEDED_BYTES and disk.has(RESERVE):
+        disk.truncate(RESERVE, 0)  # a large file that is removed is freed in pieces, later
+        disk.remove(RESERVE)
+        log.error("disk full: the reserve of %d bytes is released; the group is readonly, make room", RESERVE_BYTES)
+    if disk.free_bytes() < NEEDED_BYTES:
+        log.critical("disk full: %d bytes are needed to start; waiting for room", NEEDED_BYTES)
+    while disk.free_bytes() < NEEDED_BYTES:
+        await asyncio.sleep(LOOK_S)
+
+
+def keep_reserve(disk: RealDisk, limit_bytes: int) -> None:
+    """Make the reserve, if there is room for it beside `limit_bytes`."""
+    if disk.size(RESERVE) < RESERVE_BYTES and disk.free_bytes() >= limit_bytes + 2 * RESERVE_BYTES:
+        disk.create(RESERVE, RESERVE_BYTES)
 
 
 async def _wait(stop: asyncio.Event) -> None:

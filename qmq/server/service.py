@@ -45,7 +45,7 @@ from qmq.server.acceptor import Acceptor, Port
 from qmq.server.access import Access
 from qmq.server.overload import ConnectionState, DiskWatch, LimitsReached, MemoryAlarm, Shares
 from qmq.server.pulse import Pulse
-from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
+from qmq.server.running import DISK_FLOOR_BYTES, keep_reserve
 from qmq.ticking import until_next_second
 from qmq.types import Endpoint
 

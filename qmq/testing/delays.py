@@ -19,8 +19,8 @@ from qmq.codec import Buffer, batch_ends, decode_message
 from qmq.crc import crc32
 from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
-from qmq.delayserver.messages import Messages, read_messages
 from qmq.delayserver.schedule import Schedule, discard
+from qmq.delayserver.schedule.record import Messages, read_messages
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.upkeep import ScheduleFiler
 from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError, from_code

@@ -9,7 +9,7 @@ from qmq.metaserver.roles import rules
 from qmq.metaserver.storage.changes import AcceptLoss, RemoveGroup, RestoreAll, SetRoles
 from qmq.metaserver.storage.engine import open_database
 from qmq.metaserver.storage.repository import Repository
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch, Role
 
 HIGHEST = (1 << 64) - 1

@@ -21,9 +21,8 @@ from qmq.log.fold import (
     encode_snapshot,
 )
 from qmq.log.frame import FrameKind, decode_frames
-from qmq.log.group import Consumer
+from qmq.log.group import LIFE, Consumer, MessageEvent, MessageState
 from qmq.log.group import Group as GroupProgress
-from qmq.log.message_life import LIFE, MessageEvent, MessageState
 from qmq.log.progress_frame import DEFERRED, EXPIRED, PASSED
 from qmq.remoting.commands import Command, encode_json
 from qmq.types import Epoch

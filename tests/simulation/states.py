@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from qmq.client.batch import BATCH_LIFE
-from qmq.log.health import HEALTH
-from qmq.log.message_life import LIFE
+from qmq.log.group import LIFE
+from qmq.log.recovery import HEALTH
 from qmq.replication.follower import FOLLOWER
 from qmq.replication.node import Node
 from qmq.replication.slave import SLAVE

@@ -9,7 +9,7 @@ import pytest
 
 from qmq.client.batch import BATCH_LIFE
 from qmq.client.session_life import SESSION
-from qmq.log.health import HEALTH
+from qmq.log.recovery import HEALTH
 from qmq.replication.follower import FOLLOWER
 from qmq.replication.slave import SLAVE
 from tests.simulation.cores.many_copies import MANY_FAULTS

@@ -36,7 +36,7 @@ from qmq.metaserver.rpc.convert import state_from_message
 from qmq.metaserver.storage.changes import SetRoles
 from qmq.metaserver.storage.errors import StaleTerm
 from qmq.proto import qmq_pb2 as pb
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Role
 from tests.transcripts.story import LoopStory
 from tests.unit.metaserver.actions_world import World, place

@@ -21,8 +21,7 @@ from qmq.log.memory_disk import MemoryDisk
 from qmq.metaserver.cluster import snapshot
 from qmq.operator_limits import OperatorLimits
 from qmq.replication.assignment import Address, Assignment
-from qmq.replication.identity import NAME, IdentityFile
-from qmq.replication.points import COPY, POINTS, Point, PointFile
+from qmq.replication.identity import COPY, NAME, POINTS, IdentityFile, Point, PointFile
 from qmq.types import Epoch, Role
 from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all, places
 from tests.unit.log.logs import Copy

@@ -37,9 +37,8 @@ from qmq.remoting.packet import Packet
 from qmq.replication.assignment import Assignment
 from qmq.replication.clocks import MASTER, SLAVE
 from qmq.replication.copy_repair import Sources
-from qmq.replication.identity import IdentityFile
+from qmq.replication.identity import IdentityFile, Point
 from qmq.replication.node import Node
-from qmq.replication.points import Point
 from qmq.replication.retention import HOUR_MS, Keeper
 from qmq.types import NO_EPOCH
 from tests.simulation.cores.network import End

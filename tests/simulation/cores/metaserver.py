@@ -11,7 +11,7 @@ from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, Points, Re
 from qmq.metaserver.roles import promotion, rules
 from qmq.metaserver.roles.promotion import Facts
 from qmq.replication.assignment import Address, Assignment
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Role
 from tests.simulation.events import Violation
 

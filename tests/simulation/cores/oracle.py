@@ -23,7 +23,7 @@ from tests.simulation.states import Legality
 
 if TYPE_CHECKING:
     from qmq.log import Commit
-    from qmq.replication.points import Point
+    from qmq.replication.identity import Point
     from tests.simulation.cores.clients import Consumer
     from tests.simulation.cores.machine import Machine, Process
     from tests.simulation.cores.operator import Move

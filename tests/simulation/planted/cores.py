@@ -25,9 +25,8 @@ from qmq.replication import agreement, readonly
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.agreement import Hello
 from qmq.replication.follower import FollowerEvent, SlaveWatch
-from qmq.replication.identity import Identity, IdentityFile
+from qmq.replication.identity import Identity, IdentityFile, PointFile
 from qmq.replication.node import Node
-from qmq.replication.points import PointFile
 from qmq.replication.readonly import Reason
 from qmq.replication.role_change import RoleChange
 from qmq.replication.slave import Slave

@@ -16,7 +16,7 @@ from qmq.audit.group import audit_groups
 from qmq.audit.results import Group
 from qmq.audit.wave import Options
 from qmq.codec import FLAG_DELAYED, encode_message, join_batch
-from qmq.delayserver.messages import with_due
+from qmq.delayserver.schedule.record import with_due
 from qmq.log.delay_frames import SCHEDULE_FOLDER, Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FrameKind
 from qmq.message import Message

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.errors import ErrorCode
-from qmq.log.group import UnackedRange
-from qmq.log.message_life import MessageState
+from qmq.log.group import MessageState, UnackedRange
 from qmq.remoting import commands
 from qmq.remoting.commands import FLAG_SUSPECTED, Ack, Command, Nack, NackEntry, Verdict
 from qmq.subjects import dead_letter_subject

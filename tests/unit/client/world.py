@@ -33,7 +33,7 @@ from qmq.codec import (
     labels_bytes,
     split_batch,
 )
-from qmq.delayserver.messages import Messages, read_messages
+from qmq.delayserver.schedule.record import Messages, read_messages
 from qmq.errors import AccessError, InvalidMessage, NotMaster, NotServed, PostponesTooMuch, QmqError
 from qmq.log.frame import FLAG_LABELLED, label_flags
 from qmq.log.group import Group

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qmq.delayserver.overdue import SUBJECTS_MAX, Overdue, Part
+from qmq.delayserver.dispatching import SUBJECTS_MAX, Overdue, Part
 from qmq.delayserver.pending_queue import PendingQueue
 from qmq.delayserver.schedule import RECORD
 from tests.unit.delayserver.world import a_group

@@ -9,8 +9,7 @@ import pytest
 from qmq import ranges
 from qmq.errors import InvalidAck
 from qmq.log.fold import EpochStart, State
-from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
-from qmq.log.message_life import MessageState
+from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, MessageState, UnackedRange
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.types import Epoch
 

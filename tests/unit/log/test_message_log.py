@@ -10,7 +10,7 @@ from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed
 from qmq.log import message_log, segments, stored
 from qmq.log.disk import PageCache
 from qmq.log.frame import Frame, FrameKind, decode_frames
-from qmq.log.health import LogHealth
+from qmq.log.recovery import LogHealth
 from qmq.log.repair import repair
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import index_name, log_name, snapshot_name

@@ -12,8 +12,8 @@ from qmq.log import quarantine, segments
 from qmq.log.disk import BLOCK_BYTES
 from qmq.log.fold import State, encode_snapshot
 from qmq.log.frame import decode_frames
-from qmq.log.health import LogHealth
 from qmq.log.memory_disk import MemoryDisk
+from qmq.log.recovery import LogHealth
 from qmq.log.repair import repair
 from qmq.types import Epoch
 from tests.unit.log.logs import Copy

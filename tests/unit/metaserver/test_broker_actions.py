@@ -13,7 +13,7 @@ from qmq.metaserver.actions import Status
 from qmq.metaserver.model import BrokerKey, PartedTail, ReplicaState
 from qmq.metaserver.observability.collectors import StateMetrics
 from qmq.metaserver.storage.database import DatabaseAway
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch, Role
 from tests.unit.metaserver.actions_world import place
 

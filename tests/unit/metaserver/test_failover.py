@@ -20,7 +20,7 @@ from qmq.metaserver.roles.renewal import Promises, begin_life
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.metaserver.storage.errors import StaleTerm
 from qmq.proto import qmq_pb2 as pb
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch, Role
 from tests.support.waiting import until_async
 from tests.unit.metaserver.actions_world import place

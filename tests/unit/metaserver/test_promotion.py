@@ -9,7 +9,7 @@ import pytest
 from qmq.metaserver.model import Broker, Group, Points, ReplicaState
 from qmq.metaserver.roles import promotion
 from qmq.metaserver.roles.promotion import BEHIND, CONDITIONS, SLAVE_CONDITIONS, Facts, Refusal
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch, Role
 
 C = Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")

@@ -12,7 +12,7 @@ from qmq.metaserver.cluster.liveness import PlaceTaken, Question
 from qmq.metaserver.model import AuditRow, BrokerKey, ReadonlyMark, ReplicaState
 from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.storage.database import DatabaseAway
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch, Role
 
 ANOTHER = AuditRow("another metaserver", "", "change")

@@ -16,7 +16,7 @@ from qmq.metaserver.cluster.upkeep import Upkeep
 from qmq.metaserver.model import AuditRow, BrokerKey, MetaserverRow, ReadonlyMark
 from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.storage.errors import ValueRefused
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch
 
 KEY = BrokerKey("g1-a", 20881)

@@ -21,7 +21,7 @@ from qmq.replication.agreement import (
     agree,
     proofs_of,
 )
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch
 from tests.support.effort import every
 from tests.unit.log.logs import Copy

@@ -8,7 +8,7 @@ from qmq.errors import CorruptFrame, Diverged
 from qmq.log.frame import FrameKind
 from qmq.log.recovery import Damage
 from qmq.replication.copy_repair import Sources, _is_other_history
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import Broker, Client, Group
 

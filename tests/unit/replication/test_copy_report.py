@@ -9,8 +9,7 @@ from qmq.log.memory_disk import MemoryDisk
 from qmq.replication import copy_report
 from qmq.replication.assignment import Assignment
 from qmq.replication.copy_report import NoCopy, report
-from qmq.replication.identity import IdentityFile
-from qmq.replication.points import Point
+from qmq.replication.identity import IdentityFile, Point
 from qmq.types import Epoch, Role
 from tests.unit.log.logs import Copy
 

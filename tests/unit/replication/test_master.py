@@ -6,8 +6,8 @@ import pytest
 
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.remoting.commands import Command
+from qmq.replication.identity import SAVE_MS
 from qmq.replication.master import Master
-from qmq.replication.points import SAVE_MS
 from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role

@@ -13,7 +13,7 @@ from qmq.replication.agreement import Action, Agreement
 from qmq.replication.assignment import Assignment
 from qmq.replication.clocks import MASTER, SLAVE
 from qmq.replication.follower import FollowerState
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role

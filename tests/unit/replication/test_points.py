@@ -9,7 +9,7 @@ import pytest
 
 from qmq.errors import CorruptFrame
 from qmq.log.memory_disk import MemoryDisk
-from qmq.replication.points import COPY, POINTS, SAVE_MS, Point, PointFile, is_lacking, log_lacking
+from qmq.replication.identity import COPY, POINTS, SAVE_MS, Point, PointFile, is_lacking, log_lacking
 from qmq.types import Epoch
 from tests.unit.log.logs import Copy
 

@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 
 from qmq.errors import BrokerReadOnly
-from qmq.replication.readonly import Readonly, Reason, explain
+from qmq.replication.mastership import Readonly
+from qmq.replication.readonly import Reason, explain
 from tests.unit.broker.world import Group
 
 

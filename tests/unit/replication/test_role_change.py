@@ -6,7 +6,7 @@ import pytest
 
 from qmq.errors import ErrorCode, IllegalTransition, NotServed, OperatorError
 from qmq.replication.follower import FollowerState
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role

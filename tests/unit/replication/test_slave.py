@@ -11,7 +11,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement
-from qmq.replication.points import Point
+from qmq.replication.identity import Point
 from qmq.replication.ports import QUIET_MS
 from qmq.replication.slave import SlaveState
 from qmq.types import Epoch, Role

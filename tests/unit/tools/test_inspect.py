@@ -14,8 +14,7 @@ import pytest
 from qmq.log import RealDisk, manifest
 from qmq.log.segments import log_name, segment_bases
 from qmq.replication.assignment import Assignment
-from qmq.replication.identity import IdentityFile
-from qmq.replication.points import Point
+from qmq.replication.identity import IdentityFile, Point
 from qmq.tools.inspect import main
 from qmq.types import Epoch, Role
 from tests.unit.log.logs import Copy
