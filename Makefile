@@ -86,8 +86,8 @@ drawings: $(STAMP) ## write the drawings of docs/states.md anew from the tables
 console-pictures: $(STAMP) ## draw docs/console-*.png anew, of a real cluster on a bad night (Debian's Chromium)
 	@exec $(PY) -m tests.integration.console_story docs
 
-simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), clones, delay, metaserver, outbox (DATABASE=mariadb or postgresql) or shells
-	@$(PY) -m tests.simulation --scenario "$(or $(SCENARIO),cores)" --database "$(or $(DATABASE),sqlite)" --seeds "$(or $(SEEDS),2000)"
+simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), clones, delay, metaserver or shells
+	@$(PY) -m tests.simulation --scenario "$(or $(SCENARIO),cores)" --seeds "$(or $(SEEDS),2000)"
 
 mutants: $(STAMP) ## nightly: small faults in AREA (default qmq/log), committed code, by cosmic-ray; those that TESTS miss are listed
 	@git diff --quiet HEAD -- "$(AREA)" || { echo "$(AREA) has changes: commit first, the files are changed in place"; exit 1; }

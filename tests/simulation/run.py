@@ -6,14 +6,13 @@ The last tenth of the seeds is steered to states that a fault has not met in the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import logging
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing import Pool
 from random import Random
@@ -27,7 +26,6 @@ from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.search import first_seed_with, shrink
 from tests.simulation.states import never_met
 from tests.simulation.steering import UNSTEERED, Steering
-from tests.support.databases import KINDS, SERVERS, running
 
 STEERED = 10
 """Every tenth seed is steered."""
@@ -44,23 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     steering = Steering.parse(options.steer)
     if steering.fault not in ("", *scenario.faults) or steering.state not in ("", *scenario.states):
         parser.error(f"--steer: one of {', '.join(scenario.faults)}; one of {', '.join(scenario.states)}")
-    if options.database != "sqlite" and options.scenario != "outbox":
-        parser.error("--database: only the scenario outbox has other databases than SQLite")
-    with _database(options.database) as url:
-        kinds |= {"url": url} if url else {}
-        if options.seed is not None:
-            return _run_one(scenario, options.seed, options.shrink, {**kinds, "steering": steering})
-        return run(range(options.first, options.first + options.seeds), options.jobs, scenario, kinds)
-
-
-@contextlib.contextmanager
-def _database(kind: str) -> Iterator[str]:
-    """Run a server of this kind, with an empty database at the URL; "" for SQLite, which has none."""
-    if kind == "sqlite":
-        yield ""
-        return
-    with running(SERVERS[kind]()) as server:
-        yield server.create_database()
+    if options.seed is not None:
+        return _run_one(scenario, options.seed, options.shrink, {**kinds, "steering": steering})
+    return run(range(options.first, options.first + options.seeds), options.jobs, scenario, kinds)
 
 
 def _run_bug(bug: Bug, seeds: int) -> int:
@@ -88,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scenario",
         choices=SCENARIOS,
         default="cores",
-        help="cores of brokers (default), with clones, of delay groups; metaservers; outboxes; or all shells",
+        help="cores of brokers (default), with clones, of delay groups; metaservers; or all shells",
     )
     parser.add_argument("--seeds", type=int, default=2000, help="how many (default 2000)")
     parser.add_argument("--first", type=int, default=1, help="the first one (default 1)")
@@ -97,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steer", default="", metavar="FAULT[@STATE]", help="with --seed: as the report names it")
     parser.add_argument("--shrink", action="store_true", help="with --seed: leave out strikes that it does not need")
     parser.add_argument("--bug", choices=BUGS, metavar="NAME", help="print the first seed that shows this planted bug")
-    parser.add_argument("--database", choices=KINDS, default="sqlite", help="outbox: kind of database (default sqlite)")
     parser.add_argument("--moves", action="store_true", help="cores: with an operator who moves consumer groups")
     parser.add_argument("--copies", type=int, help="cores: of each group (default: a mix of two and three)")
     parser.add_argument("--min-copies", type=int, default=2, help="cores: how many acknowledge (default 2)")

@@ -13,8 +13,6 @@ from tests.simulation.cores.many_copies import MANY_FAULTS
 from tests.simulation.delay import nemesis as delay_nemesis
 from tests.simulation.delay import world as delay_world
 from tests.simulation.metaserver import walk as metaserver
-from tests.simulation.outbox import nemesis as outbox_nemesis
-from tests.simulation.outbox import world as outbox_world
 from tests.simulation.outcome import Outcome
 from tests.simulation.shells import nemesis as shell_nemesis
 from tests.simulation.shells import world as shell_world
@@ -148,7 +146,6 @@ SCENARIOS = {
         of_bugs={"faults": ""},
         bug_seeds=300,
     ),
-    "outbox": Scenario(outbox_world.simulate, outbox_nemesis.FAULTS, outbox_world.MUST_OCCUR, states=(), bug_seeds=60),
     "shells": Scenario(
         shell_world.simulate,
         shell_nemesis.FAULTS,

@@ -62,7 +62,6 @@ SUITES = {
     "clones": Suite("clones", range(10_001, 10_013), {"steering": Steering("clone")}, CLONES_OCCUR),
     "delay": Suite("delay", range(1, 25), {}, DELAY_OCCURS, acknowledged=1_000),
     "metaserver": Suite("metaserver", range(48), {}, SCENARIOS["metaserver"].must_occur, acknowledged=400),
-    "outbox": Suite("outbox", range(40)),
     "shells 1": Suite("shells", [1], {"is_plain": True}, acknowledged=1),
     "shells 2": Suite("shells", [2], {"is_plain": True}, acknowledged=1),
     "shells 3": Suite("shells", [3], {"is_plain": True}, acknowledged=1),
@@ -127,11 +126,6 @@ def test_kept_seeds_do_not_fail_again(scenario: str) -> None:
         assert_well(SCENARIOS[scenario].simulate(seed, steering=steering))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_outbox_keeps_every_promise_on_each_database(seed: int, database_url: str) -> None:
-    assert_well(SCENARIOS["outbox"].simulate(seed, url=database_url))
-
-
 SAME_TRACE = [
     ("cores", 3),
     ("cores", 7),
@@ -139,7 +133,6 @@ SAME_TRACE = [
     ("clones", 5),
     ("delay", 17),
     ("metaserver", 3),
-    ("outbox", 3),
     ("shells", 4),
 ]
 
@@ -152,9 +145,7 @@ def test_seed_gives_the_same_trace_twice(scenario: str, seed: int) -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors, "hundreds of seeds need as few as one"
 
 
-@pytest.mark.parametrize(
-    "scenario, seed", [("cores", 5), ("metaserver", 3), ("outbox", 5), ("shells", 56), ("shells", 59)]
-)
+@pytest.mark.parametrize("scenario, seed", [("cores", 5), ("metaserver", 3), ("shells", 56), ("shells", 59)])
 def test_seed_gives_the_same_trace_in_another_process(scenario: str, seed: int) -> None:
     """Names hash to other numbers there: no order may come from a set."""
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

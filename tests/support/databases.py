@@ -347,9 +347,6 @@ class TlsPostgresqlServer(_WithTls, PostgresqlServer):
         return [*super()._command(), "-c", "ssl=on", *options]
 
 
-SERVERS: dict[str, type[DatabaseServer]] = {"mariadb": MariadbServer, "postgresql": PostgresqlServer}
-
-
 @pytest.fixture(scope="session")
 def mariadb() -> Iterator[MariadbServer]:
     """A running MariaDB server; tests restart it after they stop it."""

@@ -145,6 +145,11 @@ def watchdog_takes_sent_for_stored(real: Any, self: Drain, attempt: Attempt) -> 
     self._answered(attempt, Stored(0, attempt.batch.count))
 
 
+@bug("shells", Statements, "_parking", first=3)
+def row_is_parked_without_a_reason(real: Any, self: Statements) -> str:
+    return str(real(self)).replace(":reason", "substr(:reason, 1, 0)")
+
+
 # Its rows are sent again in another batch.
 plant(
     "shells",

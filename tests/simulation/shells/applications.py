@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from random import Random
+from typing import TYPE_CHECKING, Any
 
 from qmq import Consumer, Producer
 from qmq.client.received import ReceivedMessage
@@ -46,10 +48,19 @@ class Shop:
         return {row[0] for row in self._read("SELECT id FROM orders")}
 
     def rows(self) -> int:
-        """Return the number of messages in the outbox."""
-        return len(self._read(f"SELECT id FROM {DEFAULT_TABLE}"))
+        """Return the number of rows in the outbox that are to be sent."""
+        return len(self._read(f"SELECT id FROM {DEFAULT_TABLE} WHERE status = 0"))
 
-    def _read(self, statement: str) -> list[tuple[str]]:
+    def parked(self) -> list[tuple[str, str, str | None]]:
+        """Return (content, reason, claim) of the rows that no drain sends."""
+        return self._read(f"SELECT content, reason, claim FROM {DEFAULT_TABLE} WHERE status < 0")
+
+    def write_unreadable_row(self) -> None:
+        """Write a row that is no message, as a faulty program does."""
+        with contextlib.closing(self.connect()) as connection, connection:
+            connection.execute(f"INSERT INTO {DEFAULT_TABLE} (content) VALUES (?)", [UNREADABLE])
+
+    def _read(self, statement: str) -> list[Any]:
         return self._look.execute(statement).fetchall() if self._look is not None else []
 
     def close(self) -> None:
@@ -57,6 +68,7 @@ class Shop:
             self._look.close()
 
 
+UNREADABLE = '{"unreadable'
 SUBJECTS = "orders", "letters"
 GROUP = "readers"
 TIMEOUT_S = 10.0
@@ -105,6 +117,7 @@ class ShopProgram:
     def __init__(self, world: World, application: Application) -> None:
         self._world = world
         self._name = application.name
+        self._dice = Random(f"{world.seed} {application.starts} unreadable")
 
     async def run(self) -> None:
         world, rng = self._world, self._world.loop.rng
@@ -114,7 +127,14 @@ class ShopProgram:
             while True:
                 await asyncio.sleep(rng.expovariate(world.swarm.sends_per_s / 2))
                 if world.is_producing:
+                    self._write_unreadable_row()
                     await self._sell(producer, database)
+
+    def _write_unreadable_row(self) -> None:
+        if self._world.swarm.unreadable and self._dice.random() < 0.1:
+            with contextlib.suppress(sqlite3.OperationalError):  # another program has the lock
+                self._world.shop.write_unreadable_row()
+                self._world.counts["unreadable row"] += 1
 
     async def _sell(self, producer: Producer, database: Database) -> None:
         """Run one transaction, which may be rolled back or end with the process."""

@@ -278,4 +278,5 @@ MUST_OCCUR = (
     "killed within a call",
     "not stored",
     "role change",
+    "unreadable row",
 )

@@ -13,6 +13,7 @@ from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
 from tests.simulation.events import Violation
 from tests.simulation.ledger import Ledger, Place
+from tests.simulation.shells.applications import UNREADABLE
 from tests.simulation.shells.stand_ins import SINCE_1970_S
 from tests.simulation.states import illegal_moves
 
@@ -188,6 +189,13 @@ class Oracle(Ledger):
     def check_whole(self) -> None:
         if lost := (self.kept | self._world.shop.orders()) - self._sent_on:
             raise Violation(f"I11: {sorted(lost)[:5]} of {len(lost)} were acknowledged or committed; no group has them")
+
+    def check_parked(self, rows: list[tuple[str, str, str | None]]) -> None:
+        """Check that rows that are no messages are parked with a reason, and no others; row: content, reason, claim."""
+        if wrong := [row for row in rows if row[0] != UNREADABLE or not row[1] or row[2] is not None]:
+            raise Violation(f"outbox: rows are parked that are messages, without a reason, or with a claim: {wrong}")
+        if len(rows) != (written := self._world.counts["unreadable row"]):
+            raise Violation(f"outbox: {len(rows)} rows are parked, not {written}")
 
 
 def stored(message_log: MessageLog, subject: str) -> list[tuple[str, int, int]]:

@@ -11,7 +11,7 @@ import random
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from random import Random
 from types import SimpleNamespace
@@ -119,11 +119,11 @@ def _with_virtual_time(prepare: Any) -> Any:
     return prepared
 
 
-def give_virtual_time(connection: sqlite3.Connection, wall_s: Callable[[], float] | None = None) -> None:
+def give_virtual_time(connection: sqlite3.Connection) -> None:
     """Give SQLite the world's clock: by it, rows become old enough for a watchdog."""
 
     def now() -> str:
-        return datetime.fromtimestamp((wall_s or _wall_of_all)(), UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+        return datetime.fromtimestamp(_wall_of_all(), UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
     def real(function: str) -> Any:
         def call(*words: Any) -> Any:

@@ -31,7 +31,7 @@ class Trial(World):
     def __init__(self, seed: int, folder: Path, steering: Steering, **words: Any) -> None:
         dice = self.dice = Random(f"{seed} silent metaserver")
         copies = dice.choice((2, 3))
-        drawn = Swarm.draw(dice, second=False, watchdogs=0, joins=False)
+        drawn = Swarm.draw(dice, second=False, watchdogs=0, unreadable=False, joins=False)
         swarm = replace(
             drawn, copies=copies, min_copies=2, metaservers=2, fails_over=True, delays=False, tail_bytes=1 << 20
         )

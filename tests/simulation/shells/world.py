@@ -80,6 +80,8 @@ class Swarm:
     """Whether there is a second broker group, of two copies."""
     watchdogs: int
     """Watchdogs of a shop with an outbox; 0: without a shop."""
+    unreadable: bool
+    """Whether the shop's outbox gets rows that are no messages."""
     joins: bool
     """Whether the second broker group joins each subject during the war.
 
@@ -87,7 +89,7 @@ class Swarm:
     """
 
     @staticmethod
-    def draw(rng: Random, *, second: bool, watchdogs: int, joins: bool) -> Swarm:
+    def draw(rng: Random, *, second: bool, watchdogs: int, unreadable: bool, joins: bool) -> Swarm:
         copies = rng.choice((2, 2, 2, 3))
         return Swarm(
             copies=copies,
@@ -105,6 +107,7 @@ class Swarm:
             delays=rng.random() < 0.5,
             second=second,
             watchdogs=watchdogs,
+            unreadable=unreadable,
             joins=joins,
         )
 
@@ -132,6 +135,7 @@ class World:
             self.loop.rng,
             second=second,
             watchdogs=Random(f"{seed} outbox").choice((0, 0, 1, 2)),
+            unreadable=Random(f"{seed} unreadable").random() < 0.3,
             joins=second and Random(f"{seed} joins").random() < 0.5 if joins is None else joins,
         )
         self.network = self.loop.network = Network(self.loop, self.note)
@@ -362,6 +366,7 @@ class World:
             if group != "d1":
                 self.oracle.check_logs(group, {copy.name: copy.message_log for copy in copies if copy.message_log})
         self.oracle.check_whole()
+        self.oracle.check_parked(self.shop.parked())
 
     def describe(self) -> str:
         oracle = self.oracle
