@@ -26,6 +26,7 @@ from tests.support.small_disk import fill, small_disk
 from tests.support.spark import local_spark
 from tests.unit.audit.forged import derive
 from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.served import serving
 from tests.unit.audit.test_audited_range import (
     PIECE_BYTES,
     A,
@@ -33,7 +34,6 @@ from tests.unit.audit.test_audited_range import (
     Broker,
     both,
     give_up_the_first_segment,
-    serving,
     write,
 )
 from tests.unit.audit.test_walk import change, flip
@@ -233,7 +233,7 @@ def cases(executor: SparkSession | None, tmp_path_factory: pytest.TempPathFactor
             places = {copy.name: place_options(str(copy), "") for copy in sorted(folder.iterdir())}
             if plant == of_brokers:
                 brokers = {copy: Broker(log, folder / copy) for copy, log in planted[plant].items()}
-                addresses = {copy: stack.enter_context(serving(broker)) for copy, broker in brokers.items()}
+                addresses = {copy: stack.enter_context(serving(broker))[0] for copy, broker in brokers.items()}
                 places = {copy: place_options(address, "secret") for copy, address in addresses.items()}
             groups.append(Group("g1" if plant == of_brokers else plant.__name__, places))
         results = audit_groups(executor, groups, Options(piece_bytes=PIECE_BYTES))

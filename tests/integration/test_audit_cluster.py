@@ -16,7 +16,6 @@ from typing import NamedTuple
 import pyspark
 import pytest
 
-from qmq.types import Epoch
 from tests.support.ports import free_ports
 from tests.support.spark import QUICK, run_job, submit_arguments
 from tests.support.waiting import until
@@ -102,8 +101,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def write(data: Path) -> LogWriter:
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data)
     for _ in range(40):
         log.batch("order.changed", 10)
     log.close()

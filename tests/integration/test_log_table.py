@@ -108,8 +108,7 @@ def test_failed_stream_yields_each_message_once(spark: SparkSession, tmp_path: P
 
 def lived(data: Path) -> None:
     """Write a log in which order.changed-3 is delivered, nacked, dies, and returns to its group."""
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data)
     log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
     log.batch(A, 10)
     log.progress(FrameKind.PULL, A, "g", "c", (PULL, 0, 10))

@@ -15,49 +15,65 @@ from qmq.log.index import SegmentIndex
 from tests.unit.audit.forged import A, B, read_frames
 
 Plant = Callable[[Path, int], str]
-"""Changes the files beside the segment at an offset; returns the kind of the finding."""
+"""Changes the files beside the segment at an offset; returns the kind of the finding, "" for a harmless change."""
 
 
 def bases_of(data: Path) -> list[int]:
     return sorted(int(path.stem) for path in (data / "log").glob("*.log"))
 
 
-def _change_state(data: Path, base: int, change: Callable[[State], object]) -> str:
-    path = data / "log" / f"{base:020d}.snap"
-    state = decode_snapshot(path.read_bytes())
-    change(state)
-    path.write_bytes(encode_snapshot(state))
-    return "snapshot"
+def _beside(data: Path, base: int, suffix: str) -> Path:
+    return data / "log" / f"{base:020d}.{suffix}"
 
 
-def other_position(data: Path, base: int) -> str:
-    def change(state: State) -> None:
-        state.groups[A, "g"].position -= 5
+def _state(change: Callable[[State], object]) -> Plant:
+    def plant(data: Path, base: int) -> str:
+        path = _beside(data, base, "snap")
+        state = decode_snapshot(path.read_bytes())
+        change(state)
+        path.write_bytes(encode_snapshot(state))
+        return "snapshot"
 
-    return _change_state(data, base, change)
-
-
-def other_end_of_a_subject(data: Path, base: int) -> str:
-    return _change_state(data, base, lambda state: state.next_sequence.update({B: state.next_sequence[B] + 1}))
-
-
-def forgotten_producers(data: Path, base: int) -> str:
-    return _change_state(data, base, lambda state: state.producers.clear())
+    return plant
 
 
-def other_chain(data: Path, base: int) -> str:
-    def change(state: State) -> None:
-        state.chain ^= 1
-
-    return _change_state(data, base, change)
+def _other_position(state: State) -> None:
+    state.groups[A, "g"].position -= 5
 
 
-def damaged_snapshot(data: Path, base: int) -> str:
-    path = data / "log" / f"{base:020d}.snap"
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-    return "snapshot"
+def _other_chain(state: State) -> None:
+    state.chain ^= 1
+
+
+def _flipped(suffix: str, at: int, kind: str) -> Plant:
+    def plant(data: Path, base: int) -> str:
+        path = _beside(data, base, suffix)
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+        return kind
+
+    return plant
+
+
+def _of_another(suffix: str, step: int, kind: str) -> Plant:
+    """Put the file of another segment, so many further on, in the place."""
+
+    def plant(data: Path, base: int) -> str:
+        bases = bases_of(data)
+        other = bases[bases.index(base) + step]
+        _beside(data, base, suffix).write_bytes(_beside(data, other, suffix).read_bytes())
+        return kind
+
+    return plant
+
+
+def _gone(suffix: str) -> Plant:
+    def plant(data: Path, base: int) -> str:
+        _beside(data, base, suffix).unlink()
+        return ""
+
+    return plant
 
 
 def _write_index(data: Path, base: int, *, end: int | None = None, leave_out: int = -1) -> str:
@@ -67,63 +83,28 @@ def _write_index(data: Path, base: int, *, end: int | None = None, leave_out: in
     for number, frame in enumerate(messages):
         if number != leave_out:
             index.add(frame)
-    (data / "log" / f"{base:020d}.idx").write_bytes(index.encode(end or ends[base]))
+    _beside(data, base, "idx").write_bytes(index.encode(end or ends[base]))
     return "index"
 
 
-def frame_left_out(data: Path, base: int) -> str:
-    return _write_index(data, base, leave_out=3)
-
-
-def damaged_index(data: Path, base: int) -> str:
-    path = data / "log" / f"{base:020d}.idx"
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
-    return "index"
-
-
-def index_of_another(data: Path, base: int) -> str:
-    bases = bases_of(data)
-    other = data / "log" / f"{bases[bases.index(base) + 1]:020d}.idx"
-    (data / "log" / f"{base:020d}.idx").write_bytes(other.read_bytes())
-    return "index"
-
+forgotten_producers = _state(lambda state: state.producers.clear())
 
 WRONG: dict[str, Plant] = {
-    "another position": other_position,
-    "another end": other_end_of_a_subject,
+    "another position": _state(_other_position),
+    "another end": _state(lambda state: state.next_sequence.update({B: state.next_sequence[B] + 1})),
     "producers": forgotten_producers,
-    "another chain": other_chain,
-    "a damaged snapshot": damaged_snapshot,
-    "a frame left out": frame_left_out,
-    "a damaged index": damaged_index,
-    "another's index": index_of_another,
+    "another chain": _state(_other_chain),
+    "a damaged snapshot": _flipped("snap", -3, "snapshot"),
+    "a frame left out": lambda data, base: _write_index(data, base, leave_out=3),
+    "a damaged index": _flipped("idx", 100, "index"),
+    "another's index": _of_another("idx", 1, "index"),
 }
-
-
-def no_snapshot(data: Path, base: int) -> str:
-    (data / "log" / f"{base:020d}.snap").unlink()
-    return ""
-
-
-def no_index(data: Path, base: int) -> str:
-    (data / "log" / f"{base:020d}.idx").unlink()
-    return ""
-
-
-def snapshot_of_before(data: Path, base: int) -> str:
-    """Brokers do not start from a snapshot of another place."""
-    bases = bases_of(data)
-    older = data / "log" / f"{bases[bases.index(base) - 1]:020d}.snap"
-    (data / "log" / f"{base:020d}.snap").write_bytes(older.read_bytes())
-    return ""
 
 
 def snapshot_of_an_older_version(data: Path, base: int) -> str:
     """An earlier version stored less: true, but incomplete."""
     forgotten_producers(data, base)
-    path = data / "log" / f"{base:020d}.snap"
+    path = _beside(data, base, "snap")
     packed = (3).to_bytes(4, "little") + path.read_bytes()[8:]
     path.write_bytes(crc32(packed).to_bytes(4, "little") + packed)
     return ""
@@ -138,9 +119,9 @@ def index_of_a_segment_that_has_grown(data: Path, base: int) -> str:
 
 
 LEGAL: dict[str, Plant] = {
-    "no snapshot": no_snapshot,
-    "no index": no_index,
-    "a snapshot of before": snapshot_of_before,
+    "no snapshot": _gone("snap"),
+    "no index": _gone("idx"),
+    "a snapshot of before": _of_another("snap", -1, ""),  # brokers do not start from a snapshot of another place
     "a snapshot of version 3": snapshot_of_an_older_version,
     "an index of before": index_of_a_segment_that_has_grown,
 }

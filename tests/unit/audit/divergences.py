@@ -21,7 +21,7 @@ from qmq.log.delay_frames import (
     encode_settled,
 )
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, FrameKind
-from qmq.log.progress_frame import NUMBERS_END, PASSED, decode_progress, encode_progress
+from qmq.log.progress_frame import NUMBERS_END, PASSED, Entry, decode_progress, encode_progress
 from qmq.message import Message
 from qmq.types import Epoch
 from tests.unit.audit.forged import DEAD, PULL, A, B, C, Draft, a_message
@@ -66,42 +66,102 @@ def in_place_of(there: Draft, frame: Draft, **fields: Any) -> Draft:
     )
 
 
+# Changes of one frame, for the tables below. `what`: the kind of the expected finding.
+
+
+def rewritten(what: str, subject: str, sequence: int, change: Callable[[bytes], bytes]) -> Plant:
+    """Return the plant that changes the bytes of one message."""
+
+    def plant(frames: list[Draft]) -> Expected:
+        frame = frame_of(frames, subject, sequence)
+        changed = change(frame.messages[frame.of(sequence)])
+        return [(what, change_message(frames, subject, sequence, changed), sequence)]
+
+    return plant
+
+
+def restated(what: str, subject: str, sequence: int, field: str, change: Callable[[Any], Any]) -> Plant:
+    """Return the plant that changes a field of a header."""
+
+    def plant(frames: list[Draft]) -> Expected:
+        frame = frame_of(frames, subject, sequence)
+        setattr(frame, field, change(getattr(frame, field)))
+        return [(what, frame, sequence)]
+
+    return plant
+
+
+def relabelled(whats: tuple[str, ...], subject: str, sequence: int, label: int) -> Plant:
+    """Return the plant that changes the label of one message."""
+
+    def plant(frames: list[Draft]) -> Expected:
+        frame = frame_of(frames, subject, sequence)
+        labels = frame.labels
+        labels[frame.of(sequence)] = label
+        frame.labels = labels
+        return [(what, frame, sequence) for what in whats]
+
+    return plant
+
+
+def progressed(what: str, kind: FrameKind, subject: str, number: int, change: Callable[[Entry, Draft], Entry]) -> Plant:
+    """Return the plant that changes the only entry of a frame of progress, the subject's n-th of this kind."""
+
+    def plant(frames: list[Draft]) -> Expected:
+        frame = nth(frames, kind, subject, number)
+        group, consumer, (entry,) = decode_progress(frame.body)
+        frame.body = encode_progress(group, consumer, [change(entry, frame)])
+        return [(what, frame, None)]
+
+    return plant
+
+
+def _in_ten_years(entry: Entry, frame: Draft) -> Entry:
+    return entry[0], entry[1], frame.timestamp_ms + TEN_YEARS_MS
+
+
+def _of_nothing(entry: Entry, frame: Draft) -> Entry:
+    return entry[0] + 10**6, entry[1] + 10**6, entry[2]
+
+
+def created_ahead(subject: str, sequence: int) -> Plant:
+    def plant(frames: list[Draft]) -> Expected:
+        created_ms = frame_of(frames, subject, sequence).timestamp_ms + TEN_YEARS_MS
+        ahead = rewritten("time", subject, sequence, lambda data: data[:1] + created_ms.to_bytes(8, "big") + data[9:])
+        return ahead(frames)
+
+    return plant
+
+
+def id_twice(subject: str, sequence: int, other: int) -> Plant:
+    """Store one message in the place of another one."""
+
+    def plant(frames: list[Draft]) -> Expected:
+        frame = frame_of(frames, subject, other)
+        copied = frame.messages[frame.of(other)]
+        return [("id_twice", change_message(frames, subject, sequence, copied), sequence)]
+
+    return plant
+
+
+def batch_twice(subject: str, sequence: int) -> Plant:
+    """Store a batch again, behind the last one of its subject."""
+
+    def plant(frames: list[Draft]) -> Expected:
+        *_, last = _of_subject(frames, subject)
+        first = last.first_sequence + last.count
+        again = in_place_of(last, frame_of(frames, subject, sequence), first_sequence=first)
+        frames.insert(frames.index(last) + 1, again)
+        return [("batch_twice", again, first)]
+
+    return plant
+
+
+def _of_subject(frames: list[Draft], subject: str, kind: FrameKind = FrameKind.MESSAGES) -> list[Draft]:
+    return [frame for frame in frames if frame.kind == kind and frame.subject == subject]
+
+
 # Wrong on both copies.
-
-
-def undecodable(frames: list[Draft]) -> Expected:
-    whole = a_message(A, 33)
-    return [("undecodable", change_message(frames, A, 33, whole[:-5] + bytes([255]) + whole[-4:]), 33)]
-
-
-def torn_fields(frames: list[Draft]) -> Expected:
-    return [("undecodable", change_message(frames, A, 47, a_message(A, 47)[:-3]), 47)]
-
-
-def body_without_flag(frames: list[Draft]) -> Expected:
-    message = bytearray(a_message(A, 34))
-    message[0] &= ~FLAG_BODY
-    return [("undecodable", change_message(frames, A, 34, bytes(message)), 34)]
-
-
-def body_in_properties(frames: list[Draft]) -> Expected:
-    """Its stated length of properties ends in its body."""
-    message = bytearray(a_message(A, 38))
-    message[message.index(b"\0\x04text") - 1] += 1
-    return [("undecodable", change_message(frames, A, 38, bytes(message)), 38)]
-
-
-def foreign(frames: list[Draft]) -> Expected:
-    message = encode_message(Message("order.deleted", {"text": "x"}, id=f"{A}-55", tags=("odd",)), 1)
-    return [("foreign", change_message(frames, A, 55, message), 55)]
-
-
-def no_labels(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, B, 62)
-    labels = frame.labels
-    labels[frame.of(62)] = 0
-    frame.labels = labels
-    return [("labels", frame, 62)]
 
 
 def order_untold(frames: list[Draft]) -> Expected:
@@ -115,49 +175,15 @@ def order_untold(frames: list[Draft]) -> Expected:
     return [("labels", frame, 174)]
 
 
-def order_of_nothing(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, C, 4 * 46)
-    frame.flags |= FLAG_ORDERED
-    return [("labels", frame, 4 * 46)]
-
-
-def called_dead(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, B, 180)
-    frame.flags |= FLAG_DEAD
-    return [("dead_unfounded", frame, 180)]
+def _deleted(id: str) -> bytes:
+    return encode_message(Message("order.deleted", {"text": "x"}, id=id, tags=("odd",)), 1)
 
 
 def called_dead_and_foreign(frames: list[Draft]) -> Expected:
     """Only a dead letter in a chosen subject may keep its original's subject."""
-    message = encode_message(Message("order.deleted", {"text": "x"}, id=f"{B}-195", tags=("odd",)), 1)
-    frame = change_message(frames, B, 195, message)
+    frame = change_message(frames, B, 195, _deleted(f"{B}-195"))
     frame.flags |= FLAG_DEAD
     return [("dead_unfounded", frame, 190), ("foreign", frame, 195)]
-
-
-def batch_twice(frames: list[Draft]) -> Expected:
-    again = in_place_of(frames[-1], frame_of(frames, A, 70))
-    again.first_sequence = 600
-    frames.append(again)
-    frames.append(in_place_of(again, nth(frames, FrameKind.POSITION, A, 0), subject="behind.it"))
-    return [("batch_twice", again, 600)]
-
-
-def id_twice(frames: list[Draft]) -> Expected:
-    message = encode_message(Message(A, {"text": "y"}, id=f"{A}-81", tags=("odd",)), 1)
-    return [("id_twice", change_message(frames, A, 83, message), 83)]
-
-
-def watermark_ahead(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, A, 90)
-    frame.high_watermark = 1 << 40
-    return [("watermark", frame, 90)]
-
-
-def watermark_back(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, A, 100)
-    frame.high_watermark = 800
-    return [("watermark", frame, 100)]
 
 
 def watermark_still(frames: list[Draft]) -> Expected:
@@ -167,20 +193,6 @@ def watermark_still(frames: list[Draft]) -> Expected:
         if later.epoch == frame.epoch:
             later.high_watermark = min(later.high_watermark, frame.high_watermark)
     return [("watermark", frame, 300)]
-
-
-def created_ahead(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, B, 142)
-    message = bytearray(frame.messages[2])
-    message[1:9] = (frame.timestamp_ms + TEN_YEARS_MS).to_bytes(8, "big")
-    return [("time", change_message(frames, B, 142, bytes(message)), 142)]
-
-
-def requeued_for_years(frames: list[Draft]) -> Expected:
-    frame = nth(frames, FrameKind.NACK, C, 38)
-    ((begin, end, _),) = decode_progress(frame.body).entries
-    frame.body = encode_progress("k", "e", [(begin, end, frame.timestamp_ms + TEN_YEARS_MS)])
-    return [("progress", frame, None)]
 
 
 def hole_in_pull_sequences(frames: list[Draft]) -> Expected:
@@ -203,24 +215,6 @@ def unacked_for_days(frames: list[Draft]) -> Expected:
         frame.timestamp_ms -= 2 * 86_400_000
     frames.remove(ack)
     return [("unacked", pull, 120), ("unacked", nth(frames, FrameKind.PULL, B, 0), 1)]
-
-
-def time_ahead(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, B, 110)
-    frame.timestamp_ms += TEN_YEARS_MS
-    return [("time", frame, 110)]
-
-
-def time_apart(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, B, 120)
-    frame.timestamp_ms += 7_200_000
-    return [("time", frame, 120)]
-
-
-def time_back(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, B, 130)
-    frame.timestamp_ms -= 7_200_000
-    return [("time", frame, 130)]
 
 
 def position_behind_all(frames: list[Draft]) -> Expected:
@@ -267,18 +261,6 @@ def no_epoch_frame(frames: list[Draft]) -> Expected:
     return [("epoch_frame", frames[at], 400)]
 
 
-def older_epoch(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, A, 450)
-    frame.epoch = Epoch(1, 1)
-    return [("epoch", frame, 450)]
-
-
-def ack_of_nothing(frames: list[Draft]) -> Expected:
-    frame = nth(frames, FrameKind.ACK, A, 17)
-    frame.body = encode_progress("g", "c", [(PULL + 10**6, PULL + 10**6 + 10, 0)])
-    return [("progress", frame, None)]
-
-
 def gap(frames: list[Draft]) -> Expected:
     for frame in frames:
         if frame.kind == FrameKind.MESSAGES and frame.subject == B and frame.first_sequence >= 500:
@@ -286,21 +268,11 @@ def gap(frames: list[Draft]) -> Expected:
     return [("sequence", frame_of(frames, B, 504), 504)]
 
 
-def other_dead_letter(frames: list[Draft]) -> Expected:
-    message = with_properties(frame_of(frames, DEAD, 12).messages[0], {"text": "z" * 60})
-    return [("dead_altered", change_message(frames, DEAD, 12, message), 12)]
-
-
 def other_original(frames: list[Draft]) -> Expected:
     """The message was rewritten after it became a dead letter, which is the only evidence."""
     message = with_properties(a_message(C, 4 * 20 + 1), {"text": "z" * 60})
     change_message(frames, C, 4 * 20 + 1, message)
     return [("dead_altered", frame_of(frames, DEAD, 20), 20)]
-
-
-def other_times(frames: list[Draft]) -> Expected:
-    message = with_properties(frame_of(frames, DEAD, 24).messages[0], {"qmq_times": "7"})
-    return [("dead_altered", change_message(frames, DEAD, 24, message), 24)]
 
 
 def without_an_original(frames: list[Draft]) -> Expected:
@@ -344,39 +316,54 @@ def _one_letter_more(frames: list[Draft]) -> Draft:
     return more
 
 
+def _with_longer_properties(data: bytes) -> bytes:
+    """State a length of the properties that ends in the body."""
+    at = data.index(b"\0\x04text") - 1
+    return data[:at] + bytes([data[at] + 1]) + data[at + 1 :]
+
+
 TWO_SIDED: dict[str, Plant] = {
-    "a message that is no UTF-8": undecodable,
-    "a message that is cut": torn_fields,
-    "a body without its flag": body_without_flag,
-    "a body that begins in the properties": body_in_properties,
-    "of another subject": foreign,
-    "labels that are zero": no_labels,
+    "a message that is no UTF-8": rewritten("undecodable", A, 33, lambda data: data[:-5] + b"\xff" + data[-4:]),
+    "a message that is cut": rewritten("undecodable", A, 47, lambda data: data[:-3]),
+    "a body without its flag": rewritten("undecodable", A, 34, lambda data: bytes([data[0] & ~FLAG_BODY]) + data[1:]),
+    "a body that begins in the properties": rewritten("undecodable", A, 38, _with_longer_properties),
+    "of another subject": rewritten(
+        "foreign",
+        A,
+        55,
+        lambda data: encode_message(Message("order.deleted", {"text": "x"}, id=f"{A}-55", tags=("odd",)), 1),
+    ),
+    "labels that are zero": relabelled(("labels",), B, 62, 0),
     "an order key and no flag": order_untold,
-    "a flag and no order key": order_of_nothing,
-    "called a dead letter": called_dead,
+    "a flag and no order key": restated("labels", C, 4 * 46, "flags", lambda flags: flags | FLAG_ORDERED),
+    "called a dead letter": restated("dead_unfounded", B, 180, "flags", lambda flags: flags | FLAG_DEAD),
     "called a dead letter of another subject": called_dead_and_foreign,
-    "a batch twice": batch_twice,
-    "an id twice": id_twice,
-    "a watermark of 2^40": watermark_ahead,
-    "a watermark that goes back": watermark_back,
+    "a batch twice": batch_twice(A, 70),
+    "an id twice": id_twice(A, 83, 81),
+    "a watermark of 2^40": restated("watermark", A, 90, "high_watermark", lambda _: 1 << 40),
+    "a watermark that goes back": restated("watermark", A, 100, "high_watermark", lambda _: 800),
     "a watermark that stands still": watermark_still,
-    "created in ten years": created_ahead,
-    "requeued for ten years": requeued_for_years,
+    "created in ten years": created_ahead(B, 142),
+    "requeued for ten years": progressed("progress", FrameKind.NACK, C, 38, _in_ten_years),
     "a hole in pull sequences": hole_in_pull_sequences,
     "unacked for days": unacked_for_days,
-    "a time in ten years": time_ahead,
-    "a time two hours ahead": time_apart,
-    "a time two hours back": time_back,
+    "a time in ten years": restated("time", B, 110, "timestamp_ms", lambda ms: ms + TEN_YEARS_MS),
+    "a time two hours ahead": restated("time", B, 120, "timestamp_ms", lambda ms: ms + 7_200_000),
+    "a time two hours back": restated("time", B, 130, "timestamp_ms", lambda ms: ms - 7_200_000),
     "a position of 10^9": position_behind_all,
     "passed though it gets such": passed_unseen,
     "passed beside its like": passed_beside_its_like,
     "an epoch nobody began": no_epoch_frame,
-    "an older epoch": older_epoch,
-    "an ack of nothing": ack_of_nothing,
+    "an older epoch": restated("epoch", A, 450, "epoch", lambda _: Epoch(1, 1)),
+    "an ack of nothing": progressed("progress", FrameKind.ACK, A, 17, _of_nothing),
     "a gap": gap,
-    "a dead letter with another content": other_dead_letter,
+    "a dead letter with another content": rewritten(
+        "dead_altered", DEAD, 12, lambda data: with_properties(data, {"text": "z" * 60})
+    ),
     "an original rewritten after its dead letter": other_original,
-    "a dead letter that counts wrong": other_times,
+    "a dead letter that counts wrong": rewritten(
+        "dead_altered", DEAD, 24, lambda data: with_properties(data, {"qmq_times": "7"})
+    ),
     "a dead letter without an original": without_an_original,
     "a dead letter of what was handled": of_a_message_that_was_handled,
     "a dead letter twice": dead_twice,
@@ -388,11 +375,7 @@ TWO_SIDED: dict[str, Plant] = {
 
 
 def other_payload(subject: str, sequence: int) -> Plant:
-    def plant(frames: list[Draft]) -> Expected:
-        message = with_properties(a_message(subject, sequence), {"text": "z" * 60})
-        return [("different", change_message(frames, subject, sequence, message), sequence)]
-
-    return plant
+    return rewritten("different", subject, sequence, lambda data: with_properties(data, {"text": "z" * 60}))
 
 
 def other_text_of_one_crc(frames: list[Draft]) -> Expected:
@@ -417,27 +400,6 @@ def _flipped(body: bytes, at: int, flips: int) -> bytes:
     for number in range(flips.bit_length()):
         changed[at + number] ^= flips >> number & 1
     return bytes(changed)
-
-
-def other_label(frames: list[Draft]) -> Expected:
-    """Labels end with their own CRC-32, so the body's CRC and the chain stay the same for any labels."""
-    frame = frame_of(frames, A, 214)
-    labels = frame.labels
-    labels[frame.of(214)] = label_of(("pay",), None)
-    frame.labels = labels
-    return [("labels", frame, 214), ("different", frame, 214)]
-
-
-def other_ack(frames: list[Draft]) -> Expected:
-    frame = nth(frames, FrameKind.ACK, A, 22)
-    frame.body = encode_progress("g", "c", [(PULL + 220, PULL + 229, 0)])
-    return [("different", frame, None)]
-
-
-def other_time(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, B, 230)
-    frame.timestamp_ms += 1
-    return [("different", frame, 230)]
 
 
 def one_frame_more(frames: list[Draft]) -> Expected:
@@ -509,9 +471,10 @@ WITHOUT_A_COMMAND: dict[str, Plant] = {
 RIGHT_BUT_OTHER: dict[str, Plant] = {
     "another payload": other_payload(A, 206),
     "another text of one CRC": other_text_of_one_crc,
-    "another label": other_label,
-    "another ack": other_ack,
-    "another time": other_time,
+    # Labels end with their own CRC-32, so the body's CRC and the chain stay the same for any labels.
+    "another label": relabelled(("labels", "different"), A, 214, label_of(("pay",), None)),
+    "another ack": progressed("different", FrameKind.ACK, A, 22, lambda entry, _: (entry[0], entry[1] - 1, entry[2])),
+    "another time": restated("different", B, 230, "timestamp_ms", lambda ms: ms + 1),
 }
 
 
@@ -580,10 +543,6 @@ DELAYED: dict[str, Plant] = {
 # brokers stored the acknowledged point beside them.
 
 
-def _of_subject(frames: list[Draft], subject: str, kind: FrameKind = FrameKind.MESSAGES) -> list[Draft]:
-    return [frame for frame in frames if frame.kind == kind and frame.subject == subject]
-
-
 def _earlier(frames: list[Draft], end: int, ms: int) -> None:
     """Store the first frames earlier, and create their messages earlier."""
     for frame in frames[:end]:
@@ -595,35 +554,6 @@ def _earlier(frames: list[Draft], end: int, ms: int) -> None:
             ]
 
 
-def lived_created_ahead(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, A, 7)
-    messages = frame.messages
-    messages[2] = messages[2][:1] + (frame.timestamp_ms + TEN_YEARS_MS).to_bytes(8, "big") + messages[2][9:]
-    frame.messages = messages
-    return [("time", frame, 7)]
-
-
-def lived_id_twice(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, A, 13)
-    messages = frame.messages
-    messages[3] = messages[1]
-    frame.messages = messages
-    return [("id_twice", frame, 13)]
-
-
-def lived_batch_twice(frames: list[Draft]) -> Expected:
-    *_, last = _of_subject(frames, A)
-    again = in_place_of(last, frame_of(frames, A, 22), first_sequence=last.first_sequence + last.count)
-    frames.insert(frames.index(last) + 1, again)
-    return [("batch_twice", again, again.first_sequence)]
-
-
-def lived_watermark_back(frames: list[Draft]) -> Expected:
-    frame = frame_of(frames, "order.lost", 0)
-    frame.high_watermark = 160
-    return [("watermark", frame, 0)]
-
-
 def lived_watermark_still(frames: list[Draft]) -> Expected:
     """The first batch was ten minutes before the others."""
     first, *others = _of_subject(frames, A)
@@ -633,13 +563,6 @@ def lived_watermark_still(frames: list[Draft]) -> Expected:
     return [("watermark", first, 0)]
 
 
-def lived_requeued_for_years(frames: list[Draft]) -> Expected:
-    frame = _of_subject(frames, A, FrameKind.NACK)[0]
-    group, consumer, ((begin, end, _),) = decode_progress(frame.body)
-    frame.body = encode_progress(group, consumer, [(begin, end, frame.timestamp_ms + TEN_YEARS_MS)])
-    return [("progress", frame, None)]
-
-
 def lived_hole_in_pull_sequences(frames: list[Draft]) -> Expected:
     """The nack is right about the later numbers."""
     pull, nack = (_of_subject(frames, A, kind)[-1] for kind in (FrameKind.PULL, FrameKind.NACK))
@@ -647,13 +570,6 @@ def lived_hole_in_pull_sequences(frames: list[Draft]) -> Expected:
         group, consumer, ((first, second, third),) = decode_progress(frame.body)
         frame.body = encode_progress(group, consumer, [(first + 7, second + 7 * (frame is nack), third)])
     return [("progress", pull, None)]
-
-
-def lived_ack_of_nothing(frames: list[Draft]) -> Expected:
-    frame = _of_subject(frames, "order.unseen", FrameKind.ACK)[0]
-    group, consumer, ((begin, end, state),) = decode_progress(frame.body)
-    frame.body = encode_progress(group, consumer, [(begin + 10**6, end + 10**6, state)])
-    return [("progress", frame, None)]
 
 
 def lived_unacked(frames: list[Draft]) -> Expected:
@@ -672,14 +588,14 @@ def lived_group_forgotten(frames: list[Draft]) -> Expected:
 
 
 LIVED: dict[str, Plant] = {
-    "created in ten years": lived_created_ahead,
-    "an id twice": lived_id_twice,
-    "a batch twice": lived_batch_twice,
-    "a watermark that goes back": lived_watermark_back,
+    "created in ten years": created_ahead(A, 7),
+    "an id twice": id_twice(A, 13, 11),
+    "a batch twice": batch_twice(A, 22),
+    "a watermark that goes back": restated("watermark", "order.lost", 0, "high_watermark", lambda _: 160),
     "a watermark that stands still": lived_watermark_still,
-    "requeued for ten years": lived_requeued_for_years,
+    "requeued for ten years": progressed("progress", FrameKind.NACK, A, 0, _in_ten_years),
     "a hole in pull sequences": lived_hole_in_pull_sequences,
-    "an ack of nothing": lived_ack_of_nothing,
+    "an ack of nothing": progressed("progress", FrameKind.ACK, "order.unseen", 0, _of_nothing),
     "unacked for days": lived_unacked,
     "a group forgotten": lived_group_forgotten,
 }

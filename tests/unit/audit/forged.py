@@ -6,19 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
 
 from qmq.codec import decode_labels, encode_labels, encode_message, join_batch, label_of, labels_bytes, split_batch
 from qmq.log.fold import State, apply, encode_snapshot
 from qmq.log.frame import (
     FLAG_LABELLED,
-    NO_CHAIN,
     Frame,
     FrameKind,
     decode_frames,
-    encode_header,
     label_flags,
-    subject_field,
 )
 from qmq.log.index import SegmentIndex
 from qmq.log.progress_frame import DEAD as DONE_AS_DEAD
@@ -115,42 +111,30 @@ def forged(data: Path) -> Iterator[list[Draft]]:
     yield drafts
     for path in (data / "log").glob("*.*"):
         path.unlink()
-    _write(data / "log", drafts)
+    _write(data, drafts)
     derive(data)
 
 
-def _write(folder: Path, drafts: list[Draft]) -> None:
-    end, chain, base, file = 0, NO_CHAIN, -1, None
+def _write(data: Path, drafts: list[Draft]) -> None:
+    log, base = LogWriter(data), drafts[0].base
     for draft in drafts:
         if draft.base != base:
-            base, name = draft.base, folder / f"{end:020d}.log"
-            if file is not None:
-                file.close()
-            file = name.open("wb")
-        moved = draft.high_watermark if draft.high_watermark > 1 << 32 else min(draft.high_watermark, end)
-        head, frame = encode_header(
-            kind=draft.kind,
-            flags=draft.flags,
-            subject=draft.subject,
-            field=subject_field(draft.subject),
+            base = draft.base
+            log.roll()
+        log.epoch, log.timestamp_ms = draft.epoch, draft.timestamp_ms
+        is_moved = draft.high_watermark <= 1 << 32
+        log.watermark = min(draft.high_watermark, log.end) if is_moved else draft.high_watermark
+        frame = log.frame(
+            draft.kind,
+            draft.subject,
+            draft.body,
             count=draft.count,
-            body_bytes=len(draft.body),
-            body_crc=crc32(draft.body),
-            epoch=draft.epoch,
-            offset=end,
-            high_watermark=moved,
-            timestamp_ms=draft.timestamp_ms,
-            first_sequence=draft.first_sequence,
-            producer=draft.producer,
-            batch=draft.batch,
-            previous_chain=chain,
+            first=draft.first_sequence,
+            flags=draft.flags,
+            numbers=(draft.producer, draft.batch),
         )
-        assert file is not None
-        file.write(head + draft.body)
-        draft.at, end, chain = end, frame.end, frame.chain
-    assert file is not None
-    file.write(bytes(1 << 16))
-    file.close()
+        draft.at = frame.offset
+    log.close()
 
 
 def derive(data: Path) -> None:
@@ -200,8 +184,7 @@ def write_world(data: Path, rounds: int = 60) -> LogWriter:
     """Write a typical log: labels, a consumer of all of A, one of the odd messages of B, one that fails every fourth
     message of C twice; two epochs.
     """
-    log = LogWriter(data, segment_bytes=40_000)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data, segment_bytes=40_000)
     log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
     log.progress(FrameKind.POSITION, B, "f", "", (0, 0, 0))
     log.progress(FrameKind.POSITION, C, "k", "", (0, 0, 0))

@@ -26,6 +26,7 @@ from qmq.types import Epoch
 
 HOUR_MS = 3_600_000
 BEGIN_MS = 1_700_000_000_000 // HOUR_MS * HOUR_MS
+FIRST_EPOCH = Epoch(1, 1)
 
 
 class LogWriter:
@@ -38,7 +39,7 @@ class LogWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.segment_bytes = segment_bytes
         self.preallocate = preallocate
-        self.epoch = Epoch(1, 1)
+        self.epoch = FIRST_EPOCH
         self.chain = NO_CHAIN
         self.end = start
         self.timestamp_ms = BEGIN_MS
@@ -46,6 +47,13 @@ class LogWriter:
         self.sequences: dict[str, int] = {}
         self.frames: list[Frame] = []
         self._open(start)
+
+    @classmethod
+    def begun(cls, data: Path, *, epoch: Epoch = FIRST_EPOCH, **options: int) -> LogWriter:
+        """Return the writer of a log with a mastership in this epoch."""
+        log = cls(data, **options)
+        log.mastership(epoch)
+        return log
 
     def _open(self, base: int) -> None:
         self._base = base
@@ -66,9 +74,7 @@ class LogWriter:
         """`numbers`: producer id and batch number; by default each frame is a new batch of one producer."""
         producer, batch = numbers or ((7, len(self.frames)) if count else (0, 0))
         if self.end - self._base >= self.segment_bytes:
-            self._close()
-            (self.folder / f"{self._base:020d}.idx").write_bytes(self._index.encode(self.end))
-            self._open(self.end)
+            self.roll()
         field = subject_field(subject)
         head, frame = encode_header(
             kind=kind,
@@ -139,6 +145,12 @@ class LogWriter:
     def mastership(self, epoch: Epoch) -> Frame:
         self.epoch = epoch
         return self.frame(FrameKind.EPOCH, "", encode_json_body(who="b1", why="test"))
+
+    def roll(self) -> None:
+        """Begin the next segment."""
+        self._close()
+        (self.folder / f"{self._base:020d}.idx").write_bytes(self._index.encode(self.end))
+        self._open(self.end)
 
     def _close(self) -> None:
         self._file.write(bytes(-self._file.tell() % self.preallocate or self.preallocate))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -25,6 +23,7 @@ from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from qmq.types import Epoch, Role
 from tests.support.waiting import until
 from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.served import serving
 from tests.unit.audit.without_spark import COPIES, audit, audit_places, named
 
 PIECE_BYTES = 65_536
@@ -41,8 +40,7 @@ def write(
     plant: Callable[[LogWriter], object] | None = None,
 ) -> LogWriter:
     """Write a log as a broker would: two subjects, one consumer, two epochs; `plant` adds something in round `at`."""
-    log = LogWriter(data, segment_bytes=segment_bytes)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data, segment_bytes=segment_bytes)
     log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
     for turn in range(rounds):
         log.timestamp_ms += 300_000
@@ -114,18 +112,6 @@ class BusyBroker(Broker):
         return answer
 
 
-@contextmanager
-def serving(broker: Broker) -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(8))
-    qmq_pb2_grpc.add_BrokerServicer_to_server(broker, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait()
-
-
 def give_up_the_first_segment(log: LogWriter) -> None:
     start = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
     log.frame(FrameKind.RETENTION, "", encode_retention(RetentionDecision(start, "age", {}, {})))
@@ -133,7 +119,7 @@ def give_up_the_first_segment(log: LogWriter) -> None:
 
 def audit_served(brokers: Sequence[Broker], token: str = "secret") -> Result:
     """Audit a master and a slave; the token is the master's."""
-    with serving(brokers[0]) as master, serving(brokers[1]) as slave:
+    with serving(brokers[0]) as [master], serving(brokers[1]) as [slave]:
         places = {"master": place_options(master, token), "slave": place_options(slave, "secret")}
         return audit_places(places, piece_bytes=PIECE_BYTES)
 

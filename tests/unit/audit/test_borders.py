@@ -17,8 +17,7 @@ from tests.unit.audit.test_messages import NOW_MS, facts_of
 
 
 def test_older_epoch_is_named_once_over_all_pieces(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(2, 1))
+    log = LogWriter.begun(tmp_path, epoch=Epoch(2, 1))
     for turn in range(30):
         if turn == 10:
             log.epoch = Epoch(1, 9)

@@ -19,8 +19,9 @@ from qmq.log.disk import RealDisk
 from qmq.proto import qmq_pb2 as pb
 from qmq.server import control
 from qmq.server.control import CopyControl
+from tests.unit.audit.beside import bases_of
 from tests.unit.audit.logs import BEGIN_MS
-from tests.unit.audit.test_table import A, bases, write
+from tests.unit.audit.test_table import A, write
 
 
 class Served(CopyControl[Any]):
@@ -87,7 +88,7 @@ def test_broker_copy_reads_only_selected_segments(tmp_path: Path, broker: tuple[
     address, served = broker
     found = rows(address, subject=A)
     assert [row["sequence"] for row in found] == list(range(200))
-    _, second, third, _ = bases(tmp_path)
+    _, second, third, _ = bases_of(tmp_path)
     assert served.sent < served.end - (third - second)
     assert served.snapshots == 0
 
@@ -106,7 +107,7 @@ def test_one_frame_is_sent_by_itself(broker: tuple[str, Served]) -> None:
 def test_ranges_that_touch_are_all_read(tmp_path: Path, broker: tuple[str, Served]) -> None:
     """The limit of one read does not end the next one."""
     address, _ = broker
-    first, second, third, _ = bases(tmp_path)
+    first, second, third, _ = bases_of(tmp_path)
     found = rows(address, ranges=f"{first}-{second},{second}-{third}")
     assert [row["sequence"] for row in found] == [*range(100), *range(100)]
 
@@ -115,7 +116,7 @@ def test_segments_of_other_times_are_skipped(tmp_path: Path, broker: tuple[str, 
     address, served = broker
     found = rows(address, until=str(BEGIN_MS + 1))
     assert [row["sequence"] for row in found] == list(range(100))
-    first, second, *_ = bases(tmp_path)
+    first, second, *_ = bases_of(tmp_path)
     assert served.sent < served.end / 2
 
 

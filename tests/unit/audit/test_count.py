@@ -10,14 +10,12 @@ import pytest
 from qmq.audit.jobs import count
 from qmq.codec import encode_message
 from qmq.message import Message
-from qmq.types import Epoch
 from tests.unit.audit.logs import BEGIN_MS, LogWriter
 from tests.unit.audit.test_walk import flip
 
 
 def write(data: Path, name: str) -> LogWriter:
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data)
     for subject, values in (("a,b", ["UA", "AA", "UA", None]), ("other", ["UA"])):
         messages = [Message(subject, {} if value is None else {name: value}, id="m") for value in values]
         log.messages(subject, [encode_message(message, BEGIN_MS) for message in messages])

@@ -40,8 +40,7 @@ def wrong(data: Path) -> list[tuple[str, int]]:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[LogWriter]:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     yield log
 
 
@@ -104,8 +103,7 @@ def test_a_wrong_index_blames_no_dead_letter(tmp_path: Path) -> None:
 
 
 def test_originals_removed_by_retention_are_no_finding(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path, start=4096)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path, start=4096)
     log.sequences[S] = 10
     log.batch(S, 2)
     log.dead_letter(S, G, 7, a_message(S, 7), 2)
@@ -114,8 +112,7 @@ def test_originals_removed_by_retention_are_no_finding(tmp_path: Path) -> None:
 
 
 def test_missing_original_is_found_after_retention(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path, start=4096)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path, start=4096)
     log.batch(S, 2, first=10)
     log.dead_letter(S, G, 12, a_message(S, 12), 2)
     log.batch(S, 2, first=12)

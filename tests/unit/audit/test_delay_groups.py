@@ -20,7 +20,6 @@ from qmq.delayserver.schedule.record import with_due
 from qmq.log.delay_frames import SCHEDULE_FOLDER, Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FrameKind
 from qmq.message import Message
-from qmq.types import Epoch
 from tests.unit.audit.logs import HOUR_MS, LogWriter
 from tests.unit.audit.test_table import A
 
@@ -31,8 +30,7 @@ def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]
     Messages 0 to 2 are stored, 3 has an unknown outcome, 4 is cancelled, 5 is rewritten for tomorrow, 6 is not sent.
     With `is_early` the rewritten one is dispatched at once.
     """
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data)
     due_ms = log.timestamp_ms + 1_000
     encoded = [encode_message(Message(A, {}, id=f"m{n}"), 0) for n in range(7)]
     messages = [with_due(bytes([data[0] | FLAG_DELAYED]) + data[1:], due_ms) for data in encoded]
@@ -61,8 +59,7 @@ def write_groups(folder: Path) -> tuple[list[Group], LogWriter, list[int]]:
     for copy in ("master", "slave"):
         log, numbers = delayed(folder / "d1" / copy)
         (folder / "d1" / copy / SCHEDULE_FOLDER).mkdir()
-        target = LogWriter(folder / "g1" / copy)
-        target.mastership(Epoch(1, 1))
+        target = LogWriter.begun(folder / "g1" / copy)
         target.batch(A, 1)
         target.close()
     places = {

@@ -12,7 +12,6 @@ from qmq.codec import encode_message, join_batch
 from qmq.log.delay_frames import Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FrameKind
 from qmq.message import Message
-from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.without_spark import audit
 
@@ -22,8 +21,7 @@ LANE = 7
 
 def delayed(data: Path, plant: Callable[[LogWriter, list[tuple[int, int]]], object] | None = None) -> LogWriter:
     """Write a delay server's log: three messages dispatched when due, one cancelled, one carried."""
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data)
     frame = log.batch(A, 6)
     due_ms = log.timestamp_ms + 1000
     first = frame.offset + frame.body_at + 4 * 7

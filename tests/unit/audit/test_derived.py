@@ -12,7 +12,6 @@ from qmq.audit.derived import DerivedFilesJudge, check_segment
 from qmq.audit.walk import NOTHING, Derived
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind, decode_frames, encode_json_body
-from qmq.types import Epoch
 from tests.unit.audit.beside import LEGAL, WRONG, bases_of
 from tests.unit.audit.forged import A, forged, write_world
 from tests.unit.audit.logs import LogWriter
@@ -69,8 +68,7 @@ def test_wrong_derived_files_are_found_by_segment(tmp_path: Path, name: str, cop
 
 
 def test_bytes_after_a_large_frame_are_used(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path, segment_bytes=200_000)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path, segment_bytes=200_000)
     while len(log.frames) < 200:
         log.batch("s", 1, size=1900)
         log.frame(FrameKind.EPOCH, "", encode_json_body(who="b1" * 3000, why="test"))

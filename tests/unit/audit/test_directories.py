@@ -30,8 +30,7 @@ from tests.unit.audit.without_spark import COPIES, audit, named
 def write(folder: Path, **points: Any) -> LogWriter:
     """Write both copies with their manifests, and `points` as brokers store acknowledged points."""
     for copy in COPIES:
-        log = LogWriter(folder / copy, segment_bytes=4_000)
-        log.mastership(Epoch(2, 1))
+        log = LogWriter.begun(folder / copy, segment_bytes=4_000, epoch=Epoch(2, 1))
         for _ in range(30):
             log.batch("order.changed", 4)
         log.close()

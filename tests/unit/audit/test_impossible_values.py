@@ -16,7 +16,6 @@ from qmq.log.delay_frames import encode_dispatch, encode_places
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.message import Message
-from qmq.types import Epoch
 from tests.unit.audit.divergences import TEN_YEARS_MS, frame_of, in_place_of, nth
 from tests.unit.audit.forged import A, Draft, forged, write_world
 from tests.unit.audit.logs import LogWriter
@@ -74,8 +73,7 @@ def test_frame_that_no_broker_writes_is_named(tmp_path: Path, what: str, wrong: 
 
 def test_impossible_due_time_is_a_row_and_finding(tmp_path: Path) -> None:
     for copy in COPIES:
-        log = LogWriter(tmp_path / copy)
-        log.mastership(Epoch(1, 1))
+        log = LogWriter.begun(tmp_path / copy)
         log.frame(FrameKind.DISPATCH, "s", encode_dispatch("g1", encode_places([(1 << 63, (1 << 64) - 1)])), count=1)
         log.batch("s", 1)
         log.close()
@@ -95,8 +93,7 @@ def test_impossible_due_time_is_a_row_and_finding(tmp_path: Path) -> None:
 def test_rewritten_delayed_message_counts_for_its_subject(tmp_path: Path, what: str, message: bytes) -> None:
     whole = encode_message(Message("s", {"text": "x"}, id="m0"), 1)
     for copy in COPIES:
-        log = LogWriter(tmp_path / copy)
-        log.mastership(Epoch(1, 1))
+        log = LogWriter.begun(tmp_path / copy)
         frame = log.frame(FrameKind.CARRY, "s", encode_places([(0, 1), (0, 1)]) + join_batch([whole, message]), count=2)
         log.batch("s", 1)
         log.close()

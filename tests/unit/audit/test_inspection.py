@@ -11,7 +11,6 @@ from qmq.audit.findings import FindingKind
 from qmq.audit.inspection import describe_findings
 from qmq.audit.results import Result
 from qmq.audit.verdict import count_repaired
-from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
 
@@ -19,8 +18,7 @@ from tests.unit.audit.test_walk import flip
 @pytest.mark.parametrize("is_repaired", [True, False])
 def test_damage_repaired_by_reading_is_repaired(tmp_path: Path, is_repaired: bool) -> None:
     for name in ("master", "slave"):
-        log = LogWriter(tmp_path / name)
-        log.mastership(Epoch(1, 1))
+        log = LogWriter.begun(tmp_path / name)
         frame = log.batch("order.changed", 3)
         log.close()
     if not is_repaired:

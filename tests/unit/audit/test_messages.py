@@ -20,7 +20,6 @@ from qmq.audit.walk import Walk
 from qmq.codec import delayed_encoder, encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags
 from qmq.message import Message
-from qmq.types import Epoch
 from tests.unit.audit.divergences import TWO_SIDED, Plant
 from tests.unit.audit.forged import forged, write_world
 from tests.unit.audit.logs import LogWriter
@@ -132,8 +131,7 @@ def test_message_of_another_subject_is_found(tmp_path: Path) -> None:
     ids=["not English", "order key", "many properties", "delayed"],
 )
 def test_any_legal_message_has_no_problem(tmp_path: Path, message: bytes) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     log.messages("s", [message])
     log.messages("%DEAD_RETRY%s%g", [message])
     log.messages("s", [message] * 3, labels=[label_of(("a", "b"), None)] * 3) if message[0] == 6 else None
@@ -142,8 +140,7 @@ def test_any_legal_message_has_no_problem(tmp_path: Path, message: bytes) -> Non
 
 
 def test_order_key_counts_in_its_label(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     messages = [encode_message(Message("s", {"a": "b"}, id=f"m{at}", order_key="k", tags=("t",)), 1) for at in range(2)]
     labels = [label_of(("t",), "k"), label_of(("t",), "other")]
     log.frame(FrameKind.MESSAGES, "s", join_batch(messages) + encode_labels(labels), count=2, flags=label_flags(labels))
@@ -152,8 +149,7 @@ def test_order_key_counts_in_its_label(tmp_path: Path) -> None:
 
 
 def test_duplicate_keys_differ_by_producer_and_subject(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     for subject in ("a", "b", "a"):
         log.batch(subject, 3, first=0)
     log.close()
@@ -166,8 +162,7 @@ def test_duplicate_keys_differ_by_producer_and_subject(tmp_path: Path) -> None:
 
 
 def test_hash_of_an_id_is_independent_of_others(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     frames = [
         log.messages("s", [encode_message(Message("s", id=id_), 1) for id_ in ids])
         for ids in (["short"], ["short", "y" * 60, "short\0"])
@@ -182,8 +177,7 @@ def test_hash_of_an_id_is_independent_of_others(tmp_path: Path) -> None:
 
 
 def test_tagged_messages_are_facts(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     encode = delayed_encoder("s", 1, 1_700_000_000_123)
     log.messages("s", [encode(Message("s", {}, id="m", tags=tags)) for tags in (("t",), ("t",), (), ("u",))])
     log.close()

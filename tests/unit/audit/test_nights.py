@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,8 +36,7 @@ def write(
     """Write both copies; earlier frames stay the same, byte for byte. `plant`: changes before frame `at`."""
     for copy in copies:
         shutil.rmtree(folder / copy, ignore_errors=True)
-        log = LogWriter(folder / copy, segment_bytes=4_000)
-        log.mastership(Epoch(2, 1))
+        log = LogWriter.begun(folder / copy, segment_bytes=4_000, epoch=Epoch(2, 1))
         for number in range(frames):
             log.timestamp_ms += 1_000
             if number == at and plant is not None:
@@ -59,25 +59,20 @@ def lines(folder: Path) -> list[bytes]:
     return (folder / "ledger" / "g1.jsonl").read_bytes().splitlines(keepends=True)
 
 
-def other_chain(log: LogWriter) -> None:
-    log.chain ^= 1
-
-
-def older_epoch(log: LogWriter) -> None:
-    log.epoch = Epoch(1, 9)
-
-
-def newer_epoch(log: LogWriter) -> None:
-    log.epoch = Epoch(3, 1)
-
-
-def hour_back(log: LogWriter) -> None:
-    log.timestamp_ms -= 3_600_000
+def other(field: str, change: Callable[[Any], Any]) -> Plant:
+    """Return the plant that changes this field of the frames from here on."""
+    return lambda log: setattr(log, field, change(getattr(log, field)))
 
 
 @pytest.mark.parametrize(
     "what, plant",
-    [("chain", other_chain), ("epoch", older_epoch), ("epoch_frame", newer_epoch), ("time", hour_back)],
+    [
+        ("chain", other("chain", lambda chain: chain ^ 1)),
+        ("epoch", other("epoch", lambda _: Epoch(1, 9))),
+        ("epoch_frame", other("epoch", lambda _: Epoch(3, 1))),
+        ("time", other("timestamp_ms", lambda ms: ms - 3_600_000)),
+    ],
+    ids=["chain", "older epoch", "newer epoch", "time"],
 )
 def test_first_new_frame_must_continue_the_verified_chain(tmp_path: Path, what: str, plant: Plant) -> None:
     """End of the last night, on both copies alike."""
@@ -123,7 +118,7 @@ def test_each_rewritten_copy_is_a_finding(tmp_path: Path) -> None:
     write(tmp_path, FIRST, copies=three)
     night(tmp_path, three)
     last = Ledger(tmp_path / "ledger").entries("g1")[-1].frame
-    write(tmp_path, FIRST + 5, at=3, plant=other_chain, copies=three[1:])
+    write(tmp_path, FIRST + 5, at=3, plant=other("chain", lambda chain: chain ^ 1), copies=three[1:])
     rewritten = {(copy, at) for what, copy, at in named(night(tmp_path, three)) if what == "rewritten"}
     assert rewritten == {("slave", last), ("slave2", last)}
 

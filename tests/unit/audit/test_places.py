@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,14 @@ from typing import Any
 import grpc
 import pytest
 
+from qmq.audit import places
 from qmq.audit.copies import CannotRead, place_options
 from qmq.audit.places import check_places, places_now
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
-from qmq.types import Epoch, Role
+from qmq.types import Role
 from tests.support.ports import free_ports
 from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.served import serving
 
 
 class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
@@ -33,16 +34,7 @@ class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
 @pytest.fixture
 def brokers() -> Iterator[Any]:
     with ExitStack() as stack:
-
-        def start(*host_names: str, **state: Any) -> list[str]:
-            server = grpc.server(ThreadPoolExecutor(2))
-            qmq_pb2_grpc.add_BrokerServicer_to_server(Broker(**state), server)
-            ports = [server.add_insecure_port(f"{name}:0") for name in host_names]
-            server.start()
-            stack.callback(lambda: server.stop(None).wait())
-            return [f"{name}:{port}" for name, port in zip(host_names, ports)]
-
-        yield start
+        yield lambda *hosts, **state: stack.enter_context(serving(Broker(**state), *hosts))
 
 
 def refusal(first: str, second: str) -> str:
@@ -71,8 +63,7 @@ def test_two_masters_are_refused(brokers: Any) -> None:
 
 
 def write(data: Path, incarnation: str = "") -> str:
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data)
     log.batch("s", 3)
     log.close()
     if incarnation:
@@ -138,3 +129,57 @@ def test_absent_brokers_and_directories_have_no_places(brokers: Any, tmp_path: P
     assert places_now({"master": place_options(first, ""), "slave": place_options(f"127.0.0.1:{port}", "")}) is None
     with pytest.raises(CannotRead, match="is a directory"):
         places_now({"master": place_options(str(tmp_path), ""), "slave": place_options(first, "")})
+
+
+# Groups and places of an audit of the whole installation.
+
+
+def row(group, role, port):
+    return {"group": group, "role": role, "ip": "10.0.0.1", "controlPort": port}
+
+
+def groups(monkeypatch, *rows):
+    monkeypatch.setattr(places, "_list_brokers", lambda metaserver, token: list(rows))
+    found = places.find_places("http://m", "t")
+    return {name: {copy: place["broker"] for copy, place in places.items()} for name, places in found.items()}
+
+
+def test_delay_groups_are_audited_like_broker_groups(monkeypatch):
+    rows = [row("g1", "MASTER", 1), row("g1", "SLAVE", 2), row("d1", "DELAY_SLAVE", 4), row("d1", "DELAY_MASTER", 3)]
+    assert groups(monkeypatch, *rows) == {
+        "d1": {"master": "10.0.0.1:3", "slave": "10.0.0.1:4"},
+        "g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2"},
+    }
+
+
+def test_each_slave_of_a_group_is_a_copy(monkeypatch):
+    rows = [row("g1", role, port) | {"name": f"b{port}"} for role, port in (("SLAVE", 3), ("MASTER", 1), ("SLAVE", 2))]
+    assert groups(monkeypatch, *rows) == {"g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2", "slave2": "10.0.0.1:3"}}
+
+
+def test_group_with_one_copy_is_found(monkeypatch):
+    """It cannot be proven, and does not affect other groups."""
+    rows = [row("d1", "DELAY_MASTER", 3), row("g1", "MASTER", 1), row("g1", "SLAVE", 2)]
+    assert groups(monkeypatch, *rows) == {
+        "d1": {"master": "10.0.0.1:3"},
+        "g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2"},
+    }
+
+
+def test_an_installation_without_groups_cannot_be_audited(monkeypatch):
+    with pytest.raises(CannotRead, match="has no broker group"):
+        groups(monkeypatch)
+
+
+def test_group_status_comes_from_the_metaserver(monkeypatch):
+    rows = [
+        {"groupName": "g1", "writable": True, "minCopies": 3, "why": []},
+        {"groupName": "g2", "writable": False, "why": ["it has no slave"], "kind": "NORMAL"},
+        {"groupName": "d1", "writable": True, "kind": "DELAY"},
+    ]
+    monkeypatch.setattr(places, "_list_groups", lambda metaserver, token: rows)
+    assert places.find_group_status("http://m", "t") == {
+        "g1": (3, (), False),
+        "g2": (2, ("it has no slave",), False),
+        "d1": (2, (), True),
+    }

@@ -14,7 +14,6 @@ from qmq.audit.data_source import Part, walks
 from qmq.audit.promises import Due, Promise
 from qmq.codec import encode_message
 from qmq.message import Message
-from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_audited_range import A, both
 from tests.unit.audit.without_spark import audit
@@ -43,8 +42,7 @@ def messages_of(first: int, count: int, text: str = "v") -> list[bytes]:
 
 def write(data: Path, texts: dict[int, str]) -> LogWriter:
     """Write frames of SIZES messages; `texts`: first sequence of a frame -> its other content."""
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data)
     for size in SIZES:
         first = log.sequences.get("s", 0)
         log.messages("s", messages_of(first, size, texts.get(first, "v")))

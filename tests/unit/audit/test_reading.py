@@ -12,7 +12,6 @@ import pytest
 
 from qmq.audit.copies import PathCopy
 from qmq.audit.facts import ALL, LogRange, Reading
-from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
 
@@ -24,8 +23,7 @@ class InOddParts(PathCopy):
 
 @pytest.mark.parametrize("kind", [PathCopy, InOddParts])
 def test_differing_copy_is_judged_by_itself(tmp_path: Path, kind: type[PathCopy]) -> None:
-    log = LogWriter(tmp_path / "master")
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path / "master")
     for _ in range(20):
         log.batch("s", 2)
     log.close()

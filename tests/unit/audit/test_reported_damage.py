@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +14,7 @@ from qmq.audit.findings import FindingKind
 from qmq.audit.freeze import add_reported_damage
 from qmq.audit.results import Group, Result
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
+from tests.unit.audit.served import serving
 
 OLD, SEEN, UNSEEN = ((begin, begin + 50, "wrong body CRC") for begin in (100, 200, 300))
 
@@ -30,12 +30,9 @@ class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
 
 @pytest.fixture
 def broker() -> Iterator[tuple[Broker, str]]:
-    server, fake = grpc.server(ThreadPoolExecutor(2)), Broker()
-    qmq_pb2_grpc.add_BrokerServicer_to_server(fake, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield fake, f"127.0.0.1:{port}"
-    server.stop(None).wait()
+    fake = Broker()
+    with serving(fake) as [address]:
+        yield fake, address
 
 
 def began(address: str) -> tuple[Group, Result]:

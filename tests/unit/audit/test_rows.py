@@ -15,7 +15,6 @@ from qmq.audit.walk import Walk
 from qmq.codec import batch_encoder, encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags
 from qmq.message import Message
-from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_messages import facts_of
 
@@ -29,8 +28,7 @@ MESSAGES = [
 
 def written(data: Path, *sections: bytes) -> tuple[Path, int]:
     """Write a log with one batch per section of labels; return its end, too."""
-    log = LogWriter(data)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data)
     for number, section in enumerate(sections):
         log.frame(
             FrameKind.MESSAGES,

@@ -21,7 +21,7 @@ from qmq.audit.tables import SCHEMAS
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind, find_frame
 from qmq.log.progress_frame import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure
-from qmq.types import Epoch
+from tests.unit.audit.beside import bases_of
 from tests.unit.audit.logs import BEGIN_MS, HOUR_MS, LogWriter
 
 A, B = "order.changed", "user.created"
@@ -30,24 +30,19 @@ PULL = 1 << 32
 
 def write(data: Path) -> LogWriter:
     """Write four segments, an hour and 100 messages each; A is in the first and third, B in the others."""
-    log = LogWriter(data, segment_bytes=13_000)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data, segment_bytes=13_000)
     for segment in range(4):
         log.timestamp_ms = BEGIN_MS + segment * HOUR_MS
         for _ in range(10):
             log.batch((A, B)[segment % 2], 10)
-        assert len(bases(data)) == segment + 1
+        assert len(bases_of(data)) == segment + 1
     log.close()
     return log
 
 
-def bases(data: Path) -> list[int]:
-    return sorted(int(path.stem) for path in (data / "log").glob("*.log"))
-
-
 def ruin(data: Path, number: int) -> None:
     """Make a segment unreadable after its first frame."""
-    base = bases(data)[number]
+    base = bases_of(data)[number]
     path = data / "log" / f"{base:020d}.log"
     raw = bytearray(path.read_bytes())
     second = find_frame(bytes(raw), base, 8)
@@ -116,8 +111,7 @@ def test_damaged_range_is_a_row_unless_strict(tmp_path: Path) -> None:
 
 
 def test_progress_has_a_row_per_event(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     log.batch(A, 30)
     log.progress(FrameKind.POSITION, A, "g", "", (5, 0, 0))
     log.progress(FrameKind.PULL, A, "g", "c")
@@ -158,8 +152,7 @@ def test_progress_has_a_row_per_event(tmp_path: Path) -> None:
 
 
 def test_stream_stops_at_the_high_watermark(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     stream = TableStream({"path": str(tmp_path)}, ["sequence"])
     seen, at = [], None
     for _ in range(6):
@@ -205,8 +198,7 @@ def test_stream_batches_end_at_frames_within_the_limit(tmp_path: Path) -> None:
 
 
 def test_available_now_ends_at_its_first_offsets(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(tmp_path)
     log.batch(A, 10)
     log.batch(A, 10)
     log.flush()
@@ -231,7 +223,7 @@ def test_stream_starts_at_the_named_offsets(tmp_path: Path) -> None:
 
 def test_stream_overtaken_by_retention_fails(tmp_path: Path) -> None:
     write(tmp_path)
-    first, second = bases(tmp_path)[:2]
+    first, second = bases_of(tmp_path)[:2]
     stream = TableStream({"path": str(tmp_path)}, ["sequence"])
     start, end = stream.initialOffset(), stream.latestOffset()
     (tmp_path / "log" / f"{first:020d}.log").unlink()

@@ -79,13 +79,7 @@ def ack(offset: int, consumer: str = "c", begin: int = P, count: int = 10, what:
         ),
         pytest.param([pull(200), ack(300, what="dead")], [("pull", "delivered"), ("dead", "dead")], id="a dead letter"),
         pytest.param([event(200, "passed", sequence=7, messages=1)], [("passed", "acked")], id="passed over"),
-        pytest.param([event(200, "expired", sequence=7, messages=1)], [("expired", "acked")], id="expired"),
         pytest.param([event(200, "overflowed", sequence=7, messages=1)], [("overflowed", "acked")], id="overflowed"),
-        pytest.param(
-            [pull(200), ack(250, "d", what="expired"), ack(300, what="expired")],
-            [("pull", "delivered"), ("expired", "acked")],
-            id="its consumer found it expired",
-        ),
         pytest.param(
             [event(200, "deferred", sequence=7, messages=1), pull(300)],
             [("deferred", "requeued"), ("pull", "delivered")],

@@ -17,7 +17,6 @@ from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.audit.verdict import check_against_history, check_all_was_read, explain_pieces, note_unlisted, take_differences
 from qmq.ledger import PROVEN, Entry, Ledger, Piece, known_from
-from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 
 NAMES = ("master", "slave", "slave2")
@@ -100,8 +99,7 @@ def test_verified_point_is_the_end_of_a_frame() -> None:
 @pytest.mark.parametrize("place, is_unverified", [(-3, False), (3, True)], ids=["behind it", "before it"])
 def test_bytes_deleted_unverified_are_noted(tmp_path: Path, place: int, is_unverified: bool) -> None:
     for copy in ("master", "slave"):
-        log = LogWriter(tmp_path / copy, segment_bytes=2_000)
-        log.mastership(Epoch(1, 1))
+        log = LogWriter.begun(tmp_path / copy, segment_bytes=2_000)
         for _ in range(40):
             log.batch("order.changed", 3)
         log.close()

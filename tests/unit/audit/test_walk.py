@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,26 +10,33 @@ import pytest
 from qmq.audit.copies import CannotRead, PathCopy
 from qmq.audit.selection import split_range
 from qmq.audit.walk import Problem, Walk
-from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 
 
 def write(data: Path, *, frames: int = 30, segment_bytes: int = 8_000) -> LogWriter:
-    log = LogWriter(data, segment_bytes=segment_bytes, preallocate=4096)
-    log.mastership(Epoch(1, 1))
+    log = LogWriter.begun(data, segment_bytes=segment_bytes, preallocate=4096)
     for _ in range(frames):
         log.batch("order.changed", 4)
     log.close()
     return log
 
 
-def walk(data: Path, begin: int = 0, end: int | None = None) -> tuple[list[int], list[Problem]]:
-    copy = PathCopy(data)
-    try:
-        log = copy.describe()
-        windows = list(Walk(copy, begin, log.end if end is None else end, is_start=begin == 0).windows())
-    finally:
-        copy.close()
+class BadSector(PathCopy):
+    """A copy on a disk with a bad sector: a read stops before it, or fails if it begins in it."""
+
+    bad = range(0)
+
+    def window(self, offset: int, size: int) -> bytes:
+        if offset in self.bad:
+            raise OSError(5, "Input/output error")
+        return super().window(offset, min(size, max(self.bad.start - offset, 0) or size))
+
+
+def walk(data: Path, begin: int = 0, end: int | None = None, bad: range = range(0)) -> tuple[list[int], list[Problem]]:
+    with closing(BadSector(data)) as copy:
+        end = copy.describe().end if end is None else end
+        copy.bad = bad
+        windows = list(Walk(copy, begin, end, is_start=begin == 0).windows())
     frames = [frame.offset for window in windows for frame in window.frames]
     return frames, [problem for window in windows for problem in window.problems]
 
@@ -116,28 +124,6 @@ def test_frame_larger_than_a_window_is_read_whole(tmp_path: Path) -> None:
     assert walk(tmp_path) == ([frame.offset for frame in log.frames], [])
 
 
-class BadSector(PathCopy):
-    """A copy on a disk with a bad sector: a read stops before it, or fails if it begins in it."""
-
-    bad = range(0)
-
-    def window(self, offset: int, size: int) -> bytes:
-        if offset in self.bad:
-            raise OSError(5, "Input/output error")
-        return super().window(offset, min(size, max(self.bad.start - offset, 0) or size))
-
-
-def walk_over(data: Path, bad: range, begin: int, end: int) -> tuple[list[int], list[Problem]]:
-    copy = BadSector(data)
-    copy.bad = bad
-    try:
-        windows = list(Walk(copy, begin, end, is_start=begin == 0).windows())
-    finally:
-        copy.close()
-    frames = [frame.offset for window in windows for frame in window.frames]
-    return frames, [problem for window in windows for problem in window.problems]
-
-
 @pytest.mark.parametrize("messages", [4, 40])
 def test_unreadable_sector_damages_its_range_only(tmp_path: Path, messages: int) -> None:
     log = LogWriter(tmp_path)
@@ -146,7 +132,7 @@ def test_unreadable_sector_damages_its_range_only(tmp_path: Path, messages: int)
     log.close()
     broken = next(frame for frame in log.frames if frame.offset > 100_000)
     bad = range(broken.end - 200, broken.end - 200 + 4096)
-    frames, problems = walk_over(tmp_path, bad, 0, log.end)
+    frames, problems = walk(tmp_path, bad=bad)
     assert "cannot be read: Input/output error" in {problem.reason for problem in problems}
     assert min(p.offset for p in problems) <= bad.start < max(p.end for p in problems)
     assert frames[-1] == log.frames[-1].offset
@@ -155,7 +141,7 @@ def test_unreadable_sector_damages_its_range_only(tmp_path: Path, messages: int)
 def test_unreadable_segment_start_is_a_problem(tmp_path: Path) -> None:
     log = write(tmp_path, frames=900, segment_bytes=100_000)
     second = int(sorted((tmp_path / "log").glob("*.log"))[1].stem)
-    frames, problems = walk_over(tmp_path, range(second, second + 4096), second, log.end)
+    frames, problems = walk(tmp_path, second, bad=range(second, second + 4096))
     assert min(p.offset for p in problems) == second
     assert {problem.reason for problem in problems} == {"cannot be read: Input/output error"}
     assert frames[-1] == log.frames[-1].offset
