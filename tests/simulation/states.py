@@ -9,15 +9,12 @@ from qmq.client.batch import BATCH_LIFE
 from qmq.log.group import LIFE
 from qmq.log.recovery import HEALTH
 from qmq.replication.follower import FOLLOWER
-from qmq.replication.node import Node
 from qmq.replication.slave import SLAVE
 from qmq.states import TransitionTable
 from tests.simulation.events import Met, Violation
 
 if TYPE_CHECKING:
     from qmq.replication.node import Node
-    from tests.simulation.cores.machine import Machine
-
 
 _BY_HAND = "no group of the simulations waits until an operator has its slaves filled"
 _OVER = "it is over: nothing is under way any more that a fault could meet"
@@ -42,13 +39,8 @@ def states_to_meet(*tables: TransitionTable[Any]) -> list[str]:
 STATES = states_to_meet(FOLLOWER, SLAVE, HEALTH)
 
 
-def states_of(machine: Machine) -> Iterator[str]:
-    """Name the states that one copy is in; none while no process runs."""
-    if machine.process is not None:
-        yield from states_of_node(machine.process.node)
-
-
 def states_of_node(node: Node) -> Iterator[str]:
+    """Name the states that one copy is in."""
     yield f"{HEALTH.name}.{node.log.health.state.name}"
     if node.master is not None:
         yield from (f"{FOLLOWER.name}.{watch.follower.state.name}" for watch in node.master.slaves.all)

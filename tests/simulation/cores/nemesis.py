@@ -9,7 +9,7 @@ from qmq.types import Role
 from tests.simulation.cores.metaserver import META
 from tests.simulation.disk import Medium
 from tests.simulation.nemesis import RARE, Nemesis, fault, faults_of
-from tests.simulation.states import states_of, states_of_node
+from tests.simulation.states import states_of_node
 from tests.simulation.steering import way_to
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class CoreNemesis(Nemesis):
         self._events.between(*(self._world.swarm.strike_ms if has_struck else RETRY_MS), again)
 
     def states(self) -> list[str]:
-        return [state for machine in self._world.machines for state in states_of(machine)]
+        running = [machine.process for machine in self._world.machines if machine.process is not None]
+        return [state for process in running for state in states_of_node(process.node)]
 
     def _machine(self) -> Machine:
         return self._rng.choice(self._world.machines)

@@ -74,7 +74,7 @@ class End:
 
     def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
         if not request.flag & ONE_WAY:
-            self._network.answering(self, request, code, parts)
+            self._network.on_answer(self, request, code, parts)
             self._send(code, RESPONSE, request.opaque, request.code, parts)
 
     def refuse(self, request: Packet, error: QmqError) -> None:
@@ -195,9 +195,6 @@ class Network:
         self.path(first, second).ends[ours] = None
         self.path(second, first).ends[theirs] = None
         return ours, theirs
-
-    def answering(self, end: End, request: Packet, code: int, parts: tuple[Buffer, ...]) -> None:
-        self.on_answer(end, request, code, parts)
 
     def send(self, end: End, data: bytes) -> None:
         if end.is_dead:

@@ -66,8 +66,6 @@ class Access:
         self._statements = self._commits = self._changes = 0
         self._raw: sqlite3.Connection | None = None
         self._on_commit = on_commit
-        self.failed = False
-        """Whether the last job failed."""
         self.engine = create_engine("sqlite://", creator=lambda: connect(uri), poolclass=StaticPool)
         event.listen(self.engine, "begin", self._begin)
         event.listen(self.engine, "before_cursor_execute", self._statement)
@@ -78,7 +76,6 @@ class Access:
         self._fate = fate
         self._statements = 0
         self._commits = 0
-        self.failed = False
         try:
             yield
         finally:
@@ -108,7 +105,6 @@ class Access:
             self._fail("the connection broke while the answer to the commit was awaited")
 
     def _fail(self, text: str) -> None:
-        self.failed = True
         raise OperationalError(text, {}, sqlite3.OperationalError(text))
 
 

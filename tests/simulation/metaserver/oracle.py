@@ -210,10 +210,6 @@ class Oracle:
             self._found = self._found or Violation(self._brokers.broken)
         self.raise_found()
 
-    @property
-    def broken(self) -> bool:
-        return self._found is not None
-
     def _check(self, errand: Any, before: Decided, now: Decided, old: Tables, new: Tables) -> None:
         changed = now.changed(before)
         self._check_terms(errand, now)

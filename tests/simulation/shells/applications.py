@@ -81,11 +81,19 @@ def _producer(world: World, name: str) -> Producer:
     return Producer(metaserver=URL, app=name, token=world.token, timeout_s=TIMEOUT_S, answer_timeout_s=2.0)
 
 
-class ProducerProgram:
+class Program:
+    """Program of a user, made for each start of its machine."""
+
     def __init__(self, world: World, application: Application) -> None:
         self._world = world
         self._name = application.name
+        self._starts = application.starts
 
+    async def run(self) -> None:
+        raise NotImplementedError
+
+
+class ProducerProgram(Program):
     async def run(self) -> None:
         world, rng = self._world, self._world.loop.rng
         async with _producer(world, self._name) as producer:
@@ -111,30 +119,26 @@ class ProducerProgram:
         oracle.end_send(self._name, message, receipt)
 
 
-class ShopProgram:
+class ShopProgram(Program):
     """Program that changes its database and sends through its outbox: both happen or neither."""
-
-    def __init__(self, world: World, application: Application) -> None:
-        self._world = world
-        self._name = application.name
-        self._dice = Random(f"{world.seed} {application.starts} unreadable")
 
     async def run(self) -> None:
         world, rng = self._world, self._world.loop.rng
+        dice = Random(f"{world.seed} {self._starts} unreadable")
         async with _producer(world, self._name) as producer:
             world.oracle.producers.add(producer.id)
             database = Database(world.shop.connect)
             while True:
                 await asyncio.sleep(rng.expovariate(world.swarm.sends_per_s / 2))
                 if world.is_producing:
-                    self._write_unreadable_row()
+                    if world.swarm.unreadable and dice.random() < 0.1:
+                        self._write_unreadable_row()
                     await self._sell(producer, database)
 
     def _write_unreadable_row(self) -> None:
-        if self._world.swarm.unreadable and self._dice.random() < 0.1:
-            with contextlib.suppress(sqlite3.OperationalError):  # another program has the lock
-                self._world.shop.write_unreadable_row()
-                self._world.counts["unreadable row"] += 1
+        with contextlib.suppress(sqlite3.OperationalError):  # another program has the lock
+            self._world.shop.write_unreadable_row()
+            self._world.counts["unreadable row"] += 1
 
     async def _sell(self, producer: Producer, database: Database) -> None:
         """Run one transaction, which may be rolled back or end with the process."""
@@ -160,16 +164,11 @@ class _GivenUp(Exception):
     pass
 
 
-class ConsumerProgram:
-    def __init__(self, world: World, application: Application) -> None:
-        self._world = world
-        self._application = application
-
+class ConsumerProgram(Program):
     async def run(self) -> None:
-        world, application = self._world, self._application
-        rng, oracle = world.loop.rng, world.oracle
-        me = f"{application.name}-{application.starts}"
-        consumer = Consumer(metaserver=URL, app=application.name, token=world.token, consumer_id=me, drain_s=2.0)
+        world, rng, oracle = self._world, self._world.loop.rng, self._world.oracle
+        me = f"{self._name}-{self._starts}"
+        consumer = Consumer(metaserver=URL, app=self._name, token=world.token, consumer_id=me, drain_s=2.0)
 
         async def handle(message: ReceivedMessage) -> None:
             oracle.begun(me, message)

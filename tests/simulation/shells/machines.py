@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -32,6 +31,7 @@ from tests.simulation.loop import Killed, Process, current
 from tests.simulation.shells.stand_ins import GRPC_PORT, HTTP_PORT
 
 if TYPE_CHECKING:
+    from tests.simulation.shells.applications import Program
     from tests.simulation.shells.world import World
 
 CLUSTER_TOKEN = "token of the cluster"
@@ -317,13 +317,11 @@ class WatchdogMachine(Machine):
 
 
 class Application(Machine):
-    """Program of a user."""
+    """Machine with a user's program."""
 
-    def __init__(
-        self, world: World, name: str, ip: str, program: Callable[[Application], Coroutine[Any, Any, None]]
-    ) -> None:
+    def __init__(self, world: World, name: str, ip: str, program: type[Program]) -> None:
         super().__init__(world, name, ip)
         self._program = program
 
     async def work(self) -> None:
-        await self._program(self)
+        await self._program(self.world, self).run()

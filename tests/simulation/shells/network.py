@@ -225,12 +225,10 @@ class Network:
         if process is current():
             self._listening.pop(port, None)
 
-    def listens(self, port: tuple[str, int]) -> bool:
-        return port in self._listening and not self._listening[port][0].is_dead
-
     def answers(self, port: tuple[str, int]) -> bool:
         """Whether a process listens there and is not stopped."""
-        return self.listens(port) and not self._listening[port][0].is_stopped
+        process, _ = self._listening.get(port, (None, None))
+        return process is not None and not process.is_dead and not process.is_stopped
 
     async def connect(self, host: str, port: int, receiver: Callable[[End], Receiver]) -> Receiver:
         """Connect to a port.

@@ -153,18 +153,11 @@ class World:
         groups: dict[str, Sequence[CopyMachine]] = {"g1": brokers, "g2": others, "d1": self.delays}
         self.groups = {name: list(copies) for name, copies in groups.items() if copies}
         self.applications = [
-            *(
-                Application(self, f"p{i}", f"10.0.2.{i + 1}", lambda me: ProducerProgram(self, me).run())
-                for i in (0, 1)
-            ),
-            *(
-                Application(self, f"c{i}", f"10.0.3.{i + 1}", lambda me: ConsumerProgram(self, me).run())
-                for i in (0, 1)
-            ),
+            *(Application(self, f"p{i}", f"10.0.2.{i + 1}", ProducerProgram) for i in (0, 1)),
+            *(Application(self, f"c{i}", f"10.0.3.{i + 1}", ConsumerProgram) for i in (0, 1)),
         ]
         if self.swarm.watchdogs:
-            shop = Application(self, "s0", "10.0.6.1", lambda me: ShopProgram(self, me).run())
-            self.applications.append(shop)
+            self.applications.append(Application(self, "s0", "10.0.6.1", ShopProgram))
         self.watchdogs = [WatchdogMachine(self, f"w{i}", f"10.0.7.{i + 1}") for i in range(self.swarm.watchdogs)]
         self.machines: list[Machine] = [*self.metaservers, *self.copies, *self.applications, *self.watchdogs]
         self._by_name = {machine.name: machine for machine in self.machines}
