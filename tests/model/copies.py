@@ -35,9 +35,10 @@ all three to acknowledge covers that, too.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+
+from tests.model.search import Found, search
 
 Log = tuple[int, ...]
 Words = tuple[Any, ...]
@@ -162,19 +163,6 @@ class State(NamedTuple):
     before: tuple[int, ...] = ()
     """The previous row: term, configuration. Kept while the row may be rolled back."""
     broken: str = ""
-
-
-class Found(NamedTuple):
-    states: int
-    depth: int
-    violation: str
-    steps: list[str]
-    seconds: float
-
-    def __str__(self) -> str:
-        head = f"{self.states:,} states, {self.depth} steps deep, {self.seconds:.1f} s: "
-        lines = [f"{number:4}. {step}" for number, step in enumerate(self.steps, 1)]
-        return head + ("\n".join([self.violation, *lines]) if self.violation else "no violation")
 
 
 def world(size: int, m: int) -> State:
@@ -651,54 +639,17 @@ def adopted(state: State, bounds: Bounds, rules: Rules) -> Steps:
 
 def explore(start: State, bounds: Bounds, rules: Rules = ALL) -> Found:
     """Visit every state within `bounds`, nearest first; stop at the first that breaks a promise."""
-    began = time.monotonic()
-    came_from: dict[State, State | None] = {start: None}
-    frontier, depth = [start], 0
-    while frontier:
-        depth += 1
-        following = []
-        for state in frontier:
-            for _, after in steps(state, bounds, rules):
-                if after not in came_from:
-                    came_from[after] = state
-                    following.append(after)
-                    if after.broken:
-                        path = retrace(after, came_from, bounds, rules)
-                        return Found(len(came_from), depth, after.broken, path, time.monotonic() - began)
-        frontier = following
-    return Found(len(came_from), depth - 1, "", [], time.monotonic() - began)
+    return search(start, lambda state: steps(state, bounds, rules), lambda state: state.broken, describe)
 
 
 def count(start: State, bounds: Bounds, rules: Rules = ALL) -> Found:
-    """As `explore`, for worlds too large to store the path to each state: only its hash is kept. Two of 20 million
-    states share one of 64 bits with a probability of 1 : 90,000.
-    """
-    began = time.monotonic()
-    seen, frontier, depth = {hash(start)}, [start], 0
-    while frontier:
-        depth += 1
-        following = []
-        for state in frontier:
-            for _, after in steps(state, bounds, rules):
-                if (key := hash(after)) not in seen:
-                    seen.add(key)
-                    following.append(after)
-                    if after.broken:
-                        return Found(len(seen), depth, after.broken, [], time.monotonic() - began)
-        frontier = following
-        print(f"{depth} steps, {len(seen):,} states", file=sys.stderr, flush=True)
-    return Found(len(seen), depth - 1, "", [], time.monotonic() - began)
+    """As `explore`, for worlds too large to store the path to each state."""
+    return search(start, lambda state: steps(state, bounds, rules), lambda state: state.broken, None)
 
 
-def retrace(state: State, came_from: dict[State, State | None], bounds: Bounds, rules: Rules) -> list:
-    lines: list[str] = []
-    before = came_from[state]
-    while before is not None:
-        words = next(words for words, after in steps(before, bounds, rules) if after == state)
-        acked = f"; acknowledged: {show(state.safe)}" if state.safe != before.safe else ""
-        lines.append(words[0].format(*(show(w) if isinstance(w, tuple) else w for w in words[1:])) + acked)
-        state, before = before, came_from[before]
-    return lines[::-1]
+def describe(words: Words, before: State, after: State) -> str:
+    acked = f"; acknowledged: {show(after.safe)}" if after.safe != before.safe else ""
+    return str(words[0]).format(*(show(w) if isinstance(w, tuple) else w for w in words[1:])) + acked
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ within such bounds, nearest first, and stops at the first state that breaks a pr
 to it. Change this file first when the protocol changes.
 
     pytest tests/model                              all rules hold; each omitted rule breaks a promise
-    python tests/model/protocol.py                  count the states of the full rule set
-    python tests/model/protocol.py 2 1 0 1          other bounds: terms, messages, crashes, rollbacks of disks
-    python tests/model/protocol.py 2 1 0 1 failover also let the metaserver choose a new master by itself
-    python tests/model/protocol.py boot             the counterexample without that rule (names: `Rules`)
+    python -m tests.model.protocol                  count the states of the full rule set
+    python -m tests.model.protocol 2 1 0 1          other bounds: terms, messages, crashes, rollbacks of disks
+    python -m tests.model.protocol 2 1 0 1 failover also let the metaserver choose a new master by itself
+    python -m tests.model.protocol boot             the counterexample without that rule (names: `Rules`)
 
 What is modelled. A log is a tuple of frames, an offset is a count of frames, the chain at an offset is the prefix
 before it (a hash without collisions). A slave's epoch table in its hello follows from its log, and `agreement` uses
@@ -61,10 +61,11 @@ connection of its epoch, not only the current one. Promises that hold here hold 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
+
+from tests.model.search import Found, search
 
 Epoch = tuple[int, int]
 Log = tuple[int, ...]
@@ -209,21 +210,6 @@ class State(NamedTuple):
     """Number of failovers that the metaserver may still make."""
     unfit: int = -1
     """The chosen broker that lacked acknowledged frames; -1: none."""
-
-
-class Found(NamedTuple):
-    """Result of `explore`. `violation` is empty if every promise held; otherwise `steps` lead to it."""
-
-    states: int
-    depth: int
-    violation: str
-    steps: list[str]
-    seconds: float
-
-    def __str__(self) -> str:
-        head = f"{self.states:,} states, {self.depth} steps deep, {self.seconds:.1f} s: "
-        lines = [f"{number:4}. {step}" for number, step in enumerate(self.steps, 1)]
-        return head + ("\n".join([self.violation, *lines]) if self.violation else "no violation")
 
 
 START = State(1, 0, 0, 0, EMPTY, (Broker((1, 1), MASTER, EMPTY, 0), Broker((1, 0), SLAVE, EMPTY, 0)))
@@ -660,22 +646,7 @@ def healthy(state: State) -> bool:
 
 def explore(bounds: Bounds, rules: Rules = ALL, start: State = START) -> Found:
     """Visit every state within `bounds`, nearest first; stop at the first that breaks a promise."""
-    began = time.monotonic()
-    came_from: dict[State, State | None] = {start: None}
-    frontier, depth = [start], 0
-    while frontier:
-        depth += 1
-        following = []
-        for state in frontier:
-            for _, after in steps(state, bounds, rules):
-                if after not in came_from:
-                    came_from[after] = state
-                    following.append(after)
-                    if violation := broken(after, rules):
-                        told_steps = retrace(after, came_from, bounds, rules)
-                        return Found(len(came_from), depth, violation, told_steps, time.monotonic() - began)
-        frontier = following
-    return Found(len(came_from), depth - 1, "", [], time.monotonic() - began)
+    return search(start, lambda state: steps(state, bounds, rules), lambda state: broken(state, rules), describe)
 
 
 def wedged(bounds: Bounds, rules: Rules = ALL, start: State = START) -> list[State]:
@@ -700,20 +671,13 @@ def wedged(bounds: Bounds, rules: Rules = ALL, start: State = START) -> list[Sta
     return [state for state in causes if state not in fine]
 
 
-def retrace(state: State, came_from: dict[State, State | None], bounds: Bounds, rules: Rules) -> list[str]:
-    """Return the steps that led to a state."""
-    lines: list[str] = []
-    before = came_from[state]
-    while before is not None:
-        step = next(step for step, after in steps(before, bounds, rules) if after == state)
-        acked = f"; acknowledged up to {show(state.safe)}" if state.safe != before.safe else ""
-        lines.append(describe(step) + acked)
-        state, before = before, came_from[before]
-    return lines[::-1]
-
-
-def describe(step: Step) -> str:
+def describe(step: Step, before: State, after: State) -> str:
     """Return a step as a sentence."""
+    acked = f"; acknowledged up to {show(after.safe)}" if after.safe != before.safe else ""
+    return _sentence(step) + acked
+
+
+def _sentence(step: Step) -> str:
     match step:
         case ("swap", int(master)):
             return f"metaserver: the next term begins, broker {master} is master"
