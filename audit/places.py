@@ -44,7 +44,7 @@ def _check_two(group: str, names: tuple[str, str], first: Mapping[str, str], sec
     if our_owner.incarnation and our_owner.incarnation == their_owner.incarnation:
         raise CannotRead(f"{both} of {group} are one broker, {our_owner.incarnation}, under two names")
     if our_owner.role in MASTERS and their_owner.role in MASTERS:
-        raise CannotRead(f"both places of {group} say that they are its master; look at the group, then audit it again")
+        raise CannotRead(f"both places of {group} report to be its master: check the group, then audit it again")
 
 
 def places_now(places: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]] | None:

@@ -141,7 +141,7 @@ def add_token_options(parser: argparse.ArgumentParser) -> None:
     """Add `--token-file` and `--token`, for `find_token`."""
     default = f"default: {TOKEN_VARIABLE}, or the file that {FILE_VARIABLE} names"
     parser.add_argument("--token-file", help=f"file with the API token, - for standard input; {default}")
-    parser.add_argument("--token", help="the API token itself: the process list shows it to everybody")
+    parser.add_argument("--token", help="the API token itself: the process list shows it to every user")
 
 
 def read_token_file(path: Path, name: str = "token") -> str:

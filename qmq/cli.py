@@ -91,7 +91,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
             "prove that both copies of each group are equal",
             ("--all-groups", "--metaserver=", "--group=", "--master=", "--slave=", *_TOKEN),
         ),
-        "query": Program("qmq.audit.jobs.query", "audit", "ask the logs in SQL", ("--source=", "--sql=", *_TOKEN)),
+        "query": Program("qmq.audit.jobs.query", "audit", "query the logs in SQL", ("--source=", "--sql=", *_TOKEN)),
     },
     "on the machines": {
         "inspect": Program(
@@ -107,7 +107,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
             ("--accept-loss",),
         ),
         "nightly": Program(
-            "qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended", ("--name=", "--textfile=")
+            "qmq.deploy.nightly", "", "run a nightly job and report its end to Prometheus", ("--name=", "--textfile=")
         ),
         "try-backup": Program(
             "qmq.metaserver.storage.try_backup", "server", "restore a backup into an empty database, to see"

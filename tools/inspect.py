@@ -128,7 +128,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _acknowledged(found: Mapping[str, Any]) -> str:
     own, high = found["acknowledged"], found["log"]["highWatermark"]
     remembered = f"up to {own['end']} in epoch {own['term']}.{own['boot']}" if own else "nothing is remembered"
-    return f"{remembered}; its frames say up to {high}; it confirmed up to {found['confirmedEnd']}"
+    return f"{remembered}; its frames state {high}; it confirmed up to {found['confirmedEnd']}"
 
 
 def _above(above: Mapping[str, Any]) -> Iterator[Block]:

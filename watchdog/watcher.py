@@ -79,7 +79,7 @@ class Reconciliation:
         except (NotServed, TimeoutError) as error:
             return Finding(row, UNCHECKED, why=str(error) or "no time was left")
         except grpc.aio.AioRpcError as error:
-            return Finding(row, UNCHECKED, why=f"a broker does not tell: {error.details()}")
+            return Finding(row, UNCHECKED, why=f"a broker does not answer: {error.details()}")
         return Finding(row, NOT_IN_LOG)
 
     async def _masters_of(self, subject: str) -> list[tuple[str, str]]:
@@ -195,7 +195,7 @@ class Watcher:
     async def retry(self, *, database: str, ids: list[int] | None) -> dict[str, Any]:
         """Release parked rows: those with these ids, or all."""
         if ids is not None and not database:
-            raise OperatorError("ids are those of one database: say which")
+            raise OperatorError("ids belong to one database: name it with --database")
 
         async def of(source: Source) -> dict[str, Any]:
             return {"retried": await self._ask(source, lambda questions: questions.retry(ids))}

@@ -124,8 +124,8 @@ def _text(value: object) -> str:
 def columns_in(sql: str, rows: str) -> str:
     """Return the columns of a view that a query can mean, with commas; at least one.
 
-    Spark does not pass them to the source, which decodes every column that it yields. Whole rows, named by `*`, and joins over
-    unnamed columns mean all of them.
+    Spark does not pass them to the source, which decodes every column that it yields. Whole rows, named by `*`, and
+    joins over unnamed columns mean all of them.
     """
     words = {word.lower() for word in re.findall(r"\w+", sql)}
     names = [name for name in SCHEMAS[rows].names if name not in ("message", "problem")]

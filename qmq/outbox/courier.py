@@ -85,7 +85,7 @@ def find(session: object) -> Transaction | AsyncTransaction | Database:
             return found  # type: ignore[no-any-return]
     got = f"{type(session).__module__}.{type(session).__qualname__}"
     if hasattr(session, "cursor") and hasattr(session, "commit"):
-        raise InvalidRequest(f"{got} does not say when it commits: use qmq.outbox.dbapi.Database(…).transaction()")
+        raise InvalidRequest(f"{got} does not report its commit: use qmq.outbox.dbapi.Database(…).transaction()")
     raise InvalidRequest(f"expected a SQLAlchemy session, a Django connection or a DB-API transaction, got {got}")
 
 

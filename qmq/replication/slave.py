@@ -250,7 +250,7 @@ class Slave:
         agreement = Agreement.decode(body)
         known = self._identity.value.epoch
         if agreement.epoch < known:
-            raise Fenced(f"a master of epoch {agreement.epoch} answers; we know {known}")
+            raise Fenced(f"a master of epoch {agreement.epoch} answers; this broker has seen {known}")
         if agreement.epoch.term < self._identity.value.promised:
             raise Fenced(f"a master of epoch {agreement.epoch} answers; we promised {self._identity.value.promised}")
         self._identity.learn(agreement.epoch)

@@ -414,7 +414,7 @@ class Producing:
     ) -> None:
         if isinstance(found, LogError) or not self._mastership.may_progress:
             link.refuse(
-                packet, OutcomeUnknown("this broker cannot tell yet whether the batch was stored: repeat the batch")
+                packet, OutcomeUnknown("the broker has not decided yet whether the batch was stored: repeat the batch")
             )
             if isinstance(found, CorruptFrame):
                 self._mastership.found_damage(found)

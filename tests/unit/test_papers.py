@@ -133,6 +133,13 @@ def test_every_target_of_make_that_a_page_names_exists(page):
     assert sorted(set(named) - targets) == []
 
 
+def test_every_test_that_a_page_names_exists():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    named = {name for page in sources(".md") for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert len(named) > 40
+    assert sorted(name for name in named if f"def {name}(" not in tests) == []
+
+
 def test_every_decision_has_a_status():
     for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
         status = re.search(r"(?m)^\*\*Status:\*\* (accepted|superseded by)\b", path.read_text())

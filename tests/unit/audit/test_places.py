@@ -57,7 +57,7 @@ def test_broker_of_another_group_is_refused(brokers: Any) -> None:
 def test_two_masters_are_refused(brokers: Any) -> None:
     (first,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
     (second,) = brokers("127.0.0.1", broker_group="g1", incarnation="def", role=Role.MASTER)
-    assert "both places of g1 say that they are its master" in refusal(first, second)
+    assert "both places of g1 report to be its master" in refusal(first, second)
     (slave,) = brokers("127.0.0.1", broker_group="g1", incarnation="ghi", role=Role.SLAVE)
     check_places("g1", {"master": place_options(first, ""), "slave": place_options(slave, "")})
 
