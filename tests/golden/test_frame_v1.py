@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,7 @@ LOG = json.loads((FOLDER / "log.json").read_text())
 REFUSED = json.loads((FOLDER / "refused.json").read_text())
 
 
-def _names(rows):
-    return [row["name"] for row in rows]
-
-
-@pytest.mark.parametrize("row", LOG, ids=_names(LOG))
+@pytest.mark.parametrize("row", LOG, ids=itemgetter("name"))
 def test_frame_encodes_to_golden_bytes(row):
     body = bytes.fromhex(row["body"])
     head, frame = encode_header(
@@ -48,7 +45,7 @@ def _crc(row):
     return int.from_bytes(bytes.fromhex(row["bytes"])[80:84], "little")
 
 
-@pytest.mark.parametrize("row", LOG, ids=_names(LOG))
+@pytest.mark.parametrize("row", LOG, ids=itemgetter("name"))
 def test_golden_bytes_decode(row):
     [(frame, body)] = decode_frames(bytes.fromhex(row["bytes"]), row["offset"], row["previous_chain"])
     meaning = {name: row[name] for name in row if hasattr(frame, name)}
@@ -65,7 +62,7 @@ def test_golden_frames_form_one_log():
     assert frames[-1].end == LOG[0]["offset"] + len(data)
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=_names(REFUSED))
+@pytest.mark.parametrize("row", REFUSED, ids=itemgetter("name"))
 def test_wrong_bytes_are_refused(row):
     with pytest.raises(CorruptFrame, match=row["reason"]) as refusal:
         list(decode_frames(bytes.fromhex(row["bytes"]), row["offset"], row["previous_chain"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,13 @@ MESSAGES, FOREIGN, REFUSED, BATCHES, VALUES = (
 )
 
 
-def _names(rows):
-    return [row["name"] for row in rows]
-
-
-@pytest.mark.parametrize("row", MESSAGES, ids=_names(MESSAGES))
+@pytest.mark.parametrize("row", MESSAGES, ids=itemgetter("name"))
 def test_message_encodes_to_golden_bytes(row):
     message = Message(row["subject"], row["properties"], tags=row["tags"], id=row["id"])
     assert encode_message(message, row["moment_ms"]).hex() == row["bytes"]
 
 
-@pytest.mark.parametrize("row", MESSAGES + FOREIGN, ids=_names(MESSAGES + FOREIGN))
+@pytest.mark.parametrize("row", MESSAGES + FOREIGN, ids=itemgetter("name"))
 def test_golden_bytes_decode(row):
     message = decode_message(bytes.fromhex(row["bytes"]))
     assert (message.subject, message.id, message.created_ms) == (row["subject"], row["id"], row["created_ms"])
@@ -45,7 +42,7 @@ def test_golden_bytes_decode(row):
     assert decode_envelope(bytes.fromhex(row["bytes"])).flag == row["flag"]
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=_names(REFUSED))
+@pytest.mark.parametrize("row", REFUSED, ids=itemgetter("name"))
 def test_malformed_message_is_refused(row):
     with pytest.raises(InvalidMessage):
         decode_message(bytes.fromhex(row["bytes"]))
@@ -57,7 +54,7 @@ def test_value_has_golden_spelling(row):
     assert decode_properties(data)["value"] == row["text"]
 
 
-@pytest.mark.parametrize("row", BATCHES, ids=_names(BATCHES))
+@pytest.mark.parametrize("row", BATCHES, ids=itemgetter("name"))
 def test_batch_has_golden_bytes(row):
     messages = [bytes.fromhex(message) for message in row["messages"]]
     body = join_batch(messages)

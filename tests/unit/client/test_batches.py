@@ -7,11 +7,9 @@ from collections import Counter
 import pytest
 
 import qmq
-from qmq.client.terms import RetryPolicy, batch_of
-from qmq.codec import encode_message, with_properties
 from qmq.errors import InvalidRequest
-from tests.support.waiting import until_async
-from tests.unit.client.world import LocalBroker, fill, handling, listening, ns
+from tests.support.waiting import consuming, until_async
+from tests.unit.client.world import LocalBroker, fill, handling, ns
 
 
 def settled(broker: LocalBroker, consumer: str = "c1") -> bool:
@@ -66,37 +64,6 @@ async def test_failing_message_dies_alone(retries_max):
     assert dead == [[17]] and handled == set(range(100)) - {17}
 
 
-async def test_own_limit_isolates_the_last_attempt(consumer, broker):
-    for n in range(20):
-        own = 2 if n == 9 else None
-        broker.add("a", encode_message(qmq.Message("a", {"n": str(n)}, id=f"m{n}", retries_max=own), 0))
-    handled = set()
-
-    @consumer.listen("a", group="g", start="earliest", batch=20, retries_max=8, retry_delay=0.0)
-    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-        if 8 in (numbers := ns(messages)):
-            raise ValueError("8 is a poison")
-        handled.update(numbers)
-
-    async with listening(consumer):
-        await until_async(lambda: len(handled) == 19 and settled(broker))
-
-
-async def test_mailbox_message_is_alone_at_last_attempt(consumer, broker):
-    for n in range(10):
-        data = encode_message(qmq.Message("a", {"n": str(n)}, id=f"m{n}"), 0)
-        broker.add("%RETRY%a%g", with_properties(data, {"qmq_times": "4"}) if n == 1 else data)
-    calls = []
-
-    @consumer.listen("a", group="g", start="earliest", batch=10, retries_max=4)
-    async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-        calls.append([(number, message.times) for number, message in zip(ns(messages), messages, strict=True)])
-
-    async with listening(consumer):
-        await until_async(lambda: sum(map(len, calls)) == 10)
-    assert [(1, 4)] in calls
-
-
 async def test_a_call_that_fails_is_logged_once(caplog):
     calls = []
 
@@ -121,7 +88,7 @@ async def test_suspected_message_has_its_own_list(consumer, broker):
         calls.append(ns(messages))
         assert {3, 4}.isdisjoint(calls[-1]) or broker.begun[-1] == calls[-1][0]
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: sum(map(len, calls)) == 10 and settled(broker))
     assert [3] in calls and [4] in calls and sorted(broker.begun) == [3, 4]
 
@@ -136,18 +103,6 @@ async def test_most_once_list_has_acked_messages():
     async with handling(handle, 30, batch=10, most_once=True):
         await until_async(lambda: len(handled) == 30)
     assert handled == list(range(30))
-
-
-@pytest.mark.parametrize(
-    ("times", "retries_max", "batch", "most"),
-    [(1, 32, 100, 100), (1, 1, 100, 100), (2, 32, 100, 50), (8, 32, 100, 1), (40, 0, 100, 1), (2, 2, 100, 1)],
-)
-def test_lists_shrink_with_each_failure(times, retries_max, batch, most):
-    class Failed:
-        properties: dict[str, str] = {}
-
-    Failed.times = times
-    assert batch_of(Failed(), RetryPolicy(retries_max, 5.0), batch) == most
 
 
 async def _filter(message, handle):

@@ -14,7 +14,7 @@ import pytest
 import qmq
 from qmq.client import blocked_loop
 from qmq.testing import Broker
-from tests.support.waiting import until_async
+from tests.support.waiting import consuming, until_async
 
 LINES = "handler blocks its event loop", "task blocks the event loop"
 
@@ -48,10 +48,8 @@ async def handle_one(handle: Callable[[qmq.ReceivedMessage], object], group: str
         await producer.send(qmq.Message("s", id="m-1"))
         consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
         consumer.listen("s", group=group, start="earliest", **terms)(handle)
-        running = asyncio.create_task(consumer.run())
-        await broker.wait_until_consumed("s", group)
-        consumer.stop()
-        await running
+        async with consuming(consumer):
+            await broker.wait_until_consumed("s", group)
         return broker.dead_letters("s", group)
 
 

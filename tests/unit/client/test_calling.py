@@ -27,7 +27,6 @@ from qmq.outbox.dbapi import Database
 from qmq.outbox.schema import create_statements
 from tests.support.waiting import until_async
 from tests.unit.client.test_handling import listen_and_wait
-from tests.unit.client.test_producer import run
 from tests.unit.client.test_wrong_calls import consumer, producer
 from tests.unit.client.world import cluster, producer_of
 
@@ -169,10 +168,6 @@ async def of_later() -> Any:
     return work("nested")
 
 
-def in_task() -> Any:
-    return asyncio.ensure_future(work("task"))
-
-
 def failing() -> None:
     raise ValueError("the work failed")
 
@@ -290,7 +285,7 @@ async def test_filter_without_await_fails_the_message():
 
 @pytest.mark.parametrize("batch", [None, 1])
 @pytest.mark.parametrize("is_plain", [False, True])
-def test_listener_acks_after_returned_work(is_plain, batch):
+async def test_listener_acks_after_returned_work(is_plain, batch):
     """Coroutine handler and threaded handler, with single messages and lists."""
 
     async def fails_later(number: int) -> None:
@@ -306,7 +301,7 @@ def test_listener_acks_after_returned_work(is_plain, batch):
     async def handler(given: Any) -> Any:
         return plain(given)
 
-    broker = listen_and_wait(plain if is_plain else handler, 3, lambda: len(effects) == 2, batch=batch)
+    broker = await listen_and_wait(plain if is_plain else handler, 3, lambda: len(effects) == 2, batch=batch)
     assert broker.nacks[0].reason == "ValueError('failed later')"
     assert "which does not run. Iterate" in broker.nacks[1].reason and len(broker.nacks) == 2
 
@@ -333,8 +328,8 @@ def test_flush_and_close_wait_for_callbacks(kind):
             await ends(one)
             assert len(effects) == 1
 
-    run(test(qmq.Producer.flush, lambda one: one))
-    run(test(qmq.Producer.close, TracedProducer))
+    asyncio.run(test(qmq.Producer.flush, lambda one: one))
+    asyncio.run(test(qmq.Producer.close, TracedProducer))
 
 
 def test_blocking_callbacks_have_ended_behind_flush():
@@ -355,7 +350,7 @@ def test_callback_errors_are_reported(caplog):
             one.send_nowait(qmq.Message("a"), fails)
             one.send_nowait(qmq.Message("a"), lambda receipt: generator())
 
-    run(test())
+    asyncio.run(test())
     assert "failed later" in caplog.text and "which does not run" in caplog.text
 
 

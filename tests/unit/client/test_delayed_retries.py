@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
@@ -14,8 +13,8 @@ from qmq.client import group_session, subscription
 from qmq.codec import decode_message, due_of, encode_message
 from qmq.errors import InvalidRequest
 from qmq.testing import Broker
-from tests.support.waiting import until_async
-from tests.unit.client.world import consumer_of, listening
+from tests.support.waiting import consuming, until_async
+from tests.unit.client.world import consumer_of
 
 DAY_S, DAY_MS = 86_400, 86_400_000
 MAILBOX = "%RETRY%a%g"
@@ -60,7 +59,7 @@ async def test_without_delay_group_broker_keeps_a_day(monkeypatch, caplog, broke
         if message.id == "one":
             raise qmq.RetryLater(7 * DAY_S)
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: broker.nacks)
         assert handled == ["one", "two"], "no worker waits"
         (entry,) = broker.nacks[0].entries
@@ -143,9 +142,7 @@ async def test_a_group_that_postpones_everything_gets_everything(monkeypatch):
             seen.add(int(message["n"]))
             raise qmq.RetryLater(3_600 + int(message["n"]))
 
-        task = asyncio.create_task(consumer.run())
-        for number in range(200):
-            assert (await producer.send(Message("s", {"n": str(number)}))).is_stored
-        await until_async(lambda: len(seen) == 200)
-        consumer.stop()
-        await task
+        async with consuming(consumer):
+            for number in range(200):
+                assert (await producer.send(Message("s", {"n": str(number)}))).is_stored
+            await until_async(lambda: len(seen) == 200)

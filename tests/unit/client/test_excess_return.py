@@ -14,8 +14,18 @@ from qmq.client import prefetch
 from qmq.client.group_session import GroupSession
 from qmq.client.prefetch import LOOK_S, PACE_S, Pace, Pacer, Prefetch
 from qmq.remoting.commands import Command, NackEntry, Verdict
-from tests.support.waiting import until_async
-from tests.unit.client.world import LocalBroker, LocalMetaserver, cancelled, cluster, consumer_of, fill, listening, ns
+from tests.support.waiting import consuming, until_async
+from tests.unit.client.world import (
+    Handled,
+    LocalBroker,
+    LocalMetaserver,
+    cancelled,
+    cluster,
+    consumer_of,
+    fill,
+    handled_by,
+    ns,
+)
 
 MESSAGES, FAST = 300, 1
 
@@ -116,18 +126,25 @@ class Slow:
         subscription = self.client._connections._subscriptions[0]
         return subscription.waiting_messages
 
-    async def begin(
-        self, broker: LocalBroker, messages: int = MESSAGES, *, delivered: int = MESSAGES
-    ) -> asyncio.Task[None]:
-        """Run until its handlers are slow and this many messages were delivered to it or returned."""
-        task = asyncio.create_task(self.client.run())
+    async def run(self, broker: LocalBroker) -> None:
+        """Run until its fast calls have ended."""
+        self.task = asyncio.create_task(self.client.run())
         fill(broker, range(FAST))
         await until_async(lambda: len(self.done) == FAST)
+
+    async def begin(self, broker: LocalBroker, messages: int = MESSAGES, *, delivered: int = MESSAGES) -> None:
+        """Run until its handlers are slow and this many messages were delivered to it or returned."""
+        await self.run(broker)
         fill(broker, range(FAST, messages), apart=bool(broker.suspected))
         await until_async(
             lambda: len(self.began) > FAST and (released(broker) or delivered_of(broker) >= min(delivered, messages))
         )
-        return task
+
+    async def finish(self, messages: int = MESSAGES, other: Handled | None = None) -> None:
+        """Let its calls end; leave when it, with the other consumer, has handled these messages."""
+        self.gate.set()
+        await until_async(lambda: len(self.done) + (len(other.messages) if other else 0) == messages)
+        await cancelled(self.task)
 
 
 def delivered_of(broker: LocalBroker) -> int:
@@ -138,15 +155,10 @@ def released(broker: LocalBroker) -> list[NackEntry]:
     return [entry for nack in list(broker.nacks) for entry in nack.entries if entry.verdict == Verdict.NOT_BEGUN]
 
 
-def joining(metaserver: LocalMetaserver, **options: object) -> tuple[qmq.Consumer, list[tuple[int, int]]]:
+def joining(metaserver: LocalMetaserver) -> tuple[qmq.Consumer, Handled]:
     """Return a second consumer, and its received messages."""
-    client, done = consumer_of(metaserver), []
-
-    @client.listen("a", group="g", start="earliest", **options)
-    async def handle(message: qmq.ReceivedMessage) -> None:
-        done.append((int(message["n"]), message.times))
-
-    return client, done
+    client = consumer_of(metaserver)
+    return client, handled_by(client)
 
 
 @pytest.mark.parametrize(
@@ -161,43 +173,35 @@ def joining(metaserver: LocalMetaserver, **options: object) -> tuple[qmq.Consume
 async def test_slow_listener_returns_excess_uncounted(hurried, options, kept, metaserver, broker):
     """Regression: a second consumer got nothing while the first had any of its thousand messages."""
     first, (second, done) = Slow(metaserver, **options), joining(metaserver)
-    task = await first.begin(broker)
+    await first.begin(broker)
     await until_async(lambda: released(broker) and first.waiting <= kept)
     still = first.waiting
-    async with listening(second):
-        await until_async(lambda: len(done) == MESSAGES - len(first.began) - still)
-    first.gate.set()
-    await until_async(lambda: len(first.done) + len(done) == MESSAGES)
-    await cancelled(task)
-    assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
-    assert {times for _, times in done} == {1} and set(broker.times["a", "g"].values()) == {1}
+    async with consuming(second):
+        await until_async(lambda: len(done.messages) == MESSAGES - len(first.began) - still)
+    await first.finish(other=done)
+    assert sorted(first.done + done.numbers) == list(range(MESSAGES))
+    assert {message.times for message in done.messages} == {1} and set(broker.times["a", "g"].values()) == {1}
     assert still == kept
 
 
 async def test_pace_is_measured_after_a_pause(hurried, metaserver, broker):
-    fill(broker, range(FAST))
     first = Slow(metaserver)
-    task = asyncio.create_task(first.client.run())
-    await until_async(lambda: len(first.done) == FAST)
+    await first.run(broker)
     await _many_looks()
     fill(broker, range(FAST, MESSAGES))
     await until_async(lambda: released(broker))
-    first.gate.set()
-    await until_async(lambda: len(first.done) == MESSAGES)
-    await cancelled(task)
+    await first.finish()
 
 
 async def test_single_consumer_returns_little(hurried, metaserver, broker):
     """Pulls in flight ask for as much as fast handlers had."""
     first = Slow(metaserver)
-    task = await first.begin(broker)
+    await first.begin(broker)
     await until_async(lambda: first.waiting == 1)
     await _many_looks()
     assert sum(entry.end - entry.begin for entry in released(broker)) <= MESSAGES + 4 * 250
     assert len([pull for pull in broker.pulls if pull.messages_max > 1]) <= 8, "it asks for no more of them"
-    first.gate.set()
-    await until_async(lambda: len(first.done) == MESSAGES)
-    await cancelled(task)
+    await first.finish()
     assert first.done == list(range(MESSAGES)), "one at a time, in order"
 
 
@@ -205,17 +209,15 @@ async def test_new_messages_follow_returned_ones(hurried, metaserver, broker):
     """A pull in flight brings newer messages before the broker has the returned ones."""
     first = Slow(metaserver)
     broker.holds.add(Command.NACK)
-    task = asyncio.create_task(first.begin(broker))
+    beginning = asyncio.create_task(first.begin(broker))
     await until_async(lambda: broker.held)
     fill(broker, range(MESSAGES, MESSAGES + 10))
     await asyncio.sleep(0.02)
     broker.release()
-    task = await task
+    await beginning
     await until_async(lambda: any(entry.end - entry.begin > 200 for entry in released(broker)))
     assert len(released(broker)) > 1 and first.waiting == 1
-    first.gate.set()
-    await until_async(lambda: len(first.done) == MESSAGES + 10)
-    await cancelled(task)
+    await first.finish(MESSAGES + 10)
     assert first.done == list(range(MESSAGES + 10))
 
 
@@ -235,21 +237,19 @@ async def test_returned_messages_are_pulled_first(hurried, monkeypatch, metaserv
 
     monkeypatch.setattr(GroupSession, "_ask", asked)
     monkeypatch.setattr(GroupSession, "released", went_back)
-    task = await first.begin(broker, delivered=FAST + 100)
-    await until_async(lambda: len(first.done) == MESSAGES)
-    await cancelled(task)
+    await first.begin(broker, delivered=FAST + 100)
+    await first.gate.wait()
+    await first.finish()
     assert sent[0] is Command.NACK and first.done == list(range(MESSAGES))
 
 
 async def test_double_prefetch_stays(hurried, metaserver, broker):
     """Otherwise handlers of varying speed would have messages come and go."""
     first = Slow(metaserver)
-    task = await first.begin(broker, FAST + 3)
+    await first.begin(broker, FAST + 3)
     await _many_looks(lambda: bool(broker.nacks))
     assert not broker.nacks and first.waiting == 2
-    first.gate.set()
-    await until_async(lambda: len(first.done) == FAST + 3)
-    await cancelled(task)
+    await first.finish(FAST + 3)
 
 
 async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
@@ -270,60 +270,52 @@ async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
 async def test_unshared_listener_keeps_messages(hurried, begins, options, metaserver, broker):
     broker.is_old = not begins
     first = Slow(metaserver, **options)
-    task = await first.begin(broker)
+    await first.begin(broker)
     await _many_looks(lambda: bool(broker.nacks))
     assert not broker.nacks and first.waiting == MESSAGES - FAST - 1
-    first.gate.set()
-    await until_async(lambda: len(first.done) == MESSAGES)
-    await cancelled(task)
+    await first.finish()
 
 
 async def test_messages_behind_suspected_are_returned(hurried, metaserver, broker):
     """It is handled alone, so all others wait for it."""
     broker.suspected = {*range(FAST, 40)}
     first, (second, done) = Slow(metaserver, concurrency=4), joining(metaserver)
-    task = await first.begin(broker)
+    await first.begin(broker)
     assert first.began[-1] == FAST
-    async with listening(second):
-        await until_async(lambda: len(done) >= MESSAGES - FAST - 2 * 4 - 1)
-        first.gate.set()
-        await until_async(lambda: len(first.done) + len(done) == MESSAGES)
-    await cancelled(task)
-    assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+    async with consuming(second):
+        await until_async(lambda: len(done.messages) >= MESSAGES - FAST - 2 * 4 - 1)
+        await first.finish(other=done)
+    assert sorted(first.done + done.numbers) == list(range(MESSAGES))
     assert set(broker.times["a", "g"].values()) == {1}
     assert sorted(broker.begun) == list(range(FAST, 40)), "where it is handled, and only there"
 
 
 async def test_leaving_returns_each_message_once(hurried, metaserver, broker):
     first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
-    task = await first.begin(broker)
+    await first.begin(broker)
     await until_async(lambda: released(broker))
     first.client.stop()
-    async with listening(second):
-        await until_async(lambda: len(done) == MESSAGES - len(first.began))
+    async with consuming(second):
+        await until_async(lambda: len(done.messages) == MESSAGES - len(first.began))
         first.gate.set()
-        await task
-    assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+        await first.task
+    assert sorted(first.done + done.numbers) == list(range(MESSAGES))
     assert set(broker.times["a", "g"].values()) == {1}
 
 
 async def test_each_source_keeps_its_oldest(hurried):
     async with cluster("g1", "g2") as (metaserver, brokers):
-        fill(brokers[0], range(FAST))
         first, (second, done) = Slow(metaserver), joining(metaserver)
-        task = asyncio.create_task(first.client.run())
-        await until_async(lambda: len(first.done) == FAST)
+        await first.run(brokers[0])
         fill(brokers[0], range(FAST, MESSAGES))
         fill(brokers[1], range(MESSAGES))
         for broker in brokers:
             fill(broker, range(1_000, 1_100), "%RETRY%a%g")
         await until_async(lambda: all(map(released, brokers)) and first.waiting <= 4)
-        async with listening(second):
-            await until_async(lambda: len(done) >= 2 * (MESSAGES + 100) - len(first.began) - 4)
-        first.gate.set()
-        await until_async(lambda: len(first.done) + len(done) == 2 * (MESSAGES + 100))
-        await cancelled(task)
-        assert {times for _, times in done} == {1}
+        async with consuming(second):
+            await until_async(lambda: len(done.messages) >= 2 * (MESSAGES + 100) - len(first.began) - 4)
+        await first.finish(2 * (MESSAGES + 100), done)
+        assert {message.times for message in done.messages} == {1}
 
 
 async def test_key_order_survives_returned_messages(hurried, metaserver, broker):
@@ -346,10 +338,10 @@ async def test_key_order_survives_returned_messages(hurried, metaserver, broker)
     async def fast(message: qmq.ReceivedMessage) -> None:
         done.append(int(message["n"]))
 
-    async with listening(first):
+    async with consuming(first):
         await is_slow.wait()
         await until_async(lambda: released(broker))
-        async with listening(second):
+        async with consuming(second):
             await until_async(lambda: len(done) >= keys)
             gate.set()
             await until_async(lambda: len(done) == 2 * keys)

@@ -15,8 +15,8 @@ from qmq.codec import batch_encoder, decode_message, delayed_encoder, encode_mes
 from qmq.errors import InvalidMessage
 from qmq.message import Message
 from qmq.remoting.commands import Command, Verdict
-from tests.support.waiting import until_async
-from tests.unit.client.world import LocalBroker, consumer_of, handled_by, listening, ns
+from tests.support.waiting import consuming, until_async
+from tests.unit.client.world import LocalBroker, consumer_of, handled_by, ns
 
 DAY_S = 86_400
 
@@ -41,7 +41,7 @@ def verdicts(broker: LocalBroker) -> list[int]:
 async def test_expired_message_is_reported_not_handled(batch, most_once, consumer, broker):
     fill_expiring(broker, 60, {2: 30, 3: 59, 4: DAY_S, 9: 1})
     handled = handled_by(consumer, batch=batch, most_once=most_once)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(handled.messages) == 7 and not broker.unacked())
     assert handled.numbers == [0, 1, 4, 5, 6, 7, 8]
     assert verdicts(broker) == [Verdict.EXPIRED] * 3
@@ -56,7 +56,7 @@ async def test_message_expires_in_the_buffer(consumer, broker):
         handled.append(int(message["n"]))
         await asyncio.sleep(0.06)
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: verdicts(broker) == [Verdict.EXPIRED])
     assert handled == [0]
 
@@ -77,7 +77,7 @@ async def test_message_expires_before_its_turn(clock, suspected, batch, consumer
     fill_expiring(broker, 0, {1: DAY_S}, count=3)
     gate = asyncio.Event()
     began = handled_by(consumer, gate, concurrency=2, batch=batch)
-    async with listening(consumer):
+    async with consuming(consumer):
         taken = 3 if batch and suspected == {0} else 2
         await until_async(lambda: began.messages and waiting(consumer) == 3 - taken)
         clock.ahead_s = 2 * DAY_S
@@ -91,7 +91,7 @@ async def test_most_once_message_expires_during_its_ack(clock, batch, consumer, 
     broker.holds.add(Command.ACK)
     fill_expiring(broker, 0, {0: DAY_S}, count=2)
     handled = handled_by(consumer, most_once=True, batch=batch)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: broker.held)
         clock.ahead_s = 2 * DAY_S
         broker.release()

@@ -14,26 +14,22 @@ import pytest
 
 import qmq
 from qmq.client.handler import FilteredHandler
-from tests.support.waiting import until_async
-from tests.unit.client.world import LocalBroker, cluster, consumer_of, fill, handling, listening
+from tests.support.waiting import consuming, until_async
+from tests.unit.client.world import LocalBroker, cluster, consumer_of, fill, handling
 
 Handle = Callable[[qmq.ReceivedMessage], Awaitable[object]]
 BlockingHandle = Callable[[qmq.ReceivedMessage], object]
 
 
-def listen_and_wait(handler: Any, count: int, done: Callable[[], object], **options: Any) -> LocalBroker:
+async def listen_and_wait(handler: Any, count: int, done: Callable[[], object], **options: Any) -> LocalBroker:
     """Handle `count` messages until `done` and all are settled; return the broker."""
-
-    async def test() -> LocalBroker:
-        async with handling(handler, count, **({"retry_delay": 1_000} | options)) as broker:
-            await until_async(done)
-            await until_async(lambda: not broker.unacked())
-        return broker
-
-    return asyncio.run(test())
+    async with handling(handler, count, **({"retry_delay": 1_000} | options)) as broker:
+        await until_async(done)
+        await until_async(lambda: not broker.unacked())
+    return broker
 
 
-def test_filters_wrap_the_handler_the_first_one_outermost():
+async def test_filters_wrap_the_handler_the_first_one_outermost():
     seen: list[str] = []
 
     def named(name: str) -> Any:
@@ -49,11 +45,11 @@ def test_filters_wrap_the_handler_the_first_one_outermost():
         seen.append("handler")
         return "done"
 
-    listen_and_wait(handler, 1, lambda: len(seen) == 5, filters=[named("outer"), named("inner")])
+    await listen_and_wait(handler, 1, lambda: len(seen) == 5, filters=[named("outer"), named("inner")])
     assert seen == ["before outer", "before inner", "handler", "after inner done", "after outer done"]
 
 
-def test_skipped_message_is_acked():
+async def test_skipped_message_is_acked():
     handled: list[object] = []
 
     async def only_even(message: qmq.ReceivedMessage, handle: Handle) -> None:
@@ -63,11 +59,11 @@ def test_skipped_message_is_acked():
     async def handler(message: qmq.ReceivedMessage) -> None:
         handled.append(message["n"])
 
-    broker = listen_and_wait(handler, 4, lambda: len(handled) == 2, filters=[only_even])
+    broker = await listen_and_wait(handler, 4, lambda: len(handled) == 2, filters=[only_even])
     assert (handled, broker.nacks) == (["0", "2"], [])
 
 
-def test_raising_filter_decides_the_outcome():
+async def test_raising_filter_decides_the_outcome():
     async def translating(message: qmq.ReceivedMessage, handle: Handle) -> None:
         if message["n"] == "0":
             raise ValueError("the filter's")
@@ -82,13 +78,13 @@ def test_raising_filter_decides_the_outcome():
         dead.append(message["n"])
         raise KeyError("the handler's")
 
-    broker = listen_and_wait(handler, 2, lambda: dead, filters=[translating])
+    broker = await listen_and_wait(handler, 2, lambda: dead, filters=[translating])
     assert dead == ["1"]
     assert [nack.reason for nack in broker.nacks] == ['ValueError("the filter\'s")', "translated"]
     assert broker.dead["a", "g"] == [(1, "translated")]
 
 
-def test_blocking_handlers_run_in_threads():
+async def test_blocking_handlers_run_in_threads():
     threads: set[str] = set()
     together = threading.Barrier(4)
 
@@ -96,11 +92,11 @@ def test_blocking_handlers_run_in_threads():
         threads.add(threading.current_thread().name + str(threading.get_ident()))
         together.wait(timeout=20)
 
-    listen_and_wait(handler, 8, lambda: len(threads) == 4, concurrency=4)
+    await listen_and_wait(handler, 8, lambda: len(threads) == 4, concurrency=4)
     assert all(name.startswith("qmq-a-g") for name in threads)
 
 
-def test_filters_run_around_or_in_the_thread():
+async def test_filters_run_around_or_in_the_thread():
     where: dict[str, bool] = {}
     context = contextvars.ContextVar("context", default="nothing")
     loop_thread: list[int] = []
@@ -119,7 +115,7 @@ def test_filters_run_around_or_in_the_thread():
         where["handler"] = threading.get_ident() == loop_thread[0]
         where[context.get()] = True
 
-    listen_and_wait(handler, 1, lambda: len(where) == 3, filters=[outer, inner])
+    await listen_and_wait(handler, 1, lambda: len(where) == 3, filters=[outer, inner])
     assert where == {"inner": False, "handler": False, "from the filter": True}
 
 
@@ -134,7 +130,7 @@ async def test_endless_blocking_handler_does_not_block_exit():
         fill(broker, range(3))
         consumer = consumer_of(metaserver, drain_s=0.1)
         consumer.listen("a", group="g", start="earliest")(handler)
-        async with listening(consumer):
+        async with consuming(consumer):
             await until_async(began.is_set)
         assert broker.times["a", "g"] == {0: 1, 1: 0, 2: 0}
         assert [nack.reason for nack in broker.nacks if nack.reason] == ["the consumer left"]
@@ -237,7 +233,7 @@ def test_failed_program_does_not_wait_for_a_cancelled_consumer():
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-def test_coroutine_handler_is_cancelled_at_its_timeout(batch):
+async def test_coroutine_handler_is_cancelled_at_its_timeout(batch):
     cancelled: list[bool] = []
 
     async def handler(given: Any) -> None:
@@ -247,19 +243,19 @@ def test_coroutine_handler_is_cancelled_at_its_timeout(batch):
             cancelled.append(True)
             raise
 
-    broker = listen_and_wait(handler, 1, lambda: cancelled, timeout=0.3, retries_max=1, batch=batch)
+    broker = await listen_and_wait(handler, 1, lambda: cancelled, timeout=0.3, retries_max=1, batch=batch)
     reason = "delivered once; TimeoutError('the handler ran longer than its timeout, 0.3 s')"
     assert broker.dead["a", "g"] == [(0, reason)]
 
 
-def test_handlers_own_timeout_error_is_kept():
+async def test_handlers_own_timeout_error_is_kept():
     seen: list[int] = []
 
     async def handler(message: qmq.ReceivedMessage) -> None:
         seen.append(message.times)
         raise TimeoutError("the bank's")
 
-    broker = listen_and_wait(handler, 1, lambda: seen, timeout=60, retries_max=1)
+    broker = await listen_and_wait(handler, 1, lambda: seen, timeout=60, retries_max=1)
     assert broker.dead["a", "g"] == [(0, 'delivered once; TimeoutError("the bank\'s")')]
 
 
@@ -273,7 +269,7 @@ async def test_hung_threads_are_replaced_and_counted(consumer, broker):
     fill(broker, range(8))
     consumer.listen("a", group="g", start="earliest", concurrency=2, timeout=0.5, retries_max=1)(handler)
     listener = consumer.listeners["a", "g"]
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: listener.hung_threads >= 2)
         release.set()
         await until_async(lambda: len(began) == 8 and not broker.unacked())

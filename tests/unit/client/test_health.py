@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 import qmq
 import qmq.blocking
 from qmq.client.health import CONNECTED, HealthState, degraded, not_connected, of_groups, worst
-from tests.support.waiting import until_async
-from tests.unit.client.world import TOKEN, cluster
+from tests.support.waiting import consuming, until_async
+from tests.unit.client.world import TOKEN, cluster, consumer_of, handled_by
 
 NOWHERE = {"metaserver": "http://127.0.0.1:1", "app": "test", "token": TOKEN}
 
@@ -62,32 +60,25 @@ async def test_producer_names_its_missing_groups():
 async def test_consumer_is_degraded_before_it_is_cut_off(monkeypatch):
     monkeypatch.setattr("qmq.client.subscription.TROUBLE_S", 1e9)
     async with cluster("g1", "g2") as (metaserver, [first, second]):
-        consumer = qmq.Consumer(metaserver=metaserver.url, app="t", token=TOKEN)
-
-        @consumer.listen("a", group="g")
-        async def handle(message): ...
-
-        running = asyncio.create_task(consumer.run())
-        await until_async(lambda: consumer.health == CONNECTED)
-        await first.stop()
-        await until_async(lambda: consumer.health.reason.startswith("a: g1: "))
-        await second.stop()
-        await until_async(lambda: "g2: " in consumer.health.reason)
-        assert consumer.health.state is HealthState.DEGRADED
-        monkeypatch.setattr("qmq.client.subscription.TROUBLE_S", 0.0)
-        assert consumer.health.state is HealthState.NOT_CONNECTED
-        consumer.offline()
-        assert consumer.health == degraded("a: stopped by the application")
-        consumer.stop()
-        await running
+        consumer = consumer_of(metaserver)
+        handled_by(consumer)
+        async with consuming(consumer):
+            await until_async(lambda: consumer.health == CONNECTED)
+            await first.stop()
+            await until_async(lambda: consumer.health.reason.startswith("a: g1: "))
+            await second.stop()
+            await until_async(lambda: "g2: " in consumer.health.reason)
+            assert consumer.health.state is HealthState.DEGRADED
+            monkeypatch.setattr("qmq.client.subscription.TROUBLE_S", 0.0)
+            assert consumer.health.state is HealthState.NOT_CONNECTED
+            consumer.offline()
+            assert consumer.health == degraded("a: stopped by the application")
         assert consumer.health == not_connected("the consumer does not run")
 
 
 async def test_consumer_of_a_silent_metaserver_names_it():
     consumer = qmq.Consumer(**NOWHERE)
-    consumer.listen("a", group="g")(lambda message: None)
-    running = asyncio.create_task(consumer.run())
-    await until_async(lambda: "http://127.0.0.1:1 sent no route" in consumer.health.reason)
-    assert consumer.health.state is HealthState.NOT_CONNECTED
-    consumer.stop()
-    await running
+    handled_by(consumer)
+    async with consuming(consumer):
+        await until_async(lambda: "http://127.0.0.1:1 sent no route" in consumer.health.reason)
+        assert consumer.health.state is HealthState.NOT_CONNECTED

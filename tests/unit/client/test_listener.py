@@ -16,9 +16,8 @@ from qmq.client import group_session, handler, listener
 from qmq.codec import batch_encoder, encode_message, with_properties
 from qmq.dead_letters import delivered
 from qmq.errors import InvalidAck
-from tests.support.waiting import settle, until, until_async
-from tests.unit.client.test_producer import run
-from tests.unit.client.world import cancelled, cluster, consumer_of, fill, handled_by, handling, listening, subscribes
+from tests.support.waiting import consuming, settle, until, until_async
+from tests.unit.client.world import cancelled, cluster, consumer_of, fill, handled_by, handling, subscribes
 
 
 async def test_failed_message_is_retried_without_blocking_others():
@@ -101,7 +100,7 @@ async def test_invalid_bytes_become_a_dead_letter(consumer, broker):
     async def handle(message: qmq.ReceivedMessage) -> None:
         handled.append(message["n"])
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: broker.subjects["%DEAD_RETRY%a%g"] == [bad])
     assert handled == ["0", "2"]
     assert all("InvalidMessage" in nack.reason for nack in broker.nacks)
@@ -130,7 +129,7 @@ async def test_refused_ack_drops_handled_messages(consumer, broker):
             raise ValueError("too late")
 
     broker.ack_error = InvalidAck("not yours")
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: broker.ack_error is None and len(subscribes(broker)) == 2)
         gate.set()
         await until_async(lambda: len(began) == 4 and not broker.unacked())
@@ -147,7 +146,7 @@ async def test_vanished_consumers_count_as_deliveries(own, given, is_handled, co
     broker.add("a", encode_message(qmq.Message("a", {"n": "0"}, id="m", retries_max=own), 0))
     broker.earlier = {0: given - 1}
     handled = handled_by(consumer, retries_max=3)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: broker.acks or broker.nacks)
     assert [message.times for message in handled.messages] == ([given] if is_handled else [])
     reasons = [nack.reason for nack in broker.nacks]
@@ -169,7 +168,7 @@ async def test_slow_message_delays_no_other_key(monkeypatch, consumer, broker):
         if message["n"] == "0":
             await gate.wait()
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: broker.acks and broker.unacked() == [0])
         gate.set()
 
@@ -181,7 +180,7 @@ async def test_mailbox_messages_show_the_subject(consumer, broker):
     fill(broker, [0])
     fill(broker, [1], subject="%RETRY%a%g")
     handled = handled_by(consumer, start="latest", tags=["x"])
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: handled.messages)
     (message,) = handled.messages
     assert (message.subject, message.source, message["n"]) == ("a", "%RETRY%a%g", "1"), "the earliest"
@@ -192,7 +191,7 @@ async def test_mailbox_messages_show_the_subject(consumer, broker):
 
 async def test_broadcast_has_own_group_and_no_mailbox(consumer, broker):
     handled_by(consumer, group=None, tags=["y", "x"], tag_mode="all", start=datetime(1970, 1, 1, 0, 0, 7, tzinfo=UTC))
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: broker.pulls)
     (fields,) = broker.subscribes
     asked = {name: fields[name] for name in ("group", "broadcast", "tags", "tag_mode", "start", "since_ms")}
@@ -211,7 +210,7 @@ async def test_message_for_another_group_is_acked(consumer, broker):
         encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": str(at)}, id=str(at)))
         broker.add("a", with_properties(encoded, {"qmq_consumerGroupName": group} if group else {}))
     handled = handled_by(consumer)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(handled.messages) == 2 and not broker.unacked())
     assert handled.numbers == [1, 2]
 
@@ -238,7 +237,7 @@ async def test_most_once_skips_begun_messages(consumer, broker):
     fill(broker, range(1, 4))
     broker.earlier = {0: 1}
     handled = handled_by(consumer, most_once=True)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(handled.messages) == 3)
     assert sorted(handled.numbers) == [1, 2, 3]
     assert not broker.unacked()
@@ -249,7 +248,7 @@ async def test_most_once_acks_no_waiting_messages(consumer, broker):
     fill(broker, range(50))
     gate = asyncio.Event()
     began = handled_by(consumer, gate, most_once=True, prefetch_messages=40)
-    async with listening(consumer) as task:
+    async with consuming(consumer) as task:
         await until_async(lambda: began.messages and len(broker.unacked()) >= 3)
         consumer.stop()
         gate.set()
@@ -264,7 +263,7 @@ async def test_most_once_refused_ack_is_not_handled(consumer, broker):
     fill(broker, range(1))
     broker.ack_error = InvalidAck("not yours")
     handled = handled_by(consumer, most_once=True)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(broker.acks) == 1)  # of the redelivered message
     assert handled.messages == []
 
@@ -282,7 +281,7 @@ async def test_refused_dead_letter_does_not_block_others(consumer, broker):
             raise ValueError("not now")
         handled.append(int(message["n"]))
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(subscribes(broker)) == 1)
         await until_async(lambda: broker.refused > 1)
         for number in range(1, 20):
@@ -394,7 +393,7 @@ async def test_without_auto_ack_the_application_decides():
 async def test_stop_waits_for_decisions(consumer, broker):
     fill(broker, range(2))
     taken = handled_by(consumer, auto_ack=False).messages
-    async with listening(consumer) as task:
+    async with consuming(consumer) as task:
         await until_async(lambda: len(taken) == 2)
         consumer.stop()
         await asyncio.wait([task], timeout=0.05)
@@ -431,7 +430,7 @@ async def test_concurrency_changes_while_handlers_run(consumer, broker):
         running.discard(message.sequence)
 
     listener = consumer.listeners["a", "g"]
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(running) == 2)
         listener.concurrency = 7
         await until_async(lambda: len(running) == 7)
@@ -453,7 +452,7 @@ async def test_a_listener_leaves_its_group_and_comes_back(how, consumer, broker)
     handled = handled_by(consumer, gate)
     listener = consumer.listeners["a", "g"]
     away, back = (listener.stop, listener.resume) if how == "stop and resume" else (consumer.offline, consumer.online)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: handled.messages)
         away()
         gate.set()
@@ -485,7 +484,7 @@ async def test_resume_before_cancelled_handler_ends(monkeypatch, metaserver, bro
         handled.append(int(message["n"]))
 
     listener = consumer.listeners["a", "g"]
-    async with listening(consumer):
+    async with consuming(consumer):
         await begun.wait()
         listener.stop()
         await until_async(lambda: broker.unsubscribes == 2)
@@ -499,7 +498,7 @@ async def test_short_stop_rejoins(how, consumer, broker):
     """Regression: within one turn of the loop the old subscription had ended and no new one was made."""
     handled = handled_by(consumer)
     fill(broker, range(3))
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(handled.messages) == 3)
         if how == "stop":
             consumer.listeners["a", "g"].stop()
@@ -515,7 +514,7 @@ async def test_offline_consumer_waits(metaserver, broker):
     fill(broker, range(1))
     consumer = consumer_of(metaserver, online=False)
     handled = handled_by(consumer)
-    async with listening(consumer):
+    async with consuming(consumer):
         await settle()
         assert not broker.subscribes
         consumer.online()
@@ -525,7 +524,7 @@ async def test_offline_consumer_waits(metaserver, broker):
 async def test_added_listener_starts(consumer, broker):
     fill(broker, range(1))
     first = handled_by(consumer)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: first.messages)
         added = handled_by(consumer, group="other")
         await until_async(lambda: added.messages)
@@ -535,7 +534,7 @@ async def test_consumer_runs_again_after_its_end(consumer, broker):
     handled = handled_by(consumer)
     for n in range(2):
         fill(broker, [n])
-        async with listening(consumer):
+        async with consuming(consumer):
             await until_async(lambda: len(handled.messages) == n + 1)  # noqa: B023
             with pytest.raises(qmq.InvalidRequest, match="runs"):
                 await consumer.run()
@@ -556,7 +555,7 @@ def test_consumer_in_a_thread_is_stopped():
             assert not broker.returned["a", "g"] and broker.acks
 
     with ThreadPoolExecutor() as pool:
-        future = pool.submit(run, test())
+        future = pool.submit(asyncio.run, test())
         until(lambda: future.done() or (running and len(running[0][1].messages) == 3))
         running[0][0].stop()
         future.result(timeout=60)
@@ -580,7 +579,7 @@ async def test_application_keeps_its_sigterm_handler(metaserver, broker):
     try:
         consumer = consumer_of(metaserver)
         handled_by(consumer)
-        async with listening(consumer) as task:
+        async with consuming(consumer) as task:
             await until_async(lambda: broker.pulls)
             os.kill(os.getpid(), signal.SIGTERM)
             await until_async(lambda: signals)
@@ -593,7 +592,7 @@ async def test_exclusive_consumer_sends_its_start(consumer, broker):
     fill(broker, range(1))
     begin_ms = time.time_ns() // 1_000_000
     handled = handled_by(consumer, exclusive=True)
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: handled.messages)
     assert begin_ms <= subscribes(broker)[0]["exclusive_ms"] <= time.time_ns() // 1_000_000
     with pytest.raises(qmq.InvalidRequest, match="exclusive"):

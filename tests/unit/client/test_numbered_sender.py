@@ -25,8 +25,9 @@ from qmq.errors import (
 )
 from qmq.log.frame import label_flags
 from qmq.message import Message
+from qmq.remoting.commands import Command
 from tests.support.waiting import until_async
-from tests.unit.client.test_producer import Hold, lose_answer
+from tests.unit.client.test_producer import lose_answer
 from tests.unit.client.world import TOKEN, LocalMetaserver, cluster
 
 
@@ -65,16 +66,11 @@ async def sent(sender: NumberedSender, group: str, numbered: NumberedBatch) -> A
 
 async def test_batch_is_stored_under_its_number():
     async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
-        assert await sent(sender, "g2", batch(41, "x", "y")) == Stored(0, 2, [])
+        assert await sent(sender, "g2", batch(41, "x", "y", key="k")) == Stored(0, 2, [])
         [attempt] = brokers[1].attempts
-        assert (attempt.producer, attempt.batch, attempt.count) == (7, 41, 2)
+        assert (attempt.producer, attempt.batch, attempt.labels) == (7, 41, [label_of((), "k")] * 2)
         assert [decode_message(subject)["n"] for subject in brokers[1].subjects["a"]] == ["x", "y"]
         assert brokers[0].attempts == []
-
-
-async def test_labels_travel_with_the_batch(broker, sender):
-    assert isinstance(await sent(sender, "g1", batch(1, "x", key="k")), Stored)
-    assert broker.attempts[0].labels == [label_of((), "k")]
 
 
 async def test_repeat_after_lost_connection_stores_once(broker, sender):
@@ -129,32 +125,33 @@ async def test_oversized_batch_is_refused(metaserver, broker):
 async def test_the_window_of_the_broker_is_kept(metaserver, broker):
     broker.limit(window_bytes=1000)
     async with sender_of(metaserver, "g1") as sender:
-        hold, answers = Hold(broker), []
+        broker.holds.add(Command.PRODUCE)
+        answers = []
         sender.send("g1", batch(1, "x" * 600), answers.append)
         assert 0 < sender.room("g1") < 400 and sender.in_flight("g1") == 1
         answer = await sent(sender, "g1", batch(2, "y" * 600))
         assert isinstance(answer, NotStored) and isinstance(answer.error, Overloaded)
-        await until_async(lambda: hold.held)
-        hold.release()
+        await until_async(lambda: broker.held)
+        broker.release()
         await until_async(lambda: answers)
         assert sender.room("g1") == 1000 and sender.in_flight("g1") == 0
 
 
 async def test_late_answers_drop_the_connection():
     async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1", answer_timeout_s=2.0) as sender:
-        hold = Hold(broker)
+        broker.holds.add(Command.PRODUCE)
         answer = await sent(sender, "g1", batch(1, "x"))
         assert isinstance(answer, Unknown) and "no answer" in answer.reason
-        assert len(hold.held) == 1
+        assert len(broker.held) == 1
 
 
 async def test_closing_makes_outcomes_unknown():
     answers: list[Answer] = []
     async with cluster("g1") as (metaserver, [broker]):
         async with sender_of(metaserver, "g1") as sender:
-            hold = Hold(broker)
+            broker.holds.add(Command.PRODUCE)
             sender.send("g1", batch(1, "x"), answers.append)
-            await until_async(lambda: hold.held)
+            await until_async(lambda: broker.held)
         assert [type(answer) for answer in answers] == [Unknown]
         closed = await sent(sender, "g1", batch(2, "x"))
         assert isinstance(closed, NotStored) and isinstance(closed.error, ClientClosed)
@@ -193,14 +190,6 @@ async def test_home_matches_producers():
         assert sender.home("unwatched", label) is None
 
 
-async def test_missing_route_has_a_reason(metaserver, sender):
-    metaserver.refuse["b"] = "no group is allowed for it"
-    assert not sender.is_known("b")
-    sender.watch("b")
-    await until_async(lambda: sender.is_known("b"))
-    assert sender.groups("b") == [] and "no group is allowed" in sender.why_not("b")
-
-
 async def test_forgotten_route_returns(monkeypatch, metaserver):
     monkeypatch.setattr(route_watch, "KEPT", 0)
     monkeypatch.setattr(route_watch, "IDLE_S", 0.05)
@@ -210,9 +199,10 @@ async def test_forgotten_route_returns(monkeypatch, metaserver):
         assert isinstance(await sent(sender, "g1", batch(1, "x")), Stored)
 
 
-async def test_refused_subject_has_its_reason(monkeypatch, metaserver, sender):
-    assert sender.refusals == {}
+async def test_refused_subject_has_its_reason(metaserver, sender):
+    assert sender.refusals == {} and not sender.is_known("b")
     metaserver.refuse["b"] = "one subject too many"
     sender.watch("b")
     await until_async(lambda: sender.refusals == {"b": "one subject too many"})
+    assert sender.is_known("b") and sender.groups("b") == [] and "one subject too many" in sender.why_not("b")
     assert sender.groups("a") == ["g1"]

@@ -15,10 +15,9 @@ import qmq
 from qmq import metrics, otel
 from qmq.client import numbers
 from qmq.client.numbers import FAMILIES, Handled, Kind, Sample, merged, read
-from qmq.testing import Broker
-from tests.support.waiting import until_async
+from tests.support.waiting import consuming, until_async
 from tests.unit.client.test_producer import lose_answer
-from tests.unit.client.world import TOKEN, cluster
+from tests.unit.client.world import TOKEN
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
 
@@ -28,14 +27,8 @@ def value(name, *labels):
     return {(sample.name, sample.labels): sample.value for sample in read()}[name, ("numbers", *labels)]
 
 
-@pytest.fixture
-async def broker():
-    async with Broker() as broker:
-        yield broker
-
-
-async def test_outcomes_of_handlers_are_counted(broker):
-    options = {"metaserver": broker.metaserver, "app": "numbers"}
+async def test_outcomes_of_handlers_are_counted(qmq_broker):
+    options = {"metaserver": qmq_broker.metaserver, "app": "numbers"}
     consumer, begun, may_end = qmq.Consumer(**options), asyncio.Event(), asyncio.Event()
 
     @consumer.listen("a", group="g", start="earliest", retry_delay=0, retries_max=2)
@@ -54,34 +47,31 @@ async def test_outcomes_of_handlers_are_counted(broker):
         receipts = await producer.send_many(qmq.Message("a", {"n": kind}) for kind in kinds)
         assert receipts.all_stored and value("outcomes", "stored") == 5 and value("outcomes", "unknown") == 0
         assert value("state", "producer", "connected") == 1 and value("open_messages") == 0
-        running = asyncio.create_task(consumer.run())
-        await begun.wait()
-        assert value("handlers_running", "a", "g") == value("unacked_messages", "a", "g") == 1
-        await until_async(lambda: value("waiting_messages", "a", "g") >= 1)
-        assert value("lag_seconds", "a", "g") > 0 and value("prefetch_messages", "a", "g") > 0
-        may_end.set()
-        await broker.wait_until_consumed("a", "g")
-        handled = [value("handled", "a", "g", outcome) for outcome in ("done", "retry", "dead_letter")]
-        assert handled == [4, 1, 1]
-        assert value("delivered", "a", "g") == 6 and value("lag_seconds", "a", "g") == 0
-        consumer.stop()
-        await running
+        async with consuming(consumer):
+            await begun.wait()
+            assert value("handlers_running", "a", "g") == value("unacked_messages", "a", "g") == 1
+            await until_async(lambda: value("waiting_messages", "a", "g") >= 1)
+            assert value("lag_seconds", "a", "g") > 0 and value("prefetch_messages", "a", "g") > 0
+            may_end.set()
+            await qmq_broker.wait_until_consumed("a", "g")
+            handled = [value("handled", "a", "g", outcome) for outcome in ("done", "retry", "dead_letter")]
+            assert handled == [4, 1, 1]
+            assert value("delivered", "a", "g") == 6 and value("lag_seconds", "a", "g") == 0
     assert value("delivered", "a", "g") == 6, "the subscription has ended"
     assert value("state", "consumer", "not connected") == 1
 
 
-async def test_refused_messages_are_counted(broker):
-    async with qmq.Producer(metaserver=broker.metaserver, app="numbers") as producer:
+async def test_refused_messages_are_counted(qmq_broker):
+    async with qmq.Producer(metaserver=qmq_broker.metaserver, app="numbers") as producer:
         receipts = await producer.send_many([qmq.Message("a\nb"), qmq.Message("a", id="x" * 70_000)])
         assert receipts.count_of(qmq.Outcome.REFUSED) == value("outcomes", "refused") == 2
 
 
-async def test_repeated_batch_is_counted():
-    async with cluster("g1") as (metaserver, [broker]):
-        async with qmq.Producer(metaserver=metaserver.url, app="numbers", token=TOKEN) as producer:
-            lose_answer(broker)
-            assert (await producer.send(qmq.Message("a"))).is_stored
-            assert value("repeats") == value("outcomes", "stored") == 1
+async def test_repeated_batch_is_counted(metaserver, broker):
+    async with qmq.Producer(metaserver=metaserver.url, app="numbers", token=TOKEN) as producer:
+        lose_answer(broker)
+        assert (await producer.send(qmq.Message("a"))).is_stored
+        assert value("repeats") == value("outcomes", "stored") == 1
 
 
 def test_slow_calls_are_all_measured():

@@ -13,10 +13,11 @@ from qmq.client.routes import group_of_key
 from qmq.codec import decode_message, label_of
 from qmq.errors import BrokerReadOnly, Overloaded, QueueFull
 from qmq.message import Message
+from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from tests.support.waiting import settle, until_async
-from tests.unit.client.test_producer import Hold, lose_answer, properties
+from tests.unit.client.test_producer import lose_answer, properties
 from tests.unit.client.world import Attempt, LocalBroker, cluster, producer_of
 
 
@@ -89,14 +90,14 @@ async def test_labels_carry_keys_and_tags(broker, producer):
 
 async def test_one_ordered_batch_is_in_flight(broker, producer):
     await producer.send(Message("a", {"n": "connected"}))
-    hold = Hold(broker)
+    broker.holds.add(Command.PRODUCE)
     sends = [asyncio.create_task(producer.send(message)) for message in in_order(3, keys=3)]
-    await until_async(lambda: hold.held)
+    await until_async(lambda: broker.held)
     sends += [asyncio.create_task(producer.send(message)) for message in in_order(50, keys=3)]
     sends.append(asyncio.create_task(producer.send(Message("a", {"n": "plain"}))))
-    await until_async(lambda: len(hold.held) == 2)
-    assert [attempt.count for _, _, attempt in hold.held] == [3, 1]
-    hold.release()
+    await until_async(lambda: len(broker.held) == 2)
+    assert [attempt.count for attempt in broker.attempts[1:]] == [3, 1]
+    broker.release()
     await asyncio.gather(*sends)
     assert [attempt.count for attempt in broker.attempts] == [1, 3, 1, 50]
 
@@ -156,26 +157,6 @@ async def test_lost_ordered_batch_is_repeated_first():
         assert [receipt.sequence for receipt in receipts] == list(range(1, 200))
 
 
-async def test_new_group_takes_its_keys():
-    async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
-        moving, staying = key_for("g2", "g1", "g2"), key_for("g1", "g1", "g2")
-        await producer.send(Message("a", {"n": "0"}, order_key=moving))
-        hold = Hold(first)
-        sends = [asyncio.create_task(producer.send(Message("a", {"n": "1"}, order_key=moving)))]
-        await until_async(lambda: hold.held)
-        second = LocalBroker("g2")
-        await second.start()
-        metaserver.set_group(second)
-        await until_async(lambda: second.connections)
-        for key in (moving, staying):
-            sends.append(asyncio.create_task(producer.send(Message("a", {"n": "2"}, order_key=key))))
-        await settle()
-        assert not second.attempts, "the first batch of the key has no outcome yet"
-        hold.release()
-        assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2", "g1"]
-        await second.stop()
-
-
 async def test_keys_change_groups_while_no_group_takes_anything():
     """Regression: messages waiting for an old lane stopped the producer for good, without an error."""
 
@@ -206,7 +187,8 @@ async def test_calls_of_a_key_enter_a_full_queue_in_order(way):
         producer_of(metaserver, queue_messages_max=2, in_flight_max=1) as producer,
     ):
         await producer.send(Message("a", {"n": "0"}, order_key="k"))
-        hold, sending, refused = Hold(broker), list[asyncio.Task[Any]](), list[QueueFull]()
+        broker.holds.add(Command.PRODUCE)
+        sending, refused = list[asyncio.Task[Any]](), list[QueueFull]()
 
         def send(n: str, way: str = way) -> None:
             message = Message("a", {"n": n}, order_key="k")
@@ -220,13 +202,13 @@ async def test_calls_of_a_key_enter_a_full_queue_in_order(way):
                 sending.append(asyncio.create_task(call))
 
         send("1", "send")
-        await until_async(lambda: hold.held)
+        await until_async(lambda: broker.held)
         for n in "234":
             send(n, "send")  # two wait in the queue, the third for room
         await settle()
         assert producer._backlog.messages == 2
         producer._backlog.waiters.insert(0, lambda: send("5"))  # runs before the call that is woken after it
-        hold.release()
+        broker.release()
         await until_async(lambda: len(sending) + len(refused) == 5 and all(task.done() for task in sending))
         assert numbers_of_keys(broker)["k"] == [*range(5 if refused else 6)]
 
@@ -238,9 +220,10 @@ async def test_call_that_leaves_the_line_lets_the_next_one_enter(end):
         producer_of(metaserver, queue_messages_max=1, in_flight_max=1, timeout_s=0.3) as producer,
     ):
         await producer.send(Message("a", {"n": "0"}, order_key="k"))
-        hold, first = Hold(broker), Message("a", {"n": "1"}, order_key="k")
+        broker.holds.add(Command.PRODUCE)
+        first = Message("a", {"n": "1"}, order_key="k")
         sending = [asyncio.create_task(producer.send(first))]
-        await until_async(lambda: hold.held)
+        await until_async(lambda: broker.held)
         for n in "23":
             sending.append(asyncio.create_task(producer.send(Message("a", {"n": n}, order_key="k"))))
         await settle()
@@ -249,7 +232,7 @@ async def test_call_that_leaves_the_line_lets_the_next_one_enter(end):
             await asyncio.wait(sending[2:])
         else:
             assert (await sending[2]).outcome is qmq.Outcome.REFUSED
-        hold.release()
+        broker.release()
         assert (await producer.send(Message("a", {"n": "4"}, order_key="k"))).is_stored
         await asyncio.wait(sending)
         assert producer._backlog.entering == {}

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from qmq.client.prefetch import AHEAD_S, BEFORE_KNOWN_MIN, Prefetch
-from tests.support.waiting import until_async
-from tests.unit.client.world import consumer_of, fill, handled_by, listening
+from tests.support.waiting import consuming, until_async
+from tests.unit.client.world import consumer_of, fill, handled_by
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ async def test_slow_backlog_stays_shared(metaserver, broker):
     fill(broker, range(100))
     first, second, ended = consumer_of(metaserver), consumer_of(metaserver), asyncio.Event()
     slow, fast = handled_by(first, ended), handled_by(second)
-    async with listening(first):
+    async with consuming(first):
         await until_async(lambda: slow.messages)
-        async with listening(second):
+        async with consuming(second):
             await until_async(lambda: len(fast.messages) >= 90)
         ended.set()

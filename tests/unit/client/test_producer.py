@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +21,7 @@ from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from tests.support.waiting import settle, until_async
-from tests.unit.client.world import Attempt, LocalBroker, cluster, producer_of
-
-WAIT_S = 120.0
-"""Far above the time of a test: it limits a hang, it measures nothing."""
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(WAIT_S):
-            await test
-
-    asyncio.run(bounded())
+from tests.unit.client.world import LocalBroker, cluster, producer_of
 
 
 def properties(broker: LocalBroker, subject: str = "a") -> list[str]:
@@ -41,24 +30,6 @@ def properties(broker: LocalBroker, subject: str = "a") -> list[str]:
 
 def numbered(count: int, subject: str = "a") -> list[Message]:
     return [Message(subject, {"n": str(number)}) for number in range(count)]
-
-
-class Hold:
-    """Holds PRODUCE requests of a broker until they are released."""
-
-    def __init__(self, broker: LocalBroker) -> None:
-        self.held: list[tuple[Connection, Packet, Attempt]] = []
-        self._broker = broker
-        broker.on_produce = self._hold
-
-    def _hold(self, connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-        self.held.append((connection, packet, attempt))
-        return True
-
-    def release(self) -> None:
-        self._broker.on_produce = lambda *_: False
-        for connection, packet, _ in self.held:
-            self._broker.serve(connection, packet)
 
 
 def lose_answer(broker: LocalBroker, then: Callable[[], object] = lambda: None) -> None:
@@ -77,12 +48,12 @@ def lose_answer(broker: LocalBroker, then: Callable[[], object] = lambda: None) 
 async def test_waiting_messages_form_one_batch():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=1) as producer:
         await producer.send(Message("a", {"n": "first"}))
-        hold = Hold(broker)
+        broker.holds.add(Command.PRODUCE)
         sends = [asyncio.create_task(producer.send(Message("a", {"n": "0"})))]
-        await until_async(lambda: hold.held)
+        await until_async(lambda: broker.held)
         sends += [asyncio.create_task(producer.send(message)) for message in numbered(100)]
         await asyncio.sleep(0)
-        hold.release()
+        broker.release()
         receipts = await asyncio.gather(*sends)
         assert [attempt.count for attempt in broker.attempts] == [1, 1, 100]
         assert [receipt.sequence for receipt in receipts] == list(range(1, 102))
@@ -194,14 +165,15 @@ async def test_possibly_stored_batch_never_moves():
 async def test_no_answer_makes_the_outcome_unknown():
     async with cluster("g1", "g2") as (metaserver, brokers):
         async with producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer:
-            holds = [Hold(broker) for broker in brokers]
+            for broker in brokers:
+                broker.holds.add(Command.PRODUCE)
             receipt = await producer.send(Message("a", {"n": "1"}, id="mine"))
             assert (receipt.outcome, receipt.message_id, receipt.sequence) == (qmq.Outcome.UNKNOWN, "mine", -1)
             with pytest.raises(OutcomeUnknown):
                 receipt.check()
-            touched = [broker.name for broker, hold in zip(brokers, holds) if hold.held]
+            touched = [broker.name for broker in brokers if broker.held]
             assert touched == [receipt.broker_group]
-            attempts = [attempt for hold in holds for _, _, attempt in hold.held]
+            attempts = [attempt for broker in brokers for attempt in broker.attempts]
             assert len(attempts) >= 2 and all(attempt == attempts[0] for attempt in attempts)
 
 
@@ -209,12 +181,13 @@ async def test_slow_upload_is_not_repeated(monkeypatch, metaserver, broker):
     """A body of 64 MiB takes 5.4 s at 100 Mbit/s; the connection was closed after 5 s, again and again."""
     async with producer_of(metaserver, answer_timeout_s=0.2) as producer:
         await producer.send(Message("a", {}))
-        hold, left = Hold(broker), iter(range(50, 0, -1))
+        broker.holds.add(Command.PRODUCE)
+        left = iter(range(50, 0, -1))
         monkeypatch.setattr(Connection, "unsent_bytes", property(lambda _: next(left, 0)))
         sending = asyncio.create_task(producer.send(Message("a", {})))
-        await until_async(lambda: len(hold.held) > 1)
+        await until_async(lambda: len(broker.held) > 1)
         assert next(left, 0) == 0, "not repeated while the broker took bytes"
-        hold.release()
+        broker.release()
         assert (await sending).is_stored
 
 
@@ -267,16 +240,16 @@ async def test_ids_are_kept_through_retries(broker, producer):
 async def test_window_limits_are_kept(metaserver, broker):
     broker.limit(window_bytes=40_000)
     async with producer_of(metaserver, in_flight_max=64) as producer:
-        hold = Hold(broker)
+        broker.holds.add(Command.PRODUCE)
         sends = []
         for _number in range(60):
             sends.append(asyncio.create_task(producer.send(Message("a", {"n": "x" * 2_000}))))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        await until_async(lambda: hold.held)
+        await until_async(lambda: broker.held)
         await settle()
-        assert sum(len(attempt.body) for _, _, attempt in hold.held) <= 40_000
-        hold.release()
+        assert sum(len(attempt.body) for attempt in broker.attempts) <= 40_000
+        broker.release()
         assert all(receipt.is_stored for receipt in await asyncio.gather(*sends))
 
 
@@ -327,29 +300,30 @@ async def test_send_many_reads_bounded_bytes_ahead(subjects, most):
             yield Message(subjects[read % len(subjects)], body=body)
 
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, queue_bytes_max=1 << 20) as producer:
-        hold = Hold(broker)
+        broker.holds.add(Command.PRODUCE)
         sending = asyncio.create_task(producer.send_many(messages()))
-        await until_async(lambda: hold.held and producer._backlog.waiters)
+        await until_async(lambda: broker.held and producer._backlog.waiters)
         ahead = read
-        hold.release()
+        broker.release()
         assert (await sending).all_stored
         assert ahead <= most and read == count
 
 
 async def test_calls_keep_their_order_when_one_is_woken():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=1) as producer:
-        hold, sending = Hold(broker), list[asyncio.Task[Any]]()
+        broker.holds.add(Command.PRODUCE)
+        sending = list[asyncio.Task[Any]]()
 
         def send(n: str) -> None:
             sending.append(asyncio.create_task(producer.send_many([Message("a", {"n": n})])))
 
         for n in "123":
             send(n)  # one is in flight, two are ready
-        await until_async(lambda: hold.held and len(producer._senders.of(is_delayed=False).queue("a").ready) == 2)
+        await until_async(lambda: broker.held and len(producer._senders.of(is_delayed=False).queue("a").ready) == 2)
         producer._backlog.waiters.append(lambda: send("5"))  # runs before the next call, which is woken after it
         send("4")
         await settle()
-        hold.release()
+        broker.release()
         await asyncio.gather(*sending)
         await until_async(lambda: len(sending) == 5 and all(task.done() for task in sending))
         assert properties(broker) == [*"12345"]

@@ -21,8 +21,9 @@ from qmq.errors import (
     SubjectFull,
 )
 from qmq.message import Message
+from qmq.remoting.commands import Command
 from tests.support.waiting import settle, until_async
-from tests.unit.client.test_producer import Hold, numbered, properties
+from tests.unit.client.test_producer import numbered, properties
 from tests.unit.client.world import LocalBroker, cluster, producer_of
 
 
@@ -105,10 +106,10 @@ async def test_full_queue_refuses_at_the_deadline(metaserver, broker):
     """Rule: queue full. QMQ blocks for 50 ms and then drops the message."""
     async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1) as producer:
         await producer.send(Message("a", {"n": "connected"}))
-        hold = Hold(broker)
+        broker.holds.add(Command.PRODUCE)
         done: list[qmq.Receipt] = []
         producer.send_nowait(Message("a", {"n": "under way"}), done.append)
-        await until_async(lambda: hold.held)
+        await until_async(lambda: broker.held)
         for message in numbered(5):
             producer.send_nowait(message, done.append)
         with pytest.raises(QueueFull):
@@ -119,7 +120,7 @@ async def test_full_queue_refuses_at_the_deadline(metaserver, broker):
         producer._timeout_ms = patient_ms
         waiting = asyncio.create_task(producer.send(Message("a", {"n": "room"})))
         await asyncio.sleep(0)
-        hold.release()
+        broker.release()
         await producer.flush()
         assert (await waiting).is_stored and len(done) == 6
         assert properties(broker) == ["connected", "under way", *"01234", "room"]
@@ -144,22 +145,23 @@ async def test_flush_waits_for_earlier_messages_only():
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=4) as producer:
         await producer.flush()
         await producer.send(Message("a", {"n": "0"}))
-        hold, receipts = Hold(broker), []
+        broker.holds.add(Command.PRODUCE)
+        receipts = []
         for message in (*numbered(10), Message("a", {"n": "10"}, order_key="k")):
             producer.send_nowait(message, receipts.append)
         many = asyncio.create_task(producer.send_many(numbered(10, "b")))
-        await until_async(lambda: len(hold.held) >= 3)
+        await until_async(lambda: len(broker.held) >= 3)
         flushing = asyncio.create_task(producer.flush())
         for _ in range(5):
             await asyncio.sleep(0)
         assert not flushing.done()
-        hold.release()
-        later = Hold(broker)
+        broker.release()
+        broker.holds.add(Command.PRODUCE)
         producer.send_nowait(Message("a", {"n": "later"}), receipts.append)
         await flushing
         assert len(receipts) == 11 and (await many).all_stored
-        await until_async(lambda: later.held)
-        later.release()
+        await until_async(lambda: broker.held)
+        broker.release()
         await producer.flush()
         assert len(receipts) == 12
 
@@ -169,9 +171,10 @@ async def test_cancelled_close_resolves_all_messages(cancels, metaserver, broker
     """Gap of QMQ, section 2: messages left at shutdown are neither sent nor reported."""
     producer = await producer_of(metaserver, in_flight_max=1).__aenter__()
     await producer.send(Message("a", {"n": "0"}))
-    hold, receipts = Hold(broker), []
+    broker.holds.add(Command.PRODUCE)
+    receipts = []
     sends = [asyncio.create_task(producer.send(Message("a", {"n": "under way"})))]
-    await until_async(lambda: hold.held)
+    await until_async(lambda: broker.held)
     sends += [asyncio.create_task(producer.send(Message("a", {"n": "waits"}))) for _ in range(2)]
     sends.append(asyncio.create_task(producer.send(Message("a", {"n": "in order"}, order_key="k"))))
     many = asyncio.create_task(producer.send_many(numbered(10)))
@@ -222,7 +225,7 @@ async def test_silent_group_is_given_up():
         async with producer_of(metaserver, timeout_s=6.0, answer_timeout_s=0.1, in_flight_max=64) as producer:
             await producer.send(Message("a", {"n": "connected"}))
             breaker = producer._senders.of(is_delayed=False)._groups["g1"].breaker
-            Hold(silent)
+            silent.holds.add(Command.PRODUCE)
             sends = []
             for message in numbered(60):
                 sends.append(asyncio.create_task(producer.send(message)))

@@ -8,7 +8,6 @@ from qmq import Message
 from qmq.codec import decode_message
 from qmq.errors import BrokerReadOnly, CallError, InvalidMessage, InvalidRequest, NotServed
 from qmq.message import RECUR_NAME
-from qmq.remoting.commands import Command
 from qmq.types import GroupKind
 from tests.support.waiting import until_async
 from tests.unit.client.world import delay_groups, producer_of
@@ -41,10 +40,6 @@ async def test_schedule_is_listed_and_deleted(server, producer):
     assert await producer.list_recurring(subject="s") == [put]
     assert await producer.delete_recurring(subject="s", name="daily") is True
     assert await producer.delete_recurring(subject="s", name="daily") is False
-
-
-async def test_owner_defaults_to_the_application(server, producer):
-    assert (await producer.put_recurring(Message("s"), **DAILY)).owner == producer._app
 
 
 async def test_names_spread_over_groups(metaserver, broker):
@@ -102,11 +97,6 @@ async def test_silent_group_blocks_the_change(metaserver, broker):
         with pytest.raises(NotServed):
             await producer.list_recurring(subject="s")
         assert holders(servers) == []
-
-
-async def test_answer_that_was_lost_is_asked_for_again(server, producer):
-    server.loses_answer_to = Command.RECUR
-    assert (await producer.put_recurring(Message("s"), **DAILY)).name == "daily"
 
 
 async def test_invalid_schedule_is_refused_locally(server, producer):

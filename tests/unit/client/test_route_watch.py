@@ -19,9 +19,9 @@ from qmq.client import route_watch
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import Routing
 from qmq.message import Message
+from qmq.remoting.commands import Command
 from qmq.types import GroupKind
 from tests.support.waiting import settle, until_async
-from tests.unit.client.test_producer import Hold
 from tests.unit.client.world import TOKEN, LocalMetaserver, cluster, producer_of
 
 
@@ -170,14 +170,6 @@ async def test_blocked_grpc_falls_back_to_http(caplog, metaserver, broker):
         await until_async(lambda: "routes come over gRPC again" in caplog.text)
         await settle()
         assert len(metaserver.polls) == count, "who has a stream does not poll"
-
-
-@pytest.mark.usefixtures("polls_soon")
-async def test_broken_stream_is_polled_over_http(metaserver, broker, client):
-    await until_async(lambda: client.writable("a") == {"g1": True})
-    await metaserver.block_grpc()
-    metaserver.set_group(broker, writable=False)
-    await until_async(lambda: client.writable("a") == {"g1": False})
 
 
 @pytest.mark.parametrize("way", ["a stream", "a stream, behind an error of gRPC's own", "HTTP"])
@@ -374,15 +366,15 @@ async def test_idle_routes_are_forgotten(monkeypatch, metaserver, broker, produc
     for name in names:
         assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
     sender = producer._senders.of(is_delayed=False)
-    hold = Hold(broker)
+    broker.holds.add(Command.PRODUCE)
     waiting = asyncio.create_task(producer.send(Message("s0", {})))
-    await until_async(lambda: hold.held)
+    await until_async(lambda: broker.held)
     sender._watch._forget_idle()
     assert len(sender._queues) == 6, "all were used since the last time"
     sender._watch._forget_idle()
     assert list(sender._queues) == ["s0", "s4", "s5"], "the message of s0 has no outcome yet"
     assert list(sender._lanes) == list(sender._watch._held) == list(sender._queues)
-    hold.release()
+    broker.release()
     assert (await waiting).is_stored
     for name in names:
         assert (await producer.send(Message(name, {}, order_key="k"))).is_stored

@@ -8,8 +8,8 @@ import pytest
 
 import qmq
 from qmq.errors import InvalidAck
-from tests.support.waiting import until_async
-from tests.unit.client.world import LocalMetaserver, cancelled, consumer_of, fill, handled_by, listening, ns
+from tests.support.waiting import consuming, until_async
+from tests.unit.client.world import LocalMetaserver, cancelled, consumer_of, fill, handled_by, ns
 
 
 @pytest.mark.parametrize("suspected", [{0}, {3, 4, 5}, set(range(10)), {9}])
@@ -30,7 +30,7 @@ async def test_suspected_message_is_announced_and_alone(suspected, consumer, bro
         running.remove(number)
         done.append(number)
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(done) == 10)
     assert sorted(done) == list(range(10)) and not broker.nacks
     assert sorted(broker.begun) == sorted(suspected), "of others nothing is said"
@@ -47,7 +47,7 @@ async def test_acks_precede_a_suspected_message(consumer, broker):
     async def handle(message: qmq.ReceivedMessage) -> None:
         acked.append(sum(end - begin for ranges in broker.acks for begin, end in ranges))
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: len(acked) == 5)
     assert acked == list(range(5))
 
@@ -92,7 +92,7 @@ async def test_draining_returns_waiting_suspected_messages(suspected, metaserver
     task = asyncio.create_task(first.run())
     await until_async(lambda: began.messages and not first._connections._subscriptions[0]._parcels)
     first.stop()
-    async with listening(second):
+    async with consuming(second):
         await until_async(lambda: done.messages)
         assert not task.done(), "its handler still runs"
         gate.set()
@@ -114,7 +114,7 @@ async def test_dropped_suspected_message_is_not_begun(suspected, batch, consumer
             if len(began) == 1:
                 await gate.wait()
 
-    async with listening(consumer):
+    async with consuming(consumer):
         await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
         session = consumer._connections._subscriptions[0]._sessions["g1", "a"]
         session._reset(InvalidAck("not yours"))  # as in an answer to any request
@@ -132,7 +132,7 @@ async def test_draining_returns_unbegun_messages(begins, metaserver, broker):
     first_task = asyncio.create_task(first.run())
     await until_async(lambda: began.messages)
     first.stop()
-    async with listening(second):
+    async with consuming(second):
         if begins:
             await until_async(lambda: len(done.messages) == 19)
             assert not first_task.done(), "its handler still runs"

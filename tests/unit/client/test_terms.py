@@ -11,6 +11,7 @@ from qmq.client.terms import (
     DELAY_S_MAX,
     RetryPolicy,
     Terms,
+    batch_of,
     check_delay,
     make_terms,
     refused,
@@ -45,7 +46,6 @@ def terms(**changed: object) -> Terms:
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"subject": ""}, qmq.InvalidName),
         ({"subject": "a/b"}, qmq.InvalidName),
         ({"subject": "a" * 101}, qmq.InvalidName),
         ({"group": "g" * 101}, qmq.InvalidName),
@@ -53,7 +53,6 @@ def terms(**changed: object) -> Terms:
         ({"start": "yesterday"}, qmq.InvalidRequest),
         ({"start": datetime(2026, 1, 1)}, qmq.InvalidRequest),
         ({"tags": "pay"}, qmq.InvalidRequest),
-        ({"tags": ["pay", ""]}, qmq.InvalidRequest),
         ({"tags": [1, "pay"]}, qmq.InvalidRequest),
         ({"tags": [str(n) for n in range(11)]}, qmq.InvalidRequest),
         ({"tag_mode": "none"}, qmq.InvalidRequest),
@@ -205,6 +204,23 @@ def test_exception_with_failing_repr_has_a_reason():
 
     assert refused_by_error(Handed(1), POLICY, Unspeakable(), NOW).reason == "Unspeakable"
     assert len(refused_by_error(Handed(1), POLICY, ValueError("x" * 100_000), NOW).reason) == 1_000
+
+
+@pytest.mark.parametrize(
+    ("times", "own", "retries_max", "most"),
+    [
+        (1, None, 32, 100),
+        (1, None, 1, 100),
+        (2, None, 32, 50),
+        (8, None, 32, 1),
+        (40, None, 0, 1),
+        (2, None, 2, 1),
+        (2, "2", 8, 1),
+        (2, "8", 2, 50),
+    ],
+)
+def test_lists_shrink_with_each_failure(times, own, retries_max, most):
+    assert batch_of(Handed(times, own), RetryPolicy(retries_max, 5.0), 100) == most
 
 
 @pytest.mark.parametrize("delay", [-0.1, 86_400.1, float("nan"), timedelta(days=2)])

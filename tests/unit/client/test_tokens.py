@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from qmq.errors import AccessError, MissingRight, NotServed
 from qmq.remoting.commands import Command
 from tests.support.waiting import until_async
 from tests.unit.client import world
-from tests.unit.client.test_producer import Hold
 from tests.unit.client.world import (
     TOKEN,
     LocalBroker,
@@ -150,9 +148,9 @@ async def test_rejection_lasts_before_a_client_ends(monkeypatch, metaserver, bro
 
 async def test_revoked_token_ends_waiting_sends(monkeypatch):
     async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=1_000) as producer:
-        hold = Hold(broker)
+        broker.holds.add(Command.PRODUCE)
         sent = asyncio.create_task(producer.send(qmq.Message("a", {})))
-        await until_async(lambda: len(hold.held) == 1)
+        await until_async(lambda: len(broker.held) == 1)
         revoke(monkeypatch, broker, None)
         receipt = await asyncio.wait_for(sent, WAIT_S)
         assert receipt.outcome is qmq.Outcome.UNKNOWN and "rejects the token" in receipt.reason
@@ -178,17 +176,11 @@ async def test_broker_that_rejects_a_valid_token_ends_nothing(monkeypatch):
 # Without a broker.
 
 
-@asynccontextmanager
-async def down():
-    async with cluster("g1") as (metaserver, [broker]):
-        await broker.stop()
-        yield metaserver, broker
-
-
-async def test_pull_without_a_broker_raises(monkeypatch):
+async def test_pull_without_a_broker_raises(monkeypatch, metaserver, broker):
     """An empty result would mean that all messages were read."""
     monkeypatch.setattr(puller, "CUT_OFF_S", 0.2)
-    async with down() as (metaserver, _), consumer_of(metaserver).pull("a", group="g") as pulling:
+    await broker.stop()
+    async with consumer_of(metaserver).pull("a", group="g") as pulling:
         await until_async(lambda: "Connect call failed" in pulling.trouble)
         with pytest.raises(NotServed, match=r"no broker group is connected: g1: .*Connect call failed"):
             await pulling.pull(1, timeout=0.01)

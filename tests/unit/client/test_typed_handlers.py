@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
@@ -21,6 +19,7 @@ from qmq import payloads
 from qmq.client import unreadable
 from qmq.client.parameters import BoundHandler
 from qmq.payloads import codec as registry
+from tests.support.waiting import consuming
 
 if TYPE_CHECKING:
     from qmq import ReceivedMessage as Delivered
@@ -47,16 +46,6 @@ def _settings(monkeypatch):
     monkeypatch.setenv("QMQ_METASERVER", "http://127.0.0.1:9")
 
 
-@asynccontextmanager
-async def running(consumer: Any) -> AsyncIterator[None]:
-    run = asyncio.create_task(consumer.run())
-    try:
-        yield
-    finally:
-        consumer.stop()
-        await asyncio.wait_for(run, 20)
-
-
 async def handled(broker: qmq.testing.Broker, handler: Any, *messages: Any, **options: Any) -> None:
     """Send messages or payloads, and handle them until all are consumed."""
     async with qmq.Producer(app="a") as producer:
@@ -65,7 +54,7 @@ async def handled(broker: qmq.testing.Broker, handler: Any, *messages: Any, **op
         for message in messages:
             given = (message,) if isinstance(message, qmq.Message) else ("order", message)
             (await producer.send(*given)).check()
-        async with running(consumer):
+        async with consuming(consumer):
             await broker.wait_until_consumed("order", "billing")
 
 
@@ -139,12 +128,6 @@ async def test_list_of_payloads_keeps_its_order(qmq_broker):
     assert all(orders == again for orders, again in calls)
 
 
-def _takes(handler: Callable[..., Any], **options: Any) -> str:
-    """Return "message" if the handler is called with the message alone, else the name of the payload's parameter."""
-    bound = BoundHandler(handler, **options)
-    return bound._payload if bound.is_typed else "message"
-
-
 def test_handlers_of_messages_stay_as_they_are():
     async def annotated(message: qmq.ReceivedMessage) -> None: ...
     async def base(message: qmq.Message) -> None: ...
@@ -175,7 +158,7 @@ async def test_types_of_a_function_are_found(qmq_broker):
     async def handler(order: Local) -> None:
         found.append(order)
 
-    async with qmq.Producer(app="a") as producer, running(consumer):
+    async with qmq.Producer(app="a") as producer, consuming(consumer):
         await producer.send("order", Local(1))
         await qmq_broker.wait_until_consumed("order", "billing")
     assert found == [Local(1)]
@@ -281,7 +264,7 @@ async def test_unreadable_body_waits_for_its_key(qmq_broker, monkeypatch, caplog
             several if batch else single
         )
         await producer.send("order", "abc", codec=payloads.register(Backwards()))
-        async with running(consumer):
+        async with consuming(consumer):
             await qmq_broker.wait_until_consumed("order", "billing")
     assert found == [("abc", 1)]
     assert qmq_broker.dead_letters("order", "billing") == []
@@ -296,7 +279,7 @@ async def test_unreadable_body_goes_back_when_the_consumer_stops(qmq_broker):
         consumer = qmq.Consumer(app="a")
         consumer.listen("order", **LISTEN, retries_max=1)(recorder.payload)
         listener = consumer.listeners["order", "billing"]
-        async with running(consumer):
+        async with consuming(consumer):
             while not listener.unreadable_messages:
                 await asyncio.sleep(0.01)
     async with qmq.Consumer(app="a").pull("order", **LISTEN) as puller:
@@ -365,7 +348,7 @@ async def test_returned_message_without_a_producer_fails(qmq_broker):
         await producer.send("order", ORDER)
     consumer = qmq.Consumer(app="a")
     consumer.listen("order", **LISTEN, retries_max=1)(invoiced)
-    async with running(consumer):
+    async with consuming(consumer):
         await qmq_broker.wait_until_consumed("order", "billing")
     (dead,) = qmq_broker.dead_letters("order", "billing")
     assert "is not sent: see Consumer(producer=…)" in str(dead["qmq_deadReason"])
@@ -388,7 +371,7 @@ async def test_run_opens_and_closes_the_producer(qmq_broker):
 
     async with qmq.Producer(app="a") as sender:
         await sender.send("order", 1)
-    async with running(consumer):
+    async with consuming(consumer):
         await qmq_broker.wait_until_consumed("order", "billing")
         assert producer.is_open
     assert not producer.is_open
@@ -457,7 +440,7 @@ async def test_router_registers_its_handlers_with_consumers(qmq_broker):
     consumer.include(router)
     router.listen("later", **LISTEN)(recorder.both)
     assert list(consumer.listeners) == [("order", "billing"), ("later", "billing")]
-    async with qmq.Producer(app="a") as producer, running(consumer):
+    async with qmq.Producer(app="a") as producer, consuming(consumer):
         await producer.send_many("order", [ORDER, ORDER])
         await qmq_broker.wait_until_consumed("order", "billing")
     assert recorder.calls == [(ORDER,), (ORDER,)]

@@ -48,6 +48,7 @@ from qmq.testing.copies import Acceptor, Clock, Copies, Copy
 from qmq.testing.metaserver import Metaserver, group_route
 from qmq.types import GroupKind
 from tests.support.ports import free_ports
+from tests.support.waiting import consuming
 
 TOKEN = "secret"
 TICK_S = 0.01
@@ -606,18 +607,6 @@ def subscribes(broker: LocalBroker, subject: str = "a") -> list[dict[str, Any]]:
     return [fields for fields in broker.subscribes if fields["subject"] == subject]
 
 
-@asynccontextmanager
-async def listening(consumer: qmq.Consumer) -> AsyncIterator[asyncio.Task[None]]:
-    """Run a consumer; stop it at the end, and raise its errors."""
-    task = asyncio.create_task(consumer.run())
-    await asyncio.sleep(0)
-    try:
-        yield task
-    finally:
-        consumer.stop()
-        await task
-
-
 class Handled:
     """Handler that keeps the messages of its calls. Each call waits for `gate`, if there is one."""
 
@@ -649,7 +638,7 @@ async def handling(handler: Any, messages: int = 1, **options: Any) -> AsyncIter
         fill(broker, range(messages))
         consumer = consumer_of(metaserver, consumer_id="c1")
         consumer.listen("a", group="g", start="earliest", **options)(handler)
-        async with listening(consumer):
+        async with consuming(consumer):
             yield broker
 
 

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.redis import redis_server
-from tests.unit.idempotence.stores import ALL, SHARED, SOME, SQL, Stores, kind_name, stores_of
+from tests.unit.idempotence.stores import ALL, SHARED, SOME, SQL, Kind, Stores, kind_name, stores_of
 
 __all__ = ["redis_server"]
 
 
-@pytest.fixture(params=ALL, ids=kind_name)
-def stores(request: pytest.FixtureRequest) -> Stores:
-    """Every kind of store."""
-    return stores_of(request, *request.param)
+def fixture_of(kinds: list[Kind]) -> Any:
+    @pytest.fixture(params=kinds, ids=kind_name)
+    def stores(request: pytest.FixtureRequest) -> Stores:
+        return stores_of(request, *request.param)
+
+    return stores
 
 
-@pytest.fixture(params=SOME, ids=kind_name)
-def some_stores(request: pytest.FixtureRequest) -> Stores:
-    """One of each family, for tests of their users."""
-    return stores_of(request, *request.param)
-
-
-@pytest.fixture(params=SHARED, ids=kind_name)
-def shared_stores(request: pytest.FixtureRequest) -> Stores:
-    """Stores shared by processes: a claim outlives its process until its lease ends."""
-    return stores_of(request, *request.param)
-
-
-@pytest.fixture(params=SQL, ids=kind_name)
-def sql_stores(request: pytest.FixtureRequest) -> Stores:
-    """Stores in a database."""
-    return stores_of(request, *request.param)
+stores = fixture_of(ALL)
+some_stores = fixture_of(SOME)
+"""One of each family, for tests of their users."""
+shared_stores = fixture_of(SHARED)
+"""Stores shared by processes: a claim outlives its process until its lease ends."""
+sql_stores = fixture_of(SQL)
+"""Stores in a database."""

@@ -82,15 +82,6 @@ async def test_redelivered_message_is_acked_unhandled(some_stores):
         assert handler.handled == ["id-1"]
 
 
-async def test_other_messages_groups_and_subjects_are_handled(some_stores):
-    async with some_stores() as (first_store, _):
-        handler, check = Handler(), Idempotence(first_store)
-        messages = Handed("a"), Handed("b"), Handed("a", group="mail"), Handed("a", subject="order.sent")
-        for message in messages:
-            assert await deliver(check, message, handler)
-        assert handler.handled == ["a", "b", "a", "a"]
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import asynccontextmanager
-
 import pytest
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -13,18 +10,9 @@ import qmq
 from qmq.idempotence import Idempotence, MemoryKeys
 from qmq.idempotence.transaction import BlockingSqlTransaction, SqlTransaction
 from qmq.testing import Broker
+from tests.support.waiting import consuming
 
 SHIP = text("INSERT INTO shipment (number) VALUES (:number)")
-
-
-@asynccontextmanager
-async def consuming(consumer):
-    running = asyncio.create_task(consumer.run())
-    try:
-        yield
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
 
 
 async def send(broker, *ids):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 from sqlalchemy import event, text
@@ -162,25 +162,6 @@ def test_a_connections_transaction_that_fails_sends_nothing(session_world, broke
     assert (sent(broker), session_world.rows()) == ([], [])
 
 
-def test_failed_connection_commit_sends_nothing(session_world, broker, producer):
-    with session_world.engine.begin() as connection:
-        connection.execute(text("CREATE TABLE items (n INTEGER REFERENCES keys (n) DEFERRABLE INITIALLY DEFERRED)"))
-        connection.execute(text("CREATE TABLE keys (n INTEGER PRIMARY KEY)"))
-    with session_world.engine.connect() as connection, sends_after_commit(connection):
-        connection.execute(text("PRAGMA foreign_keys = ON"))
-        connection.rollback()
-        for number in (1, 2):
-            connection.execute(text("INSERT INTO items VALUES (1)"))
-            later = producer.send(paid(number), session=connection)
-            with pytest.raises(DBAPIError):
-                connection.commit()
-            connection.rollback()
-            receipt = later.result(5)
-            assert (receipt.outcome, type(receipt.error)) == (qmq.Outcome.UNKNOWN, OutcomeUnknown)
-    producer.flush()
-    assert (sent(broker), session_world.rows()) == ([], [])
-
-
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 def test_transaction_of_two_phases_includes_the_row(world, broker, producer, end):
     if world.engine.dialect.name == "sqlite":
@@ -211,17 +192,28 @@ def test_unreported_transactions_stay_in_the_outbox(session_world, broker, produ
     assert (sent(broker), session_world.rows()) == ([], ["paid-1"])
 
 
-def test_failed_commit_has_unknown_outcome(session_world, broker, producer):
+@contextmanager
+def open_connection(engine):
+    with engine.connect() as connection, sends_after_commit(connection):
+        yield connection
+
+
+@pytest.mark.parametrize("opened", [Session, open_connection], ids=["session", "connection"])
+def test_failed_commit_has_unknown_outcome(session_world, broker, producer, opened):
     with session_world.engine.begin() as connection:
         connection.execute(text("CREATE TABLE items (n INTEGER REFERENCES keys (n) DEFERRABLE INITIALLY DEFERRED)"))
         connection.execute(text("CREATE TABLE keys (n INTEGER PRIMARY KEY)"))
-    with Session(session_world.engine) as session:
+    with opened(session_world.engine) as session:
         session.execute(text("PRAGMA foreign_keys = ON"))
-        session.execute(text("INSERT INTO items VALUES (1)"))
-        later = producer.send(paid(1), session=session)
-        with pytest.raises(DBAPIError):
-            session.commit()
-    assert later.result(5).outcome is qmq.Outcome.UNKNOWN
+        session.rollback()
+        for number in (1, 2):
+            session.execute(text("INSERT INTO items VALUES (1)"))
+            later = producer.send(paid(number), session=session)
+            with pytest.raises(DBAPIError):
+                session.commit()
+            session.rollback()
+            receipt = later.result(5)
+            assert (receipt.outcome, type(receipt.error)) == (qmq.Outcome.UNKNOWN, OutcomeUnknown)
     producer.flush()
     assert (sent(broker), session_world.rows()) == ([], [])
 

@@ -173,19 +173,12 @@ def test_late_message_is_written_after_all(session_world, broker):
     assert (sent(broker), session_world.rows()) == ([], ["paid-42"])
 
 
-@pytest.mark.parametrize(
-    "message, error",
-    [
-        (Message("a/b"), InvalidName),
-        (Message("a", {"qmq_x": "1"}), InvalidMessage),
-        (Message("a", id=""), InvalidMessage),
-    ],
-)
-def test_invalid_message_is_refused_at_once(session_world, producer, message, error):
+def test_invalid_message_is_refused_at_once(session_world, producer):
     with session_world.begin() as begun:
         begun.execute(PAY)
-        with pytest.raises(error):
-            producer.send_many([paid(1), message], session=begun.session)
+        for message in (Message("a/b"), Message("a", {"qmq_x": "1"}), Message("a", id="")):
+            with pytest.raises(InvalidName if message.subject == "a/b" else InvalidMessage):
+                producer.send_many([paid(1), message], session=begun.session)
     assert (session_world.orders(), session_world.rows()) == ([42], [])
 
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections import Counter
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -18,7 +17,7 @@ from qmq.client.batch import Outcome
 from qmq.errors import InvalidMessage, NotServed, OutcomeUnknown, Overloaded
 from qmq.testing import BlockingBroker, Broker
 from qmq.testing.copies import Copies
-from tests.support.waiting import until_async
+from tests.support.waiting import consuming, until_async
 
 APP = {"app": "test"}
 
@@ -41,15 +40,11 @@ def producing(broker, **more):
 
 
 @asynccontextmanager
-async def listening(broker, handler, *, subject="s", group="g", consumer_id=None, **more):
-    consumer = qmq.Consumer(metaserver=broker.metaserver, consumer_id=consumer_id, **APP)
-    consumer.listen(subject, group=group, start="earliest", **more)(handler)
-    task = asyncio.create_task(consumer.run())
-    try:
+async def listening(broker, handler, **more):
+    consumer = qmq.Consumer(metaserver=broker.metaserver, **APP)
+    consumer.listen("s", group="g", start="earliest", **more)(handler)
+    async with consuming(consumer):
         yield consumer
-    finally:
-        consumer.stop()
-        await task
 
 
 # Clients at the top of an application's modules, as in each of these tests again.
@@ -68,12 +63,9 @@ async def on_message(message):
 @pytest.mark.parametrize("n", ["1", "2"])
 async def test_clients_of_modules_reach_the_broker(broker, n):
     HANDLED.clear()
-    task = asyncio.create_task(CONSUMER.run())
-    async with PRODUCER:
+    async with consuming(CONSUMER), PRODUCER:
         await PRODUCER.send(message(n))
         await broker.wait_until_consumed("s", "g")
-    CONSUMER.stop()
-    await task
     assert HANDLED == [n]
 
 
@@ -142,48 +134,6 @@ async def test_tags_filter_messages(broker):
         await producer.send(message(4, tags=["red", "blue"]))
         await broker.wait_until_consumed("s", "g")
     assert seen == [1, 4]
-
-
-async def test_broadcast_consumers_filter_and_retry_alone(broker):
-    seen = {name: Counter() for name in ("any", "all", "failing")}
-
-    def handler(name):
-        async def handle(message):
-            seen[name][message["n"]] += 1
-            if name == "failing" and message.times == 1:
-                raise ValueError("again")
-
-        return handle
-
-    async with (
-        producing(broker) as producer,
-        listening(broker, handler("any"), group=None, tags=["red", "green"]),
-        listening(broker, handler("all"), group=None, tags=["red", "blue"], tag_mode="all"),
-        listening(broker, handler("failing"), group=None, consumer_id="c"),
-    ):
-        tags = ["red"], ["red", "blue"], ["blue"], [], ["green", "red", "blue"]
-        await producer.send_many(message(n, tags=names) for n, names in enumerate(tags))
-        await broker.wait_until_consumed("s", "c")
-        await until_async(lambda: len(seen["any"]) == 3 and len(seen["all"]) == 2)
-    assert seen == {"any": Counter("014"), "all": Counter("14"), "failing": Counter("0123401234")}
-
-
-async def test_order_key_waits_for_a_retry(broker):
-    seen = []
-
-    async def handle(message):
-        seen.append((message.order_key, int(message["n"])))
-        if (message["n"], message.times) == ("1", 1):
-            raise ValueError("not yet")
-
-    async with producing(broker) as producer, listening(broker, handle, concurrency=4, retry_delay=60.0):
-        await producer.send_many([message(1, order_key="a"), message(2, order_key="a"), message(3, order_key="b")])
-        await broker.wait_until_delayed("s", "g")
-        while len(seen) < 2:
-            await asyncio.sleep(0.01)
-        assert sorted(seen) == [("a", 1), ("b", 3)]
-        await broker.wait_until_consumed("s", "g")
-    assert [n for key, n in seen if key == "a"] == [1, 1, 2]
 
 
 async def test_delays_are_skipped_as_far_as_needed(broker):

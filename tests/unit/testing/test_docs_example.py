@@ -1,4 +1,4 @@
-"""The files of docs/testing.md, run as by a reader: by pytest, in a folder of their own."""
+"""Examples of docs/testing.md, run as by a reader in a folder of their own, and of docs/delay.md, run in place."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "testing.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "testing.md"
 FILE = re.compile(r"^```python (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def passed(folder: Path, *arguments: str) -> str:
+    """Run pytest there; return its last lines."""
+    without = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest"]  # slow to load
+    command = [sys.executable, "-B", "-m", "pytest", "-q", *without, *arguments]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
 
 
 def test_printed_example_passes(tmp_path):
@@ -17,10 +27,13 @@ def test_printed_example_passes(tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
-    without = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest"]  # slow to load
-    ran = subprocess.run([sys.executable, "-m", "pytest", "-q", *without], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.search(r"^9 passed", ran.stdout, re.MULTILINE), ran.stdout
+    assert re.search(r"^9 passed", passed(tmp_path), re.MULTILINE)
+
+
+def test_example_orders_end_on_time():
+    folder = DOCS / "examples" / "unpaid_orders"
+    ran = passed(folder, "-W", "error", "--rootdir", str(folder), "test_orders.py")
+    assert re.search(r"^4 passed", ran, re.MULTILINE)
 
 
 def test_the_page_names_every_function_of_the_broker():
