@@ -40,15 +40,14 @@ from qmq.metaserver.observability.collectors import AuditMetrics, DoctorMetrics,
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.roles.failover import Failovers
 from qmq.metaserver.roles.swap import Swaps
+from qmq.metaserver.routes.audience import Bounds, Quotas
 from qmq.metaserver.routes.hub import RouteHubs
-from qmq.metaserver.routes.quotas import Bounds, Quotas
 from qmq.metaserver.rpc.access import Refusals, make_acceptor, wall_ms
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.rpc.servicer import ConsumerGroups, MetaserverRpc, add_route_methods
 from qmq.metaserver.settings import MetaserverSettings
-from qmq.metaserver.storage.changes import AddToken
+from qmq.metaserver.storage.changes import AddToken, DatabaseUnusable
 from qmq.metaserver.storage.database import Database, DatabaseAway, DatabaseSetAside
-from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.process_main import run_process
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects

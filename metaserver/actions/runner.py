@@ -31,8 +31,8 @@ from qmq.metaserver.actions.plan import Plan, one_text, preview
 from qmq.metaserver.actions.words import Words, read_words, recorded, unknown_word
 from qmq.metaserver.model import AuditRow
 from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.storage.changes import StaleDirectory, StaleTerm, StaleVersion
 from qmq.metaserver.storage.database import DatabaseSetAside, deciding
-from qmq.metaserver.storage.errors import StaleDirectory, StaleTerm, StaleVersion
 from qmq.rights import CONSUME, PRODUCE, Caller
 
 log = logging.getLogger("qmq.metaserver")

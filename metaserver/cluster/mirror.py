@@ -16,8 +16,7 @@ from qmq.metaserver.cluster.reports import Reports
 from qmq.metaserver.cluster.snapshot import Snapshot
 from qmq.metaserver.model import Directory, Route, SightingRow, TokenRow
 from qmq.metaserver.routes.placement import RouteTable
-from qmq.metaserver.storage.commits import LOAD_MS
-from qmq.metaserver.storage.database import Database, DatabaseSetAside, deciding
+from qmq.metaserver.storage.database import LOAD_MS, Database, DatabaseSetAside, deciding
 
 TakeTokens = Callable[[list[TokenRow]], None]
 

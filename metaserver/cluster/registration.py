@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from qmq.metaserver.cluster.liveness import STOP_ONE, PlaceTaken, Question
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group
 from qmq.metaserver.roles import rules
-from qmq.metaserver.storage.changes import SetRoles
-from qmq.metaserver.storage.errors import StaleTerm
+from qmq.metaserver.storage.changes import SetRoles, StaleTerm
 from qmq.types import Role
 
 if TYPE_CHECKING:

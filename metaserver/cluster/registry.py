@@ -37,10 +37,8 @@ from qmq.metaserver.roles import promotion, rules
 from qmq.metaserver.roles.promotion import Refusal
 from qmq.metaserver.routes.placement import RouteTable
 from qmq.metaserver.storage.backup import dump_of
-from qmq.metaserver.storage.changes import Change
-from qmq.metaserver.storage.commits import Commits
-from qmq.metaserver.storage.database import Database, DatabaseAway
-from qmq.metaserver.storage.errors import CommitUnknown
+from qmq.metaserver.storage.changes import Change, CommitUnknown
+from qmq.metaserver.storage.database import Commits, Database, DatabaseAway
 from qmq.replication.readonly import Reason
 
 log = logging.getLogger("qmq.metaserver")

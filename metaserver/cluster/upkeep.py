@@ -23,9 +23,8 @@ from qmq.metaserver.model import AuditRow, Broker, BrokerKey, LeaseRow, Metaserv
 from qmq.metaserver.roles.renewal import Promises
 from qmq.metaserver.routes.placement import wider_routes
 from qmq.metaserver.rpc.broker_client import Brokers
-from qmq.metaserver.storage.changes import SetRoles
+from qmq.metaserver.storage.changes import CommitUnknown, SetRoles, StaleTerm
 from qmq.metaserver.storage.database import DatabaseAway
-from qmq.metaserver.storage.errors import CommitUnknown, StaleTerm
 from qmq.metaserver.storage.repository import Repository
 from qmq.ticking import SECOND_S, until_next_second
 

@@ -27,8 +27,7 @@ from qmq.metaserver.console.display import (
     value_of,
     without_fate,
 )
-from qmq.metaserver.console.front import front_of
-from qmq.metaserver.console.history import History
+from qmq.metaserver.console.front import History, front_of
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.offers import of_broker_group, of_consumer_group, of_subject
 from qmq.metaserver.console.survey import Surveyor

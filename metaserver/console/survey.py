@@ -25,8 +25,7 @@ from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.installation import active_watchdogs
 from qmq.metaserver.console import burning
 from qmq.metaserver.console.burning import Finding, Movements, Progress
-from qmq.metaserver.console.front import RATES, Process, Survey
-from qmq.metaserver.console.history import LONG_MS, History, Key
+from qmq.metaserver.console.front import LONG_MS, RATES, History, Key, Process, Survey
 from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, Routes
 from qmq.process_metrics import process_figures
 from qmq.proto import qmq_pb2 as pb

@@ -27,8 +27,8 @@ from qmq.metaserver.roles.promotion import NOT_STORED, Facts, NoFailover, Refusa
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.settings import MetaserverSettings
+from qmq.metaserver.storage.changes import CommitUnknown, StaleTerm, UnknownGroup
 from qmq.metaserver.storage.database import DatabaseAway
-from qmq.metaserver.storage.errors import CommitUnknown, StaleTerm, UnknownGroup
 from qmq.states import Machine, TransitionTable
 from qmq.ticking import until_next_second
 

@@ -15,9 +15,8 @@ from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import AuditRow, Broker, Group
 from qmq.metaserver.roles import rules
 from qmq.metaserver.rpc.broker_client import Brokers
-from qmq.metaserver.storage.changes import SetRoles
+from qmq.metaserver.storage.changes import SetRoles, StaleTerm
 from qmq.metaserver.storage.database import DatabaseAway
-from qmq.metaserver.storage.errors import StaleTerm
 
 log = logging.getLogger("qmq.metaserver")
 

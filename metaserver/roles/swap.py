@@ -24,7 +24,7 @@ from qmq.metaserver.model import ALL_SUBJECTS, DELAY, AuditRow, Broker, BrokerKe
 from qmq.metaserver.roles import promotion, rules
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.settings import MetaserverSettings
-from qmq.metaserver.storage.errors import StaleTerm
+from qmq.metaserver.storage.changes import StaleTerm
 from qmq.types import Role
 
 log = logging.getLogger("qmq.metaserver")

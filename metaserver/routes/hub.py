@@ -24,9 +24,8 @@ from qmq.errors import CallError, InvalidRequest, MissingRight, QmqError
 from qmq.metaserver.cluster.mirror import Changes
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, ReadonlyMark, Route
 from qmq.metaserver.observability.metrics import Metrics
-from qmq.metaserver.routes.audience import Audience, ClientInfo, Counts, Entry, Seat, Send, Watch
+from qmq.metaserver.routes.audience import Audience, ClientInfo, Counts, Entry, Quotas, Seat, Send, Watch
 from qmq.metaserver.routes.encoding import MISSING_RIGHT, GroupViews, RouteBytes, route_bytes, update_bytes
-from qmq.metaserver.routes.quotas import Quotas
 from qmq.rights import CONSUME, PRODUCE, Caller
 from qmq.subjects import check_subject, real_subject
 

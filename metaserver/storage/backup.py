@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 
 from qmq.metaserver.model import Directory, Group, Route, TokenRow
 from qmq.metaserver.storage import tables
-from qmq.metaserver.storage.errors import ValueRefused
+from qmq.metaserver.storage.changes import ValueRefused
 from qmq.metaserver.storage.groups import load_groups
 from qmq.metaserver.storage.routes import load_routes
 from qmq.metaserver.storage.sql import BadRows, checked, now_ms, to_json

@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 
 from qmq.metaserver.model import AS_SETTING, DELAY, NORMAL, Broker, BrokerKey, Group
 from qmq.metaserver.roles.rules import RoleChange
-from qmq.metaserver.storage.errors import GroupInUse, NotThere, StaleTerm, UnknownGroup
+from qmq.metaserver.storage.changes import GroupInUse, NotThere, StaleTerm, UnknownGroup
 from qmq.metaserver.storage.sql import BadRows, checked, now_ms, parse_names
 from qmq.metaserver.storage.tables import (
     REMOVED,

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Table, and_, delete, insert, select, update
 
 from qmq.metaserver.model import ALL_SUBJECTS, DataSource, Offline, ReadonlyMark, SubjectInfo
-from qmq.metaserver.storage.errors import AlreadyThere, NotThere, UnknownGroup
+from qmq.metaserver.storage.changes import AlreadyThere, NotThere, UnknownGroup
 from qmq.metaserver.storage.sql import checked, now_ms
 from qmq.metaserver.storage.tables import (
     broker_group,

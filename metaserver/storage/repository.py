@@ -27,14 +27,13 @@ from qmq.metaserver.model import (
 )
 from qmq.metaserver.storage import backup, groups, heartbeats, operators, routes, tokens
 from qmq.metaserver.storage import changes as c
-from qmq.metaserver.storage.changes import Change, Order
-from qmq.metaserver.storage.errors import StaleDirectory, Withdrawn
+from qmq.metaserver.storage.changes import Change, Order, StaleDirectory, Withdrawn
 from qmq.metaserver.storage.routes import RouteOrder
-from qmq.metaserver.storage.sql import BadRows
-from qmq.metaserver.storage.transactions import (
+from qmq.metaserver.storage.sql import (
     DIRECTORY,
     ROUTES,
     SIGHTINGS,
+    BadRows,
     Transactions,
     groups_version,
     leave_groups,

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, delete, insert, or_, select, update
 
 from qmq.metaserver.model import ConsumerGroupRow, Route
-from qmq.metaserver.storage.errors import StaleVersion, UnknownGroup, ValueRefused
+from qmq.metaserver.storage.changes import StaleVersion, UnknownGroup, ValueRefused
 from qmq.metaserver.storage.groups import existing_groups
 from qmq.metaserver.storage.sql import BadRows, checked, chunks, now_ms, parse_names, to_json
 from qmq.metaserver.storage.tables import consumer_group, subject_route

@@ -1,23 +1,34 @@
-"""Shell. Helpers for all tables: JSON columns, checks of values, the begin of transactions, invalid rows.
+"""Shell. Use of every table: values as columns, checks of values, invalid rows, transactions.
 
 Values are checked before SQL, because the three databases treat oversized or odd values differently. Invalid rows,
 perhaps edited by hand, are left out, logged once and counted.
+
+A reading sees one moment; a change is stored as a whole or not at all. Every change first raises the version rows of
+its tables. Their locks order all changes, on each of the three databases, and a metaserver that polls the versions
+misses none.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from sys import intern
 from typing import Any, TypeVar
 
-from sqlalchemy import BigInteger, Connection, Integer, RootTransaction, String, Table, Text
+from sqlalchemy import BigInteger, Connection, Engine, Integer, String, Table, Text, select, update
+from sqlalchemy.exc import DBAPIError
 
-from qmq.metaserver.storage.errors import ValueRefused
-from qmq.sql_drivers import set_waits
+from qmq.metaserver.storage.changes import CommitUnknown, DatabaseUnusable, ValueRefused
+from qmq.metaserver.storage.engine import ANSWER_S, begin
+from qmq.metaserver.storage.tables import meta_version
+
+log = logging.getLogger("qmq.metaserver")
 
 ROWS_PER_STATEMENT = 1000
 """Names in one `IN (…)`, within every database's limit; the rows share a round trip."""
@@ -30,8 +41,8 @@ def now_ms() -> int:
 
 
 def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    for begin in range(0, len(values), ROWS_PER_STATEMENT):
-        yield values[begin : begin + ROWS_PER_STATEMENT]
+    for first in range(0, len(values), ROWS_PER_STATEMENT):
+        yield values[first : first + ROWS_PER_STATEMENT]
 
 
 def from_json(text: str) -> Any:
@@ -95,23 +106,6 @@ def _check_number(where: str, value: Any, bits: int) -> None:
         raise ValueRefused(f"{where}: {value!r} is no integer of {bits + 1} bits")
 
 
-def begin(connection: Connection, *, reading: bool = False) -> RootTransaction:
-    """Begin a transaction that may write, or one that reads several tables as of one moment.
-
-    A call, not a listener of the engine: SQLAlchemy's statements are a tenth slower with one, measured.
-    """
-    transaction = connection.begin()
-    if connection.dialect.name == "sqlite":
-        # A read before the first write would fail after another transaction's write: take the lock now.
-        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
-    elif reading:
-        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-    set_waits(connection)
-    return transaction
-
-
-log = logging.getLogger("qmq.metaserver")
-
 REMEMBERED_MAX = 10_000
 
 
@@ -133,3 +127,142 @@ class BadRows:
                 return
             self._seen.add(row)
         log.error("invalid row left out, repair it: table=%s key=%r reason=%s", *row)
+
+
+DIRECTORY, ROUTES, SIGHTINGS = "directory", "routes", "sightings"
+
+BESIDE_GROUPS = "beside_groups"
+"""Counts down with each change of the directory that leaves groups and brokers as they are. Its sum with the
+directory's version, which counts up, identifies them, so they are not read again after a mark. A transaction that
+raises only one of the two, as an older version does, makes others read them.
+"""
+
+TRIES_MAX = 5
+"""Retries after a deadlock, for which the database aborts one of two transactions."""
+
+LIMIT_S = 2 * ANSWER_S
+"""Longest transaction: a restore, with few statements of seconds."""
+
+_REPEAT_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
+_REPEAT_NUMBERS = {1020, 1213}  # MariaDB: record changed since it was read, deadlock
+
+
+class Transactions:
+    """Runs transactions. Created by the repository; any thread may call it."""
+
+    def __init__(self, engine: Engine, *, limit_s: float = LIMIT_S) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` on one consistent reading of the database."""
+        return _repeat(lambda: self._read_once(work))
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` as one transaction; repeat it after a deadlock or on a dead pooled connection.
+
+        Raises:
+            CommitUnknown: the connection broke in the commit. Any other error: nothing was changed.
+        """
+        return _repeat(lambda: self._write_once(work))
+
+    def _read_once(self, work: Callable[[Connection], T]) -> T:
+        with (
+            self._engine.connect() as connection,
+            _deadline(connection, self._limit_s),
+            begin(connection, reading=True),
+        ):
+            return work(connection)
+
+    def _write_once(self, work: Callable[[Connection], T]) -> T:
+        with self._engine.connect() as connection, _deadline(connection, self._limit_s):
+            transaction = begin(connection)
+            try:
+                result = work(connection)
+            except BaseException:
+                transaction.rollback()
+                raise
+            try:
+                transaction.commit()
+            except DBAPIError as error:
+                connection.invalidate()  # in any state, with any locks
+                if _was_in_the_way(error):
+                    raise  # a cluster of databases detected the conflict at the commit, and rolled back
+                log.error("commit unknown reason=%s", error.orig)
+                raise CommitUnknown(
+                    "the connection to the database broke in the commit: the change is stored as a whole or not at all"
+                ) from error
+            return result
+
+
+_VERSIONS = select(meta_version.c.name, meta_version.c.version)
+"""Compiled once: it runs four times a second."""
+
+
+def read_versions(connection: Connection) -> dict[str, int]:
+    rows = connection.execute(_VERSIONS)
+    return {row.name: row.version for row in rows}
+
+
+def raise_versions(connection: Connection, *names: str) -> list[int]:
+    """Raise versions and return them; their locks exclude other transactions on the same until this one ends."""
+    for name in sorted(names):  # in a fixed order, against deadlocks
+        row = meta_version.c.name == name
+        if connection.execute(update(meta_version).where(row).values(version=meta_version.c.version + 1)).rowcount != 1:
+            raise DatabaseUnusable(f"the table meta_version lacks its row {name}; restore the database")
+    versions = read_versions(connection)
+    return [versions[name] for name in names]
+
+
+def leave_groups(connection: Connection) -> None:
+    """Record that a transaction which raises the directory's version leaves groups and brokers unchanged."""
+    row = meta_version.c.name == BESIDE_GROUPS
+    connection.execute(update(meta_version).where(row).values(version=meta_version.c.version - 1))
+
+
+def groups_version(versions: Mapping[str, int]) -> int:
+    """Return a number that differs after each change of groups or brokers."""
+    return versions[DIRECTORY] + versions[BESIDE_GROUPS]
+
+
+def _repeat(transaction: Callable[[], T]) -> T:
+    """Run a transaction, and repeat it where that may help; after an error nothing was changed."""
+    was_cut = False
+    for attempt in range(1, TRIES_MAX + 1):
+        try:
+            return transaction()
+        except DBAPIError as error:
+            # A pooled connection may have died in a restart of the database. The pool closes all others now.
+            cut_first = error.connection_invalidated and not was_cut
+            if attempt == TRIES_MAX or not (cut_first or _was_in_the_way(error)):
+                raise
+            was_cut = was_cut or error.connection_invalidated
+    raise AssertionError("the last try returns or raises")
+
+
+def _was_in_the_way(error: DBAPIError) -> bool:
+    original = error.orig
+    numbers = getattr(original, "args", ())[:1]
+    return getattr(original, "sqlstate", None) in _REPEAT_SQLSTATES or not _REPEAT_NUMBERS.isdisjoint(numbers)
+
+
+@contextmanager
+def _deadline(connection: Connection, limit_s: float) -> Iterator[None]:
+    """Break a connection to a hanging PostgreSQL server: its driver would wait for ever.
+
+    The other two drivers have a limit of their own.
+    """
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    driver = connection.connection.driver_connection
+    assert driver is not None, "it is connected"
+    twin = socket.socket(fileno=os.dup(driver.fileno()))  # a duplicate, so that a closed and reused number is safe
+    timer = threading.Timer(limit_s, twin.shutdown, (socket.SHUT_RDWR,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        twin.close()

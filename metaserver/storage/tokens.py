@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, or_, select, update
 
 from qmq.metaserver.model import AuditRow, TokenRow
-from qmq.metaserver.storage.errors import AlreadyThere, NotThere
+from qmq.metaserver.storage.changes import AlreadyThere, NotThere
 from qmq.metaserver.storage.sql import BadRows, checked, now_ms, parse_names, to_json
 from qmq.metaserver.storage.tables import api_token, audit_trail
 from qmq.rights import TokenRole

@@ -14,9 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from qmq.errors import QmqError
-from qmq.metaserver.storage.changes import RestoreAll
+from qmq.metaserver.storage.changes import DatabaseUnusable, RestoreAll
 from qmq.metaserver.storage.engine import open_database
-from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.metaserver.storage.repository import Repository
 
 

@@ -21,9 +21,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from qmq.metaserver.model import AuditRow, ConsumerGroupRow, Offline, ReadonlyMark, TokenRow
 from qmq.metaserver.storage import engine as migrations
-from qmq.metaserver.storage.changes import AddSubject, AddToken, SetLimits, SetMark, SetOffline
+from qmq.metaserver.storage.changes import AddSubject, AddToken, DatabaseUnusable, SetLimits, SetMark, SetOffline
 from qmq.metaserver.storage.engine import connect, open_database
-from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.metaserver.storage.repository import Repository
 from qmq.metaserver.storage.tables import meta_version, metadata, subject_route
 from qmq.operator_limits import OperatorLimits

@@ -15,14 +15,12 @@ from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import AuditRow, ReadonlyMark
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.storage import engine as engines
-from qmq.metaserver.storage.changes import SetMark
+from qmq.metaserver.storage.changes import CommitUnknown, SetMark
 from qmq.metaserver.storage.database import Database, DatabaseAway
 from qmq.metaserver.storage.engine import open_database
-from qmq.metaserver.storage.errors import CommitUnknown
 from qmq.metaserver.storage.repository import Repository
-from qmq.metaserver.storage.sql import begin
+from qmq.metaserver.storage.sql import DIRECTORY, Transactions, begin, raise_versions
 from qmq.metaserver.storage.tables import meta_version
-from qmq.metaserver.storage.transactions import DIRECTORY, Transactions, raise_versions
 from tests.support.cable import cable_to
 from tests.support.directories import add_group
 from tests.support.promises import Tries

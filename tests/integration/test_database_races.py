@@ -12,9 +12,20 @@ import pytest
 
 from qmq.metaserver.model import BrokerKey, ReadonlyMark, SightingRow
 from qmq.metaserver.roles import rules
-from qmq.metaserver.storage.changes import AddSubject, RemoveGroup, SetMark, SetRoles, SetRoute, UnsetMark
+from qmq.metaserver.storage.changes import (
+    AddSubject,
+    AlreadyThere,
+    GroupInUse,
+    RemoveGroup,
+    SetMark,
+    SetRoles,
+    SetRoute,
+    StaleTerm,
+    StaleVersion,
+    UnknownGroup,
+    UnsetMark,
+)
 from qmq.metaserver.storage.engine import open_database
-from qmq.metaserver.storage.errors import AlreadyThere, GroupInUse, StaleTerm, StaleVersion, UnknownGroup
 from qmq.metaserver.storage.repository import Repository
 from tests.support.directories import add_group
 

@@ -18,6 +18,8 @@ from qmq.metaserver.storage.changes import (
     AddDataSource,
     AddSubject,
     AddToken,
+    GroupInUse,
+    NotThere,
     RemoveDataSource,
     RemoveGroup,
     RemoveRoute,
@@ -26,10 +28,13 @@ from qmq.metaserver.storage.changes import (
     SetOffline,
     SetRoles,
     SetRoute,
+    StaleTerm,
+    StaleVersion,
+    UnknownGroup,
     UnsetMark,
+    ValueRefused,
 )
 from qmq.metaserver.storage.engine import open_database
-from qmq.metaserver.storage.errors import GroupInUse, NotThere, StaleTerm, StaleVersion, UnknownGroup, ValueRefused
 from qmq.metaserver.storage.repository import Repository
 from tests.support.directories import add_group, brokers_of
 

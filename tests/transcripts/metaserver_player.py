@@ -33,8 +33,7 @@ from qmq.metaserver.model import BrokerKey, Group, ReplicaState
 from qmq.metaserver.roles import rules
 from qmq.metaserver.roles.failover import Failovers
 from qmq.metaserver.rpc.convert import state_from_message
-from qmq.metaserver.storage.changes import SetRoles
-from qmq.metaserver.storage.errors import StaleTerm
+from qmq.metaserver.storage.changes import SetRoles, StaleTerm
 from qmq.proto import qmq_pb2 as pb
 from qmq.replication.identity import Point
 from qmq.types import Role

@@ -16,9 +16,8 @@ from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.roles import rules
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.metaserver.rpc import convert
-from qmq.metaserver.storage import changes, groups, operators, repository, routes, transactions
-from qmq.metaserver.storage.commits import Commits
-from qmq.metaserver.storage.database import Database, DatabaseAway
+from qmq.metaserver.storage import changes, groups, operators, repository, routes, sql
+from qmq.metaserver.storage.database import Commits, Database, DatabaseAway
 from qmq.metaserver.storage.repository import Repository
 from qmq.metaserver.storage.sql import BadRows
 from qmq.tools import recover_group
@@ -131,11 +130,11 @@ plant(
 @bug("metaserver")
 def changes_are_not_announced() -> list[Patch]:
     """The version that other metaservers poll is not raised."""
-    real = transactions.raise_versions
+    real = sql.raise_versions
 
     def raise_versions(connection: Any, *names: str) -> list[int]:
         real(connection, *(name for name in names if name != "directory"))
-        versions = transactions.read_versions(connection)
+        versions = sql.read_versions(connection)
         return [versions.get(name, 0) for name in names]
 
     return [patch.object(repository, "raise_versions", raise_versions)]

@@ -14,8 +14,8 @@ from qmq.metaserver.actions.desk import wall_ms
 from qmq.metaserver.actions.runner import HANDLERS
 from qmq.metaserver.actions.words import read_words
 from qmq.metaserver.routes.audience import Counts
+from qmq.metaserver.storage.changes import CommitUnknown
 from qmq.metaserver.storage.database import DatabaseAway
-from qmq.metaserver.storage.errors import CommitUnknown
 from qmq.metaserver.storage.repository import Repository
 from tests.unit.metaserver.actions_world import caller, place
 

@@ -23,9 +23,9 @@ from qmq.metaserver.storage.changes import (
     SetRoles,
     SetRoute,
     UnsetMark,
+    ValueRefused,
 )
 from qmq.metaserver.storage.engine import open_database
-from qmq.metaserver.storage.errors import ValueRefused
 from qmq.metaserver.storage.repository import Repository
 from qmq.operator_limits import OperatorLimits
 from tests.support.directories import add_group, brokers_of

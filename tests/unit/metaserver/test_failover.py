@@ -17,8 +17,8 @@ from qmq.metaserver.model import BrokerKey
 from qmq.metaserver.roles.failover import Failovers, FailoverState
 from qmq.metaserver.roles.promotion import Refusal
 from qmq.metaserver.roles.renewal import Promises, begin_life
+from qmq.metaserver.storage.changes import StaleTerm
 from qmq.metaserver.storage.database import DatabaseAway
-from qmq.metaserver.storage.errors import StaleTerm
 from qmq.proto import qmq_pb2 as pb
 from qmq.replication.identity import Point
 from qmq.types import Epoch, Role

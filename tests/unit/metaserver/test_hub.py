@@ -14,10 +14,9 @@ from qmq.metaserver.cluster.mirror import Changes
 from qmq.metaserver.model import Broker, Directory, Group, ReadonlyMark, Route
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.routes import hub as watch_module
-from qmq.metaserver.routes.audience import Counts
+from qmq.metaserver.routes.audience import Bounds, Counts, Quotas
 from qmq.metaserver.routes.hub import TooManyWatches, WatchHub
 from qmq.metaserver.routes.placement import Loads, Placement, is_short
-from qmq.metaserver.routes.quotas import Bounds, Quotas
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.types import Role

@@ -24,6 +24,8 @@ from qmq.metaserver.roles import rules
 from qmq.metaserver.storage.changes import (
     AddSubject,
     AddToken,
+    AlreadyThere,
+    NotThere,
     RemoveRoute,
     RevokeToken,
     SetGroupState,
@@ -32,11 +34,12 @@ from qmq.metaserver.storage.changes import (
     SetOffline,
     SetRoles,
     SetRoute,
+    StaleTerm,
+    StaleVersion,
     UnsetMark,
     UnsetOffline,
 )
 from qmq.metaserver.storage.engine import open_database
-from qmq.metaserver.storage.errors import AlreadyThere, NotThere, StaleTerm, StaleVersion
 from qmq.metaserver.storage.repository import Repository
 from qmq.operator_limits import OperatorLimits
 from qmq.types import Role

@@ -11,7 +11,7 @@ import pytest
 from qmq.dead_letters import REDRIVER
 from qmq.metaserver.console import burning, front, survey
 from qmq.metaserver.console.burning import Movements, Progress, of_dead_letters, of_late, of_subjects, shortened
-from qmq.metaserver.console.history import LONG_MS, RECENT, RECENT_MS, History, Ring
+from qmq.metaserver.console.front import LONG_MS, RECENT, RECENT_MS, History, Ring
 from qmq.metaserver.console.survey import Surveyor, closed_subjects, figures_of, parked_of, rates_of
 from qmq.process_metrics import process_figures
 from qmq.proto import qmq_pb2 as pb

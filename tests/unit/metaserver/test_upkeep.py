@@ -14,8 +14,7 @@ from qmq.metaserver.cluster.liveness import Question
 from qmq.metaserver.cluster.snapshot import Snapshots
 from qmq.metaserver.cluster.upkeep import Upkeep
 from qmq.metaserver.model import AuditRow, BrokerKey, MetaserverRow, ReadonlyMark
-from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute
-from qmq.metaserver.storage.errors import ValueRefused
+from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute, ValueRefused
 from qmq.replication.identity import Point
 from qmq.types import Epoch
 
