@@ -25,8 +25,9 @@ from qmq.metaserver.actions.desk import Desk, Vault
 from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.expiry import GroupExpiry
 from qmq.metaserver.actions.runner import Actions
-from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
+from qmq.metaserver.cluster.liveness import Liveness
 from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.cluster.sightings import AwakeClock
 from qmq.metaserver.cluster.snapshot import Snapshots
 from qmq.metaserver.cluster.upkeep import Upkeep
 from qmq.metaserver.console.nights import Nights

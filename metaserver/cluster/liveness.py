@@ -12,22 +12,30 @@ that changes its metaserver stays up. While the database is away, sessions here 
     Register ─> claim ─> join ─> beat … beat ─> leave ─> asked on its control port ─> answered: up │ not: down
                                       └─ silent for the timeout ─> asked, too
 
-Time is the time this process was awake (`AwakeClock`). After a suspended machine resumes, every broker would otherwise
-have been silent by the wall clock, and be marked down.
+A group that becomes readonly is published at once: a late producer loses an attempt. A broker that lost its mastership
+repeatedly must stay writable for a while before others see it, so that routes do not flap. New terms and operators'
+marks are not faults.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import dataclass, field, replace
 
 from qmq.errors import OperatorError
-from qmq.metaserver.cluster.damping import Damping
-from qmq.metaserver.cluster.metaservers import Peers
+from qmq.metaserver.cluster.sightings import (
+    SIGHTING,
+    Peers,
+    Sighting,
+    SightingEvent,
+    SightingState,
+    essence,
+    row_of,
+    same_stream,
+)
 from qmq.metaserver.model import Broker, BrokerKey, Group, ReplicaState, SightingRow
-from qmq.states import TRANSITIONS_KEPT, Machine, Transition, TransitionTable
+from qmq.states import TRANSITIONS_KEPT, Machine, Transition
 
 ASK_AGAIN_MS = 200
 ASK_EACH_MS = 10
@@ -47,130 +55,6 @@ class PlaceTaken(OperatorError):
     """Another process with another data directory serves as this broker. Stop one of them, then start again."""
 
 
-class SightingState(Enum):
-    """State of a broker's newest session, at one metaserver."""
-
-    DOWN = auto()
-    HEARD = auto()
-    SILENT = auto()
-    LOST = auto()
-    LEFT = auto()
-    ELSEWHERE = auto()
-    DOUBTED = auto()
-    SUSPECTED = auto()
-    UNREAD = auto()
-
-
-class SightingEvent(Enum):
-    """Changes of that state."""
-
-    JOIN = auto()
-    BEAT = auto()
-    LEAVE = auto()
-    ROW_UP = auto()
-    ROW_UP_OURS = auto()
-    """The row names this metaserver, but no stream is open."""
-    ROW_DOWN = auto()
-    SILENCE = auto()
-    """Of the broker, of its metaserver, or of the database."""
-    SILENCE_ENDS = auto()
-    SUSPICION = auto()
-    """A slave here lost its connection to this master."""
-    ANSWER = auto()
-    ANSWER_TO_US = auto()
-    """The broker is up, and its newest session was here."""
-    NO_ANSWER = auto()
-
-
-_S, _E = SightingState, SightingEvent
-SIGHTING = TransitionTable(
-    _S.DOWN,
-    {
-        (_S.DOWN, _E.JOIN): _S.HEARD,
-        (_S.DOWN, _E.ROW_UP): _S.ELSEWHERE,
-        (_S.DOWN, _E.ROW_UP_OURS): _S.LEFT,
-        (_S.DOWN, _E.SILENCE): _S.UNREAD,
-        (_S.HEARD, _E.LEAVE): _S.LEFT,
-        (_S.HEARD, _E.SILENCE): _S.SILENT,
-        (_S.SILENT, _E.BEAT): _S.HEARD,
-        (_S.SILENT, _E.SILENCE_ENDS): _S.HEARD,
-        (_S.SILENT, _E.LEAVE): _S.LEFT,
-        (_S.SILENT, _E.ANSWER_TO_US): _S.SILENT,
-        (_S.SILENT, _E.NO_ANSWER): _S.LOST,
-        (_S.LOST, _E.BEAT): _S.HEARD,
-        (_S.LOST, _E.LEAVE): _S.DOWN,
-        (_S.LEFT, _E.SUSPICION): _S.LEFT,
-        (_S.LEFT, _E.ANSWER_TO_US): _S.LEFT,
-        (_S.LEFT, _E.NO_ANSWER): _S.DOWN,
-        (_S.LEFT, _E.ROW_DOWN): _S.DOWN,
-        (_S.ELSEWHERE, _E.SILENCE): _S.DOUBTED,
-        (_S.ELSEWHERE, _E.SUSPICION): _S.SUSPECTED,
-        (_S.ELSEWHERE, _E.ROW_DOWN): _S.DOWN,
-        (_S.DOUBTED, _E.SILENCE_ENDS): _S.ELSEWHERE,
-        (_S.DOUBTED, _E.SUSPICION): _S.SUSPECTED,
-        (_S.DOUBTED, _E.ANSWER): _S.DOUBTED,
-        (_S.DOUBTED, _E.NO_ANSWER): _S.DOWN,
-        (_S.DOUBTED, _E.ROW_DOWN): _S.DOWN,
-        (_S.SUSPECTED, _E.SUSPICION): _S.SUSPECTED,
-        (_S.SUSPECTED, _E.ANSWER): _S.DOUBTED,
-        (_S.SUSPECTED, _E.NO_ANSWER): _S.DOWN,
-        (_S.SUSPECTED, _E.ROW_DOWN): _S.DOWN,
-        (_S.UNREAD, _E.SILENCE_ENDS): _S.DOWN,
-        (_S.UNREAD, _E.ROW_UP): _S.ELSEWHERE,
-        (_S.UNREAD, _E.ANSWER): _S.DOUBTED,
-        (_S.UNREAD, _E.ANSWER_TO_US): _S.LEFT,
-        (_S.UNREAD, _E.NO_ANSWER): _S.UNREAD,
-    },
-)
-"""The stream is open here in HEARD, SILENT and LOST; in LOST the broker did not answer a query.
-
-LEFT: the stream here ended, and the broker is asked. ELSEWHERE: another metaserver has the stream. DOUBTED: that one is
-silent. UNREAD: the broker is down, and asked because the database is away, so no row would report its return."""
-
-LIVE = frozenset({_S.HEARD, _S.SILENT, _S.LOST})
-UP = frozenset({_S.HEARD, _S.SILENT, _S.LEFT, _S.ELSEWHERE, _S.DOUBTED, _S.SUSPECTED})
-ASKED = frozenset({_S.SILENT, _S.LEFT, _S.DOUBTED, _S.SUSPECTED, _S.UNREAD})
-
-
-@dataclass(slots=True)
-class Sighting:
-    """Newest known session of a broker."""
-
-    session: str
-    metaserver: str
-    incarnation: str
-    life: Machine[SightingState]
-    state: ReplicaState | None = None
-    """None until the first heartbeat."""
-    seen_ms: int = 0
-    ask_ms: int = 0
-    """Time of the next query, while the broker is asked."""
-    asked: int = 0
-    """Queries since then."""
-    stored: str = ""
-    """Session in the stored row."""
-
-    @property
-    def live(self) -> bool:
-        return self.life.state in LIVE
-
-    @property
-    def up(self) -> bool:
-        return self.life.state in UP
-
-    @property
-    def is_asked(self) -> bool:
-        return self.life.state in ASKED
-
-    def on(self, event: SightingEvent, *, now_ms: int) -> None:
-        """Change the state. A broker that is asked from now on is asked at once."""
-        was_asked = self.is_asked
-        self.life.on(event, at_ms=now_ms)
-        if self.is_asked and not was_asked:
-            self.ask_ms = now_ms
-            self.asked = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """Query to make at a broker's control port."""
@@ -178,6 +62,54 @@ class Question:
     key: BrokerKey
     session: str
     incarnation: str
+
+
+WINDOW_MS = 60_000
+LOSSES_FREE = 4
+"""Losses within the window that cause no delay: restarts, swaps, operators' experiments."""
+HOLD_MS = 2000
+HOLD_MS_MAX = 10_000
+ORDERS = frozenset({"operator", "draining"})
+"""Readonly reasons that come from an operator."""
+FLAPPING = "flapping"
+"""Readonly reason: the broker is writable, but not for long enough yet."""
+
+
+@dataclass(slots=True)
+class _History:
+    term: int = 0
+    writable: bool = False
+    since_ms: int = 0
+    losses_ms: deque[int] = field(default_factory=deque)
+
+
+class Damping:
+    """Recent changes of each broker's readiness. Owned by `Liveness`."""
+
+    def __init__(self) -> None:
+        self._histories: dict[BrokerKey, _History] = {}
+
+    def forget(self, keys: Iterable[BrokerKey]) -> None:
+        """Drop brokers that no longer exist."""
+        for key in keys:
+            self._histories.pop(key, None)
+
+    def damped(self, key: BrokerKey, state: ReplicaState, *, now_ms: int) -> ReplicaState:
+        """Return the state to publish: `state`, or `state` marked not writable while the broker flaps."""
+        history = self._histories.setdefault(key, _History())
+        if state.term != history.term:
+            history.term, history.writable = state.term, False
+            history.losses_ms.clear()
+        if state.writable != history.writable:
+            history.writable, history.since_ms = state.writable, now_ms
+            if not state.writable and ORDERS.isdisjoint(state.readonly_reasons):
+                history.losses_ms.append(now_ms)
+        while history.losses_ms and history.losses_ms[0] < now_ms - WINDOW_MS:
+            history.losses_ms.popleft()
+        hold_ms = min((len(history.losses_ms) - LOSSES_FREE) * HOLD_MS, HOLD_MS_MAX)
+        if not state.writable or now_ms - history.since_ms >= hold_ms:
+            return state
+        return replace(state, writable=False, readonly_reasons=(*state.readonly_reasons, FLAPPING))
 
 
 class Liveness:
@@ -256,7 +188,7 @@ class Liveness:
     def beat(self, key: BrokerKey, session: str, state: ReplicaState, *, now_ms: int) -> bool:
         """Record a heartbeat. False: a newer session replaced this one, which must end."""
         sighting = self._sightings.get(key)
-        if sighting is None or not sighting.live or not _same_stream(sighting.session, session):
+        if sighting is None or not sighting.live or not same_stream(sighting.session, session):
             return False
         state = self._damping.damped(key, state, now_ms=now_ms)
         before, was_up = sighting.state, sighting.up
@@ -271,7 +203,7 @@ class Liveness:
     def leave(self, key: BrokerKey, session: str, *, now_ms: int) -> None:
         """Record the end of a stream. The process has ended or changes its metaserver, so the broker is asked."""
         sighting = self._sightings.get(key)
-        if sighting is not None and sighting.live and _same_stream(sighting.session, session):
+        if sighting is not None and sighting.live and same_stream(sighting.session, session):
             sighting.on(SightingEvent.LEAVE, now_ms=now_ms)
 
     # -- rows of other metaservers --------------------------------------------------------------------------------
@@ -476,10 +408,10 @@ class Liveness:
         for key in self._dirty:
             sighting = self._sightings[key]
             if sighting.live:
-                rows.append(_row(key, sighting, begins=sighting.session != sighting.stored))
+                rows.append(row_of(key, sighting, begins=sighting.session != sighting.stored))
             elif not sighting.up and sighting.stored:
                 # A session that ended before it was stored must not replace a newer one: only the older one is down.
-                rows.append(_row(key, replace(sighting, session=sighting.stored), begins=False))
+                rows.append(row_of(key, replace(sighting, session=sighting.stored), begins=False))
         self._dirty.clear()
         return rows
 
@@ -494,7 +426,7 @@ class Liveness:
 
     def rows(self) -> list[SightingRow]:
         """Return all rows, for a snapshot."""
-        return [_row(key, sighting, begins=False) for key, sighting in self._sightings.items()]
+        return [row_of(key, sighting, begins=False) for key, sighting in self._sightings.items()]
 
     # -- answers --------------------------------------------------------------------------------------------------
 
@@ -560,41 +492,3 @@ class Liveness:
     def _new_session(self) -> str:
         self._sessions += 1
         return f"{self.own}.{self._sessions}"
-
-
-def essence(state: ReplicaState) -> tuple[object, ...]:
-    """Return the part of a state that all metaservers need.
-
-    Offsets change with every message and are queried when needed.
-    """
-    return state.role, state.term, state.writable, state.readonly_reasons, state.durability
-
-
-def _same_stream(session: str, other: str) -> bool:
-    """Return whether two sessions belong to one stream: a session that was renamed differs after the `+` only."""
-    return session.partition("+")[0] == other.partition("+")[0]
-
-
-def _row(key: BrokerKey, sighting: Sighting, *, begins: bool) -> SightingRow:
-    return SightingRow(
-        key, sighting.session, sighting.metaserver, sighting.incarnation, sighting.up, sighting.state, begins=begins
-    )
-
-
-PAUSE_MS = 2500
-"""The clock is read every 2 s; a longer gap means that the process did not run."""
-
-
-class AwakeClock:
-    """Milliseconds that this process was awake. Created by main, read by the loop only."""
-
-    def __init__(self) -> None:
-        self._slept_ms = 0
-        self._read_ms: int | None = None
-
-    def at(self, monotonic_ms: int) -> int:
-        """Return the time awake at a monotonic time; it never decreases."""
-        if self._read_ms is not None and monotonic_ms - self._read_ms > PAUSE_MS:
-            self._slept_ms += monotonic_ms - self._read_ms - PAUSE_MS
-        self._read_ms = monotonic_ms
-        return monotonic_ms - self._slept_ms

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qmq.metaserver.cluster import old_database
-from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
+from qmq.metaserver.cluster.liveness import Liveness
 from qmq.metaserver.cluster.mirror import Changes, DatabaseMirror, TakeTokens
 from qmq.metaserver.cluster.old_database import OldRow, ReportedTerms
 from qmq.metaserver.cluster.registration import Registration
 from qmq.metaserver.cluster.reports import Reports
+from qmq.metaserver.cluster.sightings import AwakeClock
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
     AuditRow,

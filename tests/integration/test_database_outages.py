@@ -10,8 +10,9 @@ import pytest
 from sqlalchemy import event, make_url, select
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
+from qmq.metaserver.cluster.liveness import Liveness
 from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.cluster.sightings import AwakeClock
 from qmq.metaserver.model import AuditRow, ReadonlyMark
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.storage import engine as engines

@@ -12,8 +12,9 @@ from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.actions.databases import Watchdogs
 from qmq.metaserver.actions.desk import Desk, Vault
 from qmq.metaserver.actions.runner import Actions
-from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
+from qmq.metaserver.cluster.liveness import Liveness
 from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.cluster.sightings import AwakeClock
 from qmq.metaserver.model import Broker, BrokerKey, ReplicaState
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.roles.failover import Failovers

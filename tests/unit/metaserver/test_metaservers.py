@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.metaserver.cluster.damping import FLAPPING, HOLD_MS, LOSSES_FREE, Damping
-from qmq.metaserver.cluster.liveness import PAUSE_MS, AwakeClock
-from qmq.metaserver.cluster.metaservers import Peers
+from qmq.metaserver.cluster.liveness import FLAPPING, HOLD_MS, LOSSES_FREE, Damping
+from qmq.metaserver.cluster.sightings import PAUSE_MS, AwakeClock, Peers
 from qmq.metaserver.model import BrokerKey, MetaserverRow, ReplicaState
 
 KEY = BrokerKey("a", 1)
