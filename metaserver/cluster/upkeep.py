@@ -20,7 +20,7 @@ from qmq.metaserver.cluster.old_database import OldRow
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.cluster.snapshot import Snapshots
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, LeaseRow, MetaserverRow, ReplicaState
-from qmq.metaserver.roles.renewal import Promises
+from qmq.metaserver.roles.failover import Promises
 from qmq.metaserver.routes.placement import wider_routes
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.storage.changes import CommitUnknown, SetRoles, StaleTerm

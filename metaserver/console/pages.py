@@ -31,8 +31,7 @@ from qmq.metaserver.console.front import History, front_of
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.offers import of_broker_group, of_consumer_group, of_subject
 from qmq.metaserver.console.survey import Surveyor
-from qmq.metaserver.http.endpoints import ActionsPort, run_within
-from qmq.metaserver.http.management import ANYBODY
+from qmq.metaserver.http.endpoints import ANYBODY, ActionsPort, run_within
 from qmq.metaserver.rpc.access import wall_ms
 from qmq.rights import Caller
 

@@ -19,11 +19,10 @@ from starlette.routing import Route
 
 from qmq.metaserver.access import Access
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Status
-from qmq.metaserver.http import errors, management, models
+from qmq.metaserver.http import endpoints, models
 from qmq.metaserver.http.endpoints import JSON, STOPS, TEXT, ActionsPort, describe, make_route, run_within
-from qmq.metaserver.http.errors import HttpError, to_json
 from qmq.metaserver.http.guard import Endpoint, Guard, Limits, Refused, caller_of, needs, open_to_all
-from qmq.metaserver.http.models import Done, body_model, query_model, words_of
+from qmq.metaserver.http.models import Done, HttpError, body_model, query_model, to_json, words_of
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.routes.hub import RouteHubs, TooManyWatches
 from qmq.metaserver.rpc.access import Refusals
@@ -68,7 +67,7 @@ def build_app(
     # Ordered by use: FastAPI tries routes in this order, and clients' requests are the most frequent.
     app.router.routes.extend(_own_routes(address, metrics, database_trouble, is_stopping))
     app.router.routes.extend(more)
-    app.router.routes.append(management.make_route(actions, open_lists=open_lists))
+    app.router.routes.append(endpoints.management_route(actions, open_lists=open_lists))
     app.router.routes.extend(_api_routes(app, actions))
     return app
 
@@ -113,12 +112,12 @@ def _own_routes(
 PREFIX = "/api/v1"
 
 _CODES = {
-    "InvalidRequest": errors.INVALID,
-    "InvalidName": errors.INVALID,
-    "MissingRight": errors.MISSING_RIGHT,
+    "InvalidRequest": models.INVALID,
+    "InvalidName": models.INVALID,
+    "MissingRight": models.MISSING_RIGHT,
 }
 """Refusals that follow from the request alone."""
-_STATUS_CODES = {Status.REFUSED: errors.REFUSED, Status.UNKNOWN: errors.UNKNOWN, Status.WAIT: errors.NOT_SERVED}
+_STATUS_CODES = {Status.REFUSED: models.REFUSED, Status.UNKNOWN: models.UNKNOWN, Status.WAIT: models.NOT_SERVED}
 
 
 def _api_routes(app: FastAPI, actions: ActionsPort) -> list[APIRoute]:
@@ -149,11 +148,11 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def not_as_described(request: Request, error: RequestValidationError) -> Response:
         text = models.describe(error.errors(), ACTIONS.get(request.scope["route"].name))
-        return _refuse(HttpError(errors.INVALID, text))
+        return _refuse(HttpError(models.INVALID, text))
 
     @app.exception_handler(HTTPException)
     async def not_readable(request: Request, error: HTTPException) -> Response:
-        return _refuse(HttpError(errors.INVALID, f"the body is no JSON: {error.detail}"))
+        return _refuse(HttpError(models.INVALID, f"the body is no JSON: {error.detail}"))
 
 
 def _action_route(method: str, action: Action, endpoint: Endpoint, *, operation_id: str, path: str = "") -> APIRoute:
@@ -185,9 +184,9 @@ async def _once(request: Request) -> None:
     """Reject requests that FastAPI accepts: repeated parameters, and a query besides a body."""
     names = [name for name, _ in request.query_params.multi_items()]
     if names and request.method == "POST":
-        raise Refused(errors.INVALID, "a POST has its parameters in its body, not in its address")
+        raise Refused(models.INVALID, "a POST has its parameters in its body, not in its address")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise Refused(errors.INVALID, f"{', '.join(twice)[:1000]}: given twice")
+        raise Refused(models.INVALID, f"{', '.join(twice)[:1000]}: given twice")
 
 
 def _respond(answer: Answer) -> Response:
@@ -196,7 +195,7 @@ def _respond(answer: Answer) -> Response:
         content: dict[str, Any] = {"data": answer.data, "message": answer.message}
         return Response(to_json(content), media_type="application/json")
     code = _CODES.get(answer.code) or _STATUS_CODES[answer.status]
-    headers = {"Retry-After": "1"} if code == errors.NOT_SERVED else {}
+    headers = {"Retry-After": "1"} if code == models.NOT_SERVED else {}
     details = answer.details if answer.data is None else {**answer.details, "data": answer.data}
     return _refuse(HttpError(code, answer.message, details=details, headers=headers))
 
@@ -238,7 +237,7 @@ def polled_routes(hubs: RouteHubs) -> list[APIRoute]:
                 produces=produces == "true",
             )
         except TooManyWatches as error:
-            raise Refused(errors.NOT_SERVED, str(error)) from None
+            raise Refused(models.NOT_SERVED, str(error)) from None
         answer = {"routes": [as_json(route.message) for route in routes]}
         return Response(to_json(answer), media_type="application/json", headers={"Cache-Control": "no-store"})
 
@@ -251,11 +250,11 @@ def _versions(held: Iterable[str]) -> dict[str, int]:
     for pair in held:
         subject, colon, version = pair.rpartition(":")
         if not colon or len(version) > 16:
-            raise Refused(errors.INVALID, f"held={pair[:120]!r} is not subject:version")
+            raise Refused(models.INVALID, f"held={pair[:120]!r} is not subject:version")
         try:
             versions[subject] = int(version, 16)
         except ValueError:
-            raise Refused(errors.INVALID, f"held={pair[:120]!r}: the version is no hexadecimal number") from None
+            raise Refused(models.INVALID, f"held={pair[:120]!r}: the version is no hexadecimal number") from None
     return versions
 
 

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qmq.errors import AccessError, MissingRight, NotServed
 from qmq.http_port import BodyTooLarge, nothing, read_body, replay
 from qmq.metaserver.access import Access
-from qmq.metaserver.http import errors
-from qmq.metaserver.http.errors import HttpError
+from qmq.metaserver.http import models
+from qmq.metaserver.http.models import HttpError
 from qmq.metaserver.rpc.access import Refusals, wall_ms
 from qmq.rights import Caller, TokenRole
 
@@ -117,7 +117,7 @@ class Guard:
             reference = secrets.token_hex(4)
             log.exception("request failed reference=%s method=%s path=%r", reference, scope["method"], scope["path"])
             if not has_begun:
-                error = HttpError(errors.INTERNAL, f"the metaserver failed on this request; reference {reference}")
+                error = HttpError(models.INTERNAL, f"the metaserver failed on this request; reference {reference}")
                 await _send(error, scope, send)
 
     def identify(self, headers: Mapping[bytes, bytes], peer: str) -> Caller:
@@ -147,15 +147,15 @@ class Guard:
             if not getattr(endpoint, "asks_itself", False):
                 caller.require_role(*getattr(endpoint, "roles", ()))
         except NotServed as error:
-            raise Refused(errors.NOT_SERVED, str(error)) from None
+            raise Refused(models.NOT_SERVED, str(error)) from None
         except MissingRight as error:
-            raise Refused(errors.MISSING_RIGHT, str(error)) from None
+            raise Refused(models.MISSING_RIGHT, str(error)) from None
         except AccessError as error:
             if getattr(endpoint, "asks_itself", False):
                 scope["qmq.refusal"] = error
                 return None
             headers_out = {"WWW-Authenticate": 'Bearer realm="qmq"'}
-            raise Refused(errors.UNAUTHORIZED, str(error), headers=headers_out) from None
+            raise Refused(models.UNAUTHORIZED, str(error), headers=headers_out) from None
         return caller
 
     async def _read(self, receive: Receive, caller: Caller | None) -> bytes:
@@ -166,12 +166,12 @@ class Guard:
             body = await read_body(receive, bytes_max=bytes_max, timeout_s=limits.body_timeout_ms / 1000)
         except BodyTooLarge as error:
             setting = "" if is_admin else " (request_bytes_max)"
-            raise Refused(errors.TOO_LARGE, f"{error}{setting}", headers=_CLOSE) from None
+            raise Refused(models.TOO_LARGE, f"{error}{setting}", headers=_CLOSE) from None
         except TimeoutError:
             text = f"the request did not arrive within {limits.body_timeout_ms} ms"
-            raise Refused(errors.TOO_SLOW, text, headers=_CLOSE) from None
+            raise Refused(models.TOO_SLOW, text, headers=_CLOSE) from None
         if body is None:
-            raise Refused(errors.TOO_SLOW, "the client left before its request was complete")
+            raise Refused(models.TOO_SLOW, "the client left before its request was complete")
         return body
 
 
@@ -193,9 +193,9 @@ def _find(scope: Scope) -> tuple[Route | None, set[str]]:
 def _no_route(scope: Scope, allowed: set[str]) -> Refused:
     path = str(scope["path"])[:100]
     if not allowed:
-        return Refused(errors.NOT_FOUND, f"there is nothing at {path}")
+        return Refused(models.NOT_FOUND, f"there is nothing at {path}")
     text = f"{scope['method'][:20]} is not for {path}"
-    return Refused(errors.METHOD, text, headers={"Allow": ", ".join(sorted(allowed))})
+    return Refused(models.METHOD, text, headers={"Allow": ", ".join(sorted(allowed))})
 
 
 async def _send(error: HttpError, scope: Scope, send: Send) -> None:

@@ -1,9 +1,16 @@
-"""Core. Parameters of each action as pydantic models, and error texts for requests that do not match them."""
+"""Core. Contents of HTTP requests and answers: parameters of each action as pydantic models, and errors as JSON.
+
+An error is one object: a code for programs, a sentence for people, a remedy. Internals never appear in it: no stack
+trace, no SQL, no path.
+
+    {"error": {"code": "MISSING_RIGHT", "message": "token 'shop' has the role client; …", "action": "use a token …"}}
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -11,7 +18,69 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from qmq.metaserver.actions import Action, Kind, Parameter
 from qmq.metaserver.actions.words import NUMBER_DIGITS_MAX, unknown_word
-from qmq.metaserver.http import errors
+
+INVALID, UNAUTHORIZED, MISSING_RIGHT = "INVALID_REQUEST", "UNAUTHORIZED", "MISSING_RIGHT"
+NOT_FOUND, METHOD, REFUSED, TOO_LARGE = "NOT_FOUND", "METHOD_NOT_ALLOWED", "REFUSED", "TOO_LARGE"
+TOO_SLOW, NOT_SERVED, UNKNOWN, INTERNAL = "TOO_SLOW", "NOT_SERVED", "OUTCOME_UNKNOWN", "INTERNAL"
+
+STATUS = {
+    INVALID: 400,
+    UNAUTHORIZED: 401,
+    MISSING_RIGHT: 403,
+    NOT_FOUND: 404,
+    METHOD: 405,
+    TOO_SLOW: 408,
+    REFUSED: 409,
+    TOO_LARGE: 413,
+    INTERNAL: 500,
+    NOT_SERVED: 503,
+    UNKNOWN: 504,
+}
+"""HTTP status of each code."""
+
+WHAT_TO_DO = {
+    INVALID: "correct the request; /api/v1/openapi.json describes it",
+    UNAUTHORIZED: "send a valid token in the header X-Api-Token, or as Authorization: Bearer",
+    MISSING_RIGHT: "use a token with that role or scope; an admin makes one with AddToken",
+    NOT_FOUND: "/api/v1/openapi.json lists the addresses",
+    METHOD: "use one of the methods in the header Allow",
+    TOO_SLOW: "send the whole request at once",
+    REFUSED: "nothing was changed; correct the fault that the message names, then repeat",
+    TOO_LARGE: "send less at once",
+    INTERNAL: "the metaserver's log has the cause under this reference",
+    NOT_SERVED: "nothing was changed; wait, then repeat",
+    UNKNOWN: "outcome unknown: check before you repeat it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """One error, ready to send."""
+
+    code: str
+    message: str
+    details: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.code]
+
+    def body(self) -> bytes:
+        error: dict[str, Any] = {"code": self.code, "message": self.message, "action": WHAT_TO_DO[self.code]}
+        if self.details:
+            error["details"] = self.details
+        return to_json({"error": error})
+
+
+def to_json(content: object) -> bytes:
+    """Encode as QMQ does: one line, UTF-8, a newline at the end. Invalid Unicode is escaped."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return (json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n").encode()
+
 
 NUMBER_MAX = 2**53
 """Larger integers lose digits in some JSON readers."""
@@ -22,7 +91,7 @@ _FLAGS = {"true": True, "false": False}
 class ErrorBody(BaseModel):
     """An error, for programs and for people."""
 
-    code: Literal[tuple(sorted(errors.STATUS))]  # type: ignore[valid-type]
+    code: Literal[tuple(sorted(STATUS))]  # type: ignore[valid-type]
     message: str
     action: str
     details: dict[str, Any] = Field(default_factory=dict)

@@ -17,7 +17,7 @@ from qmq.metaserver.cluster.registration import Ask
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import Broker, BrokerKey, Directory, ReplicaState
 from qmq.metaserver.observability.metrics import Metrics
-from qmq.metaserver.roles import renewal
+from qmq.metaserver.roles import failover
 from qmq.metaserver.rpc import convert
 from qmq.metaserver.rpc.access import Visits
 from qmq.metaserver.storage.database import DatabaseAway
@@ -82,7 +82,7 @@ class BrokerRpc:
         caller().require_group(broker.group)
         _check_group(broker, request)
         if request.begins:
-            await renewal.begin_life(self._registry, broker)
+            await failover.begin_life(self._registry, broker)
         return broker
 
     async def Heartbeat(

@@ -146,7 +146,7 @@ class Node(Generic[M]):
         """Take the last assigned role; epochs keep that safe. Return whether there was one.
 
         With more than two copies another one may be the master by now. And a master gets a term that its disk cannot
-        have forgotten (`metaserver.roles.renewal`). So then it waits for the metaserver.
+        have forgotten (`metaserver.roles.failover`). So then it waits for the metaserver.
         """
         remembered = self._remembered()
         if remembered is None or self.assignment is not None:

@@ -16,8 +16,8 @@ import pytest
 from qmq.metaserver.access import Access
 from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.http.app import build_app
+from qmq.metaserver.http.endpoints import render
 from qmq.metaserver.http.guard import Limits
-from qmq.metaserver.http.management import render
 from qmq.metaserver.rpc.access import Refusals
 from tests.unit.metaserver.actions_world import World, left
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from qmq.metaserver.model import BrokerKey
-from qmq.metaserver.roles import renewal
+from qmq.metaserver.roles import failover
 from qmq.proto import qmq_pb2 as pb
 from tests.integration.metaserver_world import METADATA, FakeBroker
 from tests.integration.watchdog_world import KEY
@@ -70,7 +70,7 @@ async def test_stream_ends_when_a_copy_gets_the_part(world):
     await slave.stop()
     master.in_sync_with = ""
     await world.until(is_missing)
-    with mock.patch.object(renewal, "begin_life", give_away):
+    with mock.patch.object(failover, "begin_life", give_away):
         error = await refusal(world.rpc.Register(slave.identity(begins=True), metadata=METADATA))
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION and "register again" in error.details()
 

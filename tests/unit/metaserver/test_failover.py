@@ -14,9 +14,8 @@ import pytest
 
 from qmq.errors import OperatorError, OutcomeUnknown
 from qmq.metaserver.model import BrokerKey
-from qmq.metaserver.roles.failover import Failovers, FailoverState
+from qmq.metaserver.roles.failover import Failovers, FailoverState, Promises, begin_life
 from qmq.metaserver.roles.promotion import Refusal
-from qmq.metaserver.roles.renewal import Promises, begin_life
 from qmq.metaserver.storage.changes import StaleTerm
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.proto import qmq_pb2 as pb
@@ -252,7 +251,7 @@ async def test_promise_without_promotion_renews_the_term(world, monkeypatch):
     before, master, slaves = row(world)
     world.beat("g1-b", incarnation="disk of g1-b", promised_term=before + 3)
     now_s = time.monotonic()
-    monkeypatch.setattr("qmq.metaserver.roles.renewal.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("qmq.metaserver.roles.failover.time", SimpleNamespace(monotonic=lambda: now_s))
     promises = Promises(world.registry, world.brokers)
     await promises.look()
     now_s += 2.9
@@ -266,7 +265,7 @@ async def test_promise_without_promotion_renews_the_term(world, monkeypatch):
 
 
 async def look_twice(world, monkeypatch):
-    monkeypatch.setattr("qmq.metaserver.roles.renewal.PROMISE_S", 0.0)
+    monkeypatch.setattr("qmq.metaserver.roles.failover.PROMISE_S", 0.0)
     promises = Promises(world.registry, world.brokers)
     await promises.look()
     await promises.look()

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
-from qmq.metaserver.http import endpoints, errors, management
+from qmq.metaserver.http import endpoints, models
 from qmq.rights import Caller, TokenRole
 from tests.unit.metaserver.http_world import CLUSTER, OPEN, HttpWorld
 
@@ -23,7 +23,7 @@ MASTER = {"brokerGroup": "g", "role": "0", "hostname": "h", "ip": "1.2.3.4", "se
 def is_typed(answer):
     error = answer.json()["error"]
     assert answer.headers["content-type"] == "application/json"
-    assert set(error) <= {"code", "message", "action", "details"} and errors.STATUS[error["code"]] == answer.status_code
+    assert set(error) <= {"code", "message", "action", "details"} and models.STATUS[error["code"]] == answer.status_code
     return error["code"]
 
 
@@ -110,14 +110,14 @@ async def test_management_merges_words_of_form_and_address(http):
 
 async def test_long_form_is_parsed_in_a_thread(http, monkeypatch):
     """A backup with 100,000 subjects takes three to nine seconds, which would block all others."""
-    read, threads = management.parse_qsl, []
+    read, threads = endpoints.parse_qsl, []
 
     def noted(*words, **more):
         threads.append(threading.current_thread())
         return read(*words, **more)
 
-    monkeypatch.setattr(management, "parse_qsl", noted)
-    for backup in ('{"x":1}', json.dumps({"x": "y" * management.LONG_BYTES})):
+    monkeypatch.setattr(endpoints, "parse_qsl", noted)
+    for backup in ('{"x":1}', json.dumps({"x": "y" * endpoints.LONG_BYTES})):
         words = {"action": "Restore", "backup": backup}
         answer = await http.client.post("/management", data=words, headers=http.headers("admin"))
         assert answer.json()["status"] == 0
@@ -304,7 +304,7 @@ async def test_openapi_has_types_and_bounds(http):
     for path, operations in document["paths"].items():
         for operation in operations.values():
             assert (path in OPEN) is ("security" not in operation), path
-            assert set(operation["responses"]) <= {"200"} | {str(status) for status in errors.STATUS.values()}
+            assert set(operation["responses"]) <= {"200"} | {str(status) for status in models.STATUS.values()}
     assert set(document["components"]["schemas"]) == {*ACTIONS, "Done", "Error", "ErrorBody"}
 
 

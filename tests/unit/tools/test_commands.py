@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
-from qmq.metaserver.http.management import render
+from qmq.metaserver.http.endpoints import render
 from qmq.tools.call import Exit, read_answer
 from qmq.tools.command import WAIT_PARAMETER
 from qmq.tools.commands import COMMANDS, SECTIONS
