@@ -19,10 +19,10 @@ from qmq.metaserver.model import Directory, Group, Route, TokenRow
 from qmq.metaserver.storage import tables
 from qmq.metaserver.storage.changes import ValueRefused
 from qmq.metaserver.storage.groups import load_groups
+from qmq.metaserver.storage.operators import load_tokens
 from qmq.metaserver.storage.routes import load_routes
 from qmq.metaserver.storage.sql import BadRows, checked, now_ms, to_json
 from qmq.metaserver.storage.tables import REMOVED
-from qmq.metaserver.storage.tokens import load_tokens
 from qmq.types import Role
 
 PARENTS_FIRST = (

@@ -25,7 +25,7 @@ from qmq.metaserver.model import (
     SightingRow,
     TokenRow,
 )
-from qmq.metaserver.storage import backup, groups, heartbeats, operators, routes, tokens
+from qmq.metaserver.storage import backup, groups, heartbeats, operators, routes
 from qmq.metaserver.storage import changes as c
 from qmq.metaserver.storage.changes import Change, Order, StaleDirectory, Withdrawn
 from qmq.metaserver.storage.routes import RouteOrder
@@ -206,7 +206,7 @@ class Repository:
         def work(connection: Connection) -> None:
             apply_all(connection, listed)
             if audit is not None:
-                tokens.add_audit(connection, audit)
+                operators.add_audit(connection, audit)
             if order is not None and order.is_withdrawn:
                 raise Withdrawn("the database took too long, and the change was given up")
 
@@ -226,7 +226,7 @@ class Repository:
 
     def load_tokens(self) -> list[TokenRow]:
         """Read all tokens; they belong to the version `directory`."""
-        return self._transactions.read(lambda connection: tokens.load_tokens(connection, self.bad_rows))
+        return self._transactions.read(lambda connection: operators.load_tokens(connection, self.bad_rows))
 
     def audit_trail(
         self,
@@ -241,7 +241,7 @@ class Repository:
     ) -> list[AuditRow]:
         """Return audit rows, the newest first, with an id below `before`; `about`: names that each row must contain."""
         return self._transactions.read(
-            lambda connection: tokens.load_audit(
+            lambda connection: operators.load_audit(
                 connection,
                 before=before,
                 limit=limit,
@@ -408,9 +408,9 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
         case c.RemoveDataSource():
             operators.remove_data_source(connection, change.url)
         case c.AddToken():
-            tokens.add_token(connection, change.token)
+            operators.add_token(connection, change.token)
         case c.RevokeToken():
-            tokens.revoke_token(connection, change.id)
+            operators.revoke_token(connection, change.id)
         case c.RestoreAll():
             backup.restore(connection, change.dump, routes_version, is_newer=change.is_newer)
         case _:

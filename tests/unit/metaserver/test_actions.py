@@ -288,7 +288,7 @@ async def test_unanswered_commit_is_looked_up(world, monkeypatch, stored):
 
 async def test_unanswered_commit_is_found_after_a_clock_step(world, monkeypatch):
     BrokenCommit(monkeypatch, stored=True)
-    monkeypatch.setattr("metaserver.storage.tokens.now_ms", lambda: wall_ms() - 60_000)
+    monkeypatch.setattr("metaserver.storage.operators.now_ms", lambda: wall_ms() - 60_000)
     assert (await world.run("AddBroker", **place("g1", 0, "h1"))).done
 
 
