@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from qmq.audit import freeze, group, wave
+from qmq.audit import group, wave
 from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.executors import HERE_BYTES_MAX, Executors, InProcess, OnSpark
 from qmq.audit.group import audit_groups
@@ -71,7 +71,7 @@ def test_retention_waits_for_one_wave_only(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(wave, "THREADS", 2)
     monkeypatch.setattr(wave, "WAVE_GROUPS", 2)
-    monkeypatch.setattr(freeze, "open_copy", lambda place: Held(Path(place["path"])))
+    monkeypatch.setattr(group, "open_copy", lambda place: Held(Path(place["path"])))
     results = audit_groups(None, [Group(f"g{number}", places) for number in range(6)], Options())
     assert [result.status for result in results] == [0] * 6
     assert held == [0, 4]

@@ -12,8 +12,7 @@ from qmq.audit.copies import CannotRead, is_same_place, place_options
 from qmq.audit.delay_groups import Account
 from qmq.audit.executors import Executors
 from qmq.audit.findings import FINDINGS
-from qmq.audit.freeze import check_kept, freeze
-from qmq.audit.group import _account_for_delays, audit_group
+from qmq.audit.group import _account_for_delays, audit_group, check_kept, freeze
 from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, Result
 from qmq.audit.wave import Audit, Options

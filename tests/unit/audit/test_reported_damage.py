@@ -11,7 +11,7 @@ import pytest
 
 from qmq.audit.copies import open_copy, place_options
 from qmq.audit.findings import FindingKind
-from qmq.audit.freeze import add_reported_damage
+from qmq.audit.group import add_reported_damage
 from qmq.audit.results import Group, Result
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from tests.unit.audit.served import serving

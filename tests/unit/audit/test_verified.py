@@ -10,8 +10,7 @@ import pytest
 
 from qmq.audit.copies import Description, place_options
 from qmq.audit.findings import BOTH, FINDINGS, MASTER, PIECE, FindingKind
-from qmq.audit.freeze import freeze, look_back
-from qmq.audit.group import _new
+from qmq.audit.group import _new, freeze, look_back
 from qmq.audit.history import History, ledger_entry, verified
 from qmq.audit.report import as_markdown
 from qmq.audit.results import Group, GroupAnswer, Result
