@@ -16,10 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from qmq.errors import QmqError
-from qmq.gateway.access import VIEWER, Access
 from qmq.gateway.clients import Clients, TokenClients
 from qmq.gateway.deliveries import Decision
-from qmq.gateway.guard import Guard, as_response
+from qmq.gateway.guard import VIEWER, Access, Guard, as_response
 from qmq.gateway.metrics import Metrics
 from qmq.gateway.models import (
     AckIn,
@@ -40,9 +39,8 @@ from qmq.gateway.models import (
     sent_of,
 )
 from qmq.gateway.outcomes import STATUS, Code, HttpError, Refused, error_of, headers_of, worst
-from qmq.gateway.session import Place, Session, SessionTerms
+from qmq.gateway.session import EVENT_STREAM, ClientLeft, Place, Session, SessionTerms, events, while_connected
 from qmq.gateway.settings import GatewaySettings
-from qmq.gateway.stream import EVENT_STREAM, ClientLeft, events, while_connected
 from qmq.http_port import shown_token
 from qmq.version import VERSION
 

@@ -14,11 +14,10 @@ from hashlib import sha256
 from qmq.client.batch import Outcome, Receipt, unstored
 from qmq.client.producer import Producer
 from qmq.errors import OutcomeUnknown, QmqError
-from qmq.gateway.deliveries import session_of
+from qmq.gateway.deliveries import Key, RepeatDiffers, Repeats, session_of
 from qmq.gateway.metrics import Metrics
 from qmq.gateway.models import MessageIn
 from qmq.gateway.outcomes import Code, Refused
-from qmq.gateway.repeats import Key, RepeatDiffers, Repeats
 from qmq.gateway.session import Place, Session, SessionTerms
 from qmq.gateway.settings import GatewaySettings
 from qmq.logs import shielded

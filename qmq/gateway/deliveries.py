@@ -1,7 +1,9 @@
-"""Core. Delivered messages of one session, from their handle to their decision.
+"""Core. Memory of the gateway, bounded in time and number: a session's delivered messages, and a token's outcomes.
 
 A message is open until a request decides it or its lease ends. Then the session forgets it: its handle is gone. Decided
 handles are remembered, so that a repeated ack, whose first answer was lost, has the same outcome.
+
+Outcomes are kept by idempotency key, so that a repeated request to send has the same outcome.
 """
 
 from __future__ import annotations
@@ -95,3 +97,59 @@ class Deliveries(Generic[M]):
 def session_of(handle: str) -> str:
     """Return the part of a handle that names its session."""
     return handle.partition(".")[0]
+
+
+V = TypeVar("V")
+Key = tuple[str, str, int]
+"""Subject, idempotency key, position in the request."""
+
+
+class RepeatDiffers(Exception):
+    """The key was used for another message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[V]):
+    fingerprint: bytes
+    until_s: float
+    value: V
+
+
+class Repeats(Generic[V]):
+    """Kept values, oldest first."""
+
+    def __init__(self, *, keep_s: float, keys_max: int) -> None:
+        self._keep_s = keep_s
+        self._keys_max = keys_max
+        self._entries: OrderedDict[Key, _Entry[V]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: Key, fingerprint: bytes, now_s: float) -> V | None:
+        """Return the value of an earlier request with this key; None: there is none.
+
+        Raises:
+            RepeatDiffers: the earlier request had another content.
+        """
+        self._drop(now_s)
+        if (entry := self._entries.get(key)) is None:
+            return None
+        if entry.fingerprint != fingerprint:
+            raise RepeatDiffers
+        return entry.value
+
+    def keep(self, key: Key, fingerprint: bytes, value: V, now_s: float) -> None:
+        self._entries[key] = _Entry(fingerprint, now_s + self._keep_s, value)
+        self._drop(now_s)
+
+    def forget(self, key: Key) -> None:
+        self._entries.pop(key, None)
+
+    def _drop(self, now_s: float) -> None:
+        """Drop the oldest entries that are over, or too many."""
+        while self._entries:
+            oldest = next(iter(self._entries))
+            if len(self._entries) <= self._keys_max and self._entries[oldest].until_s > now_s:
+                return
+            del self._entries[oldest]

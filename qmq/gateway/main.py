@@ -7,10 +7,9 @@ import logging
 import socket
 
 from qmq.descriptors import limit
-from qmq.gateway.access import Access
 from qmq.gateway.app import build_app
 from qmq.gateway.clients import Clients
-from qmq.gateway.guard import configure_access_log
+from qmq.gateway.guard import Access, configure_access_log
 from qmq.gateway.metrics import Metrics
 from qmq.gateway.settings import GatewaySettings
 from qmq.http_port import HttpPort, bind_address, listen

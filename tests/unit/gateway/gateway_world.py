@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import httpx
 
 from qmq.errors import AccessError, MissingRight
-from qmq.gateway.access import VIEWER
 from qmq.gateway.app import build_app
 from qmq.gateway.clients import Clients
+from qmq.gateway.guard import VIEWER
 from qmq.gateway.metrics import Metrics
 from qmq.gateway.settings import GatewaySettings
 from qmq.testing import Broker

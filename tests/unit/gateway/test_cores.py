@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from qmq.errors import AccessError, MissingRight, NotServed, RolledBack, SubjectFull
-from qmq.gateway.access import CLIENT, VIEWER, Access
-from qmq.gateway.deliveries import Decision, Deliveries
+from qmq.gateway.deliveries import Decision, Deliveries, RepeatDiffers, Repeats
+from qmq.gateway.guard import CLIENT, VIEWER, Access
 from qmq.gateway.main import main
 from qmq.gateway.outcomes import Code, code_of, worst
-from qmq.gateway.repeats import RepeatDiffers, Repeats
 from qmq.gateway.settings import GatewaySettings
 from qmq.settings import InvalidSettings
 
@@ -153,7 +152,7 @@ async def test_code_of_a_route_refuses_a_subject(is_allowed):
 
 
 async def test_accepted_token_outlives_a_silent_metaserver(monkeypatch):
-    monkeypatch.setattr("qmq.gateway.access.VALID_S", 0.0)
+    monkeypatch.setattr("qmq.gateway.guard.VALID_S", 0.0)
     async with metaserver([400, 503, 401, 503]) as (access, asked):
         await access.check("token")
         await access.check("token")
