@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qmq.commands.action import DETAILS, DRY_RUN, IF_PLAN
-from qmq.differences import differences
+from qmq.commands.action import DETAILS, DRY_RUN, IF_PLAN, differences
 from qmq.ledger import LedgerDamaged
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Status
 from qmq.metaserver.console.display import (

@@ -2,15 +2,15 @@
 
 The metaserver checks requests and describes its HTTP API from this table; the tools build their commands, usage and
 completion from it. The client library does not load it. Actions that change something are planned first; with
-`dryRun=true` the plan is the answer.
+`dryRun=true` the plan is the answer; its changes are shown value by value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from qmq.rights import TokenRole
 
@@ -140,3 +140,44 @@ class Action:
 _DRY_RUN = Parameter(DRY_RUN, "return the plan and change nothing", kind=Kind.FLAG, default="false")
 _IF_PLAN = Parameter(IF_PLAN, "field `plan` of the dryRun: the change is refused if the plan differs by now")
 _DETAILS = Parameter(DETAILS, "return all fields, not only QMQ's", kind=Kind.FLAG, default="false")
+
+
+class Difference(NamedTuple):
+    """Change of one value in a plan.
+
+    A broker that is added, removed or replaced is one difference, not one for each of its ports.
+    """
+
+    path: str
+    """Path of field names, with dots; "value" for the whole."""
+    before: Any
+    after: Any
+    """None if absent."""
+
+
+def differences(before: Any, after: Any, path: str = "") -> list[Difference]:
+    """Return the differences in the order of the old fields, then of the new ones."""
+    if isinstance(before, Mapping | None) and isinstance(after, Mapping | None):
+        old, new = before or {}, after or {}
+        if _broker(old) == _broker(new):
+            return [
+                difference
+                for name in dict.fromkeys([*old, *new])
+                for difference in differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
+            ]
+        if (not old or _broker(old)) and (not new or _broker(new)):
+            return [Difference(path, _as_text(old), _as_text(new))]
+    return [] if before == after else [Difference(path or "value", before, after)]
+
+
+def _broker(value: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return the identity of a broker, or None if the value is none."""
+    return (value["hostname"], value["servePort"]) if "hostname" in value and "servePort" in value else None
+
+
+def _as_text(broker: Mapping[str, Any]) -> str | None:
+    if not broker:
+        return None
+    more = [str(broker[name]) for name in ("role", "ip") if broker.get(name)]
+    more += [f"sync {broker['syncPort']}"] if "syncPort" in broker else []
+    return f"{broker['hostname']}:{broker['servePort']}" + (f" ({', '.join(more)})" if more else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.differences import differences
+from qmq.commands.action import differences
 
 A = {"hostname": "a", "ip": "10.0.0.1", "servePort": 1, "syncPort": 2, "controlPort": 3}
 B = {"hostname": "b", "ip": "10.0.0.2", "servePort": 1, "syncPort": 2, "controlPort": 3}

@@ -8,9 +8,8 @@ from qmq.tools.command import Command
 from qmq.tools.commands.audit import AUDIT
 from qmq.tools.commands.brokers import BROKERS
 from qmq.tools.commands.consumers import CONSUMERS
-from qmq.tools.commands.installation import DATABASES, INSTALLATION, TOKENS, UPKEEP
+from qmq.tools.commands.installation import DATABASES, INSTALLATION, OUTBOX, TOKENS, UPKEEP
 from qmq.tools.commands.messages import DELAYS, MESSAGES
-from qmq.tools.commands.outbox import OUTBOX
 from qmq.tools.commands.routes import GROUPS, ROUTES
 
 SECTIONS: Mapping[str, tuple[Command, ...]] = {

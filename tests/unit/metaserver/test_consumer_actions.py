@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.differences import differences
+from qmq.commands.action import differences
 from qmq.errors import QmqError
 from qmq.metaserver.actions import Status
 from qmq.metaserver.actions.desk import wall_ms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qmq.tools.commands import COMMANDS
-from qmq.tools.plan import refusal, show_plan
+from qmq.tools.session import refusal, show_plan
 from qmq.tools.table import plain
 
 WORDS = {"action": "MarkReadonlyBrokerGroup", "brokerGroup": "g1", "subject": "*"}
