@@ -53,7 +53,6 @@ CLIENTS = {
     "qmq.asyncapi",
     "qmq.fastapi",
     "qmq.kombu",
-    "qmq.kombu_tasks",
     "qmq.litestar",
     "qmq.metrics",
     "qmq.otel",
