@@ -40,11 +40,11 @@ from typing import NamedTuple
 
 from qmq.deploy.chaos.history import Handover, History, Place, Track
 from qmq.deploy.chaos.records import DEAD, DONE, MARKED, REFUSED, RETRY, STORED, Position, Sent
-from qmq.deploy.copies import Copy
+from qmq.deploy.control import Copy
 
 SHOWN_MAX = 5
 Logs = Mapping[str, Sequence[Copy]]
-"""The copies of each broker group, as `qmq.deploy.copies.read_copy` returns them."""
+"""The copies of each broker group, as `qmq.deploy.control.read_copy` returns them."""
 
 
 class Finding(NamedTuple):

@@ -24,9 +24,8 @@ from qmq.deploy.chaos import timeline
 from qmq.deploy.chaos.clients import FAULTS, ROLE_CHANGES
 from qmq.deploy.chaos.faults import STRIKES, enter_sandbox
 from qmq.deploy.chaos.history import History
-from qmq.deploy.chaos.nemesis import Nemesis, possible
 from qmq.deploy.chaos.records import MARKED, SLAVE_STOPPED, UNKNOWN, Sent
-from qmq.deploy.chaos.trial import Load, Outcome, attempt
+from qmq.deploy.chaos.trial import Load, Nemesis, Outcome, attempt, possible
 from qmq.errors import NotServed, QmqError
 
 ROUND_S = 120.0

@@ -7,9 +7,8 @@ from collections import Counter
 from functools import partial
 
 from qmq.deploy.chaos.clients import FAULTS
-from qmq.deploy.chaos.nemesis import Nemesis, possible
 from qmq.deploy.chaos.records import KILLED, LEFT, STORED
-from qmq.deploy.chaos.trial import Load, attempt
+from qmq.deploy.chaos.trial import Load, Nemesis, attempt, possible
 from tests.support.ports import run_of_ports
 
 SEED = 1

@@ -34,7 +34,7 @@ from qmq.deploy.chaos.records import (
     line_of,
     records_of,
 )
-from qmq.deploy.copies import Copy
+from qmq.deploy.control import Copy
 from qmq.log.fold import State
 from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.log.requeued import Requeued, RequeuedRange

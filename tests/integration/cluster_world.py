@@ -16,9 +16,9 @@ from zlib import crc32
 
 import qmq
 from qmq.codec import batch_encoder, join_batch
-from qmq.deploy import control, copies
+from qmq.deploy import control
 from qmq.deploy.cluster import Cluster
-from qmq.deploy.copies import state
+from qmq.deploy.control import state
 from qmq.deploy.processes import module_command
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
@@ -99,11 +99,11 @@ def reasons(cluster, plan):
 
 def ends(cluster, group="g1"):
     """Return log end and chain of master and slave."""
-    return copies.ends(cluster, group)
+    return control.ends(cluster, group)
 
 
 def are_equal(cluster, group="g1"):
-    return copies.are_equal(cluster, group)
+    return control.are_equal(cluster, group)
 
 
 def slaves_in_sync(cluster, group="g1"):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from qmq.log import RealDisk
 from qmq.log.segments import log_name, segment_bases
 from tests.integration.broker_on_a_disk_with_bad_blocks import BAD_BLOCKS, BLOCK

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from qmq.errors import CorruptFrame
 from qmq.log import RealDisk
 from qmq.log.frame import FrameKind

@@ -8,7 +8,7 @@ import pytest
 
 import qmq
 from qmq.deploy.chaos.records import REFUSED
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from tests.integration.broker_on_a_failing_disk import TRIGGER
 from tests.integration.cluster_world import (
     are_equal,

@@ -13,7 +13,7 @@ import time
 import pytest
 
 import qmq
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from qmq.deploy.plan import HOST
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, FrameKind

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from qmq.errors import OperatorError
 from qmq.log import RealDisk, quarantine
 from qmq.log.segments import log_name, segment_bases

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.audit.copies import place_options
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from qmq.log.segments import log_name
 from tests.integration.cluster_world import (
     are_equal,

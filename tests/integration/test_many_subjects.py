@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 import qmq
 import qmq.blocking
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from qmq.outbox.row import encode_row
 from tests.integration import cluster_world
 from tests.integration.cluster_world import data_of, log_of, metrics, until

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import pytest
 from sqlalchemy import create_engine, make_url, select
 
-from qmq.deploy.control import broker_state, manage
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import broker_state, manage, read_copy
 from qmq.deploy.processes import module_command, suspend
 from qmq.errors import QmqError
 from qmq.metaserver.storage.tables import broker_sighting

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from tests.integration.cluster_world import WAIT_S, data_of, running, until
 from tests.integration.watchdog_world import Application
 from tests.support.ports import kept_port

@@ -7,7 +7,7 @@ from zlib import crc32
 
 import pytest
 
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from qmq.log import RealDisk
 from qmq.log.frame import decode_frames, encode_header, subject_field
 from qmq.log.segments import log_name, segment_bases

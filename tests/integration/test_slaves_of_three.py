@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from qmq.tools.inspect import inspect
 from tests.integration.cluster_world import (
     all_are_equal,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import qmq
-from qmq.deploy.copies import read_copy
+from qmq.deploy.control import read_copy
 from tests.integration.cluster_world import (
     all_are_equal,
     begin,
