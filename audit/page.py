@@ -319,7 +319,7 @@ def advice_for(row: dict[str, Any]) -> str:
     if what in _MOVE_ASIDE:
         return "If an operator restored it, move the group's file of the ledger aside. Otherwise look for the cause."
     if what == FindingKind.UNSENT:
-        return "Its delay group has no master, or no broker group takes its due messages."
+        return "Its delay group has no master, or no broker group accepts its due messages."
     if what in _PROMISED:
         return "Ask its producer for it, and stop retention until you have found when the message went:"
     if what in _DEAD_LETTERS:

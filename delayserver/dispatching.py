@@ -258,10 +258,10 @@ class Dispatcher:
                     self._crowded.setdefault(group, {})[subject] = None
         elif not queue.complained and not self._mastership.gate.too_few_in_sync:
             queue.complained = True
-            log.warning("no broker group takes subject=%s: %s", queue.subject, self._senders.why_not(queue.subject))
+            log.warning("no broker group accepts subject=%s: %s", queue.subject, self._senders.why_not(queue.subject))
 
     def _plan_what_can_go(self, queue: PendingQueue, now_ms: int) -> Records | None:
-        """Plan one batch; return its messages, maybe none, or None if no group takes any of the queue now."""
+        """Plan one batch; return its messages, maybe none, or None if no group accepts any of the queue now."""
         queue.know(self._senders.sharers(queue.subject), partial(self._senders.home, queue.subject))
         free = self._any_group(queue, now_ms)
         homes = [home if self._takes_keys(queue, home) else None for home in queue.homes]
@@ -285,7 +285,7 @@ class Dispatcher:
 
         Args:
             free: the group for messages without order key, or None.
-            homes: for each home of order keys, the group itself, or None if it takes nothing now.
+            homes: for each home of order keys, the group itself, or None if it accepts nothing now.
         """
         can_go: Fits = np.array([*(home is not None for home in homes), free is not None])[piece.homes]
         if self._mastership.gate.too_few_in_sync:  # continue only with messages that both copies have

@@ -409,7 +409,7 @@ DELAY = Page(
         panel(
             "Due and not sent",
             (f"max by (cluster, broker_group) ({_DELAY}_due_messages{{{HERE}}})", "{{broker_group}}"),
-            advice="Above 0 for longer than a moment: no broker group takes them.",
+            advice="Above 0 for longer than a moment: no broker group accepts them.",
         ),
         panel(
             "For how long the oldest is due",

@@ -104,7 +104,7 @@ class MetaserverSettings:
         5000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the slave to have everything"
     )
     swap_hold_ms: int = setting(
-        10_000, unit="ms", least=1000, most=300_000, why="the master takes nothing so long, then the swap is off"
+        10_000, unit="ms", least=1000, most=300_000, why="the master accepts nothing for so long, then the swap is off"
     )
     swap_finish_ms: int = setting(
         15_000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the new master to report"

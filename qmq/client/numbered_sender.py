@@ -183,7 +183,7 @@ class NumberedSender:
         return len(group.flights) if group else 0
 
     def why_not(self, subject: str) -> str:
-        """Return the reason why no group takes a batch of `subject`."""
+        """Return the reason why no group accepts a batch of `subject`."""
         if self._watch.refused is not None and not self.is_known(subject):
             return str(self._watch.refused)
         return self._routing.why_not(subject)

@@ -203,7 +203,7 @@ class Routing:
         return subject in self._subjects
 
     def why_not(self, subject: str) -> str:
-        """Return the reason why no group takes a batch of `subject`, for the receipt."""
+        """Return the reason why no group accepts a batch of `subject`, for the receipt."""
         route = self._subjects.get(subject)
         if route is None:
             return f"the metaserver sent no route for {subject!r}"

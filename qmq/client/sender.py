@@ -428,7 +428,7 @@ class Sender:
             self._note(queue)
 
     def _send_next(self, queue: SubjectQueue, now_ms: int) -> bool:
-        """Send one batch of a queue; return False if no group takes it now."""
+        """Send one batch of a queue; return False if no group accepts it now."""
         self._watch.watch(queue.subject)
         size, rooms = queue.next_bytes(), dict[str, int]()
 

@@ -126,7 +126,7 @@ class Due(NamedTuple):
 
 
 class Postponed(NamedTuple):
-    """Rows that no group takes now, with the reason; not read again before they are due."""
+    """Rows that no group accepts now, with the reason; not read again before they are due."""
 
     ids: list[int]
     due: Due
@@ -151,7 +151,7 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClaimRows:
-    """Claim rows for their batches; park invalid ones, postpone those that no group takes now.
+    """Claim rows for their batches; park invalid ones, postpone those that no group accepts now.
 
     `ordered`: claims that get all of their rows or none, and none while another drain has a claim for their group.
     `known`: claims of this drain.

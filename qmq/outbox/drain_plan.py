@@ -158,7 +158,7 @@ class _Numbering:
 
 
 class _Postponement(NamedTuple):
-    """Postponement of a lane that no group takes: its end by both clocks, its delay, and the reason."""
+    """Postponement of a lane that no group accepts: its end by both clocks, its delay, and the reason."""
 
     until_ms: int
     delay_ms: int
@@ -488,7 +488,7 @@ class DrainPlan:
     def _postpone(self, lane: Lane, reason: str, now_ms: int) -> _Postponement:
         """Postpone rows of a lane, all until the same moment, so that they keep their order across pages.
 
-        A lane that no group takes then either is postponed for longer.
+        A lane that no group accepts then either is postponed for longer.
         """
         hold = self._postponements.get(lane)
         if hold is None or hold.until_ms <= now_ms:
@@ -530,7 +530,7 @@ class DrainPlan:
         return left, postponed
 
     def _obstacle(self, lane: Lane, groups: list[str], now_ms: int) -> str:
-        """Return the reason why no group takes rows of a lane now, or ""."""
+        """Return the reason why no group accepts rows of a lane now, or ""."""
         subject, home = lane
         if home == "":
             return "" if groups else self.brokers.why_not(subject)
@@ -629,7 +629,7 @@ class DrainPlan:
                 claim.due_ms = now_ms + self.limits.repeat_ms // 10  # its connection is full, or reconnects in a moment
             else:
                 claim.life.on(BatchEvent.GAVE_UP)
-                self._release_postponed(claim, f"{claim.name.group} takes nothing now", now_ms)
+                self._release_postponed(claim, f"{claim.name.group} accepts nothing now", now_ms)
         return found
 
     def answered(self, claim: Claim, answer: Answer, now_ms: int) -> None:
@@ -683,7 +683,7 @@ class DrainPlan:
         self._release(claim, str(error))
 
     def _release_postponed(self, claim: Claim, reason: str, now_ms: int) -> None:
-        """Release the rows without an error: the group is at fault, so they wait as rows that no group takes."""
+        """Release the rows without an error: the group is at fault, so they wait as rows that no group accepts."""
         hold = self._postpone(claim.lane, reason, now_ms)
         self._released(claim, hold.due, reason, 0)
 

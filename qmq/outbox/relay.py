@@ -349,7 +349,7 @@ class Relay:
             self._is_announced = True
             self._relayed = 0
             log.warning(
-                "messages wait in the outbox until brokers take them"
+                "messages wait in the outbox until brokers accept them"
                 " database=%s messages=%d oldest_s=%d parked=%d reason=%s",
                 self.database.name,
                 left.rows,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class NodeState(Enum):
     IDLE = auto()  # no role: no assignment yet, or the log waits for its repair
     MASTER = auto()
-    DRAINING = auto()  # a master that takes nothing new, so that its slave gets everything
+    DRAINING = auto()  # a master that accepts nothing new, so that its slave gets everything
     PROMISED = auto()  # a drained master that promised not to be one before the row has a newer term
     YIELDING = auto()  # frames that this copy wrote alone are about to be cut; no role until then
     SLAVE = auto()

@@ -652,7 +652,7 @@ def test_unusable_group_releases_unsent_claims():
     drain.now_ms += 1_000
     assert drain.attempts() == []
     [end] = drain.settle().released
-    assert "takes nothing" in end.reason and end.failures == 0
+    assert "accepts nothing" in end.reason and end.failures == 0
 
 
 def test_stop_ends_claims_under_way():
