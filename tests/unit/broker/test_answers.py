@@ -11,7 +11,6 @@ from qmq.broker import answers
 from qmq.broker.answers import Bodies
 from qmq.errors import CorruptFrame, LogError
 from qmq.log.index import FrameRef
-from qmq.log.segments import log_name
 from tests.unit.broker.world import Client, Group, a_group
 
 FRAMES, MESSAGES = 6, 4
@@ -57,7 +56,7 @@ def test_pulls_of_a_damaged_frame_lose_their_connection(group):
     reader, other, healthy = (group.subscribed(name, group=name) for name in ("one", "other", "healthy"))
     (ref,) = group.a.log.frames("s", 0, 1)
     pulls = [(reader, reader.pull(most=4)), (other, other.pull(most=4))]
-    group.a.disk.flip(log_name(0), 8 * (ref.offset + ref.length - 8))
+    group.a.flip(ref.offset + ref.length - 8)
     group.settle()
     assert not any(client.answered(opaque) for client, opaque in pulls)
     assert not reader.link.is_open and not other.link.is_open and healthy.link.is_open

@@ -169,21 +169,6 @@ def test_nothing_above_the_high_watermark_is_shown():
     assert look(copy, limit=frames[0].end - 1).found == []
 
 
-def test_time_border_is_found_over_segments():
-    copy = a_log(tail_bytes=0)
-    for at in range(30):
-        add(copy, order(f"m{at}", text="x" * 150), order(f"n{at}"), timestamp_ms=1_000 * at)
-        add(copy, order("other", subject="t"), timestamp_ms=1_000 * at)
-    assert len(copy.log.bases) > 3
-    for since_ms, expected in ((0, 0), (1, 2), (1_000, 2), (17_000, 34), (17_001, 36), (29_000, 58), (29_001, 60)):
-        search = borders(copy.log, "s")
-        with pytest.raises(StopIteration) as found:
-            ref = next(search)
-            while True:
-                ref = search.send(copy.log.timestamp_at(ref.offset) < since_ms)
-        assert found.value.value == expected
-
-
 @pytest.mark.parametrize(
     "wanted, expected",
     [

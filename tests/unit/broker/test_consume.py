@@ -10,7 +10,6 @@ from qmq.broker import choice, delivery, serving
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.frame import FrameKind
 from qmq.log.progress_frame import PASSED
-from qmq.log.segments import log_name
 from qmq.replication.readonly import Reason
 from tests.unit.broker.world import Client, Group, a_group
 
@@ -97,7 +96,7 @@ def test_consumer_below_its_unacked_limit_gets_messages(way, monkeypatch):
 def test_damage_found_while_choosing_is_reported(monkeypatch):
     group, client = stored(1, tail_bytes=0)
     (ref,) = group.a.log.frames("s", 0, 1)
-    group.a.disk.flip(log_name(0), 8 * ref.offset)
+    group.a.flip(ref.offset)
 
     def fails(*_, **more):
         raise CorruptFrame(ref.offset, "an index had to be made again")
@@ -122,8 +121,7 @@ def test_master_alone_delivers_below_the_high_watermark():
     client.acked("safe 0")
     assert client.take() == ["safe 1"] and client.take() == []
     waiting = client.pull(timeout_ms=60_000)
-    group.connect()
-    group.settle()
+    group.agree()
     assert client.ids(waiting) == ["on one disk"] and client.flags(waiting) == {0}
 
 
@@ -157,8 +155,7 @@ def test_messages_waiting_for_the_slave_precede_dead_letters():
     safe, waiting = client.pull(timeout_ms=60_000), client.pull(timeout_ms=60_000)
     group.a.host.settle()
     assert client.ids(safe) == ["safe"] and not client.answered(waiting)
-    group.connect()
-    group.settle()
+    group.agree()
     assert client.ids(waiting) == ["on one disk"]
 
 
@@ -375,8 +372,7 @@ def test_failed_begin_of_a_group_subscribes_no_consumer():
     group, client = a_group(tail_bytes=0)
     for number in range(3):
         client.store(f"m{number}")
-    ref = group.a.log.frames("s", 1, 1)[0]
-    group.a.disk.flip(log_name(group.a.log.bases[0]), 8 * ref.offset)
+    group.a.flip(group.a.log.frames("s", 1, 1)[0].offset)
     assert client.code(client.subscribe(start="since", since_ms=1)) == ErrorCode.NOT_SERVED
     assert group.a.log.damage is not None
     assert client.code(client.pull(1, timeout_ms=60_000)) == ErrorCode.UNKNOWN_SUBSCRIPTION

@@ -7,7 +7,7 @@ import pytest
 from qmq.errors import ErrorCode
 from qmq.log.group import MessageState, UnackedRange
 from qmq.remoting import commands
-from qmq.remoting.commands import FLAG_SUSPECTED, Ack, Command, Nack, NackEntry, Verdict
+from qmq.remoting.commands import FLAG_SUSPECTED, Verdict
 from qmq.subjects import dead_letter_subject
 from tests.unit.broker.world import Client, Group
 
@@ -34,18 +34,9 @@ def pieces(group: Group, client: Client, most: int = 10_000) -> list[commands.Pi
     return list(commands.decode_pulled(memoryview(client.body(opaque))))
 
 
-def begin(group: Group, client: Client, number: int) -> None:
-    assert (
-        client.outcome(
-            client.send(Command.BEGIN, commands.encode_ack(Ack(client.last_subscription, [(number, number + 1)])))
-        )
-        == ErrorCode.SUCCESS
-    )
-
-
-def process(group: Group, poison: int, limit: int, *, begins: bool = True) -> bool:
+def process(group: Group, poison: int, limit: int) -> bool:
     """Run once, as our client does; return whether it reached the end of the subject."""
-    client = joins(group, begins)
+    client = joins(group)
     got = [(piece, at) for piece in pieces(group, client) for at in range(piece.count)]
     for piece, at in got:
         number = piece.pull_sequence + at
@@ -53,7 +44,7 @@ def process(group: Group, poison: int, limit: int, *, begins: bool = True) -> bo
             client.nack(number, number + 1, dead=True)
             continue
         if piece.flags & FLAG_SUSPECTED:
-            begin(group, client, number)
+            client.done(client.begin(number, number + 1))
         if piece.sequence + at == poison:
             client.lost()
             return False
@@ -77,14 +68,6 @@ def test_one_poison_message_is_one_dead_letter(poison, limit):
     assert all(state.groups["s", "g"].state_of(sequence) is MessageState.ACKED for sequence in range(1_000))
 
 
-def test_silent_client_counts_every_delivery():
-    group = a_group(20)
-    crashes = 0
-    while not process(group, 0, 3, begins=False):
-        crashes += 1
-    assert (crashes, group.a.log.state.next_sequence[DEAD]) == (3, 20)
-
-
 def test_suspected_messages_are_flagged_for_reporting_clients():
     group = a_group(3)
     client = joins(group)
@@ -93,7 +76,8 @@ def test_suspected_messages_are_flagged_for_reporting_clients():
     client = joins(group)
     first = pieces(group, client)
     assert [(piece.times, piece.flags & FLAG_SUSPECTED, piece.count) for piece in first] == [(1, FLAG_SUSPECTED, 3)]
-    begin(group, client, first[0].pull_sequence + 1)
+    began = first[0].pull_sequence + 1
+    client.done(client.begin(began, began + 1))
     client.lost()
     client = joins(group)
     found = {piece.sequence: piece.times for piece in pieces(group, client)}
@@ -116,7 +100,7 @@ def test_ended_lease_counts_as_a_crash(begins, expected):
     client = joins(group, begins=begins)
     first = pieces(group, client)[0].pull_sequence
     if begins:
-        begin(group, client, first)
+        client.done(client.begin(first, first + 1))
     client.lost()
     group.wait(5_000)
     requeued = list(group.progress.requeued)
@@ -128,30 +112,14 @@ def test_messages_not_begun_return_uncounted():
     group = a_group(5)
     client = joins(group)
     first = pieces(group, client)[0].pull_sequence
-    entry = NackEntry(first + 1, first + 5, 0, Verdict.NOT_BEGUN)
-    client.done(client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, [entry], ""))))
-    other = group.client("other")
-    other.join("c2")
+    client.done(client.nack(first + 1, first + 5, verdict=Verdict.NOT_BEGUN))
+    other = group.subscribed("c2")
     assert [(piece.sequence, piece.count, piece.times) for piece in pieces(group, other)] == [(1, 4, 1)]
-    state = group.progress
-    assert state.consumers["c1"].unacked == [UnackedRange(first, 0, 1, 1)]
+    assert group.progress.consumers["c1"].unacked == [UnackedRange(first, 0, 1, 1)]
 
 
 def test_begin_of_undelivered_messages_is_refused():
     group = a_group(1)
     client = joins(group)
     first = pieces(group, client)[0].pull_sequence
-    body = commands.encode_ack(Ack(client.last_subscription, [(first, first + 2)]))
-    assert client.code(client.send(Command.BEGIN, body)) == ErrorCode.INVALID_ACK
-
-
-def test_unbegun_message_dies_at_the_brokers_limit():
-    group = a_group(2)
-    for _ in range(5):
-        client = joins(group, deliveries_max=5)
-        assert pieces(group, client)
-        client.lost()
-    client = joins(group, deliveries_max=5)
-    assert pieces(group, client) == []
-    group.settle()
-    assert group.a.log.state.next_sequence[DEAD] == 2
+    assert client.code(client.begin(first, first + 2)) == ErrorCode.INVALID_ACK

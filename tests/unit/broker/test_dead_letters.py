@@ -6,15 +6,7 @@ import pytest
 
 from qmq.broker import dead_letters as module
 from qmq.broker import positions, serving
-from qmq.codec import (
-    decode_message,
-    encode_labels,
-    encode_message,
-    join_batch,
-    label_of_message,
-    split_batch,
-    with_properties,
-)
+from qmq.codec import decode_message, encode_message, join_batch, split_batch, with_properties
 from qmq.dead_letters import REDRIVER
 from qmq.errors import CorruptFrame, DiskFailed, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
@@ -262,8 +254,7 @@ def test_dead_letters_continue_when_the_slave_returns():
     group.a.host.holds_reads = False
     group.settle()
     assert not client.answered(opaque) and not dead_ids(group)
-    group.connect()
-    group.settle()
+    group.agree()
     group.wait(1)
     assert client.body(opaque) and dead_ids(group) == ["m0"]
 
@@ -288,8 +279,7 @@ def test_postponed_dead_letters_are_kept_once():
         [(theirs, theirs + 1, True)],
     ]
     assert not answers and not dead_ids(group)
-    group.connect()
-    group.settle()
+    group.agree()
     group.wait(100)
     assert answers == [None] and dead_ids(group) == ["m2", "m0", "m1", "m3", "n0"]
     assert not jobs(group) and not unacked(group)
@@ -482,9 +472,7 @@ def test_chosen_subject_is_filtered_and_limited():
     group, client, _ = a_group("m0")
     group.a.assign(Role.MASTER, limits=CHOSEN)
     tagged = Message("s", {"x": "1"}, id="tagged", tags=["vip"], order_key="k", expires_after=60)
-    label = label_of_message(tagged)
-    body = [encode_message(tagged, 0)]
-    client.done(client.produce_raw(body, after=encode_labels([label]), flags=label_flags([label])))
+    (label,) = client.store_labelled(tagged)
     people = group.subscribed("c9", subject="t", group="people", tags=["vip"], deliveries_max=1)
     waiting = people.pull(timeout_ms=60_000)
     client.nacked("m0", dead=True)
@@ -503,10 +491,7 @@ def test_chosen_subject_is_filtered_and_limited():
 def test_each_copy_in_a_chosen_subject_has_its_own_label():
     group, client, _ = a_group("m0")
     group.a.assign(Role.MASTER, limits=CHOSEN)
-    messages = [Message("s", id=id, order_key=id) for id in ("n0", "n1", "n2")]
-    labels = [label_of_message(message) for message in messages]
-    encoded = [encode_message(message, 0) for message in messages]
-    client.done(client.produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels)))
+    labels = client.store_labelled(*(Message("s", id=id, order_key=id) for id in ("n0", "n1", "n2")))
     client.take()
     client.done(client.nack(client.number("n1"), client.number("n2") + 1, dead=True))
     refs = group.a.log.frames("t", 0, 9)
@@ -577,8 +562,7 @@ def test_reading_is_bounded_in_bytes_and_frames(monkeypatch, bound, expected):
 @pytest.mark.parametrize("is_all", [False, True], ids=["the first ones", "all of them"])
 def test_deleted_messages_are_counted_the_rest_dies(is_all):
     group, client, first = in_frames_of_their_own(12)
-    while len(group.a.log.bases) > 2:
-        group.a.drop_oldest_segment()
+    group.a.drop_segments(left=2)
     gone = group.a.log.frames("s", 0, 1)[0].begin
     assert 1 < gone < 11
     end = gone if is_all else 12
@@ -596,8 +580,7 @@ def test_deleted_messages_are_counted_the_rest_dies(is_all):
 def test_request_for_damaged_messages_is_refused(monkeypatch, where):
     group, client, first = in_frames_of_their_own(4)
     (ref,) = group.a.log.frames("s", 1, 1)
-    base = max(base for base in group.a.log.bases if base <= ref.offset)
-    group.a.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + ref.length - 1))
+    group.a.flip(ref.offset + ref.length - 1)
 
     def fails(*_):
         raise CorruptFrame(ref.offset, "test")
@@ -617,8 +600,7 @@ def test_own_dead_letters_wait_for_the_repair():
     other = group.subscribed("c2")
     other.take()
     (ref,) = group.a.log.frames("s", 0, 1)
-    flip = f"log/{0:020d}.log", 8 * (ref.offset + ref.length - 1)
-    group.a.disk.flip(*flip)
+    group.a.flip(ref.offset + ref.length - 1)
     readings, answers = readings_of(group), []
     group.a.host.holds_reads = True
     make_dead(group, "c1", first)
@@ -632,7 +614,7 @@ def test_own_dead_letters_wait_for_the_repair():
     group.wait(100, times=3)
     assert group.a.log.damage is not None and readings.count([0]) == 1
     assert [job.key[2] for job in jobs(group)] == ["c1"] and dead_ids(group) == ["m3", "n0"]
-    group.a.disk.flip(*flip)
+    group.a.flip(ref.offset + ref.length - 1)
     group.a.log.damage = None
     group.a.node.repaired()
     group.wait(100)
@@ -681,8 +663,7 @@ def test_settled_messages_do_not_die_in_later_passes(monkeypatch):
     group.cut()
     make_dead(group, "c1", *range(first, first + 16))
     client.ack_ranges((first, first + 3), (first + 4, first + 14))
-    group.connect()
-    group.settle()
+    group.agree()
     group.a.node.tick()
     assert group.a.counters.dead_letters.total() == 1, "finding a settled message costs as much as a copy"
     group.settle()

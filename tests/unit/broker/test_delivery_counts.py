@@ -12,7 +12,7 @@ from qmq.codec import encode_message, with_properties
 from qmq.dead_letters import delivered, earlier_deliveries
 from qmq.message import TIMES, Message
 from qmq.remoting import commands
-from qmq.remoting.commands import FLAG_SUSPECTED, Ack, Command, Verdict
+from qmq.remoting.commands import FLAG_SUSPECTED, Verdict
 from qmq.subjects import retry_subject
 from tests.unit.broker.test_dead_letters import dead_letters
 from tests.unit.broker.world import Client, Group
@@ -54,9 +54,7 @@ def deliver(group: Group, events: list[object], limit: int, broker_limit: int, s
 def _handle(client: Client, message: Delivered, piece: commands.Piece, event: object, policy: RetryPolicy) -> None:
     number = piece.pull_sequence
     if piece.flags & FLAG_SUSPECTED:
-        client.done(
-            client.send(Command.BEGIN, commands.encode_ack(Ack(client.last_subscription, [(number, number + 1)])))
-        )
+        client.done(client.begin(number, number + 1))
     if isinstance(event, Exception):
         decision = refused_by_error(message, policy, event, datetime.now(UTC))
         client.done(client.nack(number, number + 1, verdict=decision.verdict, reason=decision.reason))

@@ -9,17 +9,15 @@ import pytest
 
 from qmq.broker import subject_limits
 from qmq.broker.subject_limits import PRUNE_EVERY_MS, PRUNER, SubjectLimits, _before
-from qmq.codec import encode_labels, encode_message, label_of_message
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import State
-from qmq.log.frame import FrameKind, label_flags
+from qmq.log.frame import FrameKind
 from qmq.log.group import Group as LogGroup
 from qmq.log.progress_frame import EXPIRED
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.message import Message
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits, by_key
-from qmq.remoting import commands
-from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
+from qmq.remoting.commands import Verdict
 from qmq.replication.mastership import Mastership
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
@@ -125,11 +123,7 @@ def test_expiry_wakes_consumers():
 
 
 def produce_keyed(group: Group, *ids: str) -> None:
-    messages = [Message("s", {}, id=id, order_key="k") for id in ids]
-    labels = [label_of_message(message) for message in messages]
-    encoded = [encode_message(message, 0) for message in messages]
-    client = group.client()
-    client.done(client.produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels)))
+    group.client().store_labelled(*(Message("s", id=id, order_key="k") for id in ids))
 
 
 @pytest.mark.parametrize("first", ["requeued", "unacked"])
@@ -254,8 +248,7 @@ def test_broadcast_with_unfinished_dead_letters_is_not_forgotten():
 
 def expire(client: Client) -> int:
     """Report the first message of the last pull as expired."""
-    entry = NackEntry(client.first, client.first + 1, 0, Verdict.EXPIRED)
-    return client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, [entry], "expired")))
+    return client.nack(client.first, client.first + 1, verdict=Verdict.EXPIRED, reason="expired")
 
 
 def test_expiry_found_by_a_consumer_is_counted_and_recorded():

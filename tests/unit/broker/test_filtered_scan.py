@@ -179,8 +179,7 @@ def test_unreplicated_messages_are_not_passed_over(monkeypatch):
     consumer.ask(timeout_ms=60_000)
     group.a.host.settle()
     assert group.a.log.state.next_sequence["s"] == 3 and group.progress.position == 1
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.progress.position == 3
 
 
@@ -349,14 +348,6 @@ def test_labels_of_requeued_ranges_alone_are_read(monkeypatch, most, expected):
     readings = readings_of(group)
     assert consumer.sequences() + consumer.sequences() == [0, 3, 6]
     assert readings[0] == expected
-
-
-def test_bodies_are_read_per_rule():
-    group = Group.made(tail_bytes=0).start()
-    more(group, PAY, CANCEL, first=0)
-    more(group, NONE, first=2)
-    assert Consumer(group, "c1", **PAYS).sequences() == [0]
-    assert Consumer(group, "c2", group="h", tags=["cancel"]).sequences() == [1]
 
 
 def test_frames_in_the_tail_are_not_read():

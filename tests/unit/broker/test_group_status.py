@@ -15,7 +15,6 @@ from qmq.log.group import Consumer as LogConsumer
 from qmq.log.group import Group as LogGroup
 from qmq.log.group import UnackedRange
 from qmq.log.requeued import Requeued, RequeuedRange
-from qmq.log.segments import log_name
 from qmq.tools.findings import GROUP_CAUSES
 from qmq.types import Role
 from tests.unit.broker.world import Client, Group
@@ -296,7 +295,7 @@ def test_read_and_shown_ages_are_bounded(monkeypatch, bound):
 def test_damage_found_during_backlog_scan_is_reported(monkeypatch):
     group, _ = consuming("m0", tail_bytes=0)
     (ref,) = group.a.log.frames("s", 0, 1)
-    group.a.disk.flip(log_name(0), 8 * ref.offset)
+    group.a.flip(ref.offset)
 
     def fails(*_):
         raise CorruptFrame(ref.offset, "an index had to be made again")

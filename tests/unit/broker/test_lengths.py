@@ -110,8 +110,7 @@ def test_deleted_messages_do_not_wait(ranges, monkeypatch):
             client.done(client.nack(begin, end, delay_ms=60_000 + number))
             begin = end
         assert len(group.progress.requeued) == ranges
-    while len(group.a.log.bases) > 2:
-        group.a.drop_oldest_segment()
+    group.a.drop_segments(left=2)
     first = group.a.log.frames("s", 0, 1)[0].begin
     assert first > 1
     for number in range(first):

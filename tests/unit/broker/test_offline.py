@@ -79,6 +79,5 @@ def test_consumer_stays_offline_after_a_restart():
     group.cut()
     group.a.crash()
     assert group.a.node.start_without_metaserver()
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.subscribed("c").take() == []

@@ -160,21 +160,6 @@ def test_long_backlog_costs_an_idle_subject_one_turn(looks):
 # Order.
 
 
-def test_consumers_of_a_group_take_turns():
-    group, producer = a_group()
-    some, order = consumers(group, 3), []
-    for batch in range(2):
-        pulls = [(consumer, waits(consumer)) for consumer in some]
-        for number in range(3):
-            producer.store(f"m{batch}{number}")
-            order += [
-                some.index(consumer)
-                for consumer, pull in pulls
-                if consumer.answered(pull) and consumer.ids(pull) == [f"m{batch}{number}"]
-            ]
-    assert order == [0, 1, 2, 0, 1, 2]
-
-
 @pytest.mark.parametrize("messages", ["new", "requeued"])
 def test_consumers_of_a_group_share_a_batch(messages):
     group, producer = a_group()
@@ -200,31 +185,6 @@ def test_pull_leaves_with_the_messages_it_waits_for():
 
 
 # Deadlines.
-
-
-def test_pulls_time_out_in_order_of_deadline():
-    group, _ = a_group()
-    first, other = consumers(group, 2)
-    pulls = [(first, 400_000), (first, 300), (other, 200), (first, 100), (other, 40_000), (other, 100)]
-    opaques = [(consumer, consumer.pull(timeout_ms=timeout_ms), timeout_ms) for consumer, timeout_ms in pulls]
-    waited = 0
-    for until in (99, 100, 199, 200, 299, 300, 29_000, 39_999, 40_000, 399_999, 400_000):
-        for step in [*range(waited + 1_000, until, 1_000), until]:
-            wait(group, step - waited, first, other)
-            waited = step
-        for consumer, opaque, timeout_ms in opaques:
-            assert consumer.answered(opaque) == (timeout_ms <= until), (timeout_ms, until)
-    again = first.pull(timeout_ms=50)
-    wait(group, 50, first)
-    assert first.answered(again)
-
-
-def wait(group: Group, ms: int, *alive: Client) -> None:
-    group.a.host.clock_ms += ms
-    for consumer in alive:
-        consumer.heartbeat()
-    group.a.node.tick()
-    group.settle()
 
 
 def test_overdue_pull_gets_no_message():
@@ -274,17 +234,3 @@ def test_writable_connection_is_served_again():
     group.a.node.writable_again(consumer.link)
     group.settle()
     assert [consumer.ids(pull) for pull in waiting] == [["m0"], ["m1"]]
-
-
-@pytest.mark.slow
-def test_owed_bytes_of_a_stalled_connection_are_bounded():
-    group, producer, stalled = with_consumer(message_bytes_max=1 << 20)
-    for number in range(700):
-        producer.store(f"m{number}", size=30_000)
-    for _ in range(60):
-        waits(stalled, most=20)
-        group.a.host.turn()
-    link, reads = stalled.link, len(group.a.host.reads)
-    assert OWED_BYTES_MAX <= link.owed_bytes < OWED_BYTES_MAX + (1 << 20) and not link.answers.keys() - {1}
-    group.settle()
-    assert link.owed_bytes == 0 and reads and len(link.answers) > 30

@@ -10,7 +10,6 @@ from qmq.broker import positions
 from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError
 from qmq.log.fold import State
 from qmq.log.index import FrameRef
-from qmq.log.segments import log_name
 from qmq.replication.readonly import Reason
 from tests.unit.broker.world import Group, a_group
 
@@ -94,8 +93,7 @@ def test_damage_found_during_a_move_is_reported():
     for number in range(3):
         client.store(f"m{number}")
     group.subscribed("c")
-    ref = group.a.log.frames("s", 1, 1)[0]
-    group.a.disk.flip(log_name(0), 8 * ref.offset)
+    group.a.flip(group.a.log.frames("s", 1, 1)[0].offset)
     with pytest.raises(NotServed, match="damaged"):
         move(group, "time", 1)
     assert group.a.log.damage is not None and not group.a.node.writable

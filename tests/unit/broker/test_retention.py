@@ -12,7 +12,7 @@ from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, decode_retention, encode_retention
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.clocks import READING_MS_MAX
-from qmq.replication.retention import HOUR_MS, old_segments
+from qmq.replication.retention import HOUR_MS
 from qmq.types import Role
 from tests.unit.broker.world import SETTINGS, Client, Group
 from tests.unit.log.logs import Copy
@@ -249,19 +249,6 @@ def test_dropped_messages_block_no_group_and_no_producer():
     assert full.code(refused) == ErrorCode.SUBJECT_FULL and other.receipt(stored).stored == 1
 
 
-def test_acked_message_is_not_counted_as_lost():
-    group = a_group(unconsumed="drop", retention_bytes=100_000)
-    client = consume_nothing(group)
-    pulled = client.pull(most=30)
-    group.settle()
-    begin = client.pulled(pulled)[0][0]
-    client.ack(begin, begin + 30)
-    produce(group)
-    group.look_after_logs()
-    lost = group.a.log.frames("s", 0, 1)[0].begin - 30
-    assert group.a.log.state.kept.unconsumed == {("s", "g"): lost}
-
-
 def test_group_begun_after_the_decision_starts_behind_it():
     group = a_group()
     days_pass(group, 9)
@@ -275,18 +262,6 @@ def test_group_begun_after_the_decision_starts_behind_it():
     client.join("c2")
     assert group.a.log.state.kept.unconsumed == {} and group.a.master.skipped == {}
     assert group.a.log.start == position
-
-
-def test_old_log_ages_from_its_first_retention_frame():
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(40)
-    days = 365 * DAY_MS
-    assert list(old_segments(copy.log, SETTINGS, days)) == []
-    body = encode_retention(RetentionDecision(0, "", {}, {}))
-    copy.append(FrameKind.RETENTION, "", body, timestamp_ms=days)
-    assert list(old_segments(copy.log, SETTINGS, days + 72 * HOUR_MS)) == []
-    assert len(list(old_segments(copy.log, SETTINGS, days + 73 * HOUR_MS))) == len(copy.log.bases) - 1
 
 
 def test_oldest_segment_waits_for_the_next_on_disk():

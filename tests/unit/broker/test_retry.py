@@ -249,8 +249,7 @@ def test_absence_begins_when_the_consumer_leaves(how):
             client.leave()
         client.lost()
         group.wait(7_500, times=20)
-        group.connect()
-        group.settle()
+        group.agree()
         group.client().store("while it was away")
     again = group.subscribed("host1", group="host1", broadcast=True, start="latest")
     assert again.take() == ["while it was away"]

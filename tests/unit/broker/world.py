@@ -20,13 +20,14 @@ from qmq.broker.positions import Ask
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings
 from qmq.broker.subscriptions import LOOKS_IN_LEASE
-from qmq.codec import decode_envelope, encode_message, join_batch, split_batch
+from qmq.codec import decode_envelope, encode_labels, encode_message, join_batch, label_of_message, split_batch
 from qmq.errors import ErrorCode, LogError, from_code
 from qmq.log import Commit, MessageLog
-from qmq.log.frame import Frame, FrameKind, decode_frames
+from qmq.log.frame import Frame, FrameKind, decode_frames, label_flags
 from qmq.log.group import Group as LogGroup
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.progress_frame import Progress, decode_progress
+from qmq.log.segments import log_name
 from qmq.message import Message
 from qmq.rations import Ration
 from qmq.remoting import commands
@@ -198,6 +199,15 @@ class Broker:
         self.host.pass_soon()
         self.host.settle()
 
+    def drop_segments(self, *, left: int) -> None:
+        while len(self.log.bases) > left:
+            self.drop_oldest_segment()
+
+    def flip(self, offset: int) -> None:
+        """Flip a bit of the byte at an offset of the log."""
+        base = max(base for base in self.log.bases if base <= offset)
+        self.disk.flip(log_name(base), 8 * (offset - base))
+
     def crash(self, rng=None) -> None:
         self.disk.crash(rng)
         self.start()
@@ -232,10 +242,10 @@ class Broker:
         self.host.clock_ms += ms
         self.node.tick()
 
-    def alone(self) -> None:
-        """Become master after a restart with a whole log and without a slave."""
+    def alone(self, term: int = 0) -> None:
+        """Begin a mastership with a whole log and without a slave, after a restart or in this new term."""
         self.node.identity.completed(True)
-        self.assign(Role.MASTER, self.node.identity.value.term or 1)
+        self.assign(Role.MASTER, term or self.node.identity.value.term or 1)
         self.wait(self.settings.slave_wait_ms)
         self.host.settle()
 
@@ -313,6 +323,13 @@ class Client:
     def store(self, *ids: str, **terms) -> Produced:
         """Send one batch, settle, and return its receipt."""
         return commands.decode_produced(memoryview(self.done(self.produce(*ids, **terms))))
+
+    def store_labelled(self, *messages: Message) -> list[int]:
+        """Send one batch with labels to the subject s, settle, and return the labels."""
+        labels = [label_of_message(message) for message in messages]
+        encoded = [encode_message(message, 0) for message in messages]
+        self.done(self.produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels)))
+        return labels
 
     # Consuming.
 
@@ -394,6 +411,10 @@ class Client:
         ack = Ack(subscription or self.last_subscription, list(ranges))
         return self.send(Command.ACK, commands.encode_ack(ack))
 
+    def begin(self, begin: int, end: int) -> int:
+        """Report that a handler begins with these messages."""
+        return self.send(Command.BEGIN, commands.encode_ack(Ack(self.last_subscription, [(begin, end)])))
+
     def nack(
         self,
         begin: int,
@@ -437,8 +458,7 @@ class Group:
         """Assign roles, connect, and let both agree."""
         self.a.assign(Role.MASTER, term)
         self.b.assign(Role.SLAVE, term)
-        self.connect()
-        self.settle()
+        self.agree()
         return self
 
     def subscribed(self, consumer: str = "c1", **terms) -> Client:
@@ -471,6 +491,11 @@ class Group:
         self.at_master, self.at_slave = FakeLink("slave"), FakeLink("master")
         self.b.host.hellos.clear()
         self.b.slave.connected(self.at_slave)
+
+    def agree(self) -> None:
+        """Connect, and let both copies agree."""
+        self.connect()
+        self.settle()
 
     def cut(self) -> None:
         """Break the connection; packets on the way are lost."""
@@ -558,8 +583,7 @@ class Group:
         self.a.assign(Role.SLAVE, term)
         self.b.assign(Role.MASTER, term)
         self.a, self.b = self.b, self.a
-        self.connect()
-        self.settle()
+        self.agree()
 
 
 def a_group(**settings) -> tuple[Group, Client]:

@@ -60,6 +60,16 @@ class Copies:
                 self.wires[name].cut()
                 self.wires[name].at_master = self.wires[name].at_slave = None
 
+    def store(self, *ids: str, **terms) -> None:
+        """Let a client of `a` send one batch, and settle."""
+        Client(self.a).produce(*ids, **terms)
+        self.settle()
+
+    def wait(self, ms: int) -> None:
+        """Let time pass at `a`, and settle."""
+        self.a.wait(ms)
+        self.settle()
+
     def settle(self) -> None:
         before = None
         while before != (before := [broker.log.end for broker in (self.a, self.b, self.c)] + [self.high]):
@@ -76,11 +86,18 @@ class Copies:
         return watch.follower.state
 
 
+def with_messages(count: int = 12, **changes) -> Group:
+    """Return a group with messages m0, m1, …; a segment has room for a few."""
+    group = Group.made(**changes).start()
+    for number in range(count):
+        group.client().store(f"m{number}", size=900)
+    return group
+
+
 def group_at_rest(**changes) -> Group:
     """Return a group at rest: everything is acknowledged, and both copies have saved the acknowledged point."""
     group = Group.made(**changes).start()
-    Client(group.a).produce("m")
-    group.settle()
+    group.client().store("m")
     for _ in range(20):
         for broker in (group.a, group.b):
             broker.wait(100)

@@ -233,7 +233,7 @@ def test_agreement_at_an_epoch_begin_reads_nothing():
     ours, theirs = history((1, 1, 2), tail_bytes=0, segment_bytes=4096), LOGS[1, 1, 1]
     begin = ours.log.state.epochs[1].offset
     for at in (begin - 80, begin + 20):
-        ours.disk.flip(f"log/{0:020d}.log", 8 * at)
+        ours.flip(at)
     assert agree(hello_of(theirs), ours.log, Epoch(9, 1), has_begun=True).offset == begin
 
 
@@ -291,7 +291,7 @@ def test_epoch_used_twice_is_not_common(common):
 def test_unreadable_frames_prove_no_second_use():
     (here, _), (written, _) = used_again(), used_again()
     hello, begin = proven(here), here.log.state.epochs[-1].offset
-    here.disk.flip(f"log/{0:020d}.log", 8 * (begin + 20))
+    here.flip(begin + 20)
     assert agree(hello, here.log, Epoch(9, 1), has_begun=True).offset == here.log.end
     fresh = Copy()
     fresh.messages("0")

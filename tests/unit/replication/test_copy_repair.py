@@ -11,17 +11,14 @@ from qmq.replication.copy_repair import Sources, _is_other_history
 from qmq.replication.identity import Point
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import Broker, Client, Group
+from tests.unit.replication.copies import with_messages
 
 COUNT = 12
 
 
 def stored(**changes) -> Group:
     """Return a group with messages in several segments, none of them in memory."""
-    group = Group.made(tail_bytes=0, **changes).start()
-    client = Client(group.a)
-    for number in range(COUNT):
-        client.produce(f"m{number}", size=900)
-        group.settle()
+    group = with_messages(COUNT, tail_bytes=0, **changes)
     assert len(group.a.log.bases) > 3 and group.a.node.writable
     return group
 
@@ -29,8 +26,7 @@ def stored(**changes) -> Group:
 def damage(broker: Broker, sequence: int) -> int:
     """Flip a bit of a message's body; return the offset of its frame."""
     (ref,) = broker.log.frames("s", sequence, 1)
-    base = max(base for base in broker.log.bases if base <= ref.offset)
-    broker.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + ref.length // 2))
+    broker.flip(ref.offset + ref.length // 2)
     return ref.offset
 
 
@@ -145,8 +141,7 @@ def written_alone_and_damaged() -> tuple[Group, int]:
     for _ in range(2):
         group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
     group.a.host.settle()
-    base = group.a.log.bases[-1]
-    group.a.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + 20))
+    group.a.flip(offset + 20)
     group.a.crash()
     assert group.a.log.damage.begin == offset
     group.a.assign(Role.MASTER, 1)
@@ -199,11 +194,11 @@ def test_leaving_the_role_saves_the_acknowledged_point():
 def test_repair_waits_for_writes_under_way(theirs_start, why):
     group = stored()
     group.cut()
-    offset, base = group.a.log.end, group.a.log.bases[-1]
+    offset = group.a.log.end
     for _ in range(2):
         group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
     group.a.host.settle()
-    group.a.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + 20))
+    group.a.flip(offset + 20)
     with pytest.raises(CorruptFrame) as found:
         group.a.log.stored.read(offset, group.a.log.end, 1)
     group.a.node.found_damage(found.value)
@@ -264,8 +259,7 @@ def test_unreplayed_frames_of_a_lone_master_are_cut():
     for size in (first.body_bytes, 8, 8):
         group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}".ljust(size))
     group.a.host.settle()
-    base = group.a.log.bases[-1]
-    group.a.disk.flip(f"log/{base:020d}.log", 8 * (first.end - base + 20))
+    group.a.flip(first.end + 20)
     group.a.crash()
     group.a.assign(Role.MASTER, 1)
     assert group.a.node.role is None and group.a.log.damage.begin == first.end
@@ -278,7 +272,7 @@ def test_master_is_readonly_until_all_is_repaired():
     group = stored()
     first, second = group.b.log.frames("s", 1, 2)
     for ref in (first, second):
-        group.a.disk.flip(f"log/{0:020d}.log", 8 * (ref.offset + 20))
+        group.a.flip(ref.offset + 20)
     with pytest.raises(CorruptFrame) as found:
         group.a.log.stored.read(first.offset, group.a.log.end, 1)
     group.a.node.found_damage(found.value)
@@ -293,8 +287,7 @@ def test_master_is_readonly_until_all_is_repaired():
 def test_only_segment_is_never_dropped(segments):
     group = Group.made(tail_bytes=0, segment_bytes=1 << 14).start()
     while len(group.a.log.bases) < segments or group.a.log.end < 2_000:
-        Client(group.a).produce("m", size=900)
-        group.settle()
+        group.client().store("m", size=900)
     met(group.a, 0)
     assert (
         len(group.a.log.bases) == segments and group.a.node.repairs.plan(group.a.log.bases[-1] or 500, 1 << 40) is None

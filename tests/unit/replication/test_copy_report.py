@@ -100,7 +100,7 @@ def test_empty_file_is_reported_damaged():
 
 def test_report_of_an_unreadable_epoch_frame():
     copy = Copy.filled(60)
-    copy.disk.flip(f"log/{0:020d}.log", 8 * 20)
+    copy.flip(20)
     assert report(copy.disk)["epochs"] == [{"term": 1, "boot": 1, "offset": 0, "incarnation": "", "why": ""}]
 
 
@@ -120,8 +120,7 @@ def test_reported_ids_end_at_damage_or_limit(monkeypatch):
             "",
         )
         assert above["ids"] == [["of three", at, id] for at, id in enumerate(named)]
-    base = copy.log.bases[2]
-    copy.disk.flip(f"log/{base:020d}.log", 8 * 200)
+    copy.flip(copy.log.bases[2] + 200)
     found = report(copy.disk, above=copy.log.bases[1])
     assert found["epochs"][0]["incarnation"] == "b", "its own frame can be read"
     above = found["above"]
@@ -156,8 +155,7 @@ def test_report_without_a_manifest_misses_nothing():
 @pytest.mark.parametrize("at", [0, 1, -2])
 def test_closed_segments_are_verified_on_request(at):
     copy = Copy.filled(60)
-    base = copy.log.bases[at]
-    copy.disk.flip(f"log/{base:020d}.log", 8 * 200)
+    copy.flip(copy.log.bases[at] + 200)
     names = [[trouble["name"] for trouble in report(copy.disk, verify=verify)["troubles"]] for verify in (False, True)]
     assert ["corrupt" in name for name in names] == [False, True]
 

@@ -94,8 +94,7 @@ def test_next_filling_needs_a_new_order():
     assert fill_id(copies.c) != order[0]
     copies.c.node.identity.completed(False)  # as a snapshot does
     copies.cut("c")
-    Client(copies.a).produce("m8")
-    copies.settle()
+    copies.store("m8")
     copies.connect("c")
     assert copies.state("c") is FollowerState.UNFILLED
 
@@ -121,8 +120,7 @@ def test_order_for_another_filling_changes_nothing():
 def test_stop_order_does_not_stop_catching_up():
     copies = Copies().start()
     copies.cut("c")
-    Client(copies.a).produce("m1")
-    copies.settle()
+    copies.store("m1")
     wire = copies.wires["c"]
     wire.connect()
     wire.deliver_hello()

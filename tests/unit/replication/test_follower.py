@@ -15,7 +15,7 @@ from qmq.replication.agreement import Action, Agreement
 from qmq.replication.follower import FOLLOWER, Absent, CatchingUp, Follower, FollowerEvent, FollowerState, Restoring
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
-from tests.unit.broker.test_replication import a_master_restoring_in_pieces, filled, replace_slave
+from tests.unit.broker.test_replication import a_master_restoring_in_pieces, filled, replace_master, replace_slave
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.replication.copies import Copies
 
@@ -35,8 +35,7 @@ def test_confirmation_of_another_log_is_divergence():
     group.to_master()
     assert group.a.master.slaves.all[0].follower.state is S.DIVERGED and gate.too_few_in_sync
     assert group.a.master.readonly.reasons == [Reason.DIVERGED, Reason.SLAVE_DOWN]
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.a.master.slaves.all[0].follower.state is S.IN_SYNC and not group.a.master.readonly.reasons
 
 
@@ -97,8 +96,7 @@ def test_confirmed_frames_do_not_count_as_lag():
     group = Group.made(slave_lag_ms_max=1_000).start()
     unconfirmed(group)
     group.a.wait(100)
-    group.a.wait(900)
-    group.settle()
+    group.wait(900)
     unconfirmed(group)
     for _ in range(2):
         group.a.wait(900)
@@ -117,11 +115,7 @@ def filling() -> tuple[Broker, Broker]:
 
 def restoring() -> tuple[Broker, Broker]:
     group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
-    group.cut()
-    group.a = Broker("new master", group.a.settings)
-    group.a.assign(Role.MASTER, 2)
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
+    replace_master(group)
     group.settle()
     return group.b, group.a
 
@@ -182,8 +176,7 @@ def test_copied_slave_is_refused_beside_the_original(caplog):
     assert group.a.node.writable and slave.log.end == group.a.log.end > copied.log.end
     group.cut()
     group.b = copied
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.a.node.writable and copied.log.end == group.a.log.end
 
 
@@ -201,8 +194,7 @@ def test_begun_mastership_refuses_frames_of_slaves():
 def test_restarted_mastership_reconnects_its_restoring_slave():
     """Otherwise the slave would wait for ever for a confirmation of frames sent to the former mastership."""
     copies = Copies().start()
-    Client(copies.a).produce("m1")
-    copies.settle()
+    copies.store("m1")
     copies.cut()
     copies.a = Broker("a", SETTINGS)
     copies.start(term=2, connected="")
@@ -239,8 +231,7 @@ def test_catching_up_continues_with_each_confirmation(monkeypatch):
     copies = Copies().start()
     copies.cut("c")
     for number in range(8):
-        Client(copies.a).produce(f"m{number}", size=200)
-        copies.settle()
+        copies.store(f"m{number}", size=200)
     monkeypatch.setattr(shipper, "WINDOW_BYTES", 1)
     monkeypatch.setattr(shipper, "PACKET_BYTES", 1)
     wire = copies.wires["c"]
@@ -260,11 +251,7 @@ def test_restoring_continues_with_each_confirmation(monkeypatch):
     monkeypatch.setattr(shipper, "PACKET_BYTES", 1)
     group = filled()
     end = group.a.log.end
-    group.cut()
-    group.a = Broker("new master", group.a.settings)
-    group.a.assign(Role.MASTER, 2)
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
+    replace_master(group)
     group.settle()
     assert group.a.node.writable and group.a.log.end == group.b.log.end > end
 
@@ -296,10 +283,8 @@ def rolled_back() -> Group:
     """Return a group with a master's disk that is older than a point that its slave stored."""
     group = Group.made().start()
     older = group.a.disk.copy()
-    Client(group.a).produce("m")
-    group.settle()
-    group.a.wait(100)
-    group.settle()
+    group.client().store("m")
+    group.wait(100)
     assert group.b.node.identity.points.own.end == group.a.log.end
     group.cut()
     group.a.disk.put_back(older)
@@ -320,10 +305,8 @@ def test_slaves_point_shows_a_rolled_back_master():
 
 def test_master_with_the_slaves_point_lacks_nothing():
     group = Group.made().start()
-    Client(group.a).produce("m")
-    group.settle()
-    group.a.wait(100)
-    group.settle()
+    group.client().store("m")
+    group.wait(100)
     group.connect()
     assert group.deliver_hello() and group.a.node.identity.points.lacks is None
 
@@ -346,8 +329,7 @@ def test_rolled_back_master_refuses_a_rolled_back_slave():
 def with_a_new_master() -> Copies:
     """Return copies after their master lost its directory; b and c have its frames and sent no hello yet."""
     copies = Copies().start()
-    Client(copies.a).produce("m1")
-    copies.settle()
+    copies.store("m1")
     copies.cut()
     copies.a = Broker("a", SETTINGS)
     return copies.start(term=2, connected="")
@@ -436,8 +418,7 @@ def test_pull_is_answered_when_the_slave_matches():
     waiting = client.pull(timeout_ms=60_000)
     group.a.host.settle()
     assert not client.answered(waiting)
-    group.connect()
-    group.settle()
+    group.agree()
     assert [id for _, _, id in client.pulled(waiting)] == ["m"] and client.flags(waiting) == {0}
 
 
@@ -453,6 +434,5 @@ def test_illegal_follower_transition_restarts_the_mastership(monkeypatch):
         group.connect()
         group.deliver_hello()
     assert FOLLOWER.illegal == illegal + 1 and group.a.master.epoch > epoch
-    group.connect()
-    group.settle()
+    group.agree()
     assert states(group) == [S.CATCHING_UP, S.IN_SYNC] and group.a.node.writable

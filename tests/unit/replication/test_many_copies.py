@@ -65,8 +65,7 @@ def test_master_waits_for_the_third_copy():
     copies.connect("b")
     copies.a.wait(OTHERS_WAIT_MS - 100)
     assert not copies.a.master.has_begun
-    copies.a.wait(100)
-    copies.settle()
+    copies.wait(100)
     assert copies.a.master.has_begun and copies.a.node.writable
 
 
@@ -102,8 +101,7 @@ def test_restarted_master_waits_for_copies_in_sync(order):
 def test_rejoin_wait_ends_and_names_the_missing_copy(caplog):
     copies, _ = powered_off_after_a_lie()
     copies.start(connected="c", term=2, awaited="bc")
-    copies.a.wait(int(SETTINGS.rejoin_wait_s * 1000))
-    copies.settle()
+    copies.wait(int(SETTINGS.rejoin_wait_s * 1000))
     assert copies.a.node.writable and not copies.a.node.readonly_reasons
     (line,) = [record.getMessage() for record in caplog.records if "wait for copies ended" in record.getMessage()]
     assert "b:20881" in line and "c:20881" not in line
@@ -117,8 +115,7 @@ def test_restarted_master_ignores_slaves_absent_before():
     copies = Copies().start()
     copies.a.crash()
     copies.start(connected="b", awaited="b")
-    copies.a.wait(OTHERS_WAIT_MS)
-    copies.settle()
+    copies.wait(OTHERS_WAIT_MS)
     assert copies.a.node.writable
 
 
@@ -150,8 +147,7 @@ def test_broker_with_a_replaced_disk_counts_once():
     replaced.assign(Role.SLAVE, 1, slaves=2, min_copies=3)
     copies.wires["again"] = Group(copies.a, replaced)
     copies.connect(["again"])
-    copies.a.wait(OTHERS_WAIT_MS)
-    copies.settle()
+    copies.wait(OTHERS_WAIT_MS)
     assert len(copies.a.master.slaves.in_sync) <= 1 and copies.a.master.gate.too_few_in_sync
 
 
@@ -176,18 +172,15 @@ def parted_from_b(copies: Copies) -> Copies:
 
 def test_diverged_slave_keeps_its_frames():
     copies = parted_from_b(Copies())
-    copies.a.wait(OTHERS_WAIT_MS)
-    copies.settle()
+    copies.wait(OTHERS_WAIT_MS)
     assert copies.a.master.has_begun
     kept = copies.b.log.end
     copies.connect("b")
     assert copies.state("b") is FollowerState.DIVERGED and copies.b.log.end == kept
     assert copies.a.master.yields_from is None
-    stored = Client(copies.a).produce("m2")
-    copies.settle()
+    copies.store("m2")
     assert copies.a.node.writable and copies.a.log.chain == copies.c.log.chain
     assert "diverged" in copies.b.node.readonly_reasons and not copies.a.node.readonly_reasons
-    assert stored
 
 
 @pytest.mark.parametrize("min_copies, connected, begins", [(2, "b", False), (2, "bc", True), (3, "bc", True)])
@@ -196,15 +189,13 @@ def test_diverged_slave_does_not_delay_the_master(min_copies, connected, begins)
     waits for that one.
     """
     copies = parted_from_b(Copies(min_copies=min_copies))
-    copies.a.wait(SETTINGS.slave_wait_ms)
-    copies.settle()
+    copies.wait(SETTINGS.slave_wait_ms)
     copies.a.crash()
     copies.a.node.identity.completed(False)
     copies.start(connected=connected, term=2)
     copies.a.wait(SETTINGS.slave_wait_ms - 1)
     assert copies.state("b") is FollowerState.DIVERGED and not copies.a.master.has_begun
-    copies.a.wait(1)
-    copies.settle()
+    copies.wait(1)
     assert copies.a.master.has_begun == begins
     assert copies.a.node.writable == (begins and min_copies == 2) and copies.b.log.end
 
@@ -221,10 +212,8 @@ def put_back(copies: Copies) -> Copies:
     copies.c.host.settle()  # it began alone
     copies.start(term=3, connected="b")
     copies.a.wait(OTHERS_WAIT_MS)
-    Client(copies.a).produce("m1", size=900)
-    copies.settle()
-    copies.a.wait(200)
-    copies.settle()
+    copies.store("m1", size=900)
+    copies.wait(200)
     assert copies.b.node.identity.points.own.end == copies.b.log.end > copies.c.log.end
     copies.cut()
     copies.a.disk.put_back(before)
@@ -265,8 +254,7 @@ def test_master_drops_restored_frames_below_the_point(taken, remembers):
     assert not copies.a.master.has_begun or copies.a.log.end == copies.b.log.end
     copies.cut()
     copies.connect("cb")
-    copies.a.wait(OTHERS_WAIT_MS)
-    copies.settle()
+    copies.wait(OTHERS_WAIT_MS)
     assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain
     assert copies.a.log.state.epochs[: len(kept)] == kept
     copies.cut("c")
@@ -278,10 +266,8 @@ def test_master_below_a_diverged_slaves_point_waits():
     """It keeps the frames it confirmed, and lacks the other slave's acknowledged point."""
     copies = parted_from_b(Copies())
     copies.a.wait(OTHERS_WAIT_MS)
-    Client(copies.a).produce("m2")
-    copies.settle()
-    copies.a.wait(200)
-    copies.settle()
+    copies.store("m2")
+    copies.wait(200)
     kept = copies.b.log.end
     copies.cut()
     copies.start(term=2, master=copies.b)
@@ -324,8 +310,7 @@ def test_hello_of_a_diverged_slave_counts_for_yielding(order):
         copies.cut()
         copies.connect(order)
     assert (copies.state("b"), copies.b.log.end) == (FollowerState.DIVERGED, parted_end)
-    copies.a.wait(OTHERS_WAIT_MS)
-    copies.settle()
+    copies.wait(OTHERS_WAIT_MS)
     assert copies.a.node.writable and copies.a.log.chain == copies.c.log.chain
     assert copies.a.log.state.epochs[-1].offset == kept
 
@@ -356,8 +341,7 @@ def test_master_yields_held_frames_to_its_only_slave():
 
 def test_restored_frames_are_held_from_the_hello():
     copies = Copies().start()
-    Client(copies.a).produce("m1")
-    copies.settle()
+    copies.store("m1")
     end = copies.b.log.end
     copies.cut()
     copies.a = Broker("a", SETTINGS)
@@ -371,8 +355,7 @@ def test_restored_frames_are_held_from_the_hello():
 def test_absent_slave_is_not_rolled_back():
     copies = Copies().start()
     copies.cut("c")
-    Client(copies.a).produce("m1")
-    copies.settle()
+    copies.store("m1")
     copies.a.wait(200)  # the point is stored
     point = copies.a.node.identity.points.own
     copies.c.node.remembered_elsewhere([point], may_be_behind=True)

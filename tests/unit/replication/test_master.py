@@ -12,7 +12,7 @@ from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
-from tests.unit.replication.copies import Copies
+from tests.unit.replication.copies import Copies, with_messages
 
 
 def test_first_mastership_of_a_term_has_boot_1():
@@ -61,10 +61,8 @@ def test_own_disk_is_late_after_the_limit():
 
 def test_waiting_master_is_not_drained():
     copies = Copies().start()
-    Client(copies.a).produce("m")
-    copies.settle()
-    copies.a.wait(SAVE_MS)
-    copies.settle()
+    copies.store("m")
+    copies.wait(SAVE_MS)
     copies.cut()
     copies.a.node.identity.points.save()
     copies.a.crash()
@@ -118,8 +116,7 @@ def test_unknown_command_is_answered_with_its_number():
 
 def test_master_waiting_for_its_disk_is_busy():
     group = Group.made().start()
-    group.a.wait(100)
-    group.settle()
+    group.wait(100)
     assert group.a.master.quiet_ms() == QUIET_MS
     Client(group.a).produce("m")
     group.a.host.turn()
@@ -139,12 +136,9 @@ def test_ended_mastership_makes_no_progress():
 
 
 def test_mastership_with_a_damaged_log_is_readonly():
-    group = Group.made(tail_bytes=0).start()
-    for number in range(6):
-        Client(group.a).produce(f"m{number}", size=900)
-        group.settle()
+    group = with_messages(6, tail_bytes=0)
     (message,) = group.a.log.frames("s", 1, 1)
-    group.a.disk.flip(f"log/{0:020d}.log", 8 * (message.offset + message.length // 2))
+    group.a.flip(message.offset + message.length // 2)
     group.a.node.found_damage(CorruptFrame(message.offset, "met"))
     group.a.assign(Role.MASTER, 2)
     assert group.a.master.readonly.reasons == [Reason.CORRUPT, Reason.SLAVE_DOWN]

@@ -17,8 +17,9 @@ from qmq.replication.identity import Point
 from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
+from tests.unit.broker.test_replication import replace_master
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
-from tests.unit.replication.copies import Copies, group_at_rest
+from tests.unit.replication.copies import Copies, group_at_rest, with_messages
 
 # Rows.
 
@@ -107,8 +108,7 @@ def test_agreement_clears_the_divergence():
     group = group_at_rest()
     group.b.node.agreed(group.at_slave, Diverged("they differ"))
     group.cut()
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.b.node.readonly_reasons == [] and group.a.node.writable
 
 
@@ -145,20 +145,16 @@ def test_repeated_divergence_is_logged_once(caplog):
 def test_slave_unreplayable_after_its_cut_has_no_part():
     group = Group.made(tail_bytes=0).start()
     for id in ("damaged", "kept"):
-        Client(group.a).produce(id)
-        group.settle()
+        group.client().store(id)
     Client(group.a).produce("never acknowledged")
     group.a.host.settle()
     group.cut()
-    group.b.assign(Role.MASTER, 2)
-    group.b.wait(group.b.settings.slave_wait_ms)
-    group.b.host.settle()
+    group.b.alone(2)
     group.a, group.b = group.b, group.a
     (damaged,) = group.a.log.frames("s", 0, 1)
-    group.b.disk.flip(f"log/{0:020d}.log", 8 * (damaged.offset + 20))
+    group.b.flip(damaged.offset + 20)
     group.b.assign(Role.SLAVE, 2)
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.b.node.role is None and group.b.node.readonly_reasons == [Reason.CORRUPT]
     assert group.b.log.end == damaged.offset
 
@@ -195,8 +191,7 @@ def test_restarting_master_answers_the_hello_first(monkeypatch):
     group = group_at_rest()
     group.b.node.identity.learn(Epoch(1, 7))
     assert hello_again(group) == ErrorCode.FENCED and group.a.master.epoch == Epoch(1, 8)
-    group.connect()
-    group.settle()
+    group.agree()
 
     def agree(hello, log, epoch, **_):
         return Agreement(epoch, Action.RESTORE, log.end, log.chain, log.end)
@@ -219,8 +214,7 @@ def test_waiting_master_is_not_writable():
 def test_point_write_failure_ends_the_process(monkeypatch):
     group, calls = group_at_rest(), []
     node, host = group.a.node, group.a.host
-    Client(group.a).produce("n")
-    group.settle()
+    group.client().store("n")
     monkeypatch.setattr(host, "write", lambda job, done: calls.append((job, done)))
     group.a.wait(1_000)
     ((job, done),) = calls
@@ -239,12 +233,10 @@ def test_ended_mastership_saves_its_point(monkeypatch, is_slow):
     """
     group, calls = group_at_rest(), []
     if is_slow:  # a thread still writes the previous point
-        Client(group.a).produce("m2")
-        group.settle()
+        group.client().store("m2")
         monkeypatch.setattr(group.a.host, "write", lambda job, done: calls.append((job, done)))
         group.a.wait(1_000)
-    Client(group.a).produce("n")
-    group.settle()
+    group.client().store("n")
     point = group.a.master.gate.point
     group.a.assign(Role.SLAVE, 2)
     for job, done in calls:
@@ -275,8 +267,7 @@ def test_rolled_back_pair_waits():
     group = group_at_rest()
     group.cut()
     group.a.node.remembered_elsewhere([Point(Epoch(1, 1), group.a.log.end + 800, 7)])
-    group.connect()
-    group.settle()
+    group.agree()
     assert not group.a.master.has_begun and Reason.ROLLED_BACK in group.a.node.readonly_reasons
 
 
@@ -315,8 +306,7 @@ def wrote_alone() -> Group:
     group = Group.made().start()
     older = group.a.disk.copy()
     for number in range(5):
-        Client(group.a).produce(f"acknowledged {number}")
-        group.settle()
+        group.client().store(f"acknowledged {number}")
     group.cut()
     group.a.disk.put_back(older)
     group.a.start()
@@ -339,8 +329,7 @@ def test_master_yields_after_its_write():
     group.a.host.fsync()
     assert group.a.node.role is not None and group.a.log.end < end and group.a.disk.names("quarantine")
     for _ in range(2):
-        group.connect()
-        group.settle()
+        group.agree()
     assert group.a.node.writable and group.a.log.chain == group.b.log.chain
 
 
@@ -397,20 +386,12 @@ def test_frames_arriving_during_a_commit_follow_it():
     assert group.a.log.is_idle and group.b.log.end == group.a.log.end
 
 
-def stored(**changes) -> Group:
-    group = Group.made(**changes).start()
-    for number in range(12):
-        Client(group.a).produce(f"m{number}", size=900)
-        group.settle()
-    return group
-
-
 def frames_told(link: FakeLink) -> int:
     return sum(command == Command.FRAMES for command, _ in link.pushed)
 
 
 def test_master_ships_when_its_link_is_writable_again():
-    group = stored()
+    group = with_messages()
     group.at_master.writable = False
     Client(group.a).produce("m")
     group.a.host.settle()
@@ -424,12 +405,8 @@ def test_master_ships_when_its_link_is_writable_again():
 
 def with_an_empty_master():
     """Return a group with a new, empty master that its slave restores."""
-    group = stored()
-    group.cut()
-    group.a = Broker("new master", group.a.settings)
-    group.a.assign(Role.MASTER, 2)
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
+    group = with_messages()
+    replace_master(group)
     return group
 
 
@@ -468,14 +445,14 @@ def test_restored_frames_of_an_earlier_link_stay_unconfirmed(monkeypatch):
 
 
 def test_writable_link_of_a_follower_sends_nothing():
-    group = stored()
+    group = with_messages()
     group.b.node.writable_again(group.at_slave)
     Broker("new").node.writable_again(FakeLink("anybody"))
     assert not group.at_slave.pushed
 
 
 def test_clock_readings_count_on_the_own_link_only():
-    group = stored()
+    group = with_messages()
     for broker, link, whose in ((group.a, group.at_master, SLAVE), (group.b, group.at_slave, MASTER)):
         broker.node.record_copy_clock(FakeLink("a stranger"), broker.host.now_ms() - 7, is_disk_full=True)
         assert broker.node.clocks_ahead_ms() == {}
@@ -484,7 +461,7 @@ def test_clock_readings_count_on_the_own_link_only():
 
 
 def test_full_disk_of_the_slave_makes_readonly():
-    group = stored()
+    group = with_messages()
     for is_full, reasons in ((True, [Reason.DISK]), (False, [])):
         group.a.node.record_copy_clock(group.at_master, group.a.host.now_ms(), is_disk_full=is_full)
         group.a.node.set_disk_full(False)
@@ -494,16 +471,14 @@ def test_full_disk_of_the_slave_makes_readonly():
 def test_group_with_a_catching_up_slave_is_busy():
     copies = Copies().start()
     copies.cut("c")
-    copies.a.wait(1_000)
-    copies.settle()
+    copies.wait(1_000)
     assert copies.a.master.slaves.are_fully_matched and copies.a.master.quiet_ms() == QUIET_MS
     wire = copies.wires["c"]
     wire.connect()
     assert wire.deliver_hello()
     assert not copies.a.master.slaves.are_fully_matched and copies.a.master.quiet_ms() == 0
     copies.settle()
-    copies.a.wait(1_000)
-    copies.settle()
+    copies.wait(1_000)
     assert copies.a.master.slaves.are_fully_matched
     copies.cut("c")  # an absent slave is not waited for
     assert copies.a.master.slaves.are_fully_matched
@@ -512,7 +487,7 @@ def test_group_with_a_catching_up_slave_is_busy():
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_master_with_unreadable_common_end_is_damaged(is_damaged):
     """The reason is corrupt, not diverged."""
-    group = stored(tail_bytes=0)
+    group = with_messages(tail_bytes=0)
     group.cut()
     end, base = group.a.log.end, group.a.log.bases[-1]
     (before,) = group.a.log.frames("s", 11, 1)
@@ -520,8 +495,8 @@ def test_master_with_unreadable_common_end_is_damaged(is_damaged):
     group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
     group.a.host.settle()
     if is_damaged:
-        for offset, at in ((before.offset, before.length // 2), (end, 20)):
-            group.a.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + at))
+        for at in (before.offset + before.length // 2, end + 20):
+            group.a.flip(at)
     group.connect()
     for _ in range(3):
         group.deliver_hello()

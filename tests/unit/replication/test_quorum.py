@@ -177,8 +177,7 @@ def test_seeded_master_reconnects_its_other_slaves():
 
 def test_mastership_waits_for_its_restoring_slave():
     group = Group.made().start()
-    group.a.wait(100)
-    group.settle()
+    group.wait(100)
     assert group.b.node.identity.points.own is not None  # the slave has stored the point
     Client(group.a).produce("m")
     group.a.host.turn()  # shipped, not yet on its own disk
@@ -205,8 +204,7 @@ def test_group_is_fully_matched_with_all_slaves():
     assert [watch.is_fully_matched for watch in slaves.all] == [True, False] and not slaves.are_fully_matched
     assert behind.pushed and slaves.confirmed_end < copies.a.log.end
     copies.settle()
-    copies.a.wait(100)
-    copies.settle()
+    copies.wait(100)
     assert slaves.are_fully_matched and slaves.confirmed_end == copies.a.log.end
     Client(copies.a).produce("m2")
     assert not slaves.are_fully_matched
@@ -245,8 +243,7 @@ def test_only_slave_counts_under_any_name():
     group.cut()
     group.b = Broker("another", replace(SETTINGS, serve_port=9))
     group.b.assign(Role.SLAVE)
-    group.connect()
-    group.settle()
+    group.agree()
     (watch,) = group.a.master.slaves.all
     assert watch.follower.state is S.IN_SYNC and watch.owner == "another:9" and watch.name == ""
 

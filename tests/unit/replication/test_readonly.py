@@ -58,8 +58,7 @@ def test_operators_mark_survives_other_changes():
     group = Group.made().start()
     group.a.assign(group.a.node.assignment.role, 1, readonly_subjects=("*",))
     group.cut()
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.a.node.readonly_reasons == [Reason.OPERATOR]
     group.a.node.set_disk_full(True)
     group.a.node.set_disk_full(False)

@@ -85,8 +85,7 @@ def test_prepared_swap_expires():
     group.a.wait(1)
     assert group.a.node.writable
     group.settle()
-    group.a.wait(100)
-    group.settle()
+    group.wait(100)
     assert group.a.node.quiet_ms() == QUIET_MS
 
 

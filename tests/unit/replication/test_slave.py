@@ -23,13 +23,12 @@ from tests.unit.broker.test_replication import (
     swapped_with_a_tail,
 )
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
-from tests.unit.replication.copies import Copies
+from tests.unit.replication.copies import Copies, with_messages
 
 
 def stored() -> Group:
     group = Group.made().start()
-    Client(group.a).produce("m")
-    group.settle()
+    group.client().store("m")
     return group
 
 
@@ -99,9 +98,7 @@ def test_refused_follow_leaves_confirmed_end_unchanged():
     group = stored()
     group.cut()
     broker, link = group.b, FakeLink("master")
-    broker.assign(Role.MASTER, 2)
-    broker.wait(SETTINGS.slave_wait_ms)
-    broker.host.settle()
+    broker.alone(2)
     end, points = broker.log.end, broker.node.identity.points
     kept = points.keeps(broker.log)
     assert kept < end
@@ -138,8 +135,7 @@ def test_slave_cuts_only_after_its_deletion():
     group.deliver_hello()
     assert not group.at_slave.is_open and group.b.log.end == end
     group.settle()
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.a.node.writable and equal(group) and group.b.disk.names("quarantine")
 
 
@@ -273,8 +269,7 @@ def test_seeded_copy_begins_at_the_agreed_offset():
 def an_old_master_that_is_to_be_seeded() -> tuple[Copies, Group]:
     """Return copies of which a wrote a message alone and was absent until the log began behind the common frames."""
     copies = Copies().start()
-    Client(copies.a).produce("kept")
-    copies.settle()
+    copies.store("kept")
     Client(copies.a).produce("never acknowledged")
     copies.a.host.settle()
     copies.cut()
@@ -319,23 +314,18 @@ def test_old_master_is_seeded_after_any_crash():
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_unreadable_agreed_end_is_damage(action, is_damaged):
     """The reason is corrupt, not diverged."""
-    group = Group.made(tail_bytes=0).start()
-    for number in range(6):
-        Client(group.a).produce(f"m{number}", size=900)
-        group.settle()
+    group = with_messages(6, tail_bytes=0)
     group.cut()
     b, at = group.b, group.b.log.end
-    b.assign(Role.MASTER, 2)
-    b.wait(SETTINGS.slave_wait_ms)
-    b.host.settle()
+    b.alone(2)
     assert b.log.bases[-1] < at < b.log.end
     chain = b.log.stored.read(0, at, 1 << 20).chain if b.log.bases == [0] else b.log.state.epochs[-1].chain
     b.assign(Role.SLAVE, 3)
     b.slave.connected(link := FakeLink("master"))
     if is_damaged:
         (before,) = b.log.frames("s", 5, 1)
-        for offset, inside in ((before.offset, before.length // 2), (at, 20)):
-            b.disk.flip(f"log/{b.log.bases[-1]:020d}.log", 8 * (offset - b.log.bases[-1] + inside))
+        for inside in (before.offset + before.length // 2, at + 20):
+            b.flip(inside)
     agreement = Agreement(Epoch(3, 1), action, at, chain if is_damaged else chain ^ 1, at)
     b.node.agreed(link, memoryview(agreement.encode()))
     assert b.node.readonly_reasons == (["corrupt"] if is_damaged else ["diverged"])
@@ -346,8 +336,7 @@ def test_agreement_below_the_log_start_is_refused():
     group = Group.made(tail_bytes=0).start()
     b = group.b
     while len(b.log.bases) < 3:
-        Client(group.a).produce("m", size=900)
-        group.settle()
+        group.client().store("m", size=900)
     b.drop_oldest_segment()
     group.connect()
     follow = Agreement(group.a.master.epoch, Action.FOLLOW, 0, 0, b.log.end)
@@ -357,34 +346,27 @@ def test_agreement_below_the_log_start_is_refused():
 
 def test_slave_damaged_before_a_cut_confirms_nothing():
     group = Group.made(tail_bytes=0).start()
-    Client(group.a).produce("m0", size=900)
-    group.settle()
+    group.client().store("m0", size=900)
     group.cut()
     b, at, chain = group.b, group.b.log.end, group.b.log.chain
-    b.assign(Role.MASTER, 2)
-    b.wait(SETTINGS.slave_wait_ms)
-    b.host.settle()
+    b.alone(2)
     assert at < b.log.end
     b.assign(Role.SLAVE, 3)
     b.slave.connected(link := FakeLink("master"))
     (message,) = b.log.frames("s", 0, 1)
-    b.disk.flip(f"log/{0:020d}.log", 8 * (message.offset + message.length // 2))
+    b.flip(message.offset + message.length // 2)
     b.node.agreed(link, memoryview(Agreement(Epoch(3, 1), Action.FOLLOW, at, chain, at).encode()))
     assert not link.is_open and not link.pushed and b.log.end < at
 
 
 def test_damaged_slave_follows_from_its_end_uncut():
-    group = Group.made(tail_bytes=0).start()
-    for number in range(6):
-        Client(group.a).produce(f"m{number}", size=900)
-        group.settle()
+    group = with_messages(6, tail_bytes=0)
     (message,) = group.b.log.frames("s", 1, 1)
-    group.b.disk.flip(f"log/{0:020d}.log", 8 * (message.offset + message.length // 2))
+    group.b.flip(message.offset + message.length // 2)
     group.b.node.found_damage(CorruptFrame(message.offset, "met"))
     damage = group.b.log.damage
     assert damage is not None
-    group.connect()
-    group.settle()
+    group.agree()
     assert group.b.slave.is_following and group.b.log.damage is damage and not group.b.disk.names("quarantine")
 
 
