@@ -144,8 +144,7 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=examples(120))
 def test_consumption_equals_a_model_of_sets(seed):
-    rng, copy, plain = Random(seed), Copy(segment_bytes=1 << 20), Plain()
-    copy.begin_epoch()
+    rng, copy, plain = Random(seed), Copy.begun(segment_bytes=1 << 20), Plain()
     copy.progress(FrameKind.POSITION, "", (0, 0, 0))
     positions, acked = 0, 0
     for _ in range(60):
@@ -162,8 +161,7 @@ def test_consumption_equals_a_model_of_sets(seed):
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=examples(40))
 def test_snapshot_and_later_frames_give_the_state(seed):
-    copy, rng = Copy(segment_bytes=1 << 20), Random(seed)
-    copy.begin_epoch()
+    copy, rng = Copy.begun(segment_bytes=1 << 20), Random(seed)
     ends = [a_frame(copy, rng).end for _ in range(40)]
     copy.flush()
     data, end = copy.whole(), rng.choice(ends)
@@ -201,8 +199,7 @@ def test_late_ack_of_a_left_consumer_is_refused():
 def test_window_of_a_producer_is_exact():
     """P2: 64 batches per producer, in any order, and 4,096 producers, the least recent forgotten first."""
     rng = Random(1)
-    state, copy = State(), Copy(segment_bytes=1 << 24)
-    copy.begin_epoch()
+    state, copy = State(), Copy.begun(segment_bytes=1 << 24)
     model: dict[int, StoredBatch] = {}
     newest = 0
     for _ in range(1_000):

@@ -25,7 +25,8 @@ from qmq.message_sizes import LARGE_BYTES_MIN
 from qmq.redrive.dead_letters import DeadLetters
 from qmq.remoting.commands import Command, Piece
 from qmq.remoting.connection import Connection
-from tests.unit.broker.test_browse import a_log, add
+from tests.unit.broker.test_browse import add
+from tests.unit.log.logs import Copy
 
 BODY = bytes(range(256)) * (32 << 10)
 DATA = encode_message(Message("s", {"n": "1"}, body=BODY, id="i"), 0)
@@ -158,7 +159,7 @@ def test_journal_hashes_messages_over_any_blocks(cut):
 
 def test_browse_searches_no_large_body():
     """No other thread of the broker runs during a search: 1.3 ms a MiB."""
-    copy = a_log()
+    copy = Copy.begun()
     add(copy, Message("s", {"n": "1"}, body=BODY, id="i"))
     for wanted in (Filter(), Filter(id="i"), Filter(properties={"n": "1"}), Filter(id="other")):
         browse = Browse(copy.log, "s", copy.log.end, 0, 9, wanted=wanted)

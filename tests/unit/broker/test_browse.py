@@ -19,12 +19,6 @@ from tests.unit.log.logs import Copy
 END = 1 << 63
 
 
-def a_log(**options) -> Copy:
-    copy = Copy(**options)
-    copy.begin_epoch()
-    return copy
-
-
 def add(copy: Copy, *messages: Message, timestamp_ms: int = 5):
     """Append one batch, and make it durable."""
     return append(copy, messages[0].subject, [encode_message(message, 77) for message in messages], timestamp_ms)
@@ -79,7 +73,7 @@ def all_ids(copy: Copy, **options) -> list[str]:
 
 
 def test_message_is_shown_with_its_place():
-    copy = a_log()
+    copy = Copy.begun()
     add(copy, order("m0"))
     frame = add(copy, order("m1"), order("m2", ["b", "a"], orderNo=7, paid=True), timestamp_ms=1_234)
     shown = look(copy).found[2]
@@ -93,7 +87,7 @@ def test_message_is_shown_with_its_place():
 
 
 def test_requested_part_of_each_body_is_returned():
-    copy = a_log()
+    copy = Copy.begun()
     packed = b"\x28" * 500_000
     add(copy, Message("s", {}, body=b"0123456789", id="m0"), Message("s", {}, body=b"", id="m1"), order("m2"))
     encoded = with_properties(encode_message(Message("s", {}, body=packed, id="m3"), 77), {CONTENT_ENCODING: "zstd"})
@@ -110,7 +104,7 @@ def test_requested_part_of_each_body_is_returned():
 
 
 def test_unsent_bodies_leave_room_for_more_messages(monkeypatch):
-    copy = a_log()
+    copy = Copy.begun()
     for at in range(5):
         add(copy, Message("s", {}, body=bytes(3_000), id=f"m{at}"))
     monkeypatch.setattr(browse, "ANSWER_BYTES_MAX", 3_500)
@@ -125,7 +119,7 @@ def test_unsent_bodies_leave_room_for_more_messages(monkeypatch):
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20], ids=["from disk", "from memory"])
 @pytest.mark.parametrize("seed", range(8))
 def test_repeated_calls_show_each_message_once(newest_first, tail_bytes, seed, monkeypatch):
-    rng, copy = Random(seed), a_log(tail_bytes=tail_bytes)
+    rng, copy = Random(seed), Copy.begun(tail_bytes=tail_bytes)
     monkeypatch.setattr(browse, "STEP_FRAMES", rng.choice([1, 2, 7]))
     monkeypatch.setattr(browse, "STEP_BYTES", rng.choice([1, 500, 1 << 20]))
     ids = []
@@ -141,7 +135,7 @@ def test_repeated_calls_show_each_message_once(newest_first, tail_bytes, seed, m
 
 @pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])
 def test_browse_keeps_to_its_range(newest_first):
-    copy = a_log()
+    copy = Copy.begun()
     for at in range(5):
         add(copy, *[order(f"m{at * 4 + i}") for i in range(4)])
     shown = look(copy, 3, 9, newest_first=newest_first).found
@@ -151,7 +145,7 @@ def test_browse_keeps_to_its_range(newest_first):
 
 
 def test_frames_without_the_filter_are_not_decoded(monkeypatch):
-    copy, split, taken_apart = a_log(), browse.split_batch, []
+    copy, split, taken_apart = Copy.begun(), browse.split_batch, []
     for at in range(5):
         add(copy, order(f"a{at}"), order(f"b{at}"))
     monkeypatch.setattr(browse, "split_batch", lambda body, count: taken_apart.append(count) or split(body, count))
@@ -159,7 +153,7 @@ def test_frames_without_the_filter_are_not_decoded(monkeypatch):
 
 
 def test_nothing_above_the_high_watermark_is_shown():
-    copy = a_log()
+    copy = Copy.begun()
     frames = [add(copy, order(f"m{at}"), order(f"n{at}")) for at in range(9)]
     for at, frame in enumerate(frames):
         for limit in (frame.end, frame.end + 7):
@@ -187,14 +181,14 @@ def test_nothing_above_the_high_watermark_is_shown():
     ],
 )
 def test_matching_messages_are_found(wanted, expected):
-    copy = a_log()
+    copy = Copy.begun()
     add(copy, order("m0", no=1), order("m1", ["paid"], no=11, text="no1"))
     add(copy, order("m2", ["paid", "late"], no=1, to="x"), order("m3", ["unpaid"], to="x", text="\0\x02no\0\x011"))
     assert all_ids(copy, wanted=wanted) == expected
 
 
 def test_property_text_matches_no_id_or_tag():
-    copy = a_log()
+    copy = Copy.begun()
     add(copy, order("m0", text="\0\x02m1\0\x04paid"), order("m1"), order("m2", ["paid"]))
     assert all_ids(copy, wanted=Filter(id="m1")) == ["m1"]
     assert all_ids(copy, wanted=Filter(tags=frozenset({"paid"}))) == ["m2"]
@@ -202,7 +196,7 @@ def test_property_text_matches_no_id_or_tag():
 
 def test_answer_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr(browse, "ANSWER_BYTES_MAX", 600)
-    copy = a_log()
+    copy = Copy.begun()
     add(copy, order("big", text="x" * 900), *[order(f"m{at}", text="x" * 100) for at in range(9)])
     first = look(copy)
     assert [message.id for message in first.found] == ["big"]
@@ -213,14 +207,14 @@ def test_answer_is_bounded_in_bytes(monkeypatch):
 
 @pytest.mark.parametrize(("room", "expected"), [(0, 2), (-1, 1), (1, 2)])
 def test_answer_is_filled_to_the_byte(monkeypatch, room, expected):
-    copy = a_log()
+    copy = Copy.begun()
     add(copy, *[order(f"m{at}") for at in range(4)])
     monkeypatch.setattr(browse, "ANSWER_BYTES_MAX", 2 * len(encode_message(order("m0"), 77)) + room)
     assert len(look(copy).found) == expected
 
 
 def test_browse_skips_messages_deleted_by_retention():
-    copy = a_log(tail_bytes=0)
+    copy = Copy.begun(tail_bytes=0)
     while len(copy.log.bases) < 4:
         add(copy, order(f"m{copy.log.state.next_sequence.get('s', 0)}", text="x" * 200))
     count = copy.log.state.next_sequence["s"]
@@ -237,7 +231,7 @@ def test_browse_skips_messages_deleted_by_retention():
 
 def of_one_size(count: int) -> tuple[Copy, int]:
     """Return a log with this number of frames of one message, and their lengths."""
-    copy = a_log()
+    copy = Copy.begun()
     for at in range(count):
         add(copy, order(f"m{at}"))
     return copy, copy.log.frames("s", 0, 1)[0].length
@@ -267,7 +261,7 @@ def test_step_is_bounded_in_frames_and_bytes(monkeypatch, frames, room, expected
 
 
 def test_undecodable_message_is_shown_with_the_reason():
-    copy = a_log()
+    copy = Copy.begun()
     body = join_batch([b"\xff" * 40, encode_message(order("m1"), 0)])
     copy.append(FrameKind.MESSAGES, "s", body, count=2, first_sequence=0)
     copy.flush()
@@ -277,7 +271,7 @@ def test_undecodable_message_is_shown_with_the_reason():
 
 
 def test_unknown_subjects_are_empty_and_illegal_ones_refused():
-    copy = a_log()
+    copy = Copy.begun()
     assert look(copy).found == []
     with pytest.raises(InvalidName):
         Browse(copy.log, "a/b", copy.log.end, 0, END)
@@ -288,7 +282,7 @@ def test_unknown_subjects_are_empty_and_illegal_ones_refused():
 
 @pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])
 def test_step_searches_all_frames_it_read(newest_first):
-    copy = a_log()
+    copy = Copy.begun()
     for at in range(5):
         add(copy, order(f"a{at}"), order(f"b{at}"))
     call = Browse(copy.log, "s", copy.log.end, 1, 9, newest_first=newest_first, wanted=Filter("b3"))
@@ -304,7 +298,7 @@ def pauses(copy: Copy, frames: int) -> int:
 
 
 def test_search_pauses_after_its_bytes(monkeypatch):
-    copy = a_log()
+    copy = Copy.begun()
     add(copy, order("m0", text="x" * 8))
     add(copy, order("m1", text=""))
     long, short = (len(copy.log.tail_body(ref.offset)[1]) for ref in copy.log.frames("s", 0, 2))

@@ -77,8 +77,7 @@ RULE = TagRule.of(PAY, is_all=False)
 
 def stored(*frames: list[frozenset[str]], labelled: bool = True) -> tuple[Copy, list[FrameRef]]:
     """Return a log with these batches, none in its tail; messages are named m<sequence>."""
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(tail_bytes=0)
     for tags in frames:
         first = copy.log.state.next_sequence.get("s", 0)
         some = [Message("s", tags=one, id=f"m{first + at}") for at, one in enumerate(tags)]

@@ -103,8 +103,7 @@ def test_restored_keys_equal_a_full_search(seed):
 
 
 def test_labels_before_the_first_key_are_not_read():
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(tail_bytes=0)
     for some in ([None, None], [None], ["a", "b"]):
         stored(copy, some, labelled=some[0] is not None)
     waiting = Requeued([RequeuedRange(0, 3, 1, 0)])
@@ -125,8 +124,7 @@ def until_empty(group_filter: GroupFilter, now_ms: int) -> list[tuple[int, int]]
     ("begin", "end", "expected"), [(0, 2, [0]), (1, 3, [0, 2]), (2, 6, [2, 4]), (3, 99, [2, 4, 6])]
 )
 def test_frames_of_a_range_overlap_it(monkeypatch, begin, end, expected):
-    copy = Copy()
-    copy.begin_epoch()
+    copy = Copy.begun()
     for _ in range(4):
         stored(copy, [None, None], labelled=False)
     monkeypatch.setattr("qmq.broker.group_filter.FRAMES_AT_ONCE", 1)

@@ -284,9 +284,7 @@ def test_oldest_segment_waits_for_the_next_on_disk():
 
 def test_needs_are_searched_only_for_due_segments(monkeypatch):
     """100,000 groups times all segments, every ten seconds, blocked the loop for minutes."""
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
-    copy.fill(40)
+    copy = Copy.filled(40, tail_bytes=0)
     keeper, looked = retention.Retention(replace(SETTINGS, unconsumed="drop")), []
     frames = copy.log.frames
     monkeypatch.setattr(copy.log, "frames", lambda *args: looked.append(args[0]) or frames(*args), raising=False)
@@ -305,9 +303,7 @@ def test_needs_are_searched_only_for_due_segments(monkeypatch):
 
 def a_log() -> Copy:
     """Return a log of many old segments, with two groups at its begin."""
-    copy = Copy()
-    copy.begin_epoch()
-    copy.fill(60)
+    copy = Copy.filled(60)
     for name in ("g", "h"):
         copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s0", group=name)
     copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(0, "", {}, {})), timestamp_ms=5)

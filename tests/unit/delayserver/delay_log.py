@@ -14,9 +14,9 @@ from qmq.types import Epoch
 HOUR_MS = 3_600_000
 
 
-def delayed(subject: str, id: str, due_ms: int, key: str | None = None) -> bytes:
+def delayed(subject: str, id: str, due_ms: int, *, key: str | None = None, size: int = 0) -> bytes:
     """Encode a message that is due at `due_ms`."""
-    data = bytearray(encode_message(Message(subject, {"text": "hello"}, id=id), 1))
+    data = bytearray(encode_message(Message(subject, {"x": "y" * size} if size else {}, id=id), 1))
     data[0] |= 2
     data[9:17] = due_ms.to_bytes(8, "big", signed=True)
     return bytes(data) if key is None else with_properties(bytes(data), {DELAY_KEY: key})

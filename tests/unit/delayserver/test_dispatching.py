@@ -5,22 +5,10 @@ from __future__ import annotations
 import pytest
 
 from qmq.client.batch import NotStored
-from qmq.codec import encode_labels, label_of
 from qmq.delayserver import dispatching, flights, upkeep
 from qmq.errors import MessageTooLarge, NotServed
-from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
-from tests.unit.delayserver.world import HOUR_MS, a_group, delayed
-
-
-def keyed(producer, due_ms, keys):
-    """Send messages, id -> order key or None."""
-    messages = [delayed("s", id, due_ms) for id in keys]
-    labels = encode_labels([label_of((), key) for key in keys.values()])
-    return producer.produce_raw(messages, after=labels, flags=FLAG_LABELLED | FLAG_ORDERED)
-
-
-def ids(copies):
-    return [attempt[3] for attempt in copies.senders.attempts]
+from qmq.log.frame import FrameKind
+from tests.unit.delayserver.world import HOUR_MS, a_group
 
 
 def test_batches_refused_together_are_one_failure(monkeypatch):
@@ -61,7 +49,7 @@ def test_waiting_order_keys_cost_linear_time():
     copies.senders.home = lambda subject, label: calls.append(label) or home(subject, label)
     copies.senders.up["g1"] = False
     for page in range(5):
-        keyed(producer, copies.now_ms, {f"m{page}-{i}": f"k{page}-{i}" for i in range(200)})
+        producer.keyed(copies.now_ms, {f"m{page}-{i}": f"k{page}-{i}" for i in range(200)})
     copies.run(5_000)
     left = 1000 - len(copies.senders.delivered())
     assert 300 < left < 700 and len(calls) <= 2 * 1000
@@ -73,7 +61,7 @@ def test_waiting_order_keys_cost_linear_time():
 def test_order_keys_follow_their_route_when_it_changes():
     copies, producer = a_group("g1", "g2")
     copies.senders.up.update(g1=False, g2=False)
-    keyed(producer, copies.now_ms, {f"m{i}": f"k{i % 7}" for i in range(50)})
+    producer.keyed(copies.now_ms, {f"m{i}": f"k{i % 7}" for i in range(50)})
     copies.run(500)
     copies.senders.up = {"g3": True}
     copies.run(1_000)
@@ -94,7 +82,7 @@ def test_waiting_subject_gets_free_room_first(monkeypatch):
     for _ in range(3):  # answers arrive, and no time passes
         copies.senders.answer()
         copies.settle()
-    assert ["calm"] in ids(copies)
+    assert ["calm"] in copies.senders.batches()
 
 
 def test_oversized_message_delays_no_other():
@@ -112,7 +100,7 @@ def test_oversized_message_delays_no_other():
     producer.delayed(copies.now_ms - 1, "large", size=900)
     producer.delayed(copies.now_ms, "small")
     copies.run(60_000, step_ms=1_000)
-    assert copies.senders.delivered() == ["small"] and ids(copies).count(["large"]) == 1
+    assert copies.senders.delivered() == ["small"] and copies.senders.batches().count(["large"]) == 1
     copies.senders.send = send
     copies.run(300_000, step_ms=1_000)
     assert copies.senders.delivered() == ["small", "large"] and copies.a.filing.schedule.pending_messages == 0
@@ -151,9 +139,9 @@ def test_given_up_batch_avoids_its_group_despite_keys():
     while copies.a.filing.schedule.in_flight:
         copies.run(100)  # until it is given up; g2 has no room
     copies.senders.mute.clear()
-    keyed(producer, copies.now_ms - HOUR_MS, {"k1": "k", "with": None})
+    producer.keyed(copies.now_ms - HOUR_MS, {"k1": "k", "with": None})
     copies.run(1_000)
-    assert ids(copies)[-1] == ["k1"]
+    assert copies.senders.batches()[-1] == ["k1"]
 
 
 def test_plans_fit_the_groups_room(monkeypatch):
@@ -179,8 +167,8 @@ def test_burst_of_one_subject_delays_no_other():
     producer.delayed(due_ms + 1, "calm", subject="calm")
     copies.settle()
     copies.run(2_800, step_ms=700)
-    place = ids(copies).index(["calm"])
-    assert place <= 2, f"{sum(map(len, ids(copies)[:place]))} messages of another subject went before it"
+    place = copies.senders.batches().index(["calm"])
+    assert place <= 2, f"{sum(map(len, copies.senders.batches()[:place]))} messages of another subject went before it"
     assert len(copies.senders.delivered()) == 12_001
 
 

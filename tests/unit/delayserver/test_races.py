@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from qmq.client.batch import NotStored, Stored
-from qmq.codec import encode_labels, label_of
 from qmq.delayserver.cancellation import DECIDED_AT_ONCE
 from qmq.errors import ErrorCode, NotServed
-from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
+from qmq.log.frame import FrameKind
 from qmq.log.recovery import Damage
 from qmq.replication.readonly import Reason
 from qmq.types import Role
-from tests.unit.delayserver.world import HOUR_MS, Producer, a_group, delayed
+from tests.unit.delayserver.world import HOUR_MS, Producer, a_group
 
 
 @pytest.mark.parametrize("how", ["cancel", "reschedule"])
@@ -134,52 +133,45 @@ def test_rebuilt_schedule_keeps_settled_batches_settled():
     assert copies.senders.delivered() == ["m"] and copies.a.filing.schedule.pending_messages == 0
 
 
-def keyed(producer, due_ms, **keys):
-    messages = [delayed("s", id, due_ms) for id in keys]
-    labels = encode_labels([label_of((), key) for key in keys.values()])
-    return producer.produce_raw(messages, after=labels, flags=FLAG_LABELLED | FLAG_ORDERED)
-
-
-def ids(copies):
-    return [attempt[3] for attempt in copies.senders.attempts]
-
-
 def test_order_key_waits_for_its_open_batch():
     copies, producer = a_group("g1", slow=True)
-    keyed(producer, copies.now_ms, m1="k")
+    producer.keyed(copies.now_ms, {"m1": "k"})
     copies.run(200)
     producer.delayed(copies.now_ms, "free")
     copies.run(200)
     first = copies.senders.waiting.pop(0)
     copies.senders.answer()  # of the message without a key
-    keyed(producer, copies.now_ms, m2="k")
+    producer.keyed(copies.now_ms, {"m2": "k"})
     copies.run(500)
-    assert ids(copies) == [["m1"], ["free"]]
+    assert copies.senders.batches() == [["m1"], ["free"]]
     first[2](first[1])
     copies.run(500)
-    assert ids(copies) == [["m1"], ["free"], ["m2"]]
+    assert copies.senders.batches() == [["m1"], ["free"], ["m2"]]
 
 
 def test_order_survives_refusals_and_swaps():
     copies, producer = a_group("g1", slow=True)
-    keyed(producer, copies.now_ms, m1="k")
+    producer.keyed(copies.now_ms, {"m1": "k"})
     copies.run(200)
-    keyed(producer, copies.now_ms, m2="k")
+    producer.keyed(copies.now_ms, {"m2": "k"})
     copies.run(200)
     copies.senders.answer(NotStored(NotServed("not now")))
     copies.run(500)
-    assert ids(copies)[0] == ["m1"] and ids(copies)[1] in (["m1"], ["m1", "m2"])
+    batches = copies.senders.batches()
+    assert batches[0] == ["m1"] and batches[1] in (["m1"], ["m1", "m2"])
     copies.swap(2)
-    keyed(Producer(copies.b), copies.now_ms, m3="k")
+    Producer(copies.b).keyed(copies.now_ms, {"m3": "k"})
     copies.run(500)
-    assert ids(copies)[-1] == ids(copies)[1], "the next one waits for what the former master sent"
+    assert copies.senders.batches()[-1] == copies.senders.batches()[1], (
+        "the next one waits for what the former master sent"
+    )
 
 
 def test_absent_group_delays_only_its_keys():
     copies, producer = a_group("g1", "g2")
     copies.senders.home = lambda subject, label: "g1"
     copies.senders.up["g1"] = False
-    keyed(producer, copies.now_ms, m1="k", m2=None, m3="k", m4=None)
+    producer.keyed(copies.now_ms, {"m1": "k", "m2": None, "m3": "k", "m4": None})
     copies.run(500)
     assert copies.senders.delivered() == ["m2", "m4"]
 
@@ -188,7 +180,7 @@ def test_ordered_batch_of_unknown_outcome_is_repeated():
     copies, producer = a_group("g1", "g2", unknown_ms=1_000)
     copies.senders.home = lambda subject, label: "g1"
     copies.senders.mute.add("g1")
-    keyed(producer, copies.now_ms, m1="k")
+    producer.keyed(copies.now_ms, {"m1": "k"})
     copies.run(10_000)
     assert len({attempt[:3] for attempt in copies.senders.attempts}) == 1
     copies.senders.mute.clear()

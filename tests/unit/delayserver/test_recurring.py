@@ -53,6 +53,13 @@ def run_until(copies, text):
     copies.run(300)
 
 
+def until_due(copies, late_ms=0):
+    """Let the clocks reach the next full minute; the servers have not run since."""
+    ahead_ms = MINUTE_MS - copies.now_ms % MINUTE_MS + late_ms
+    for server in (copies.a, copies.b):
+        server.host.clock_ms += ahead_ms
+
+
 def test_schedule_sends_one_message_each_time():
     copies, producer = a_group()  # it is 22:13
     schedule = put(copies, producer, cron="*/2 * * * *", owner="billing")
@@ -72,9 +79,7 @@ def test_power_cut_within_an_occurrence_changes_nothing():
         copies, producer = a_group()
         put(copies, producer, cron="* * * * *")
         before = copies.a.log.end
-        ahead_ms = MINUTE_MS - copies.now_ms % MINUTE_MS + 10
-        for server in (copies.a, copies.b):
-            server.host.clock_ms += ahead_ms
+        until_due(copies, late_ms=10)
         copies.a.beat()
         copies.a.host.settle()  # nothing reaches the slave
         assert copies.a.log.flushed_end >= before + 560
@@ -94,13 +99,8 @@ def test_any_crashes_swaps_and_absent_brokers_leave_each_occurrence_once(seed):
     for _ in range(40):
         match rng.choice(["crash", "swap", "away", "back", "mute", "put", "wait"]):
             case "crash":
-                copies.cut()
-                clock_ms = copies.a.host.clock_ms
-                copies.a.crash(rng)
-                copies.a.host.clock_ms = clock_ms
-                copies.a.assign(0, term)
-                copies.connect()
-                copies.settle()
+                copies.power_fails(term, rng)
+                copies.agree()
             case "swap":
                 term += 1
                 copies.swap(term)
@@ -137,13 +137,10 @@ def test_latest_missed_occurrence_is_sent():
     copies, producer = a_group()
     put(copies, producer, cron="*/5 * * * *")
     run_until(copies, "2023-11-14T22:20")
-    copies.cut()
-    clock_ms = copies.a.host.clock_ms
-    copies.a.crash()
-    copies.a.host.clock_ms = copies.b.host.clock_ms = clock_ms + 90 * MINUTE_MS  # an outage until 23:50
-    copies.a.assign(0, 1)
-    copies.connect()
-    copies.settle()
+    for server in (copies.a, copies.b):
+        server.host.clock_ms += 90 * MINUTE_MS  # an outage until 23:50
+    copies.power_fails()
+    copies.agree()
     copies.run(500)
     assert times(copies) == ["2023-11-14T22:15", "2023-11-14T22:20", "2023-11-14T23:50"]
     assert copies.a.counters.skipped_occurrences == 17
@@ -201,9 +198,7 @@ def test_repeated_put_changes_nothing():
 def test_put_loses_no_due_occurrence():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
-    ahead_ms = MINUTE_MS - copies.now_ms % MINUTE_MS
-    for server in (copies.a, copies.b):
-        server.host.clock_ms += ahead_ms  # it is due, and the master has not run since
+    until_due(copies)
     asked = producer.recur("put", cron="*/10 * * * *")
     run_until(copies, "2023-11-14T22:20")
     assert producer.schedules(asked)[0].cron == "*/10 * * * *"
@@ -217,9 +212,7 @@ def test_delete_loses_no_due_occurrence():
         producer.recur("put", f"r{at}", subject="t", cron="* * * * *")
     producer.recur("put", cron="* * * * *")
     copies.run(1_000)
-    ahead_ms = MINUTE_MS - copies.now_ms % MINUTE_MS
-    for server in (copies.a, copies.b):
-        server.host.clock_ms += ahead_ms  # all are due, and the master has not run since
+    until_due(copies)
     asked = producer.recur("delete")
     run_until(copies, "2023-11-14T22:16")
     assert [schedule.name for schedule in producer.schedules(asked)] == ["daily"]
@@ -337,10 +330,7 @@ def a_group_whose_master_restarted_without_its_slave():
     put(copies, producer, cron="* * * * *")
     copies.cut()
     run_until(copies, "2023-11-14T22:15")  # the template is now one that the slave lacks
-    clock_ms = copies.a.host.clock_ms
-    copies.a.crash()
-    copies.a.host.clock_ms = clock_ms
-    copies.a.assign(0, 1)
+    copies.power_fails()
     run_until(copies, "2023-11-14T22:20")
     return copies
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qmq.client.batch import NotStored, Stored, Unknown
-from qmq.codec import decode_envelope, encode_message, split_batch, with_properties
+from qmq.codec import decode_envelope, encode_labels, encode_message, label_of, split_batch
 from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.schedule import Schedule, discard
@@ -14,6 +14,7 @@ from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.upkeep import DelayRetention, ScheduleFiler
 from qmq.errors import NotServed
 from qmq.log import MessageLog
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
 from qmq.log.memory_disk import MemoryDisk
 from qmq.message import Message
 from qmq.remoting import commands
@@ -21,6 +22,7 @@ from qmq.remoting.commands import Cancel, Command, Recur, RecurAction, Reschedul
 from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
 from tests.unit.broker.world import Broker, Client, FakeHost, Group
+from tests.unit.delayserver.delay_log import HOUR_MS, delayed
 
 SETTINGS = DelaySettings(
     hostname="d",
@@ -35,7 +37,6 @@ SETTINGS = DelaySettings(
     segment_minutes=60,
     load_ahead_minutes=10,
 )
-HOUR_MS = 3_600_000
 
 
 class Senders:
@@ -91,6 +92,10 @@ class Senders:
             done(Unknown("no answer"))
         else:
             done(Stored(0, len(ids) - len(refused), refused))
+
+    def batches(self):
+        """Return the ids of each attempt."""
+        return [ids for *_, ids in self.attempts]
 
     def delivered(self):
         """Return the ids stored by all groups, in the order of arrival; a repeated batch counts once."""
@@ -202,15 +207,18 @@ class Copies(Group):
     def producer(self):
         return Producer(self.a, settle=self.settle)
 
-    def restart(self):
-        """The master's machine loses power and its unsynced bytes, and restarts."""
-        self.cut()
+    def power_fails(self, term=1, rng=None):
+        """The master's machine loses power and its unsynced bytes; its process begins again, without its slave."""
+        if self.at_master is not None:
+            self.cut()
         clock_ms = self.a.host.clock_ms
-        self.a.crash()
+        self.a.crash(rng)
         self.a.host.clock_ms = clock_ms
-        self.a.assign(0, 1)
-        self.connect()
-        self.settle()
+        self.a.assign(0, term)
+
+    def restart(self):
+        self.power_fails()
+        self.agree()
         self.run(100)
 
     def outlive_segments(self, producer):
@@ -229,6 +237,12 @@ class Producer(Client):
     def delayed(self, due_ms, *ids, subject="s", key=None, size=0):
         messages = [delayed(subject, id, due_ms, key=key, size=size) for id in ids]
         return self.produce_raw(messages, subject=subject)
+
+    def keyed(self, due_ms, keys):
+        """Send messages, id -> order key or None."""
+        messages = [delayed("s", id, due_ms) for id in keys]
+        labels = encode_labels([label_of((), key) for key in keys.values()])
+        return self.produce_raw(messages, after=labels, flags=FLAG_LABELLED | FLAG_ORDERED)
 
     def cancel(self, *ids, subject="s", keys=(), due_ms=0):
         return self.send(Command.CANCEL, commands.encode_cancel(Cancel(subject, list(ids), list(keys), due_ms)))
@@ -262,14 +276,6 @@ class Producer(Client):
 
     def fate(self, opaque):
         return str(commands.decode_rescheduled(self.body(opaque)))
-
-
-def delayed(subject, id, due_ms, *, key=None, size=0):
-    """Encode a message that is due at `due_ms`."""
-    data = encode_message(Message(subject, {"x": "y" * size} if size else {}, id=id), 0)
-    if key:
-        data = with_properties(data, {"qmq_delayKey": key})
-    return bytes((data[0] | 2,)) + data[1:9] + due_ms.to_bytes(8, "big") + data[17:]
 
 
 def a_group(*groups, slow=False, **changes):

@@ -49,6 +49,12 @@ class Copy:
         base = max(base for base in self.log.bases if base <= offset)
         self.disk.flip(log_name(base), 8 * (offset - base))
 
+    def read_sizes(self) -> list[int]:
+        """Return a list that collects the sizes of later reads."""
+        sizes, read = [], self.disk.read
+        self.disk.read = lambda *args: sizes.append(len(data := read(*args))) or data
+        return sizes
+
     def reopen(self) -> MessageLog:
         self.log = MessageLog(self.disk, segment_bytes=self.segment_bytes, tail_bytes=self.tail_bytes)
         return self.log

@@ -110,9 +110,7 @@ def test_damaged_or_missing_index_is_rebuilt(tmp_path: Path, damage: str, reopen
 
 
 def test_segments_of_a_subject_are_searched_once(monkeypatch):
-    copy, looked, look = Copy(tail_bytes=0), [], ClosedIndex.first_sequence
-    copy.begin_epoch()
-    copy.fill(60)
+    copy, looked, look = Copy.filled(60, tail_bytes=0), [], ClosedIndex.first_sequence
     monkeypatch.setattr(
         ClosedIndex, "first_sequence", lambda self, subject: looked.append(subject) or look(self, subject)
     )
@@ -125,9 +123,7 @@ def test_segments_of_a_subject_are_searched_once(monkeypatch):
 
 
 def test_lookup_reads_only_needed_segments(monkeypatch):
-    copy, looked, look = Copy(tail_bytes=0), [], ClosedIndex.frames
-    copy.begin_epoch()
-    copy.fill(60)
+    copy, looked, look = Copy.filled(60, tail_bytes=0), [], ClosedIndex.frames
     monkeypatch.setattr(ClosedIndex, "frames", lambda self, *asked: looked.append(self.base) or look(self, *asked))
     begin = copy.log._consume_log.newest.first_sequence("s1")
     assert len(copy.log.frames("s1", begin, 9)) == 20 - begin and looked == []

@@ -195,21 +195,14 @@ def a_log(*sizes: int, subject: str = "s", segment_bytes: int = 1 << 20) -> tupl
     return copy, frames
 
 
-def watched(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that collects the sizes of later reads."""
-    sizes, read = [], copy.disk.read
-    monkeypatch.setattr(copy.disk, "read", lambda *args: sizes.append(len(data := read(*args))) or data)
-    return sizes
-
-
 @pytest.mark.parametrize("bytes_max", [1, 120, 1000, 5000, 30_000, 1 << 20])
 @pytest.mark.parametrize("at", range(5))
-def test_chunk_has_the_requested_bytes_or_one_frame(monkeypatch, at, bytes_max):
+def test_chunk_has_the_requested_bytes_or_one_frame(at, bytes_max):
     """A part of a header does not show the frame's length, so at least the longest header is read."""
     copy, frames = a_log(20, 20_000, 20, 20_000, 20)
     begin = frames[at].offset
     most = bytes_max if bytes_max >= frames[at].body_at else segments.HEADER_BYTES_MAX
-    whole, sizes = copy.whole(), watched(copy, monkeypatch)
+    whole, sizes = copy.whole(), copy.read_sizes()
     for end in (frame.end for frame in frames[at:]):
         sizes.clear()
         chunk = copy.log.stored.read(begin, end, bytes_max)
@@ -239,9 +232,9 @@ def test_next_frame_behind_the_smallest_damage():
     assert segments.frame_behind(copy.disk, [0], frames[2].offset) is None
 
 
-def test_search_without_result_reads_once(monkeypatch):
+def test_search_without_result_reads_once():
     copy, frames = a_log(20, 20)
-    sizes = watched(copy, monkeypatch)
+    sizes = copy.read_sizes()
     assert copy.log.stored.next_frame(frames[-1].offset + 8) is None
     assert sizes == [copy.log.end - frames[-1].offset - 8]
 
@@ -392,10 +385,7 @@ def test_unwritten_frames_go_to_quarantine():
 
 
 def test_snapshot_of_another_base_is_refused():
-    copy, other = Copy(), Copy()
-    for written in (copy, other):
-        written.begin_epoch()
-        written.fill(60)
+    copy, other = Copy.filled(60), Copy.filled(60)
     copy.messages("not written")
     before, snapshot = copy.image(), other.disk.read(snapshot_name(other.log.bases[1]), 0, 1 << 20)
     for wrong in (snapshot, snapshot[:-1]):
@@ -406,9 +396,7 @@ def test_snapshot_of_another_base_is_refused():
 
 @pytest.mark.parametrize("where", ["before", "at", "behind"])
 def test_seeded_copy_lacks_the_bytes_before_its_snapshot(where):
-    copy, other = Copy(), Copy()
-    other.begin_epoch()
-    other.fill(60)
+    copy, other = Copy(), Copy.filled(60)
     base = other.log.bases[2]
     start = {"before": 0, "at": base, "behind": base + 8}[where]
     copy.log.seed(base, other.disk.read(snapshot_name(base), 0, 1 << 20), "test", start=start)
@@ -511,9 +499,7 @@ def test_cut_tail_mark_stays_until_matched():
 
 
 def test_large_frame_fits_an_empty_seeded_segment():
-    copy, other = Copy(segment_bytes=100), Copy()
-    other.begin_epoch()
-    other.fill(60)
+    copy, other = Copy(segment_bytes=100), Copy.filled(60)
     other.drop_oldest_segment()
     base, _, snapshot = other.log.stored.seed_start()
     copy.log.seed(base, snapshot, "test")
@@ -617,12 +603,12 @@ def test_only_segment_stays():
     assert not copy.log.oldest_may_go
 
 
-def test_any_frame_is_read_in_one_call(monkeypatch):
+def test_any_frame_is_read_in_one_call():
     copy = Copy.begun(segment_bytes=30_000, tail_bytes=0)
     for i in range(12):
         copy.messages(f"m{i}", size=20_000 if i % 3 else 100)
     copy.flush()
-    whole, sizes = copy.whole(), watched(copy, monkeypatch)
+    whole, sizes = copy.whole(), copy.read_sizes()
     frames = [frame for frame, _ in decode_frames(whole, 0, 0)]
     assert len(copy.log.bases) > 5
     for frame in frames:
@@ -659,10 +645,10 @@ def test_unflushed_frames_stay_in_the_tail():
     assert copy.log.tail_frames(waiting.offset, 1 << 20) is not None
 
 
-def test_damaged_header_is_found_with_few_reads(monkeypatch):
+def test_damaged_header_is_found_with_few_reads():
     copy, frames = a_log(*[20_000] * 40)
     copy.disk.flip(log_name(0), 8 * (frames[3].offset + 88))  # its subject
-    sizes = watched(copy, monkeypatch)
+    sizes = copy.read_sizes()
     with pytest.raises(CorruptFrame, match="wrong header CRC"):
         copy.log.stored.read(frames[3].offset, copy.log.end, 1)
     assert sum(sizes) <= 1 + 2 * segments.HEADER_BYTES_MAX
@@ -671,8 +657,7 @@ def test_damaged_header_is_found_with_few_reads(monkeypatch):
 def test_longest_subject_name_is_read_whole():
     """Headers are read in one piece of a fixed size, and names are bounded, also derived ones."""
     subject = check_subject(dead_letter_subject("ü" * (NAME_BYTES_MAX // 2), "g" * NAME_BYTES_MAX))
-    copy = Copy(tail_bytes=0)
-    copy.begin_epoch()
+    copy = Copy.begun(tail_bytes=0)
     frame = copy.messages("m0", subject=subject, timestamp_ms=7)
     copy.messages("m1", subject=subject)
     copy.flush()

@@ -142,13 +142,7 @@ def test_frames_that_do_not_join_are_refused(at_run_time):
 
 def test_foreign_frames_within_the_damage_are_refused():
     """No following frame proves the history; the chain before them does."""
-    copy, other, stranger = (
-        Copy.filled(60, tail_bytes=0),
-        Copy.filled(60, tail_bytes=0),
-        Copy(MemoryDisk(), tail_bytes=0),
-    )
-    stranger.begin_epoch()
-    stranger.fill(60, name="n")
+    copy, other, stranger = (Copy.filled(60, name=name, tail_bytes=0) for name in "mmn")
     first, second, third = frame_offsets(copy, 0)[20:23]
     assert frame_offsets(stranger, 0) == frame_offsets(copy, 0)
     copy.flip(first + 120)
@@ -199,19 +193,12 @@ def test_next_frame_is_found_over_several_reads(monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "bytes_max"), [(100, 4096), (20_000, 10 * 20_000)])
-def test_next_frame_search_reads_little(monkeypatch, size, bytes_max):
+def test_next_frame_search_reads_little(size, bytes_max):
     """Readers of single frames give their offsets; behind damage, the next frame is near."""
     copy = Copy.begun(segment_bytes=8 << 20)
     frames = [copy.messages("m", size=size) for _ in range(100)]
     copy.flush()
-    sizes, read = [], copy.disk.read
-
-    def counted(*args):
-        data = read(*args)
-        sizes.append(len(data))
-        return data
-
-    monkeypatch.setattr(copy.disk, "read", counted)
+    sizes = copy.read_sizes()
     assert segments.next_frame(copy.disk, [0], frames[0].offset) == frames[0].offset
     assert sum(sizes) <= 4096
     assert segments.next_frame(copy.disk, [0], frames[0].offset + 8) == frames[1].offset
@@ -460,10 +447,7 @@ def test_offset_0_needs_no_snapshot():
 
 
 def test_verify_finds_a_foreign_frame():
-    copy, stranger = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
-    for written, name in ((copy, "m"), (stranger, "n")):
-        written.begin_epoch()
-        written.fill(60, name=name)
+    copy, stranger = (Copy.filled(60, name=name, tail_bytes=0) for name in "mn")
     base, following = copy.log.bases[1:3]
     frames = copy.log.stored.read(base, following, 1 << 20).frames
     for bad in frames[1:]:
@@ -501,13 +485,7 @@ def test_repair_writes_only_the_damage(at_run_time, which):
 
 def test_foreign_frames_behind_damage_are_repaired_in_turn():
     """Recovery stops at the first damage; frames behind it prove nothing about frames before it."""
-    copy, other, stranger = (
-        Copy.filled(60, tail_bytes=0),
-        Copy.filled(60, tail_bytes=0),
-        Copy(MemoryDisk(), tail_bytes=0),
-    )
-    stranger.begin_epoch()
-    stranger.fill(60, name="n")
+    copy, other, stranger = (Copy.filled(60, name=name, tail_bytes=0) for name in "mmn")
     newest = copy.log.bases[-1]
     first, second, *_ = frame_offsets(copy, newest)
     copy.disk.write(segments.log_name(newest), second - newest, [stranger.whole()[second:]])
@@ -525,10 +503,8 @@ def test_foreign_frames_behind_damage_are_repaired_in_turn():
 
 def test_repair_stops_at_a_frame_crossing_segments():
     """That frame fits in no place. It was written repeatedly, and a disk with a bad block there refused each time."""
-    copy, other = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
+    copy, other = Copy.filled(1, tail_bytes=0), Copy.filled(1, tail_bytes=0)
     for written, size in ((copy, 100), (other, 133)):
-        written.begin_epoch()
-        written.fill(1)
         parted = written.log.end
         written.fill(60, size=size)
     border, *behind = copy.log.bases[1:]
@@ -580,12 +556,7 @@ def test_repair_writes_its_last_block_whole(which):
     copy.log.damaged_at(CorruptFrame(begin, "test"))
     copy.log.damage = copy.log.damage._replace(end=end)
     written, write = [], copy.disk.write
-
-    def watched(name, at, buffers):
-        written.append((at, at + sum(map(len, buffers))))
-        write(name, at, buffers)
-
-    copy.disk.write = watched
+    copy.disk.write = lambda name, at, data: written.append((at, at + sum(map(len, data)))) or write(name, at, data)
     repair(copy.log, whole[begin:stop])
     block_end = -(-(stop - base) // BLOCK_BYTES) * BLOCK_BYTES
     assert written == [(begin - base, min(block_end, end - base))] and copy.log.damage[:2] == (stop, end)
