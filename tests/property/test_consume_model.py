@@ -6,11 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.errors import InvalidAck
 from qmq.log.fold import (
     BATCHES_PER_PRODUCER,
     PRODUCERS_MAX,
@@ -24,10 +22,8 @@ from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.group import LIFE, Consumer, MessageEvent, MessageState
 from qmq.log.group import Group as GroupProgress
 from qmq.log.progress_frame import DEFERRED, EXPIRED, PASSED
-from qmq.remoting.commands import Command, encode_json
 from qmq.types import Epoch
 from tests.support.effort import examples
-from tests.unit.broker.world import Client, Group
 from tests.unit.log.logs import Copy, a_frame, fold_of
 
 CONSUMERS = ("c1", "c2", "c3")
@@ -170,32 +166,6 @@ def test_snapshot_and_later_frames_give_the_state(seed):
     assert encode_snapshot(snapshot) == encode_snapshot(copy.log.state), "and the same bytes"
 
 
-def test_late_ack_of_a_left_consumer_is_refused():
-    """W2, W13: after a departure, a reset or a new mastership, old pull sequences are invalid."""
-    for change in ("leave", "mastership", "reset"):
-        copy = Copy.begun(segment_bytes=1 << 20)
-        copy.progress(FrameKind.POSITION, "", (0, 0, 0))
-        copy.messages("a", "b", "c", "d", size=0)
-        state = copy.log.state
-        group = state.groups["s", "g"]
-        first = state.next_pull(group, "c1")
-        copy.progress(FrameKind.PULL, "c1", (first, 0, 3))
-        if change == "leave":
-            copy.progress(FrameKind.POSITION, "c1", (0, 0, 0))
-        elif change == "reset":
-            copy.progress(FrameKind.POSITION, "", (0, 0, 0))
-        else:
-            copy.progress(FrameKind.ACK, "c1", (first, first + 3, 0))
-            copy.begin_epoch(Epoch(2, 1))
-        group = state.groups["s", "g"]
-        second = state.next_pull(group, "c1")
-        assert second >= first + 3
-        copy.progress(FrameKind.PULL, "c1", (second, 0 if change != "mastership" else 3, 1))
-        assert not group.consumers["c1"].unacked_in(first, first + 3)
-        with pytest.raises(InvalidAck):
-            group.consumers["c1"].unacked_in(second + 1, second + 2)
-
-
 def test_window_of_a_producer_is_exact():
     """P2: 64 batches per producer, in any order, and 4,096 producers, the least recent forgotten first."""
     rng = Random(1)
@@ -231,93 +201,3 @@ def test_least_recent_producers_are_forgotten_first():
     assert [p for p in range(1, 14) if p in producers] == [1, 12, 13]
     again = decode_snapshot(encode_snapshot(copy.log.state))
     assert list(again.producers) == list(producers), "in the same order, or two copies would forget different ones"
-
-
-@given(st.integers(0, 1 << 32))
-@settings(max_examples=examples(30))
-def test_each_message_is_consumed_once(seed):
-    """W1: with consumers that pull, ack, reconnect, leave and fall silent, no message is lost or skipped."""
-    rng = Random(seed)
-    group = Group.made(tail_bytes=rng.choice([0, 1 << 20]), lease_ms=30_000).start()
-    producer, clients, subscriptions = Client(group.a), {}, {}
-    holding: dict[str, dict[int, int]] = defaultdict(dict)
-    done: set[int] = set()
-    stored = departures = 0
-    duplicates: list[int] = []
-
-    def live(ms: int) -> None:
-        """Let time pass; the slave confirms the master's frames meanwhile."""
-        for _ in range(0, ms, 5_000):
-            group.a.wait(5_000)
-            group.settle()
-
-    def join(name: str) -> None:
-        clients[name] = Client(group.a, name)
-        opaque = clients[name].subscribe(name, held_end=max(holding[name], default=-1) + 1)
-        group.settle()
-        subscriptions[name] = clients[name].subscription(opaque)
-
-    def pull(name: str, most: int) -> int:
-        opaque = clients[name].pull(subscriptions[name], most, bytes_max=rng.choice([10, 300, 1 << 20]))
-        group.settle()
-        found = clients[name].pulled(opaque) if clients[name].link.answers[opaque][0] == 0 else []
-        for pull_sequence, sequence, id in found:
-            assert id == f"m{sequence}"
-            holders = [other for other in CONSUMERS if sequence in holding[other].values() and other != name]
-            assert not holders, "a message is with one consumer at a time"
-            if sequence in done:
-                duplicates.append(sequence)
-            holding[name][pull_sequence] = sequence
-        return len(found)
-
-    for name in CONSUMERS:
-        join(name)
-    for _ in range(60):
-        name = rng.choice(CONSUMERS)
-        held = holding[name]
-        match rng.choice(["produce", "produce", "pull", "pull", "ack", "ack", "reconnect", "leave", "expire"]):
-            case "produce":
-                count = rng.randint(1, 4)
-                producer.produce(*[f"m{stored + i}" for i in range(count)], size=rng.choice([0, 200]))
-                stored += count
-                if rng.random() < 0.7:
-                    group.settle()
-            case "pull":
-                pull(name, rng.randint(1, 6))
-            case "ack" if held:
-                pulls = sorted(held)
-                end = pulls[rng.randrange(len(pulls))] + 1
-                opaque = clients[name].ack(pulls[0], end, subscriptions[name])
-                group.settle()
-                assert clients[name].link.answers[opaque][0] == 0
-                done |= {held.pop(p) for p in pulls if p < end}
-            case "reconnect":
-                clients[name].lost()
-                join(name)
-            case "leave":
-                clients[name].send(Command.UNSUBSCRIBE, encode_json(subscription=subscriptions[name]))
-                group.settle()
-                held.clear()
-                departures += 1
-                join(name)
-            case "expire":
-                for other in CONSUMERS:
-                    if other != name:
-                        clients[other].send(Command.HEARTBEAT, b"")
-                clients[name].lost()
-                live(20_000)
-                for other in CONSUMERS:
-                    if other != name:
-                        clients[other].send(Command.HEARTBEAT, b"")
-                live(20_000)
-                held.clear()
-                departures += 1
-                join(name)
-    idle = 0
-    while idle < 2:
-        found = sum(pull(name, 5) for name in CONSUMERS)
-        idle = 0 if found else idle + 1
-    everything = done | {s for held in holding.values() for s in held.values()}
-    assert everything == set(range(stored)), "each message was acked or is unacked"
-    assert not duplicates, "acked messages are not redelivered"
-    assert group.a.log.chain == group.b.log.chain

@@ -95,7 +95,9 @@ class World:
         consumer = self.consumers[name]
         held = sorted(consumer.held.values())
         some = rng.sample(held, rng.randint(1, len(held))) if held else []
-        match rng.choice(["produce"] * 4 + ["pull"] * 6 + ["ack"] * 5 + ["nack", "wait", "leave", "return", "swap"]):
+        match rng.choice(
+            ["produce"] * 4 + ["pull"] * 6 + ["ack"] * 5 + ["nack", "wait", "leave", "return", "expire", "swap"]
+        ):
             case "produce":
                 self.produce()
             case "pull":
@@ -121,6 +123,15 @@ class World:
                 consumer.join()
             case "return":
                 consumer.client.lost()
+                consumer.join()
+            case "expire":
+                consumer.client.lost()
+                for _ in range(8):  # its lease ends
+                    self.wait(4_000)
+                for sequence in held:
+                    plain.returned(sequence, 0)
+                consumer.held.clear()
+                self.pull(rng.choice([other for other in NAMES if other != name]), 1_000)
                 consumer.join()
             case "swap":
                 self.swap()

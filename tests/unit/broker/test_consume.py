@@ -34,19 +34,6 @@ def drop_before(group: Group, sequence: int) -> None:
 # Pulls.
 
 
-def test_large_message_is_delivered_alone_in_order():
-    group, client = a_group()
-    client.produce("big", size=900)
-    client.produce("small 1")
-    client.produce("small 2")
-    client.join()
-    pulls = [client.pull(bytes_max=most) for most in (100, 0, 1 << 20)]
-    group.settle()
-    assert [client.ids(pull) for pull in pulls] == [["big"], ["small 1"], ["small 2"]]
-    numbers = [number for pull in pulls for number, _, _ in client.pulled(pull)]
-    assert numbers == list(range(numbers[0], numbers[0] + 3))
-
-
 def test_pull_reads_only_old_messages_from_disk():
     group, client = a_group(tail_bytes=0)
     client.store("old")
@@ -242,19 +229,6 @@ def test_paused_master_ends_no_lease():
     assert not group.progress.consumers, "leases end although every tick is late"
 
 
-def test_late_ack_after_the_lease_is_refused():
-    """The pull sequences were requeued, even if the consumer is still connected."""
-    group, producer = a_group(lease_ms=1_000)
-    producer.produce("m0", "m1")
-    late = group.subscribed("late")
-    assert late.take(most=1) == ["m0"]
-    old = late.first
-    group.a.wait(1_001)
-    assert late.code(late.pull()) == late.code(late.ack(old, old + 1)) == ErrorCode.UNKNOWN_SUBSCRIPTION
-    assert late.outcome(late.subscribe("late", held_end=old + 1)) == ErrorCode.INVALID_ACK
-    assert group.subscribed("other").take() == ["m0", "m1"]
-
-
 def test_waiting_pull_ends_with_the_lease():
     """Messages of a consumer without a lease would never be requeued."""
     group, producer = a_group(lease_ms=1_000)
@@ -356,16 +330,6 @@ def test_subscribe_without_a_change_writes_nothing(who):
         case "unacked":
             again.join("c1", held_end=first + 2)
     assert group.a.log.end == end
-
-
-def test_new_group_begins_at_a_time():
-    group, client = a_group()
-    client.store("early")
-    group.a.host.clock_ms += 5_000
-    since_ms = group.a.host.now_ms()
-    client.store("late")
-    client.join(start="since", since_ms=since_ms)
-    assert client.take() == ["late"]
 
 
 def test_failed_begin_of_a_group_subscribes_no_consumer():

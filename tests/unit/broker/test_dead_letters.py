@@ -150,21 +150,6 @@ def test_repeated_answers_make_no_dead_letters():
     assert not dead_ids(group)
 
 
-def test_returning_consumer_with_lower_limit_gets_dead_letters():
-    group = Group.made().start()
-    produce(group.client(), [Sent(), Sent()], first=0)
-    group.settle()
-    consumer = Consumer(group, "c1")
-    assert consumer.sequences(1) == [0]
-    consumer.nack(0)
-    assert consumer.sequences(1) == [0]
-    consumer.client.lost()
-    consumer.held.clear()
-    consumer.terms["deliveries_max"] = 1
-    consumer.join()
-    assert consumer.sequences() == [1] and group.a.log.state.next_sequence[DEAD] == 1
-
-
 def test_messages_before_a_pending_dead_letter_are_redelivered():
     group, client, _ = a_group("m0", "m1", "m2")
     client.nacked("m2")

@@ -55,19 +55,6 @@ def test_next_exclusive_consumer_waits_for_the_lease_with_a_cause():
     assert second.ids(waiting) == ["m0", "m1", "m2"] and Cause.EXCLUSIVE not in group.a.master.causes.of(KEY)
 
 
-def test_one_exclusive_consumer_works_after_a_swap():
-    group = Group.made().start()
-    first, _ = two(group)
-    group.client().store("m0")
-    assert first.take() == ["m0"]
-    group.swap(2)
-    second = joined(group, "a", 2_000, held_end=0)
-    group.client().produce("m1")
-    waiting = waiting_pull(second)
-    group.wait(1_000)
-    assert not second.answered(waiting)
-
-
 def test_offline_exclusive_consumer_passes_on_its_turn():
     group = Group.made().start()
     first, second = two(group)

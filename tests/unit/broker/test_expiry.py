@@ -65,16 +65,6 @@ def test_message_expires_when_older_than_the_limit(monkeypatch):
     assert group.progress == group.b.log.state.groups[KEY], "the slave folds the same"
 
 
-def test_requeued_messages_expire_unacked_ones_do_not():
-    group, client = started(HOUR)
-    client.store("m0", "m1", "m2")
-    client.take()
-    client.nacked("m0", "m1", delay_ms=DAY_MS)
-    hours_pass(group)
-    assert not group.progress.requeued and group.progress.consumers["c"].unacked_messages == 1
-    assert group.a.master.expired == {KEY: 2}
-
-
 def test_new_master_expires_the_groups_in_its_log():
     group, client = started()
     client.store("m0")

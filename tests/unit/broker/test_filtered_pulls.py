@@ -64,18 +64,6 @@ def test_free_key_wakes_waiting_consumers(how):
     assert [got.sequence for got in second.got(waiting)] == expected
 
 
-def test_dead_letter_frees_its_order_key():
-    group = stored(A, A)
-    consumer = Consumer(group, "c1", deliveries_max=2)
-    for _ in range(2):
-        assert consumer.sequences() == [0]
-        consumer.nack(0)
-    waiting = consumer.ask(timeout_ms=60_000)
-    group.settle()
-    assert [got.sequence for got in consumer.got(waiting)] == [1]
-    assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 1
-
-
 def test_deferred_messages_of_a_group_are_bounded(monkeypatch):
     monkeypatch.setattr(filtered_scan, "DEFERRED_MESSAGES_MAX", 2)
     group = stored(A, A, A, A, B)

@@ -8,7 +8,7 @@ from qmq.broker import filtered_scan, serving
 from qmq.broker.labels import TagRule
 from qmq.log.group import Consumer as Progress
 from tests.unit.broker.selecting import Consumer, Got, Sent, produce
-from tests.unit.broker.test_filtered_pulls import CANCEL, NONE, PAY, PLAIN, A, B, more, pulls_of, stored
+from tests.unit.broker.test_filtered_pulls import CANCEL, NONE, PAY, more, pulls_of, stored
 from tests.unit.broker.world import Group
 
 KEY = ("s", "g")
@@ -128,19 +128,6 @@ def test_frame_of_several_ranges_is_read_once(monkeypatch):
     monkeypatch.setattr(filtered_scan, "LOOKS_AHEAD", 15)
     found, other = readings_of(group), Consumer(group, "c2", **PAYS)
     assert other.sequences() == list(range(1, 30, 2)) and found[0] == [0, 10, 20]
-
-
-@pytest.mark.parametrize("terms", [PAYS, {}], ids=["tags", "keys"])
-def test_filtered_retry_is_delivered_when_due(terms):
-    group = stored(Sent(("pay",), "k"), Sent(("pay",), "l"))
-    consumer = Consumer(group, "c1", **terms)
-    assert consumer.sequences() == [0, 1]
-    consumer.nack(0, delay_ms=5_000)
-    waiting = consumer.ask(timeout_ms=60_000)
-    group.wait(4_999)
-    assert not consumer.client.answered(waiting)
-    group.wait(1)
-    assert [(got.sequence, got.times) for got in consumer.got(waiting)] == [(0, 2)]
 
 
 def test_requeued_message_that_does_not_match_frees_its_key():
@@ -407,11 +394,3 @@ def test_scan_continues_in_the_next_pass(monkeypatch):
 
 
 # Order keys.
-
-
-def test_deferred_and_delivered_messages_are_separate_entries():
-    group = stored(A, A, A, B, PLAIN, A, B)
-    consumer = Consumer(group, "c1")
-    assert consumer.sequences() == [0, 3, 4]
-    (entries,) = [pull for pull in pulls_of(group, "c1") if pull]
-    assert [entry[1:] for entry in entries] == [(0, 1), (1, 2), (3, 2), (5, 2)]

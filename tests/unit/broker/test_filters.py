@@ -238,17 +238,6 @@ def test_groups_share_the_scan_budget(monkeypatch):
     assert max(looked) == 10
 
 
-def test_pull_without_timeout_waits_for_the_scan(monkeypatch):
-    monkeypatch.setattr(serving, "LOOKS_PER_PASS", 10)
-    group = stored(*[PAY] * 15)
-    more(group, *[PAY] * 20, first=15)
-    more(group, CANCEL, first=35)
-    consumer = Consumer(group, "c1", tags=["cancel"])
-    opaque = consumer.ask()
-    group.settle()
-    assert [found.sequence for found in consumer.got(opaque)] == [35]
-
-
 def test_nothing_is_scanned_twice_without_a_change(monkeypatch):
     scans, scan = [], filtered_scan.FilteredScan
     monkeypatch.setattr(

@@ -264,16 +264,6 @@ def test_age_is_that_of_the_oldest_message():
     assert ages(group) == {}
 
 
-def test_age_is_read_from_disk():
-    group, client = consuming("m0", tail_bytes=0)
-    assert ages(group, 2_000) == {KEY: 2_000}
-    clock_ms = group.a.host.clock_ms
-    group.a.crash()
-    group.a.host.clock_ms = clock_ms
-    group.start()
-    assert ages(group)[KEY] > 2_000
-
-
 @pytest.mark.parametrize("bound", ["READ_AT_ONCE", "AGES_MAX"])
 def test_read_and_shown_ages_are_bounded(monkeypatch, bound):
     monkeypatch.setattr(group_status, bound, 2)

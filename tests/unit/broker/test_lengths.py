@@ -219,14 +219,6 @@ def test_subject_may_have_a_length_and_an_age():
     assert (group.a.master.overflowed, group.a.master.expired) == ({KEY: 1}, {KEY: 2})
 
 
-def test_oldest_messages_over_the_bytes_limit_are_given_up():
-    group, client = started(BYTES._replace(drops_oldest=True))
-    produced(group, *[600] * 20)
-    group.wait(1_000)
-    assert waiting_bytes(group) <= 5_000 and group.a.master.overflowed == {KEY: 14}
-    assert client.take(most=100) == [f"m{number}" for number in range(14, 20)]
-
-
 @pytest.mark.parametrize(("frames", "more", "expected"), [(1, 0, 1), (1, 1, 2), (2, 0, 2), (2, 1, 3)])
 def test_no_more_overflow_than_the_excess(frames, more, expected):
     group, _ = started()
@@ -317,22 +309,6 @@ def test_moved_group_is_counted_from_its_position(positions):
     for position in positions:
         group.progress.position = position
         assert count(counts, group) == waiting_bytes(group)
-
-
-def test_long_backlog_is_counted_in_pieces_never_too_high(monkeypatch):
-    monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
-    group, client = started()
-    produced(group, *[100] * 35)
-    counts, seen = Lengths(group.a.log), []
-    for _ in range(5):
-        counts.new_tick()
-        seen.append(count(counts, group))
-    assert seen == sorted(seen) and len(set(seen)) == 4 and seen[-1] == waiting_bytes(group)
-    assert len(client.take(most=30)) == 30
-    for _ in range(4):
-        counts.new_tick()
-        assert count(counts, group) <= waiting_bytes(group)
-    assert count(counts, group) == waiting_bytes(group)
 
 
 def test_count_continues_frame_by_frame_until_its_group_ends(monkeypatch):
@@ -454,16 +430,6 @@ def test_deleted_requeued_messages_hide_no_others(monkeypatch):
     assert 0 < count(counts, group) <= waiting_bytes(group)
     log.state.kept.start = log.end
     assert count(counts, group) == waiting_bytes(group) == 0
-
-
-def test_deleted_requeued_messages_refuse_no_producer():
-    group, client = started(BYTES)
-    produced(group, *[600] * 7)
-    assert len(client.take(most=100)) == 7
-    returned(group, client, 0, 7)
-    assert client.outcome(client.produce("m")) == ErrorCode.SUBJECT_FULL
-    delete_before(group, 6)
-    assert client.store("m").stored == 1
 
 
 def test_kept_requeued_messages_overflow_with_deleted_ones():

@@ -105,24 +105,6 @@ def test_requeued_message_is_redelivered_in_time():
     assert before < due_ms <= group.a.master._mastership.retry_ms() < due_ms + 100
 
 
-def test_lease_ends_in_time():
-    group, client = a_group(lease_ms=10_000)
-    client.take()
-    settled(group)
-    seen = group.a.master._delivery.consumption._seen
-    end_ms = min(seen.values()) + 10_000
-    while seen:
-        now_ms = group.a.host.clock_ms
-        group.a.wait(max(quiet_ms(group), 100))
-    assert now_ms <= end_ms + 100
-
-
-def test_short_lease_needs_ticks():
-    """A second between two ticks would count as a pause of the process."""
-    group, _ = a_group(lease_ms=4_000)
-    assert quiet_ms(group) == 0
-
-
 def test_slowed_group_needs_ticks():
     group, client = a_group()
     group.a.assign(Role.MASTER, limits=(OperatorLimits("s", "g", per_second=5),))

@@ -195,16 +195,6 @@ def test_snapshot_damaged_on_its_way_is_not_stored():
     assert old.disk.names("quarantine") == [] and old.log.end == 0
 
 
-def test_empty_master_restores_a_log_that_begins_late():
-    group = filled(tail_bytes=0)
-    group.b.drop_segments(left=2)
-    lost_end = group.b.log.end
-    replace_master(group)
-    settle_slowly(group)
-    assert group.a.node.writable and equal(group)
-    assert group.a.log.end > lost_end and group.a.log.start == group.b.log.start > 0
-
-
 def test_empty_master_restores_a_bare_snapshot():
     group = filled(tail_bytes=0)
     base = group.b.log.bases[-1]
@@ -235,18 +225,6 @@ def test_retention_keeps_frames_that_the_master_restores():
     assert 0 < group.b.log.start <= group.a.log.end
     settle_slowly(group)
     assert group.a.node.writable and group.a.log.end == group.b.log.end
-
-
-def test_master_restores_the_rest_after_retention():
-    group = a_master_restoring_in_pieces()
-    group.cut()
-    taken_end = group.a.log.end
-    while group.b.log.start <= taken_end:
-        group.b.drop_oldest_segment()
-    group.connect()
-    settle_slowly(group)
-    assert group.a.node.writable and equal(group)
-    assert group.a.log.start == group.b.log.start > taken_end
 
 
 @pytest.mark.parametrize("role", [Role.MASTER, Role.SLAVE])
@@ -507,20 +485,6 @@ def test_slave_redirects_clients_to_the_master():
     client = Client(group.b)
     assert client.code(client.produce("m")) == ErrorCode.NOT_MASTER
     assert client.code(client.subscribe()) == ErrorCode.NOT_MASTER
-
-
-def test_waiting_requests_are_answered_on_role_change():
-    group, client = a_group()
-    client.join()
-    idle = client.pull(timeout_ms=60_000)
-    group.cut()
-    stored = client.produce("m")
-    under_way = client.ack(0, 1)
-    group.b.assign(Role.MASTER, 2)
-    group.a.assign(Role.SLAVE, 2)
-    assert client.code(idle) == ErrorCode.NOT_MASTER
-    assert client.code(stored) in (ErrorCode.OUTCOME_UNKNOWN, ErrorCode.READ_ONLY)
-    assert client.answered(under_way)
 
 
 def test_older_or_contradicting_rows_change_nothing():

@@ -121,21 +121,6 @@ def test_wrong_clock_moves_no_retry(skew_ms):
     assert other.ids(waiting) == ["m0", "m1"], "never later than its delay"
 
 
-def test_retries_survive_a_clock_set_back():
-    group, client = delivered("m0")
-    client.nacked("m0", delay_ms=5_000)
-    group.a.wait(6_000)  # the message is due now, without a consumer
-    group.swap(2)
-    group.b.host.wall_skew_ms = -4_000
-    group.swap(3)
-    other = group.subscribed("c2")
-    waiting = other.pull(timeout_ms=60_000)
-    group.settle()
-    assert not other.answered(waiting)
-    group.wait(3_001)
-    assert other.ids(waiting) == ["m0"]
-
-
 def test_frames_record_progress():
     group, client = delivered("m0", "m1")
     first = client.first

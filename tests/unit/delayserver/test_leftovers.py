@@ -66,17 +66,6 @@ def test_undeliverable_subject_uses_bounded_memory():
     assert copies.a.master.stats()["due_on_disk_messages"] == 0
 
 
-def test_rejected_subjects_are_cut_and_return_together():
-    copies, producer = a_group(loaded_messages_max=MOST)
-    names = [f"s{at}" for at in range(20)]
-    copies.senders.routeless.update(names)
-    ids = [id for name in names for id in put(copies, producer, 50, subject=name)]
-    assert in_memory(copies) <= MOST
-    copies.senders.routeless.clear()
-    copies.run(60_000, step_ms=500)
-    assert sorted(copies.senders.delivered()) == sorted(ids)
-
-
 def test_leftover_can_be_cancelled_and_rescheduled():
     copies, producer = a_group(loaded_messages_max=MOST)
     copies.senders.routeless.add("s")

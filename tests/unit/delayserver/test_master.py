@@ -449,14 +449,3 @@ def test_delay_group_continues_with_two_of_three():
     copies.run(200)
     assert copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
     assert copies.c.filing.known_end == copies.b.filing.known_end
-
-
-def test_one_copy_of_three_refuses_messages():
-    copies = DelayCopies()
-    copies.start()
-    copies.run(200)
-    copies.cut()
-    producer = Producer(copies.a)
-    refused = producer.delayed(copies.a.host.now_ms() + 2_000, "m1")
-    copies.run(100)
-    assert producer.code(refused) != 0 and copies.a.node.readonly_reasons == ["slave_down"]

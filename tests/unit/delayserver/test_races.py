@@ -188,16 +188,6 @@ def test_ordered_batch_of_unknown_outcome_is_repeated():
     assert copies.senders.delivered() == ["m1"]
 
 
-def test_batch_of_unknown_outcome_goes_elsewhere_finally():
-    copies, producer = a_group("g1", "g2", unknown_ms=2_000)
-    copies.senders.mute.add("g1")
-    copies.senders.in_flight = lambda name: {"g1": 0, "g2": 1}[name]
-    producer.delayed(copies.now_ms, "m")
-    copies.run(15_000)
-    assert {attempt[0] for attempt in copies.senders.attempts} == {"g1", "g2"}
-    assert len({attempt[:3] for attempt in copies.senders.attempts}) == 2
-
-
 def test_damaged_master_waits_for_repair_idle():
     copies, producer = a_group()
     producer.delayed(copies.now_ms + HOUR_MS, "m")

@@ -122,18 +122,6 @@ def test_frames_below_the_retained_start_are_skipped(monkeypatch):
     assert log.frames("s", 0, 1) == []
 
 
-@pytest.mark.parametrize("bytes_max", [1, 300, 2048, 1 << 20])
-def test_intact_bytes_equal_decoded_chunks(bytes_max):
-    """Whole frames of one segment, at least one."""
-    copy = Copy.filled(30, tail_bytes=0)
-    at = 0
-    while at < copy.log.end:
-        data = copy.log.stored.read_intact(at, copy.log.end, bytes_max)
-        assert data == copy.log.stored.read(at, copy.log.end, bytes_max).data
-        at += len(data)
-    assert at == copy.log.end
-
-
 def test_intact_bytes_end_before_damage():
     copy = Copy.filled(3, tail_bytes=0)
     bad = copy.messages("bad")
@@ -631,18 +619,6 @@ def test_next_frame_before_the_log_is_its_first():
     copy.fill(60)
     copy.drop_oldest_segment()
     assert copy.log.stored.next_frame(0) == copy.log.start == copy.log.stored.next_frame(copy.log.start - 8)
-
-
-def test_unflushed_frames_stay_in_the_tail():
-    """The disk may lack them: shipping them from disk would send older bytes."""
-    copy = Copy(tail_bytes=0)
-    flushed = copy.begin_epoch()
-    commit = copy.log.take_commit()
-    copy.log.perform(commit)
-    waiting = copy.messages("a")
-    copy.log.flushed(commit)
-    assert copy.log.tail_frames(flushed.offset, 1 << 20) is None
-    assert copy.log.tail_frames(waiting.offset, 1 << 20) is not None
 
 
 def test_damaged_header_is_found_with_few_reads():

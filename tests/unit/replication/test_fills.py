@@ -11,7 +11,7 @@ from qmq.replication.assignment import FillOrders
 from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
-from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
+from tests.unit.broker.world import SETTINGS, Broker, Client, Group
 from tests.unit.replication.copies import Copies
 
 ROLES = {"a": Role.MASTER, "b": Role.SLAVE, "c": Role.SLAVE}
@@ -79,14 +79,6 @@ def test_new_slave_waits_while_the_group_continues():
     assert not copies.c.slave.has_matched and copies.a.master.shipped_end == copies.a.log.end
 
 
-def test_unfilled_slave_is_absent_without_its_link():
-    copies = with_new_c()
-    copies.a.node.link_lost(FakeLink("a stranger"))
-    assert copies.state("c") is FollowerState.UNFILLED
-    copies.cut("c")
-    assert copies.state("c") is FollowerState.ABSENT
-
-
 def test_next_filling_needs_a_new_order():
     copies = with_new_c()
     order = (fill_id(copies.c), True)
@@ -110,13 +102,6 @@ def test_manual_mode_continues_a_filling_under_way():
     assert copies.state("c") is FollowerState.IN_SYNC
 
 
-def test_order_for_another_filling_changes_nothing():
-    copies = with_new_c()
-    link = copies.wires["c"].at_master
-    heed(copies, "manual", ("another/0", True))
-    assert copies.state("c") is FollowerState.UNFILLED and link.is_open
-
-
 def test_stop_order_does_not_stop_catching_up():
     copies = Copies().start()
     copies.cut("c")
@@ -128,15 +113,6 @@ def test_stop_order_does_not_stop_catching_up():
     assert copies.state("c") is FollowerState.CATCHING_UP
     copies.a.assign(Role.MASTER, 1, slaves=2, fills=((fill_id(copies.c), False),))
     assert copies.state("c") is FollowerState.CATCHING_UP and link.is_open
-
-
-def test_stop_order_does_not_stop_slave_in_sync():
-    copies = with_new_c()
-    order = fill_id(copies.c)
-    heed(copies, "manual", (order, True))
-    link = copies.wires["c"].at_master
-    heed(copies, "manual", (order, False))
-    assert copies.state("c") is FollowerState.IN_SYNC and link.is_open
 
 
 def test_fill_order_survives_a_new_master():

@@ -8,7 +8,7 @@ import pytest
 
 from qmq.errors import ErrorCode, IllegalTransition
 from qmq.remoting import commands
-from qmq.remoting.commands import Command, Confirmation
+from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication import follower, shipper
 from qmq.replication.agreement import Action, Agreement
@@ -130,18 +130,6 @@ def test_disk_reads_resume_when_the_rate_allows(begun):
         assert not sender.host.reads
     sender.wait(1)
     assert sender.host.reads
-
-
-def test_matched_slave_clears_the_divergence():
-    copies = Copies(min_copies=3).start()
-    copies.cut("c")
-    wire, log = copies.wires["b"], copies.a.log
-    wrong = commands.encode_confirmation(Confirmation(copies.a.master.epoch, log.end, log.chain ^ 1))
-    copies.a.node.packet_received(wire.at_master, Packet(Command.CONFIRM, 0, ONE_WAY, Command.CONFIRM, wrong))
-    assert copies.a.node.readonly_reasons == [Reason.DIVERGED, Reason.SLAVE_DOWN]
-    copies.settle()
-    copies.connect("b")
-    assert copies.state("b") is S.IN_SYNC and copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
 
 
 def test_newer_connection_replaces_the_older():
@@ -391,35 +379,6 @@ def test_slaves_of_older_versions_have_incarnation_names():
     copies.settle()
     assert [watch.owner for watch in copies.a.master.slaves.all] == ["b-1", "c-1"]
     assert len(copies.a.master.in_sync) == 2
-
-
-def test_unsafe_pull_is_refused_without_enough_slaves():
-    copies = Copies().start()
-    client = Client(copies.a)
-    subscribed = client.subscribe()
-    copies.settle()
-    client.subscription(subscribed)
-    client.produce("m")
-    waiting = client.pull(timeout_ms=60_000)
-    copies.a.host.settle()
-    assert copies.a.master.gate.waiting == 2
-    copies.cut("c")
-    assert not client.answered(waiting)
-    copies.cut("b")
-    assert client.code(waiting) == ErrorCode.NOT_SERVED
-
-
-def test_pull_is_answered_when_the_slave_matches():
-    group = Group.made().start()
-    client = group.subscribed()
-    client.produce("m")
-    group.a.host.settle()
-    group.cut()
-    waiting = client.pull(timeout_ms=60_000)
-    group.a.host.settle()
-    assert not client.answered(waiting)
-    group.agree()
-    assert [id for _, _, id in client.pulled(waiting)] == ["m"] and client.flags(waiting) == {0}
 
 
 def test_illegal_follower_transition_restarts_the_mastership(monkeypatch):

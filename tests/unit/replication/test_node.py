@@ -35,16 +35,6 @@ def test_rows_older_than_known_epochs_are_ignored():
     assert node.slave is not None and node.assignment.term == 5
 
 
-def test_row_below_a_promise_is_ignored():
-    group = group_at_rest()
-    node, role = group.b.node, group.b.node.role
-    node.identity.promise(3)
-    group.b.assign(Role.MASTER, 2)
-    assert node.role is role and node.assignment.term == 1
-    group.b.assign(Role.MASTER, 3)
-    assert node.master is not None
-
-
 def test_broker_starts_with_its_remembered_part():
     group = group_at_rest()
     group.b.crash()
@@ -261,14 +251,6 @@ def test_accepted_loss_clears_the_lacking_point(term, reasons):
     group.b.node.remembered_elsewhere([lacks])
     group.b.node.remembered_elsewhere([], loss_accepted_term=term)
     assert group.b.node.readonly_reasons == reasons
-
-
-def test_rolled_back_pair_waits():
-    group = group_at_rest()
-    group.cut()
-    group.a.node.remembered_elsewhere([Point(Epoch(1, 1), group.a.log.end + 800, 7)])
-    group.agree()
-    assert not group.a.master.has_begun and Reason.ROLLED_BACK in group.a.node.readonly_reasons
 
 
 @pytest.mark.parametrize("accepted_term, is_given_up", [(0, False), (1, False), (2, True)])

@@ -232,16 +232,6 @@ def test_promised_master_does_not_restart_in_its_term():
     assert copies.a.node.writable
 
 
-def test_master_with_new_messages_does_not_promise():
-    copies = Copies().start()
-    copies.a.node.changes.prepare_swap(1, 500)
-    copies.a.wait(1_000)
-    Client(copies.a).produce("m1")
-    with pytest.raises(OperatorError, match="accepted new messages"):
-        copies.a.node.changes.promise_swap(2)
-    assert copies.a.node.identity.value.promised == 0
-
-
 def test_failover_of_another_term_is_refused():
     group = group_at_rest()
     for broker, term in ((group.b, 2), (group.b, 0), (group.a, 1)):
