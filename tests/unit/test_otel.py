@@ -41,17 +41,31 @@ class Spans(SpanProcessor):
         return [span for span in self.ended if span.name == name]
 
 
-class World:
-    """Broker, producer with and without spans, and a consumer for the test's listeners."""
+class Traced:
+    """Broker, and a producer with and without spans, of either library."""
 
-    def __init__(self, broker, producer):
+    def __init__(self, broker, producer, traced):
         self.broker = broker
         self.plain = producer
         self.spans = Spans()
         self.provider = TracerProvider(shutdown_on_exit=False)
         self.provider.add_span_processor(self.spans)
-        self.producer = TracedProducer(producer, tracer_provider=self.provider)
+        self.producer = traced(producer, tracer_provider=self.provider)
         self.tracing = Tracing(tracer_provider=self.provider)
+
+    def codes(self):
+        return [span.status.status_code for span in self.spans.named(SEND)]
+
+    def check_ends(self):
+        assert self.spans.open == set(), "spans that never ended"
+        assert trace.get_current_span() is trace.INVALID_SPAN, "a span that stayed active"
+
+
+class World(Traced):
+    """Also a consumer for the test's listeners."""
+
+    def __init__(self, broker, producer):
+        super().__init__(broker, producer, TracedProducer)
         self.consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
 
     async def consume(self, subject="order", group="g"):
@@ -68,8 +82,7 @@ async def world():
         async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
             w = World(broker, producer)
             yield w
-        assert w.spans.open == set(), "spans that never ended"
-        assert trace.get_current_span() is trace.INVALID_SPAN, "a span that stayed active"
+        w.check_ends()
 
 
 def is_child(span, parent):
@@ -271,8 +284,7 @@ async def test_spans_end_with_the_outcome():
         assert not (await w.producer.send(qmq.Message("order", {"n": "1"}))).is_stored
         with pytest.raises(InvalidMessage):
             await w.producer.send(qmq.Message("order", {"n": object()}))
-        codes = [span.status.status_code for span in w.spans.named(SEND)]
-        assert codes == [StatusCode.UNSET, *[StatusCode.ERROR] * 4]
+        assert w.codes() == [StatusCode.UNSET, *[StatusCode.ERROR] * 4]
 
 
 def test_context_is_set_in_prefixed_properties():

@@ -6,40 +6,22 @@ from threading import Thread
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import StatusCode
 
 import qmq.blocking
 from qmq.blocking.otel import TracedProducer
 from qmq.errors import InvalidMessage
-from qmq.otel import Tracing
 from qmq.testing import BlockingBroker
-from tests.unit.test_otel import ACK, CARRY, PROCESS, SEND, Spans, is_child
-
-
-class World:
-    """In-memory broker, a producer with spans, and the tracing for a consumer."""
-
-    def __init__(self, broker, producer):
-        self.broker = broker
-        self.spans = Spans()
-        self.provider = TracerProvider(shutdown_on_exit=False)
-        self.provider.add_span_processor(self.spans)
-        self.producer = TracedProducer(producer, tracer_provider=self.provider)
-        self.tracing = Tracing(tracer_provider=self.provider)
-
-    def codes(self):
-        return [span.status.status_code for span in self.spans.named(SEND)]
+from tests.unit.test_otel import ACK, CARRY, PROCESS, SEND, Traced, is_child
 
 
 @pytest.fixture
 def world():
     with BlockingBroker() as broker, qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
-        world = World(broker, producer)
+        world = Traced(broker, producer, TracedProducer)
         yield world
         producer.flush()
-    assert world.spans.open == set(), "spans that never ended"
-    assert trace.get_current_span() is trace.INVALID_SPAN, "a span that stayed active"
+    world.check_ends()
 
 
 def test_blocking_handler_runs_in_the_callers_trace(world):

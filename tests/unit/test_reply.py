@@ -55,6 +55,10 @@ async def squared(producer, message):
     await reply(producer, message, qmq.Message("", {"square": str(message.get_int("n") ** 2)}))
 
 
+async def silent(producer, message):
+    pass
+
+
 async def test_each_request_gets_its_own_answer():
     async with shop() as world:
         answers = await asyncio.gather(*(world.ask(number) for number in range(200)))
@@ -73,9 +77,6 @@ async def test_answers_survive_reconnects_and_failover():
 
 
 async def test_missing_answer_raises_no_answer():
-    async def silent(producer, message):
-        pass
-
     async with shop(silent) as world:
         with pytest.raises(NoAnswer, match="no answer to message .* within 1.5 s"):
             await world.ask(1, timeout=1.5)
@@ -137,9 +138,6 @@ async def test_unstored_answer_retries_the_request():
 
 
 async def test_cancelled_request_does_not_wait():
-    async def silent(producer, message):
-        pass
-
     async with shop(silent) as world:
         asking = asyncio.create_task(world.ask(1))
         await until_async(lambda: world.requester.waiting)
@@ -149,9 +147,6 @@ async def test_cancelled_request_does_not_wait():
 
 
 async def test_closing_ends_waiting_requests():
-    async def silent(producer, message):
-        pass
-
     async with shop(silent) as world:
         client = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
         async with Requester(world.producer, client, reply_subject=ANSWERS) as requester:
@@ -165,9 +160,6 @@ async def test_closing_ends_waiting_requests():
 
 
 async def test_replaced_requester_fails_all_requests():
-    async def silent(producer, message):
-        pass
-
     async with shop(silent) as world:
         options = {"metaserver": world.broker.metaserver, "app": "shop", "consumer_id": "same"}
         requester = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,37 +110,26 @@ class Clock:
     now_ms = 1_000_000
 
 
-@asynccontextmanager
-async def asking(monkeypatch):
+@pytest.fixture
+async def metaserver():
     metaserver = FakeMetaserver()
     await metaserver.start()
-    settings = BrokerSettings(hostname="b", data=Path("unused"), token=OWN, metaserver=metaserver.url)
+    yield metaserver
+    await metaserver.stop()
+
+
+@pytest.fixture
+async def access(metaserver, monkeypatch):
     monkeypatch.setattr(module, "_now_ms", lambda: Clock.now_ms)
-    access = Access(settings)
-    try:
-        yield metaserver, access
-    finally:
-        await access._disconnect()
-        await metaserver.stop()
-
-
-def in_world(test):
-    def run(monkeypatch):
-        async def body():
-            async with asking(monkeypatch) as (metaserver, access):
-                await test(metaserver, access)
-
-        asyncio.run(body())
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
+    access = Access(BrokerSettings(hostname="b", data=Path("unused"), token=OWN, metaserver=metaserver.url))
+    yield access
+    await access._disconnect()
 
 
 def answer(name="shop", role="client", valid_ms=20_000, **more):
     return pb.TokenAnswer(name=name, role=role, valid_ms=valid_ms, **more)
 
 
-@in_world
 async def test_own_token_needs_no_request(metaserver, access):
     await metaserver.stop()
     assert (await access.check(OWN)).role == access.own(OWN).role == TokenRole.CLUSTER
@@ -149,7 +137,6 @@ async def test_own_token_needs_no_request(metaserver, access):
     await metaserver.start()
 
 
-@in_world
 async def test_metaserver_returns_a_tokens_rights(metaserver, access):
     metaserver.answers["t"] = answer(subjects=["order.*"], groups=["g1"])
     caller = await access.check("t")
@@ -158,7 +145,6 @@ async def test_metaserver_returns_a_tokens_rights(metaserver, access):
     assert metaserver.asked == [("t", OWN)]
 
 
-@in_world
 async def test_connections_with_one_token_share_a_request(metaserver, access):
     metaserver.answers["t"] = answer()
     metaserver.may_answer.clear()
@@ -171,7 +157,6 @@ async def test_connections_with_one_token_share_a_request(metaserver, access):
     assert len(metaserver.asked) == 1
 
 
-@in_world
 async def test_failed_check_of_a_departed_connection_is_not_logged(metaserver, access):
     unseen = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
@@ -190,7 +175,6 @@ async def test_failed_check_of_a_departed_connection_is_not_logged(metaserver, a
     await metaserver.start()
 
 
-@in_world
 async def test_unknown_token_is_cached_for_five_seconds(metaserver, access):
     for _ in range(3):
         with pytest.raises(AccessError, match="not valid"):
@@ -201,7 +185,6 @@ async def test_unknown_token_is_cached_for_five_seconds(metaserver, access):
     assert (await access.check("nobody's")).name == "shop", "it was created meanwhile"
 
 
-@in_world
 async def test_known_tokens_survive_a_metaserver_outage(metaserver, access):
     metaserver.answers["t"] = answer()
     await access.check("t")
@@ -213,7 +196,6 @@ async def test_known_tokens_survive_a_metaserver_outage(metaserver, access):
     await metaserver.start()
 
 
-@in_world
 async def test_token_expires_in_an_outage(metaserver, access):
     metaserver.answers["t"] = answer(expires_in_ms=60_000)
     await access.check("t")
@@ -226,7 +208,6 @@ async def test_token_expires_in_an_outage(metaserver, access):
     await metaserver.start()
 
 
-@in_world
 async def test_revocation_ends_connections_within_a_minute(metaserver, access):
     metaserver.answers |= {"t": answer(), "other": answer("other")}
     revoked, other = Guest(), Guest()
@@ -244,7 +225,6 @@ async def test_revocation_ends_connections_within_a_minute(metaserver, access):
     assert not access._guests.get("other")
 
 
-@in_world
 async def test_review_runs_periodically(metaserver, access):
     module_review_s, module.REVIEW_S = module.REVIEW_S, 0.01
     metaserver.answers["t"] = answer(valid_ms=0)
@@ -261,7 +241,6 @@ async def test_review_runs_periodically(metaserver, access):
         await asyncio.gather(task, return_exceptions=True)
 
 
-@in_world
 async def test_closed_channel_fails_all_its_requests(metaserver, access):
     """Closing the channel cancels its other requests; a cancelled review would never run again."""
     metaserver.answers |= {"a": answer("a"), "b": answer("b")}
@@ -277,7 +256,6 @@ async def test_closed_channel_fails_all_its_requests(metaserver, access):
     assert [type(result) for result in results] == [NotServed, NotServed]
 
 
-@in_world
 async def test_second_authenticate_is_refused(metaserver, access):
     """A second token would leave the first one with a connection that never ends."""
     metaserver.answers |= {"a": answer("a"), "b": answer("b")}
@@ -295,7 +273,6 @@ async def test_second_authenticate_is_refused(metaserver, access):
     assert (access.connections_of("a"), access.connections_of("b")) == (0, 0)
 
 
-@in_world
 async def test_sharing_producers_receive_a_batch_size(metaserver, access):
     """Other producers wait while a batch is written to two disks."""
     service = a_service()
@@ -316,7 +293,6 @@ async def test_sharing_producers_receive_a_batch_size(metaserver, access):
     assert heard == [0, BATCH_BYTES, BATCH_BYTES, 0]
 
 
-@in_world
 async def test_unauthenticated_connection_does_not_reach_the_core(metaserver, access):
     """The core has no such connection; each call makes it scan all waiting requests."""
     service, port = a_service(), a_port()

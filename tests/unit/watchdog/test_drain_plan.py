@@ -102,6 +102,17 @@ class Drain:
     def answer(self, attempt, answer):
         self.core.answered(attempt.claim, answer, self.now_ms)
 
+    def sent(self, *rows, after=None):
+        """Return the attempt for a page whose rows are one batch."""
+        self.page(*rows, after=after)
+        self.claim()
+        [attempt] = self.attempts()
+        return attempt
+
+    def store(self, attempt):
+        self.answer(attempt, stored(attempt))
+        return self.settle()
+
     def settle(self):
         work = self.next()
         assert isinstance(work, SettleClaims), work
@@ -158,32 +169,23 @@ def test_group_rejection_is_no_row_error():
     drain = Drain(postpone_ms=1_000, postpone_ms_max=3_000, rest_ms=0)
     released = []
     for _ in range(4):
-        drain.page(row(1, errors=9), row(2), after=1)
-        drain.claim()
-        [attempt] = drain.attempts()
+        attempt = drain.sent(row(1, errors=9), row(2), after=1)
         drain.answer(attempt, NotStored(BrokerReadOnly("no slave")))
         [end] = drain.settle().released
         assert end.ids == [1, 2] and "no slave" in end.reason
         released.append((drain.delay_ms(end), end.failures))
         drain.now_ms += released[-1][0]
     assert released == [(1_000, 0), (2_000, 0), (3_000, 0), (3_000, 0)]
-    drain.page(row(1), after=1)
-    drain.claim()
-    [attempt] = drain.attempts()
-    drain.answer(attempt, stored(attempt))
-    drain.settle()
-    drain.page(row(3), after=1)
-    drain.claim()
-    [attempt] = drain.attempts()
+    attempt = drain.sent(row(1), after=1)
+    drain.store(attempt)
+    attempt = drain.sent(row(3), after=1)
     drain.answer(attempt, NotStored(BrokerReadOnly("no slave")))
     assert drain.delay_ms(drain.settle().released[0]) == 1_000, "it stored something in between"
 
 
 def test_failed_batch_waits_as_its_best_row():
     drain = Drain(release_ms=1_000, release_ms_max=60_000)
-    drain.page(row(1, errors=9), row(2, errors=2))
-    drain.claim()
-    [attempt] = drain.attempts()
+    attempt = drain.sent(row(1, errors=9), row(2, errors=2))
     drain.answer(attempt, NotStored(AccessError("no right to it")))
     [end] = drain.settle().released
     assert (end.ids, drain.delay_ms(end), end.failures) == ([1, 2], 4_000, 1), "no row makes others wait for minutes"
@@ -191,9 +193,7 @@ def test_failed_batch_waits_as_its_best_row():
 
 def test_unknown_batch_is_repeated_to_the_same_group():
     drain = Drain("g1", "g2")
-    drain.page(row(1), row(2))
-    drain.claim()
-    [first] = drain.attempts()
+    first = drain.sent(row(1), row(2))
     drain.answer(first, Unknown("lost"))
     assert drain.attempts() == [], "not at once"
     for answer in (NotStored(BrokerReadOnly("no slave")), NotStored(InvalidMessage("wrong")), Unknown("again")):
@@ -204,15 +204,12 @@ def test_unknown_batch_is_repeated_to_the_same_group():
     drain.now_ms += 20_000
     drain.brokers.writable.clear()
     [last] = drain.attempts()
-    drain.answer(last, stored(last))
-    assert drain.settle().settled[0].stored == [1, 2]
+    assert drain.store(last).settled[0].stored == [1, 2]
 
 
 def test_unknown_batch_is_released_after_a_day():
     drain = Drain(unknown_ms_max=86_400_000)
-    drain.page(row(1))
-    drain.claim()
-    [attempt] = drain.attempts()
+    attempt = drain.sent(row(1))
     drain.answer(attempt, Unknown("lost"))
     drain.now_ms += 86_400_001
     assert drain.attempts() == []
@@ -222,9 +219,7 @@ def test_unknown_batch_is_released_after_a_day():
 
 def test_rejected_messages_are_parked():
     drain = Drain()
-    drain.page(row(1), row(2), row(3))
-    drain.claim()
-    [attempt] = drain.attempts()
+    attempt = drain.sent(row(1), row(2), row(3))
     drain.answer(attempt, stored(attempt, (1, "too large")))
     [end] = drain.settle().settled
     assert (end.stored, end.parked) == ([1, 3], [(2, "too large")])
@@ -232,9 +227,7 @@ def test_rejected_messages_are_parked():
 
 def test_rows_of_an_invalid_batch_go_alone():
     drain = Drain(release_ms=0)
-    drain.page(row(1), row(2))
-    drain.claim()
-    [attempt] = drain.attempts()
+    attempt = drain.sent(row(1), row(2))
     drain.answer(attempt, NotStored(InvalidRequest("one of them is wrong")))
     drain.settle()
     drain.now_ms += 1_000
@@ -253,9 +246,7 @@ def test_row_is_parked_after_a_second_lone_rejection():
     """A packet damaged on its way is rejected as well."""
     drain = Drain(rest_ms=0)
     for tries in range(2):
-        drain.page(row(1, errors=tries), after=1)
-        drain.claim()
-        [attempt] = drain.attempts()
+        attempt = drain.sent(row(1, errors=tries), after=1)
         drain.answer(attempt, NotStored(InvalidRequest("the batch does not match its CRC")))
         work = drain.settle()
         assert [end.ids for end in work.released] == [[1]] * (not tries)
@@ -292,11 +283,8 @@ def test_all_pages_share_one_postponement():
     drain.now_ms += 970
     assert drain.postponed(row(0)) == 2_000, "as long as nobody takes it"
     drain.brokers.writable.add("g1")
-    drain.page(row(3))
-    drain.claim()
-    [attempt] = drain.attempts()
-    drain.answer(attempt, stored(attempt))
-    drain.settle()
+    attempt = drain.sent(row(3))
+    drain.store(attempt)
     drain.brokers.writable.clear()
     assert drain.postponed(row(4)) == 1_000, "somebody did in between"
 
@@ -306,11 +294,8 @@ def test_other_groups_do_not_reset_a_postponement():
     lost, fine = key_of(drain, "g1"), key_of(drain, "g2")
     drain.brokers.writable.remove("g1")
     assert drain.postponed(row(1, key=lost), after=1) == 1_000
-    drain.page(row(2, key=fine), after=1)
-    drain.claim()
-    [attempt] = drain.attempts()
-    drain.answer(attempt, stored(attempt))
-    drain.settle()
+    attempt = drain.sent(row(2, key=fine), after=1)
+    drain.store(attempt)
     drain.now_ms += 1_000
     assert drain.postponed(row(1, key=lost), after=1) == 2_000
 
@@ -333,9 +318,7 @@ def test_younger_rows_do_not_overtake_postponed_keys():
 def test_postponed_rows_share_one_due_moment():
     """Otherwise a page that the database wrote slowly would come after the next one, with the same keys."""
     drain = Drain(postpone_ms=1_000, rest_ms=0)
-    drain.page(row(1, key="k"), after=1)
-    drain.claim()
-    [attempt] = drain.attempts()
+    attempt = drain.sent(row(1, key="k"), after=1)
     drain.answer(attempt, NotStored(BrokerReadOnly("no slave")))
     [first] = drain.settle().released
     dues = [first.due]
@@ -514,8 +497,7 @@ def test_producer_numbers_stay_within_the_brokers_window():
                 attempt.claim.due_ms = 1 << 60
             else:
                 numbers.append(attempt.batch.number)
-                drain.answer(attempt, stored(attempt))
-                drain.settle()
+                drain.store(attempt)
         drain.now_ms += 1
     assert max(numbers) - unknown.batch.number < NUMBERS_SPAN_MAX <= 60
 
@@ -539,9 +521,7 @@ def test_ordered_batches_go_one_at_a_time():
 
 def test_ordered_rows_wait_for_unknown_batches():
     drain = Drain("g1", rest_ms=0)
-    drain.page(row(1, key="k"), after=("t", 1))
-    drain.claim()
-    [attempt] = drain.attempts()
+    attempt = drain.sent(row(1, key="k"), after=("t", 1))
     drain.answer(attempt, Unknown("lost"))
     drain.page(row(2, key="k"), row(3))
     order = drain.claim()
@@ -556,8 +536,7 @@ def test_batches_respect_a_groups_room():
     [attempt] = drain.attempts()
     drain.brokers.rooms["g1"], drain.brokers.flights["g1"] = 100, 1
     assert drain.next() is None
-    drain.answer(attempt, stored(attempt))
-    drain.settle()
+    drain.store(attempt)
     drain.brokers.rooms["g1"], drain.brokers.flights["g1"] = 1_000, 0
     assert list(drain.claim().claims.values()) == [[3, 4]]
 
@@ -570,8 +549,7 @@ def test_large_row_goes_to_an_idle_group():
     drain.brokers.rooms["g1"], drain.brokers.flights["g1"] = 1_000, 0
     assert list(drain.claim().claims.values()) == [[1]]
     [attempt] = drain.attempts()
-    drain.answer(attempt, stored(attempt))
-    drain.settle()
+    drain.store(attempt)
     assert list(drain.claim().claims.values()) == [[2]], "the group says that it is too large"
 
 
@@ -588,8 +566,7 @@ def test_silent_group_blocks_others_briefly():
     drain.page(row(3, "a"), row(4, "b"), after=4)
     assert list(drain.claim().claims.values()) == [[4]]
     [attempt] = drain.attempts()
-    drain.answer(attempt, stored(attempt))
-    drain.settle()
+    drain.store(attempt)
     assert drain.next() is None, "row 3 waits for room"
     drain.now_ms += 2_000
     [late] = drain.claim().postponed
@@ -657,13 +634,10 @@ def test_unusable_group_releases_unsent_claims():
 
 def test_stop_ends_claims_under_way():
     drain = Drain()
-    drain.page(row(1))
-    drain.claim()
-    [attempt] = drain.attempts()
+    attempt = drain.sent(row(1))
     drain.core.stop()
     assert drain.next() is None and not drain.core.is_idle
-    drain.answer(attempt, stored(attempt))
-    drain.settle()
+    drain.store(attempt)
     assert drain.core.is_idle and drain.next() is None
 
 

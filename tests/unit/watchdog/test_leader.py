@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -74,40 +75,39 @@ class Link:
         return list(self.registered), {}
 
 
-@pytest.fixture
-def source(tmp_path):
-    path = tmp_path / "shop.db"
+def create_table(path):
     engine = create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:
         for statement in create_statements("sqlite"):
             connection.execute(text(statement))
     engine.dispose()
+
+
+@pytest.fixture
+def source(tmp_path):
+    create_table(path := tmp_path / "shop.db")
     return Source(f"sqlite://here:1/{path}", age_ms=0)
 
 
-def leader(link, test):
-    """Run a test beside a watchdog."""
-
-    async def run():
-        watchdog = Leader(SETTINGS, link, Sender(), "here:1")
-        task = asyncio.create_task(watchdog.run())
-        try:
-            async with asyncio.timeout(60):
-                await test(watchdog)
-            assert not task.done() or task.exception() is None
-        finally:
-            await watchdog.stop()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def leading(link):
+    """Run a watchdog."""
+    watchdog = Leader(SETTINGS, link, Sender(), "here:1")
+    task = asyncio.create_task(watchdog.run())
+    try:
+        async with asyncio.timeout(60):
+            yield watchdog
+        assert not task.done() or task.exception() is None
+    finally:
+        await watchdog.stop()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-def test_reelected_leader_drains_again(source):
+async def test_reelected_leader_drains_again(source):
     """QMQ's watchdog sends nothing more after its second election."""
     link = Link(source)
-
-    async def test(watchdog):
+    async with leading(link) as watchdog:
         for round_number in range(1, 4):
             await until_async(lambda: watchdog.is_leader and watchdog.drains)
             drain = watchdog.drains[source.url]
@@ -117,15 +117,12 @@ def test_reelected_leader_drains_again(source):
             await until_async(lambda: not watchdog.is_leader and not watchdog.drains)
             link.row = LeaseRow("", link.row.term, 0)
         await until_async(lambda: watchdog.is_leader)
-
-    leader(link, test)
     assert link.released == 1 and not link.row.node
 
 
-def test_leader_stops_with_its_lease(source):
+async def test_leader_stops_with_its_lease(source):
     link = Link(source)
-
-    async def test(watchdog):
+    async with leading(link) as watchdog:
         await until_async(lambda: watchdog.drains)
         link.is_away = True
         await until_async(lambda: not watchdog.is_leader and not watchdog.drains)
@@ -133,10 +130,8 @@ def test_leader_stops_with_its_lease(source):
         link.is_away = False
         await until_async(lambda: watchdog.drains)
 
-    leader(link, test)
 
-
-def test_new_drain_waits_for_the_last_write(source, monkeypatch):
+async def test_new_drain_waits_for_the_last_write(source, monkeypatch):
     link, held, began = Link(source), threading.Event(), threading.Event()
     do = Outbox.do
 
@@ -145,7 +140,7 @@ def test_new_drain_waits_for_the_last_write(source, monkeypatch):
         held.wait(60)
         return do(self, work)
 
-    async def test(watchdog):
+    async with leading(link) as watchdog:
         monkeypatch.setattr(Outbox, "do", slow)
         await until_async(began.is_set)
         link.registered = [replace(source, rate=7)]
@@ -157,51 +152,36 @@ def test_new_drain_waits_for_the_last_write(source, monkeypatch):
         await until_async(lambda: watchdog.drains)
         assert watchdog.drains[source.url].core.limits.rate == 7
 
-    leader(link, test)
 
-
-def test_removed_database_is_not_drained(source):
+async def test_removed_database_is_not_drained(source):
     link = Link(source)
-
-    async def test(watchdog):
+    async with leading(link) as watchdog:
         await until_async(lambda: watchdog.drains)
         link.registered = []
         await until_async(lambda: not watchdog.drains)
         assert watchdog.is_leader
 
-    leader(link, test)
 
-
-def test_missing_table_is_reported_and_retried(tmp_path):
+async def test_missing_table_is_reported_and_retried(tmp_path):
     path = tmp_path / "empty.db"
     path.touch()
     source = Source(f"sqlite://here:1/{path}", age_ms=0)
-
-    async def test(watchdog):
+    async with leading(Link(source)) as watchdog:
         await until_async(lambda: watchdog.drains and "no such table" in watchdog.drains[source.url].trouble)
-        engine = create_engine(f"sqlite:///{path}")
-        with engine.begin() as connection:
-            for statement in create_statements("sqlite"):
-                connection.execute(text(statement))
-        engine.dispose()
+        create_table(path)
         await until_async(lambda: not watchdog.drains[source.url].trouble)
 
-    leader(Link(source), test)
 
-
-def test_driver_error_concerns_its_database_alone(source, monkeypatch):
+async def test_driver_error_concerns_its_database_alone(source, monkeypatch):
     """PyMySQL raises RuntimeError for a missing package, and UnicodeError for an invalid name."""
     begun = []
     begin = Leader._begin
     monkeypatch.setattr(Leader, "_begin", lambda self, *of: (begun.append(of[0]), begin(self, *of)))
     wrong = Source("mysql://db1..internal:3306", "shop", "secret", age_ms=0)
     link = Link(source, wrong)
-
-    async def test(watchdog):
+    async with leading(link) as watchdog:
         await until_async(lambda: wrong.url in watchdog.drains and "label empty" in watchdog.drains[wrong.url].trouble)
         await until_async(lambda: watchdog.drains[source.url].core.last_pass_ms is not None)
         count = link.beats
         await until_async(lambda: link.beats > count + 3)
         assert sorted(begun) == sorted([source.url, wrong.url]), "no drain fails and begins anew"
-
-    leader(link, test)
