@@ -160,7 +160,15 @@ class Situation:
 
 
 SITUATIONS = [
-    Situation("healthy", fine=("metaservers: 1 up", "versions: all run 0.3.0", "copies: the slave of g1 is in sync")),
+    Situation(
+        "healthy",
+        fine=(
+            "token: anna, with the role admin",
+            "metaservers: 1 up",
+            "versions: all run 0.3.0",
+            "copies: the slave of g1 is in sync",
+        ),
+    ),
     Situation("another metaserver was stopped", other_stops, verdict=("WARN metaservers: stopped: 10.0.0.2:8080",)),
     Situation("another metaserver is silent", other_is_silent, verdict=("WARN metaservers: silent: 10.0.0.2:8080",)),
     Situation("another metaserver was killed and restarted", other_was_killed_and_restarted),
@@ -377,11 +385,10 @@ async def lines(world, pages, monkeypatch):
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name)
-async def test_verdict_names_the_cause(world, monkeypatch, situation):
-    await world.running_copies("g1")
-    world.liveness.peers.read([], now_ms=world.registry.now_ms())
-    await situation.spoil(world)
-    found = await lines(world, WELL | (situation.pages or {}), monkeypatch)
+async def test_verdict_names_the_cause(cluster, monkeypatch, situation):
+    cluster.liveness.peers.read([], now_ms=cluster.registry.now_ms())
+    await situation.spoil(cluster)
+    found = await lines(cluster, WELL | (situation.pages or {}), monkeypatch)
     wrong = [finding for finding in found if finding.level is not Level.OK]
     verdict = [f"{finding.level} {finding.step}: {finding.found}" for finding in wrong]
     assert tuple(re.sub(r"\([0-9a-f]{12}\)", "(ID)", line) for line in verdict) == situation.verdict
@@ -389,23 +396,22 @@ async def test_verdict_names_the_cause(world, monkeypatch, situation):
     assert set(situation.fine) <= fine
     assert all(finding.do for finding in wrong)
     assert situation.remedy in " ".join(finding.do for finding in wrong)
-    counts = Counter(check["kind"] for check in (await world.done("Doctor"))["checks"] if not check["ok"])
+    counts = Counter(check["kind"] for check in (await cluster.done("Doctor"))["checks"] if not check["ok"])
     if situation.spoil is client_refused_elsewhere:
         counts.clear()  # metrics call nobody
-    assert await findings(DoctorMetrics(lambda: examine_reported(world.desk))) == counts
+    assert await findings(DoctorMetrics(lambda: examine_reported(cluster.desk))) == counts
 
 
-async def test_healthy_installation_has_no_findings(world, http):
-    await world.running_copies("g1")
-    await report_unplaced(world, "g1", "g1-c")  # a removed spare broker: its group lacks nothing
-    http.actions.run = world.actions.run
+async def test_healthy_installation_has_no_findings(cluster, http):
+    await report_unplaced(cluster, "g1", "g1-c")  # a removed spare broker: its group lacks nothing
+    http.actions.run = cluster.actions.run
     for role, status in ((None, 401), (TokenRole.CLIENT, 403), (TokenRole.VIEWER, 200), (TokenRole.ADMIN, 200)):
         answer = await http.client.get("/api/doctor", headers=http.headers(role))
         assert answer.status_code == status, role
     data = answer.json()["data"]
     assert data["healthy"] and all(check["ok"] for check in data["checks"])
     assert {check["kind"] for check in data["checks"]} <= set(CheckKind)
-    assert await findings(DoctorMetrics(lambda: examine_reported(world.desk))) == {}
+    assert await findings(DoctorMetrics(lambda: examine_reported(cluster.desk))) == {}
 
 
 async def test_restarted_metaserver_is_not_missing(world):
@@ -416,11 +422,10 @@ async def test_restarted_metaserver_is_not_missing(world):
     assert check["ok"] and check["found"] == "2 up", "this one counts itself"
 
 
-async def test_metrics_query_no_broker(world):
-    await world.running_copies("g1")
-    world.brokers.silent.add("g1")  # a call would find it
-    assert all(check["ok"] for check in await examine_reported(world.desk))
-    assert not (await world.done("Doctor"))["healthy"]
+async def test_metrics_query_no_broker(cluster):
+    cluster.brokers.silent.add("g1")  # a call would find it
+    assert all(check["ok"] for check in await examine_reported(cluster.desk))
+    assert not (await cluster.done("Doctor"))["healthy"]
 
 
 async def test_scrape_triggers_checks_and_does_not_wait():

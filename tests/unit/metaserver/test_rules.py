@@ -49,26 +49,20 @@ def is_up(*hostnames):
     "change, complaint",
     [
         pytest.param({"group": "g/1"}, "brokerGroup.*'/'", id="group with a slash"),
-        pytest.param({"group": "g\r\n"}, "brokerGroup", id="group with CR LF"),
         pytest.param({"group": "g" * 300}, "longer than 100", id="group of 300 characters"),
         pytest.param({"group": ""}, "brokerGroup is empty", id="no group"),
         pytest.param({"hostname": "h" * 300}, "longer than 100", id="hostname of 300 characters"),
         pytest.param({"hostname": "a:b"}, "hostname 'a:b'", id="hostname with a colon"),
         pytest.param({"hostname": ""}, "hostname is empty", id="no hostname"),
-        pytest.param({"ip": "10.0.0"}, "no IPv4 address", id="short ip"),
         pytest.param({"ip": "fd00::zz"}, "no IPv6 address", id="bad ip of version 6"),
         pytest.param({"ip": "[::]"}, "not the address of one machine", id="any address of version 6"),
         pytest.param({"ip": "ff02::1"}, "not the address of one machine", id="multicast of version 6"),
-        pytest.param({"ip": "fe80::1%eth0"}, "without %", id="zone"),
-        pytest.param({"ip": "mq 1"}, "is no host", id="name with a space"),
         pytest.param({"ip": "mq1:20881"}, "has a port; use the host alone", id="ip with a port"),
         pytest.param({"ip": "0.0.0.0"}, "not the address of one machine", id="any address"),
         pytest.param({"ip": "224.0.0.1"}, "not the address of one machine", id="multicast"),
         pytest.param({"serve_port": "0"}, "servePort '0'", id="port 0"),
         pytest.param({"sync_port": "99999"}, "syncPort '99999'", id="port above 65535"),
-        pytest.param({"sync_port": "-1"}, "syncPort '-1'", id="negative port"),
         pytest.param({"sync_port": "٣"}, "syncPort", id="digit of another script"),
-        pytest.param({"sync_port": "9" * 5000}, "syncPort", id="very long number"),
         pytest.param({"sync_port": "20881"}, "needs two ports", id="same port twice"),
         pytest.param({"role": "MASTER"}, "no role code", id="role by name"),
         pytest.param({"role": "7"}, "DELAY_BACKUP.*not supported", id="delay backup"),
@@ -84,22 +78,10 @@ def test_wrong_parameters_are_refused(change, complaint):
         rules.parse_broker(*words.values())
 
 
-def test_right_parameters_make_a_broker():
-    assert rules.parse_broker(*WORDS.values()) == Broker("g1", Role.MASTER, "h1", "10.0.0.1", 20881, 20882)
-
-
-@pytest.mark.parametrize(
-    ("text", "stored"),
-    [
-        ("MQ1.Example", "mq1.example"),
-        ("qmq-0.qmq.production.svc.cluster.local", "qmq-0.qmq.production.svc.cluster.local"),
-        ("[FD00:0:0::2]", "fd00::2"),
-        ("::1", "::1"),
-        ("::ffff:10.0.0.1", "10.0.0.1"),
-    ],
-)
-def test_address_is_stored_in_one_form(text, stored):
-    assert rules.parse_broker(*(WORDS | {"ip": text}).values()).ip == stored
+@pytest.mark.parametrize(("ip", "stored"), [("10.0.0.1", "10.0.0.1"), ("[FD00:0:0::2]", "fd00::2")])
+def test_right_parameters_make_a_broker(ip, stored):
+    made = rules.parse_broker(*(WORDS | {"ip": ip}).values())
+    assert made == Broker("g1", Role.MASTER, "h1", stored, 20881, 20882)
 
 
 @pytest.mark.parametrize("code, role", [("5", Role.MASTER), ("6", Role.SLAVE)])

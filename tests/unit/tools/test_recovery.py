@@ -57,36 +57,24 @@ def test_silent_copy_blocks_the_decision():
     assert not plan.words and "a:1: start it" in plan.steps[0] and "--gone" in plan.steps[0]
 
 
+SWAP, STAY = {"role": "0", "hostname": "b", "swap": "true"}, {"role": "0", "hostname": "a"}
+"""Words of ReplaceBroker: b becomes the master in a's place, or a stays it."""
+
+
 @pytest.mark.parametrize(
     "replicas, reports, gone, kept, words, accepted",
     [
         pytest.param([replica("a", up=True), replica("b", up=True)], [], [], A, {}, False, id="both run"),
         pytest.param([replica("a", up=True)], [], [B], A, {}, False, id="the slave is gone"),
         pytest.param([], [report("a")], [B], A, {}, False, id="the master's disk is saved"),
-        pytest.param(
-            [replica("b", up=True)],
-            [],
-            [A],
-            B,
-            {"role": "0", "hostname": "b", "swap": "true"},
-            False,
-            id="the master is gone",
-        ),
-        pytest.param(
-            [],
-            [report("b")],
-            [A],
-            B,
-            {"role": "0", "hostname": "b", "swap": "true"},
-            False,
-            id="the slave's disk is saved",
-        ),
+        pytest.param([replica("b", up=True)], [], [A], B, SWAP, False, id="the master is gone"),
+        pytest.param([], [report("b")], [A], B, SWAP, False, id="the slave's disk is saved"),
         pytest.param(
             [replica("a", up=True, reasons=["rolled_back", "slave_down"])],
             [],
             [B],
             A,
-            {"role": "0", "hostname": "a"},
+            STAY,
             True,
             id="the master was rolled back",
         ),
@@ -104,7 +92,7 @@ def test_silent_copy_blocks_the_decision():
             [],
             [],
             A,
-            {"role": "0", "hostname": "a"},
+            STAY,
             True,
             id="the master was rolled back, and the slave is an empty broker that it never filled",
         ),
@@ -113,7 +101,7 @@ def test_silent_copy_blocks_the_decision():
             [report("a", troubles=["file_damaged"])],
             [],
             B,
-            {"role": "0", "hostname": "b", "swap": "true"},
+            SWAP,
             False,
             id="the master does not start",
         ),
@@ -122,11 +110,11 @@ def test_silent_copy_blocks_the_decision():
             [],
             [A, B],
             None,
-            {"role": "0", "hostname": "a"},
+            STAY,
             True,
             id="empty brokers in both places",
         ),
-        pytest.param([], [], [A, B], None, {"role": "0", "hostname": "a"}, True, id="neither returns"),
+        pytest.param([], [], [A, B], None, STAY, True, id="neither returns"),
     ],
 )
 def test_choice_of_the_copy(replicas, reports, gone, kept, words, accepted):
@@ -164,8 +152,8 @@ def test_losses_list_offset_subject_and_id():
 @pytest.mark.parametrize(
     "kept, gone, words",
     [
-        pytest.param("b", A, {"role": "0", "hostname": "b", "swap": "true"}, id="the slave's disk"),
-        pytest.param("a", B, {"role": "0", "hostname": "a"}, id="the master's disk"),
+        pytest.param("b", A, SWAP, id="the slave's disk"),
+        pytest.param("a", B, STAY, id="the master's disk"),
     ],
 )
 def test_disk_below_the_acknowledged_point_was_restored(kept, gone, words):
@@ -177,11 +165,8 @@ def test_disk_below_the_acknowledged_point_was_restored(kept, gone, words):
     assert whole.lost_offsets is None and not whole.needs_acceptance
 
 
-def test_remembered_messages_are_lost_with_both_copies():
-    assert decided(gone=[A, B], remembered=700).lost_offsets == (0, 700)
-
-
 def test_acknowledged_messages_are_lost_with_both_copies():
+    assert decided(gone=[A, B], remembered=700).lost_offsets == (0, 700)
     plan = decided(replicas=[replica("a", up=False, end=500)], gone=[A, B])
     assert plan.lost_offsets == (0, 500) and "starts again" in plan.steps[0]
 
@@ -301,6 +286,7 @@ def test_messages_of_the_diverged_copy_are_listed(capsys):
         ("s.a", 30, 31, "b:1"),
         ("s.b", 7, 7, "b:1"),
     ]
+    assert plan.keeps.label == A and plan.steps[0].startswith("set aside the data directory of b:1,")
     assert "qmq inspect DIR --above=100" in plan.steps[0]
     show(recovery._shown(copies, plan))
     assert "MAYBE LOST: s.a, sequences 30 to 31 (2): only b:1 has them" in " ".join(capsys.readouterr().out.split())
@@ -329,26 +315,15 @@ def test_diverged_slave_with_most_goes_on(states, min_copies, kept, command):
     assert plan.needs_acceptance == (command == "ReplaceBroker")
 
 
-def test_masters_copy_wins_over_a_diverged_slave():
-    plan = decide(
-        read_copies(rows(), [replica("a", up=True), replica("b", up=True, reasons=["diverged"])], (), ()), term=4
-    )
-    assert plan.keeps.label == A and plan.steps[0].startswith("set aside the data directory of b:1,")
-
-
 def test_diverged_slave_wins_over_an_incomplete_master():
     replicas = [replica("a", up=True, reasons=["rolled_back"]), replica("b", up=True, reasons=["diverged"])]
     plan = decide(read_copies(rows(), replicas, (), ()), term=4)
     assert plan.keeps.label == B and plan.command == "ReplaceBroker" and plan.needs_acceptance
 
 
-def test_losses_of_a_gone_copy_have_offsets():
-    plan = decided_of_three([("gone", 150, 4), RUNS, RUNS])
-    assert plan.lost_offsets == (100, 150)
-
-
 def test_acknowledged_point_above_all_copies_is_a_loss():
     """A slave may lag; only the plan shows that no copy has the missing frames."""
+    assert decided_of_three([("gone", 150, 4), RUNS, RUNS]).lost_offsets == (100, 150)
     plan = decided_of_three([("gone", 0, 0), DISK, ("gone", 0, 0)], remembered=150)
     assert plan.lost_offsets == (100, 150) and plan.keeps.label == B and plan.needs_acceptance
     plan = decided_of_three([("silent", 0, 0), RUNS, ("runs", 160, 4)], remembered=150)
