@@ -148,6 +148,16 @@ class World:
             await self.start(f"{group}-a")
             await self.start(f"{group}-b", complete=True)
 
+    async def routed_copies(self, *subjects, groups=("g1",)):
+        """Add groups that are not started, and subjects that all of them serve."""
+        await self.copies(*groups)
+        await self.routed(*subjects, groups=groups)
+
+    async def serving_copies(self, *subjects, groups=("g1",)):
+        """Add running groups, and subjects that all of them serve."""
+        await self.running_copies(*groups)
+        await self.routed(*subjects, groups=groups)
+
     async def routed(self, *subjects, groups=("g1",)):
         routes = [(subject, groups, 0) for subject in subjects]
         await self.database.write(lambda repository: repository.store_routes(routes))

@@ -19,6 +19,13 @@ async def world(tmp_path):
 
 
 @pytest.fixture
+async def cluster(world):
+    """Actions of one metaserver, with group g1 of two running copies."""
+    await world.running_copies()
+    return world
+
+
+@pytest.fixture
 async def console(tmp_path):
     """Console of one metaserver, with a viewer logged in."""
     console = ConsoleWorld(tmp_path / "metaserver.db")

@@ -157,8 +157,7 @@ def night(ledger, group, at_ms, verdict=PROVEN, **more):
 
 async def with_something_on_every_page(world, folder):
     """Groups, one of them readonly; lag; dead letters; parked rows; delayed messages; nights of the audit."""
-    await world.running_copies("g1", "g2")
-    await world.routed("order.changed", "quiet", groups=("g1", "g2"))
+    await world.serving_copies("order.changed", "quiet", groups=("g1", "g2"))
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g2")
     now = wall_ms()
     stuck = left("order.changed", "billing", 1234, now - 3_725_000)

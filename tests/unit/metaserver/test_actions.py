@@ -118,8 +118,7 @@ async def test_dry_run_changes_nothing(world):
     """Weakness 33: QMQ's tools have no dry run. A plan keeps its word until something concerned changes: otherwise no
     plan could be confirmed while brokers proceed and new subjects arrive.
     """
-    await world.running_copies("g1", "g2")
-    await world.routed("s1", groups=("g1", "g2"))
+    await world.serving_copies("s1", groups=("g1", "g2"))
     await world.routed("s2", groups=("g2",))
     before = await stored(world)
     plans = {name: await world.done(name, **words, dryRun="true") for name, words in CHANGES.items()}
@@ -132,8 +131,7 @@ async def test_dry_run_changes_nothing(world):
 
 
 async def test_repeated_change_changes_nothing(world):
-    await world.copies("g1", "g2")
-    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed_copies("s1", groups=("g1", "g2"))
     for name in ("LimitGroup", "MarkReadonlyBrokerGroup", "OnOffline", "SetFailover", "SetGroupTag", "DrainGroup"):
         await world.done(name, **CHANGES[name])
         before = await stored(world)
@@ -142,8 +140,7 @@ async def test_repeated_change_changes_nothing(world):
 
 
 async def test_dry_run_counts_affected_clients(world):
-    await world.copies("g1")
-    await world.routed("s1", "s2")
+    await world.routed_copies("s1", "s2")
     world.hub.counts = [Counts(producers=4, consumers=0, watchers=40)]
     shown = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", dryRun="true")
     assert shown["blastRadius"] == "2 subjects, 1 group, 40 clients"
@@ -182,8 +179,7 @@ async def test_refused_dry_run_has_the_reasons(world):
 
 
 async def test_scope_of_a_token_limits_changes(world):
-    await world.copies("g1", "g2")
-    await world.routed("shop.a", "other", groups=("g1", "g2"))
+    await world.routed_copies("shop.a", "other", groups=("g1", "g2"))
     of_g1, of_shop = caller("operator", groups=["g1"]), caller("operator", subjects=["shop.*"])
     assert "g2" in await world.refused("MarkReadonlyBrokerGroup", of_g1, brokerGroup="g2")
     assert "other" in await world.refused("MarkReadonlyBrokerGroup", of_shop, brokerGroup="g1")
@@ -201,8 +197,7 @@ async def test_scope_of_a_token_limits_changes(world):
 
 async def test_subject_scope_protects_other_subjects_of_a_group(world):
     """A change of a group's brokers affects all its subjects, also later ones."""
-    await world.copies("g1")
-    await world.routed("shop.a", "other")
+    await world.routed_copies("shop.a", "other")
     of_shop, of_g2 = caller("admin", subjects=["shop.*"]), caller("admin", groups=["g2"])
     replaced, removed = place("g1", 1, "g1-c"), {"hostname": "g1-b", "servePort": 20881}
     for name, words in (("ReplaceBroker", replaced), ("RemoveBroker", removed), ("SetGroupTag", {"brokerGroup": "g1"})):
@@ -214,8 +209,7 @@ async def test_subject_scope_protects_other_subjects_of_a_group(world):
 
 
 async def test_preview_of_roles_counts_subjects_of_the_group(world):
-    await world.copies("g1", "g2")
-    await world.routed("s1", "s2", groups=("g1", "g2"))
+    await world.routed_copies("s1", "s2", groups=("g1", "g2"))
     await world.routed("s3", groups=("g2",))
     world.hub.counts = [Counts(3, 0, 9)]
     shown = await world.done("ReplaceBroker", **place("g1", 1, "g1-c"), dryRun="true")
@@ -330,8 +324,7 @@ async def test_unknown_outcome_names_the_later_lookup(world, monkeypatch):
 
 
 async def test_database_outage_stops_changes_only(world):
-    await world.copies("g1")
-    await world.routed("s1")
+    await world.routed_copies("s1")
 
     async def away():
         raise DatabaseAway("killed")

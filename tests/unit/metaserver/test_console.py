@@ -302,8 +302,7 @@ async def test_open_lists_are_shown_without_login(tmp_path):
 
 async def test_change_is_planned_confirmed_and_recorded(console):
     await console.log_in("operator")
-    await console.running_copies("g1")
-    await console.routed("s1", "s2")
+    await console.serving_copies("s1", "s2")
     words = {"csrf": await console.csrf(), "action": "MarkReadonlyBrokerGroup", "brokerGroup": "g1", "subject": "*"}
     before = len(await console.audit())
     planned = await console.send("/change", step="plan", **words)
@@ -321,8 +320,7 @@ async def test_change_is_planned_confirmed_and_recorded(console):
 async def test_outdated_plan_is_refused(console):
     """Two operators confirm contradictory plans of one subject at the same time."""
     await console.log_in("operator")
-    await console.running_copies("g1")
-    await console.routed("s1")
+    await console.serving_copies("s1")
     csrf, plans = await console.csrf(), []
     for seconds in ("60", "3600"):
         words = {"csrf": csrf, "action": "SetLimits", "subject": "s1", "expiresAfterS": seconds}

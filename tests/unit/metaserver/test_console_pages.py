@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
 
+import pytest
+
 from qmq.errors import NotServed, OutcomeUnknown
 from qmq.ledger import FINDINGS, Ledger
 from qmq.metaserver.actions import Answer, Status
@@ -31,9 +33,16 @@ from tests.unit.metaserver.console_world import (
 HOSTILE = "<script>alert(1)</script>"
 
 
+@pytest.fixture
+async def operator(console):
+    """Console of an operator, with the subject order.changed in a running group."""
+    await console.log_in("operator")
+    await console.serving_copies("order.changed")
+    return console
+
+
 async def test_consumers_behind_are_shown_with_age_and_cause(console):
-    await console.running_copies("g1", "g2")
-    await console.routed("order.changed", "quiet", groups=("g1", "g2"))
+    await console.serving_copies("order.changed", "quiet", groups=("g1", "g2"))
     since = wall_ms() - 3_725_000
     stuck = left("order.changed", "billing", 1234, since)
     stuck.consumers.append(pb.ConsumerProgress(consumer="c1", connected=False, unacked=0))
@@ -65,8 +74,7 @@ async def test_large_installation_is_queried_on_demand_only(console, monkeypatch
 
 
 async def test_subjects_are_paged(console):
-    await console.copies("g1")
-    await console.routed(*[f"s{number:03d}" for number in range(150)])
+    await console.routed_copies(*[f"s{number:03d}" for number in range(150)])
     first, second = await console.see("/subjects"), await console.see("/subjects", after="s099")
     assert ("s000" in first, "s099" in first, "s100" in first, "after=s099" in first) == (True, True, False, True)
     assert ("s099<" in second, "s100<" in second, "s149<" in second, "after=" in second) == (False, True, True, False)
@@ -136,25 +144,22 @@ def stored(sequence, id, **properties):
     )
 
 
-async def test_messages_are_found_and_escaped(console):
-    await console.log_in("operator")
-    await console.running_copies("g1")
-    await console.routed("order.changed")
-    assert "Subject" in await console.read("/messages") and console.brokers.browsed == []
+async def test_messages_are_found_and_escaped(operator):
+    assert "Subject" in await operator.read("/messages") and operator.brokers.browsed == []
     more = pb.BrowseAnswer(messages=[stored(9, "m-9", orderNo=HOSTILE)], begin=0, end=9)
-    console.brokers.stored = [more, pb.BrowseAnswer(messages=[stored(3, HOSTILE, long="x" * 500)])]
-    page = await console.see("/messages", subject="order.changed")
+    operator.brokers.stored = [more, pb.BrowseAnswer(messages=[stored(3, HOSTILE, long="x" * 500)])]
+    page = await operator.see("/messages", subject="order.changed")
     assert page.index("m-9") < page.index("g1 / 3") and "<script>" not in page and "x" * 500 in page
-    first, second = console.brokers.browsed
+    first, second = operator.brokers.browsed
     assert (first.subject, first.newest_first, first.with_properties) == ("order.changed", True, True)
     assert (second.begin, second.end) == (0, 9)
     words = {"id": "m-9", "since": "1970-01-01T00:01", "until": "1970-01-01T00:02", "tag": "pay,late"}
-    assert "No such message" in await console.read("/messages", subject="order.changed", **words)
-    asked = console.brokers.browsed[-1]
+    assert "No such message" in await operator.read("/messages", subject="order.changed", **words)
+    asked = operator.brokers.browsed[-1]
     assert (asked.id, asked.since_ms, asked.until_ms, list(asked.tags)) == ("m-9", 60_000, 120_000, ["pay", "late"])
-    console.brokers.silent = {"g1"}
-    assert "Not asked: g1" in await console.read("/messages", subject="order.changed")
-    assert "has no route" in await console.read("/messages", subject="nothing")
+    operator.brokers.silent = {"g1"}
+    assert "Not asked: g1" in await operator.read("/messages", subject="order.changed")
+    assert "has no route" in await operator.read("/messages", subject="nothing")
 
 
 def with_body(message, body, content_type="", size=0):
@@ -164,10 +169,7 @@ def with_body(message, body, content_type="", size=0):
     return message
 
 
-async def test_bodies_are_shown_and_harmless(console):
-    await console.log_in("operator")
-    await console.running_copies("g1")
-    await console.routed("order.changed")
+async def test_bodies_are_shown_and_harmless(operator):
     bodies = [
         with_body(stored(6, "m-6"), json.dumps({"a": HOSTILE}).encode(), "application/json"),
         with_body(stored(5, "m-5\u202e", n="\x9b"), "a\u202eb\x1b[2J".encode(), "text/html"),
@@ -175,8 +177,8 @@ async def test_bodies_are_shown_and_harmless(console):
         with_body(stored(3, "m-3"), b"secret", "application/x-qmq-encrypted"),
         with_body(stored(2, "m-2"), b"[1, 2", "application/json", size=9_000),
     ]
-    console.brokers.stored = [pb.BrowseAnswer(messages=bodies)]
-    page = await console.see("/messages", subject="order.changed")
+    operator.brokers.stored = [pb.BrowseAnswer(messages=bodies)]
+    page = await operator.see("/messages", subject="order.changed")
     assert HOSTILE not in page and not set("\u202e\x9b\x1b") & set(page)
     assert "<pre data-json>{&#34;a&#34;: " in page and "<pre>a\\u202eb\\u001b[2J</pre>" in page
     text = text_of(page)
@@ -185,32 +187,28 @@ async def test_bodies_are_shown_and_harmless(console):
     assert page.count('<details class="body" open>') == 4, "short bodies are open"
     assert "[1, 2 More…" in text and text.count("More…") == 2, "dump and part of a body"
     assert 'subject=order.changed&amp;id=m-2"' in page
-    console.brokers.stored = [pb.BrowseAnswer(messages=bodies[-1:])]
-    text = await console.read("/messages", subject="order.changed", id="m-2")
+    operator.brokers.stored = [pb.BrowseAnswer(messages=bodies[-1:])]
+    text = await operator.read("/messages", subject="order.changed", id="m-2")
     assert "qmq Browse --json --subject=order.changed --id=m-2 prints all" in text
-    console.brokers.stored = [pb.BrowseAnswer(messages=bodies[-1:])]
-    text = await console.read("/messages", subject="order.changed", id="m-2", dead="billing")
+    operator.brokers.stored = [pb.BrowseAnswer(messages=bodies[-1:])]
+    text = await operator.read("/messages", subject="order.changed", id="m-2", dead="billing")
     assert "--deadLetters --group=billing --id=m-2 prints all" in text
-    assert console.brokers.browsed[-1].body_bytes_max == pages.ALONE_CHARS_MAX
+    assert operator.brokers.browsed[-1].body_bytes_max == pages.ALONE_CHARS_MAX
 
 
-async def test_dead_letters_are_shown_with_reasons(console):
-    await console.log_in("operator")
-    await console.running_copies("g1")
-    await console.routed("order.changed")
+async def test_dead_letters_are_shown_with_reasons(operator):
     dead = stored(1, "m-1", qmq_deadReason="ValueError: no price", qmq_times="5")
-    console.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
-    text = await console.read("/messages", subject="order.changed", dead="billing")
+    operator.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
+    text = await operator.read("/messages", subject="order.changed", dead="billing")
     assert "g1 / 1 40 bytes ValueError: no price, attempts: 5" in text and "Redrive…" in text
     assert "Dead letters of billing in order.changed" in text
     assert text.count("no price") == 1 and "qmq_" not in text, "broker properties are not shown as content"
-    assert console.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
+    assert operator.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
 
 async def test_dead_letters_in_a_chosen_subject_are_shown(console):
     await console.log_in("operator")
-    await console.running_copies("g1")
-    await console.routed("order.changed", "dead")
+    await console.serving_copies("order.changed", "dead")
     await console.done("LimitGroup", subject="order.changed", group="billing", deadLettersTo="dead")
     answers = [stored(number, f"m-{number}", qmq_deadReason="no price", qmq_times="5") for number in (1, 2)]
     console.brokers.stored = [pb.BrowseAnswer(messages=[answer]) for answer in answers]
@@ -223,8 +221,7 @@ async def test_dead_letters_in_a_chosen_subject_are_shown(console):
 
 
 async def test_messages_require_the_right_to_consume(console):
-    await console.running_copies("g1")
-    await console.routed("order.changed")
+    await console.serving_copies("order.changed")
     assert "this needs operator" in await console.read("/messages", subject="order.changed")
     console.access.replace([replace(row, subjects=("produce:*", "consume:pay.*")) for row in console.rows])
     await console.log_in("operator")
@@ -338,8 +335,7 @@ async def test_group_page_draws_rates(console):
 
 
 async def test_consumers_page_draws_rates(console):
-    await console.running_copies("g1", "g2")
-    await console.routed("s", groups=("g1", "g2"))
+    await console.serving_copies("s", groups=("g1", "g2"))
     looked, began = [], wall_ms() - 60_000
     note = console.served._looks.note
 
@@ -361,8 +357,7 @@ async def test_consumers_page_draws_rates(console):
 
 
 async def test_tail_shows_the_newest_messages_bounded(console):
-    await console.running_copies("g1")
-    await console.routed("order.changed")
+    await console.serving_copies("order.changed")
     assert (await console.new_browser().get("/console/tail?subject=order.changed")).status_code == 401
     await console.log_in("operator")
     many = [stored(number, f"m-{number}", text="x" * 60_000) for number in range(50, 0, -1)]
@@ -379,8 +374,7 @@ async def test_tail_shows_the_newest_messages_bounded(console):
 
 
 async def test_each_connection_has_its_rate(console):
-    await console.running_copies("g1")
-    await console.routed("s")
+    await console.serving_copies("s")
     begin_ms = wall_ms() - 60_000
     note, times = console.served._looks.note, iter(range(begin_ms, begin_ms + 10**6, 5_000))
     console.served._looks.note = lambda key, look: note(key, look._replace(at_ms=next(times)))
@@ -393,8 +387,7 @@ async def test_each_connection_has_its_rate(console):
 
 
 async def test_subject_page_draws_its_lag(console):
-    await console.running_copies("g1")
-    await console.routed("s")
+    await console.serving_copies("s")
     console.brokers.progress = {"g1": [left("s", "billing", 40, wall_ms() - 9_000)]}
     await console.done("SetLimits", subject="s", expiresAfterS=3600)
     for minutes in (0, 1):
@@ -405,8 +398,7 @@ async def test_subject_page_draws_its_lag(console):
 
 
 async def test_subject_page_shows_its_size_and_producers(console, monkeypatch):
-    await console.running_copies("g1")
-    await console.routed("s")
+    await console.serving_copies("s")
     console.brokers.progress = {"g1": [left("s", "billing", 40)]}
     console.brokers.subject_bytes = 5_210_000
     shop = pb.ProducerProgress(app="shop", peer="10.0.0.5:4711", messages=100)
@@ -426,8 +418,7 @@ async def test_definitions_are_exported_and_imported(console):
     assert "this needs admin" in await console.read("/definitions")
     assert (await console.browser.get("/console/definitions.json")).status_code == 403
     await console.log_in("admin")
-    await console.running_copies("g1")
-    await console.routed("order.changed")
+    await console.serving_copies("order.changed")
     assert "Broker groups 1" in await console.read("/definitions")
     sent = await console.browser.get("/console/definitions.json")
     assert (
@@ -506,13 +497,10 @@ WORDS = {
 NONSENSE = ("-1", "9" * 23, "NaN", "1e9", "0x10", "٣", "%00", "\0", HOSTILE, "a" * 3000, "' OR 1=1", "\ud7ff")
 
 
-async def test_any_parameter_yields_a_whole_escaped_page(console):
-    await console.log_in("operator")
-    await console.running_copies("g1")
-    await console.routed("order.changed")
+async def test_any_parameter_yields_a_whole_escaped_page(operator):
     for path, names in WORDS.items():
         for name, word in product(names, NONSENSE):
             words = {"subject": "order.changed", name: word} if path == "/messages" else {name: word}
-            answer = await console.browser.get(f"/console{path}", params=words)
+            answer = await operator.browser.get(f"/console{path}", params=words)
             assert answer.status_code < 500 and answer.text.rstrip().endswith("</html>"), (path, name, word)
             assert HOSTILE not in answer.text, (path, name)

@@ -13,16 +13,16 @@ from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import client, left
 
 
-async def two_groups(world):
-    for group in ("g1", "g2"):
-        await world.running_copies(group)
-        world.brokers.progress[group] = [left("s1", "shop", 5)]
-    await world.routed("s1", groups=("g1", "g2"))
+@pytest.fixture
+async def world(world):
+    """A metaserver with two groups; the consumer group shop has five messages of s1 left in each."""
+    await world.serving_copies("s1", groups=("g1", "g2"))
+    world.brokers.progress |= {group: [left("s1", "shop", 5)] for group in ("g1", "g2")}
+    return world
 
 
 async def test_reset_reaches_each_broker_and_is_recorded(world):
     """Weakness 35: QMQ's reset is lost with the broker's memory, and its answer is ignored."""
-    await two_groups(world)
     done = await world.done("ResetOffset", subject="s1", group="shop", to="earliest")
     expected = {"before": 10, "after": 3, "skipped": 0, "repeated": 7}
     assert done["brokerGroups"] == {"g1": expected, "g2": expected}
@@ -33,14 +33,12 @@ async def test_reset_reaches_each_broker_and_is_recorded(world):
 @pytest.mark.parametrize("code, to", [("1", "latest"), ("2", "earliest")])
 async def test_reset_accepts_qmq_codes(world, code, to):
     """Weakness 33: QMQ's own tool never sends them."""
-    await two_groups(world)
     await world.done("ResetOffset", subject="s1", group="shop", code=code)
     assert {reset[3] for reset in world.brokers.resets} == {to}
 
 
 async def test_removed_group_leaves_brokers_and_database(world):
     """After a failure of one broker group the command can be repeated."""
-    await two_groups(world)
     rows = [ConsumerGroupRow("s1", name, 0, "", (), 1) for name in ("shop", "other")]
     await world.database.write(lambda repository: repository.store_consumer_groups(rows))
     world.brokers.fail_for_real = frozenset({"g2"})
@@ -60,7 +58,6 @@ async def test_removed_group_leaves_brokers_and_database(world):
 
 async def test_removal_reaches_groups_off_the_route(world):
     """Also one with nothing but the mailbox; broker groups without the consumer group are left alone."""
-    await two_groups(world)
     await world.running_copies("g3", "g4", "g5")
     world.brokers.progress |= {"g3": [left("s1", "shop", 1)], "g4": [left("%RETRY%s1%shop", "shop", 1)]}
     world.brokers.progress["g5"] = [left("s2", "shop", 1), left("s1", "other", 1)]
@@ -73,7 +70,6 @@ async def test_removal_reaches_groups_off_the_route(world):
 
 
 async def test_removal_removes_the_groups_rules(world):
-    await two_groups(world)
     for group in ("shop", "other"):
         await world.done("OnOffline", state="offline", subject="s1", consumerGroup=group)
         await world.done("LimitGroup", subject="s1", group=group, perSecond=5)
@@ -91,7 +87,6 @@ async def test_removal_removes_the_groups_rules(world):
 
 async def test_reset_to_time_or_sequence(world):
     """Weakness 35: QMQ can reset to the first and the last message only."""
-    await two_groups(world)
     await world.done("ResetOffset", subject="s1", group="shop", to="time", value=1000)
     await world.done("ResetOffset", subject="s1", group="shop", to="sequence", value=7, brokerGroup="g2")
     assert world.brokers.resets[-1] == ("g2", "s1", "shop", "sequence", 7)
@@ -100,7 +95,6 @@ async def test_reset_to_time_or_sequence(world):
 
 
 async def test_wrong_resets_reach_no_broker(world):
-    await two_groups(world)
     words = {"subject": "s1", "group": "shop"}
     assert "no position: give to=earliest" in await world.refused("ResetOffset", **words)
     assert "code 1 means latest" in await world.refused("ResetOffset", **words, code=1, to="earliest")
@@ -114,7 +108,6 @@ async def test_wrong_resets_reach_no_broker(world):
 
 async def test_reset_is_refused_by_one_broker_for_all(world):
     """Weakness 35: QMQ resets broker after broker until one fails."""
-    await two_groups(world)
     world.brokers.silent.add("g2")
     text = await world.refused("ResetOffset", subject="s1", group="shop", to="latest")
     assert text.startswith("g2: ") and not world.brokers.resets
@@ -123,7 +116,6 @@ async def test_reset_is_refused_by_one_broker_for_all(world):
 
 
 async def test_partial_reset_names_the_groups(world):
-    await two_groups(world)
     world.brokers.fail_for_real = frozenset({"g2"})
     answer = await world.run("ResetOffset", subject="s1", group="shop", to="latest")
     assert answer.status == Status.UNKNOWN and "done on g1" in answer.message and "g2: " in answer.message
@@ -132,7 +124,6 @@ async def test_partial_reset_names_the_groups(world):
 
 
 async def test_reset_requires_its_audit_row(world):
-    await two_groups(world)
 
     async def away(changes, audit):
         raise QmqError("the database does not answer")
@@ -144,7 +135,6 @@ async def test_reset_requires_its_audit_row(world):
 
 async def test_dry_run_of_a_reset_shows_each_broker(world):
     """Weakness 35: QMQ does not show which messages a reset skips."""
-    await two_groups(world)
     shown = await world.done("ResetOffset", subject="s1", group="shop", to="earliest", dryRun="true")
     changed = differences(shown["before"], shown["after"])
     assert [(change.path, change.before, change.after) for change in changed] == [
@@ -165,7 +155,6 @@ async def test_dry_run_of_a_reset_shows_each_broker(world):
 
 
 async def test_lag_is_summed_over_brokers(world):
-    await two_groups(world)
     now = wall_ms()
     world.brokers.progress["g1"] = [left("s1", "shop", 5, now - 90_000), left("s1", "bill", 1, now - 5000)]
     world.brokers.progress["g2"] = [left("s1", "shop", 7, now - 30_000)]
@@ -189,7 +178,6 @@ async def test_lag_is_summed_over_brokers(world):
 
 async def test_consumers_are_listed_with_their_state(world):
     """Weakness 37: QMQ lists all former consumers, not the current ones."""
-    await two_groups(world)
     row = left("s1", "shop", 5)
     row.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, unacked=3, peer="10.1.1.1:5"))
     row.consumers.append(pb.ConsumerProgress(consumer="c2"))

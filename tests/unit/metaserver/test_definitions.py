@@ -12,8 +12,7 @@ from tests.unit.metaserver.actions_world import caller
 
 
 async def filled(world):
-    await world.copies("g1", "g2")
-    await world.routed("order.changed", "dead", groups=("g1", "g2"))
+    await world.routed_copies("order.changed", "dead", groups=("g1", "g2"))
     await world.done("SetGroupTag", brokerGroup="g1", tag="fast")
     await world.done("SetFailover", brokerGroup="g1", failover="on")
     await world.done("AddNewSubject", subject="pay", tag="fast")

@@ -206,16 +206,15 @@ async def test_unanswered_failover_commit_is_looked_up(world, monkeypatch, store
     assert row(world)[0] == (3 if stored else 2)
 
 
-async def test_silent_master_is_detected_by_timeout(world):
-    await world.running_copies()
-    master, now_ms = world.registry.directory.groups["g1"].master, world.registry.now_ms()
-    world.registry.now_ms = lambda: now_ms
-    world.beat("g1-a")  # its heartbeat is fresh, however long the other broker took to start
-    assert world.registry.is_gone(master, 2000) == ""
-    world.registry.now_ms = lambda: now_ms + 1900
-    assert world.registry.is_gone(master, 2000) == ""
-    world.registry.now_ms = lambda: now_ms + 2500
-    assert world.registry.is_gone(master, 2000).startswith("it is silent for")
+async def test_silent_master_is_detected_by_timeout(cluster):
+    master, now_ms = cluster.registry.directory.groups["g1"].master, cluster.registry.now_ms()
+    cluster.registry.now_ms = lambda: now_ms
+    cluster.beat("g1-a")  # its heartbeat is fresh, however long the other broker took to start
+    assert cluster.registry.is_gone(master, 2000) == ""
+    cluster.registry.now_ms = lambda: now_ms + 1900
+    assert cluster.registry.is_gone(master, 2000) == ""
+    cluster.registry.now_ms = lambda: now_ms + 2500
+    assert cluster.registry.is_gone(master, 2000).startswith("it is silent for")
 
 
 async def test_slave_heartbeats_do_not_shorten_the_pause(world, monkeypatch):
@@ -245,23 +244,29 @@ async def lose_master_of_two_slaves(world):
     return failovers_of(world)
 
 
-async def test_promise_without_promotion_renews_the_term(world, monkeypatch):
+@pytest.fixture
+async def three(world):
+    """A metaserver with a group of three copies, whose master ended."""
     await lose_master_of_two_slaves(world)
-    await world.start("g1-a")
-    before, master, slaves = row(world)
-    world.beat("g1-b", incarnation="disk of g1-b", promised_term=before + 3)
+    return world
+
+
+async def test_promise_without_promotion_renews_the_term(three, monkeypatch):
+    await three.start("g1-a")
+    before, master, slaves = row(three)
+    three.beat("g1-b", incarnation="disk of g1-b", promised_term=before + 3)
     now_s = time.monotonic()
     monkeypatch.setattr("qmq.metaserver.roles.failover.time", SimpleNamespace(monotonic=lambda: now_s))
-    promises = Promises(world.registry, world.brokers)
+    promises = Promises(three.registry, three.brokers)
     await promises.look()
     now_s += 2.9
     await promises.look()
-    assert row(world)[0] == before, "its promotion may follow"
+    assert row(three)[0] == before, "its promotion may follow"
     now_s += 0.1
     await promises.look()
-    assert row(world) == (before + 3, master, slaves)
+    assert row(three) == (before + 3, master, slaves)
     await promises.look()
-    assert row(world)[0] == before + 3
+    assert row(three)[0] == before + 3
 
 
 async def look_twice(world, monkeypatch):
@@ -272,39 +277,36 @@ async def look_twice(world, monkeypatch):
 
 
 @pytest.mark.parametrize("is_shown_up", [False, True])
-async def test_promise_waits_for_missing_master(world, monkeypatch, is_shown_up):
+async def test_promise_waits_for_missing_master(three, monkeypatch, is_shown_up):
     """A paused metaserver marks no master down, so the master is queried."""
-    await lose_master_of_two_slaves(world)
     if is_shown_up:
-        await world.start("g1-a")
-    before = row(world)
-    world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
-    world.brokers.states.pop(BrokerKey("g1-a", 20881), None)
-    await look_twice(world, monkeypatch)
-    assert row(world) == before
+        await three.start("g1-a")
+    before = row(three)
+    three.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
+    three.brokers.states.pop(BrokerKey("g1-a", 20881), None)
+    await look_twice(three, monkeypatch)
+    assert row(three) == before
 
 
-async def test_starting_master_of_several_gets_new_term(world):
-    await lose_master_of_two_slaves(world)
-    directory = world.registry.directory
-    before, *rest = row(world)
+async def test_starting_master_of_several_gets_new_term(three):
+    directory = three.registry.directory
+    before, *rest = row(three)
     a, b = (directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b"))
-    await begin_life(world.registry, b)
-    assert row(world)[0] == before, "a slave follows whoever is the master"
-    await begin_life(world.registry, a)
-    await begin_life(world.registry, a)
-    assert list(row(world)) == [before + 2, *rest]
-    assert [row.action for row in await world.audit()][:2] == ["NewTerm", "NewTerm"]
+    await begin_life(three.registry, b)
+    assert row(three)[0] == before, "a slave follows whoever is the master"
+    await begin_life(three.registry, a)
+    await begin_life(three.registry, a)
+    assert list(row(three)) == [before + 2, *rest]
+    assert [row.action for row in await three.audit()][:2] == ["NewTerm", "NewTerm"]
 
 
-async def test_master_of_old_row_does_not_begin(world):
+async def test_master_of_old_row_does_not_begin(three):
     """A term above it would have the old row's master, while another one serves in the newest term."""
-    await lose_master_of_two_slaves(world)
-    before = row(world)
-    world.beat("g1-b", incarnation="disk of g1-b", role=Role.MASTER, term=before[0] + 5)
+    before = row(three)
+    three.beat("g1-b", incarnation="disk of g1-b", role=Role.MASTER, term=before[0] + 5)
     with pytest.raises(OperatorError, match="is the master of an old row"):
-        await begin_life(world.registry, world.registry.directory.find(BrokerKey("g1-a", 20881)))
-    assert row(world) == before
+        await begin_life(three.registry, three.registry.directory.find(BrokerKey("g1-a", 20881)))
+    assert row(three) == before
 
 
 async def test_recent_slave_reads_the_row_again(world):
@@ -318,34 +320,32 @@ async def test_recent_slave_reads_the_row_again(world):
     assert row(other)[:2] == (term + 1, "g1-c")
 
 
-async def test_master_of_several_needs_database_to_begin(world, monkeypatch):
-    await lose_master_of_two_slaves(world)
-    await world.running_copies("g2")
-    brokers = [world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b", "g2-a")]
+async def test_master_of_several_needs_database_to_begin(three, monkeypatch):
+    await three.running_copies("g2")
+    brokers = [three.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b", "g2-a")]
 
     async def away():
         raise DatabaseAway("it does not answer")
 
-    monkeypatch.setattr(world.registry.mirror, "catch_up", away)
+    monkeypatch.setattr(three.registry.mirror, "catch_up", away)
     for broker in brokers[:2]:
         with pytest.raises(DatabaseAway):
-            await begin_life(world.registry, broker)
-    await begin_life(world.registry, brokers[2])
+            await begin_life(three.registry, broker)
+    await begin_life(three.registry, brokers[2])
 
 
 @pytest.mark.parametrize("name, begins, is_told", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
-async def test_master_of_several_needs_points_to_begin(world, monkeypatch, name, begins, is_told):
+async def test_master_of_several_needs_points_to_begin(three, monkeypatch, name, begins, is_told):
     """The database may fail after the change of the row."""
-    await lose_master_of_two_slaves(world)
-    service, reported = service_of(world, monkeypatch, name)
-    read, context = world.database.read, Aborting()
+    service, reported = service_of(three, monkeypatch, name)
+    read, context = three.database.read, Aborting()
 
     async def fails(work, **options):
         if "load_points" in work.__code__.co_names:
             raise DatabaseAway("behind the change of the row")
         return await read(work, **options)
 
-    monkeypatch.setattr(world.database, "read", fails)
+    monkeypatch.setattr(three.database, "read", fails)
     registering = service.Register(pb.BrokerIdentity(broker_group="g1", begins=begins, **reported), context)
     if is_told:
         assert (await registering).term
@@ -355,11 +355,10 @@ async def test_master_of_several_needs_points_to_begin(world, monkeypatch, name,
     assert context.code == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_registration_skips_hanging_database(world, monkeypatch):
+async def test_registration_skips_hanging_database(three, monkeypatch):
     """A broker of two copies begins from memory; one of three gets an error at once."""
-    await lose_master_of_two_slaves(world)
-    await world.running_copies("g2")
-    three, two = (world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g2-a"))
+    await three.running_copies("g2")
+    of_three, of_two = (three.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g2-a"))
     hangs, goes_on = threading.Event(), threading.Event()
 
     def no_answer():
@@ -367,14 +366,14 @@ async def test_registration_skips_hanging_database(world, monkeypatch):
         goes_on.wait()
         raise OSError("the network is gone")
 
-    monkeypatch.setattr(world.database, "_ask_versions", no_answer)
-    world.database._is_away("no answer in time")
-    poll = asyncio.create_task(world.registry.mirror.catch_up())
+    monkeypatch.setattr(three.database, "_ask_versions", no_answer)
+    three.database._is_away("no answer in time")
+    poll = asyncio.create_task(three.registry.mirror.catch_up())
     try:
         await asyncio.to_thread(hangs.wait)
-        await asyncio.wait_for(begin_life(world.registry, two), 10)
+        await asyncio.wait_for(begin_life(three.registry, of_two), 10)
         with pytest.raises(DatabaseAway, match="does not answer"):
-            await asyncio.wait_for(begin_life(world.registry, three), 10)
+            await asyncio.wait_for(begin_life(three.registry, of_three), 10)
     finally:
         goes_on.set()
     with pytest.raises(DatabaseAway, match="network is gone"):
@@ -411,81 +410,74 @@ async def test_retries_promise_the_same_term(world, monkeypatch):
     assert row(world)[0] == before + 1
 
 
-async def test_promise_ends_after_shrink_to_two_copies(world, monkeypatch):
-    await world.running_copies()
-    before = row(world)
-    world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 3)
-    await look_twice(world, monkeypatch)
-    assert row(world) == (before[0] + 3, *before[1:])
+async def test_promise_ends_after_shrink_to_two_copies(cluster, monkeypatch):
+    before = row(cluster)
+    cluster.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 3)
+    await look_twice(cluster, monkeypatch)
+    assert row(cluster) == (before[0] + 3, *before[1:])
 
 
-async def test_broker_of_other_group_changes_no_row(world, monkeypatch):
-    await lose_master_of_two_slaves(world)
-    before = row(world)
-    service, reported = service_of(world, monkeypatch, "g1-a")
+async def test_broker_of_other_group_changes_no_row(three, monkeypatch):
+    before = row(three)
+    service, reported = service_of(three, monkeypatch, "g1-a")
     key = BrokerKey("g1-a", 20881)
     with pytest.raises(OperatorError, match="belongs to g1, and its data directory to g2"):
         await service._register(pb.BrokerIdentity(broker_group="g2", begins=True, **reported), key)
-    assert row(world) == before
+    assert row(three) == before
     await service._register(pb.BrokerIdentity(broker_group="g1", begins=True, **reported), key)
-    assert row(world) == (before[0] + 1, *before[1:])
+    assert row(three) == (before[0] + 1, *before[1:])
 
 
 # Operators' failovers.
 
 
-async def test_operator_fails_over_a_disabled_group(world):
-    await lose_master_of_two_slaves(world)
-    before = row(world)
-    plan = await world.done("Failover", brokerGroup="g1", dryRun="true")
+async def test_operator_fails_over_a_disabled_group(three):
+    before = row(three)
+    plan = await three.done("Failover", brokerGroup="g1", dryRun="true")
     assert (plan["after"]["master"]["hostname"], plan["after"]["term"]) == ("g1-c", before[0] + 1)
-    assert row(world) == before and not world.brokers.held, "a plan requests no promise"
-    done = await world.done("Failover", brokerGroup="g1")
+    assert row(three) == before and not three.brokers.held, "a plan requests no promise"
+    done = await three.done("Failover", brokerGroup="g1")
     assert (done["master"]["hostname"], done["logEnd"], done["term"]) == ("g1-c", 5000, before[0] + 1)
-    assert row(world) == (before[0] + 1, "g1-c", {"g1-a", "g1-b"})
-    newest = (await world.audit())[0]
+    assert row(three) == (before[0] + 1, "g1-c", {"g1-a", "g1-b"})
+    newest = (await three.audit())[0]
     assert (newest.who, newest.action, newest.parameters["slaveEnd"]) == ("anna", "Failover", 5000)
-    assert "g1-c:20881 is there, the master of g1; SwapRoles" in await world.refused("Failover", brokerGroup="g1")
+    assert "g1-c:20881 is there, the master of g1; SwapRoles" in await three.refused("Failover", brokerGroup="g1")
 
 
-async def test_master_gone_allows_restarted_slaves(world):
-    await lose_master_of_two_slaves(world)
-    term = row(world)[0]
+async def test_master_gone_allows_restarted_slaves(three):
+    term = row(three)[0]
     for name, end in (("g1-b", 4096), ("g1-c", 5000)):
-        world.beat(name, incarnation=f"disk of {name}", flushed_end=end, last_term=term, last_boot=1)
-    refused = await world.refused("Failover", brokerGroup="g1")
+        three.beat(name, incarnation=f"disk of {name}", flushed_end=end, last_term=term, last_boot=1)
+    refused = await three.refused("Failover", brokerGroup="g1")
     assert "since its process began" in refused and "Failover --brokerGroup=g1 --masterGone=true" in refused
-    assert row(world)[0] == term and not world.brokers.held
-    await world.done("Failover", brokerGroup="g1", masterGone="true")
-    assert row(world) == (term + 1, "g1-c", {"g1-a", "g1-b"})
+    assert row(three)[0] == term and not three.brokers.held
+    await three.done("Failover", brokerGroup="g1", masterGone="true")
+    assert row(three) == (term + 1, "g1-c", {"g1-a", "g1-b"})
 
 
-async def test_refusal_quotes_the_copy(world, monkeypatch):
+async def test_refusal_quotes_the_copy(three, monkeypatch):
     """The operator's --masterGone queries it although it restarted: only the slave can detect a cut log."""
-    await lose_master_of_two_slaves(world)
     words = "this copy of g1 was not in sync since its process began, or is incomplete"
 
     async def not_whole(broker, **asked):
         raise OperatorError(f"{broker.key} refused: {words}")
 
-    monkeypatch.setattr(world.brokers, "prepare_failover", not_whole)
-    refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
+    monkeypatch.setattr(three.brokers, "prepare_failover", not_whole)
+    refused = await three.refused("Failover", brokerGroup="g1", masterGone="true")
     assert words in refused and "If a copy is incomplete: qmq RecoverGroup" in refused
 
 
-async def test_order_without_eligible_slave_is_refused(world):
-    await lose_master_of_two_slaves(world)
-    assert "there is no broker group g9" in await world.refused("Failover", brokerGroup="g9")
-    world.stop("g1-b")
-    refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
+async def test_order_without_eligible_slave_is_refused(three):
+    assert "there is no broker group g9" in await three.refused("Failover", brokerGroup="g9")
+    three.stop("g1-b")
+    refused = await three.refused("Failover", brokerGroup="g1", masterGone="true")
     assert "2 of its 2 slaves" in refused and "RecoverGroup --brokerGroup=g1" in refused
-    assert not world.brokers.held
+    assert not three.brokers.held
 
 
-async def test_registration_does_not_refuse_an_order(world, monkeypatch):
+async def test_registration_does_not_refuse_an_order(three, monkeypatch):
     """The row is compared as a whole, and the metaserver writes heartbeats' news into it."""
-    await lose_master_of_two_slaves(world)
-    change, stale = world.registry.change, [True, True]
+    change, stale = three.registry.change, [True, True]
 
     async def changed_meanwhile(changes, audit):
         if stale:
@@ -493,7 +485,7 @@ async def test_registration_does_not_refuse_an_order(world, monkeypatch):
             raise StaleTerm("g1")
         await change(changes, audit)
 
-    monkeypatch.setattr(world.registry, "change", changed_meanwhile)
-    before = row(world)[0]
-    await world.done("Failover", brokerGroup="g1")
-    assert row(world)[:2] == (before + 1, "g1-c") and not stale
+    monkeypatch.setattr(three.registry, "change", changed_meanwhile)
+    before = row(three)[0]
+    await three.done("Failover", brokerGroup="g1")
+    assert row(three)[:2] == (before + 1, "g1-c") and not stale

@@ -10,14 +10,16 @@ from qmq.replication.readonly import Reason
 from tests.unit.metaserver.actions_world import place
 
 
-async def three(world):
-    """A group of three: g1-a is the master, g1-b counts, g1-c is new and await_fill."""
+@pytest.fixture
+async def world(world):
+    """A metaserver with a group of three: g1-a is the master, g1-b counts, g1-c is new and waits to be filled."""
     await world.running_copies("g1")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))
     await world.start("g1-c")
     world.beat("g1-a", in_step=("disk of g1-b",))
     world.beat("g1-b", incarnation="disk of g1-b", fill_id="disk of g1-b/1")
     await_fill(world)
+    return world
 
 
 def await_fill(world, fill_id="disk of g1-c/0", **state):
@@ -32,7 +34,6 @@ def fill_orders(world, hostname="g1-a"):
 
 
 async def test_sync_mode_and_min_copies_are_independent(world):
-    await three(world)
     term = world.registry.directory.groups["g1"].term
     preview = await world.done("SetCopies", brokerGroup="g1", syncMode="manual", dryRun="true")
     assert (preview["before"]["syncMode"], preview["after"]["syncMode"]) == ("automatic", "manual")
@@ -52,7 +53,6 @@ async def test_sync_mode_and_min_copies_are_independent(world):
 
 
 async def test_fill_order_is_stored_until_the_next(world):
-    await three(world)
     assert (await world.done("SyncReplica", brokerGroup="g1", host="g1-c"))["filling"] == "allowed"
     assert fill_orders(world) == ("automatic", [("disk of g1-c/0", True)])
     assert (await world.done("CancelSync", brokerGroup="g1", host="g1-c:20881"))["filling"] == "stopped"
@@ -79,13 +79,11 @@ async def test_fill_order_is_stored_until_the_next(world):
     ],
 )
 async def test_copy_without_fill_is_refused(world, command, host, why):
-    await three(world)
     refused = await world.refused(command, brokerGroup="g1", host=host)
     assert why in refused and fill_orders(world) == ("automatic", [])
 
 
 async def test_counting_copy_is_never_stopped(world):
-    await three(world)
     await_fill(world, role=1)
     world.beat("g1-a", in_step=("disk of g1-b", "disk of g1-c"))
     refused = await world.refused("CancelSync", brokerGroup="g1", host="g1-c")
@@ -94,21 +92,18 @@ async def test_counting_copy_is_never_stopped(world):
 
 
 async def test_whole_copy_may_wait_for_a_snapshot(world):
-    await three(world)
     world.beat("g1-c", incarnation="disk of g1-c", fill_id="disk of g1-c/4", readonly_reasons=(Reason.UNFILLED,))
     await world.done("SyncReplica", brokerGroup="g1", host="g1-c")
     assert fill_orders(world)[1] == [("disk of g1-c/4", True)]
 
 
 async def test_fill_of_an_absent_slave_is_refused(world):
-    await three(world)
     world.stop("g1-c")
     refused = await world.refused("SyncReplica", brokerGroup="g1", host="g1-c")
     assert "Start it first" in refused
 
 
 async def test_doctor_names_the_fill_command(world):
-    await three(world)
     checks = (await world.done("Doctor"))["checks"]
     [check] = [check for check in checks if "g1-c" in check["name"]]
     assert not check["ok"] and "SyncReplica --brokerGroup=g1 --host=g1-c:20881" in check["remedy"]

@@ -12,8 +12,7 @@ from tests.unit.metaserver.actions_world import caller, left
 
 async def test_mark_counts_clients_with_old_routes(world):
     """Weakness 20: QMQ does not show which producers follow a readonly mark."""
-    await world.copies("g1", "g2")
-    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed_copies("s1", groups=("g1", "g2"))
     await world.routed("s2", groups=("g1",))
     world.hub.counts = [Counts(producers=3, consumers=1, watchers=9)]
     answer = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
@@ -34,8 +33,7 @@ async def test_mark_waits_for_clients_with_old_routes(world):
 
 
 async def test_mark_requires_existing_group_and_subject(world):
-    await world.copies("g1")
-    await world.routed("s1")
+    await world.routed_copies("s1")
     assert "no broker group g9" in await world.refused("MarkReadonlyBrokerGroup", brokerGroup="g9")
     assert "no subject s9" in await world.refused("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s9")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
@@ -44,8 +42,7 @@ async def test_mark_requires_existing_group_and_subject(world):
 
 
 async def test_mark_of_removed_subject_can_be_removed(world):
-    await world.copies("g1", "g2")
-    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed_copies("s1", groups=("g1", "g2"))
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
     await world.done("RemoveSubject", subject="s1")
     await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
@@ -88,8 +85,7 @@ async def test_marks_and_drains_are_listed(world):
 
 async def test_drain_counts_remaining_messages(world):
     """Weakness 7: QMQ has no step between full use and removal."""
-    await world.running_copies("g1", "g2")
-    await world.routed("s1", "s2", groups=("g1", "g2"))
+    await world.serving_copies("s1", "s2", groups=("g1", "g2"))
     world.brokers.progress["g1"] = [left("s1", "shop", 5, 1000), left("s1", "bill", 7), left("s2", "shop", 0)]
     world.hub.counts = [Counts(1, 0, 4)]
     drained = await world.done("DrainGroup", brokerGroup="g1")
@@ -183,8 +179,7 @@ async def test_limits_change_named_fields_only(world):
 
 
 async def test_chosen_dead_letter_subject_gets_all_source_groups(world):
-    await world.copies("g1", "g2")
-    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed_copies("s1", groups=("g1", "g2"))
     await world.routed("dead", "other", groups=("g2",))
     words = {"subject": "s1", "group": "shop"}
     done = await world.done("LimitGroup", deadLettersTo="dead", **words)
@@ -207,8 +202,7 @@ async def test_chosen_dead_letter_subject_gets_all_source_groups(world):
 
 async def test_group_with_dead_letter_source_stays_in_route(world):
     """A fixed bug: the group left the route and returned a second later, without a reason."""
-    await world.copies("g1", "g2")
-    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed_copies("s1", groups=("g1", "g2"))
     await world.routed("dead", groups=("g2",))
     await world.done("LimitGroup", subject="s1", group="shop", deadLettersTo="dead")
     words = {"brokerGroup": "g1", "force": "true"}
@@ -223,8 +217,7 @@ async def test_group_with_dead_letter_source_stays_in_route(world):
 
 
 async def test_dead_letter_subject_requires_the_right_to_produce(world):
-    await world.copies("g1")
-    await world.routed("s1", "dead")
+    await world.routed_copies("s1", "dead")
     words = {"subject": "s1", "group": "shop", "deadLettersTo": "dead", "dryRun": "true"}
     for subjects, may in ((("consume:s1",), False), (("s1", "consume:dead"), False), (("s1", "produce:dead"), True)):
         answer = await world.run("LimitGroup", caller("operator", subjects=subjects), **words)
@@ -232,8 +225,7 @@ async def test_dead_letter_subject_requires_the_right_to_produce(world):
 
 
 async def test_other_limits_need_no_dead_letter_right(world):
-    await world.copies("g1")
-    await world.routed("s1", "dead")
+    await world.routed_copies("s1", "dead")
     words = {"subject": "s1", "group": "shop"}
     await world.done("LimitGroup", deadLettersTo="dead", **words)
     assert (await world.run("LimitGroup", caller("operator", subjects=("s1",)), perSecond="7", **words)).done
@@ -255,8 +247,7 @@ async def precede(world, *orders):
 
 
 async def test_concurrent_limits_are_merged_without_circle(world):
-    await world.copies("g1")
-    await world.routed("s1", "dead")
+    await world.routed_copies("s1", "dead")
     await precede(world, SetLimits(OperatorLimits("dead", "people", dead_letters_to="s1")))
     assert "in a circle" in await world.refused("LimitGroup", subject="s1", group="shop", deadLettersTo="dead")
     theirs = OperatorLimits("dead", "people", dead_letters_to="s1", per_second=7)

@@ -48,10 +48,15 @@ async def set_aside(world):
         await world.registry.mirror.catch_up()
 
 
-async def test_emptied_database_changes_nothing_in_memory(world):
-    """A fixed bug: brokers refused running clients for minutes although the metaserver had everything in memory."""
+async def lose(world):
+    """Empty the database; the metaserver notices."""
     empty(world)
     await set_aside(world)
+
+
+async def test_emptied_database_changes_nothing_in_memory(world):
+    """A fixed bug: brokers refused running clients for minutes although the metaserver had everything in memory."""
+    await lose(world)
     registry = world.registry
     assert registry.routes["order.changed"].groups == ("g1",) and [t.id for t in registry.tokens] == ["t1"]
     assert registry.is_writable(registry.directory.groups["g1"])
@@ -68,8 +73,7 @@ async def test_emptied_database_changes_nothing_in_memory(world):
 
 async def test_database_is_filled_from_memory(world):
     before = world.registry.directory
-    empty(world)
-    await set_aside(world)
+    await lose(world)
     assert (await world.run("AdoptDatabase", keep="memory", dryRun="true")).done
     await set_aside(world)
     await world.done("AdoptDatabase", keep="memory")
@@ -88,8 +92,7 @@ async def test_database_is_filled_from_memory(world):
 
 async def test_operator_may_keep_the_database(world):
     world.beat("g1-a", term=6)
-    empty(world)
-    await set_aside(world)
+    await lose(world)
     await world.done("AdoptDatabase", keep="database")
     assert world.registry.directory.groups == {} and world.registry.routes == {}
     await world.done("AddBroker", **place("g1", 0, "g1-a"))
@@ -98,8 +101,7 @@ async def test_operator_may_keep_the_database(world):
 
 async def test_backup_is_restored_into_emptied_database(world):
     backup = await world.done("Backup")
-    empty(world)
-    await set_aside(world)
+    await lose(world)
     await world.done("Restore", backup=json.dumps(backup))
     assert world.registry.database.is_up
     assert world.registry.directory.groups["g1"].term == 2, "the term of its brokers"
@@ -112,8 +114,7 @@ async def test_older_backup_gets_a_newer_term(world):
     assert world.registry.directory.groups["g1"].term == 3
     world.beat("g1-a", term=3)
     world.beat("g1-b", term=3)
-    empty(world)
-    await set_aside(world)
+    await lose(world)
     await world.done("Restore", backup=json.dumps(backup))
     [old] = world.registry.old_rows()
     assert old == "g1" and len(world.registry.directory.groups["g1"].brokers) == 2

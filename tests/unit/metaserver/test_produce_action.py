@@ -26,8 +26,7 @@ async def world(world):
         return Receipt(Outcome.STORED, "m-1", message.subject, "g1", 7, None)
 
     world.actions._desk = replace(world.desk, send=send)
-    await world.running_copies("g1")
-    await world.routed("order.changed")
+    await world.serving_copies("order.changed")
     return world
 
 

@@ -26,11 +26,10 @@ class Quarantines:
         )
 
 
-async def test_quarantine_of_each_copy_is_listed(world):
-    await world.running_copies("g1")
-    kept = Quarantines(world)
+async def test_quarantine_of_each_copy_is_listed(cluster):
+    kept = Quarantines(cluster)
     del kept.parts["g1-a"]
-    listed = await world.done("ListQuarantine", brokerGroup="g1")
+    listed = await cluster.done("ListQuarantine", brokerGroup="g1")
     assert [(row["hostname"], row["bytes"], len(row["parts"])) for row in listed["brokers"]] == [
         ("g1-a", 0, 0),
         ("g1-b", 20, 2),
@@ -38,18 +37,17 @@ async def test_quarantine_of_each_copy_is_listed(world):
     assert listed["unasked"] == {"g1-a:20881": "g1-a:20881 did not answer"}
 
 
-async def test_evidence_is_cleared_by_name_only(world):
-    await world.running_copies("g1")
-    kept, words = Quarantines(world), {"brokerGroup": "g1", "host": "g1-b"}
-    preview = await world.done("ClearQuarantine", dryRun="true", **words)
+async def test_evidence_is_cleared_by_name_only(cluster):
+    kept, words = Quarantines(cluster), {"brokerGroup": "g1", "host": "g1-b"}
+    preview = await cluster.done("ClearQuarantine", dryRun="true", **words)
     assert preview["wouldChange"] and [part["name"] for part in preview["before"]] == [PART]
     assert len(kept.parts["g1-b"]) == 2
-    assert (await world.done("ClearQuarantine", **words))["bytes"] == 10
+    assert (await cluster.done("ClearQuarantine", **words))["bytes"] == 10
     assert kept.parts["g1-b"] == [(EVIDENCE, True)]
-    assert "1 parts are evidence, and go by name: --parts" in await world.refused("ClearQuarantine", **words)
-    assert "has no such part" in await world.refused("ClearQuarantine", parts=PART, **words)
-    await world.done("ClearQuarantine", parts=EVIDENCE, **words)
+    assert "1 parts are evidence, and go by name: --parts" in await cluster.refused("ClearQuarantine", **words)
+    assert "has no such part" in await cluster.refused("ClearQuarantine", parts=PART, **words)
+    await cluster.done("ClearQuarantine", parts=EVIDENCE, **words)
     assert not kept.parts["g1-b"]
-    results = [row.result for row in await world.audit() if row.action == "ClearQuarantine"]
+    results = [row.result for row in await cluster.audit() if row.action == "ClearQuarantine"]
     assert [result for result in results if result in ("begun", "done")] == ["done", "begun"] * 2
-    assert "no broker of g1" in await world.refused("ClearQuarantine", brokerGroup="g1", host="other")
+    assert "no broker of g1" in await cluster.refused("ClearQuarantine", brokerGroup="g1", host="other")

@@ -9,8 +9,7 @@ WORDS = {"subject": "s", "group": "billing"}
 
 
 async def with_dead_letters(world, *reasons):
-    await world.running_copies("g1")
-    await world.routed("s")
+    await world.serving_copies("s")
     world.brokers.dead = [(f"m-{number}", reason) for number, reason in enumerate(reasons)]
 
 

@@ -52,9 +52,14 @@ SNAPSHOT = Snapshot(
 )
 
 
-def test_snapshot_round_trip(tmp_path):
-    path = tmp_path / "snapshot"
-    write_snapshot(path, SNAPSHOT)
+@pytest.fixture
+def path(tmp_path):
+    """A file with the snapshot."""
+    write_snapshot(tmp_path / "snapshot", SNAPSHOT)
+    return tmp_path / "snapshot"
+
+
+def test_snapshot_round_trip(path, tmp_path):
     assert read_snapshot(path, database="sqlite:///m.db") == SNAPSHOT
     write_snapshot(path, SNAPSHOT)
     assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]
@@ -76,9 +81,7 @@ def test_shared_snapshot_is_never_damaged(tmp_path):
     assert os.listdir(tmp_path) == ["snapshot"]
 
 
-def test_failed_write_keeps_the_old_snapshot(tmp_path, monkeypatch):
-    path = tmp_path / "snapshot"
-    write_snapshot(path, SNAPSHOT)
+def test_failed_write_keeps_the_old_snapshot(path, tmp_path, monkeypatch):
     whole = path.read_bytes()
 
     def full(_):
@@ -90,14 +93,11 @@ def test_failed_write_keeps_the_old_snapshot(tmp_path, monkeypatch):
     assert path.read_bytes() == whole and os.listdir(tmp_path) == ["snapshot"]
 
 
-def test_snapshot_is_readable_by_owner_only(tmp_path):
-    write_snapshot(tmp_path / "snapshot", SNAPSHOT)
-    assert (tmp_path / "snapshot").stat().st_mode & 0o077 == 0
+def test_snapshot_is_readable_by_owner_only(path):
+    assert path.stat().st_mode & 0o077 == 0
 
 
-def test_damaged_snapshot_is_detected(tmp_path):
-    path = tmp_path / "snapshot"
-    write_snapshot(path, SNAPSHOT)
+def test_damaged_snapshot_is_detected(path):
     whole = path.read_bytes()
     for place in range(0, len(whole) - 1, 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
@@ -108,9 +108,7 @@ def test_damaged_snapshot_is_detected(tmp_path):
             read_snapshot(path, database="sqlite:///m.db")
 
 
-def test_file_of_another_database_or_version_is_refused(tmp_path):
-    path = tmp_path / "snapshot"
-    write_snapshot(path, SNAPSHOT)
+def test_file_of_another_database_or_version_is_refused(path):
     with pytest.raises(BadSnapshot, match="of the database"):
         read_snapshot(path, database="sqlite:///other.db")
     head, _, body = path.read_bytes().partition(b"\n")

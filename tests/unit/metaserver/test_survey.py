@@ -19,7 +19,12 @@ from qmq.subjects import dead_letter_subject
 from tests.unit.metaserver.actions_world import left
 
 
-async def test_survey_sums_the_cluster(world):
+@pytest.fixture
+def surveyor(world):
+    return Surveyor(world.desk, token="t")
+
+
+async def test_survey_sums_the_cluster(world, surveyor):
     await world.running_copies("g1", "g2")
     held = left("s", "billing", 5, 1, dead=2)
     held.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, unacked=3))
@@ -28,7 +33,6 @@ async def test_survey_sums_the_cluster(world):
         pb.RateSample(at_ms=0, taken=0),
         pb.RateSample(at_ms=10_000, taken=500, delivered=40, acked=30),
     ]
-    surveyor = Surveyor(world.desk, token="t")
     found = await surveyor.look()
     assert {name: found.totals[name] for name in ("in", "out", "acked")} == {"in": 50.0, "out": 4.0, "acked": 3.0}
     assert (found.totals["lag"], found.totals["unacked"], found.totals["dead"]) == (12, 3, 2)
@@ -39,35 +43,31 @@ async def test_survey_sums_the_cluster(world):
     assert surveyor.history.recent("lag", "s", "billing")[-1][1] in (0, 12), "the highest of ten seconds"
 
 
-async def test_totals_count_groups_that_are_not_listed(world):
-    await world.running_copies("g1")
-    world.brokers.progress = {"g1": [left("s", "billing", 5, 1)]}
-    world.brokers.sums = pb.GroupSums(groups=900, lag=1_000, unacked=30, dead_letters=7)
-    totals = (await Surveyor(world.desk, token="t").look()).totals
+async def test_totals_count_groups_that_are_not_listed(cluster, surveyor):
+    cluster.brokers.progress = {"g1": [left("s", "billing", 5, 1)]}
+    cluster.brokers.sums = pb.GroupSums(groups=900, lag=1_000, unacked=30, dead_letters=7)
+    totals = (await surveyor.look()).totals
     assert (totals["lag"], totals["unacked"], totals["dead"]) == (1_000, 30, 7)
 
 
-async def test_groups_that_are_not_listed_keep_their_lag(world, monkeypatch):
-    await world.running_copies("g1")
-    surveyor = Surveyor(world.desk, token="t")
+async def test_groups_that_are_not_listed_keep_their_lag(cluster, surveyor, monkeypatch):
     monkeypatch.setattr(survey, "GROUPS_MAX", 2)
     for hour, (lags, expected) in enumerate((((9, 8), 8), ((9, 0, 8), 8), ((9,), 0))):
-        world.brokers.progress = {"g1": [left("s", f"c{at}", lag) for at, lag in enumerate(lags)]}
+        cluster.brokers.progress = {"g1": [left("s", f"c{at}", lag) for at, lag in enumerate(lags)]}
         monkeypatch.setattr(survey, "wall_ms", partial(int, hour * 3_600_000))
         await surveyor.look()
         assert surveyor.history.long("lag", "s", "c1")[-1][1] == expected
 
 
-async def test_redrives_of_older_brokers_are_no_groups(world):
-    await world.running_copies("g1")
-    world.brokers.progress = {"g1": [left("s", "g", 0, dead=3), left(dead_letter_subject("s", "g"), REDRIVER, 3)]}
-    found = await Surveyor(world.desk, token="t").look()
+async def test_redrives_of_older_brokers_are_no_groups(cluster, surveyor):
+    cluster.brokers.progress = {"g1": [left("s", "g", 0, dead=3), left(dead_letter_subject("s", "g"), REDRIVER, 3)]}
+    found = await surveyor.look()
     assert (found.totals["lag"], found.totals["dead"]) == (0, 3)
 
 
-async def test_rounds_are_rare_while_no_page_is_open(world, monkeypatch):
+async def test_rounds_are_rare_while_no_page_is_open(surveyor, monkeypatch):
     """Each round costs a master of 100,000 consumer groups half a second."""
-    surveyor, never = Surveyor(world.desk, token="t"), time.monotonic() + 3600
+    never = time.monotonic() + 3600
     waiting = asyncio.create_task(surveyor._until_seen(never))
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -78,9 +78,8 @@ async def test_rounds_are_rare_while_no_page_is_open(world, monkeypatch):
     await surveyor._until_seen(time.monotonic())  # the history's turn
 
 
-async def test_old_survey_is_not_shown(world, monkeypatch):
+async def test_old_survey_is_not_shown(surveyor, monkeypatch):
     """The first page after a quiet hour showed findings of five minutes ago."""
-    surveyor = Surveyor(world.desk, token="t")
     found = await surveyor.look()
     assert surveyor.see() is found
     found.at_ms -= int(survey.SEEN_S * 1000) + 5_000
@@ -89,17 +88,15 @@ async def test_old_survey_is_not_shown(world, monkeypatch):
     assert surveyor.see() is found, "a large installation's round takes minutes"
 
 
-async def test_survey_names_silent_masters(world):
-    await world.running_copies("g1")
-    world.brokers.silent = {"g1"}
-    found = await Surveyor(world.desk, token="t").look()
+async def test_survey_names_silent_masters(cluster, surveyor):
+    cluster.brokers.silent = {"g1"}
+    found = await surveyor.look()
     assert found.unasked == ["g1"] and [process.version for process in found.processes] == ["", ""]
 
 
-async def test_stopped_broker_is_down_in_the_survey(world):
-    await world.running_copies("g1")
-    world.stop("g1-b")
-    found = await Surveyor(world.desk, token="t").look()
+async def test_stopped_broker_is_down_in_the_survey(cluster, surveyor):
+    cluster.stop("g1-b")
+    found = await surveyor.look()
     assert [process.up for process in found.processes] == [True, False]
     assert any("g1-b:20881" in finding.text for finding in found.findings)
 
@@ -215,8 +212,7 @@ def test_figures_are_read_from_a_page_of_metrics():
     assert figures_of("").version == ""
 
 
-async def test_parked_rows_are_findings(world, monkeypatch):
-    surveyor = Surveyor(world.desk, token="t")
+async def test_parked_rows_are_findings(surveyor, monkeypatch):
     row = 'qmq_watchdog_rows{database="%s",state="%s"} %s\n'
     page = row % ("mysql://a/b", "parked", "2.0") + row % ("mysql://c", "parked", "0.0") + row % ("x", "pending", "9.0")
     pages = [page, ""]

@@ -72,19 +72,10 @@ async def test_tls_of_a_database_is_replaced_with_it(world):
     assert await world.done("ListDbs") == []
 
 
-@pytest.mark.parametrize(
-    "words, why",
-    [
-        ({"tls": "verify-full"}, "--tlsCa"),
-        ({"tls": "require", "tlsCa": "/ca"}, "verify-full or verify-ca"),
-        ({"tls": "verify-ca", "tlsCa": "/ca", "tlsCert": "/cert"}, "belong together"),
-        ({"tlsCert": "/cert", "tlsKey": "/key"}, "needs sslmode require"),
-        ({"tls": "on"}, "none of disable, require"),
-        ({"tls": "verify-ca", "tlsCa": "system"}, "a file: /etc/ssl"),
-    ],
-)
-async def test_tls_that_cannot_work_is_refused(world, words, why):
-    assert why in await world.refused("AddDb", **DB, **words)
+async def test_tls_that_cannot_work_is_refused(world):
+    assert "--tlsCa" in await world.refused("AddDb", **DB, tls="verify-full")
+    assert "none of disable, require" in await world.refused("AddDb", **DB, tls="on")
+    assert "a file: /etc/ssl" in await world.refused("AddDb", **DB, tls="verify-ca", tlsCa="system")
 
 
 async def test_watchdogs_are_listed_by_room(world):
@@ -178,8 +169,7 @@ async def test_two_tokens_of_a_name_may_be_valid(world):
 
 
 async def test_backup_is_restored_into_an_empty_metaserver(world, tmp_path):
-    await world.copies("g1")
-    await world.routed("s1")
+    await world.routed_copies("s1")
     await world.done("AddDb", **DB)
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
     backup = json.dumps(await world.done("Backup"))
@@ -206,10 +196,9 @@ async def test_restore_over_rows_requires_force(world):
     assert rows["Restore"].parameters["backup"] == "(not recorded)" and rows["Restore"].before["broker"] == 4
 
 
-async def test_wrong_backup_is_refused_by_dry_run_too(world):
-    await world.running_copies("g1")
-    backup = await world.done("Backup")
-    assert "no backup" in await world.refused("Restore", backup="[1]")
+async def test_wrong_backup_is_refused_by_dry_run_too(cluster):
+    backup = await cluster.done("Backup")
+    assert "no backup" in await cluster.refused("Restore", backup="[1]")
     for spoil, text in (
         ({"schema": "0001"}, "tables of version 0001"),
         ({"version": 9}, "no backup of version 1"),
@@ -217,8 +206,8 @@ async def test_wrong_backup_is_refused_by_dry_run_too(world):
         ({"tables": {**backup["tables"], "broker": []}}, "g1 is served by g1-a:20881"),
     ):
         words = {"backup": json.dumps(backup | spoil), "force": "true"}
-        assert text in await world.refused("Restore", **words, dryRun="true")
-        assert text in await world.refused("Restore", **words)
+        assert text in await cluster.refused("Restore", **words, dryRun="true")
+        assert text in await cluster.refused("Restore", **words)
 
 
 async def test_metaservers_are_listed(world):
