@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -206,14 +208,8 @@ def slave_lags(**settings) -> Seen:
     return [Reason(labels["reason"]) for labels, is_one in reasons if is_one]
 
 
-@drives("broker", "slave_lag_ms_max")
-def a_slave_is_slow() -> Seen:
-    return slave_lags(slave_lag_ms_max=50)
-
-
-@drives("broker", "slave_lag_bytes_max")
-def a_slave_is_far_behind() -> Seen:
-    return slave_lags(slave_lag_bytes_max=100)
+for setting, most in {"slave_lag_ms_max": 50, "slave_lag_bytes_max": 100}.items():
+    drives("broker", setting)(partial(slave_lags, **{setting: most}))
 
 
 @drives("broker", "slave_wait_ms")
@@ -297,14 +293,8 @@ def full(setting: str, **bound: int) -> Seen:
     return shown if shown == [setting] else []
 
 
-@drives("operator", "messages_max")
-def as_many_messages_wait_as_may() -> Seen:
-    return full("messagesMax", messages_max=2)
-
-
-@drives("operator", "bytes_max")
-def as_many_bytes_wait_as_may() -> Seen:
-    return full("bytesMax", bytes_max=500)
+drives("operator", "messages_max")(partial(full, "messagesMax", messages_max=2))
+drives("operator", "bytes_max")(partial(full, "bytesMax", bytes_max=500))
 
 
 @drives("operator", "per_second")
@@ -430,41 +420,17 @@ def test_consumer_without_limits_gets_all_messages():
     listening(lambda broker: unacked_messages(broker) >= 10, concurrency=10)
 
 
-@drives("consumer", "concurrency")
-def handlers_do_not_end() -> Seen:
-    """Four messages ahead of the handlers'."""
-    return seen_of_consumers(Cause.PREFETCH, 4 + 2, concurrency=2)
-
-
-@drives("consumer", "prefetch_messages")
-def no_room_for_more_ahead() -> Seen:
-    return seen_of_consumers(Cause.PREFETCH, 2 + 2, concurrency=2, prefetch_messages=2)
-
-
-@drives("consumer", "batch")
-def handlers_of_lists_do_not_end() -> Seen:
-    return seen_of_consumers(Cause.PREFETCH, batch=2, prefetch_messages=2)
-
-
-@drives("consumer", "prefetch_bytes")
-def no_room_for_bytes() -> Seen:
-    return seen_of_consumers(Cause.PREFETCH, prefetch_bytes=1)
-
-
-@drives("consumer", "unacked_max")
-def no_room_for_more_without_ack() -> Seen:
-    return seen_of_consumers(Cause.PREFETCH, 2, unacked_max=2)
-
-
-@drives("consumer", "priority")
-def a_higher_class_goes_first() -> Seen:
-    """The four prefetched messages wait here; without that class the handler has one more."""
-    return seen_of_consumers(Cause.PREFETCH, 4, is_behind=True)
-
-
-@drives("consumer", "retry_delay")
-def messages_come_again_later() -> Seen:
-    return seen_of_consumers(Cause.LATER, retry_delay=600.0, fails=True)
+EXCEEDED: dict[str, dict[str, Any]] = {
+    "concurrency": {"cause": Cause.PREFETCH, "unacked": 4 + 2, "concurrency": 2},  # four ahead of the handlers'
+    "prefetch_messages": {"cause": Cause.PREFETCH, "unacked": 2 + 2, "concurrency": 2, "prefetch_messages": 2},
+    "batch": {"cause": Cause.PREFETCH, "batch": 2, "prefetch_messages": 2},
+    "prefetch_bytes": {"cause": Cause.PREFETCH, "prefetch_bytes": 1},
+    "unacked_max": {"cause": Cause.PREFETCH, "unacked": 2, "unacked_max": 2},
+    "priority": {"cause": Cause.PREFETCH, "unacked": 4, "is_behind": True},  # without the other class one more
+    "retry_delay": {"cause": Cause.LATER, "retry_delay": 600.0, "fails": True},
+}
+"""Setting of a consumer -> a listener that exceeds it, and what its master shows."""
+DRIVES.update({("consumer", setting): partial(seen_of_consumers, **words) for setting, words in EXCEEDED.items()})
 
 
 @drives("consumer", "retries_max")
@@ -508,7 +474,7 @@ def a_connection_owes_an_answer() -> Seen:
     return ["a line of the application's log"] if any("no answer for 0.1 s" in line for line in lines) else []
 
 
-def a_full_queue(**words) -> str:
+def full_queue(setting: str, most: int) -> Seen:
     refusals: list[str] = []
 
     async def test(broker: LocalBroker, producer: qmq.Producer) -> None:
@@ -519,15 +485,9 @@ def a_full_queue(**words) -> str:
         except QueueFull as error:
             refusals.append(str(error))
 
-    producing(test, timeout_s=0.3, **words)
-    return refusals[0]
+    producing(test, timeout_s=0.3, **{setting: most})
+    return ["QueueFull"] if f"{setting} {most}" in refusals[0] else []
 
 
-@drives("producer", "queue_messages_max")
-def so_many_messages_wait() -> Seen:
-    return ["QueueFull"] if "queue_messages_max 3" in a_full_queue(queue_messages_max=3) else []
-
-
-@drives("producer", "queue_bytes_max")
-def so_many_bytes_wait() -> Seen:
-    return ["QueueFull"] if "queue_bytes_max 300" in a_full_queue(queue_bytes_max=300) else []
+drives("producer", "queue_messages_max")(partial(full_queue, "queue_messages_max", 3))
+drives("producer", "queue_bytes_max")(partial(full_queue, "queue_bytes_max", 300))
