@@ -68,6 +68,10 @@ class World(Traced):
         super().__init__(broker, producer, TracedProducer)
         self.consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
 
+    def pass_all(self):
+        """Listen with a handler that does nothing."""
+        self.consumer.listen("order", group="g", start="earliest", filters=[self.tracing])(handle)
+
     async def consume(self, subject="order", group="g"):
         """Run the consumer until the group has settled all messages."""
         running = asyncio.create_task(self.consumer.run())
@@ -85,17 +89,17 @@ async def world():
         w.check_ends()
 
 
+async def handle(message):
+    pass
+
+
 def is_child(span, parent):
     return span.parent.span_id == parent.context.span_id and span.context.trace_id == parent.context.trace_id
 
 
 async def test_one_trace_from_producer_to_ack():
     async with world() as w:
-
-        @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
-        async def handle(message):
-            pass
-
+        w.pass_all()
         receipt = await w.producer.send(qmq.Message("order", {"n": "1"}))
         await w.consume()
         (send,), (carry,), (process,), (ack,) = (w.spans.named(name) for name in (SEND, CARRY, PROCESS, ACK))
@@ -202,10 +206,6 @@ async def test_a_cancelled_handler_ends_its_span():
 async def test_no_ack_span_without_auto_ack():
     async with world() as w:
         tracing = Tracing(acks=False, tracer_provider=w.provider)
-
-        async def handle(message):
-            pass
-
         await tracing(await received(w, qmq.Message("order", {"n": "1"})), handle)
         assert [span.name for span in w.spans.ended] == [PROCESS]
 
@@ -221,10 +221,6 @@ async def received(w, message):
 
 async def test_message_without_context_starts_a_trace():
     async with world() as w:
-
-        async def handle(message):
-            pass
-
         with w.provider.get_tracer("application").start_as_current_span("unrelated"):
             await w.tracing(await received(w, qmq.Message("order", {"n": "1"})), handle)
         assert w.spans.named(PROCESS)[0].parent is None
@@ -253,11 +249,7 @@ async def test_delayed_message_keeps_its_trace():
 
 async def test_send_many_has_one_span():
     async with world() as w:
-
-        @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
-        async def handle(message):
-            pass
-
+        w.pass_all()
         messages = [qmq.Message("order", {"n": str(n)}) for n in range(30)] + [
             qmq.Message("order", {"x": "x" * 40_000})
         ]

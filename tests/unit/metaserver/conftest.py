@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.repository import Repository
 from tests.unit.metaserver.actions_world import World
 from tests.unit.metaserver.console_world import ConsoleWorld
 from tests.unit.metaserver.http_world import HttpWorld
+
+
+@pytest.fixture
+def repository(migrated_url):
+    """Tables of an empty database of each kind."""
+    engine = open_database(migrated_url)
+    yield Repository(engine)
+    engine.dispose()
 
 
 @pytest.fixture

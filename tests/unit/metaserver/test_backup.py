@@ -35,13 +35,6 @@ TOKEN = TokenRow("t1", "Ann", "operator", "salt", "hash", ("s",), (), 1000)
 
 
 @pytest.fixture
-def repository(migrated_url):
-    engine = open_database(migrated_url)
-    yield Repository(engine)
-    engine.dispose()
-
-
-@pytest.fixture
 def filled(repository):
     add_group(repository, "g1")
     slave = replace(brokers_of("g1")[1], incarnation="disk")
@@ -54,14 +47,20 @@ def filled(repository):
     return repository
 
 
+@pytest.fixture
+def other(tmp_path):
+    """Tables of an empty SQLite file."""
+    engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")
+    yield Repository(engine)
+    engine.dispose()
+
+
 def through_json(dump):
     return json.loads(json.dumps(dump))
 
 
-def test_dump_restores_an_empty_database(filled, tmp_path):
-    engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")  # from each kind to each other
-    other, dump = Repository(engine), through_json(filled.dump())
-    other.change([RestoreAll(dump)])
+def test_dump_restores_an_empty_database(filled, other):
+    other.change([RestoreAll(through_json(filled.dump()))])  # from each kind
     before, after = filled.load(), other.load()
     assert (after.marks, after.offline, after.subjects) == (before.marks, before.offline, before.subjects)
     assert after.limits == before.limits == {OperatorLimits("s", "g", per_second=7)}
@@ -72,7 +71,6 @@ def test_dump_restores_an_empty_database(filled, tmp_path):
     ]
     assert other.load_tokens() == filled.load_tokens()
     assert [(row.who, row.action) for row in other.audit_trail()] == [("Ann", "Everything")]
-    engine.dispose()
 
 
 def test_restore_keeps_terms_and_revocations(filled):
@@ -168,33 +166,28 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("break_it", BROKEN)
-def test_broken_dump_changes_nothing(tmp_path, break_it):
-    engine = open_database(f"sqlite:///{tmp_path / 'metaserver.db'}")
-    repository = Repository(engine)
-    add_group(repository, "g1")
-    repository.store_routes([("s", ("g1",), 0)])
-    before = repository.dump()
+def test_broken_dump_changes_nothing(other, break_it):
+    add_group(other, "g1")
+    other.store_routes([("s", ("g1",), 0)])
+    before = other.dump()
     dump = through_json(before)
     break_it(dump)
     with pytest.raises(ValueRefused):
-        repository.change([RestoreAll(dump)], AuditRow("Ann", "here", "Restore"))
-    assert {**repository.dump(), "time": 0} == {**before, "time": 0}
-    engine.dispose()
+        other.change([RestoreAll(dump)], AuditRow("Ann", "here", "Restore"))
+    assert {**other.dump(), "time": 0} == {**before, "time": 0}
 
 
-def test_restore_merges_audit_trails(filled, tmp_path):
+def test_restore_merges_audit_trails(filled, other):
     """A fixed bug: 43 rows became 3 when a backup was restored over rows of the metaserver itself."""
     for number in range(5):
         filled.change([], AuditRow("Ann", "", f"Old{number}"))
-    engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")
-    other, dump = Repository(engine), through_json(filled.dump())
+    dump = through_json(filled.dump())
     other.change([], AuditRow("metaserver", "", "AddToken"))
     for _ in range(2):  # repeated: no row is duplicated
         other.change([RestoreAll(dump)])
         trail = [row.action for row in other.audit_trail()]
         assert sorted(trail) == sorted(["AddToken", "Everything", *(f"Old{number}" for number in range(5))])
         assert trail[0] == "AddToken", "newest first"
-    engine.dispose()
 
 
 def test_try_backup_restores_the_file(filled, tmp_path, capsys, monkeypatch):

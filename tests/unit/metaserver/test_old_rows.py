@@ -101,92 +101,85 @@ def upkeep_of(world):
     )
 
 
-@pytest.fixture
-async def world(world):
-    """A metaserver with group g1 of two running copies."""
-    await world.running_copies()
-    return world
-
-
-async def test_row_from_before_a_swap_is_repaired(world):
-    world.beat("g1-a", term=5, role=SLAVE, writable=False)
-    world.beat("g1-b", term=5, role=MASTER, writable=True)
-    assert "old copy" in await world.refused("SwapRoles", brokerGroup="g1")
-    [before] = [check for check in (await world.done("Doctor"))["checks"] if check["name"] == "group g1"]
+async def test_row_from_before_a_swap_is_repaired(cluster):
+    cluster.beat("g1-a", term=5, role=SLAVE, writable=False)
+    cluster.beat("g1-b", term=5, role=MASTER, writable=True)
+    assert "old copy" in await cluster.refused("SwapRoles", brokerGroup="g1")
+    [before] = [check for check in (await cluster.done("Doctor"))["checks"] if check["name"] == "group g1"]
     assert not before["ok"] and "term 2, brokers report term 5" in before["found"]
-    await upkeep_of(world).raise_row("g1")
-    group = world.registry.directory.groups["g1"]
+    await upkeep_of(cluster).raise_row("g1")
+    group = cluster.registry.directory.groups["g1"]
     assert (group.term, group.master.hostname, group.slave.hostname) == (6, "g1-b", "g1-a")
-    assert world.registry.old_rows() == []
-    world.beat("g1-b", role=MASTER, writable=True)
-    assert world.registry.is_writable(group)
-    [row] = await world.database.read(lambda repository: repository.audit_trail(action="AdoptRoles"))
+    assert cluster.registry.old_rows() == []
+    cluster.beat("g1-b", role=MASTER, writable=True)
+    assert cluster.registry.is_writable(group)
+    [row] = await cluster.database.read(lambda repository: repository.audit_trail(action="AdoptRoles"))
     assert (row.who, row.before["term"], row.after["term"]) == ("metaserver", 2, 6)
-    await upkeep_of(world).raise_row("g1")
-    assert world.registry.directory.groups["g1"].term == 6, "one new term is enough"
+    await upkeep_of(cluster).raise_row("g1")
+    assert cluster.registry.directory.groups["g1"].term == 6, "one new term is enough"
 
 
-async def test_disagreeing_brokers_need_the_named_command(world, caplog):
-    world.beat("g1-a", term=4)
-    world.stop("g1-b")
-    upkeep = upkeep_of(world)
+async def test_disagreeing_brokers_need_the_named_command(cluster, caplog):
+    cluster.beat("g1-a", term=4)
+    cluster.stop("g1-b")
+    upkeep = upkeep_of(cluster)
     await upkeep.raise_row("g1")
     await upkeep.raise_row("g1")
-    assert world.registry.directory.groups["g1"].term == 2
+    assert cluster.registry.directory.groups["g1"].term == 2
     lines = [r.getMessage() for r in caplog.records if "row of a group is old" in r.getMessage()]
     assert len(lines) == 1 and "start g1-b:20881" in lines[0], "logged once, with the command"
     command = {"brokerGroup": "g1", "hostname": "g1-a", "servePort": 20881}
-    assert "down" in await world.refused("AdoptRoles", **command | {"hostname": "g1-b"})
-    await world.done("AdoptRoles", **command)
-    group = world.registry.directory.groups["g1"]
+    assert "down" in await cluster.refused("AdoptRoles", **command | {"hostname": "g1-b"})
+    await cluster.done("AdoptRoles", **command)
+    group = cluster.registry.directory.groups["g1"]
     assert (group.term, group.master.hostname) == (5, "g1-a"), "above all reported terms"
-    world.beat("g1-a")
-    assert "as new as its brokers" in await world.refused("AdoptRoles", **command)
+    cluster.beat("g1-a")
+    assert "as new as its brokers" in await cluster.refused("AdoptRoles", **command)
 
 
-async def test_slave_proves_newer_row_before_its_master_is_heard(world):
+async def test_slave_proves_newer_row_before_its_master_is_heard(cluster):
     """A fixed bug: it reported the older master's term alone, ignored the older row, and its group stood still."""
-    world.beat("g1-a", term=2, role=SLAVE, known_term=5)
-    world.beat("g1-b", term=2, role=SLAVE)
-    [check] = [check for check in (await world.done("Doctor"))["checks"] if check["name"] == "group g1"]
+    cluster.beat("g1-a", term=2, role=SLAVE, known_term=5)
+    cluster.beat("g1-b", term=2, role=SLAVE)
+    [check] = [check for check in (await cluster.done("Doctor"))["checks"] if check["name"] == "group g1"]
     assert "brokers report term 5" in check["found"] and "slave of term 2 and has stored term 5" in check["found"]
-    await world.done("AdoptRoles", brokerGroup="g1", hostname="g1-a", servePort=20881, force=True)
-    assert world.registry.directory.groups["g1"].term == 6
+    await cluster.done("AdoptRoles", brokerGroup="g1", hostname="g1-a", servePort=20881, force=True)
+    assert cluster.registry.directory.groups["g1"].term == 6
 
 
-async def test_older_master_is_adopted_with_force_only(world):
-    world.beat("g1-a", term=4)
-    world.beat("g1-b", term=3, role=MASTER)
+async def test_older_master_is_adopted_with_force_only(cluster):
+    cluster.beat("g1-a", term=4)
+    cluster.beat("g1-b", term=3, role=MASTER)
     command = {"brokerGroup": "g1", "hostname": "g1-b", "servePort": 20881}
-    text = await world.refused("AdoptRoles", **command)
+    text = await cluster.refused("AdoptRoles", **command)
     assert "another copy may hold messages that this one lacks" in text
-    shown = await world.done("AdoptRoles", **command, force=True, dryRun=True)
+    shown = await cluster.done("AdoptRoles", **command, force=True, dryRun=True)
     assert shown["wouldChange"] and shown["objections"] == [text], "the dry run names the forced objection"
-    assert world.registry.directory.groups["g1"].term == 2
-    await world.done("AdoptRoles", **command, force=True)
-    group = world.registry.directory.groups["g1"]
+    assert cluster.registry.directory.groups["g1"].term == 2
+    await cluster.done("AdoptRoles", **command, force=True)
+    group = cluster.registry.directory.groups["g1"]
     assert (group.term, group.master.hostname) == (5, "g1-b")
 
 
-async def test_new_terms_exceed_all_reported_ones(world):
+async def test_new_terms_exceed_all_reported_ones(cluster):
     """A fixed bug: ReplaceBroker raised a row two swaps old to a term that the brokers ignored."""
-    world.beat("g1-a", term=7)
-    world.stop("g1-b")
-    await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
-    assert world.registry.directory.groups["g1"].term == 8
+    cluster.beat("g1-a", term=7)
+    cluster.stop("g1-b")
+    await cluster.done("ReplaceBroker", **place("g1", 1, "g1-c"))
+    assert cluster.registry.directory.groups["g1"].term == 8
 
 
-async def test_recreated_group_exceeds_brokers_terms(world):
+async def test_recreated_group_exceeds_brokers_terms(cluster):
     registering = Broker("g9", SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
     with pytest.raises(Exception, match="is no broker here"):
-        await world.registry.registration.register(registering, None, term=6)
-    await world.done("AddBroker", **place("g9", 0, "g9-a"))
-    assert world.registry.directory.groups["g9"].term == 7
-    group = world.registry.directory.groups["g9"]
+        await cluster.registry.registration.register(registering, None, term=6)
+    await cluster.done("AddBroker", **place("g9", 0, "g9-a"))
+    assert cluster.registry.directory.groups["g9"].term == 7
+    group = cluster.registry.directory.groups["g9"]
     gone = rules.RoleChange("g9", 7, group, None, above=20)
-    await world.database.write(lambda r: r.change([SetRoles(gone), RemoveGroup("g9", 21)]))
-    await world.done("AddBroker", **place("g9", 0, "g9-a"))
-    assert world.registry.directory.groups["g9"].term == 22, "a removed group keeps its term"
+    await cluster.database.write(lambda r: r.change([SetRoles(gone), RemoveGroup("g9", 21)]))
+    await cluster.done("AddBroker", **place("g9", 0, "g9-a"))
+    assert cluster.registry.directory.groups["g9"].term == 22, "a removed group keeps its term"
 
 
 def test_other_data_directory_does_not_agree():
@@ -208,11 +201,11 @@ def test_other_data_directory_does_not_agree():
         ("g1-a", "the disk before", False),
     ],
 )
-async def test_other_disk_than_row_registers_again(world, monkeypatch, name, disk, registers):
+async def test_other_disk_than_row_registers_again(cluster, monkeypatch, name, disk, registers):
     """It counted as down, so the row was not raised, and it was not promoted. A master is refused then, and
     continues.
     """
-    service, registering = service_of(world, monkeypatch, name)
+    service, registering = service_of(cluster, monkeypatch, name)
     first = pb.BrokerState(**{word: registering[word] for word in ("hostname", "serve_port", "incarnation")}, term=5)
     context, ended = Aborting(), asyncio.Event()
 
@@ -223,8 +216,8 @@ async def test_other_disk_than_row_registers_again(world, monkeypatch, name, dis
     stream = service.Heartbeat(beats(), context)
     assert (await anext(stream)).term == 2
     key = BrokerKey(name, 20881)
-    before = replace(world.registry.directory.find(key), incarnation=disk)
-    await world.database.write(lambda r: r.store_registration(before))
+    before = replace(cluster.registry.directory.find(key), incarnation=disk)
+    await cluster.database.write(lambda r: r.store_registration(before))
 
     async def next_part():
         while not (answer := await anext(stream)).term:
@@ -232,7 +225,7 @@ async def test_other_disk_than_row_registers_again(world, monkeypatch, name, dis
         return answer
 
     assignment = asyncio.create_task(next_part())
-    await world.registry.change([SetMark(ReadonlyMark("a", "g1"))], AuditRow("anna", "", "a word to this broker"))
+    await cluster.registry.change([SetMark(ReadonlyMark("a", "g1"))], AuditRow("anna", "", "a word to this broker"))
     if registers:
         with pytest.raises(Aborted, match="register again"):
             await assignment

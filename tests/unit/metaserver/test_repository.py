@@ -54,13 +54,6 @@ TOKEN = TokenRow("t1", "Ann", "operator", "salt", "hash", ("s", "t*"), ("g1",), 
 
 
 @pytest.fixture
-def repository(migrated_url):
-    engine = open_database(migrated_url)
-    yield Repository(engine)
-    engine.dispose()
-
-
-@pytest.fixture
 def copies(repository):
     for broker in (MASTER, SLAVE):
         repository.change([SetRoles(rules.add_broker(repository.load(), broker))])

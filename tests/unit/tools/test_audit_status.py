@@ -17,12 +17,6 @@ GOOD = Entry("2026-11-22T01:00:00Z", NOW_MS - 7_260_000, "g1", PROVEN, verified=
 BAD = replace(GOOD, group="g2", verdict=FINDINGS, found={"damaged": 2}, verified=0)
 
 
-@pytest.fixture(autouse=True)
-def _no_metaserver(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("QMQ_METASERVER", "QMQ_TOKEN", "QMQ_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def status(folder: Path, *words: str) -> int:
     return int(main(["AuditStatus", f"--ledger={folder}", *words]))
 

@@ -25,12 +25,6 @@ def job_of(monkeypatch: pytest.MonkeyPatch, *words: str, status: int = 0) -> tup
     return arguments, token, ended
 
 
-@pytest.fixture(autouse=True)
-def _no_metaserver(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("QMQ_METASERVER", "QMQ_TOKEN", "QMQ_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_trail_hides_the_token_from_the_process_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret\n")
