@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.errors import AccessError, InvalidName, MissingRight, NotServed, OperatorError
+from qmq.errors import AccessError, InvalidName, NotServed, OperatorError
 from qmq.metaserver import access
 from qmq.metaserver.access import RPC_ROLES, Access, first_admin, new_token
 from qmq.proto import qmq_pb2 as pb
@@ -90,11 +90,6 @@ def test_altered_token_is_refused(change):
         knowing(row).check(changed, now_ms=NOW)
 
 
-def test_empty_cluster_token_is_refused():
-    with pytest.raises(AccessError, match="missing"):
-        Access(["", ""]).check("", now_ms=NOW)
-
-
 def test_both_cluster_tokens_have_all_rights():
     both = Access([CLUSTER, "the one before"])
     for text in (CLUSTER, CLUSTER.encode(), "the one before"):
@@ -174,9 +169,3 @@ def test_every_service_method_has_its_role():
     """Weakness 27: QMQ's port accepts every caller."""
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["Metaserver"].methods}
     assert methods == set(RPC_ROLES) and all(RPC_ROLES.values())
-
-
-def test_a_missing_role_is_named():
-    row, text = make(role="viewer")
-    with pytest.raises(MissingRight, match="needs operator"):
-        knowing(row).check(text, now_ms=NOW).require_role(TokenRole.OPERATOR)

@@ -106,11 +106,6 @@ async def test_drain_counts_remaining_messages(world):
     assert not world.registry.directory.groups["g1"].draining
 
 
-async def test_last_group_is_not_drained(world):
-    await world.copies("g1")
-    assert "only one" in await world.refused("DrainGroup", brokerGroup="g1")
-
-
 async def test_drained_group_joins_no_route(world):
     await world.copies("g1", "g2")
     await world.routed("s1")

@@ -202,15 +202,6 @@ def test_acks_of_a_lone_master_prevent_promotion():
     assert promotion.refusal(copies(5, 3, in_step="c"))[0] == Refusal.NOT_IN_SYNC_AT_THE_END
 
 
-def test_restarted_or_connected_slave_does_not_promise():
-    facts = copies(3, 2)
-    (b, c) = facts.slave_states
-    restarted = {**facts.slave_states, c: replace(facts.slave_states[c], in_sync=False)}
-    refused, text = promotion.refusal(replace(facts, slave_states=restarted))
-    assert refused == Refusal.NOT_IN_SYNC_SINCE_START and "c:1 has not been in sync since" in text
-    assert promotion.refusal(replace(facts, unwilling={b: "heard"}))[0] == Refusal.HEARS_ITS_MASTER
-
-
 @pytest.mark.parametrize(("count", "m"), [(2, 2), (3, 2), (3, 3), (5, 3)])
 @pytest.mark.parametrize("left_out", ["", "in the row's term", "the operator's word"])
 def test_operator_admits_restarted_slave(count, m, left_out):
