@@ -21,7 +21,7 @@ from qmq.client.backlog import (
 from qmq.client.batch import BATCH_BYTES_MAX, Batch, NotStored, Outcome, Receipt, Result, Stored, Unknown, stored
 from qmq.client.routes import group_of_key
 from qmq.codec import decode_labels, label_of, split_batch
-from qmq.errors import BrokerReadOnly, NoRoute, NotServed
+from qmq.errors import BrokerReadOnly, NoRoute
 from qmq.remoting.commands import Produced
 from tests.unit.client.test_batch import batch_of
 
@@ -56,16 +56,18 @@ def test_batches_that_come_back_stand_where_they_were():
     assert list(queue.ready) == made
 
 
-def test_expired_messages_are_refused():
-    queue, receipts = queue_of(), []
+def test_expired_messages_are_refused_with_the_error():
+    queue, receipts, error = queue_of(), [], NoRoute("no broker group serves 'a'")
     queue.add(QueuedMessage(b"x", "one", 1000, receipts.append))
     queue.add(QueuedMessage(b"x", "two", 2000, receipts.append))
     late = batch_of(deadline_ms=900)
     queue.add_batch(late)
-    queue.expire(1500, NotServed("nobody took it"))
-    assert [(receipt.message_id, receipt.outcome) for receipt in receipts] == [("one", Outcome.REFUSED)]
+    queue.expire(1000, error)
+    assert receipts == [Receipt(Outcome.REFUSED, "one", "a", "", -1, None, str(error), error)]
     assert late.receipt(0).outcome is Outcome.REFUSED
     assert len(queue.waiting) == 1
+    with pytest.raises(NoRoute):
+        receipts[0].check()
 
 
 def test_single_subject_uses_all_room():
@@ -230,17 +232,6 @@ def test_key_order_survives_faults(steps):
         for lane in list(under_way):
             answer(lane, under_way.pop(lane))
     assert stored_of == {key: list(range(count)) for key, count in given_of.items()}
-
-
-def test_late_messages_carry_the_error():
-    queue, receipts = queue_of(), []
-    queue.add(QueuedMessage(b"x", "one", 1000, receipts.append))
-    error = NoRoute("no broker group serves 'a'")
-    queue.expire(1000, error)
-    [receipt] = receipts
-    assert receipt == Receipt(Outcome.REFUSED, "one", "a", "", -1, None, str(error), error)
-    with pytest.raises(NoRoute):
-        receipt.check()
 
 
 STORED = Stored(0, 1, [])

@@ -9,11 +9,7 @@ import pytest
 import qmq
 from qmq.errors import InvalidRequest
 from tests.support.waiting import consuming, until_async
-from tests.unit.client.world import LocalBroker, fill, handling, ns
-
-
-def settled(broker: LocalBroker, consumer: str = "c1") -> bool:
-    return not broker.unacked(consumer)
+from tests.unit.client.world import fill, handling, ns
 
 
 async def test_handler_gets_lists_and_acks_them():
@@ -23,7 +19,7 @@ async def test_handler_gets_lists_and_acks_them():
         calls.append(ns(messages))
 
     async with handling(handle, 100, batch=7) as broker:
-        await until_async(lambda: sum(map(len, calls)) == 100 and settled(broker))
+        await until_async(lambda: sum(map(len, calls)) == 100 and not broker.unacked())
     assert [number for call in calls for number in call] == list(range(100))
     assert max(map(len, calls)) == 7 and len(calls) < 40 and not broker.nacks
 
@@ -42,7 +38,7 @@ async def test_own_decisions_override_the_call(raises):
                 raise ValueError("not now")
 
     async with handling(handle, 6, batch=6, retry_delay=0.01) as broker:
-        await until_async(lambda: sum(handed.values()) == (10 if raises else 7) and settled(broker))
+        await until_async(lambda: sum(handed.values()) == (10 if raises else 7) and not broker.unacked())
     assert handed == Counter({0: 2, 1: 1, 2: 2, 3: 1, 4: 2, 5: 2} if raises else [0, 1, 2, 2, 3, 4, 5])
     reasons = {nack.reason for nack in broker.nacks}
     assert reasons == {"no such order", "later"} | ({"ValueError('not now')"} if raises else set())
@@ -60,7 +56,7 @@ async def test_failing_message_dies_alone(retries_max):
         handled.update(numbers)
 
     async with handling(handle, 100, batch=64, retries_max=retries_max, retry_delay=0.0) as broker:
-        await until_async(lambda: dead and settled(broker))
+        await until_async(lambda: dead and not broker.unacked())
     assert dead == [[17]] and handled == set(range(100)) - {17}
 
 
@@ -73,7 +69,7 @@ async def test_a_call_that_fails_is_logged_once(caplog):
             raise ValueError("not now")
 
     async with handling(handle, 50, batch=50, retry_delay=0.0) as broker:
-        await until_async(lambda: len(calls) > 1 and settled(broker))
+        await until_async(lambda: len(calls) > 1 and not broker.unacked())
     (line,) = [record.getMessage() for record in caplog.records if "handler failed" in record.getMessage()]
     assert f"messages={calls[0]}" in line
 
@@ -89,7 +85,7 @@ async def test_suspected_message_has_its_own_list(consumer, broker):
         assert {3, 4}.isdisjoint(calls[-1]) or broker.begun[-1] == calls[-1][0]
 
     async with consuming(consumer):
-        await until_async(lambda: sum(map(len, calls)) == 10 and settled(broker))
+        await until_async(lambda: sum(map(len, calls)) == 10 and not broker.unacked())
     assert [3] in calls and [4] in calls and sorted(broker.begun) == [3, 4]
 
 

@@ -114,7 +114,7 @@ async def test_sent_message_returns_sent(broker, server, producer):
 
 async def test_a_lost_answer_is_asked_for_again(server, producer):
     receipt = await producer.send(Message("a"), at=LATER)
-    server.loses_answer_to = Command.CANCEL
+    server.lose_answer(Command.CANCEL)
     assert await producer.cancel(receipt) is DelayOutcome.CANCELLED
     assert len(server.asked) == 2
 

@@ -27,7 +27,6 @@ from qmq.log.frame import label_flags
 from qmq.message import Message
 from qmq.remoting.commands import Command
 from tests.support.waiting import until_async
-from tests.unit.client.test_producer import lose_answer
 from tests.unit.client.world import TOKEN, LocalMetaserver, cluster
 
 
@@ -74,7 +73,7 @@ async def test_batch_is_stored_under_its_number():
 
 
 async def test_repeat_after_lost_connection_stores_once(broker, sender):
-    lose_answer(broker)
+    broker.lose_answer(Command.PRODUCE)
     answers: list[Answer] = []
     sender.send("g1", batch(1, "x"), answers.append)
     await until_async(lambda: answers)

@@ -15,8 +15,8 @@ import qmq
 from qmq import metrics, otel
 from qmq.client import numbers
 from qmq.client.numbers import FAMILIES, Handled, Kind, Sample, merged, read
+from qmq.remoting.commands import Command
 from tests.support.waiting import consuming, until_async
-from tests.unit.client.test_producer import lose_answer
 from tests.unit.client.world import TOKEN
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
@@ -69,7 +69,7 @@ async def test_refused_messages_are_counted(qmq_broker):
 
 async def test_repeated_batch_is_counted(metaserver, broker):
     async with qmq.Producer(metaserver=metaserver.url, app="numbers", token=TOKEN) as producer:
-        lose_answer(broker)
+        broker.lose_answer(Command.PRODUCE)
         assert (await producer.send(qmq.Message("a"))).is_stored
         assert value("repeats") == value("outcomes", "stored") == 1
 

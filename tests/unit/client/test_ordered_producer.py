@@ -17,7 +17,7 @@ from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from tests.support.waiting import settle, until_async
-from tests.unit.client.test_producer import lose_answer, properties
+from tests.unit.client.test_producer import properties
 from tests.unit.client.world import Attempt, LocalBroker, cluster, producer_of
 
 
@@ -140,7 +140,7 @@ async def test_lost_ordered_batch_is_repeated_first():
         def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
             is_stored = next(losses, None)
             if is_stored:
-                lose_answer(first)
+                first.lose_answer(Command.PRODUCE)
             elif is_stored is False:
                 connection.abort("the test loses a request")
             return is_stored is False
@@ -180,12 +180,9 @@ async def test_keys_change_groups_while_no_group_takes_anything():
 
 
 @pytest.mark.parametrize("way", ["send", "send_many", "send_nowait"])
-async def test_calls_of_a_key_enter_a_full_queue_in_order(way):
+async def test_calls_of_a_key_enter_a_full_queue_in_order(way, metaserver, broker):
     """A call that is woken and does not run yet is not overtaken."""
-    async with (
-        cluster("g1") as (metaserver, [broker]),
-        producer_of(metaserver, queue_messages_max=2, in_flight_max=1) as producer,
-    ):
+    async with producer_of(metaserver, queue_messages_max=2, in_flight_max=1) as producer:
         await producer.send(Message("a", {"n": "0"}, order_key="k"))
         broker.holds.add(Command.PRODUCE)
         sending, refused = list[asyncio.Task[Any]](), list[QueueFull]()
@@ -214,11 +211,8 @@ async def test_calls_of_a_key_enter_a_full_queue_in_order(way):
 
 
 @pytest.mark.parametrize("end", ["cancelled", "late"])
-async def test_call_that_leaves_the_line_lets_the_next_one_enter(end):
-    async with (
-        cluster("g1") as (metaserver, [broker]),
-        producer_of(metaserver, queue_messages_max=1, in_flight_max=1, timeout_s=0.3) as producer,
-    ):
+async def test_call_that_leaves_the_line_lets_the_next_one_enter(end, metaserver, broker):
+    async with producer_of(metaserver, queue_messages_max=1, in_flight_max=1, timeout_s=0.3) as producer:
         await producer.send(Message("a", {"n": "0"}, order_key="k"))
         broker.holds.add(Command.PRODUCE)
         first = Message("a", {"n": "1"}, order_key="k")

@@ -11,7 +11,7 @@ import pytest
 import qmq
 from qmq.errors import InvalidRequest
 from tests.support.waiting import consuming, until_async
-from tests.unit.client.test_excess_return import released
+from tests.unit.client.test_prefetch import released
 from tests.unit.client.world import LocalBroker, LocalMetaserver, cluster, consumer_of, fill
 
 SUBJECTS = {"a": 0, "b": 1, "c": 9}

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,19 +30,6 @@ def properties(broker: LocalBroker, subject: str = "a") -> list[str]:
 
 def numbered(count: int, subject: str = "a") -> list[Message]:
     return [Message(subject, {"n": str(number)}) for number in range(count)]
-
-
-def lose_answer(broker: LocalBroker, then: Callable[[], object] = lambda: None) -> None:
-    """Cut the connection instead of the next answer to PRODUCE; the batch is stored; then call `then`."""
-
-    def lose(connection: Connection, request: Packet) -> bool:
-        if request.code == Command.PRODUCE:
-            broker.on_answer = lambda *_: False
-            connection.abort("the test loses an answer")
-            then()
-        return request.code == Command.PRODUCE
-
-    broker.on_answer = lose
 
 
 async def test_waiting_messages_form_one_batch():
@@ -148,7 +135,7 @@ async def test_possibly_stored_batch_never_moves():
         second.refuse_with = BrokerReadOnly("operator")
         await producer.send(Message("a", {"n": "0"}))
 
-        lose_answer(first, lambda: setattr(first, "refuse_with", BrokerReadOnly("slave_down")))
+        first.lose_answer(Command.PRODUCE, lambda: setattr(first, "refuse_with", BrokerReadOnly("slave_down")))
         count = len(first.attempts)
         sending = asyncio.create_task(producer.send(Message("a", {"n": "1"})))
         await until_async(lambda: len(first.attempts) >= count + 2)  # lost, then refused as readonly
@@ -350,7 +337,7 @@ async def test_new_master_stores_repeats_once():
         new = LocalBroker("g1", slave_of=old)
         await new.start()
         lost = asyncio.Event()
-        lose_answer(old, lambda: (old.move_to(new), lost.set()))
+        old.lose_answer(Command.PRODUCE, lambda: (old.move_to(new), lost.set()))
         sending = asyncio.create_task(producer.send(Message("a", {"n": "during"})))
         await lost.wait()
         metaserver.set_group(new, term=2)

@@ -171,18 +171,17 @@ def test_retry_later_sets_the_delay(error, delay_s, is_failure):
     assert (decision.verdict, decision.delay_s, decision.is_failure) == (RETRY, delay_s, is_failure)
 
 
-def test_retry_later_is_no_way_around_the_limit():
-    decision = refused_by_error(Handed(3), POLICY, RetryLater(1), NOW)
-    assert (decision.verdict, decision.reason) == (DEAD, "delivered 3 times; retry in 1 s")
-
-
-def test_single_delivery_is_worded_once():
-    reason = refused_by_error(Handed(1, "1"), POLICY, ValueError("x"), NOW).reason
-    assert reason == "delivered once; ValueError('x')"
-
-
-def test_a_dead_letter_has_the_handlers_reason():
-    assert refused_by_error(Handed(1), POLICY, DeadLetter("no such order"), NOW)[:3] == (DEAD, 0.0, "no such order")
+@pytest.mark.parametrize(
+    ("times", "error", "reason"),
+    [
+        pytest.param(3, RetryLater(1), "delivered 3 times; retry in 1 s", id="no way around the limit"),
+        pytest.param(3, ValueError("x"), "delivered 3 times; ValueError('x')", id="the last delivery"),
+        pytest.param(1, DeadLetter("no such order"), "no such order", id="the handler's reason"),
+    ],
+)
+def test_a_dead_letter_has_a_reason(times, error, reason):
+    assert refused_by_error(Handed(times), POLICY, error, NOW)[:3] == (DEAD, 0.0, reason)
+    assert refused_by_error(Handed(1, "1"), POLICY, ValueError("x"), NOW).reason == "delivered once; ValueError('x')"
     assert refused_for_good(Handed(1), POLICY, "why")[:3] == (DEAD, 0.0, "why")
 
 

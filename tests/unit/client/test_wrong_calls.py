@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import qmq
 import qmq.blocking
 import qmq.testing
+from qmq.blocking.background import Background
 from qmq.client.delay import delay_of, schedule_request, target_of
 from qmq.codec import batch_encoder
 from qmq.remoting import commands
@@ -34,7 +37,10 @@ def consumer(**options: Any) -> qmq.Consumer:
 async def handler(message: qmq.ReceivedMessage) -> None: ...
 
 
-@pytest.mark.parametrize("make", [qmq.Producer, qmq.Consumer, qmq.blocking.Producer, qmq.blocking.Consumer])
+CLIENTS = [qmq.Producer, qmq.Consumer, qmq.blocking.Producer, qmq.blocking.Consumer]
+
+
+@pytest.mark.parametrize("make", CLIENTS)
 @pytest.mark.parametrize("address", [None, "", "ftp://10.0.0.1", "http://", 8080])
 def test_invalid_metaserver_address_shows_an_example(make, address):
     with pytest.raises(qmq.InvalidRequest, match="http://mq1:8080"):
@@ -305,3 +311,43 @@ def test_blank_text_is_refused_by_name(name, text):
     match, call = BLANK[name]
     with pytest.raises(qmq.QmqError, match=match):
         call(text)
+
+
+# Threads and sockets of gevent or eventlet: clients hung past every timeout.
+
+
+def patch(monkeypatch, library: str, *names: str) -> None:
+    """Load a stand-in for the module in which the library reports replaced modules."""
+    module, function = {
+        "gevent": ("gevent.monkey", "is_module_patched"),
+        "eventlet": ("eventlet.patcher", "is_monkey_patched"),
+    }[library]
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: names.__contains__}))
+
+
+@pytest.mark.parametrize("library, name", [("gevent", "threading"), ("gevent", "socket"), ("eventlet", "thread")])
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
+def test_client_is_rejected_beside_green_threads(monkeypatch, client, library, name):
+    patch(monkeypatch, library, name)
+    with pytest.raises(qmq.InvalidRequest, match=f"^{library} has replaced .* use threads"):
+        client(metaserver=NOWHERE, app="test", token=TOKEN)
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+async def test_client_made_before_the_patch_is_rejected(monkeypatch, library):
+    opened, listening = producer(), consumer()
+    listening.listen("a", group="g")(print)
+    puller = listening.pull("b", group="g")
+    patch(monkeypatch, library, "select")
+    for opens in (opened.__aenter__, puller.__aenter__, listening.run):
+        with pytest.raises(qmq.InvalidRequest, match=library):
+            await opens()
+    with pytest.raises(qmq.InvalidRequest, match=library):
+        Background()
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+def test_loaded_library_that_replaced_nothing_is_accepted(monkeypatch, library):
+    patch(monkeypatch, library, "time", "subprocess")
+    for client in CLIENTS:
+        client(metaserver=NOWHERE, app="test", token=TOKEN)

@@ -98,8 +98,7 @@ class Port(Acceptor):
         self.holds: set[Command] = set()
         """Commands of requests that wait in `held` until `release`."""
         self.held: list[tuple[Connection, Packet]] = []
-        self.loses_answer_to: Command | None = None
-        """The next request of this command is carried out, and then the connections are cut instead of an answer."""
+        self._losing: dict[Command, Callable[[], object]] = {}
         self.refuse_with: QmqError | None = None
         self.refused = 0
         self._ticking: asyncio.Task[None] | None = None
@@ -132,6 +131,10 @@ class Port(Acceptor):
     @property
     def connections(self) -> set[Connection]:
         return self._guests
+
+    def lose_answer(self, to: Command, then: Callable[[], object] = lambda: None) -> None:
+        """Carry out the next request of this command, cut the connections instead of its answer, and call `then`."""
+        self._losing[to] = then
 
     def limit(self, **limits: int) -> None:
         """Change settings; connections made from now on receive the new limits."""
@@ -192,9 +195,9 @@ class Port(Acceptor):
 
     def changed_answer(self, connection: Connection, request: Packet, parts: tuple[Buffer, ...]) -> Any:
         """Return an answer's parts as they are sent; None sends no answer."""
-        if self.loses_answer_to == request.code:
-            self.loses_answer_to = None
+        if then := self._losing.pop(request.code, None):  # type: ignore[call-overload]
             self.cut()
+            then()
             return None
         return None if self.on_answer(connection, request) else parts
 

@@ -122,6 +122,9 @@ async def test_each_broker_is_empty_in_the_beginning(broker):
         assert (broker.messages("s"), numbers(another.messages("s"))) == ([], [1])
 
 
+# Consuming.
+
+
 async def test_tags_filter_messages(broker):
     seen = []
 
