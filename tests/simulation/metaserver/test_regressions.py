@@ -115,50 +115,6 @@ def test_group_removed_during_swap_has_unknown_outcome(world: World) -> None:
     assert swapping.status == UNKNOWN
 
 
-def lose_a_swap(world: World, group: str) -> None:
-    """Restore the database to before a swap, while brokers and metaservers are stopped."""
-    world.keep_copy()
-    swapped = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": group})
-    world.wait(2)
-    assert swapped.commits and world.oracle.decided.terms[group] > 2
-    boxes = [world.brokers.boxes[name] for name, _ in world.oracle.decided.roles_of(group).all]
-    for box in boxes:
-        world.stop_box(box, closes=True)
-    world.finish()
-    for server in world.servers:
-        server.kill()
-    world.jobs.clear()
-    world.put_database_back(world.copies[-1])
-    for server in world.servers:
-        server.start()
-    world.wait(1)
-    for box in boxes:
-        world.start_box(box, world.servers[1])
-    world.wait(2)
-
-
-@pytest.mark.parametrize("group", ["g1", "g2"])
-def test_each_metaserver_names_the_remedy_for_old_rows(world: World, group: str) -> None:
-    """Brokers without a role send the stored term in heartbeats, and may report to another metaserver."""
-    lose_a_swap(world, group)
-    operator = Operator(world, world.servers[0], group)
-    assert "AdoptRoles" in operator.doctor()[-1] and "--force=true" in operator.doctor()[-1]
-    registry = world.servers[0].process.all.registry  # type: ignore[union-attr]
-    operator.bring_to_work(lambda: registry.is_writable(registry.directory.groups[group]))
-
-
-def test_restored_row_gets_a_new_term(world: World) -> None:
-    """The database forgot a third copy: the number of acknowledging copies in that term is unknown."""
-    world.keep_copy()
-    f = world.brokers.boxes["f"]
-    world.operate(world.servers[0], "AddBroker", place(f, "g1", 1))
-    world.wait(1)
-    assert world.oracle.decided.terms["g1"] == 3
-    world.put_database_back(world.copies[-1])
-    world.wait(3)
-    assert world.oracle.decided.terms["g1"] == 4
-
-
 def test_broker_with_data_of_another_group_is_down(world: World) -> None:
     """It registered each second and kept its place, so Doctor found no fault."""
     for name in "ab":

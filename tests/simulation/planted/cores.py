@@ -9,11 +9,9 @@ from unittest.mock import patch
 from qmq.broker.answers import PullAnswer
 from qmq.broker.delivery import Delivery
 from qmq.broker.serving import Serving
-from qmq.codec import Buffer
 from qmq.log import Commit, MessageLog, fold
 from qmq.log import frame as frames
 from qmq.log.disk import RealDisk, failing
-from qmq.log.frame import Frame
 from qmq.log.group import Consumer
 from qmq.log.progress_frame import Departure
 from qmq.log.requeued import Requeued, RequeuedRange
@@ -98,19 +96,6 @@ plant(
     patch("qmq.log.fold.State.repeated", lambda self, producer, batch: None),
     first=9,
 )
-
-
-@bug("cores")
-def messages_of_a_departed_consumer_are_lost() -> list[Patch]:
-    """Unacked messages of a consumer that left are not delivered again."""
-    real = fold._position
-
-    def position(state: Any, frame: Frame, body: Buffer) -> None:
-        real(state, frame, body)
-        for group in state.groups.values():
-            group.requeued = Requeued()
-
-    return [patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
 
 
 @bug("cores", fold, "_leave", first=12)

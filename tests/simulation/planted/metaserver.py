@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from qmq.metaserver.actions import routes as actions
 from qmq.metaserver.cluster import old_database
 from qmq.metaserver.cluster.mirror import DatabaseMirror
 from qmq.metaserver.cluster.registry import Registry
@@ -31,15 +30,6 @@ def versions_of_routes_are_not_compared(real: Any, connection: Any, orders: Any,
     stored, _ = routes._read(connection, [subject for subject, _, _ in orders], BadRows())
     newest = {subject: route.version for subject, route in stored.items()}
     real(connection, [(subject, names, newest.get(subject, 0)) for subject, names, _ in orders], changed)
-
-
-# Routes that `*` does not change, and new ones, are not compared again.
-plant(
-    "metaserver",
-    "routes are compared one by one only",
-    patch.object(actions, "_none_since", lambda desk, subject, group, *, without="": ()),
-    first=20,
-)
 
 
 @bug("metaserver", Database, "probe")
@@ -70,12 +60,6 @@ def one_transaction_for_each_subject(
     for earlier in most:
         real(self, [earlier])
     real(self, [last] if last else [], audit)
-
-
-@bug("metaserver", Commits, "_was_stored")
-async def lost_answers_count_as_failures(*_: Any) -> bool:
-    """A commit without an answer counts as not stored."""
-    return False
 
 
 @bug("metaserver", Commits, "_was_stored", first=7)
@@ -142,16 +126,6 @@ def changes_are_not_announced() -> list[Patch]:
 
 # A mark is answered and recorded, but not stored.
 plant("metaserver", "a mark is forgotten", patch.object(operators, "set_mark", lambda connection, mark: None))
-
-
-def _delete_group(connection: Any, group: str, term: int) -> None:
-    marks, named = groups.readonly_broker_group_setting, groups.broker_group
-    connection.execute(groups.delete(marks).where(marks.c.broker_group == group))
-    connection.execute(groups.delete(named).where(named.c.group_name == group))
-
-
-# The term of a removed group is removed too.
-plant("metaserver", "terms begin anew with a group", patch.object(groups, "remove_group", _delete_group))
 
 
 @bug("metaserver", first=7, faults="database")
