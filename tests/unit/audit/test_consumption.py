@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 from typing import Any
-from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from qmq.audit.consumption import CONSERVED, ConsumptionJudge
 from qmq.audit.findings import MOVED, FindingKind
-from qmq.log.frame import FrameKind, decode_frames, encode_header, subject_field
+from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.progress_frame import DEFERRED, PASSED, encode_progress
 from tests.unit.log.logs import Copy, a_frame
 
@@ -60,25 +59,9 @@ def test_legal_history_has_no_findings_from_any_frame(seed):
 
 def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, int, int]]) -> dict[str, Any]:
     """Return the fact of an invalid frame after the log's end."""
-    body = encode_progress("g", consumer, entries)
-    _, frame = encode_header(
-        kind=kind,
-        flags=0,
-        subject="s",
-        field=subject_field("s"),
-        count=0,
-        body_bytes=len(body),
-        body_crc=crc32(body),
-        epoch=copy.epoch,
-        offset=copy.log.end,
-        high_watermark=0,
-        timestamp_ms=5,
-        first_sequence=0,
-        producer=0,
-        batch=0,
-        previous_chain=copy.log.chain,
-    )
-    return {"kind": "progress", "frame": frame, "body": body, "last": None}
+    *_, (last, _) = decode_frames(copy.whole(), 0, 0)
+    frame = last._replace(kind=kind, subject="s", count=0, offset=copy.log.end, producer=0, batch=0)
+    return {"kind": "progress", "frame": frame, "body": encode_progress("g", consumer, entries), "last": None}
 
 
 def a_history() -> tuple[Copy, int]:

@@ -1,20 +1,25 @@
-"""Shell. Damage that a broker met and repaired before the audit read it is a finding all the same."""
+"""Shell. Damage that a broker repairs before or after the audit reads it is a finding all the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from qmq.audit.copies import open_copy, place_options
+from qmq.audit.copies import Description, open_copy, place_options
 from qmq.audit.findings import FindingKind
 from qmq.audit.group import add_reported_damage
+from qmq.audit.inspection import describe_findings
 from qmq.audit.results import Group, Result
+from qmq.audit.verdict import count_repaired
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
+from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.served import serving
+from tests.unit.audit.test_walk import flip
 
 OLD, SEEN, UNSEEN = ((begin, begin + 50, "wrong body CRC") for begin in (100, 200, 300))
 
@@ -61,3 +66,26 @@ def test_restarted_or_absent_broker_has_met_nothing(broker: tuple[Broker, str]) 
     add_reported_damage(group, result)
     add_reported_damage(Group("g1", {"slave": place_options("127.0.0.1:1", "")}), result)
     assert result.findings == []
+
+
+@pytest.mark.parametrize("is_repaired", [True, False])
+def test_damage_repaired_by_reading_is_repaired(tmp_path: Path, is_repaired: bool) -> None:
+    for name in ("master", "slave"):
+        log = LogWriter.begun(tmp_path / name)
+        frame = log.batch("order.changed", 3)
+        log.close()
+    if not is_repaired:
+        flip(tmp_path / "slave", frame.end - 9)
+    result = Result("g1", {}, logs={"slave": Description(0, log.end, 0, None, (0,))})
+    result.add(FindingKind.DAMAGED, copy="slave", offset=frame.offset, end=frame.end, text="body CRC")
+    result.add(FindingKind.DAMAGED, copy="slave", offset=log.end + 800, end=log.end + 808, text="no frame")
+    places = {name: place_options(str(tmp_path / name), "") for name in ("master", "slave")}
+    describe_findings("g1", places, result.logs, result.findings)
+    count_repaired(result)
+    assert result.found == (
+        {FindingKind.REPAIRED: 1, FindingKind.DAMAGED: 1} if is_repaired else {FindingKind.DAMAGED: 2}
+    )
+    row = result.findings[0]
+    assert (row["subject"], row["segment"], row["epoch"]) == ("order.changed", 0, "1.1")
+    assert ("taken it from the other copy since" in row["text"]) == is_repaired
+    assert ("the copies first differ at byte" in row["text"]) != is_repaired
