@@ -1,5 +1,15 @@
-"""Shell. Simulations are quiet."""
+"""Shell. Simulations are quiet: the product logs nothing while they run."""
 
-from tests.support.quiet import quiet
+from __future__ import annotations
 
-__all__ = ["quiet"]
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

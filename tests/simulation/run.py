@@ -166,7 +166,3 @@ def _print(report: Report, scenario: Scenario, goals: list[tuple[str, str]], too
         f"a seed, {report.delivered} messages delivered; {len(goals) - len(left)} of {len(goals)} pairs of fault and "
         f"state that seeds may be steered to were met by those that were"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

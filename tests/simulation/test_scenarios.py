@@ -122,7 +122,8 @@ def test_faults_meet_every_state_of_a_copy(outcomes: list[Outcome]) -> None:
 @pytest.mark.parametrize("scenario", ["cores", "delay", "shells"])
 def test_kept_seeds_do_not_fail_again(scenario: str) -> None:
     assert (seeds := kept_seeds(scenario))
-    for seed, steering, _ in seeds:
+    for seed, steering, found in seeds:
+        assert found and steering.fault in ("", *SCENARIOS[scenario].faults)
         assert_well(SCENARIOS[scenario].simulate(seed, steering=steering))
 
 

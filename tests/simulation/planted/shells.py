@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,6 @@ from qmq.client.routes import SubjectRoute
 from qmq.client.sender import Sender
 from qmq.delayserver.flights import Flights
 from qmq.errors import OutcomeUnknown
-from qmq.log import Commit
 from qmq.log.disk import RealDisk
 from qmq.outbox.courier import Courier
 from qmq.outbox.drain_plan import Attempt, DrainPlan
@@ -33,13 +31,6 @@ from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
 from qmq.watchdog.leader import Drain
 from tests.simulation.bugs import bug, plant
-
-
-@bug("shells", Service, "commit")
-def commit_is_reported_before_it_is_written(self: Service[Any], commit: Commit) -> None:
-    self._loop.call_soon(self.guarded, partial(self.node.committed, commit))
-    self._disk_thread.submit(self._perform, commit)
-
 
 plant("shells", "sync does nothing", patch.object(RealDisk, "sync", lambda self, name: None))
 plant(
