@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from qmq.access import Token, token_metadata, token_text
 from qmq.control_plane import CHANNEL_OPTIONS
@@ -18,6 +18,8 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
 from qmq.redrive.dead_letters import DeadLetters, Destination, Master
 from qmq.types import Endpoint
+
+A = TypeVar("A", bound=Message)
 
 _SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 """No answer, or not in time."""
@@ -45,22 +47,16 @@ class Brokers:
         self._timeout_ms = timeout_ms
 
     async def replica_status(self, broker: Broker) -> ReplicaState:
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.ReplicaStatus(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
-            return await self._ask(broker, call)
+        return await self._ask(broker, "ReplicaStatus", pb.Nothing())
 
     async def rates(self, broker: Broker) -> pb.RatesAnswer:
         """Return a master's rates of the last ten minutes."""
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.Rates(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.RatesAnswer = await self._call(broker, call)
-            return answer
+        return await self._call(broker, "Rates", pb.Nothing(), pb.RatesAnswer)
 
     async def settings(self, broker: Broker) -> dict[str, str]:
         """Return the settings of a broker, without secrets."""
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.Settings(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
-            return dict(sorted((await self._call(broker, call)).settings.items()))
+        answer = await self._call(broker, "Settings", pb.Nothing(), pb.SettingsAnswer)
+        return dict(sorted(answer.settings.items()))
 
     async def prepare_swap(
         self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int, target: str = "", promised_term: int = 0
@@ -72,14 +68,10 @@ class Brokers:
         request = pb.PrepareSwapRequest(
             term=term, hold_ms=hold_ms, timeout_ms=timeout_ms, target=target, promised_term=promised_term
         )
-        limit = (timeout_ms + self._timeout_ms) / 1000
-        async with self._stub(broker) as (stub, metadata):
-            return await self._ask(broker, stub.PrepareSwap(request, **metadata, timeout=limit))
+        return await self._ask(broker, "PrepareSwap", request, more_ms=timeout_ms)
 
     async def cancel_swap(self, broker: Broker) -> ReplicaState:
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.CancelSwap(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
-            return await self._ask(broker, call)
+        return await self._ask(broker, "CancelSwap", pb.Nothing())
 
     async def prepare_failover(
         self,
@@ -98,9 +90,7 @@ class Brokers:
         request = pb.PrepareFailoverRequest(
             term=term, hold_ms=hold_ms, silent_ms=silent_ms, promised_term=promised_term, master_gone=master_gone
         )
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.PrepareFailover(request, **metadata, timeout=self._timeout_ms / 1000)
-            return await self._ask(broker, call)
+        return await self._ask(broker, "PrepareFailover", request)
 
     async def consumers(
         self,
@@ -120,25 +110,16 @@ class Brokers:
         request = pb.ConsumersRequest(
             subject=subject, group=group, behind_max=behind_max, known=known, unused_before_ms=unused_before_ms
         )
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.Consumers(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.ConsumersAnswer = await self._call(broker, call)
-            return answer
+        return await self._call(broker, "Consumers", request, pb.ConsumersAnswer)
 
     async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]:
         """Make a master note the ends of new consumer groups' subjects; return which groups have a position there."""
         request = pb.MarkGroupsRequest(mark=mark, groups=[pb.NewGroup(**group._asdict()) for group in groups])
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.MarkGroups(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.MarkGroupsAnswer = await self._call(broker, call)
-            return list(answer.known)
+        return list((await self._call(broker, "MarkGroups", request, pb.MarkGroupsAnswer)).known)
 
     async def reset_offset(self, broker: Broker, request: pb.ResetOffsetRequest) -> pb.ResetOffsetAnswer:
         """Move a consumer group's position at a master; it answers when both copies have it."""
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.ResetOffset(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.ResetOffsetAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
-            return answer
+        return await self._call(broker, "ResetOffset", request, pb.ResetOffsetAnswer, silent=_is_unknown)
 
     async def dead_letters(
         self, broker: Broker, *, subject: str, group: str, to: str = "", at: Sequence[Broker] = (), source: str = ""
@@ -160,61 +141,65 @@ class Brokers:
 
     async def browse(self, broker: Broker, request: pb.BrowseRequest) -> pb.BrowseAnswer:
         """Return stored messages of a master."""
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.Browse(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.BrowseAnswer = await self._call(broker, call)
-            return answer
+        return await self._call(broker, "Browse", request, pb.BrowseAnswer)
 
     async def delay_stats(self, broker: Broker, request: pb.DelayStatsRequest) -> pb.DelayStatsAnswer:
         """Return the pending messages of a delay master."""
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.DelayStats(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.DelayStatsAnswer = await self._call(broker, call)
-            return answer
+        return await self._call(broker, "DelayStats", request, pb.DelayStatsAnswer)
 
     async def list_delayed(self, broker: Broker, request: pb.ListDelayedRequest) -> pb.ListDelayedAnswer:
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.ListDelayed(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.ListDelayedAnswer = await self._call(broker, call)
-            return answer
+        return await self._call(broker, "ListDelayed", request, pb.ListDelayedAnswer)
 
     async def cancel_delayed(self, broker: Broker, request: pb.CancelDelayedRequest) -> pb.CancelDelayedAnswer:
         """Cancel messages at a master; it answers when both copies have it."""
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.CancelDelayed(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.CancelDelayedAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
-            return answer
+        return await self._call(broker, "CancelDelayed", request, pb.CancelDelayedAnswer, silent=_is_unknown)
 
     async def quarantine(self, broker: Broker, request: pb.QuarantineRequest) -> pb.QuarantineAnswer:
         """List a copy's quarantined files, or delete some."""
-        async with self._stub(broker) as (stub, metadata):
-            call = stub.Quarantine(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.QuarantineAnswer = await self._call(broker, call)
-            return answer
+        return await self._call(broker, "Quarantine", request, pb.QuarantineAnswer)
 
-    @asynccontextmanager
-    async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
-        async with grpc.aio.insecure_channel(_control(broker), options=CHANNEL_OPTIONS) as channel:
-            yield BrokerStub(channel), {"metadata": token_metadata(self._token)}
-
-    async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
-        answer = await self._call(broker, call)
+    async def _ask(self, broker: Broker, method: str, request: Message, *, more_ms: int = 0) -> ReplicaState:
+        """Call a method that answers with the broker's state."""
+        answer = await self._call(broker, method, request, pb.BrokerState, more_ms=more_ms)
         try:
             return state_from_message(answer)
         except InvalidRequest as error:
             raise OperatorError(f"{broker.key} ({broker.part.name} of {broker.group}) is no broker: {error}") from None
 
     async def _call(
-        self, broker: Broker, call: Any, *, silent: Callable[[grpc.StatusCode], bool] = _SILENT.__contains__
-    ) -> Any:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            text = f"{broker.key} ({broker.part.name} of {broker.group})"
-            if silent(error.code()):
-                where = _control(broker)
-                raise NotServed(f"{text} did not answer at {where}: {error.details() or error.code().name}") from error
-            raise OperatorError(f"{text} refused: {error.details()}") from error
+        self,
+        broker: Broker,
+        method: str,
+        request: Message,
+        answer_type: type[A],
+        *,
+        more_ms: int = 0,
+        silent: Callable[[grpc.StatusCode], bool] = _SILENT.__contains__,
+    ) -> A:
+        """Call a method of a broker's service, over a connection of its own.
+
+        Args:
+            more_ms: time that the method may take beyond the usual limit.
+            silent: returns whether a status means that the broker did not answer.
+        """
+        limit_s = (self._timeout_ms + more_ms) / 1000
+        async with grpc.aio.insecure_channel(_control(broker), options=CHANNEL_OPTIONS) as channel:
+            call = getattr(BrokerStub(channel), method)
+            try:
+                answer = await call(request, metadata=token_metadata(self._token), timeout=limit_s)
+            except grpc.aio.AioRpcError as error:
+                text = f"{broker.key} ({broker.part.name} of {broker.group})"
+                if silent(error.code()):
+                    why = error.details() or error.code().name
+                    raise NotServed(f"{text} did not answer at {_control(broker)}: {why}") from error
+                raise OperatorError(f"{text} refused: {error.details()}") from error
+        assert isinstance(answer, answer_type), "the stub decodes it"
+        return answer
+
+
+def _is_unknown(code: grpc.StatusCode) -> bool:
+    """Return whether a change may have been made despite this status."""
+    return code not in _REFUSALS
 
 
 def _control(broker: Broker) -> str:
