@@ -117,18 +117,6 @@ def state(cluster: Cluster, plan: BrokerPlan) -> qmq_pb2.BrokerState | None:
     return broker_state(str(Endpoint(HOST, plan.control_port)), cluster.token, timeout_s=PATIENCE_S)
 
 
-def ends(cluster: Cluster, group: str) -> list[tuple[int, int] | None]:
-    """Return log end and chain of master and slave; None for one that does not answer."""
-    states = [state(cluster, cluster.broker(group, role)) for role in ("master", "slave")]
-    return [(broker_state.log_end, broker_state.chain) if broker_state else None for broker_state in states]
-
-
-def are_equal(cluster: Cluster, group: str) -> bool:
-    """Return whether both run and end at the same frame."""
-    master, slave = ends(cluster, group)
-    return master is not None and master == slave
-
-
 def read_copy(data: Path) -> Copy:
     """Read a stopped broker's whole copy; fail at any byte that is neither frame nor tail."""
     disk = RealDisk(data)
