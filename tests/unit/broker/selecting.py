@@ -64,6 +64,12 @@ class Consumer:
     def ask(self, most: int = 1_000, timeout_ms: int = 0, bytes_max: int = 1 << 20) -> int:
         return self.client.pull(self.subscription, most, bytes_max, timeout_ms)
 
+    def waits(self) -> int:
+        """Send a pull that waits for messages, and settle."""
+        opaque = self.ask(timeout_ms=60_000)
+        self.group.settle()
+        return opaque
+
     def pull(self, most: int = 1_000) -> list[Got]:
         """Pull the messages that are there now."""
         opaque = self.ask(most)

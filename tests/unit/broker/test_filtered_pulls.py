@@ -38,8 +38,7 @@ def test_free_key_wakes_waiting_consumers(how):
     group = stored(A, A, lease_ms=10_000)
     first, second = Consumer(group, "c1"), Consumer(group, "c2")
     assert first.sequences() == [0]
-    waiting = second.ask(timeout_ms=60_000)
-    group.settle()
+    waiting = second.waits()
     assert not second.client.answered(waiting)
     expected = [0] if how in ("leave", "vanish") else [1]
     match how:
@@ -59,8 +58,7 @@ def test_free_key_wakes_waiting_consumers(how):
             group.settle()
             assert second.client.code(waiting) == ErrorCode.INVALID_ACK
             second.join()
-            waiting = second.ask(timeout_ms=60_000)
-            group.settle()
+            waiting = second.waits()
     assert [got.sequence for got in second.got(waiting)] == expected
 
 
@@ -141,12 +139,10 @@ def test_damaged_labels_are_read_again_after_repair(asks):
     group.a.flip(ref.offset + ref.length - 1)
     readings, read_labels = [], group.a.log.stored.read_labels
     group.a.log.stored.read_labels = lambda refs: readings.append(refs) or read_labels(refs)
-    waiting = consumer.ask(timeout_ms=60_000)
-    group.settle()
+    waiting = consumer.waits()
     assert ["corrupt"] == [str(reason) for reason in group.a.master.readonly.reasons]
     for _ in range(asks):
-        consumer.ask(timeout_ms=60_000)
-        group.settle()
+        consumer.waits()
     assert len(readings) == 1
     group.a.flip(ref.offset + ref.length - 1)
     group.wait(600, times=3)

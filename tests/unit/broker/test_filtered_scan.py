@@ -173,8 +173,7 @@ def test_unreplicated_messages_are_not_passed_over(monkeypatch):
 def test_unwritten_scan_position_is_kept_per_rule():
     group = stored(PAY, PAY, PAY)
     first, second = Consumer(group, "c1", tags=["cancel"]), Consumer(group, "c2", **PAYS)
-    first.ask(timeout_ms=60_000)
-    group.settle()
+    first.waits()
     assert second.sequences() == [0, 1, 2]
 
 
@@ -193,8 +192,7 @@ def looked_at(monkeypatch) -> list[tuple[int, int]]:
 def test_passed_messages_are_not_scanned_again(monkeypatch):
     group, looked = stored(PAY, PAY, PAY), looked_at(monkeypatch)
     consumer = Consumer(group, "c1", tags=["cancel"])
-    waiting = consumer.ask(timeout_ms=60_000)
-    group.settle()
+    waiting = consumer.waits()
     more(group, PAY, PAY, first=3)
     more(group, PAY, CANCEL, PAY, first=5)
     assert looked == [(0, 3), (0, 2), (0, 3)]
@@ -206,8 +204,7 @@ def test_passed_messages_are_not_scanned_again(monkeypatch):
 def test_passed_messages_are_written_after_a_second():
     group = stored(PAY)
     consumer = Consumer(group, "c1", tags=["cancel"])
-    consumer.ask(timeout_ms=60_000)
-    group.settle()
+    consumer.waits()
     for number in range(1, 4):
         group.a.wait(300)
         more(group, PAY, first=number)
@@ -226,8 +223,7 @@ def test_passed_messages_are_written_after_a_second():
 def test_long_mismatch_is_written_at_once(monkeypatch, count, position):
     monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 4)
     group = stored(*[PAY] * count)
-    Consumer(group, "c1", tags=["cancel"]).ask(timeout_ms=60_000)
-    group.settle()
+    Consumer(group, "c1", tags=["cancel"]).waits()
     assert group.progress.position == position
 
 
@@ -241,8 +237,7 @@ def test_requeued_mismatch_is_settled_at_once(count):
     if count:
         more(group, PAY, first=1)
     second = Consumer(group, "c2", tags=["cancel"])
-    second.ask(timeout_ms=60_000)
-    group.settle()
+    second.waits()
     progress = group.progress
     assert (progress.position, progress.requeued.messages) == (1 + count, 0)
     assert progress.consumers.get("c2", Progress()).unacked == []
@@ -383,8 +378,7 @@ def test_scan_continues_in_the_next_pass(monkeypatch):
         more(group, *[PAY] * 10, first=10 * at)
     looked, run_pass = looked_at(monkeypatch), group.a.master._delivery.serving.run_pass
     group.a.master._delivery.serving.run_pass = lambda: looked.append(None) or run_pass()
-    Consumer(group, "c1", tags=["cancel"]).ask(timeout_ms=60_000)
-    group.settle()
+    Consumer(group, "c1", tags=["cancel"]).waits()
     of_a_pass = [[], *([] for look in looked if look is None)]
     at = 0
     for look in looked:

@@ -247,12 +247,10 @@ def test_nothing_is_scanned_twice_without_a_change(monkeypatch):
     first, others = Consumer(group, "c1"), [Consumer(group, f"d{number}") for number in range(5)]
     assert first.sequences() == [0]
     for consumer in others:
-        consumer.ask(timeout_ms=60_000)
-    group.settle()
+        consumer.waits()
     before = len(scans)
     for consumer in others:
-        consumer.ask(timeout_ms=60_000)
-    group.settle()
+        consumer.waits()
     assert len(scans) == before
     first.ack()
     assert [got.sequence for got in others[0].got(2)] == [1]
@@ -266,8 +264,7 @@ def test_reading_after_an_empty_scan_is_used():
     while len(consumer.held) < 2:
         assert consumer.sequences()
     consumer.nack(0, delay_ms=5_000)
-    waiting = consumer.ask(timeout_ms=60_000)
-    group.settle()
+    waiting = consumer.waits()
     group.wait(1_000, times=3)
     group.a.master._delivery.serving.filters._label_cache = LabelCache(group.a.log)
     group.wait(1_000, times=3)

@@ -361,16 +361,6 @@ def test_counts_of_several_groups_take_turns(monkeypatch):
     assert count(counts, group) == counts.waiting(("s", "other"), other) == waiting_bytes(group)
 
 
-def test_counts_continue_in_each_tick(monkeypatch):
-    """A subject is checked once a second only."""
-    monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
-    group, _ = started()
-    produced(group, *[100] * 95)
-    group.a.assign(Role.MASTER, limits=(BYTES._replace(drops_oldest=True),))
-    group.wait(100, times=20)
-    assert waiting_bytes(group) <= 5_000
-
-
 def test_deleted_frames_do_not_count():
     group, _ = started()
     while len(group.a.log.bases) < 3:

@@ -106,16 +106,6 @@ def equal(group: Group) -> bool:
     return (a.end, a.chain, a.state) == (b.end, b.chain, b.state)
 
 
-def test_new_slave_is_seeded_from_the_oldest_segment_kept():
-    group = filled(tail_bytes=0)
-    group.a.drop_oldest_segment()
-    group.a.drop_oldest_segment()
-    replace_slave(group)
-    settle_slowly(group)
-    assert group.a.node.readonly_reasons == [] and equal(group)
-    assert group.b.log.start == group.a.log.start > 0
-
-
 def repair(damaged: Broker, whole: Broker) -> None:
     """Run the step of qmq.server.repair."""
     wanted = damaged.node.repairs.plan(whole.log.start, whole.log.flushed_end)

@@ -164,13 +164,6 @@ def test_acknowledged_damage_is_never_cut():
     assert group.b.log.damage is not None and not quarantined(group.b) and group.b.node.role is None
 
 
-def test_available_part_of_acknowledged_damage_is_fetched():
-    group = stored()
-    begin = unreplayed(group.b, first_of_newest(group.b))
-    assert begin + 8 < group.b.log.damage.end
-    assert group.b.node.repairs.plan(0, begin + 8) == (begin, begin + 8)
-
-
 def test_master_leaves_its_role_before_partial_repair():
     group = stored()
     begin = met(group.a, 1)

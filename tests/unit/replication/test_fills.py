@@ -79,18 +79,6 @@ def test_new_slave_waits_while_the_group_continues():
     assert not copies.c.slave.has_matched and copies.a.master.shipped_end == copies.a.log.end
 
 
-def test_next_filling_needs_a_new_order():
-    copies = with_new_c()
-    order = (fill_id(copies.c), True)
-    heed(copies, "manual", order)
-    assert fill_id(copies.c) != order[0]
-    copies.c.node.identity.completed(False)  # as a snapshot does
-    copies.cut("c")
-    copies.store("m8")
-    copies.connect("c")
-    assert copies.state("c") is FollowerState.UNFILLED
-
-
 def test_manual_mode_continues_a_filling_under_way():
     copies = with_new_c()
     wire = copies.wires["c"]

@@ -181,11 +181,7 @@ def test_begun_mastership_refuses_frames_of_slaves():
 
 def test_restarted_mastership_reconnects_its_restoring_slave():
     """Otherwise the slave would wait for ever for a confirmation of frames sent to the former mastership."""
-    copies = Copies().start()
-    copies.store("m1")
-    copies.cut()
-    copies.a = Broker("a", SETTINGS)
-    copies.start(term=2, connected="")
+    copies = with_a_new_master()
     wire = copies.wires["b"]
     wire.connect()
     wire.b.host.settle()
