@@ -14,20 +14,24 @@ from qmq.codec import decode_message, due_of, encode_message
 from qmq.errors import InvalidRequest
 from qmq.testing import Broker
 from tests.support.waiting import consuming, until_async
-from tests.unit.client.world import consumer_of
+from tests.unit.client.world import consumer_of, pull_all
 
 DAY_S, DAY_MS = 86_400, 86_400_000
 MAILBOX = "%RETRY%a%g"
 
 
 async def test_long_retry_goes_to_the_delay_group(metaserver, broker, server):
-    broker.add("a", encode_message(Message("a", {"n": "1"}, tags={"t"}, id="one"), 7))
+    for id in ("one", "two"):
+        broker.add("a", encode_message(Message("a", {"n": "1"}, tags={"t"}, id=id), 7))
     async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-        (message,) = await puller.pull(1, timeout=10)
+        message, other = await pull_all(puller, 2)
         await message.nack("next week", delay=7 * DAY_S)
         assert message.is_decided
         await puller.flush()
         assert message.is_settled and broker.acks and not broker.nacks
+        await other.nack("tomorrow", delay=DAY_S)
+        await puller.flush()
+        assert [entry.delay_ms for entry in broker.nacks[0].entries] == [pytest.approx(DAY_MS, abs=1_000)]
     (data,) = server.subjects[MAILBOX]
     copy = decode_message(data)
     assert (copy.id, copy.tags, copy.created_ms) == ("one", {"t"}, 7)

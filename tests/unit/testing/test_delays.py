@@ -21,52 +21,51 @@ def broker(qmq_broker):
     return qmq_broker
 
 
-def producer_of(broker):
-    return qmq.Producer(metaserver=broker.metaserver, app="test", timeout_s=5.0)
+@pytest.fixture
+async def producer(broker):
+    async with qmq.Producer(metaserver=broker.metaserver, app="test", timeout_s=5.0) as producer:
+        yield producer
 
 
 def names(messages):
     return [str(message["n"]) for message in messages]
 
 
-async def test_delayed_message_arrives_when_due(broker):
-    async with producer_of(broker) as producer:
-        message = Message("s", {"n": "1"}, body=b"\xff\0", content_type="a/b")
-        receipt = await producer.send(message, delay=timedelta(minutes=30), key="k")
-        assert receipt.is_stored and receipt.broker_group == "test-delay"
-        broker.advance(1_790)
-        assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
-        broker.advance(11)
-        assert names(broker.messages("s")) == ["1"] and broker.delayed("s") == []
-        assert [(message.body, message.content_type) for message in broker.messages("s")] == [(b"\xff\0", "a/b")]
+async def test_delayed_message_arrives_when_due(broker, producer):
+    message = Message("s", {"n": "1"}, body=b"\xff\0", content_type="a/b")
+    receipt = await producer.send(message, delay=timedelta(minutes=30), key="k")
+    assert receipt.is_stored and receipt.broker_group == "test-delay"
+    broker.advance(1_790)
+    assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
+    broker.advance(11)
+    assert names(broker.messages("s")) == ["1"] and broker.delayed("s") == []
+    assert [(message.body, message.content_type) for message in broker.messages("s")] == [(b"\xff\0", "a/b")]
 
 
-async def test_delay_starts_at_the_test_clock(broker):
-    async with producer_of(broker) as producer:
-        broker.advance(3_600)
-        first = await producer.send(Message("s", {"n": "1"}), delay=600)
-        broker.advance(3_600)
-        await producer.send(Message("s", {"n": "2"}), delay=600)
-        assert await producer.reschedule(first, delay=900) is DelayOutcome.SENT
-        broker.advance(590)
-        assert names(broker.messages("s")) == ["1"]
-        broker.advance(11)
-        assert names(broker.messages("s")) == ["1", "2"]
+async def test_delay_starts_at_the_test_clock(broker, producer):
+    broker.advance(3_600)
+    first = await producer.send(Message("s", {"n": "1"}), delay=600)
+    broker.advance(3_600)
+    await producer.send(Message("s", {"n": "2"}), delay=600)
+    assert await producer.reschedule(first, delay=900) is DelayOutcome.SENT
+    broker.advance(590)
+    assert names(broker.messages("s")) == ["1"]
+    broker.advance(11)
+    assert names(broker.messages("s")) == ["1", "2"]
 
 
-async def test_a_time_too_far_ahead_is_refused(broker):
-    async with producer_of(broker) as producer:
-        receipt = await producer.send(Message("s"), delay=timedelta(days=800))
-        assert receipt.outcome is qmq.Outcome.REFUSED and "730" in receipt.reason
-        other = await producer.send(Message("s"), delay=timedelta(days=729))
-        assert other.is_stored
-        with pytest.raises(qmq.QmqError, match="730"):
-            await producer.reschedule(other, delay=timedelta(days=731))
+async def test_a_time_too_far_ahead_is_refused(broker, producer):
+    receipt = await producer.send(Message("s"), delay=timedelta(days=800))
+    assert receipt.outcome is qmq.Outcome.REFUSED and "730" in receipt.reason
+    other = await producer.send(Message("s"), delay=timedelta(days=729))
+    assert other.is_stored
+    with pytest.raises(qmq.QmqError, match="730"):
+        await producer.reschedule(other, delay=timedelta(days=731))
 
 
-async def test_a_consumer_sees_when_a_message_was_due(broker):
+async def test_a_consumer_sees_when_a_message_was_due(broker, producer):
     consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
-    async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
+    async with consumer.pull("s", group="g", start="earliest") as puller:
         receipt = await producer.send(Message("s", {"n": "1"}, tags={"t"}, order_key="o"), delay=60)
         await producer.send(Message("s", {"n": "2"}))
         (first,) = await puller.pull(1, timeout=5)
@@ -78,34 +77,32 @@ async def test_a_consumer_sees_when_a_message_was_due(broker):
         await puller.ack([first, second])
 
 
-async def test_readonly_broker_keeps_due_messages_waiting(broker):
-    async with producer_of(broker) as producer:
-        await producer.send(Message("s", {"n": "1"}), delay=60)
-        broker.readonly("s")
-        broker.advance(120)
-        assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
-        broker.writable()
-        broker.advance(1)
-        assert names(broker.messages("s")) == ["1"]
+async def test_readonly_broker_keeps_due_messages_waiting(broker, producer):
+    await producer.send(Message("s", {"n": "1"}), delay=60)
+    broker.readonly("s")
+    broker.advance(120)
+    assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
+    broker.writable()
+    broker.advance(1)
+    assert names(broker.messages("s")) == ["1"]
 
 
-async def test_faults_lose_no_delayed_message(broker):
-    async with producer_of(broker) as producer:
-        receipts = []
-        for n in range(30):
-            receipts.append(await producer.send(Message("s", {"n": str(n)}), delay=60 + n))
-            if n == 10:
-                broker.drop_connections()
-            if n == 20:
-                broker.swap_roles()
-        broker.advance(75)
-        broker.swap_roles()
-        broker.advance(75)
-        assert names(broker.messages("s")) == [str(n) for n in range(30)]
-        assert await producer.cancel(receipts[0]) is DelayOutcome.SENT
+async def test_faults_lose_no_delayed_message(broker, producer):
+    receipts = []
+    for n in range(30):
+        receipts.append(await producer.send(Message("s", {"n": str(n)}), delay=60 + n))
+        if n == 10:
+            broker.drop_connections()
+        if n == 20:
+            broker.swap_roles()
+    broker.advance(75)
+    broker.swap_roles()
+    broker.advance(75)
+    assert names(broker.messages("s")) == [str(n) for n in range(30)]
+    assert await producer.cancel(receipts[0]) is DelayOutcome.SENT
 
 
-async def test_long_retry_waits_at_the_delay_group(broker):
+async def test_long_retry_waits_at_the_delay_group(broker, producer):
     consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
     tried, others = [], []
 
@@ -118,7 +115,7 @@ async def test_long_retry_waits_at_the_delay_group(broker):
     async def other(message):
         others.append(message["n"])
 
-    async with producer_of(broker) as producer, consuming(consumer):
+    async with consuming(consumer):
         await producer.send(Message("s", {"n": "1"}, tags={"t"}, id="one"))
         for times in (1, 2, 3):
             await broker.wait_until_consumed("s", "slow")
@@ -132,19 +129,6 @@ async def test_long_retry_waits_at_the_delay_group(broker):
         assert len(tried) == 3 and others == ["1"]
         (dead,) = broker.dead_letters("s", "slow")
         assert dead.id == "one" and dead.tags == {"t"} and "3 times" in str(dead["qmq_deadReason"])
-
-
-async def test_a_day_is_kept_by_the_broker_itself(broker):
-    consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
-    async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
-        await producer.send(Message("s", {"n": "1"}))
-        (message,) = await puller.pull(1, timeout=5)
-        await message.nack("tomorrow", delay=DAY_S)
-        await broker.wait_until_delayed("s", "g")
-        broker.advance(DAY_S)
-        (message,) = await puller.pull(1, timeout=5)
-        assert message.times == 2 and message.source == "s"
-        await message.ack()
 
 
 def test_blocking_programs_delay_and_cancel_too(qmq_blocking_broker):
@@ -174,20 +158,19 @@ def pass_first(broker, schedule):
     broker.advance((schedule.next_at - datetime.now(UTC)).total_seconds() + 30)
 
 
-async def test_each_occurrence_is_one_message(broker):
-    async with producer_of(broker) as producer:
-        before, template = datetime.now(UTC), Message("s", {"n": "1"}, tags={"t"}, order_key="k", body=b"\xff\0")
-        schedule = await producer.put_recurring(template, **MINUTELY, owner="ops")
-        assert before < schedule.next_at <= datetime.now(UTC) + timedelta(minutes=1)
-        pass_first(broker, schedule)
-        broker.advance(540)
-        messages = broker.messages("s")
-        assert len(messages) == 10 and len({message.id for message in messages}) == 10
-        for message in messages:
-            assert (message["n"], message.body, message["qmq_recurOwner"]) == ("1", b"\xff\0", "ops")
-            assert (message.tags, message.order_key) == ({"t"}, "k")
-        created = [message.created_ms for message in messages]
-        assert created == list(range(schedule.due_ms, schedule.due_ms + 600_000, 60_000))
+async def test_each_occurrence_is_one_message(broker, producer):
+    before, template = datetime.now(UTC), Message("s", {"n": "1"}, tags={"t"}, order_key="k", body=b"\xff\0")
+    schedule = await producer.put_recurring(template, **MINUTELY, owner="ops")
+    assert before < schedule.next_at <= datetime.now(UTC) + timedelta(minutes=1)
+    pass_first(broker, schedule)
+    broker.advance(540)
+    messages = broker.messages("s")
+    assert len(messages) == 10 and len({message.id for message in messages}) == 10
+    for message in messages:
+        assert (message["n"], message.body, message["qmq_recurOwner"]) == ("1", b"\xff\0", "ops")
+        assert (message.tags, message.order_key) == ({"t"}, "k")
+    created = [message.created_ms for message in messages]
+    assert created == list(range(schedule.due_ms, schedule.due_ms + 600_000, 60_000))
 
 
 def test_program_without_event_loop_has_the_same(broker):
