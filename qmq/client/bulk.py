@@ -63,6 +63,9 @@ RAW_BYTES_MIN = 16 * 1024
 """Size of a body from which on a copy costs more than a block of its own."""
 _names: dict[str, str] = {}
 """Property names with their length in front; names repeat."""
+_UNUSUAL = "left to the encoder"
+_LEFT_TO_THE_ENCODER = InvalidMessage, UnicodeEncodeError, IndexError, AttributeError
+"""Exceptions that unusual messages raise. AttributeError: properties are no dict."""
 
 
 class EncodedRun(NamedTuple):
@@ -99,134 +102,171 @@ def encode_run(
     Raises:
         InvalidMessage: one of them is no message.
     """
-    # One long function on purpose: a call per message or property would double the time.
     if due_ms is None:
         encoder = batch_encoder(subject, now_ms, compress_bytes_min)
     else:
         encoder = delayed_encoder(subject, now_ms, due_ms, compress_bytes_min)
-    bare, bodied = _fronts(encoder, 0), _fronts(encoder, FLAG_BODY)
     body_bytes_end = BODY_BYTES_MAX + 1 if compress_bytes_min is None else min(BODY_BYTES_MAX + 1, compress_bytes_min)
-    fixed_bytes = len(bare[0]) + 2 + 4
-    prefix, made = ids.prefix, ids.made
+    run = _Run(subject, ids, encoder, body_bytes_end, bytes_max)
+    source = iter(messages)
+    while not run.is_over:
+        _encode_block(run, source)
+    return run.result()
+
+
+class _Run:
+    """A batch that is being encoded, in blocks. Made and used by `encode_run`."""
+
+    __slots__ = (
+        "bare",
+        "blocks",
+        "bodied",
+        "body_bytes_end",
+        "bytes_max",
+        "encoder",
+        "error",
+        "fixed_bytes",
+        "ids",
+        "is_over",
+        "labels",
+        "message_bytes",
+        "message_ids",
+        "rest",
+        "subject",
+        "total",
+    )
+
+    def __init__(self, subject: str, ids: MessageIds, encoder: Encoder, body_bytes_end: int, bytes_max: int) -> None:
+        self.subject = subject
+        self.ids = ids
+        self.encoder = encoder
+        self.bare, self.bodied = _fronts(encoder, 0), _fronts(encoder, FLAG_BODY)
+        self.fixed_bytes = len(self.bare[0]) + 2 + 4
+        self.body_bytes_end = body_bytes_end
+        """Size from which on the encoder handles a body: it is too large, or compressed."""
+        self.bytes_max = bytes_max
+        self.blocks: list[bytes] = [b""]
+        """The first one is for the ends of the messages."""
+        self.message_bytes: list[int] = []
+        self.message_ids: list[str] = []
+        self.labels: dict[int, int] = {}
+        self.total = 0
+        self.rest: Message | None = None
+        self.error: InvalidMessage | None = None
+        self.is_over = False
+
+    def encode_alone(self, message: Message) -> bytes | None:
+        """Return an unusual message as its encoder makes it; None: it is refused, and the batch is over.
+
+        Raises:
+            InvalidMessage: it is no message.
+        """
+        if not isinstance(message, Message):
+            raise not_a_message(message)
+        try:
+            message.id = plain(message.id)
+            data = self.encoder(message)
+        except InvalidMessage as error:
+            self.rest, self.error = message, error
+            return None
+        if message.tags:
+            self.labels[len(self.message_ids)] = encode_tags(message.tags).bits
+        return data
+
+    def end_block(self, pieces: list[bytes], text: str, made: int, total: int, last: Message | None = None) -> None:
+        """Add a block, without its message `last` if the batch has no room for that."""
+        self.ids.made, self.total = made, total
+        raw = pieces.pop() if pieces and not text and len(pieces[-1]) >= RAW_BYTES_MIN else b""
+        pieces.append(text.encode("latin-1"))
+        data = b"".join(pieces)
+        if self.total > self.bytes_max and len(self.message_ids) > 1 and last is not None:
+            self.message_ids.pop()
+            size = self.message_bytes.pop()
+            self.total -= size
+            self.rest, data, raw = last, data[: len(data) - size + len(raw)], b""
+            self.is_over = True
+        if data:
+            self.blocks.append(data)
+        if raw:
+            self.blocks.append(raw)
+
+    def result(self) -> EncodedRun:
+        ends = array("I", accumulate(self.message_bytes, initial=0))
+        blocks, count, flags = self.blocks, len(self.message_ids), 0
+        blocks[0] = ends.tobytes()
+        padding = bytes(-(4 * len(ends) + self.total) % 8)
+        if len(blocks[-1]) < RAW_BYTES_MIN:
+            blocks[-1] += padding
+        elif padding:
+            blocks.append(padding)
+        self.labels.pop(count, None)
+        if self.labels:
+            every = [self.labels.get(position, 0) for position in range(count)]
+            flags = label_flags(every)
+            blocks.append(encode_labels(every))
+        return EncodedRun(self.message_ids, blocks, self.rest, self.error, flags)
+
+
+def _encode_block(run: _Run, messages: Iterator[Message]) -> None:
+    """Encode messages until a block is full or the batch is over. Hot path: a call per message would cost a tenth."""
+    subject, bare, bodied, fixed_bytes = run.subject, run.bare, run.bodied, run.fixed_bytes
+    message_ids, message_bytes, labels, total = run.message_ids, run.message_bytes, run.labels, run.total
+    prefix, made, body_bytes_end = run.ids.prefix, run.ids.made, run.body_bytes_end
+    block_end = min(total + BLOCK_BYTES, run.bytes_max + 1)
     lengths, small_sizes, small_sizes_end, names = _LENGTHS, _SIZES, len(_SIZES), _names
-    blocks: list[bytes] = [b""]
     parts: list[str] = []
     pieces: list[bytes] = []
-    message_bytes: list[int] = []
-    run_ids: list[str] = []
-    labels: dict[int, int] = {}
-    total, block_end, rest, error = 0, BLOCK_BYTES, None, None
     for message in messages:
+        mark, is_typed = len(parts), False
         try:
-            is_other = message.order_key is not None or message.subject != subject
-        except AttributeError:
-            raise not_a_message(message) from None
-        if is_other:
-            rest = message
-            break
-        identity = message.id
-        mark = len(parts)
-        is_plain, is_typed, raw = True, False, None
-        if identity is None:
-            made += 1
-            message.id = identity = f"{prefix}{made}"
-        elif identity.__class__ is str:
-            is_plain = identity.isascii() and 0 < len(identity) <= 100
-        else:
-            message.id, is_plain = plain(identity), False
-            identity = message.id
-        try:
-            body = message.body
-            if not is_plain or (body is not None and (body.__class__ is not bytes or len(body) >= body_bytes_end)):
-                raise InvalidMessage("left to the encoder")
-            untagged, tagged, fronts = bare if body is None else bodied
+            if message.order_key is not None or message.subject != subject:
+                run.rest = message
+                break
+            if (identity := message.id) is None:
+                made += 1
+                message.id = identity = f"{prefix}{made}"
+            elif identity.__class__ is not str or not identity.isascii() or not 0 < len(identity) <= 100:
+                raise InvalidMessage(_UNUSUAL)
+            if (raw := message.body) is not None and (raw.__class__ is not bytes or len(raw) >= body_bytes_end):
+                raise InvalidMessage(_UNUSUAL)
+            untagged, tagged, fronts = bare if raw is None else bodied
+            id_bytes, tags = len(identity), ""
             if message.tags:
-                section, labels[len(run_ids)] = encode_tags(message.tags)
-                tags = section.decode("latin-1")
-                parts += (tagged, lengths[len(identity)], identity, tags, "")
-                front = fixed_bytes + len(identity) + len(tags)
+                section, labels[len(message_ids)] = encode_tags(message.tags)
+                front, tags = tagged + lengths[id_bytes], section.decode("latin-1")
             else:
-                id_bytes = len(identity)
-                parts += (
-                    fronts.get(id_bytes) or fronts.setdefault(id_bytes, untagged + lengths[id_bytes]),
-                    identity,
-                    "",
-                )
-                front = fixed_bytes + id_bytes
-            size_at = len(parts) - 1
-            size = 0
+                front = fronts.get(id_bytes) or _add_front(fronts, untagged, id_bytes)
+            parts += (front, identity, tags, "")
+            size_at, size = len(parts) - 1, 0
             for name, value in message.properties.items():
                 if value.__class__ is not str:
                     value, is_typed = text_of(value), True
                 if not value.isascii():
                     value = value.encode().decode("latin-1")
-                key = names.get(name) or _name(name)
-                length = len(value)
+                key, length = names.get(name) or _name(name), len(value)
                 parts += (key, lengths[length], value)
                 size += len(key) + 2 + length
-            content_type = message.content_type
-            if message.retries_max is not None or message.expires_after is not None:
-                parts.append(own := encode_own(message, is_typed=is_typed, encoding="").decode("latin-1"))
-                size += len(own)
-            elif is_typed or content_type is not None:
-                if content_type is not None and (body is None or content_type.__class__ is not str):
-                    raise InvalidMessage("left to the encoder")
-                classes = tuple(map(type, message.properties.values())) if is_typed else ()
-                parts.append(own := _content(classes, content_type))
+            content_type, retries, expires = message.content_type, message.retries_max, message.expires_after
+            if is_typed or content_type is not None or retries is not None or expires is not None:
+                parts.append(own := _own(message, is_typed))
                 size += len(own)
             parts[size_at] = small_sizes[size] if size < small_sizes_end else size.to_bytes(4, "big").decode("latin-1")
-            size += front
-            if body is not None:
-                size += len(body)
-                raw = body
-        except (
-            InvalidMessage,
-            UnicodeEncodeError,
-            IndexError,
-            AttributeError,
-        ):  # AttributeError: properties are no dict
+            size += fixed_bytes + id_bytes + len(tags) + (0 if raw is None else len(raw))
+        except _LEFT_TO_THE_ENCODER:
             del parts[mark:]
-            try:
-                data = encoder(message)
-            except InvalidMessage as refusal:
-                rest, error = message, refusal
-                labels.pop(len(run_ids), None)
+            if (raw := run.encode_alone(message)) is None:
                 break
-            raw, size = data, len(data)
-            if message.tags:
-                labels[len(run_ids)] = encode_tags(message.tags).bits
-        if total + size > bytes_max and total:
-            del parts[mark:]
-            labels.pop(len(run_ids), None)
-            rest = message
-            break
+            identity, size = str(message.id), len(raw)
         total += size
         message_bytes.append(size)
-        run_ids.append(identity)
+        message_ids.append(identity)
         if raw is not None:
             pieces += ("".join(parts).encode("latin-1"), raw)
             parts.clear()
-            if len(raw) >= RAW_BYTES_MIN:
-                pieces.pop()
-                blocks += (b"".join(pieces), raw)
-                pieces.clear()
-        if total >= block_end:
-            pieces.append("".join(parts).encode("latin-1"))
-            blocks.append(b"".join(pieces))
-            parts.clear()
-            pieces.clear()
-            block_end = total + BLOCK_BYTES
-    ids.made = made
-    ends = array("I", accumulate(message_bytes, initial=0))
-    parts.append("\0" * (-(4 * len(ends) + total) % 8))
-    blocks[0] = ends.tobytes()
-    blocks += (*pieces, "".join(parts).encode("latin-1"))
-    flags = 0
-    if labels:
-        every = [labels.get(position, 0) for position in range(len(run_ids))]
-        flags = label_flags(every)
-        blocks.append(encode_labels(every))
-    return EncodedRun(run_ids, blocks, rest, error, flags)
+        if total >= block_end or size >= RAW_BYTES_MIN:
+            return run.end_block(pieces, "".join(parts), made, total, message)
+    run.is_over = True
+    run.end_block(pieces, "".join(parts), made, total)
 
 
 def _fronts(encoder: Encoder, flag: int) -> tuple[str, str, dict[int, str]]:
@@ -235,17 +275,32 @@ def _fronts(encoder: Encoder, flag: int) -> tuple[str, str, dict[int, str]]:
     return chr(flag) + front, chr(flag | FLAG_TAGS) + front, {}
 
 
+def _add_front(fronts: dict[int, str], untagged: str, id_bytes: int) -> str:
+    front = fronts[id_bytes] = untagged + _LENGTHS[id_bytes]
+    return front
+
+
+def _own(message: Message, is_typed: bool) -> str:
+    """Return the properties of QMQ itself, of a message that has some."""
+    if message.retries_max is not None or message.expires_after is not None:
+        return encode_own(message, is_typed=is_typed, encoding="").decode("latin-1")
+    content_type = message.content_type
+    if content_type is not None and (message.body is None or content_type.__class__ is not str):
+        raise InvalidMessage(_UNUSUAL)
+    return _content(tuple(map(type, message.properties.values())) if is_typed else (), content_type)
+
+
 @lru_cache(1_000)
 def _content(classes: tuple[type, ...], content_type: str | None) -> str:
     if content_type is not None and not content_type.strip():
-        raise InvalidMessage("left to the encoder")
+        raise InvalidMessage(_UNUSUAL)
     return encode_content(classes, content_type).decode("latin-1")
 
 
 def _name(name: str) -> str:
     """Return a property's name with its length in front, from a bounded cache."""
     if not isinstance(name, str) or name.startswith(RESERVED):
-        raise InvalidMessage("left to the encoder")
+        raise InvalidMessage(_UNUSUAL)
     data = name.encode()
     text = _LENGTHS[len(data)] + data.decode("latin-1")
     if len(_names) < KEPT_MAX and len(data) < 100:
