@@ -3,10 +3,8 @@ nothing else. Each alone: tests/unit/audit."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,7 @@ from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.group import audit_groups
 from qmq.audit.results import Group, Result
 from qmq.audit.wave import Options
-from qmq.codec import decode_envelope, split_batch, with_properties
 from qmq.ledger import Ledger
-from qmq.log.frame import FrameKind
 from tests.integration.real_logs import SUBJECT, Lived, Places, copied
 from tests.support.spark import actions, local_spark
 from tests.unit.audit.beside import WRONG, bases_of
@@ -31,8 +27,6 @@ from tests.unit.audit.divergences import (
     Expected,
     Plant,
     frame_of,
-    one_frame_less,
-    one_frame_more,
     other_payload,
 )
 from tests.unit.audit.forged import A, B, C, forged, read_frames, write_world
@@ -155,36 +149,7 @@ def eight(folder: Path) -> Found:
     return rows
 
 
-def two_slaves(folder: Path) -> Found:
-    """Each slave differs in another message."""
-    rows: Found = set()
-    for slave, number in (("slave", 206), ("slave2", 330)):
-        write_world(folder / slave)
-        with forged(folder / slave) as frames:
-            planted = other_payload(A, number)(frames)
-        rows |= due(planted, slave)
-    write_world(folder / "master")
-    return rows
-
-
-def one_more(folder: Path) -> tuple[Found, set[int]]:
-    """One of the frames behind the extra one is another producer's; both copies' offsets of it are findings."""
-    rows = plant_on_slave(folder, [one_frame_more])
-    with forged(folder / "master") as ours, forged(folder / "slave") as theirs:
-        pair = [frame_of(frames, B, 500) for frames in (ours, theirs)]
-        pair[1].producer += 1
-    return rows, {frame.at for frame in pair}
-
-
-def one_less(folder: Path) -> int:
-    write_world(folder / "master")
-    write_world(folder / "slave")
-    with forged(folder / "slave") as frames:
-        _, (_, behind, _) = one_frame_less(frames)
-    return behind.at
-
-
-PLANTED: tuple[Callable[[Path], Any], ...] = (many, others, eight, two_slaves, one_more, one_less)
+PLANTED: tuple[Callable[[Path], Any], ...] = (many, others, eight)
 Cases = dict[Callable[[Path], Any], tuple[Any, Result]]
 
 
@@ -233,29 +198,6 @@ def test_eight_scattered_differences_are_all_found(cases: Cases) -> None:
         assert len({row["offset"] // PIECE_BYTES for row in rows}) == len({row["segment"] for row in rows}) == pieces
         assert {row["subject"] for row in rows} == {A, B, C}
     assert {row["copy"] for row in result.findings if row["what"] == "damaged"} == {"master", "slave"}
-
-
-def test_each_diverged_slave_is_named(cases: Cases) -> None:
-    expected, result = cases[two_slaves]
-    assert found(result) == expected
-
-
-def test_extra_frame_is_two_findings(cases: Cases) -> None:
-    (expected, moved), result = cases[one_more]
-    begin = min(at for _, _, at, _, _ in expected)
-    assert {(row["what"], row["offset"]) for row in result.findings} == {
-        *((what, begin) for what in ("extra", "shifted")),
-        *(("reordered", at) for at in moved),
-    }
-    assert "bytes further on" in next(row["text"] for row in result.findings if row["what"] == "shifted")
-
-
-def test_missing_frame_is_two_findings(cases: Cases) -> None:
-    behind, result = cases[one_less]
-    missing, shifted = result.findings
-    assert (missing["what"], missing["offset"], shifted["what"]) == ("missing", behind, "shifted")
-    assert "bytes further back" in shifted["text"]
-    assert missing["end"] == shifted["offset"]
 
 
 def audit_directories(spark: SparkSession, places: Places, **options: Any) -> list[Result]:
@@ -367,24 +309,3 @@ def test_batch_twice_in_one_real_directory_moves_later_frames(lived: Lived, tmp_
     result, planted, _ = plant_in(lived, tmp_path, ["a batch twice"], ["slave"])
     (again,) = planted
     assert without_any_id(result) == {again, ("shifted", *again[1:])}
-
-
-def test_rewritten_payload_of_real_directories_is_altered(lived: Lived, tmp_path: Path) -> None:
-    """Only the producer's journal can show it, as both copies have the same valid bytes."""
-    frames = [(frame, body) for _, frame, body in read_frames(lived.places["g1"]["master"]) if frame.subject == SUBJECT]
-    batch = next((frame, body) for frame, body in frames if frame.kind == FrameKind.MESSAGES)
-    lines = [
-        {"subject": SUBJECT, "sequence": at, "id": decode_envelope(data).id, "hash": sha256(data).hexdigest()[:16]}
-        for at, data in enumerate(map(bytes, split_batch(batch[1], batch[0].count)))
-    ]
-    journal = tmp_path / "journal.ndjson"
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    places = copied({"g1": lived.places["g1"]}, tmp_path)["g1"]
-    for path in places.values():
-        with forged(path) as drafts:
-            frame = frame_of(drafts, SUBJECT, 0)
-            frame.messages = [with_properties(data, {"n": "99"}) for data in frame.messages[:1]] + frame.messages[1:]
-    asked = {name: place_options(str(path), "") for name, path in places.items()}
-    assert audit_places(asked).found == {}
-    (altered,) = audit_places(asked, journal=journal).findings
-    assert (altered["what"], altered["copy"], altered["sequence"]) == ("altered", "both", 0)

@@ -1,4 +1,4 @@
-"""Shell. Logs as tables of Spark: filters reach the reader, and a stream gives each message once."""
+"""Shell. Logs as tables of Spark: a stream gives each message once, and a message's history is found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.snippets import snippets
 from tests.support.spark import local_spark
 from tests.unit.audit.logs import BEGIN_MS, LogWriter
 from tests.unit.audit.test_delay_groups import write_groups
-from tests.unit.audit.test_table import A, ruin, write
+from tests.unit.audit.test_table import A, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -41,17 +41,6 @@ def spark() -> Iterator[SparkSession]:
     with local_spark("table tests") as session:
         assert os.environ.get("PYTHONPATH") == before, "programs started later import other modules"
         yield session
-
-
-def test_options_skip_segments(spark: SparkSession, tmp_path: Path) -> None:
-    write(tmp_path)
-    ruin(tmp_path, 1)
-    ruin(tmp_path, 2)
-    log = spark.read.format("qmq").options(path=str(tmp_path), damage="fail", columns="subject,sequence", subject=A)
-    ((count, last),) = log.option("sequences", "0-95").load().selectExpr("count(*)", "max(sequence)").collect()
-    assert (count, last) == (100, 99), "whole frames"
-    with pytest.raises(PySparkException, match="offset"):
-        log.option("sequences", "").load().count()
 
 
 def test_snippet_of_the_page_names_options_of_the_table(

@@ -402,22 +402,6 @@ def _flipped(body: bytes, at: int, flips: int) -> bytes:
     return bytes(changed)
 
 
-def one_frame_more(frames: list[Draft]) -> Expected:
-    """All later frames move on."""
-    at = frames.index(frame_of(frames, A, 480))
-    body = encode_progress("more", "", [(0, 0, 0)])
-    frame = in_place_of(frames[at], nth(frames, FrameKind.POSITION, A, 0), body=body)
-    frames.insert(at, frame)
-    return [("extra", frame, None), ("shifted", frames[at + 1], None)]
-
-
-def one_frame_less(frames: list[Draft]) -> Expected:
-    frame = nth(frames, FrameKind.ACK, A, 57)
-    at = frames.index(frame)
-    del frames[at]
-    return [("missing", frame, None), ("shifted", frames[at], None)]
-
-
 def batch_twice_amid(frames: list[Draft]) -> Expected:
     """All later batches of the subject have other sequences."""
     there = frame_of(frames, A, 150)

@@ -51,6 +51,7 @@ def test_frames_after_an_extra_one_are_shifted() -> None:
     slave = [copied(0), copied(90, SIZE), *(copied(number, (number + 1) * SIZE) for number in range(1, 6))]
     found = compared([copied(number) for number in range(6)], slave)
     assert told(found) == [("shifted", SIZE, 5), ("extra", SIZE, 1)]
+    assert found.rows[0]["text"] == "5 frames with 5 messages stand 100 bytes further on in the slave"
 
 
 def test_equal_empty_frames_match_at_their_distance() -> None:
